@@ -1,0 +1,78 @@
+# make            what there is
+# make demo       the main job on real data
+# make test       the whole suite
+# Each of them first makes .venv, with the pinned packages and the kernels built in place.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# A Python of 3.10 or later; `make PYTHON=/path/to/python test` chooses another.
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10 python3,$(shell command -v $(name))))
+
+bin := .venv/bin
+pip := $(bin)/python -m pip --disable-pip-version-check
+run_tests := $(bin)/python -m pytest -n 2 --dist loadfile
+sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+
+# What runs a second time without the native kernels: whatever calls them.
+core := $(wildcard $(addprefix tests/,test_quantize.py test_pack_bits.py test_ops*.py test_codecs*.py test_functional*.py \
+	test_linear.py test_conv.py test_norm.py test_activation.py test_softmax.py test_matmul.py test_attention.py \
+	test_nn*.py test_conversion*.py test_routing*.py functional nn))
+
+.PHONY: help demo test lint bench format install
+
+help:
+	@echo 'make demo     profile, search, verify, train and report on real data; writes mesa-run/report.html'
+	@echo 'make test     every test, and the core again without the native kernels'
+	@echo 'make lint     ruff, mypy, pyright, clang-format'
+	@echo 'make bench    every benchmark; adds to benchmarks/results/'
+	@echo 'make format   let ruff and clang-format rewrite the layout'
+	@echo 'make install  only .venv, its packages and the kernels'
+	@echo 'Each makes .venv first, where it is missing or out of date. Needs Python >= 3.10 and a C++ compiler.'
+
+install: .venv/.kernels
+
+demo: .venv/.kernels
+	$(bin)/mesa-tune demo
+
+test: .venv/.kernels
+	@echo '== tests'
+	$(run_tests)
+	@echo '== the core again, without the native kernels'
+	$(if $(core),MESA_TUNE_REFERENCE=1 $(run_tests) -m 'not slow' $(core),@echo 'no such tests')
+
+lint: .venv/.kernels
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+	$(bin)/mypy
+	$(bin)/pyright
+	@files=$$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'); \
+	echo "clang-format --dry-run -Werror $$files"; $(bin)/clang-format --dry-run -Werror $$files
+
+format: .venv/.packages
+	$(bin)/ruff format .
+	$(bin)/ruff check --fix .
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(bin)/clang-format -i
+
+bench: .venv/.kernels
+	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(bin)/python "$$file"; done
+
+.venv/bin/python:
+	@[ -n '$(PYTHON)' ] && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	{ echo 'mesa-tune needs Python 3.10 or later; name one: make PYTHON=/path/to/python' >&2; exit 1; }
+	@echo "== making .venv with $$($(PYTHON) --version)"
+	$(PYTHON) -m venv .venv
+
+# torch goes first and alone: the extension is built against it, and nothing may bring in another.
+.venv/.packages: requirements/constraints.txt requirements/runtime.txt requirements/dev.txt | .venv/bin/python
+	@echo '== installing torch, then the other packages (minutes, the first time)'
+	$(pip) install --quiet -c requirements/constraints.txt torch
+	$(pip) install --quiet -c requirements/constraints.txt -r requirements/dev.txt
+	@touch $@
+
+.venv/.kernels: .venv/.packages $(sources)
+	@echo '== building the kernels'
+	$(pip) install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
