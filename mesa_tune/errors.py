@@ -20,4 +20,4 @@ class BudgetError(MesaTuneError):
 
 
 class RunError(MesaTuneError):
-    """A run folder, profile or study that is missing, foreign, damaged or cannot be written; or a step that cannot run."""
+    """A run folder, profile or study that is missing, foreign, damaged or unwritable; or a step that cannot run."""

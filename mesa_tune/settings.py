@@ -18,9 +18,10 @@ STORES: Final = ("quantize", "exact", "derive", "recompute", "offload")
 class LayerSettings:
     """Settings of one layer, complete and valid; the keys are those of policy.txt.
 
-    `level` is a number of quantization levels (2 to 256). Exactly one of `group_size` (contiguous elements a group)
-    and `quant_groups` (groups along channels or heads, over the whole batch) is set; the other is None. `drop` is the
-    fraction of smallest-magnitude elements not stored. Raises ValueError for a value outside its range.
+    `level` is a number of quantization levels (2 to 256). Exactly one of `group_size` (contiguous elements a
+    group) and `quant_groups` (groups along channels or heads, over the whole batch) is set; the other is None.
+    `drop` is the fraction of smallest-magnitude elements not stored. Raises ValueError for a value outside its
+    range.
     """
 
     enable: bool = True
@@ -33,6 +34,8 @@ class LayerSettings:
     store: str = "quantize"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.enable, bool):
+            raise ValueError(f"enable must be True or False, but got {self.enable!r}")
         _require_integer("level", self.level, 2, 256)
         if (self.group_size is None) == (self.quant_groups is None):
             raise ValueError(
@@ -72,7 +75,7 @@ class LayerSettings:
         return " ".join(parts)
 
     def to_dict(self) -> dict[str, bool | int | float | str]:
-        """Plain values for JSON: `enable`, `level` and the grouping always, the rest where it is not the default."""
+        """Plain values for JSON: `enable`, `level` and the grouping always, the rest where not the default."""
         always = ("enable", "level", "quant_groups" if self.group_size is None else "group_size")
         return {
             field.name: getattr(self, field.name)
@@ -82,7 +85,7 @@ class LayerSettings:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> LayerSettings:
-        """The settings that `to_dict` made `values` of. Raises ValueError for an unknown key or a bad value."""
+        """The settings that `to_dict` made `values` of. Raises ValueError for an unknown key or bad value."""
         known = {field.name for field in fields(LayerSettings)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
@@ -90,9 +93,6 @@ class LayerSettings:
         if "quant_groups" in given:
             given.setdefault("group_size", None)
         return LayerSettings(**given)
-
-
-EXACT: Final = LayerSettings(enable=False)
 
 
 def _require_integer(key: str, value: Any, low: int, high: int | None = None) -> None:
@@ -115,3 +115,6 @@ def _require_fraction(key: str, value: Any) -> None:
 def _require_word(key: str, value: Any, words: tuple[str, ...]) -> None:
     if value not in words:
         raise ValueError(f"{key} must be one of {', '.join(words)}, but got {value!r}")
+
+
+EXACT: Final = LayerSettings(enable=False)
