@@ -1,0 +1,283 @@
+"""The one doorway to the native kernels: schema, shapes, and the reference as default.
+
+Importing this module defines four functional ops, `torch.ops.mesa_tune.{quantize, dequantize, pack_bits,
+unpack_bits}`, and two that write into existing memory, `quantize_out` and `dequantize_out`. Their default
+kernel is `mesa_tune.reference`; the native library beside this package adds the CPU's. Callers never ask
+which of the two runs: they give the same bytes. `MESA_TUNE_REFERENCE=1` leaves the library out.
+
+The ops are pure: equal arguments (the seed is one) give equal results, so a compiler may merge them.
+"""
+
+import itertools
+import math
+import operator
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mesa_tune import reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LIBRARY = Path(__file__).with_name("_C.abi3.so")
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the private count over all 64 bits of a seed
+
+_SIZES = "int bits, int levels, int group_size, int quant_groups"
+_SCHEMAS = (
+    f"quantize(Tensor x, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor data, Tensor ranges)",
+    f"quantize_out(Tensor x, {_SIZES}, bool stochastic, Tensor? seed, Tensor(a!) data, Tensor(b!) ranges) -> ()",
+    f"dequantize(Tensor data, Tensor ranges, SymInt[] shape, ScalarType dtype, {_SIZES}) -> Tensor",
+    f"dequantize_out(Tensor data, Tensor ranges, {_SIZES}, Tensor(a!) out) -> ()",
+    "pack_bits(Tensor mask) -> Tensor",
+    "unpack_bits(Tensor data, SymInt[] shape) -> Tensor",
+)
+
+
+class Quantized(NamedTuple):
+    """A tensor as `quantize` stores it: what `dequantize` takes.
+
+    `data` is uint8, `ranges` float32 `[groups, 2]`: the value of code 0, and the step between codes.
+    """
+
+    data: Tensor
+    ranges: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bits: int
+    levels: int
+    group_size: int
+    quant_groups: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and ranges together."""
+        return self.data.nbytes + self.ranges.nbytes
+
+
+def quantize(
+    x: Tensor,
+    bits: int,
+    group_size: int = 256,
+    *,
+    levels: int | None = None,
+    quant_groups: int | None = None,
+    stochastic: bool = True,
+    seed: int | Tensor | None = None,
+    out: Quantized | None = None,
+) -> Quantized:
+    """x is stored in `bits` bits an element and two fp32 numbers a group; `dequantize` brings it back.
+
+    x: float32, float16 or bfloat16, of any shape and strides. bits: 1 to 8; levels: 2 to 2**bits, the default.
+    Groups are `group_size` consecutive elements in row-major order, the last one shorter; or, with
+    `quant_groups`, that many along channels or heads (dimension 1 of 4-d and 5-d tensors, else the last) over
+    the whole batch. Stochastic rounding is unbiased; its noise depends only on the seed, the group's number and
+    stored range, and the element's place in it. Without it the nearest level is taken. seed: an int, or an
+    int64 tensor of one element, which is never read on the host; None: `torch.initial_seed()` and a private
+    count, so that torch's generators stay where they are. out: an earlier result of the same geometry, whose
+    memory is reused.
+
+    A group of equal values decodes exactly; one that holds NaN or Inf decodes to NaN; steps below 2**-126 are
+    2**-126. Raises TypeError and ValueError for arguments outside these.
+    """
+    if levels is None:
+        levels = 1 << operator.index(bits)
+    _check(x, bits, levels, group_size, quant_groups)
+    shape, groups = tuple(x.shape), quant_groups or 0
+    noise = _seed_tensor(seed, x.device) if stochastic else None
+    x = x.detach()
+    if out is None:
+        data, ranges = torch.ops.mesa_tune.quantize.default(x, bits, levels, group_size, groups, stochastic, noise)
+        return Quantized(data, ranges, shape, x.dtype, bits, levels, group_size, quant_groups)
+    made = Quantized(out.data, out.ranges, shape, x.dtype, bits, levels, group_size, quant_groups)
+    _check_out(out, made)
+    torch.ops.mesa_tune.quantize_out.default(
+        x, bits, levels, group_size, groups, stochastic, noise, out.data, out.ranges
+    )
+    return made
+
+
+def dequantize(q: Quantized, *, out: Tensor | None = None) -> Tensor:
+    """The tensor that `q` stores, contiguous, of its shape and dtype; decoded into `out` if given."""
+    sizes = (q.bits, q.levels, q.group_size, q.quant_groups or 0)
+    if out is None:
+        decoded: Tensor = torch.ops.mesa_tune.dequantize.default(q.data, q.ranges, q.shape, q.dtype, *sizes)
+        return decoded
+    if tuple(out.shape) != q.shape or out.dtype != q.dtype:
+        raise ValueError(
+            f"`out` must have shape {list(q.shape)} and dtype {q.dtype}, but has {list(out.shape)} and"
+            f" {out.dtype}: give a tensor like the one that was quantized, or leave `out` away."
+        )
+    torch.ops.mesa_tune.dequantize_out.default(q.data, q.ranges, *sizes, out)
+    return out
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """A bool tensor of any shape in ceil(n / 8) bytes (uint8), the first element in the lowest bit."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"`mask` must be a bool tensor, but has dtype {mask.dtype}: compare it with something.")
+    packed: Tensor = torch.ops.mesa_tune.pack_bits.default(mask)
+    return packed
+
+
+def unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
+    """The bool tensor of `shape` that `pack_bits` packed into `data`."""
+    mask: Tensor = torch.ops.mesa_tune.unpack_bits.default(data, shape)
+    return mask
+
+
+def packed_bytes(shape: int | Sequence[int], bits: int, group_size: int = 256, quant_groups: int | None = None) -> int:
+    """Exact bytes that `quantize` makes of this shape (or number of elements): data and ranges."""
+    numel = shape if isinstance(shape, int) else math.prod(shape)
+    groups = quant_groups or 0
+    return reference.data_bytes(numel, bits, group_size, groups) + 8 * reference.group_count(numel, group_size, groups)
+
+
+def native() -> bool:
+    """True if the native CPU kernels are loaded."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("mesa_tune::quantize", "CPU")
+
+
+def _check(x: Tensor, bits: int, levels: int, group_size: int, quant_groups: int | None) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x must be float32, float16 or bfloat16, but has dtype {x.dtype}: convert it first.")
+    if not 1 <= bits <= 8:
+        raise ValueError(f"`1 <= bits <= 8` must hold, but got bits={bits}.")
+    if not 2 <= levels <= 1 << bits:
+        raise ValueError(
+            f"`2 <= levels <= 2**bits` must hold, but got levels={levels}, bits={bits}: more levels need more bits."
+        )
+    if quant_groups is not None:
+        _check_groups(x.shape, quant_groups)
+    elif group_size < 1:
+        raise ValueError(f"`group_size >= 1` must hold, but got group_size={group_size}.")
+
+
+def _check_groups(shape: Sequence[int], quant_groups: int) -> None:
+    axis = 1 if len(shape) in (4, 5) else -1
+    extent = (shape or (1,))[axis]
+    if quant_groups < 1 or extent % quant_groups:
+        raise ValueError(
+            f"`quant_groups` must be positive and divide dimension {axis} of shape {list(shape)}, but got"
+            f" quant_groups={quant_groups} for {extent}: choose a divisor, or `group_size` instead."
+        )
+
+
+def _check_out(out: Quantized, made: Quantized) -> None:
+    if out[2:] != made[2:]:
+        raise ValueError(
+            f"`out` must be a result of the same geometry, but holds {out[2:]} where {made[2:]} is quantized:"
+            " leave `out` away when shape, dtype or settings change."
+        )
+
+
+def _wrap(value: int) -> int:
+    """The int64 with the low 64 bits of `value`."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_calls = itertools.count()
+
+
+def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise TypeError(
+                "`seed` must be an int or an int64 tensor of one element, but is a tensor of"
+                f" {seed.dtype} and shape {list(seed.shape)}."
+            )
+        return seed
+    value = torch.initial_seed() + GOLDEN * next(_calls) if seed is None else operator.index(seed)
+    return torch.full((1,), _wrap(value), dtype=torch.int64, device=device)
+
+
+def _quantize_out(
+    x: Tensor,
+    bits: int,
+    levels: int,
+    group_size: int,
+    quant_groups: int,
+    stochastic: bool,
+    seed: Tensor | None,
+    data: Tensor,
+    ranges: Tensor,
+) -> None:
+    made = reference.quantize(x, bits, levels, group_size, quant_groups, stochastic, seed)
+    data.copy_(made[0])
+    ranges.copy_(made[1])
+
+
+def _dequantize_out(
+    data: Tensor, ranges: Tensor, bits: int, levels: int, group_size: int, quant_groups: int, out: Tensor
+) -> None:
+    out.copy_(reference.dequantize(data, ranges, out.shape, out.dtype, bits, levels, group_size, quant_groups))
+
+
+def _fake_quantize(
+    x: Tensor,
+    bits: int,
+    levels: int,
+    group_size: int,
+    quant_groups: int,
+    stochastic: bool,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    numel = x.numel()
+    data = x.new_empty(reference.data_bytes(numel, bits, group_size, quant_groups), dtype=torch.uint8)
+    return data, x.new_empty(reference.group_count(numel, group_size, quant_groups), 2, dtype=torch.float32)
+
+
+def _fake_dequantize(data: Tensor, ranges: Tensor, shape: Sequence[int], dtype: torch.dtype, *sizes: int) -> Tensor:
+    return data.new_empty(shape, dtype=dtype)
+
+
+def _fake_pack_bits(mask: Tensor) -> Tensor:
+    return mask.new_empty(reference.plane_bytes(mask.numel()), dtype=torch.uint8)
+
+
+def _fake_unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
+    return data.new_empty(shape, dtype=torch.bool)
+
+
+def _nothing(*arguments: object) -> None:
+    """What an op without results returns of a fake tensor."""
+
+
+_KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+    "quantize": (reference.quantize, _fake_quantize),
+    "quantize_out": (_quantize_out, _nothing),
+    "dequantize": (reference.dequantize, _fake_dequantize),
+    "dequantize_out": (_dequantize_out, _nothing),
+    "pack_bits": (reference.pack_bits, _fake_pack_bits),
+    "unpack_bits": (reference.unpack_bits, _fake_unpack_bits),
+}
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library("mesa_tune", "DEF")
+    for schema in _SCHEMAS:
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for name, (default, fake) in _KERNELS.items():
+        library.impl(name, default, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mesa_tune::{name}", fake, lib=library)
+    return library
+
+
+def _load() -> None:
+    if os.environ.get("MESA_TUNE_REFERENCE") == "1":
+        return
+    if LIBRARY.exists():
+        torch.ops.load_library(LIBRARY)
+        return
+    warnings.warn(
+        f"mesa-tune's native kernels are missing ({LIBRARY}), so quantization runs in plain PyTorch, many"
+        " times slower: `mesa-tune doctor` says how to build them.",
+        stacklevel=2,
+    )
+
+
+_library = _define()
+_load()
