@@ -1,0 +1,108 @@
+"""The command line: which commands there are, and what becomes of an error.
+
+Statuses: 0 done; 1 an error of ours or a bad value, at most three lines on standard error; 2 an unknown
+option or command; 130 Ctrl-C. `--debug` shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from mesa_tune.errors import MesaTuneError, RunError
+
+# In the order of use, as the help lists them: function `x` of module mesa_tune.commands.x.
+COMMANDS = ("init", "profile", "search", "verify", "report", "demo", "doctor")
+
+_BAD_VALUES = ("BadParameter", "MissingParameter", "BadOptionUsage", "BadArgumentUsage")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `mesa-tune` with `arguments` (default: those of the process) and exit with its status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `mesa-tune` with `arguments`; the exit status, with any error printed on standard error."""
+    try:
+        return _dispatch(list(arguments))
+    except (MesaTuneError, OSError) as error:
+        if "--debug" in arguments:
+            raise
+        known = _explained(error)
+        print(f"error: {known}", file=sys.stderr)
+        return known.exit_status
+    except (KeyboardInterrupt, typer.Abort):
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def application() -> typer.Typer:
+    """The Typer application: every command of `COMMANDS`, imported now and light to import."""
+    app = typer.Typer(
+        name="mesa-tune",
+        help="Find out what a model's activations cost, and how to store them within a memory budget.",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for name in COMMANDS:
+        module = f"mesa_tune.commands.{name}"
+        if importlib.util.find_spec(module):
+            app.command(name)(getattr(importlib.import_module(module), name))
+    return app
+
+
+def _dispatch(arguments: list[str]) -> int:
+    command = typer.main.get_command(application())
+    try:
+        # Without standalone mode Typer hands errors and Ctrl-C to us, and returns the status of an Exit.
+        status = command.main(arguments or ["--help"], prog_name="mesa-tune", standalone_mode=False)
+    except typer.TyperException as error:
+        print(f"error: {error.format_message()}\nsee mesa-tune --help", file=sys.stderr)
+        return 1 if type(error).__name__ in _BAD_VALUES else 2
+    return status if isinstance(status, int) else 0
+
+
+def _explained(error: MesaTuneError | OSError) -> MesaTuneError:
+    if isinstance(error, MesaTuneError):
+        return error
+    place = f"{error.filename}: " if error.filename else ""
+    return RunError(
+        f"{place}{error.strerror or error}\n"
+        "check that the path can be read and written and that the disk has room; --debug shows the traceback"
+    )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(_version())
+        raise typer.Exit
+
+
+def _version() -> str:
+    try:
+        return version("mesa-tune")
+    except PackageNotFoundError:
+        return "not installed: run from a source folder"
+
+
+_VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+]
+
+
+def _options(show_version: _VersionOption = False) -> None:
+    """What stands before the command; options after it are the command's own."""
+
+
+if __name__ == "__main__":
+    main()

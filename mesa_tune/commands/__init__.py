@@ -1,0 +1,1 @@
+"""The commands of `mesa-tune`, a module each: options in, the library called, text and files out."""

@@ -1,0 +1,92 @@
+"""What every command shares: its options and its way of speaking."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mesa_tune.commands.run_folder import Run, digest, dump_json, write_atomically
+from mesa_tune.units import Budget, format_bytes, format_time, parse_bytes
+
+__all__ = [
+    "Budget",
+    "DebugOption",
+    "DeviceOption",
+    "ForceOption",
+    "JsonOption",
+    "Output",
+    "QuietOption",
+    "Run",
+    "RunOption",
+    "digest",
+    "dump_json",
+    "format_bytes",
+    "format_table",
+    "format_time",
+    "parse_bytes",
+    "write_atomically",
+]
+
+DEFAULT_RUN = Path("mesa-run")
+
+RunOption = Annotated[Path, typer.Option("--run", metavar="DIR", help="Folder of the run's files.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors and warnings.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite files that are not ours to overwrite.")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", metavar="cuda|cpu", help="Default: cuda if there is one, else cpu.")
+]
+
+
+class Output:
+    """A command's voice: lines for people, or one JSON document for programs.
+
+    Lines go to standard output; with `json` to standard error, so that standard output holds the document
+    alone; with `quiet` nowhere. Warnings always go to standard error.
+    """
+
+    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
+        self.json = json
+        self.quiet = quiet
+
+    def line(self, text: str = "") -> None:
+        """Print `text` for people to read."""
+        if not self.quiet:
+            print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
+
+    def device(self, device: str, note: str = "") -> None:
+        """Print the first line of any command's output: the device it works on."""
+        self.line(f"device: {device}" + (f" ({note})" if note else ""))
+
+    def status(self, text: str) -> None:
+        """Show `text` in place of the last status; nothing where standard error is no terminal."""
+        if not self.quiet and sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+    def warn(self, text: str) -> None:
+        """Print `text` as a warning."""
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def document(self, kind: str, content: Mapping[str, Any]) -> None:
+        """Print `content` as the JSON document `mesa-tune.<kind>/1`, where the user asked for JSON."""
+        if self.json:
+            print(dump_json({"schema": f"mesa-tune.{kind}/1", **content}), end="", flush=True)
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table with aligned columns: the first to the left, the others to the right."""
+    table = [header, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    return [_aligned(row, widths) for row in table]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(row, widths, strict=True)
+    cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+    return "  ".join(cells).rstrip()

@@ -1,0 +1,156 @@
+"""The folder of a run, and writing to it without destroying what is the user's.
+
+The run folder is where a command could destroy something: a policy tuned by hand, a profile that took an
+hour. So each file that we write is noted in `.written.json` with what it was made from and the hash of what
+we wrote; a file that is not in there, or differs from what is noted, belongs to the user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mesa_tune.errors import RunError
+
+_NOTES = ".written.json"
+_REMEDY = "--force overwrites it; --run DIR writes to another folder"
+
+
+class Run:
+    """The folder of a run: its paths, and writing to it without destroying what is the user's.
+
+    `inputs`, where a method takes it, is a `digest` of all that a file is made from. Files are replaced
+    whole or not at all. RunError for a file that may not be overwritten and for a folder or disk that
+    cannot be written.
+    """
+
+    def __init__(self, folder: Path, *, force: bool = False) -> None:
+        self.folder = folder
+        self.force = force
+
+    @property
+    def profile(self) -> Path:
+        return self.folder / "profile.json"
+
+    @property
+    def study(self) -> Path:
+        return self.folder / "study.db"
+
+    @property
+    def plan(self) -> Path:
+        return self.folder / "plan.json"
+
+    @property
+    def policy(self) -> Path:
+        return self.folder / "policy.txt"
+
+    @property
+    def verify(self) -> Path:
+        return self.folder / "verify.json"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.html"
+
+    @property
+    def figures(self) -> Path:
+        return self.folder / "figures"
+
+    def require(self, path: Path, command: str) -> Path:
+        """`path`, which is a file; RunError that names the `command` that makes it where it is not there."""
+        if not path.is_file():
+            raise RunError(f"{path}: no such file\nrun `{command}` first, or name another run with --run DIR")
+        return path
+
+    def check(self, path: Path, inputs: str) -> None:
+        """Raise RunError unless `path` is new, or ours, made from the same inputs and unedited."""
+        if self.force or not path.exists():
+            return
+        note = self._notes().get(self._key(path))
+        if note is None:
+            raise RunError(f"{path}: was there before, and this run did not write it\n{_REMEDY}")
+        if note["inputs"] != inputs:
+            raise RunError(f"{path}: was made from other inputs\n{_REMEDY}")
+        if note["sha256"] is not None and note["sha256"] != _hash(path):
+            raise RunError(f"{path}: was edited after it was written\n{_REMEDY}")
+
+    def claim(self, path: Path, inputs: str) -> None:
+        """Note, after `check`, that `path` is being written from `inputs`, piece by piece, by other code.
+
+        Until `seal`, or for good (a database), its content may change without counting as edited by hand.
+        """
+        self.check(path, inputs)
+        self._note(path, {"inputs": inputs, "sha256": None})
+
+    def seal(self, path: Path) -> None:
+        """Note the content of a claimed `path` as ours: what changes from here on was edited by hand."""
+        self._note(path, {"inputs": self._notes()[self._key(path)]["inputs"], "sha256": _hash(path)})
+
+    def write(self, path: Path, content: str | bytes, inputs: str) -> Path:
+        """Write `content` to `path`, whole or not at all, and note it as ours. Returns `path`."""
+        self.claim(path, inputs)
+        write_atomically(path, content)
+        self.seal(path)
+        return path
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
+
+    def _notes(self) -> dict[str, dict[str, Any]]:
+        try:
+            notes = json.loads((self.folder / _NOTES).read_text("utf-8"))
+        except (OSError, ValueError):
+            # Without readable notes nothing is known to be ours, which is the safe side.
+            return {}
+        return notes if isinstance(notes, dict) else {}
+
+    def _note(self, path: Path, note: dict[str, Any]) -> None:
+        write_atomically(self.folder / _NOTES, dump_json({**self._notes(), self._key(path): note}))
+
+
+def digest(*parts: object) -> str:
+    """A hash of `parts`: equal for equal JSON values (paths and other objects count as their text)."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def dump_json(content: object) -> str:
+    """`content` as the house writes JSON: two spaces, a final newline, no NaN."""
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Put `content` at `path`, making its folder; readers see the old file or the new one, never a part.
+
+    RunError where the system does not let us.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with _explaining(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_bytes(data)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = "free some space or name another folder with --run DIR"
+        raise RunError(f"{path}: cannot be written: {error.strerror}\n{remedy}") from error
+
+
+def _hash(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except IsADirectoryError:
+        return None

@@ -1,0 +1,1 @@
+"""What a training step keeps, for how long, and what each way of storing it would do: measured."""

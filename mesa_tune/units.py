@@ -1,0 +1,80 @@
+"""Numbers as people write and read them: bytes, times, budgets."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from mesa_tune.errors import BudgetError
+
+_DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {"": 1} | _DECIMAL | _BINARY
+_AMOUNT = re.compile(r"\s*([+-]?[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(%|[A-Za-z]*)\s*")
+_REMEDY = "write it like 6GB (6·10⁹ bytes), 6GiB (6·2³⁰), 40% (of the plain peak) or 6000000000"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A memory limit: `bytes` (int >= 1) or a `fraction` (> 0) of the baseline peak, never both."""
+
+    text: str
+    bytes: int | None = None
+    fraction: float | None = None
+
+    def of(self, baseline_peak: int) -> int:
+        """The limit in bytes, for a plain training step whose peak is `baseline_peak` bytes."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.fraction is not None
+        return int(self.fraction * baseline_peak)
+
+
+def parse_bytes(text: str | int | float) -> Budget:
+    """A budget from `6GB`, `6GiB`, `40%` or a number of bytes.
+
+    Raises BudgetError for what is no number, has an unknown unit, or is not above zero.
+    """
+    matched = _AMOUNT.fullmatch(str(text))
+    if matched is None:
+        raise BudgetError(f"budget {text!r}: not an amount of memory\n{_REMEDY}")
+    amount, unit = float(matched[1]), matched[2].lower()
+    if unit == "%":
+        _require_positive(text, amount)
+        return Budget(str(text), fraction=amount / 100)
+    if unit not in _UNITS:
+        raise BudgetError(f"budget {text!r}: unknown unit {matched[2]!r}\n{_REMEDY}")
+    _require_positive(text, amount * _UNITS[unit])
+    return Budget(str(text), bytes=max(1, round(amount * _UNITS[unit])))
+
+
+def _require_positive(text: str | int | float, amount: float) -> None:
+    if not (math.isfinite(amount) and amount > 0):
+        raise BudgetError(f"budget {text!r}: must be above zero\n{_REMEDY}")
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes in decimal units with three significant digits: `5.71 GB`, `812 kB`, `17 B`."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(count) >= 0.9995 * size:
+            return f"{_three_digits(count / size)} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_time(seconds: float) -> str:
+    """A duration with three significant digits: `812 µs`, `41.2 ms`, `9.87 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds >= 3600 - 30:
+        hours, minutes = divmod(round(seconds / 60), 60)
+        return f"{hours} h {minutes:02d} min"
+    if seconds >= 99.95:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:.0f}"
