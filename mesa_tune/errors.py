@@ -7,7 +7,7 @@ class MesaTuneError(Exception):
     exit_status = 1
 
 
-class PolicyError(MesaTuneError):
+class PolicyError(MesaTuneError, ValueError):
     """A policy that cannot be read, does not fit its model, or must not be overwritten."""
 
 
@@ -20,4 +20,4 @@ class BudgetError(MesaTuneError):
 
 
 class RunError(MesaTuneError):
-    """A run folder, profile or study that is missing, foreign, damaged or unwritable; or a step that cannot run."""
+    """A run folder, profile or study that is missing, foreign or damaged; or a step that cannot run."""

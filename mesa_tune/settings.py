@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Final
 
 # In the order in which a written policy has its sections: Mesa's tags, then ours.
 MESA_TAGS: Final = ("fc", "conv", "bn", "layernorm", "gelu", "relu", "softmax", "matmul")
-TAGS: Final = (*MESA_TAGS, "attention", "silu", "rmsnorm", "dropout", "maxpool", "mul", "loss", "other")
+TAGS: Final = (
+    *MESA_TAGS,
+    *("attention", "silu", "rmsnorm", "dropout", "maxpool", "mul", "loss", "other"),
+)
 
 ROUNDINGS: Final = ("stochastic", "nearest")
 STORES: Final = ("quantize", "exact", "derive", "recompute", "offload")
+
+Value = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSettings:
     """Settings of one layer, complete and valid; the keys are those of policy.txt.
 
-    `level` is a number of quantization levels (2 to 256). Exactly one of `group_size` (contiguous elements a
-    group) and `quant_groups` (groups along channels or heads, over the whole batch) is set; the other is None.
-    `drop` is the fraction of smallest-magnitude elements not stored. Raises ValueError for a value outside its
-    range.
+    `level` is a number of quantization levels (2 to 256). Exactly one of `group_size` (contiguous elements
+    a group) and `quant_groups` (groups along channels or heads, over the whole batch) is set; the other is
+    None. `drop` is the fraction of smallest-magnitude elements not stored. Raises ValueError for a value
+    outside its range.
     """
 
     enable: bool = True
@@ -34,22 +40,15 @@ class LayerSettings:
     store: str = "quantize"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enable, bool):
-            raise ValueError(f"enable must be True or False, but got {self.enable!r}")
-        _require_integer("level", self.level, 2, 256)
         if (self.group_size is None) == (self.quant_groups is None):
             raise ValueError(
                 "exactly one of group_size and quant_groups must be set, "
                 f"but got (group_size={self.group_size}, quant_groups={self.quant_groups})"
             )
-        if self.group_size is not None:
-            _require_integer("group_size", self.group_size, 1)
-        if self.quant_groups is not None:
-            _require_integer("quant_groups", self.quant_groups, 1)
-        _require_fraction("ema_decay", self.ema_decay)
-        _require_fraction("drop", self.drop)
-        _require_word("rounding", self.rounding, ROUNDINGS)
-        _require_word("store", self.store, STORES)
+        for key in KEYS:
+            value = getattr(self, key)
+            if value is not None:
+                check_value(key, value)
 
     @property
     def bits(self) -> int:
@@ -67,54 +66,77 @@ class LayerSettings:
         if self.exact:
             return "exact"
         width = f"{self.bits} bit{'s' if self.bits > 1 else ''}"
-        parts = [width if self.level == 1 << self.bits else f"{self.level} levels", "/"]
-        parts += [str(self.group_size)] if self.quant_groups is None else [f"{self.quant_groups} groups"]
-        parts += [self.rounding] if self.rounding != "stochastic" else []
-        parts += [f"drop {self.drop:g}"] if self.drop else []
-        parts += [self.store] if self.store != "quantize" else []
-        return " ".join(parts)
+        width = width if self.level == 1 << self.bits else f"{self.level} levels"
+        groups = str(self.group_size) if self.quant_groups is None else f"{self.quant_groups} groups"
+        return " ".join([width, "/", groups, *self._unusual()])
 
-    def to_dict(self) -> dict[str, bool | int | float | str]:
-        """Plain values for JSON: `enable`, `level` and the grouping always, the rest where not the default."""
-        always = ("enable", "level", "quant_groups" if self.group_size is None else "group_size")
+    def _unusual(self) -> list[str]:
+        parts = [self.rounding] if self.rounding != "stochastic" else []
+        parts += [f"drop {self.drop:g}"] if self.drop else []
+        parts += [f"ema {self.ema_decay:g}"] if self.ema_decay else []
+        return parts + ([self.store] if self.store != "quantize" else [])
+
+    def to_dict(self) -> dict[str, Value]:
+        """Plain values for JSON: level and grouping of an enabled layer, and all that is not the default."""
+        always = ("enable", "level", "group_size", "quant_groups") if self.enable else ()
         return {
-            field.name: getattr(self, field.name)
+            field.name: value
             for field in fields(self)
-            if field.name in always or getattr(self, field.name) not in (field.default, None)
+            if (value := getattr(self, field.name)) is not None
+            and (field.name in always or value != field.default)
         }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> LayerSettings:
         """The settings that `to_dict` made `values` of. Raises ValueError for an unknown key or bad value."""
-        known = {field.name for field in fields(LayerSettings)}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(f"unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        if unknown := sorted(set(values) - set(KEYS)):
+            raise ValueError(f"unknown settings {', '.join(unknown)}; known are {', '.join(KEYS)}")
         given = dict(values)
-        if "quant_groups" in given:
+        if given.get("quant_groups") is not None:
             given.setdefault("group_size", None)
         return LayerSettings(**given)
 
 
-def _require_integer(key: str, value: Any, low: int, high: int | None = None) -> None:
+KEYS: Final = tuple(field.name for field in fields(LayerSettings))
+
+
+def check_value(key: str, value: object) -> None:
+    """Raises ValueError, with the value and what is allowed, if `key` of KEYS cannot have `value`."""
+    _CHECKS[key](key, value)
+
+
+def _require_bool(key: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be True or False, but got {value!r}")
+
+
+def _require_integer(key: str, value: object, low: int, high: int) -> None:
     # bool is an int to Python, but `level: True` is a mistake.
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        wanted = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise ValueError(f"{key} must be an integer {wanted}, but got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{key} must be an integer from {low} to {high}, but got {value!r}")
 
 
-def _require_fraction(key: str, value: Any) -> None:
+def _require_fraction(key: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
         raise ValueError(f"{key} must be at least 0 and below 1, but got {value!r}")
 
 
-def _require_word(key: str, value: Any, words: tuple[str, ...]) -> None:
+def _require_word(key: str, value: object, words: tuple[str, ...]) -> None:
     if value not in words:
         raise ValueError(f"{key} must be one of {', '.join(words)}, but got {value!r}")
 
+
+# Counts beyond 2³¹ - 1 are no group of anything and would not pass into the kernels.
+_require_count = partial(_require_integer, low=1, high=2**31 - 1)
+_CHECKS: Final[dict[str, Callable[[str, object], None]]] = {
+    "enable": _require_bool,
+    "level": partial(_require_integer, low=2, high=256),
+    "group_size": _require_count,
+    "quant_groups": _require_count,
+    "ema_decay": _require_fraction,
+    "rounding": partial(_require_word, words=ROUNDINGS),
+    "drop": _require_fraction,
+    "store": partial(_require_word, words=STORES),
+}
 
 EXACT: Final = LayerSettings(enable=False)
