@@ -1,0 +1,31 @@
+"""Quantization to 1 to 8 bits by groups (ActNN, arXiv 2104.14129, section 4; Mesa, arXiv 2111.11124, section 3)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mesa_tune import ops
+from mesa_tune.codecs.spec import Spec
+
+
+def encode(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+    """Packed levels (uint8) and the range of every group (float32, `[groups, 2]`)."""
+    data, ranges = torch.ops.mesa_tune.quantize(
+        x, spec.bits, spec.levels, spec.group_size, spec.quant_groups, spec.stochastic, key
+    )
+    return [data, ranges]
+
+
+def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+    """The tensor whose packed levels and ranges `parts` hold."""
+    data, ranges = parts
+    result: Tensor = torch.ops.mesa_tune.dequantize(
+        data, ranges, shape, dtype, spec.bits, spec.levels, spec.group_size, spec.quant_groups
+    )
+    return result
+
+
+def packed_bytes(shape: Sequence[int], spec: Spec) -> int:
+    """Bytes of packed levels and ranges together."""
+    return ops.packed_bytes(shape, spec.bits, spec.group_size or 256, spec.quant_groups or None)

@@ -1,0 +1,53 @@
+"""`Call`: one call of a routed function, knowing its layer, its settings and what must not be encoded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesa_tune.codecs import Spec
+from mesa_tune.functional.apply import Apply
+from mesa_tune.functional.formula import Static
+from mesa_tune.notice import warn_once
+
+Plain = Callable[[], Any]
+
+
+class Call:
+    """Handed to a route (`routes` of each family), which names the formula and the tensors.
+
+    `plain()` is the call as PyTorch would have run it; a route that cannot serve the arguments returns `call.refuse(why)`.
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        spec: Spec,
+        key: Callable[[torch.device], Tensor],
+        is_static: Callable[[Tensor], bool],
+        plain: Plain,
+    ) -> None:
+        self.layer = layer
+        self.spec = spec
+        self.key = key
+        self.is_static = is_static
+        self.plain = plain
+
+    def apply(self, name: str, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
+        """Runs formula `name` on the tensors; plain where no gradient is wanted."""
+        tensors = (tensor, *others)
+        needs = tuple(given is not None and given.requires_grad for given in tensors)
+        if not any(needs):
+            return self.plain()
+        raw = tuple(given is None or self.is_static(given) for given in tensors)
+        return Apply.apply(self.layer, name, static, needs, raw, self.spec, self.key(tensor.device), *tensors)
+
+    def refuse(self, why: str) -> Any:
+        """Runs the call as PyTorch would, with a warning that names the layer (Rule 9)."""
+        warn_once(f"mesa-tune: {self.layer!r} is left uncompressed: {why}.")
+        return self.plain()
+
+    def small(self, *tensors: Tensor) -> bool:
+        """Whether every tensor is too small to be worth encoding."""
+        return all(tensor.numel() <= self.spec.min_elements for tensor in tensors)

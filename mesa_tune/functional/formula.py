@@ -1,0 +1,56 @@
+"""What a function of ours is: PyTorch's own forward, and a backward over what was kept.
+
+The two halves are plain functions without side effects, so that training (`apply.py`) and the profiler, which runs a
+backward again with differently stored tensors, use the very same formula.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Static = tuple[Any, ...]
+"""Everything about a call that is not a tensor: hashable, constant under `torch.compile`."""
+
+Needs = tuple[bool, ...]
+"""For each tensor input, whether its gradient is wanted."""
+
+
+class Result(NamedTuple):
+    """What a forward gives back: its output, what may be stored in fewer bits, and what must stay exact."""
+
+    output: Tensor
+    lossy: tuple[Tensor, ...] = ()
+    exact: tuple[Tensor | None, ...] = ()
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class Formula:
+    """One function: `forward(static, needs, *tensors) -> Result` and its backward.
+
+    `backward(static, needs, lossy, exact, grad)` returns a gradient (or None) for each of `tensors`; `lossy` and
+    `exact` are what the forward named, in the same order, `lossy` as decoded. `keeps` says in words what is kept.
+    `independent` lists inputs whose gradient does not involve the lossy tensors as long as the other inputs are
+    parameters (a linear layer's input): the profiler skips those.
+    """
+
+    forward: Callable[..., Result]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    keeps: str
+    independent: tuple[int, ...] = ()
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast would cast a matrix product of `x`; None outside autocast."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or not x.is_floating_point():
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`tensor` in `dtype`, itself if that is None."""
+    return tensor if dtype is None else tensor.to(dtype)

@@ -1,0 +1,78 @@
+"""Storing a tensor for backward, once however many layers keep it (Rules 2 and 3).
+
+The hard part is never to hand out a stale copy: an address is reused as soon as a tensor dies, and an in-place operation
+changes a tensor without moving it. A copy is therefore found by storage *and* version, and only while both the
+storage and the packed parts are alive.
+"""
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mesa_tune.codecs import CODECS, Spec
+
+
+class Meta(NamedTuple):
+    """How to rebuild a kept tensor from its parts; `coded` False: the part is the tensor itself."""
+
+    coded: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    expanded: tuple[int, ...] | None
+
+
+class _Copies(threading.local):
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[StorageWeakRef, list[weakref.ref[Tensor]]]] = {}
+
+
+_copies = _Copies()
+
+
+def forget_copies() -> None:
+    """Empties the table of known copies; called when an outermost forward begins."""
+    _copies.known.clear()
+
+
+def keep(tensor: Tensor, spec: Spec, key: Tensor, raw: bool) -> tuple[list[Tensor], Meta]:
+    """What to save for `tensor`: itself when `raw`, small or not floating point, else its encoded parts."""
+    expanded = None
+    if any(stride == 0 for stride in tensor.stride()) and not raw:
+        expanded = tuple(tensor.shape)
+        tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    if raw or spec.levels == 0 or tensor.numel() <= spec.min_elements or not tensor.is_floating_point():
+        return [tensor], Meta(False, tuple(tensor.shape), tensor.dtype, expanded)
+    return _encode_once(tensor, spec, key), Meta(True, tuple(tensor.shape), tensor.dtype, expanded)
+
+
+def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:
+    """The kept tensor: bitwise if it was kept raw, as decoded otherwise."""
+    tensor = CODECS[spec.codec].decode(parts, meta.shape, meta.dtype, spec) if meta.coded else parts[0]
+    return tensor if meta.expanded is None else tensor.expand(meta.expanded)
+
+
+def _encode_once(tensor: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+    if torch.compiler.is_compiling():  # equal functional ops are merged by the compiler
+        return CODECS[spec.codec].encode(tensor, spec, key)
+    storage = tensor.untyped_storage()
+    place = (
+        storage._cdata,
+        tensor._version,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        spec,
+    )
+    found = _copies.known.get(place)
+    if found is not None and not found[0].expired():
+        parts = [reference() for reference in found[1]]
+        if all(part is not None for part in parts):
+            return parts  # type: ignore[return-value]
+    fresh = CODECS[spec.codec].encode(tensor, spec, key)
+    _copies.known[place] = (StorageWeakRef(storage), [weakref.ref(part) for part in fresh])
+    return fresh

@@ -1,0 +1,245 @@
+"""Routing: which torch call, in which module, goes to which function of ours.
+
+What is hard about it: the same call can run twice (checkpointing runs a part of the forward again inside backward, outside
+any mode that surrounded the model), and both runs must save the same tensors. Hence every module's forward enters here anew
+with its own name, and a call is left alone while somebody else's saved-tensor hooks lie above the module's own, which
+is how a checkpointed bare function looks from inside.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from mesa_tune.codecs import CODECS, Spec
+from mesa_tune.functional.apply import watch
+from mesa_tune.functional.call import Call
+from mesa_tune.functional.keeping import Meta, keep, restore
+from mesa_tune.functional.routes import ROUTES, Route
+
+OTHER_LEVELS = 256
+"""Hooks know no formula, so Rule 7 cannot hold for them: they never store fewer than 8 bits."""
+
+
+class Host(Protocol):
+    """What routing needs of a conversion."""
+
+    def begin(self, batch: Sequence[Tensor]) -> None: ...
+    def end(self) -> None: ...
+    def spec(self, layer: str, tag: str, module: str) -> Spec | None: ...
+    def key(self, device: torch.device) -> Tensor: ...
+    def is_static(self, tensor: Tensor) -> bool: ...
+
+
+class Frame:
+    """One running module: its name, its own route, and how often each function has been called in this run."""
+
+    def __init__(
+        self, host: Host, module: str, own: Route | None, batch: list[Tensor], is_loss: bool = False
+    ) -> None:
+        self.host = host
+        self.is_loss = is_loss
+        self.module = module
+        self.own = own
+        self.batch = batch
+        self.counts: dict[str, int] = {}
+        self.hooks = None if torch.compiler.is_compiling() else _top_hooks()
+
+    def layer(self, route: Route) -> str:
+        """The name of the layer whose call comes next."""
+        if self.own is not None and self.own.name == route.name:
+            self.own = None
+            return self.module
+        return self.numbered(route.name)
+
+    def numbered(self, function: str) -> str:
+        """`module.function.position`; counts the call."""
+        position = self.counts.get(function, 0)
+        self.counts[function] = position + 1
+        return f"{self.module}.{function}.{position}" if self.module else f"{function}.{position}"
+
+    def is_static(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is (a view of) a parameter, a buffer or part of the batch: never encoded, never counted.
+
+        A loss is entered without arguments, so whatever has no gradient there counts as batch.
+        """
+        if self.is_loss and not tensor.requires_grad:
+            return True
+        base = tensor if tensor._base is None else tensor._base
+        if isinstance(base, nn.Parameter):
+            return True
+        if torch.compiler.is_compiling():
+            return any(base is given or tensor is given for given in self.batch)
+        return self.host.is_static(tensor)
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.active = False
+        self.paused = False
+        self.function: Any = None
+
+
+state = _State()
+
+
+def _top_hooks() -> Any:
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if top is None else top[0]
+
+
+def inside_backward() -> bool:
+    """Whether this runs inside autograd's backward (a checkpointed part being computed again)."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def enter(
+    host: Host, module: str, own: Route | None, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Runs `forward(*args, **kwargs)` as the module named `module` of `host`."""
+    frames = state.frames
+    outermost = not frames or frames[-1].host is not host
+    batch = frames[-1].batch if frames else []
+    if outermost:
+        batch = [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and not leaf.requires_grad
+        ]
+        if not inside_backward():
+            host.begin(batch)
+    frames.append(Frame(host, module, own, batch))
+    try:
+        result = forward(*args, **kwargs) if state.active else _activated(forward, args, kwargs)
+        if outermost and not inside_backward():
+            host.end()
+        return result
+    finally:
+        frames.pop()
+
+
+@contextmanager
+def entered(host: Host, name: str) -> Iterator[None]:
+    """The body runs as a loss named `name` of `host`."""
+    host.begin([])
+    state.frames.append(Frame(host, name, None, [], is_loss=True))
+    try:
+        if state.active:
+            yield
+        else:
+            with _activation():
+                yield
+        host.end()
+    finally:
+        state.frames.pop()
+
+
+@contextmanager
+def _activation() -> Iterator[None]:
+    state.active = True
+    try:
+        with RoutingMode():
+            if torch.compiler.is_compiling() or not hooks_possible():
+                yield
+            else:
+                with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+                    state.frames[-1].hooks = _top_hooks()
+                    yield
+    finally:
+        state.active = False
+
+
+def _activated(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with _activation():
+        return forward(*args, **kwargs)
+
+
+def hooks_possible() -> bool:
+    """Whether our hooks may be installed: never above those of somebody else, who would lose tensors."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled() and _top_hooks() is None
+
+
+class RoutingMode(TorchFunctionMode):
+    """Sends torch calls to our functions while a module of a conversion runs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        route = ROUTES.get(func)
+        if route is not None:
+            return _serve(route, func, args, kwargs or {})
+        if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
+            func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
+        state.function = func
+        return func(*args, **(kwargs or {}))
+
+
+def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
+    frame = state.frames[-1]
+    layer = frame.layer(route)
+    if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _top_hooks() is not frame.hooks):
+        return func(*args, **kwargs)
+    spec = frame.host.spec(layer, route.tag, frame.module)
+    paused, state.paused, state.function = state.paused, True, layer
+    try:
+        if spec is None:
+            return func(*args, **kwargs)
+        call = Call(layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs))
+        return route.serve(call, *args, **kwargs)
+    finally:
+        state.paused = paused
+
+
+class _Hooked:
+    """A tensor that a hook has taken: encoded, or as it was with the version it had."""
+
+    __slots__ = ("meta", "parts", "spec", "version")
+
+    def __init__(self, parts: list[Tensor], meta: Meta | None, spec: Spec | None, version: int) -> None:
+        self.parts, self.meta, self.spec, self.version = parts, meta, spec, version
+
+
+def _pack(tensor: Tensor) -> _Hooked:
+    frame = state.frames[-1] if state.frames else None
+    if watch.observer is not None and frame is not None:
+        watch.observer.saved(_other_layer(frame), tensor)
+    spec = None if frame is None or state.paused else _other_spec(frame, tensor)
+    if spec is None or frame is None:
+        return _Hooked([tensor], None, None, tensor._version)
+    parts, meta = keep(tensor.detach(), spec, frame.host.key(tensor.device), raw=False)
+    return _Hooked(parts, meta, spec, 0)
+
+
+def _other_layer(frame: Frame) -> str:
+    if isinstance(state.function, str):
+        return state.function
+    name = getattr(state.function, "__name__", "call").strip("_")
+    state.function = frame.numbered(name)
+    return str(state.function)
+
+
+def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
+    if not tensor.is_floating_point() or frame.is_static(tensor):
+        return None
+    spec = frame.host.spec(_other_layer(frame), "other", frame.module)
+    if spec is None or tensor.numel() <= spec.min_elements:
+        return None
+    spec = spec._replace(bits=8, levels=OTHER_LEVELS) if spec.levels else spec
+    packed = CODECS[spec.codec].packed_bytes(tensor.shape, spec)
+    return spec if packed < tensor.untyped_storage().nbytes() else None
+
+
+def _unpack(hooked: _Hooked) -> Tensor:
+    if hooked.meta is None or hooked.spec is None:
+        tensor = hooked.parts[0]
+        if tensor._version != hooked.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+                f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {hooked.version} instead."
+            )
+        return tensor
+    return restore(hooked.parts, hooked.meta, hooked.spec)
