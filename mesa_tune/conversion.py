@@ -57,6 +57,7 @@ class Conversion:
             return self.specs[layer]
         return self._resolve(layer, tag, module)
 
+    @torch.compiler.assume_constant_result
     def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:
         index = self.catalog.index(layer, tag, module)
         found = Spec.of(self.policy.settings(tag, index, layer), self.min_elements)

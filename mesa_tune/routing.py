@@ -169,27 +169,37 @@ class RoutingMode(TorchFunctionMode):
     """Sends torch calls to our functions while a module of a conversion runs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         route = ROUTES.get(func)
         if route is not None:
-            return _serve(route, func, args, kwargs or {})
+            return _serve(route, func, args, kwargs)
         if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
             func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
         state.function = func
-        return func(*args, **(kwargs or {}))
+        return _observed(None, lambda: func(*args, **kwargs), args, kwargs)
+
+
+def _observed(layer: str | None, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+    if watch.observer is None:
+        return run()
+    watch.observer.begin(layer, (args, kwargs))
+    output = run()
+    watch.observer.end(layer, output)
+    return output
 
 
 def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
     frame = state.frames[-1]
     layer = frame.layer(route)
     if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _top_hooks() is not frame.hooks):
-        return func(*args, **kwargs)
+        return _observed(None, lambda: func(*args, **kwargs), args, kwargs)
     spec = frame.host.spec(layer, route.tag, frame.module)
     paused, state.paused, state.function = state.paused, True, layer
     try:
         if spec is None:
-            return func(*args, **kwargs)
+            return _observed(layer, lambda: func(*args, **kwargs), args, kwargs)
         call = Call(layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs))
-        return route.serve(call, *args, **kwargs)
+        return _observed(layer, lambda: route.serve(call, *args, **kwargs), args, kwargs)
     finally:
         state.paused = paused
 
@@ -197,21 +207,28 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
 class _Hooked:
     """A tensor that a hook has taken: encoded, or as it was with the version it had."""
 
-    __slots__ = ("meta", "parts", "spec", "version")
+    __slots__ = ("layer", "meta", "parts", "spec", "version")
 
-    def __init__(self, parts: list[Tensor], meta: Meta | None, spec: Spec | None, version: int) -> None:
-        self.parts, self.meta, self.spec, self.version = parts, meta, spec, version
+    def __init__(
+        self, layer: str, parts: list[Tensor], meta: Meta | None, spec: Spec | None, version: int
+    ) -> None:
+        self.layer, self.parts, self.meta, self.spec, self.version = layer, parts, meta, spec, version
 
 
 def _pack(tensor: Tensor) -> _Hooked:
     frame = state.frames[-1] if state.frames else None
-    if watch.observer is not None and frame is not None:
+    if frame is None:
+        return _Hooked("", [tensor], None, None, tensor._version)
+    if watch.observer is not None:
         watch.observer.saved(_other_layer(frame), tensor)
-    spec = None if frame is None or state.paused else _other_spec(frame, tensor)
-    if spec is None or frame is None:
-        return _Hooked([tensor], None, None, tensor._version)
+    spec = None if state.paused else _other_spec(frame, tensor)
+    if spec is None:
+        return _Hooked("", [tensor], None, None, tensor._version)
+    layer = _other_layer(frame)
     parts, meta = keep(tensor.detach(), spec, frame.host.key(tensor.device), raw=False)
-    return _Hooked(parts, meta, spec, 0)
+    if watch.observer is not None:
+        watch.observer.kept(layer, (tensor,), (meta,), (parts,), [])
+    return _Hooked(layer, parts, meta, spec, 0)
 
 
 def _other_layer(frame: Frame) -> str:
@@ -234,12 +251,14 @@ def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
 
 
 def _unpack(hooked: _Hooked) -> Tensor:
-    if hooked.meta is None or hooked.spec is None:
-        tensor = hooked.parts[0]
-        if tensor._version != hooked.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-                f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {hooked.version} instead."
-            )
-        return tensor
-    return restore(hooked.parts, hooked.meta, hooked.spec)
+    if hooked.meta is not None and hooked.spec is not None:
+        tensor = restore(hooked.parts, hooked.meta, hooked.spec)
+        return tensor if watch.observer is None else watch.observer.unpacked(hooked.layer, tensor)
+    tensor = hooked.parts[0]
+    if tensor._version != hooked.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; "
+            f"expected version {hooked.version} instead."
+        )
+    return tensor

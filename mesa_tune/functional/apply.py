@@ -1,6 +1,6 @@
 """The one `autograd.Function` of ours: runs a formula, stores what it keeps, and decodes it in backward."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,10 +15,23 @@ from mesa_tune.functional.table import FORMULAS
 class Observer(Protocol):
     """Whoever wants to see what is kept and restored (the profiler); eager only."""
 
+    def begin(self, layer: str | None, given: Any) -> None:
+        """A torch call begins; `layer` is None for a call that is not routed."""
+        ...
+
+    def end(self, layer: str | None, output: Any) -> None:
+        """That call has ended."""
+        ...
+
     def kept(
-        self, layer: str, name: str, lossy: tuple[Tensor, ...], metas: tuple[Meta, ...], exact: list[Tensor]
+        self,
+        layer: str,
+        lossy: tuple[Tensor, ...],
+        metas: tuple[Meta, ...],
+        parts: tuple[list[Tensor], ...],
+        exact: list[Tensor],
     ) -> None:
-        """A call has stored `lossy` (described by `metas`) and `exact`."""
+        """A call has stored `lossy` as `parts` (described by `metas`), and `exact` as it is."""
         ...
 
     def saved(self, layer: str, tensor: Tensor) -> None:
@@ -29,21 +42,40 @@ class Observer(Protocol):
         """A call's backward begins."""
         ...
 
+    def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
+        """A hook gives `tensor` back to autograd; what is returned takes its place."""
+        ...
+
 
 class Replay:
-    """One call's backward, ready to be run again with its kept tensors stored in another way."""
+    """One call's backward, ready to be run again with its kept tensors stored in another way.
+
+    `node` is the call's autograd node, `lossy` what was kept of it as restored, `raw` which of those are never
+    encoded, `present` which inputs of the formula are tensors.
+    """
 
     def __init__(
-        self, ctx: Any, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grads: tuple[Tensor, ...]
+        self, node: Any, call: "_CallInfo", lossy: list[Tensor], exact: Any, grads: tuple[Tensor, ...]
     ) -> None:
-        self.layer, self.name, self.static, self.needs, self.spec, self.metas = ctx.call[:6]
-        self.raw_flags: tuple[bool, ...] = ctx.call[6]
-        self.node, self.lossy, self.exact, self.grads = ctx, lossy, exact, grads
+        self.layer, self.name, self.static, self.needs = call.layer, call.name, call.static, call.needs
+        self.raw, self.present = call.raw, call.present
+        self.node, self.lossy, self.exact, self.grads = node, lossy, exact, grads
 
-    def run(self, lossy: list[Tensor], needs: Needs | None = None) -> tuple[Tensor | None, ...]:
-        """The gradients of the call's tensor inputs, from `lossy` in place of what was kept."""
-        formula = FORMULAS[self.name]
-        return formula.backward(self.static, needs or self.needs, lossy, self.exact, *self.grads)
+    def run(self, lossy: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:
+        """The gradients that `needs` asks for, from `lossy` in place of what was kept."""
+        return FORMULAS[self.name].backward(self.static, needs, lossy, self.exact, *self.grads)
+
+
+class _CallInfo(NamedTuple):
+    layer: str
+    name: str
+    static: Static
+    needs: Needs
+    present: Needs
+    spec: Spec
+    metas: tuple[Meta, ...]
+    raw: Needs
+    exact_count: int
 
 
 class _Watch:
@@ -71,38 +103,40 @@ class Apply(torch.autograd.Function):
         result = FORMULAS[name].forward(static, needs, *tensors)
         if result.in_place:
             ctx.mark_dirty(tensors[0])
-        parts: list[Tensor] = []
+        parts: list[list[Tensor]] = []
         metas: list[Meta] = []
-        flags: list[bool] = []
+        never: list[bool] = []
         for tensor in result.lossy:
-            is_raw = any(flag and tensor is given for flag, given in zip(raw, tensors, strict=True))
-            new, meta = keep(tensor, spec, key, is_raw)
-            parts += new
+            never.append(any(flag and tensor is given for flag, given in zip(raw, tensors, strict=True)))
+            stored, meta = keep(tensor, spec, key, never[-1])
+            parts.append(stored)
             metas.append(meta)
-            flags.append(is_raw)
-        ctx.save_for_backward(*result.exact, *parts)
-        ctx.call = (layer, name, static, needs, spec, tuple(metas), tuple(flags), len(result.exact))
+        ctx.save_for_backward(*result.exact, *(part for stored in parts for part in stored))
+        present = tuple(given is not None for given in tensors)
+        ctx.call = _CallInfo(
+            layer, name, static, needs, present, spec, tuple(metas), tuple(never), len(result.exact)
+        )
         if watch.observer is not None:
-            watch.observer.kept(
-                layer, name, result.lossy, tuple(metas), [t for t in result.exact if t is not None]
-            )
+            exact = [tensor for tensor in result.exact if tensor is not None]
+            watch.observer.kept(layer, result.lossy, tuple(metas), tuple(parts), exact)
         return result.output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        layer, name, static, needs, spec, metas, _flags, exact_count = ctx.call
+        call: _CallInfo = ctx.call
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RunError(
-                f"backward with create_graph=True reached {layer!r}, which keeps a compressed copy.\n"
-                "Second derivatives of compressed layers are not defined; give that layer `enable: False`, or mt.revert(model)."
+                f"backward with create_graph=True reached {call.layer!r}, which keeps a compressed copy.\n"
+                "Second derivatives of compressed layers are not defined; "
+                "give that layer `enable: False`, or mt.revert(model)."
             )
         saved = ctx.saved_tensors
-        exact, parts = saved[:exact_count], list(saved[exact_count:])
+        exact, parts = saved[: call.exact_count], list(saved[call.exact_count :])
         lossy = []
-        for meta in metas:
+        for meta in call.metas:
             count = 2 if meta.coded else 1
-            lossy.append(restore(parts[:count], meta, spec))
+            lossy.append(restore(parts[:count], meta, call.spec))
             del parts[:count]
         if watch.observer is not None:
-            watch.observer.backward(Replay(ctx, lossy, exact, grads))
-        return (None,) * 7 + FORMULAS[name].backward(static, needs, lossy, exact, *grads)
+            watch.observer.backward(Replay(ctx, call, lossy, exact, grads))
+        return (None,) * 7 + FORMULAS[call.name].backward(call.static, call.needs, lossy, exact, *grads)
