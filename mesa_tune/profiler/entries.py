@@ -1,0 +1,143 @@
+"""The rows of a profile: kept tensors, layers, the ways to store them, and which layers go together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mesa_tune.settings import LayerSettings
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor that the plain step keeps for backward; `layers` are all that keep it, the owner first."""
+
+    id: int
+    owner: str
+    layers: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> TensorEntry:
+        return TensorEntry(**{**values, "layers": tuple(values["layers"]), "shape": tuple(values["shape"])})
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to store what a layer keeps, and its price.
+
+    `bytes`: what the layer then keeps. Errors are relative squares, ‖ĝ − g‖² / ‖g‖² for the gradient; None
+    where unknown. `measured`: by running it, not inferred from another option. Storing exactly is an
+    option, too.
+    """
+
+    settings: LayerSettings
+    bytes: int
+    tensor_error: float
+    gradient_error: float | None
+    standard_error: float | None
+    measured: bool
+    encode_ms: float
+    decode_ms: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "settings": self.settings.to_dict()}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Option:
+        return Option(**{**values, "settings": LayerSettings.from_dict(values["settings"])})
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """A layer and its options. `bytes`: all that it keeps; `own_bytes`: tensors that it owns."""
+
+    name: str
+    tag: str
+    index: int
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    own_bytes: int
+    shared_with: tuple[str, ...]
+    options: tuple[Option, ...]
+
+    @cached_property
+    def positions(self) -> dict[LayerSettings, int]:
+        """Settings -> position among the options; of several ways to say exact, the one that is there."""
+        return {option.settings: position for position, option in enumerate(self.options)}
+
+    def nearest(self, settings: LayerSettings) -> int | None:
+        """Position of the option most like `settings`; None where there is none.
+
+        The same settings if they are there; else, among the options that compress and whose error is known
+        (measured ones first), the nearest group size, of two equally near ones the larger, which errs more;
+        then the nearest level. Groups along channels count as the largest group size.
+        """
+        if settings in self.positions:
+            return self.positions[settings]
+        known = [
+            position
+            for position, option in enumerate(self.options)
+            if option.settings.exact == settings.exact and option.gradient_error is not None
+        ]
+        measured = [position for position in known if self.options[position].measured]
+        return min(
+            measured or known,
+            key=lambda position: _distance(self.options[position].settings, settings),
+            default=None,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**fields, "options": [option.to_dict() for option in self.options]}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> LayerEntry:
+        parts = {
+            "shape": tuple(values["shape"]),
+            "shared_with": tuple(values["shared_with"]),
+            "options": tuple(Option.from_dict(option) for option in values["options"]),
+        }
+        return LayerEntry(**{**values, **parts})
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Layers that share tensors and therefore get one setting.
+
+    Their gradient error under the option at position p is `joint[p]` times the sum of their own errors
+    there; 1 where `joint` is shorter. Errors of layers that keep the same rounded tensor are not
+    independent.
+    """
+
+    layers: tuple[str, ...]
+    joint: tuple[float, ...] = ()
+
+    def ratio(self, position: int | None) -> float:
+        """`joint` at an option's position; 1 where it is not known."""
+        return self.joint[position] if position is not None and position < len(self.joint) else 1.0
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Tie:
+        return Tie(tuple(values["layers"]), tuple(float(ratio) for ratio in values["joint"]))
+
+
+def _distance(known: LayerSettings, wanted: LayerSettings) -> tuple[float, int, float]:
+    here, there = _group(known), _group(wanted)
+    return (
+        round(abs(math.log2(here / there)), 9),
+        -here,
+        abs(math.log2((known.level - 1) / (wanted.level - 1))),
+    )
+
+
+def _group(settings: LayerSettings) -> int:
+    # Along channels a group spans the batch: larger than any group of consecutive elements that is tried.
+    return settings.group_size or 1 << 20

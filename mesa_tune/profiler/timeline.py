@@ -1,0 +1,241 @@
+"""Memory through one training step under any policy, without running it.
+
+The hard part is that a policy changes more than sizes. A layer that compresses frees PyTorch's tensor only
+where every other keeper of its storage compresses too; sharers of equal settings pay for one packed copy,
+of unequal ones for several; and encoding and decoding have working memory of their own at other moments
+than the plain step. So the step is a row of slots, the kept things are spans over slots, each with its own
+rule for being alive, and every size is known at two batch sizes, which gives all others on a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesa_tune import ops
+from mesa_tune.errors import BudgetError
+from mesa_tune.settings import LayerSettings
+
+Pair = tuple[int, int]
+Assignment = Mapping[str, LayerSettings]
+"""Layer name -> settings; a layer that is not in it is stored exactly."""
+
+PHASES: Final = ("forward", "backward", "step")
+KINDS: Final = ("coded", "side", "plain", "always")
+MIN_ELEMENTS: Final = 4096
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A moment of the step: most bytes alive besides static and kept things, at the two batch sizes.
+
+    `exact` where `layer` is stored exactly, `packed` where it is compressed (encode temporaries and decoded
+    copies included); equal where there is no layer.
+    """
+
+    layer: str | None
+    phase: str
+    exact: Pair
+    packed: Pair
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A thing alive in slots `first` to `last`, both included, if its kind says so.
+
+    `coded`: `size` elements; a packed copy for each distinct settings among its compressed layers, or, up
+    to `min_elements` elements, `size * itemsize` bytes once. `side`: `size` bytes that its compressed layer
+    keeps exactly. `plain`: `size` bytes that PyTorch keeps, while at least one of its layers is exact.
+    `always`: `size` bytes, whatever the policy.
+    """
+
+    kind: str
+    layers: tuple[str, ...]
+    size: Pair
+    itemsize: int
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, but got {self.kind!r}")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One training step, traced at two batch sizes; every size is a pair, in the order of `batch_sizes`.
+
+    `static`: weights, gradients that exist when the step begins, optimizer state, buffers, batch. `hooked`:
+    layers stored by hooks, which never get fewer than 256 levels.
+    """
+
+    batch_sizes: Pair
+    static: Pair
+    slots: tuple[Slot, ...]
+    kept: tuple[Kept, ...]
+    hooked: tuple[str, ...] = ()
+    min_elements: int = MIN_ELEMENTS
+
+    def saved_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
+        """Bytes of all kept things alive when the forward ends."""
+        return self.at(batch_size).saved_bytes(assignment)
+
+    def live(self, assignment: Assignment, batch_size: int | None = None) -> NDArray[np.int64]:
+        """Bytes alive in each slot, static ones included; shape [slots]."""
+        return self.at(batch_size).live(assignment)
+
+    def peak_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
+        """The highest number of bytes alive in the step."""
+        return self.at(batch_size).peak_bytes(assignment)
+
+    def at(self, batch_size: int | None = None) -> SizedTimeline:
+        """The timeline at one batch size (default: the first traced one).
+
+        BudgetError where the size was not traced and two equal traced sizes give no line to follow.
+        """
+        wanted = self.batch_sizes[0] if batch_size is None else batch_size
+        if wanted not in self._known:
+            self._known[wanted] = SizedTimeline(self, wanted)
+        return self._known[wanted]
+
+    @cached_property
+    def _known(self) -> dict[int, SizedTimeline]:
+        return {}
+
+    def scaled(self, pair: Pair, batch_size: int) -> int:
+        """A size at `batch_size`: on the line through the pair, in whole units, never below 0."""
+        low, high = self.batch_sizes
+        if batch_size == low:
+            return pair[0]
+        if low == high:
+            raise BudgetError(
+                f"batch size {batch_size}: the profile was traced at batch size {low} alone, so it cannot be "
+                f"planned for\nprofile again with --batch-size {batch_size}, or plan for {low}"
+            )
+        return max(0, pair[0] + round((pair[1] - pair[0]) * (batch_size - low) / (high - low)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "batch_sizes": self.batch_sizes,
+            "static": self.static,
+            "slots": [vars(slot) for slot in self.slots],
+            "kept": [vars(item) for item in self.kept],
+            "hooked": self.hooked,
+            "min_elements": self.min_elements,
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Timeline:
+        """The timeline that `to_dict` made `values` of. KeyError, TypeError, ValueError for others."""
+        return Timeline(
+            batch_sizes=_pair(values["batch_sizes"]),
+            static=_pair(values["static"]),
+            slots=tuple(_slot(**slot) for slot in values["slots"]),
+            kept=tuple(_kept(**item) for item in values["kept"]),
+            hooked=tuple(values["hooked"]),
+            min_elements=int(values["min_elements"]),
+        )
+
+
+class SizedTimeline:
+    """A timeline at one batch size: sizes as arrays, ready to be summed under many assignments."""
+
+    def __init__(self, timeline: Timeline, batch_size: int) -> None:
+        self.timeline = timeline
+        self.batch_size = batch_size
+        self.static = timeline.scaled(timeline.static, batch_size)
+        self.exact = np.array(
+            [timeline.scaled(slot.exact, batch_size) for slot in timeline.slots], dtype=np.int64
+        )
+        self.packed = np.array(
+            [timeline.scaled(slot.packed, batch_size) for slot in timeline.slots], dtype=np.int64
+        )
+        self.sizes = [timeline.scaled(item.size, batch_size) for item in timeline.kept]
+        self.forward_end = max(
+            (n for n, slot in enumerate(timeline.slots) if slot.phase == "forward"), default=-1
+        )
+        self._hooked = frozenset(timeline.hooked)
+
+    def live(self, assignment: Assignment) -> NDArray[np.int64]:
+        """Bytes alive in each slot, static ones included; shape [slots]."""
+        used = self.compressed(assignment)
+        changes = [0] * (len(self.timeline.slots) + 1)
+        for item, size in zip(self.timeline.kept, self.sizes, strict=True):
+            count = self.kept_bytes(item, size, used)
+            changes[item.first] += count
+            changes[item.last + 1] -= count
+        packs = np.array([slot.layer in used for slot in self.timeline.slots], dtype=bool)
+        kept = np.cumsum(np.array(changes[:-1], dtype=np.int64))
+        return self.static + np.where(packs, self.packed, self.exact) + kept
+
+    def peak_bytes(self, assignment: Assignment) -> int:
+        """The highest number of bytes alive in the step."""
+        return int(self.live(assignment).max(initial=self.static))
+
+    def saved_bytes(self, assignment: Assignment) -> int:
+        """Bytes of all kept things alive when the forward ends."""
+        used = self.compressed(assignment)
+        pairs = zip(self.timeline.kept, self.sizes, strict=True)
+        return sum(self.kept_bytes(item, size, used) for item, size in pairs if self.is_saved(item))
+
+    def is_saved(self, item: Kept) -> bool:
+        """True if `item`, where alive, is alive between forward and backward."""
+        return item.first <= self.forward_end < item.last
+
+    def compressed(self, assignment: Assignment) -> dict[str, LayerSettings]:
+        """The layers that do not store exactly, with the settings that take effect."""
+        return {
+            name: _coarse(settings) if name in self._hooked else settings
+            for name, settings in assignment.items()
+            if not settings.exact
+        }
+
+    def kept_bytes(self, item: Kept, size: int, used: Mapping[str, LayerSettings]) -> int:
+        """Bytes of `item`, `size` large at this batch size, while it is alive; 0 where it never is."""
+        if item.kind == "coded":
+            return self._coded_bytes(item, size, used)
+        if item.kind == "plain":
+            return size if any(layer not in used for layer in item.layers) else 0
+        if item.kind == "side":
+            return size if any(layer in used for layer in item.layers) else 0
+        return size
+
+    def _coded_bytes(self, item: Kept, size: int, used: Mapping[str, LayerSettings]) -> int:
+        distinct = {used[layer] for layer in item.layers if layer in used}
+        if distinct and size <= self.timeline.min_elements:
+            return size * item.itemsize
+        return sum(settings_bytes(size, settings) for settings in distinct)
+
+
+def settings_bytes(elements: int, settings: LayerSettings) -> int:
+    """Bytes of a packed tensor of this many elements."""
+    return _packed_bytes(elements, settings.bits, settings.group_size, settings.quant_groups)
+
+
+@lru_cache(maxsize=1 << 16)
+def _packed_bytes(elements: int, bits: int, group_size: int | None, quant_groups: int | None) -> int:
+    return ops.packed_bytes(elements, bits, group_size or 256, quant_groups)
+
+
+@lru_cache(maxsize=1 << 12)
+def _coarse(settings: LayerSettings) -> LayerSettings:
+    return replace(settings, level=256)
+
+
+def _pair(values: Any) -> Pair:
+    first, second = values
+    return int(first), int(second)
+
+
+def _slot(layer: str | None, phase: str, exact: Any, packed: Any) -> Slot:
+    return Slot(layer, phase, _pair(exact), _pair(packed))
+
+
+def _kept(kind: str, layers: Any, size: Any, itemsize: int, first: int, last: int) -> Kept:
+    return Kept(kind, tuple(layers), _pair(size), int(itemsize), int(first), int(last))
