@@ -1,0 +1,281 @@
+"""A figure each for what the frames hold: DataFrame in, matplotlib Figure out. Titles say the finding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from math import isnan
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+from mesa_tune.reports import style
+from mesa_tune.reports.style import AFTER, BEFORE, BUDGET, CHOSEN, INK, MUTED
+from mesa_tune.units import format_bytes, format_time
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NAMED_LAYERS = 36
+EXACT_ROW = 9.2
+_BUDGET_LINE: Any = {"color": BUDGET, "linestyle": (0, (5, 3)), "linewidth": 1.6, "zorder": 4}
+
+
+def memory_through_step(frame: pd.DataFrame, budget: int | None = None) -> Figure:
+    """Bytes alive from the step's first moment to its last, before and after, with the budget as a line."""
+    with style.styled():
+        unit, name = style.byte_unit(frame["before"].max())
+        figure, axes = style.sheet(
+            4.3, _step_title(frame, budget), "bytes alive, weights and optimizer included"
+        )
+        _draw_step(axes, frame, unit)
+        if budget:
+            axes.axhline(budget / unit, **_BUDGET_LINE, label=f"budget {format_bytes(budget)}")
+        _mark_phases(axes, frame)
+        axes.set_ylabel(f"memory ({name})")
+        axes.set_xlabel("moment of the training step")
+        axes.set_ylim(0, 1.12 * max(frame["before"].max(), budget or 0) / unit)
+        style.legend_above(axes)
+        return figure
+
+
+def memory_by_layer(frame: pd.DataFrame) -> Figure:
+    """Saved bytes of each layer before and after: by name where names fit, along the depth where not."""
+    kept = frame[frame["before"] > 0].reset_index(drop=True)
+    named = len(kept) <= NAMED_LAYERS
+    with style.styled():
+        unit, name = style.byte_unit(kept["before"].max() if len(kept) else 1)
+        height = 1.7 + 0.235 * max(len(kept), 4) if named else 4.2
+        figure, axes = style.sheet(height, _layer_title(frame), _layer_subtitle(kept))
+        (_draw_named_layers if named else _draw_depth)(axes, kept, unit)
+        label = f"saved for backward ({name})"
+        axes.set(xlabel=label) if named else axes.set(ylabel=label)
+        style.legend_above(axes)
+        return figure
+
+
+def bits_along_depth(frame: pd.DataFrame, mean: float) -> Figure:
+    """Bits an element of every layer that keeps something, in the order of the model; colour is the tag."""
+    exact = int(frame["exact"].sum())
+    title = (
+        "Every layer keeps its tensors exactly" if isnan(mean) else f"{mean:.2g} bits an element on average"
+    )
+    with style.styled():
+        figure, axes = style.sheet(
+            4.2,
+            title,
+            f"{len(frame)} layers keep something, {exact} of them exactly; a larger mark holds more bytes",
+        )
+        largest = max(float(frame["before"].max()), 1.0)
+        shrink = min(1.0, 110 / max(len(frame), 1))
+        tags = list(dict.fromkeys(frame["tag"]))
+        for number, tag in enumerate(tags):
+            part = frame[frame["tag"] == tag]
+            sizes = shrink * (18 + 150 * part["before"] / largest)
+            heights = part["bits"].where(~part["exact"].astype(bool), EXACT_ROW)
+            axes.scatter(part["depth"], heights, s=sizes, color=style.CATEGORIES[number % 8],
+                         marker=style.MARKERS[number % 8], alpha=0.85, linewidths=0, label=tag)  # fmt: skip
+        axes.set_yticks([1, 2, 3, 4, 6, 8, EXACT_ROW], ["1", "2", "3", "4", "6", "8", "exact"])
+        axes.set_ylim(0.3, EXACT_ROW + 0.6)
+        axes.set_ylabel("bits an element")
+        _label_depth(axes, frame)
+        _legend_beside(axes)
+        return figure
+
+
+def pareto_front(frame: pd.DataFrame, baseline_peak: int, budget: int | None = None) -> Figure:
+    """Gradient error against the peak of the step: solved points, uniform policies, and the marked ones."""
+    with style.styled():
+        unit, name = style.byte_unit(baseline_peak)
+        figure, axes = style.sheet(4.6, _pareto_title(frame), "lower and further left is better")
+        axes.set_yscale("log")
+        _draw_points(axes, frame.dropna(subset=["gradient_error"]), unit)
+        plain = f"plain {format_bytes(baseline_peak)}"
+        axes.axvline(baseline_peak / unit, color=MUTED, linewidth=1.4, linestyle=":", label=plain)
+        if budget:
+            axes.axvline(budget / unit, **_BUDGET_LINE, label=f"budget {format_bytes(budget)}")
+        axes.set_xlabel(f"peak of the training step ({name})")
+        axes.set_ylabel("gradient error")
+        axes.margins(x=0.08, y=0.12)
+        style.legend_above(axes, columns=6)
+        return figure
+
+
+def predicted_beside_measured(frame: pd.DataFrame) -> Figure:
+    """A panel for each quantity: plain, predicted and measured, each with its number."""
+    known = frame.dropna(subset=["predicted", "measured"], how="all").reset_index(drop=True)
+    with style.styled():
+        figure, panels = style.sheet(2.75, _comparison_title(known), ncols=max(len(known), 1), squeeze=False)
+        for axes, (_, row) in zip(panels.flat, known.iterrows(), strict=False):
+            _draw_comparison(axes, row)
+        if known.empty:
+            panels[0, 0].set_axis_off()
+        return figure
+
+
+def _step_title(frame: pd.DataFrame, budget: int | None) -> str:
+    before = int(frame["before"].max())
+    if "after" not in frame:
+        return f"The plain step peaks at {format_bytes(before)}"
+    after = int(frame["after"].max())
+    fits = ""
+    if budget:
+        fits = ", within the budget" if after <= budget else ", above the budget"
+    return f"The step's peak: {style.change(before, after)}{fits}"
+
+
+def _draw_step(axes: Axes, frame: pd.DataFrame, unit: int) -> None:
+    edges = np.arange(len(frame) + 1)
+    columns = {"before": BEFORE, "after": AFTER}
+    for column, color in columns.items():
+        if column in frame:
+            values = frame[column].to_numpy() / unit
+            axes.stairs(values, edges, fill=True, color=color, alpha=0.28 if column == "before" else 0.35)
+            axes.stairs(values, edges, baseline=None, color=color, linewidth=1.5, label=column)
+    axes.set_xlim(0, len(frame))
+
+
+def _mark_phases(axes: Axes, frame: pd.DataFrame) -> None:
+    """Names under the time axis in place of slot numbers, with a line where the next phase begins."""
+    starts = [0, *(frame.index[frame["phase"] != frame["phase"].shift()][1:]), len(frame)]
+    spans = [(first, last) for first, last in pairwise(starts) if last > first]
+    wide = [span for span in spans if (span[1] - span[0]) >= 0.04 * len(frame)]
+    names = {"forward": "forward", "backward": "backward", "step": "optimizer"}
+    axes.set_xticks(
+        [(first + last) / 2 for first, last in wide],
+        [names.get(str(frame["phase"].iloc[first]), "") for first, _ in wide],
+    )
+    axes.tick_params(axis="x", length=0)
+    axes.grid(visible=False, axis="x")
+    for first, _ in spans[1:]:
+        axes.axvline(first, color=MUTED, linewidth=0.8, linestyle=":")
+
+
+def _draw_named_layers(axes: Axes, frame: pd.DataFrame, unit: int) -> None:
+    rows = np.arange(len(frame))
+    axes.barh(rows, frame["before"] / unit, height=0.74, color=BEFORE, label="before")
+    if "after" in frame:
+        axes.barh(rows, frame["after"] / unit, height=0.4, color=AFTER, label="after")
+    axes.set_yticks(rows, style.short_names(frame["name"], 40), fontsize=8.5)
+    axes.set_ylim(len(frame) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+
+
+def _draw_depth(axes: Axes, frame: pd.DataFrame, unit: int) -> None:
+    edges = np.arange(len(frame) + 1) - 0.5
+    axes.stairs(frame["before"] / unit, edges, fill=True, color=BEFORE, label="before")
+    if "after" in frame:
+        axes.stairs(frame["after"] / unit, edges, fill=True, color=AFTER, label="after")
+    axes.grid(visible=False, axis="x")
+    _number_depth(axes)
+
+
+def _layer_title(frame: pd.DataFrame) -> str:
+    before = int(frame["before"].sum())
+    if "after" not in frame:
+        return f"The layers save {format_bytes(before)} for backward"
+    return f"Saved for backward: {style.change(before, int(frame['after'].sum()))}"
+
+
+def _layer_subtitle(kept: pd.DataFrame) -> str:
+    by_tag = kept.groupby("tag")["before"].sum()
+    if by_tag.empty:
+        return "no layer keeps anything"
+    share = 100 * by_tag.max() / max(int(by_tag.sum()), 1)
+    return f"{len(kept)} layers keep something, most of it in {by_tag.idxmax()} layers ({share:.0f} %)"
+
+
+def _label_depth(axes: Axes, frame: pd.DataFrame) -> None:
+    if len(frame) <= 16:
+        names = style.short_names(frame["name"], 24)
+        axes.set_xticks(frame["depth"], names, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
+        axes.set_xlim(-0.6, len(frame) - 0.4)
+    else:
+        _number_depth(axes)
+
+
+def _number_depth(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    axes.set_xlabel("layer, in the order of the model (only those that keep something)")
+    axes.margins(x=0.01)
+
+
+def _legend_beside(axes: Axes) -> None:
+    legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, title="tag")
+    legend.set_alignment("left")
+    for handle in legend.legend_handles:
+        handle.set_sizes([46.0])  # type: ignore[union-attr]
+
+
+def _pareto_title(frame: pd.DataFrame) -> str:
+    chosen = frame[frame["kind"] == "chosen"].dropna(subset=["gradient_error"])
+    uniform = frame[frame["kind"] == "uniform"].dropna(subset=["gradient_error"])
+    if chosen.empty:
+        return "What each budget costs in gradient error"
+    peak, error = chosen[["peak_bytes", "gradient_error"]].iloc[0]
+    # Against what a user would try first: the best uniform policy that needs no more memory.
+    rivals = uniform[uniform["peak_bytes"] <= peak * 1.001]
+    if rivals.empty or not error:
+        return f"The chosen policy: gradient error {style.error_text(error)} at {format_bytes(peak)}"
+    best = rivals.loc[rivals["gradient_error"].idxmin()]
+    ratio = best["gradient_error"] / error
+    if ratio < 1.05:
+        return f"The chosen policy: gradient error {style.error_text(error)} at {format_bytes(peak)}"
+    return f"At its peak the chosen policy errs {ratio:.3g} times less than uniform {best['label']}"
+
+
+def _draw_points(axes: Axes, frame: pd.DataFrame, unit: int) -> None:
+    positive = frame[frame["gradient_error"] > 0]
+    solved = positive[positive["kind"] == "solved"].sort_values("peak_bytes")
+    axes.plot(solved["peak_bytes"] / unit, solved["gradient_error"], color=AFTER, marker="o", markersize=5,
+              linewidth=1.6, label="solved")  # fmt: skip
+    uniform = positive[positive["kind"] == "uniform"]
+    axes.plot(uniform["peak_bytes"] / unit, uniform["gradient_error"], color=MUTED, marker="s",
+              markersize=5.5, linewidth=0, label="uniform")  # fmt: skip
+    for _, row in uniform.iterrows():
+        place = (row["peak_bytes"] / unit, row["gradient_error"])
+        axes.annotate(row["label"], place, xytext=(7, 0), textcoords="offset points", va="center",
+                      fontsize=8.5, color=MUTED)  # fmt: skip
+    marked = positive[~positive["kind"].isin(["solved", "uniform"])]
+    for (_, row), face in zip(marked.iterrows(), (CHOSEN, "none", "none"), strict=False):
+        axes.plot(row["peak_bytes"] / unit, row["gradient_error"], marker="*" if face == CHOSEN else "D",
+                  markersize=15 if face == CHOSEN else 9, markerfacecolor=face, markeredgecolor=CHOSEN,
+                  markeredgewidth=1.6, linewidth=0, label=row["label"], zorder=5)  # fmt: skip
+
+
+_QUANTITIES: Mapping[str, tuple[str, Any]] = {
+    "saved_bytes": ("saved", format_bytes),
+    "peak_bytes": ("peak", format_bytes),
+    "step_ms": ("step time", lambda value: format_time(value / 1000)),
+    "gradient_error": ("gradient error", style.error_text),
+}
+
+
+def _comparison_title(frame: pd.DataFrame) -> str:
+    bytes_only = frame[frame["quantity"].isin(["saved_bytes", "peak_bytes"])].dropna(subset=["difference"])
+    if bytes_only.empty:
+        return "Predicted, not measured yet"
+    worst = bytes_only["difference"].abs().max()
+    return f"Predicted bytes are within {max(100 * worst, 0.1):.1f} % of the measured ones"
+
+
+def _draw_comparison(axes: Axes, row: pd.Series[Any]) -> None:
+    title, form = _QUANTITIES[str(row["quantity"])]
+    bars = [("plain", BEFORE), ("predicted", style.CATEGORIES[4]), ("measured", AFTER)]
+    values = [0.0 if isnan(row[label]) else float(row[label]) for label, _ in bars]
+    axes.barh([label for label, _ in bars], values, color=[color for _, color in bars], height=0.62)
+    axes.set_title(title, loc="left", fontsize=10, color=INK, pad=8)
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    top = max(values) or 1.0
+    axes.set_xlim(0, top * 1.6)
+    for place, ((label, _), value) in enumerate(zip(bars, values, strict=True)):
+        text = "not known" if isnan(row[label]) else form(value)
+        axes.text(value + 0.03 * top, place, text, va="center", fontsize=8.5, color=INK)
+    axes.xaxis.set_major_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: ""))
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(axis="y", length=0, labelsize=9)

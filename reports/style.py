@@ -1,0 +1,118 @@
+"""The look of every figure: one palette that colour-blind readers can tell apart, one frame, one title."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from math import isnan
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from mesa_tune.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours where colour carries meaning; the page replaces ink, muted and grid in dark mode.
+INK = "#16202c"
+MUTED = "#5b6776"
+GRID = "#dfe4ea"
+BEFORE = "#a3adba"
+AFTER = "#0072b2"
+BUDGET = "#d55e00"
+CHOSEN = "#009e73"
+CATEGORIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a6d3b", "#7f7f7f")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+WIDTH = 9.6
+_RC: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "figure.dpi": 100,
+    "savefig.dpi": 160,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "mesa-tune",
+}
+_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Matplotlib with the house's settings inside; outside, as it was."""
+    with mpl.rc_context(_RC):
+        yield
+
+
+def sheet(height: float, title: str, subtitle: str = "", **options: Any) -> tuple[Figure, Any]:
+    """A figure of the house's width, `height` inches high, titled with its finding; and its axes."""
+    figure = Figure(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08))
+    axes = figure.subplots(**options)
+    # Of the lines above the plot, constrained layout knows only the figure's title: both are in it.
+    figure.suptitle(
+        title + ("\n" if subtitle else ""), x=0.01, ha="left", fontsize=12.5, fontweight="bold", wrap=True
+    )
+    if subtitle:
+        figure.text(0.01, 1 - 0.38 / height, subtitle, color=MUTED, fontsize=9.5, va="top")
+    return figure, axes
+
+
+def byte_unit(largest: float) -> tuple[int, str]:
+    """The unit in which `largest` bytes read best: its size and name."""
+    return next((size, name) for size, name in _UNITS if largest >= size or size == 1)
+
+
+def legend_above(axes: Axes, columns: int = 4) -> None:
+    """The legend over the plot, where it covers no data."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.3, handletextpad=0.5)
+
+
+def short_names(names: Iterable[str], longest: int) -> list[str]:
+    """Layer names that fit beside a plot: without the modules that nearly all of them begin with."""
+    names = list(names)
+    prefix = _common_modules([name for name in names if not name.startswith(("loss.", "("))])
+    return [_shorten(name.removeprefix(prefix), longest) for name in names]
+
+
+def _common_modules(names: list[str]) -> str:
+    parts = [name.split(".")[:-1] for name in names]
+    shared = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))]
+    return ".".join([*shared, ""]) if shared and len(names) > 1 else ""
+
+
+def _shorten(name: str, longest: int) -> str:
+    """Both ends tell layers apart (the block's number, the function), so the middle goes."""
+    if len(name) <= longest:
+        return name
+    return name[: longest // 3] + "…" + name[len(name) - (longest - longest // 3 - 1) :]
+
+
+def change(before: float, after: float) -> str:
+    """`5.71 GB → 2.10 GB (−63 %)`."""
+    share = f" ({100 * (after / before - 1):+.0f} %)".replace("-", "−") if before else ""
+    return f"{format_bytes(before)} → {format_bytes(after)}{share}"
+
+
+def error_text(error: float | None) -> str:
+    """A gradient error as the tables write it: `3.1e-04`, `0`, `not known`."""
+    if error is None or isnan(error):
+        return "not known"
+    return f"{error:.1e}" if error else "0"
