@@ -1,0 +1,142 @@
+"""What a report is made of: the frames and figures that the results at hand allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mesa_tune.errors import BudgetError
+from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.reports import figures, frames
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from mesa_tune.profiler.verification import Verification
+    from mesa_tune.search.plan import Plan
+    from mesa_tune.settings import LayerSettings
+
+CAPTIONS = {
+    "memory_through_step": "Bytes alive at every moment of one training step. The highest point is the peak, "
+    "which is what has to fit. Computed from the profile.",
+    "memory_by_layer": "Tensors kept from the forward until the backward, by the layer that owns them.",
+    "bits_along_depth": "How each layer stores what it keeps. Sensitive layers get more bits; exact ones keep "
+    "PyTorch's own tensor.",
+    "pareto": "Each point is a policy: what it costs in gradient error against the peak that it needs. "
+    "Solved points are the best for their budget; uniform ones store every layer alike. All are the profile's "
+    "predictions, except a point that says measured.",
+    "predicted_beside_measured": "What the profile predicted for the chosen policy beside real steps.",
+}
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the commands left in a run: a profile, and, once made, a plan and a verification."""
+
+    profile: Profile
+    plan: Plan | None = None
+    verification: Verification | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size that the report speaks of: the plan's, else the profile's."""
+        return self.plan.batch_size if self.plan else self.profile.batch_size
+
+    @property
+    def budget(self) -> int | None:
+        """The plan's budget in bytes."""
+        return self.plan.budget_bytes if self.plan else None
+
+    @cached_property
+    def assignment(self) -> dict[str, LayerSettings] | None:
+        """Settings by layer name, as the plan's policy gives them."""
+        return self.profile.assignment(self.plan.policy) if self.plan else None
+
+    @cached_property
+    def plain(self) -> Prediction:
+        """The plain step at the report's batch size."""
+        return self.profile.predict_assignment({}, batch_size=self.batch_size)
+
+    @property
+    def missing(self) -> list[str]:
+        """What the report lacks, and the command that makes it."""
+        lacks = []
+        if self.profile.partial:
+            lacks.append("The profile is partial: the same `mesa-tune profile` again completes it.")
+        if self.plan is None:
+            lacks.append("No policy yet: `mesa-tune search --budget 40%` finds one.")
+        elif self.verification is None:
+            lacks.append("Nothing measured under the policy yet: `mesa-tune verify` runs real steps.")
+        return lacks
+
+
+def make_frames(results: Results) -> dict[str, pd.DataFrame]:
+    """The report's tables by name, in its order; those of parts that are missing are left out."""
+    profile, chosen, batch_size = results.profile, results.assignment, results.batch_size
+    made = {
+        "memory_through_step": frames.timeline_frame(profile, chosen, batch_size),
+        "memory_by_layer": frames.layers_frame(profile, chosen, batch_size),
+    }
+    if chosen is not None:
+        made["bits_along_depth"] = frames.bits_frame(profile, chosen)
+    if _errors_known(profile):
+        made["pareto"] = _pareto(results)
+    if results.plan is not None and results.verification is not None:
+        made["predicted_beside_measured"] = frames.comparison_frame(
+            results.plan.predicted.to_dict(), results.verification
+        )
+    return made
+
+
+def make_figures(results: Results, tables: dict[str, pd.DataFrame]) -> dict[str, Figure]:
+    """A figure for each of `tables`, by the same name."""
+    chosen = results.assignment or {}
+    draw: dict[str, Callable[[pd.DataFrame], Figure]] = {
+        "memory_through_step": lambda frame: figures.memory_through_step(frame, results.budget),
+        "memory_by_layer": figures.memory_by_layer,
+        "bits_along_depth": lambda frame: figures.bits_along_depth(
+            frame, frames.mean_bits(results.profile, chosen)
+        ),
+        "pareto": lambda frame: figures.pareto_front(frame, results.plain.peak_bytes, results.budget),
+        "predicted_beside_measured": figures.predicted_beside_measured,
+    }
+    return {name: draw[name](frame) for name, frame in tables.items()}
+
+
+def _errors_known(profile: Profile) -> bool:
+    """A profile of bytes only has no gradient errors to draw."""
+    return any(option.gradient_error for layer in profile.layers for option in layer.options)
+
+
+def _pareto(results: Results) -> pd.DataFrame:
+    profile, size = results.profile, results.batch_size
+    uniform = frames.uniform_predictions(profile, size)
+    budgets = frames.budgets_between(_smallest_peak(results), results.plain.peak_bytes)
+    return frames.pareto_frame(lambda budget: _solved(results, budget), budgets, uniform, _marked(results))
+
+
+def _solved(results: Results, budget: int) -> Prediction | None:
+    from mesa_tune.search import search_policy
+
+    try:
+        return search_policy(results.profile, budget, batch_size=results.batch_size).predicted
+    except BudgetError:
+        return None
+
+
+def _marked(results: Results) -> dict[str, Prediction]:
+    marked = {}
+    if results.plan is not None:
+        marked["chosen"] = results.plan.predicted
+    if results.verification is not None and results.verification.policy.peak_bytes is not None:
+        found = results.verification
+        marked["measured"] = Prediction(
+            found.policy.saved_bytes or 0,
+            found.policy.peak_bytes or 0,
+            found.gradient_error,
+            found.policy.step_ms,
+        )
+    return marked

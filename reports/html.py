@@ -1,0 +1,184 @@
+"""One page that holds everything: no network, no other file, readable in light, in dark and on paper."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from mesa_tune.reports import style
+from mesa_tune.reports.contents import CAPTIONS, Results
+from mesa_tune.units import format_bytes, format_time
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Colours that the page's style sheet sets anew for dark screens.
+_VARIABLES = {
+    style.INK: "var(--ink)",
+    style.MUTED: "var(--muted)",
+    style.GRID: "var(--grid)",
+    style.BEFORE: "var(--before)",
+    style.AFTER: "var(--after)",
+    style.BUDGET: "var(--budget)",
+    style.CHOSEN: "var(--chosen)",
+}
+
+
+def render(results: Results, tables: Mapping[str, pd.DataFrame], drawn: Mapping[str, Figure]) -> str:
+    """The report of `results` as one HTML document, with `drawn` figures inside as SVG."""
+    environment = Environment(
+        loader=PackageLoader("mesa_tune.reports", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["code"] = _code
+    return environment.get_template("report.html").render(
+        title=_title(results),
+        facts=_facts(results),
+        notes=[*results.profile.notes, *results.missing],
+        cards=summary(results),
+        figures=[
+            {"name": name, "caption": CAPTIONS[name], "svg": Markup(inline_svg(figure, name))}
+            for name, figure in drawn.items()
+        ],
+        layers=_layer_rows(tables["memory_by_layer"]),
+        searched=results.plan is not None,
+    )
+
+
+def inline_svg(figure: Figure, name: str) -> str:
+    """The figure as an SVG element for a page: its ids begin with `name`, its inks follow the page's."""
+    buffer = io.StringIO()
+    with style.styled():
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, variable)
+    label = name.replace("_", " ")
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file, on white."""
+    buffer = io.BytesIO()
+    with style.styled():
+        figure.savefig(buffer, format="png", facecolor="white", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def summary(results: Results) -> list[dict[str, str]]:
+    """The page's first lines: `label, value, detail, source` for peak, saved bytes, error and time."""
+    plan, found, plain = results.plan, results.verification, results.plain
+    if plan is None:
+        return [
+            _card(
+                "Peak of the step", format_bytes(plain.peak_bytes), "weights, optimizer and batch included"
+            ),
+            _card("Saved for backward", format_bytes(plain.saved_bytes), "the part that a policy can shrink"),
+            _card("Step time", format_time(results.profile.step_ms / 1000), "plain"),
+        ]
+    return [
+        _bytes_card("Peak of the step", "peak_bytes", results),
+        _bytes_card("Saved for backward", "saved_bytes", results),
+        _error_card(results),
+        _time_card(results) if found else _card("Step time", *_predicted_time(results), "predicted"),
+    ]
+
+
+def _code(text: str) -> Markup:
+    """`text`, escaped, with what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _title(results: Results) -> str:
+    return results.profile.model.replace("\\", "/").rsplit("/", 1)[-1] if results.profile.model else "Model"
+
+
+def _facts(results: Results) -> list[tuple[str, str]]:
+    profile, plan = results.profile, results.plan
+    facts = [
+        ("device", profile.device),
+        ("batch size", str(results.batch_size)),
+        ("autocast", profile.autocast or "off"),
+        ("layers", str(len(profile.layers))),
+        ("torch", profile.torch),
+    ]
+    if plan is not None:
+        share = 100 * plan.budget_bytes / max(results.plain.peak_bytes, 1)
+        facts.insert(0, ("budget", f"{format_bytes(plan.budget_bytes)} ({share:.0f} % of plain)"))
+        if plan.batch_size != profile.batch_size:
+            facts.append(("profiled at batch", str(profile.batch_size)))
+    return facts
+
+
+def _card(label: str, value: str, detail: str, source: str = "measured") -> dict[str, str]:
+    return {"label": label, "value": value, "detail": detail, "source": source}
+
+
+def _bytes_card(label: str, quantity: str, results: Results) -> dict[str, str]:
+    assert results.plan is not None
+    before, after, source = (
+        getattr(results.plain, quantity),
+        getattr(results.plan.predicted, quantity),
+        "predicted",
+    )
+    found = results.verification
+    if found is not None and getattr(found.policy, quantity) is not None:
+        after, source = getattr(found.policy, quantity), "measured"
+        before = getattr(found.baseline, quantity) or before
+    share = f"{100 * (1 - after / before):.0f} % less" if before else ""
+    return _card(label, format_bytes(after), f"from {format_bytes(before)}, {share}", source)
+
+
+def _error_card(results: Results) -> dict[str, str]:
+    assert results.plan is not None
+    found = results.verification
+    expected = results.plan.predicted.gradient_error
+    if found is not None and found.gradient_error is not None:
+        seeds = len(found.gradient_errors)
+        detail = f"mean of {seeds} rounding seeds; predicted {style.error_text(expected)}"
+        return _card("Gradient error", style.error_text(found.gradient_error), detail)
+    return _card("Gradient error", style.error_text(expected), "relative squared error", "predicted")
+
+
+def _time_card(results: Results) -> dict[str, str]:
+    found = results.verification
+    assert found is not None
+    if found.step_ratio is None or found.policy.step_ms is None or found.baseline.step_ms is None:
+        return _card("Step time", *_predicted_time(results), "predicted")
+    times = f"{format_time(found.baseline.step_ms / 1000)} → {format_time(found.policy.step_ms / 1000)}"
+    spread = f"{found.step_ratio.low:.2f}–{found.step_ratio.high:.2f}"
+    return _card("Step time", f"{found.step_ratio.median:.2f}×", f"{times}; middle half {spread}×")
+
+
+def _predicted_time(results: Results) -> tuple[str, str]:
+    assert results.plan is not None
+    after, before = results.plan.predicted.step_ms, results.plain.step_ms
+    if not after or not before:
+        return "not known", ""
+    return f"{after / before:.2f}×", f"{format_time(before / 1000)} → {format_time(after / 1000)}"
+
+
+def _layer_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Texts and sort values of the layer table, a row for each layer."""
+    rows = []
+    for number, layer in enumerate(frame.to_dict("records")):
+        row = {"number": number, **layer, "before_text": format_bytes(layer["before"])}
+        if "after" in layer:
+            row["after_text"] = format_bytes(layer["after"])
+            row["error_text"] = style.error_text(layer["gradient_error"])
+            row["share"] = round(100 * layer["after"] / layer["before"]) if layer["before"] else 100
+        rows.append(row)
+    return rows
