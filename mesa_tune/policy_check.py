@@ -39,7 +39,7 @@ class Known:
             *every,
         }
         self.judges_loss = any(name.startswith(_LOSS) for name in every)
-        self.judges_model = any(not f"{name}.".startswith(_LOSS) for name in {*every, *modules} if name)
+        self.judges_model = any(not f"{name}.".startswith(_LOSS) for name in {*every, *modules})
 
     def judges(self, name: str) -> bool:
         """True if the caller knows the side on which a layer `name` would be."""

@@ -138,11 +138,10 @@ class _Reader:
     def _pass_over(self, place: Place) -> None:
         if place.number > 1 and _FIRST_LINE.fullmatch(place.text.strip()) and self.mesa:
             self._warn(place, "our first line is not the first, so the file is read as Mesa's")
-        # Mesa strips spaces only, finds no colon in what is left, and stops without a word.
-        if self.mesa and place.text.strip(" ").startswith("\t"):
-            self._warn(
-                place, "Mesa's own parser stops at this line (a tab before nothing), mesa-tune reads on"
-            )
+        rest = place.text.strip(" ")
+        if self.mesa and rest and not rest.startswith("#"):
+            # Mesa strips spaces only, finds no colon in what is left, and stops without a word.
+            self._warn(place, "read on, where Mesa's own parser stops at the tab")
 
     def _open(self, place: Place, words: list[str], trigger: str) -> None:
         if not words:

@@ -1,0 +1,116 @@
+"""LayerSettings: what is valid, what is derived, and its JSON form."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesa_tune.settings import EXACT, KEYS, MESA_TAGS, ROUNDINGS, STORES, TAGS, LayerSettings, check_value
+
+fractions = st.floats(0, 1, exclude_max=True)
+groupings = st.one_of(
+    st.integers(1, 4096).map(lambda size: {"group_size": size, "quant_groups": None}),
+    st.integers(1, 64).map(lambda count: {"group_size": None, "quant_groups": count}),
+)
+settings = st.builds(
+    lambda grouping, **others: LayerSettings(**grouping, **others),
+    groupings,
+    enable=st.booleans(),
+    level=st.integers(2, 256),
+    ema_decay=fractions,
+    rounding=st.sampled_from(ROUNDINGS),
+    drop=fractions,
+    store=st.sampled_from(STORES),
+)
+
+
+@pytest.mark.parametrize(
+    ("level", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (10, 4), (16, 4), (17, 5), (255, 8), (256, 8)]
+)
+def test_bits_hold_every_level(level: int, bits: int) -> None:
+    assert LayerSettings(level=level).bits == bits
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param({"level": 1}, id="level-low"),
+        pytest.param({"level": 257}, id="level-high"),
+        pytest.param({"level": 16.0}, id="level-float"),
+        pytest.param({"level": True}, id="level-bool"),
+        pytest.param({"group_size": 0}, id="group-zero"),
+        pytest.param({"group_size": 2**31}, id="group-huge"),
+        pytest.param({"group_size": None, "quant_groups": -3}, id="groups-negative"),
+        pytest.param({"drop": 1.0}, id="drop-one"),
+        pytest.param({"drop": float("nan")}, id="drop-nan"),
+        pytest.param({"ema_decay": -0.1}, id="ema-negative"),
+        pytest.param({"ema_decay": "0.9"}, id="ema-text"),
+        pytest.param({"rounding": "up"}, id="rounding"),
+        pytest.param({"store": "zip"}, id="store"),
+        pytest.param({"enable": 1}, id="enable-number"),
+    ],
+)
+def test_a_bad_value_is_refused_with_key_and_value(bad: dict[str, Any]) -> None:
+    key, value = list(bad.items())[-1]
+    with pytest.raises(ValueError, match=f"{key} must be .*, but got {value!r}"):
+        LayerSettings(**bad)
+
+
+@pytest.mark.parametrize("grouping", [(None, None), (256, 3)])
+def test_exactly_one_grouping_is_set(grouping: tuple[int | None, int | None]) -> None:
+    with pytest.raises(ValueError, match="exactly one of group_size and quant_groups"):
+        LayerSettings(group_size=grouping[0], quant_groups=grouping[1])
+
+
+def test_exact_is_disabled_or_stored_exactly() -> None:
+    assert EXACT.exact
+    assert LayerSettings(store="exact").exact
+    assert not LayerSettings().exact
+
+
+@pytest.mark.parametrize(
+    ("layer", "label"),
+    [
+        (EXACT, "exact"),
+        (LayerSettings(store="exact"), "exact"),
+        (LayerSettings(level=16), "4 bits / 256"),
+        (LayerSettings(level=2, group_size=1024), "1 bit / 1024"),
+        (LayerSettings(level=10, group_size=64), "10 levels / 64"),
+        (LayerSettings(group_size=None, quant_groups=3), "8 bits / 3 groups"),
+        (LayerSettings(rounding="nearest", drop=0.5, store="derive"), "8 bits / 256 nearest drop 0.5 derive"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_labels_are_short_and_tell_settings_apart(layer: LayerSettings, label: str) -> None:
+    assert layer.label == label
+
+
+@given(settings)
+def test_json_form_gives_the_same_settings_back(layer: LayerSettings) -> None:
+    assert LayerSettings.from_dict(layer.to_dict()) == layer
+
+
+def test_json_form_is_plain_and_small() -> None:
+    assert LayerSettings(level=16).to_dict() == {"enable": True, "level": 16, "group_size": 256}
+    assert EXACT.to_dict() == {"enable": False}
+
+
+def test_json_form_with_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown settings levl"):
+        LayerSettings.from_dict({"levl": 16})
+
+
+def test_settings_are_values() -> None:
+    assert hash(LayerSettings(level=16)) == hash(replace(LayerSettings(), level=16))
+    with pytest.raises(AttributeError):
+        LayerSettings().level = 3  # type: ignore[misc]
+
+
+def test_every_key_has_a_check_and_every_tag_of_mesa_comes_first() -> None:
+    for key in KEYS:
+        with pytest.raises(ValueError, match=key):
+            check_value(key, object())
+    assert TAGS[: len(MESA_TAGS)] == MESA_TAGS
+    assert len(set(TAGS)) == len(TAGS)
