@@ -1,0 +1,131 @@
+"""The joint gradient error of a policy on a workload: ‖ĝ − g‖² / ‖g‖² over all trainable parameters, measured.
+
+What is hard is to compare like with like. Exact and compressed gradient must see the same batch, the same
+dropout masks and the same buffers, and two policies the same batches and rounding seeds, or chance decides
+between them. So a measurement is named by a pair (draw of the batch, rounding seed), gives the same number
+whenever it is repeated, and leaves buffers and random generators as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mesa_tune.conversion import compress_saved, convert, revert
+from mesa_tune.errors import WorkloadError
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.user_code import seeded
+from mesa_tune.profiler.workload import Workload
+
+Pair = tuple[int, int]
+"""Draw of the batch, rounding seed."""
+Gradient = list[Tensor | None]
+
+_REMEMBERED = 4
+_SPREAD = 1_000_003
+
+
+class Objective(Protocol):
+    """What a study minimises."""
+
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+        """The error of `policy` at each pair; the same again whenever it is asked."""
+        ...
+
+
+class JointError:
+    """The relative squared error of the whole gradient under a policy, on a workload's own model and batches."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.model = workload.build()
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._exact: dict[int, tuple[Any, Gradient, float]] = {}
+
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+        """The gradient error of `policy` at each pair.
+
+        WorkloadError where the exact gradient is zero or not finite, or the workload's functions fail.
+        """
+        return [self._error(policy, draw, seed) for draw, seed in pairs]
+
+    def _error(self, policy: Policy, draw: int, seed: int) -> float:
+        batch, exact, size = self._exact_at(draw)
+        noise = draw * _SPREAD + seed
+        convert(self.model, policy, seed=noise)
+        try:
+            if _needs_indices(policy):
+                self._settle(policy, batch, draw)
+            return squared(self._gradient(batch, draw, policy, noise), exact) / size
+        finally:
+            revert(self.model)
+
+    def _settle(self, policy: Policy, batch: Any, draw: int) -> None:
+        """One forward, after which calls of functions have the indices that `policy` names them by."""
+        with self._undisturbed(draw), compress_saved(policy, seed=0):
+            self.workload.compute_loss(self.model, batch)
+
+    def _exact_at(self, draw: int) -> tuple[Any, Gradient, float]:
+        """Batch, exact gradient and its squared norm; the last few draws are remembered."""
+        if draw not in self._exact:
+            while len(self._exact) >= _REMEMBERED:
+                del self._exact[next(iter(self._exact))]
+            batch = self.workload.make_batch(draw=draw)
+            gradient = self._gradient(batch, draw, None, 0)
+            size = squared(gradient, [None] * len(gradient))
+            if not 0 < size < float("inf"):
+                raise WorkloadError(
+                    f"the gradient of the loss on batch {draw} has the squared norm {size:g}, so it has no
+                    relative " "error\ngive the model weights and batches from which training can go on" )
+                    self._exact[draw] = batch, gradient, size return self._exact[draw]
+
+    def _gradient(self, batch: Any, draw: int, policy: Policy | None, noise: int) -> Gradient:
+        for parameter in self.parameters:
+            parameter.grad = None
+        with self._undisturbed(draw):
+            if policy is None:
+                loss = self.workload.compute_loss(self.model, batch)
+            else:
+                with compress_saved(policy, seed=noise):
+                    loss = self.workload.compute_loss(self.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+        gradient = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradient
+
+    @contextmanager
+    def _undisturbed(self, draw: int) -> Iterator[None]:
+        """The body runs under random states that `draw` alone decides; buffers and states are then as before."""
+        kept = [(buffer, buffer.clone()) for buffer in _buffers(self.model)]
+        try:
+            with seeded(self.workload.seed * _SPREAD + draw, self.workload.device):
+                yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in kept:
+                    buffer.copy_(value)
+
+
+def squared(gradient: Gradient, other: Gradient) -> float:
+    """‖gradient − other‖² over all parameters; a gradient that is None counts as zero."""
+    total = 0.0
+    for mine, its in zip(gradient, other, strict=True):
+        given = [tensor.double() for tensor in (mine, its) if tensor is not None]
+        if given:
+            difference = given[0] - given[1] if len(given) == 2 else given[0]
+            total += float(difference.square().sum())
+    return total
+
+
+def _buffers(model: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in model.buffers() if buffer is not None]
+
+
+def _needs_indices(policy: Policy) -> bool:
+    """True if rules tell layers apart by index alone, which calls of functions only have after a forward."""
+    return any(rule.indices != "all" and rule.names is None for rule in policy.rules)
