@@ -1,4 +1,4 @@
-"""The joint gradient error of a policy on a workload: ‖ĝ − g‖² / ‖g‖² over all trainable parameters, measured.
+"""The joint gradient error of a policy on a workload: ‖ĝ − g‖² / ‖g‖² over all trained parameters, measured.
 
 What is hard is to compare like with like. Exact and compressed gradient must see the same batch, the same
 dropout masks and the same buffers, and two policies the same batches and rounding seeds, or chance decides
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.user_code import seeded
+from mesa_tune.profiler.user_code import mixed_seed, seeded
 from mesa_tune.profiler.workload import Workload
 
 Pair = tuple[int, int]
@@ -38,7 +38,7 @@ class Objective(Protocol):
 
 
 class JointError:
-    """The relative squared error of the whole gradient under a policy, on a workload's own model and batches."""
+    """The relative squared error of the whole gradient under a policy, on a workload's batches."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -79,9 +79,11 @@ class JointError:
             size = squared(gradient, [None] * len(gradient))
             if not 0 < size < float("inf"):
                 raise WorkloadError(
-                    f"the gradient of the loss on batch {draw} has the squared norm {size:g}, so it has no
-                    relative " "error\ngive the model weights and batches from which training can go on" )
-                    self._exact[draw] = batch, gradient, size return self._exact[draw]
+                    f"the gradient on batch {draw} has the squared norm {size:g}: no error can be relative to it\n"
+                    "give the model weights and batches from which training can go on"
+                )
+            self._exact[draw] = batch, gradient, size
+        return self._exact[draw]
 
     def _gradient(self, batch: Any, draw: int, policy: Policy | None, noise: int) -> Gradient:
         for parameter in self.parameters:
@@ -100,10 +102,10 @@ class JointError:
 
     @contextmanager
     def _undisturbed(self, draw: int) -> Iterator[None]:
-        """The body runs under random states that `draw` alone decides; buffers and states are then as before."""
+        """The body runs under random states that `draw` decides; buffers and states are then as before."""
         kept = [(buffer, buffer.clone()) for buffer in _buffers(self.model)]
         try:
-            with seeded(self.workload.seed * _SPREAD + draw, self.workload.device):
+            with seeded(mixed_seed(self.workload.seed, -1 - draw), self.workload.device):
                 yield
         finally:
             with torch.no_grad():
