@@ -1,0 +1,60 @@
+// float32 to and from the 16-bit types by integer arithmetic, which vectorizes everywhere and does not depend
+// on the processor's treatment of denormal numbers. Rounds to nearest, ties to even.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "paths.h"
+
+namespace mesa_tune::cpu {
+
+template <class To, class From>
+MESA_TUNE_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+struct Float {
+  using Storage = float;
+  static MESA_TUNE_INLINE float load(float value) { return value; }
+  static MESA_TUNE_INLINE float store(float value) { return value; }
+};
+
+struct BFloat16 {
+  using Storage = uint16_t;
+  static MESA_TUNE_INLINE float load(uint16_t value) { return bit_cast<float>(uint32_t{value} << 16); }
+  static MESA_TUNE_INLINE uint16_t store(float value) {
+    const uint32_t bits = bit_cast<uint32_t>(value);
+    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    return static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+  }
+};
+
+struct Half {
+  using Storage = uint16_t;
+  static MESA_TUNE_INLINE float load(uint16_t value) {
+    const uint32_t sign = uint32_t{value & 0x8000u} << 16;
+    const uint32_t rest = uint32_t{value & 0x7FFFu} << 13;
+    const uint32_t exponent = rest & (0x1Fu << 23);
+    const uint32_t normal = rest + (exponent == (0x1Fu << 23) ? 224u << 23 : 112u << 23);
+    // A denormal half is a multiple of 2^-24: put it behind the one of 2^-14, then take that away.
+    const float tiny = bit_cast<float>(rest + (113u << 23)) - bit_cast<float>(113u << 23);
+    return bit_cast<float>(sign | (exponent == 0 ? bit_cast<uint32_t>(tiny) : normal));
+  }
+  static MESA_TUNE_INLINE uint16_t store(float value) {
+    const uint32_t bits = bit_cast<uint32_t>(value);
+    const uint32_t rest = bits & 0x7FFFFFFF;
+    const uint32_t normal = (rest - (112u << 23) + 0xFFF + ((rest >> 13) & 1)) >> 13;
+    // Adding 1/2 leaves multiples of 2^-24, the step of denormal halves, in the low bits.
+    const uint32_t tiny = bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3F000000;
+    uint32_t half = rest < 0x38800000 ? tiny : normal;
+    half = rest >= 0x47800000 ? 0x7C00 : half;
+    half = rest > 0x7F800000 ? 0x7E00 : half;
+    return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000));
+  }
+};
+
+}  // namespace mesa_tune::cpu

@@ -1,0 +1,61 @@
+// Bool masks at one bit an element, the first element in the lowest bit of the first byte.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "paths.h"
+#include "quantize.h"
+
+namespace mesa_tune::cpu {
+namespace {
+
+constexpr int64_t kGrain = 1 << 15;                 // bytes of packed mask that are worth a thread
+constexpr uint64_t kGather = 0x0102040810204080;    // brings the low bits of eight bytes into the top byte
+constexpr uint64_t kSpread = 0x0101010101010101;    // a byte into all eight
+constexpr uint64_t kDiagonal = 0x8040201008040201;  // bit i of byte i
+
+MESA_TUNE_INLINE void pack(const uint8_t* __restrict mask, uint8_t* __restrict data, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; ++i) {
+    uint64_t word;
+    std::memcpy(&word, mask + 8 * i, 8);
+    data[i] = static_cast<uint8_t>((word * kGather) >> 56);
+  }
+}
+MESA_TUNE_PATHS(pack, (const uint8_t* mask, uint8_t* data, int64_t bytes), (mask, data, bytes))
+
+MESA_TUNE_INLINE void unpack(const uint8_t* __restrict data, uint8_t* __restrict mask, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; ++i) {
+    const uint64_t bits = data[i] * kSpread & kDiagonal;
+    const uint64_t word = ((bits + 0x7F * kSpread) >> 7) & kSpread;
+    std::memcpy(mask + 8 * i, &word, 8);
+  }
+}
+MESA_TUNE_PATHS(unpack, (const uint8_t* data, uint8_t* mask, int64_t bytes), (data, mask, bytes))
+
+}  // namespace
+
+void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data) {
+  const int64_t whole = numel / 8;
+  torch::stable::parallel_for(0, whole, kGrain, [&](int64_t from, int64_t to) {
+    pack_paths[path()](mask + 8 * from, data + from, to - from);
+  });
+  if (numel % 8 > 0) {
+    uint8_t last[8] = {};
+    std::memcpy(last, mask + 8 * whole, static_cast<size_t>(numel % 8));
+    pack_paths[0](last, data + whole, 1);
+  }
+}
+
+void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask) {
+  const int64_t whole = numel / 8;
+  torch::stable::parallel_for(0, whole, kGrain, [&](int64_t from, int64_t to) {
+    unpack_paths[path()](data + from, mask + 8 * from, to - from);
+  });
+  if (numel % 8 > 0) {
+    uint8_t last[8];
+    unpack_paths[0](data + whole, last, 1);
+    std::memcpy(mask + 8 * whole, last, static_cast<size_t>(numel % 8));
+  }
+}
+
+}  // namespace mesa_tune::cpu

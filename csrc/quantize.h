@@ -1,0 +1,39 @@
+// What the dispatcher's side (quantize.cpp) asks of a device's kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "geometry.h"
+#include "layout.h"
+
+namespace mesa_tune {
+
+enum class Dtype { kFloat, kHalf, kBFloat16 };
+
+// A tensor of any strides, or memory that a kernel may write in that order.
+struct Strided {
+  void* data;
+  Dtype dtype;
+  Layout layout;
+  int64_t numel;
+};
+
+struct Packed {
+  uint8_t* data;
+  float* ranges;  // two a group
+};
+
+struct Noise {
+  bool stochastic;
+  int64_t seed;
+};
+
+namespace cpu {
+
+void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed);
+void dequantize(const Packed& packed, const Settings& settings, const Strided& out);
+void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
+void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
+
+}  // namespace cpu
+}  // namespace mesa_tune

@@ -1,0 +1,81 @@
+"""Packages, metadata and the native extension of mesa-tune.
+
+`search/` and `reports/` lie at the top level and install as `mesa_tune.search` and `mesa_tune.reports`. The
+packages are computed: an extension without packages would build a wheel that holds only the library.
+Without torch, setup gives a pure wheel, and `mesa_tune.ops` then says that its kernels are missing.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+MAPPED = ("search", "reports")
+STABLE_ABI = "0x020a000000000000"  # torch 2.10: one build serves this and every later one
+PYTHON_ABI = "cp310"
+
+
+def packages() -> list[str]:
+    """Every package under its installed name."""
+    linked = [f"mesa_tune.{name}" for name in MAPPED]
+    hidden = [pattern for name in linked for pattern in (name, f"{name}.*")]
+    own = find_packages(str(ROOT), include=["mesa_tune", "mesa_tune.*"], exclude=hidden)
+    mapped = find_packages(str(ROOT), include=[pattern for name in MAPPED for pattern in (name, f"{name}.*")])
+    return own + [f"mesa_tune.{name}" for name in mapped]
+
+
+def package_dir() -> dict[str, str]:
+    """Where the packages lie that are not at their installed name."""
+    return {f"mesa_tune.{name}": name for name in MAPPED if (ROOT / name / "__init__.py").exists()}
+
+
+def extension() -> dict[str, Any]:
+    """The native library, if torch is there to build against and there are sources."""
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
+    if importlib.util.find_spec("torch") is None or not sources:
+        return {}
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    # No fused multiply-add: the kernels give the reference's bytes. No -march: the path is chosen at run time.
+    flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
+    library = CppExtension(
+        "mesa_tune._C",
+        sources,
+        include_dirs=[str(ROOT / "csrc")],
+        depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")),
+        extra_compile_args=[*flags, f"-DTORCH_TARGET_VERSION={STABLE_ABI}"],
+        py_limited_api=True,
+    )
+    os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
+    return {
+        "ext_modules": [library],
+        "cmdclass": {"build_ext": BuildExtension},
+        "options": {"bdist_wheel": {"py_limited_api": PYTHON_ABI}},
+    }
+
+
+def readme() -> str:
+    """The README, where there is one."""
+    path = ROOT / "README.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+setup(
+    name="mesa-tune",
+    version="0.1.0",
+    description="Finds out what a PyTorch model's activations cost, and the best way to store them in a memory budget.",
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    install_requires=["torch>=2.10", "numpy", "scipy", "optuna", "pandas", "matplotlib", "typer", "jinja2"],
+    packages=packages(),
+    package_dir=package_dir(),
+    package_data={"mesa_tune": ["py.typed", "templates/*"], "mesa_tune.reports": ["templates/*"]},
+    entry_points={"console_scripts": ["mesa-tune = mesa_tune.cli:main"]},
+    **extension(),
+)
