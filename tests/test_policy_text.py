@@ -420,3 +420,10 @@ def test_example_files_survive_the_way_to_text_and_back(name: str) -> None:
     again = Policy.parse(policy.dumps())
     assert again == policy
     assert again.header == policy.header
+
+
+def test_a_key_that_means_nothing_here_still_ends_its_rule() -> None:
+    text = "on fc gelu:\n by_index: 0\n by_tag: gelu\n stable: -1\n by_index: all\n enable: True\n"
+    policy = Policy.parse(text)
+    assert [policy.settings(tag, 3, "a").enable for tag in ("fc", "gelu")] == [True, True]
+    assert mesa_settings(text, "fc", 3)["enable"] == "True"
