@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mesa_tune.errors import BudgetError
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.reports import figures, frames
 
@@ -23,13 +22,16 @@ CAPTIONS = {
     "memory_through_step": "Bytes alive at every moment of one training step. The highest point is the peak, "
     "which is what has to fit. Computed from the profile.",
     "memory_by_layer": "Tensors kept from the forward until the backward, by the layer that owns them.",
-    "bits_along_depth": "How each layer stores what it keeps. Sensitive layers get more bits; exact ones keep "
-    "PyTorch's own tensor.",
+    "bits_along_depth": "How each layer stores what it keeps. Sensitive layers get more bits; exact ones "
+    "keep PyTorch's own tensor.",
     "pareto": "Each point is a policy: what it costs in gradient error against the peak that it needs. "
-    "Solved points are the best for their budget; uniform ones store every layer alike. All are the profile's "
-    "predictions, except a point that says measured.",
+    "Solved points are the best for their budget; uniform ones store every layer alike. All are predicted "
+    "from the profile, except a point that says measured.",
     "predicted_beside_measured": "What the profile predicted for the chosen policy beside real steps.",
 }
+
+# Of the error, on a logarithmic axis: far less than the width of a line.
+FRONT_GAP = 0.01
 
 
 @dataclass(frozen=True)
@@ -107,24 +109,29 @@ def make_figures(results: Results, tables: dict[str, pd.DataFrame]) -> dict[str,
 
 
 def _errors_known(profile: Profile) -> bool:
-    """A profile of bytes only has no gradient errors to draw."""
+    """Whether there are gradient errors to draw: not in a profile of bytes only, nor in half a profile."""
+    if profile.partial:
+        return False
     return any(option.gradient_error for layer in profile.layers for option in layer.options)
 
 
 def _pareto(results: Results) -> pd.DataFrame:
+    from mesa_tune.search.solver import Limits, Program
+    from mesa_tune.search.space import make_space
+
     profile, size = results.profile, results.batch_size
-    uniform = frames.uniform_predictions(profile, size)
-    budgets = frames.budgets_between(_smallest_peak(results), results.plain.peak_bytes)
-    return frames.pareto_frame(lambda budget: _solved(results, budget), budgets, uniform, _marked(results))
+    program = Program(make_space(profile, size))
 
+    def solve(budget: int) -> Prediction | None:
+        found = program.solve(Limits(peak=budget), gap=FRONT_GAP)
+        if found is None:
+            return None
+        return profile.predict_assignment(program.space.assignment(found.chosen), batch_size=size)
 
-def _solved(results: Results, budget: int) -> Prediction | None:
-    from mesa_tune.search import search_policy
-
-    try:
-        return search_policy(results.profile, budget, batch_size=results.batch_size).predicted
-    except BudgetError:
-        return None
+    smallest = program.smallest_peak(Limits())
+    least = int(smallest.cost) if smallest else results.plain.peak_bytes
+    budgets = frames.budgets_between(least, results.plain.peak_bytes)
+    return frames.pareto_frame(solve, budgets, frames.uniform_predictions(profile, size), _marked(results))
 
 
 def _marked(results: Results) -> dict[str, Prediction]:

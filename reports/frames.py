@@ -90,9 +90,8 @@ def mean_bits(profile: Profile, assignment: Assignment) -> float:
 
 
 def budgets_between(smallest: int, largest: int, count: int = 12) -> list[int]:
-    """`count` budgets at equal steps from the smallest reachable peak to the plain one, both included."""
-    step = (largest - smallest) / (count - 1)
-    return [smallest, *(round(smallest + step * number) for number in range(1, count - 1)), largest]
+    """`count` budgets at equal steps from the smallest reachable peak on; the plain one would be next."""
+    return [smallest + (largest - smallest) * number // count for number in range(count)]
 
 
 def pareto_frame(

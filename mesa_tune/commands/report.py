@@ -1,0 +1,119 @@
+"""`mesa-tune report`: one page with figures and tables of a run, and the figures as files."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mesa_tune.commands.common import (
+    DEFAULT_RUN,
+    DebugOption,
+    ForceOption,
+    JsonOption,
+    Output,
+    QuietOption,
+    Run,
+    RunOption,
+    digest,
+    dump_json,
+)
+from mesa_tune.errors import RunError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mesa_tune.reports.contents import Results
+
+
+class Format(str, Enum):
+    """What to write: the page with its figures, the figures alone, or their data."""
+
+    html = "html"
+    png = "png"
+    csv = "csv"
+    json = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="html writes the page and the PNGs.")]
+
+
+def report(
+    form: FormatOption = Format.html,
+    run: RunOption = DEFAULT_RUN,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+    force: ForceOption = False,
+) -> None:
+    """Write report.html and its figures, of as much as the run holds."""
+    folder = Run(run, force=force)
+    results, notes = load_results(folder)
+    output = Output(json=as_json, quiet=quiet)
+    output.device(results.profile.device, "of the profile; a report computes on the cpu")
+    for note in notes:
+        output.warn(note)
+    for note in results.missing:
+        output.line(note)
+    files = _files(folder, results, form)
+    # Made from whatever the run holds at the time, so only another profile makes another report.
+    inputs = digest("report", results.profile.model, results.profile.layers_fingerprint)
+    for path in files:
+        folder.check(path, inputs)
+    for path, content in files.items():
+        folder.write(path, content, inputs)
+        output.line(f"written: {path}")
+    output.document("report", {"files": [str(path) for path in files], "missing": results.missing})
+
+
+def load_results(folder: Run) -> tuple[Results, list[str]]:
+    """What the run holds, and what of it was left out because it belongs to something else."""
+    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiler.verification import Verification
+    from mesa_tune.reports.contents import Results
+    from mesa_tune.search.plan import Plan
+
+    profile = Profile.load(folder.require(folder.profile, "mesa-tune profile model.py"))
+    plan = Plan.load(folder.plan) if folder.plan.is_file() else None
+    found = Verification.load(folder.verify) if folder.verify.is_file() else None
+    notes = []
+    if plan is not None and not _made_for(plan.policy.header.fingerprint, profile.layers_fingerprint):
+        raise RunError(
+            f"{folder.plan}: was made for another model than {folder.profile}\n"
+            "search again: `mesa-tune search --budget 40% --force`"
+        )
+    if found is not None and (plan is None or found.predicted != plan.predicted):
+        notes.append(f"{folder.verify} measured another policy than {folder.plan} holds: left out")
+        found = None
+    return Results(profile, plan, found), notes
+
+
+def _made_for(beginning: str | None, fingerprint: str) -> bool:
+    return beginning is None or fingerprint.startswith(beginning)
+
+
+def _files(folder: Run, results: Results, form: Format) -> dict[Path, str | bytes]:
+    """All that is to be written, made before any of it is: an error leaves the run as it was."""
+    from mesa_tune.reports.contents import make_figures, make_frames
+    from mesa_tune.reports.html import png, render
+
+    tables = make_frames(results)
+    if form is Format.csv:
+        return {folder.figures / f"{name}.csv": frame.to_csv(index=False) for name, frame in tables.items()}
+    if form is Format.json:
+        return {folder.folder / "report.json": dump_json(_document(tables))}
+    drawn = make_figures(results, tables)
+    files: dict[Path, str | bytes] = {}
+    if form is Format.html:
+        files[folder.report] = render(results, tables, drawn)
+    return files | {folder.figures / f"{name}.png": png(figure) for name, figure in drawn.items()}
+
+
+def _document(tables: dict[str, pd.DataFrame]) -> dict[str, object]:
+    import json
+
+    # pandas writes NaN as null and numpy's numbers as plain ones.
+    plain = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
+    return {"schema": "mesa-tune.report/1", **plain}
