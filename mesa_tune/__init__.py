@@ -2,17 +2,26 @@
 
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, RunError, WorkloadError
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiler.profiling import profile
+from mesa_tune.profiler.workload import Workload
 from mesa_tune.settings import LayerSettings
 
 __all__ = [
     "BudgetError",
     "LayerSettings",
     "MesaTuneError",
+    "Policy",
     "PolicyError",
+    "Prediction",
+    "Profile",
     "RunError",
+    "Workload",
     "WorkloadError",
     "compress_saved",
     "convert",
+    "profile",
     "revert",
 ]
 __version__ = "0.1.0"

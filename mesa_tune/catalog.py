@@ -1,7 +1,8 @@
 """The layers of a model, by name, tag and index.
 
-Modules are known from the model alone, calls of functions only after one forward: until that ends, a function's layer has no
-index, and a layer first seen later takes the next one, so that an index never changes its meaning afterwards.
+Modules are known from the model alone, calls of functions only after one forward: until that ends, a
+function's layer has no index, and a layer first seen later takes the next one, so that an index never
+changes its meaning afterwards.
 """
 
 import hashlib
@@ -12,7 +13,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from mesa_tune.functional.routes import own_route
-from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 
 _ALWAYS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -62,8 +62,10 @@ class Catalog:
 
     @staticmethod
     def empty() -> "Catalog":
-        """The catalog of a loss: no modules."""
-        return Catalog(["loss"], [], "")
+        """The catalog of a loss: no modules, so that the order of the calls is all there is to know."""
+        catalog = Catalog(["loss"], [], "")
+        catalog._settled = True
+        return catalog
 
     def known(self) -> list[Layer]:
         """The layers known so far, in the order of their modules."""
@@ -77,17 +79,17 @@ class Catalog:
                 self._indices[layer] = sum(tag == other for other, _ in self._layers.values()) - 1
         return self._indices.get(layer)
 
-    def settle(self, policy: Policy) -> bool:
-        """After a first forward: gives every layer its index; True if that is news. Warns of names that no layer has."""
+    def tag(self, layer: str) -> str:
+        """The tag of a layer that is known."""
+        return self._layers[layer][0]
+
+    def settle(self, policy: Policy) -> tuple[str, ...]:
+        """After a first forward: gives every layer its index, for good. Returns texts on names that no layer has."""
         if self._settled:
-            return False
+            return ()
         self._settled = True
         self._indices = self._count()
-        for text in policy.unmatched(
-            [(tag, self._indices[name], name) for name, (tag, _) in self._layers.items()]
-        ):
-            warn_once(text)
-        return True
+        return policy.unmatched([(tag, self._indices[name], name) for name, (tag, _) in self._layers.items()])
 
     def _count(self) -> dict[str, int]:
         indices: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """`convert`, `revert` and `compress_saved`: a policy put to work on a model that stays as it is (Rule 8)."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any
@@ -14,7 +14,8 @@ from mesa_tune import routing
 from mesa_tune.catalog import Catalog, named_layers
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.keeping import forget_copies
-from mesa_tune.functional.routes import Route, own_route
+from mesa_tune.functional.routes import own_route
+from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 
 MIN_ELEMENTS = 4096
@@ -23,7 +24,12 @@ _entries = count()
 
 
 class Conversion:
-    """A policy at work on one model: settings by layer, the noise key, and what is never encoded."""
+    """A policy at work on one model: settings by layer, the noise key, and what is never encoded.
+
+    What is settled when: until a first forward has ended, a call of a function has no index, and the finest settings
+    apply. Its backward may run parts of that forward again (checkpointing), and they must then save the same. So
+    the final settings wait for the next forward.
+    """
 
     def __init__(self, policy: Policy, catalog: Catalog, seed: int, min_elements: int) -> None:
         self.policy = policy
@@ -32,52 +38,127 @@ class Conversion:
         self.keys = {"cpu": torch.tensor([_mixed(seed)], dtype=torch.int64)}
         self.specs: dict[str, Spec | None] = {}
         self.static: dict[int, StorageWeakRef] = {}
-        self.fixed: list[Tensor] = []
+        self.root: nn.Module | None = None
+        self.first = True
+        self.ended = False
+        self.unseen = False
+        self.owed = 0
 
-    def begin(self, batch: Sequence[Tensor]) -> None:
-        """An outermost forward begins: the forward number advances, and its batch becomes known."""
+    def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None:
+        """An outermost forward of `root` begins: the forward number advances, and its batch becomes known."""
         for key in self.keys.values():
             key.add_(_STEP)
         if torch.compiler.is_compiling():
             return
+        if self.ended and self.first:
+            self.first = False
+            self._settle()
+            self.specs.clear()
         forget_copies()
+        self.owed = 0
+        self.root = root
         self.static = {address: storage for address, storage in self.static.items() if not storage.expired()}
-        for tensor in chain(batch, self.fixed):
-            storage = tensor.untyped_storage()
-            self.static[storage._cdata] = StorageWeakRef(storage)
+        self._never_encode(batch)
 
     def end(self) -> None:
-        """An outermost forward has ended: every layer of it is known, so indices are."""
-        if not torch.compiler.is_compiling() and self.catalog.settle(self.policy):
-            self.specs.clear()
+        """An outermost forward has ended: every layer that ran with gradients is known."""
+        if torch.compiler.is_compiling():
+            if self.first and self._settling_changes():
+                self.first = False  # what is traced now is compiled again
+            return
+        self.root = None
+        self.ended = True
+        if not self.unseen:
+            self._settle()
+
+    def passed_over(self, inside: bool) -> None:
+        """A module ran without gradients, perhaps to run again in backward (reentrant checkpointing).
+
+        Layers `inside` an outermost forward have not been seen then; one that is outermost has a forward number to come.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if inside:
+            self.unseen = True
+        else:
+            self.owed += 1
 
     def spec(self, layer: str, tag: str, module: str) -> Spec | None:
         """How `layer` stores what it keeps; None: as PyTorch does."""
+        if torch.compiler.is_compiling():
+            return self._constant_spec(layer, tag, module, self.first)
+        return self._known_spec(layer, tag, module)
+
+    @torch.compiler.assume_constant_result
+    def _constant_spec(self, layer: str, tag: str, module: str, first: bool) -> Spec | None:
+        return self._known_spec(layer, tag, module)
+
+    def _known_spec(self, layer: str, tag: str, module: str) -> Spec | None:
         if layer in self.specs:
             return self.specs[layer]
         return self._resolve(layer, tag, module)
 
-    @torch.compiler.assume_constant_result
     def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:
+        if tag == "attention":
+            self._bind_attention()
         index = self.catalog.index(layer, tag, module)
-        found = Spec.of(self.policy.settings(tag, index, layer), self.min_elements)
+        settings = self.policy.settings(tag, index, layer)
+        found = Spec.of(settings, self.min_elements)
         self.specs[layer] = found
         return found
+
+    def _bind_attention(self) -> None:
+        bound = self.policy.bind_attention()
+        if bound is not self.policy and not any(rule.tag == "attention" for rule in self.policy.rules):
+            self.policy = bound
+            for text in bound.warnings:
+                warn_once(text)
+
+    def _settle(self) -> None:
+        for text in self.catalog.settle(self.policy):
+            warn_once(text)
+
+    @torch.compiler.assume_constant_result
+    def _settling_changes(self) -> bool:
+        before = dict(self.specs)
+        self._settle()
+        self.specs.clear()
+        return any(self._known_spec(name, self.catalog.tag(name), "") != spec for name, spec in before.items())
 
     def key(self, device: torch.device) -> Tensor:
         """The one-element int64 tensor that rounding noise depends on, on `device`."""
         name = str(device)
-        if name not in self.keys:
-            self.keys[name] = self.keys["cpu"].to(device)
-        return self.keys[name]
+        if name in self.keys:
+            return self.keys[name]
+        made = self.keys["cpu"].to(device)
+        if not torch.compiler.is_compiling():
+            self.keys[name] = made
+        return made
 
     def is_static(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the storage of a parameter, a buffer or the batch."""
+        if self._is_known(tensor):
+            return True
+        if tensor.requires_grad or self.root is None:
+            return False
+        root, self.root = self.root, None  # parameters and buffers are looked up in the forwards that need them
+        self._never_encode(chain(root.parameters(), root.buffers()))
+        return self._is_known(tensor)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
         known = self.static.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.expired()
 
+    def _never_encode(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                self.static[storage._cdata] = StorageWeakRef(storage)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "static": {}}
+        return {**self.__dict__, "static": {}, "root": None}
 
 
 class ConvertedForward:
@@ -98,8 +179,9 @@ class ConvertedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
+            self.conversion.passed_over(inside=routing.running(self.conversion))
             return self.plain(*args, **kwargs)
-        return routing.enter(self.conversion, self.name, self.own, self.plain, args, kwargs)
+        return routing.enter(self.conversion, self.name, self.own, self.module, self.plain, args, kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -125,16 +207,25 @@ def convert(
         PolicyError: the policy names a layer that `model` does not have, or was made for another model
             (`force=True` applies it anyway).
     """
-    revert(model)
     catalog = Catalog.of(model)
-    policy.check(
+    overruled = policy.check(
         catalog.known(), fingerprint=catalog.fingerprint, force=force, complete=False, modules=catalog.modules
     )
-    conversion = Conversion(policy, catalog, torch.initial_seed() if seed is None else seed, min_elements)
-    conversion.fixed = list(model.buffers())
-    for name, module in named_layers(model):
-        module.forward = ConvertedForward(module, name, conversion)  # type: ignore[method-assign]
+    for text in (*policy.warnings, *overruled):
+        warn_once(text)
+    revert(model)
+    install(model, Conversion(policy, catalog, torch.initial_seed() if seed is None else seed, min_elements))
     return model
+
+
+def install(model: nn.Module, conversion: Conversion) -> None:
+    """Wraps the forward of every module of `model`, for `conversion`."""
+    for parameter in model.parameters():
+        conversion.key(parameter.device)
+    for name, module in named_layers(model):
+        # What torch.compile wraps around a module only passes the call on, and is not for tracing.
+        if "_orig_mod" not in module._modules:
+            module.forward = ConvertedForward(module, name, conversion)  # type: ignore[method-assign]
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -150,8 +241,8 @@ def revert(model: nn.Module) -> nn.Module:
 
 def conversion_of(model: nn.Module) -> Conversion | None:
     """The conversion that `model` is under, if any."""
-    wrapped = model.__dict__.get("forward")
-    return wrapped.conversion if isinstance(wrapped, ConvertedForward) else None
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    return next((wrapped.conversion for wrapped in forwards if isinstance(wrapped, ConvertedForward)), None)
 
 
 @contextmanager

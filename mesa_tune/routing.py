@@ -1,9 +1,9 @@
 """Routing: which torch call, in which module, goes to which function of ours.
 
-What is hard about it: the same call can run twice (checkpointing runs a part of the forward again inside backward, outside
-any mode that surrounded the model), and both runs must save the same tensors. Hence every module's forward enters here anew
-with its own name, and a call is left alone while somebody else's saved-tensor hooks lie above the module's own, which
-is how a checkpointed bare function looks from inside.
+What is hard about it: the same call can run twice (checkpointing runs a part of the forward again inside
+backward, outside any mode that surrounded the model), and both runs must save the same tensors. Hence every
+module's forward enters here anew with its own name, and a call is left alone while somebody else's saved-
+tensor hooks lie above the module's own, which is how a checkpointed bare function looks from inside.
 """
 
 import threading
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from mesa_tune.codecs import CODECS, Spec
+from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import watch
 from mesa_tune.functional.call import Call
 from mesa_tune.functional.keeping import Meta, keep, restore
@@ -29,7 +29,9 @@ OTHER_LEVELS = 256
 class Host(Protocol):
     """What routing needs of a conversion."""
 
-    def begin(self, batch: Sequence[Tensor]) -> None: ...
+    owed: int
+
+    def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None: ...
     def end(self) -> None: ...
     def spec(self, layer: str, tag: str, module: str) -> Spec | None: ...
     def key(self, device: torch.device) -> Tensor: ...
@@ -48,7 +50,21 @@ class Frame:
         self.own = own
         self.batch = batch
         self.counts: dict[str, int] = {}
-        self.hooks = None if torch.compiler.is_compiling() else _top_hooks()
+        self.hooks = None
+        self.task = -1
+        if not torch.compiler.is_compiling():
+            self.hooks = _top_hooks()
+            self.task = torch._C._current_graph_task_id()
+
+    def surrounds(self) -> bool:
+        """Whether what runs now is this module's own run.
+
+        It is not below somebody else's saved-tensor hooks, nor in a backward that began since (one called in the body of
+        `compress_saved` sees the mode and the hooks of the forward).
+        """
+        return torch.compiler.is_compiling() or (
+            _top_hooks() is self.hooks and torch._C._current_graph_task_id() == self.task
+        )
 
     def layer(self, route: Route) -> str:
         """The name of the layer whose call comes next."""
@@ -99,29 +115,46 @@ def inside_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+def running(host: Host) -> bool:
+    """Whether a module of `host` is running in this thread."""
+    return bool(state.frames) and state.frames[-1].host is host
+
+
 def enter(
-    host: Host, module: str, own: Route | None, forward: Callable[..., Any], args: Any, kwargs: Any
+    host: Host,
+    module: str,
+    own: Route | None,
+    root: nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
-    """Runs `forward(*args, **kwargs)` as the module named `module` of `host`."""
+    """Runs `forward(*args, **kwargs)` as the module `root`, named `module`, of `host`."""
     frames = state.frames
-    outermost = not frames or frames[-1].host is not host
-    batch = frames[-1].batch if frames else []
-    if outermost:
-        batch = [
-            leaf
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and not leaf.requires_grad
-        ]
-        if not inside_backward():
-            host.begin(batch)
+    outermost = not running(host)
+    batch = _batch(root, args, kwargs) if outermost else frames[-1].batch
+    begins = outermost and (not inside_backward() or _comes_late(host))
+    if begins:
+        host.begin(batch, root)
     frames.append(Frame(host, module, own, batch))
     try:
         result = forward(*args, **kwargs) if state.active else _activated(forward, args, kwargs)
-        if outermost and not inside_backward():
+        if begins:
             host.end()
         return result
     finally:
         frames.pop()
+
+
+def _batch(root: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+    # Storages cannot be asked for in traced code, so buffers are compared as objects there.
+    return given + list(root.buffers()) if torch.compiler.is_compiling() else given
+
+
+def _comes_late(host: Host) -> bool:
+    """Whether this run in backward is the first with gradients: reentrant checkpointing around the whole model."""
+    return host.owed > 0 and _top_hooks() is None
 
 
 @contextmanager
@@ -176,7 +209,10 @@ class RoutingMode(TorchFunctionMode):
         if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
             func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
         state.function = func
-        return _observed(None, lambda: func(*args, **kwargs), args, kwargs)
+        try:
+            return _observed(None, lambda: func(*args, **kwargs), args, kwargs)
+        finally:
+            state.function = None
 
 
 def _observed(layer: str | None, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -189,9 +225,11 @@ def _observed(layer: str | None, run: Callable[[], Any], args: Any, kwargs: Any)
 
 
 def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
+    if state.paused or not state.frames:
+        return func(*args, **kwargs)
     frame = state.frames[-1]
     layer = frame.layer(route)
-    if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _top_hooks() is not frame.hooks):
+    if not torch.is_grad_enabled() or not frame.surrounds():
         return _observed(None, lambda: func(*args, **kwargs), args, kwargs)
     spec = frame.host.spec(layer, route.tag, frame.module)
     paused, state.paused, state.function = state.paused, True, layer
@@ -201,7 +239,7 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
         call = Call(layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs))
         return _observed(layer, lambda: route.serve(call, *args, **kwargs), args, kwargs)
     finally:
-        state.paused = paused
+        state.paused, state.function = paused, None
 
 
 class _Hooked:
@@ -217,7 +255,7 @@ class _Hooked:
 
 def _pack(tensor: Tensor) -> _Hooked:
     frame = state.frames[-1] if state.frames else None
-    if frame is None:
+    if frame is None or not frame.surrounds():
         return _Hooked("", [tensor], None, None, tensor._version)
     if watch.observer is not None:
         watch.observer.saved(_other_layer(frame), tensor)
@@ -225,7 +263,9 @@ def _pack(tensor: Tensor) -> _Hooked:
     if spec is None:
         return _Hooked("", [tensor], None, None, tensor._version)
     layer = _other_layer(frame)
-    parts, meta = keep(tensor.detach(), spec, frame.host.key(tensor.device), raw=False)
+    parts, meta = keep(tensor.detach(), spec, frame.host.key(tensor.device), raw=False, layer=layer)
+    if not meta.coded:
+        return _Hooked("", [tensor], None, None, tensor._version)
     if watch.observer is not None:
         watch.observer.kept(layer, (tensor,), (meta,), (parts,), [])
     return _Hooked(layer, parts, meta, spec, 0)
@@ -240,14 +280,12 @@ def _other_layer(frame: Frame) -> str:
 
 
 def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
-    if not tensor.is_floating_point() or frame.is_static(tensor):
+    if tensor.layout is not torch.strided or not tensor.is_floating_point() or frame.is_static(tensor):
         return None
     spec = frame.host.spec(_other_layer(frame), "other", frame.module)
     if spec is None or tensor.numel() <= spec.min_elements:
         return None
-    spec = spec._replace(bits=8, levels=OTHER_LEVELS) if spec.levels else spec
-    packed = CODECS[spec.codec].packed_bytes(tensor.shape, spec)
-    return spec if packed < tensor.untyped_storage().nbytes() else None
+    return spec._replace(bits=8, levels=OTHER_LEVELS) if spec.levels else spec
 
 
 def _unpack(hooked: _Hooked) -> Tensor:

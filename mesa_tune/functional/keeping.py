@@ -1,8 +1,8 @@
 """Storing a tensor for backward, once however many layers keep it (Rules 2 and 3).
 
-The hard part is never to hand out a stale copy: an address is reused as soon as a tensor dies, and an in-place operation
-changes a tensor without moving it. A copy is therefore found by storage *and* version, and only while both the
-storage and the packed parts are alive.
+The hard part is never to hand out a stale copy: an address is reused as soon as a tensor dies, and an in-
+place operation changes a tensor without moving it. A copy is therefore found by storage *and* version, and
+only while both the storage and the packed parts are alive.
 """
 
 import threading
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Spec
+from mesa_tune.notice import warn_once
 
 
 class Meta(NamedTuple):
@@ -38,15 +40,35 @@ def forget_copies() -> None:
     _copies.known.clear()
 
 
-def keep(tensor: Tensor, spec: Spec, key: Tensor, raw: bool) -> tuple[list[Tensor], Meta]:
-    """What to save for `tensor`: itself when `raw`, small or not floating point, else its encoded parts."""
+def keep(tensor: Tensor, spec: Spec, key: Tensor, raw: bool, layer: str = "") -> tuple[list[Tensor], Meta]:
+    """What to save for `tensor` of `layer`: its encoded parts, or itself when `raw`, small, or no smaller encoded."""
     expanded = None
     if any(stride == 0 for stride in tensor.stride()) and not raw:
         expanded = tuple(tensor.shape)
         tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    if raw or spec.levels == 0 or tensor.numel() <= spec.min_elements or not tensor.is_floating_point():
-        return [tensor], Meta(False, tuple(tensor.shape), tensor.dtype, expanded)
-    return _encode_once(tensor, spec, key), Meta(True, tuple(tensor.shape), tensor.dtype, expanded)
+    coded = not raw and _is_worth_it(tensor, spec) and _is_possible(tensor, spec, layer)
+    parts = _encode_once(tensor, spec, key) if coded else [tensor]
+    return parts, Meta(coded, tuple(tensor.shape), tensor.dtype, expanded)
+
+
+def _is_worth_it(tensor: Tensor, spec: Spec) -> bool:
+    if spec.levels == 0 or tensor.numel() <= spec.min_elements or not tensor.is_floating_point():
+        return False
+    return CODECS[spec.codec].packed_bytes(tensor.shape, spec) < tensor.numel() * tensor.element_size()
+
+
+def _is_possible(tensor: Tensor, spec: Spec, layer: str) -> bool:
+    if tensor.dtype not in ops.DTYPES:
+        return _refuse(layer, f"its dtype is {tensor.dtype}")
+    extent = tensor.shape[1 if tensor.dim() in (4, 5) else -1]
+    if spec.quant_groups and extent % spec.quant_groups:
+        return _refuse(layer, f"quant_groups {spec.quant_groups} does not divide {extent}")
+    return True
+
+
+def _refuse(layer: str, why: str) -> bool:
+    warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {why}.")
+    return False
 
 
 def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:

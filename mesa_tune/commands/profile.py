@@ -1,0 +1,111 @@
+"""`mesa-tune profile`: measure what a model's activations cost, layer by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mesa_tune.commands.common import (
+    DebugOption,
+    DeviceOption,
+    ForceOption,
+    JsonOption,
+    Output,
+    QuietOption,
+    Run,
+    RunOption,
+    digest,
+    dump_json,
+    format_bytes,
+    format_table,
+    format_time,
+)
+
+if TYPE_CHECKING:
+    from mesa_tune.profiler.profile import Profile
+
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="model.py", help="File with model(), batch(), loss().")
+]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch-size", metavar="N", help="Default: the file's BATCH_SIZE.")
+]
+AutocastOption = Annotated[
+    str | None, typer.Option("--autocast", metavar="bfloat16|none", help="Default: the file's AUTOCAST.")
+]
+FastOption = Annotated[
+    bool, typer.Option("--fast", help="One group size and one rounding seed: a first look.")
+]
+
+_SHOWN = 12
+
+
+def profile(
+    model: ModelArgument,
+    batch_size: BatchOption = None,
+    device: DeviceOption = None,
+    autocast: AutocastOption = None,
+    fast: FastOption = False,
+    run: RunOption = Path("mesa-run"),
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    force: ForceOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure what each layer keeps for backward, and what storing it in fewer bits would do."""
+    from mesa_tune.profiler.profiling import fast_grid, full_grid
+    from mesa_tune.profiler.profiling import profile as measure
+    from mesa_tune.profiler.workload import Workload
+
+    output = Output(json=as_json, quiet=quiet)
+    workload = Workload.load(model, batch_size=batch_size, device=device, autocast=autocast)
+    output.device(workload.device)
+    output.line(f"profiling {model} at batch size {workload.batch_size}")
+    options, seeds = (fast_grid(), 1) if fast else (full_grid(), 2)
+    folder = Run(run, force=force)
+    inputs = digest("profile", workload.description, fast)
+    folder.check(folder.profile, inputs)
+    try:
+        found = measure(
+            workload,
+            options=options,
+            seeds=seeds,
+            path=folder.profile,
+            progress=lambda text, share: output.status(f"{share:4.0%} {text}"),
+            save=lambda made: folder.write(folder.profile, dump_json(made.to_dict()), inputs),
+        )
+    finally:
+        output.status("")
+    for line in _lines(found, folder.profile):
+        output.line(line)
+    output.document("profile", found.to_dict())
+
+
+def _lines(found: Profile, path: Path) -> list[str]:
+    largest = sorted(found.layers, key=lambda layer: -layer.own_bytes)[:_SHOWN]
+    rows = [
+        [layer.name, layer.tag, format_bytes(layer.own_bytes), _error(found, layer.name)] for layer in largest
+    ]
+    rest = sum(layer.own_bytes for layer in found.layers) - sum(layer.own_bytes for layer in largest)
+    if rest > 0:
+        rows.append([f"{len(found.layers) - len(largest)} further layers", "", format_bytes(rest), ""])
+    static = format_bytes(found.static_bytes)
+    return [
+        *(f"note: {note}" for note in found.notes),
+        f"peak of a step   {format_bytes(found.peak_bytes):>8}   (weights, optimizer, batch: {static})",
+        f"saved activations {format_bytes(found.saved_bytes):>7}   in {len(found.layers)} layers",
+        f"a step takes     {format_time(found.step_ms / 1e3):>8}",
+        "",
+        *format_table(["layer", "tag", "keeps", "error at 4 bits"], rows),
+        "",
+        f"wrote {path}; next: mesa-tune search --budget 40%",
+    ]
+
+
+def _error(found: Profile, name: str) -> str:
+    from mesa_tune.settings import LayerSettings
+
+    error = found.layer_error(found.layer(name), LayerSettings(level=16))
+    return "" if error is None else f"{error:.1e}"

@@ -1,0 +1,28 @@
+"""How long a step takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def median_ms(run: Callable[[], object], repeats: int, device: str) -> float:
+    """Median milliseconds of `run()`, after one run that does not count."""
+    run()
+    return statistics.median(_once(run, device) for _ in range(repeats))
+
+
+def _once(run: Callable[[], object], device: str) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)

@@ -1,0 +1,375 @@
+"""What storing a layer's tensors in fewer bits does to the gradient, layer by layer, without a step for each.
+
+One exact forward and backward of our own functions, with everything kept as it is, records each call's
+incoming gradient. Then a call's backward alone is run again with its tensors stored in some way. What
+changes in parameter gradients is final. What changes in input gradients is sent down the rest of the graph
+by itself, since a backward is linear in the gradient that enters it; that costs a part of a backward, and
+is done at `REFERENCES` only. Other options follow from those by the ratio of the squared differences sent
+down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from mesa_tune.codecs import Spec
+from mesa_tune.functional.apply import Replay
+from mesa_tune.functional.keeping import Meta, forget_copies, keep, restore
+from mesa_tune.functional.table import FORMULAS
+from mesa_tune.profiler.trace import observing
+from mesa_tune.settings import LayerSettings
+
+REFERENCES = (1, 2, 4)
+"""Bits at which differences of input gradients are really sent down, in groups of `REFERENCE_GROUP`."""
+REFERENCE_GROUP = 256
+MIN_ELEMENTS = 4096
+HOOKED_LEVELS = 256
+
+Difference = dict[nn.Parameter, Tensor]
+
+
+@dataclass
+class Draw:
+    """One option of one layer under one rounding seed."""
+
+    tensor_error: float = 0.0
+    local: float = 0.0
+    sent: float = 0.0
+    below: float | None = None
+    total: float | None = None
+    joint: float | None = None
+    encode_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass
+class Price:
+    """An option's cost: relative squared errors, mean over seeds and its standard error; milliseconds."""
+
+    tensor_error: float
+    gradient_error: float
+    standard_error: float | None
+    measured: bool
+    encode_ms: float
+    decode_ms: float
+
+
+@dataclass
+class _Recording:
+    """Observer of the exact run: the replays of every layer, and which layers hooks store."""
+
+    replays: dict[str, list[Replay]] = field(default_factory=dict)
+    hooked: dict[str, list[Tensor]] = field(default_factory=dict)
+    open: bool = True
+    changed: tuple[str, Spec, Tensor] | None = None
+
+    def begin(self, layer: str | None, given: Any) -> None: ...
+
+    def end(self, layer: str | None, output: Any) -> None: ...
+
+    def saved(self, layer: str, tensor: Tensor) -> None: ...
+
+    def kept(
+        self,
+        layer: str,
+        lossy: tuple[Tensor, ...],
+        metas: tuple[Meta, ...],
+        parts: tuple[list[Tensor], ...],
+        exact: list[Tensor],
+    ) -> None: ...
+
+    def backward(self, replay: Replay) -> None:
+        if self.open:
+            self.replays.setdefault(replay.layer, []).append(replay)
+
+    def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
+        if self.open:
+            self.hooked.setdefault(layer, []).append(tensor)
+        if self.changed is None or self.changed[0] != layer or tensor.numel() <= MIN_ELEMENTS:
+            return tensor
+        return stored(tensor, self.changed[1], self.changed[2])[0]
+
+
+class Sensitivity:
+    """The exact step, recorded, and the errors of any layer's options against it.
+
+    `loss` must come from a session of `RawConversion`; `observer` must watch its forward, too.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], seeds: int) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.seeds = seeds
+        self.recording = _Recording()
+        self.loss: Tensor | None = None
+        self.exact: Difference = {}
+        self.norm = 0.0
+
+    def record(self, loss: Tensor) -> None:
+        """Runs the exact backward of `loss`, keeping its graph."""
+        self.loss = loss
+        with observing(self.recording):
+            self.exact = self._backward([loss], [torch.ones_like(loss)])
+        self.recording.open = False
+        self.norm = _square(self.exact)
+
+    def prices(
+        self, layers: Sequence[str], options: Sequence[LayerSettings]
+    ) -> tuple[dict[str, list[Price]], list[float]]:
+        """For layers that share tensors: each one's price under each option, and by how much their errors do
+        more, or less, than add up."""
+        hooked = {layer: self._hooked(layer, options) for layer in layers if layer in self.recording.hooked}
+        routed = [layer for layer in layers if layer not in hooked]
+        if not routed:
+            return hooked, [1.0] * len(options)
+        calls = {
+            layer: [_Call(replay) for replay in self.recording.replays.get(layer, [])] for layer in routed
+        }
+        draws: dict[str, dict[LayerSettings, list[Draw]]] = {layer: {} for layer in routed}
+        for option in options:
+            for seed in range(self.seeds):
+                for layer, draw in self._draw(calls, option, seed).items():
+                    draws[layer].setdefault(option, []).append(draw)
+        joint = [self._joint([draws[layer][option] for layer in routed]) for option in options]
+        _borrow_ratios(joint, options)
+        prices = hooked | {
+            layer: [self._price(draws[layer], option) for option in options] for layer in routed
+        }
+        return prices, [1.0 if ratio is None else ratio for ratio in joint]
+
+    def _draw(self, calls: dict[str, list[_Call]], option: LayerSettings, seed: int) -> dict[str, Draw]:
+        spec, key = _spec(option), torch.tensor([seed], dtype=torch.int64)
+        cache: dict[Any, tuple[Tensor, float, float, float, float]] = {}
+        draws: dict[str, Draw] = {}
+        totals: list[Difference] = []
+        for layer, replays in calls.items():
+            draw = draws[layer] = Draw()
+            final: Difference = {}
+            sent: list[tuple[GradientEdge, Tensor]] = []
+            for call in replays:
+                call.differences(spec, key, cache, draw, final, sent)
+            draw.local = _square(final)
+            draw.sent = sum(_norm(delta) for _, delta in sent)
+            if not sent:
+                draw.total = draw.local
+            elif option.bits in REFERENCES and option.group_size == REFERENCE_GROUP:
+                below = self._backward([edge for edge, _ in sent], [delta for _, delta in sent])
+                draw.below = _square(below)
+                _add(final, below)
+                draw.total = _square(final)
+            totals.append(final)
+        self._relate(draws, totals)
+        return draws
+
+    def _relate(self, draws: dict[str, Draw], totals: list[Difference]) -> None:
+        if len(totals) < 2 or any(draw.total is None for draw in draws.values()):
+            return
+        together: Difference = {}
+        for total in totals:
+            _add(together, total)
+        joint = _square(together)
+        for draw in draws.values():
+            draw.joint = joint
+
+    def _joint(self, draws: list[list[Draw]]) -> float | None:
+        """The layers' joint error over the sum of their own; None where not measured."""
+        joint = [draw.joint for draw in draws[0]]
+        own = [draw.total for layer in draws for draw in layer]
+        if any(value is None for value in joint) or any(value is None for value in own):
+            return None if len(draws) > 1 else 1.0
+        total = sum(value for value in own if value is not None)
+        return sum(value for value in joint if value is not None) / total if total else 1.0
+
+    def _price(self, draws: dict[LayerSettings, list[Draw]], option: LayerSettings) -> Price:
+        here = draws[option]
+        errors, measured = [], True
+        for seed, draw in enumerate(here):
+            if draw.total is not None:
+                errors.append(draw.total / self.norm)
+                continue
+            measured = False
+            reference = _reference(draws, option, seed)
+            below = (reference.below or 0.0) * draw.sent / reference.sent if reference.sent else 0.0
+            errors.append((draw.local + below) / self.norm)
+        return _summary(here, errors, measured)
+
+    def _hooked(self, layer: str, options: Sequence[LayerSettings]) -> list[Price]:
+        """A layer stored by hooks: one whole backward a seed at the reference group, the rest by tensor error."""
+        tensors = self.recording.hooked[layer]
+        effective = [replace(option, level=max(option.level, HOOKED_LEVELS)) for option in options]
+        draws = {
+            option: [self._stored_alone(tensors, option, seed) for seed in range(self.seeds)]
+            for option in set(effective)
+        }
+        reference = next((o for o in effective if o.group_size == REFERENCE_GROUP), effective[0])
+        for seed, draw in enumerate(draws[reference]):
+            draw.total = self._changed(layer, reference, seed)
+        prices = []
+        for option in effective:
+            errors = []
+            for draw, known in zip(draws[option], draws[reference], strict=True):
+                ratio = draw.tensor_error / known.tensor_error if known.tensor_error else 1.0
+                errors.append((known.total or 0.0) * ratio / self.norm)
+            prices.append(_summary(draws[option], errors, option == reference))
+        return prices
+
+    def _stored_alone(self, tensors: list[Tensor], option: LayerSettings, seed: int) -> Draw:
+        draw, change, size = Draw(), 0.0, 0.0
+        for tensor in tensors:
+            if tensor.numel() > MIN_ELEMENTS:
+                copy, encode, decode = stored(tensor, _spec(option), torch.tensor([seed]))
+                change, size = change + _norm(copy - tensor), size + _norm(tensor)
+                draw.encode_ms, draw.decode_ms = draw.encode_ms + encode, draw.decode_ms + decode
+        draw.tensor_error = change / size if size else 0.0
+        return draw
+
+    def _changed(self, layer: str, option: LayerSettings, seed: int) -> float:
+        assert self.loss is not None
+        self.recording.changed = (layer, _spec(option), torch.tensor([seed]))
+        with observing(self.recording):
+            gradient = self._backward([self.loss], [torch.ones_like(self.loss)])
+        self.recording.changed = None
+        for parameter, exact in self.exact.items():
+            gradient[parameter] = gradient[parameter] - exact
+        return _square(gradient)
+
+    def _backward(self, outputs: Sequence[Any], gradients: Sequence[Tensor]) -> Difference:
+        for parameter in self.parameters:
+            parameter.grad = None
+        torch.autograd.backward(outputs, gradients, retain_graph=True)
+        found = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+        for parameter in self.parameters:
+            parameter.grad = None
+        return found
+
+
+class _Call:
+    """One call's backward, exact, and its differences under other ways of storing."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+        raw = replay.raw
+        self.coded = [
+            not flag and tensor.numel() > MIN_ELEMENTS for flag, tensor in zip(raw, replay.lossy, strict=True)
+        ]
+        alone = any(self.coded) and self.coded[0] and not any(self.coded[1:])
+        skip = FORMULAS[replay.name].independent if alone else ()
+        self.needs = tuple(need and place not in skip for place, need in enumerate(replay.needs))
+        edges = iter(replay.node.next_functions[1:])  # the first belongs to the noise key
+        self.edges = [next(edges) if present else None for present in replay.present]
+        self.exact: tuple[Tensor | None, ...] | None = None
+
+    def differences(
+        self,
+        spec: Spec,
+        key: Tensor,
+        cache: dict[Any, tuple[Tensor, float, float, float, float]],
+        draw: Draw,
+        final: Difference,
+        sent: list[tuple[GradientEdge, Tensor]],
+    ) -> None:
+        """Adds to `final` the changes of parameter gradients, to `sent` those of input gradients."""
+        if not any(self.coded):
+            return
+        lossy = []
+        changes = sizes = 0.0
+        for tensor, coded in zip(self.replay.lossy, self.coded, strict=True):
+            if coded:
+                copy, change, size, encode, decode = _cached(tensor, spec, key, cache)
+                changes, sizes = changes + change, sizes + size
+                draw.encode_ms, draw.decode_ms = draw.encode_ms + encode, draw.decode_ms + decode
+            lossy.append(copy if coded else tensor)
+        draw.tensor_error = max(draw.tensor_error, changes / sizes if sizes else 0.0)
+        with torch.no_grad():
+            if self.exact is None:
+                self.exact = self.replay.run(self.replay.lossy, self.needs)
+            for edge, new, old in zip(
+                self.edges, self.replay.run(lossy, self.needs), self.exact, strict=True
+            ):
+                if edge is None or edge[0] is None or new is None or old is None:
+                    continue
+                delta = new - old
+                parameter = getattr(edge[0], "variable", None)
+                if isinstance(parameter, nn.Parameter):
+                    _add(final, {parameter: delta.to(parameter.dtype)})
+                elif delta.any():
+                    sent.append((GradientEdge(edge[0], edge[1]), delta))
+
+
+def stored(tensor: Tensor, spec: Spec, key: Tensor) -> tuple[Tensor, float, float]:
+    """`tensor` after being stored by `spec`; milliseconds of encoding and of decoding."""
+    forget_copies()
+    start = _now(tensor)
+    parts, meta = keep(tensor, spec, key.to(tensor.device), raw=False)
+    middle = _now(tensor)
+    copy = restore(parts, meta, spec)
+    return copy, 1e3 * (middle - start), 1e3 * (_now(tensor) - middle)
+
+
+def _cached(
+    tensor: Tensor, spec: Spec, key: Tensor, cache: dict[Any, tuple[Tensor, float, float, float, float]]
+) -> tuple[Tensor, float, float, float, float]:
+    """As `stored`, with the squared change and size; free of charge for a tensor met before (Rule 3)."""
+    place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+    if place in cache:
+        return (*cache[place][:3], 0.0, 0.0) if spec else cache[place]
+    copy, encode, decode = stored(tensor, spec, key)
+    cache[place] = (copy, _norm(copy - tensor), _norm(tensor), encode, decode)
+    return cache[place]
+
+
+def _reference(draws: dict[LayerSettings, list[Draw]], option: LayerSettings, seed: int) -> Draw:
+    """The reference draw whose bits are nearest to those of `option`."""
+    known = [(settings.bits, here[seed]) for settings, here in draws.items() if here[seed].below is not None]
+    return min(known, key=lambda pair: abs(pair[0] - option.bits), default=(0, Draw()))[1]
+
+
+def _borrow_ratios(joint: list[float | None], options: Sequence[LayerSettings]) -> None:
+    known = [(option.bits, ratio) for option, ratio in zip(options, joint, strict=True) if ratio is not None]
+    for place, option in enumerate(options):
+        if joint[place] is None and known:
+            joint[place] = min(known, key=lambda pair: abs(pair[0] - option.bits))[1]
+
+
+def _summary(draws: list[Draw], errors: list[float], measured: bool) -> Price:
+    values = torch.tensor(errors, dtype=torch.float64)
+    deviation = values.std().item() if len(errors) > 1 else None
+    return Price(
+        sum(draw.tensor_error for draw in draws) / len(draws),
+        values.mean().item(),
+        None if deviation is None else deviation / len(errors) ** 0.5,
+        measured,
+        min(draw.encode_ms for draw in draws),
+        min(draw.decode_ms for draw in draws),
+    )
+
+
+def _spec(option: LayerSettings) -> Spec:
+    spec = Spec.of(option, MIN_ELEMENTS)
+    assert spec is not None
+    return spec
+
+
+def _add(total: Difference, more: Difference) -> None:
+    for parameter, delta in more.items():
+        total[parameter] = total[parameter] + delta if parameter in total else delta
+
+
+def _square(difference: Difference) -> float:
+    return sum(_norm(delta) for delta in difference.values())
+
+
+def _norm(tensor: Tensor) -> float:
+    return tensor.float().square().sum(dtype=torch.float64).item()
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()

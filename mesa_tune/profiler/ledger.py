@@ -1,0 +1,186 @@
+"""From traced steps to a `Timeline`: which bytes are kept from when to when, under any policy.
+
+A plain and a compressed step are traced, each at two batch sizes. The compressed one tells when PyTorch's
+own tensors die by nature, and what encoding and decoding add; the plain one what is kept where nothing is
+compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from mesa_tune.errors import RunError
+from mesa_tune.profiler.entries import TensorEntry
+from mesa_tune.profiler.timeline import Kept, Slot, Timeline
+from mesa_tune.profiler.trace import SlotTrace, StepTrace
+
+
+@dataclass(frozen=True)
+class TracedPair:
+    """The plain and the compressed step at one batch size; `static` are the bytes there before the step."""
+
+    batch_size: int
+    static: int
+    plain: StepTrace
+    packed: StepTrace
+
+    def same_shape(self, other: TracedPair) -> bool:
+        """Whether the same things are kept by the same layers in the same order."""
+        return self._form() == other._form()
+
+    def _form(self) -> tuple[object, ...]:
+        kept = [tuple(item.layers) for item in (*self.plain.plain.values(), *self.packed.coded.values())]
+        slots = [(slot.layer, slot.phase) for slot in (*self.plain.slots, *self.packed.slots)]
+        return kept, slots, list(self.packed.side.values())
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A kept thing at one batch size: its timeline entry, and its bytes in the traced step."""
+
+    kind: str
+    layers: tuple[str, ...]
+    size: int
+    itemsize: int
+    slots: tuple[int, int]
+    traced_bytes: int
+
+
+def timeline(large: TracedPair, small: TracedPair) -> Timeline:
+    """The timeline of two traced batch sizes; of `large` alone where the two steps differ in more than sizes."""
+    second = small if large.same_shape(small) else large
+    spans, other = list(_spans(large)), list(_spans(second))
+    if len(spans) != len(other):
+        second, other = large, spans
+    slots = _slots(large, spans)
+    lesser = _slots(second, [_placed(span, like) for span, like in zip(other, spans, strict=True)])
+    return Timeline(
+        batch_sizes=(large.batch_size, second.batch_size),
+        static=(large.static, second.static),
+        slots=tuple(
+            Slot(slot.layer, slot.phase, (exact, exact_2), (packed, packed_2))
+            for (slot, exact, packed), (_, exact_2, packed_2) in zip(slots, lesser, strict=True)
+        ),
+        kept=tuple(
+            Kept(span.kind, span.layers, (span.size, twin.size), span.itemsize, *span.slots)
+            for span, twin in zip(spans, other, strict=True)
+        ),
+        hooked=tuple(sorted(large.packed.hooked)),
+    )
+
+
+def tensor_entries(plain: StepTrace) -> list[TensorEntry]:
+    """What the plain step keeps, oldest first."""
+    return [
+        TensorEntry(
+            number, item.layers[0], tuple(item.layers), item.shape, item.dtype, plain.lives[number].bytes
+        )
+        for number, item in sorted(plain.plain.items())
+    ]
+
+
+def _placed(span: _Span, like: _Span) -> _Span:
+    return _Span(span.kind, span.layers, span.size, span.itemsize, like.slots, span.traced_bytes)
+
+
+def _slots(pair: TracedPair, spans: list[_Span]) -> list[tuple[SlotTrace, int, int]]:
+    """Each slot with its live bytes besides kept things, in the plain and in the compressed step."""
+    rows = []
+    aligned = _aligned(pair)
+    for place, slot in enumerate(pair.packed.slots):
+        here = [span for span in spans if span.slots[0] <= place <= span.slots[1]]
+        packed = slot.high - sum(
+            span.traced_bytes for span in here if span.kind in ("coded", "side", "always")
+        )
+        exact = aligned[place].high - sum(span.size for span in here if span.kind in ("plain", "always"))
+        rows.append((slot, max(0, exact), max(0, packed)))
+    return rows
+
+
+def _aligned(pair: TracedPair) -> list[SlotTrace]:
+    """For each slot of the compressed step, that of the plain one."""
+    counts: dict[tuple[str | None, str], int] = {}
+    known: dict[tuple[str | None, str, int], SlotTrace] = {}
+    for slot in pair.plain.slots:
+        turn = counts.get((slot.layer, slot.phase), 0)
+        counts[slot.layer, slot.phase] = turn + 1
+        known[slot.layer, slot.phase, turn] = slot
+    counts.clear()
+    found = []
+    for slot in pair.packed.slots:
+        turn = counts.get((slot.layer, slot.phase), 0)
+        counts[slot.layer, slot.phase] = turn + 1
+        found.append(known.get((slot.layer, slot.phase, turn), slot))
+    return found
+
+
+def _spans(pair: TracedPair) -> Iterator[_Span]:
+    packed, plain = pair.packed, pair.plain
+    for coded in packed.coded.values():
+        where = _alive(packed, coded.parts[0])
+        traced = sum(packed.lives[number].bytes for number in coded.parts)
+        yield _Span("coded", tuple(coded.layers), prod(coded.shape), coded.itemsize, where, traced)
+    for number, layer in packed.side.items():
+        size = packed.lives[number].bytes
+        yield _Span("side", (layer,), size, 1, _alive(packed, number), size)
+    twins = _twins(plain, packed)
+    aligned = _aligned(pair)
+    for number, item in plain.plain.items():
+        size = plain.lives[number].bytes
+        where = _extension(pair, number, twins.get(number), aligned)
+        yield _Span("plain", tuple(item.layers), size, 1, where, size)
+    unexplained = plain.saved_bytes - sum(plain.lives[number].bytes for number in plain.plain)
+    if unexplained > 0:
+        end = max(place for place, slot in enumerate(packed.slots) if slot.phase == "forward")
+        yield _Span("always", (), unexplained, 1, (end, end + 1), unexplained)
+
+
+def _alive(trace: StepTrace, number: int) -> tuple[int, int]:
+    """First and last slot at whose highest moment the storage is alive; reaches into the backward."""
+    places = [place for place, slot in enumerate(trace.slots) if trace.alive(number, slot)]
+    return _reaching(trace, places or _birth_slot(trace, number))
+
+
+def _birth_slot(trace: StepTrace, number: int) -> list[int]:
+    birth = trace.lives[number].birth
+    before = [place for place, slot in enumerate(trace.slots) if slot.moment <= birth]
+    return [max(before, default=0)]
+
+
+def _reaching(trace: StepTrace, places: list[int]) -> tuple[int, int]:
+    end = max(place for place, slot in enumerate(trace.slots) if slot.phase == "forward")
+    return min(places[0], end), max(places[-1], end + 1)
+
+
+def _extension(pair: TracedPair, number: int, twin: int | None, aligned: list[SlotTrace]) -> tuple[int, int]:
+    """The slots in which a tensor is alive only because the plain step keeps it."""
+    places = [
+        place
+        for place, slot in enumerate(pair.packed.slots)
+        if pair.plain.alive(number, aligned[place]) and (twin is None or not pair.packed.alive(twin, slot))
+    ]
+    later = [
+        place for place in places if twin is None or pair.packed.slots[place].moment >= _death(pair, twin)
+    ]
+    return _reaching(pair.packed, later or places or [0])
+
+
+def _death(pair: TracedPair, number: int) -> int:
+    return pair.packed.lives[number].death
+
+
+def _twins(plain: StepTrace, packed: StepTrace) -> dict[int, int]:
+    """For storages of the plain step, the same tensor's storage in the compressed one."""
+    if [len(call) for call in plain.calls] != [len(call) for call in packed.calls]:
+        raise RunError(
+            "the model made other torch calls in its second run than in its first, on the same batch\n"
+            "its forward depends on something that changes: fix its seed, or profile it in eval mode"
+        )
+    found: dict[int, int] = {}
+    for call, twin in zip(plain.calls, packed.calls, strict=True):
+        for number, other in zip(call, twin, strict=True):
+            if number is not None and other is not None:
+                found.setdefault(number, other)
+    return found

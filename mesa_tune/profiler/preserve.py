@@ -1,0 +1,55 @@
+"""Leaving a model, its optimizer and the random generators bit for bit as they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mesa_tune.conversion import conversion_of, convert, revert
+
+
+@contextmanager
+def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
+    """The body may train, convert and revert `model`; afterwards all of it is as before.
+
+    Parameters, buffers, gradients, training mode, optimizer state, conversion and random states.
+    """
+    tensors = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    copies = [None if gradient is None else gradient.clone() for _, gradient in gradients]
+    modes = [(module, module.training) for module in model.modules()]
+    conversion = conversion_of(model)
+    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    with random_states_kept():
+        try:
+            yield
+        finally:
+            _put_back(model, tensors)
+            for (parameter, gradient), copied in zip(gradients, copies, strict=True):
+                parameter.grad = gradient if copied is None or gradient is None else gradient.copy_(copied)
+            for module, training in modes:
+                module.training = training
+            if optimizer is not None and state is not None:
+                optimizer.load_state_dict(state)
+            revert(model)
+            if conversion is not None:
+                convert(model, conversion.policy, min_elements=conversion.min_elements, force=True)
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """The random generators of torch, on all devices, are afterwards as before."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@torch.no_grad()
+def _put_back(model: nn.Module, tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, copied in tensors:
+        tensor.copy_(copied)

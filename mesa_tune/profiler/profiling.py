@@ -1,0 +1,388 @@
+"""`mt.profile`: the steps that a profile is made of, and where it is saved between them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mesa_tune.catalog import Catalog
+from mesa_tune.errors import RunError, WorkloadError
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.clock import median_ms
+from mesa_tune.profiler.entries import LayerEntry, Option, Tie
+from mesa_tune.profiler.gradient import MIN_ELEMENTS, Price, Sensitivity
+from mesa_tune.profiler.ledger import TracedPair, tensor_entries, timeline
+from mesa_tune.profiler.meter import bytes_of, tensors_in
+from mesa_tune.profiler.preserve import preserved
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.session import RawConversion, session
+from mesa_tune.profiler.timeline import settings_bytes
+from mesa_tune.profiler.trace import StepTrace, observing, trace_step
+from mesa_tune.profiler.user_code import is_out_of_memory
+from mesa_tune.profiler.workload import Workload
+from mesa_tune.settings import EXACT, LayerSettings
+
+BITS = (1, 2, 3, 4, 6, 8)
+GROUP_SIZES = (64, 256, 1024)
+SAVE_EVERY_S = 10.0
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share of it that is done (0 to 1)."""
+
+
+def full_grid() -> list[LayerSettings]:
+    """Every combination of `BITS` and `GROUP_SIZES`."""
+    return [LayerSettings(level=2**bits, group_size=size) for bits in BITS for size in GROUP_SIZES]
+
+
+def fast_grid() -> list[LayerSettings]:
+    """The bits alone, in groups of 256."""
+    return [LayerSettings(level=2**bits, group_size=256) for bits in BITS]
+
+
+def profile(
+    workload: Workload,
+    *,
+    options: Sequence[LayerSettings] | None = None,
+    seeds: int = 2,
+    path: str | Path | None = None,
+    progress: bool | Progress = False,
+    save: Callable[[Profile], object] | None = None,
+) -> Profile:
+    """What a step of `workload` keeps for backward, and what each way of storing it does to the gradient.
+
+    `options` are the settings to try on each layer (default: the full grid; `[]`: bytes only), `seeds` the
+    rounding seeds of each. With `path` the profile is saved there as it grows; a partial one of the same
+    workload and options is taken up again; `save` writes it in another way. A batch that does not fit is halved
+    until it does, and `notes` say so.
+    The model, its optimizer and the random generators are afterwards bit for bit as before.
+
+    Raises WorkloadError for a workload that cannot be trained, RunError for a file that cannot be written.
+    """
+    wanted = full_grid() if options is None else list(options)
+    if seeds < 1:
+        raise ValueError(f"`seeds >= 1` must hold, but got (seeds={seeds})")
+    show = progress if callable(progress) else (_print_progress if progress else _silent)
+    model = workload.build()
+    optimizer = workload.make_optimizer(model)
+    with preserved(model, optimizer):
+        return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show).run()
+
+
+@dataclass
+class _Profiling:
+    workload: Workload
+    model: nn.Module
+    optimizer: Optimizer
+    options: list[LayerSettings]
+    seeds: int
+    path: str | Path | None
+    save: Callable[[Profile], object] | None
+    show: Progress
+
+    def run(self) -> Profile:
+        self.show("tracing a step", 0.0)
+        notes = self._fit()
+        large, self.layers = self._traced(self.workload.batch_size)
+        small, _ = self._traced(max(1, self.workload.batch_size // 2) if self.workload.batch_size > 1 else 2)
+        self.timeline = replace(timeline(large, small), hooked=self._hooked())
+        self.large = large
+        found = self._profile(notes)
+        self.known = self._resumed(found)
+        try:
+            for done in self._measured(found):
+                self.known = done
+        except KeyboardInterrupt:
+            self._save(self._assembled(found, partial=True))
+            raise
+        complete = self._assembled(found, partial=False)
+        self._save(complete)
+        return complete
+
+    def _fit(self) -> tuple[str, ...]:
+        """Lowers the batch until a step fits; what was done, in words."""
+        wanted = self.workload.batch_size
+        while True:
+            try:
+                self._step(self.workload.make_batch())
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self.workload.batch_size == 1:
+                    raise RunError(
+                        "out of memory at batch size 1: not even one sample fits\n"
+                        "use a machine with more memory or a smaller model; `--fast` needs no less"
+                    ) from error
+            self.optimizer.zero_grad(set_to_none=True)
+            self.workload = self.workload.with_batch_size(self.workload.batch_size // 2)
+        if self.workload.batch_size == wanted:
+            return ()
+        return (f"out of memory at batch size {wanted}: profiled at {self.workload.batch_size} instead",)
+
+    def _step(self, batch: Any) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.workload.compute_loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def _traced(self, batch_size: int) -> tuple[TracedPair, dict[str, tuple[str, int]]]:
+        batch = self.workload.make_batch(batch_size)
+        plain, _ = self._trace(batch, Policy.parse(""))
+        packed, layers = self._trace(batch, Policy.uniform(level=16))
+        return TracedPair(batch_size, bytes_of(self._static(batch)), plain, packed), layers
+
+    def _trace(self, batch: Any, policy: Policy) -> tuple[StepTrace, dict[str, tuple[str, int]]]:
+        with session(self.workload, self.model, policy) as running:
+            state = torch.get_rng_state()
+            trace = trace_step(
+                lambda: self.optimizer.zero_grad(set_to_none=True),
+                lambda: running.loss(batch),
+                lambda: _ignored(self.optimizer.step()),
+                self._static(batch),
+            )
+            torch.set_rng_state(state)
+            return trace, running.layers()
+
+    def _static(self, batch: Any) -> list[torch.Tensor]:
+        self.optimizer.zero_grad(set_to_none=True)
+        return [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *tensors_in(self.optimizer.state),
+            *tensors_in(batch),
+        ]
+
+    def _hooked(self) -> tuple[str, ...]:
+        return tuple(name for name, (tag, _) in self.layers.items() if tag == "other")
+
+    def _profile(self, notes: tuple[str, ...]) -> Profile:
+        """The profile of bytes: no layer has options yet."""
+        tensors = tensor_entries(self.large.plain)
+        batch = self.workload.make_batch()
+        catalog = Catalog.of(self.model)
+        step_ms = median_ms(lambda: self._step(batch), 3, self.workload.device)
+        described = self.workload.description
+        return Profile(
+            model=described["model"],
+            fingerprint=described["fingerprint"],
+            layers_fingerprint=catalog.fingerprint,
+            device=self.workload.device,
+            autocast=self.workload.autocast,
+            batch_size=self.workload.batch_size,
+            seed=self.workload.seed,
+            torch=torch.__version__,
+            partial=True,
+            static_bytes=self.large.static,
+            saved_bytes=sum(tensor.bytes for tensor in tensors),
+            peak_bytes=self.large.static + self.large.plain.peak(),
+            step_ms=step_ms,
+            tensors=tuple(tensors),
+            layers=tuple(self._entries(catalog.modules)),
+            timeline=self.timeline,
+            ties=tuple(Tie(group, ()) for group in self._groups()),
+            notes=notes,
+            resume=self._request(),
+        )
+
+    def _entries(self, modules: list[str]) -> Iterator[LayerEntry]:
+        plain, coded = self.large.plain, self.large.packed.coded
+        order: dict[str, None] = dict.fromkeys(slot.layer for slot in self.large.packed.slots if slot.layer)
+        order.update(dict.fromkeys(self.layers))
+        for name in order:
+            kept = [(number, item) for number, item in sorted(plain.plain.items()) if name in item.layers]
+            stored = [item for item in coded.values() if name in item.layers]
+            if not kept and not stored:
+                continue
+            largest = max(kept, key=lambda pair: plain.lives[pair[0]].bytes, default=(0, None))[1]
+            tag, index = self.layers[name]
+            yield LayerEntry(
+                name=name,
+                tag=tag,
+                index=index,
+                module=_module(name, modules),
+                shape=largest.shape if largest else stored[0].shape,
+                dtype=largest.dtype if largest else "float32",
+                bytes=sum(plain.lives[number].bytes for number, _ in kept),
+                own_bytes=sum(plain.lives[number].bytes for number, item in kept if item.layers[0] == name),
+                shared_with=tuple(self._sharers(name)),
+                options=(),
+            )
+
+    def _sharers(self, name: str) -> list[str]:
+        items = (*self.large.plain.plain.values(), *self.large.packed.coded.values())
+        together = dict.fromkeys(layer for item in items if name in item.layers for layer in item.layers)
+        return [layer for layer in together if layer != name]
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """Layers that share a tensor, plain or packed, directly or through others; two or more each."""
+        root: dict[str, str] = {}
+
+        def find(name: str) -> str:
+            while root.setdefault(name, name) != name:
+                name = root[name]
+            return name
+
+        for item in (*self.large.plain.plain.values(), *self.large.packed.coded.values()):
+            for layer in item.layers[1:]:
+                root[find(layer)] = find(item.layers[0])
+        groups: dict[str, list[str]] = {}
+        for name in root:
+            groups.setdefault(find(name), []).append(name)
+        return [tuple(group) for group in groups.values() if len(group) > 1]
+
+    def _measured(self, found: Profile) -> Iterator[dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]]:
+        """Measures group after group; yields all options known so far, and saves them now and then."""
+        tied = {name: tie.layers for tie in found.ties for name in tie.layers}
+        groups = list(dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in found.layers))
+        todo = [group for group in groups if any(name not in self.known for name in group)]
+        if not todo:
+            return
+        sensitivity = self._recorded() if self.options else None
+        saved, start = time.monotonic(), time.monotonic()
+        for count, group in enumerate(todo):
+            known = self.known = self.known | self._group_options(found, group, sensitivity)
+            spent = time.monotonic() - start
+            left = spent / (count + 1) * (len(todo) - count - 1)
+            self.show(
+                f"gradient errors, layer {count + 1} of {len(todo)}, {left:.0f} s left",
+                (count + 1) / len(todo),
+            )
+            if time.monotonic() - saved > SAVE_EVERY_S:
+                self._save(self._assembled(found, partial=True))
+                saved = time.monotonic()
+            yield known
+
+    def _recorded(self) -> Sensitivity:
+        batch = self.workload.make_batch()
+        sensitivity = Sensitivity(self.model.parameters(), self.seeds)
+        running = session(self.workload, self.model, Policy.parse(""), kind=RawConversion)
+        with running as raw, observing(sensitivity.recording):
+            loss = raw.loss(batch)
+        sensitivity.record(loss)
+        if not sensitivity.norm:
+            raise WorkloadError(
+                "the gradient of every parameter is zero, so no error can be measured against it\n"
+                "check that the loss depends on the parameters, or give the model a first training step"
+            )
+        return sensitivity
+
+    def _group_options(
+        self, found: Profile, group: tuple[str, ...], sensitivity: Sensitivity | None
+    ) -> dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]:
+        entries = {name: found.layer(name) for name in group}
+        grid = self._grid(group)
+        if sensitivity is None or not grid:
+            return {name: ((self._exact(entry),), ()) for name, entry in entries.items()}
+        prices, joint = sensitivity.prices(group, grid)
+        return {
+            name: (
+                (
+                    *(
+                        self._option(entry, option, price)
+                        for option, price in zip(grid, prices[name], strict=True)
+                    ),
+                    self._exact(entry),
+                ),
+                tuple(joint),
+            )
+            for name, entry in entries.items()
+        }
+
+    def _grid(self, group: tuple[str, ...]) -> list[LayerSettings]:
+        """The options for a group: hooks store 8 bits or nothing, and what cannot be stored has none."""
+        packed = self.large.packed
+        if not any(set(item.layers) & set(group) for item in packed.coded.values()) and not any(
+            layer in group for layer in packed.side.values()
+        ):
+            return []
+        if all(name in self.timeline.hooked for name in group):
+            return [option for option in self.options if option.bits == 8]
+        return self.options
+
+    def _option(self, entry: LayerEntry, option: LayerSettings, price: Price) -> Option:
+        return Option(
+            settings=option,
+            bytes=self._bytes(entry.name, option),
+            tensor_error=price.tensor_error,
+            gradient_error=price.gradient_error,
+            standard_error=price.standard_error,
+            measured=price.measured,
+            encode_ms=price.encode_ms,
+            decode_ms=price.decode_ms,
+        )
+
+    def _exact(self, entry: LayerEntry) -> Option:
+        return Option(EXACT, entry.bytes, 0.0, 0.0, 0.0, True, 0.0, 0.0)
+
+    def _bytes(self, name: str, option: LayerSettings) -> int:
+        packed = self.large.packed
+        total = sum(packed.lives[number].bytes for number, layer in packed.side.items() if layer == name)
+        for item in packed.coded.values():
+            if name in item.layers:
+                elements = prod(item.shape)
+                small = elements <= MIN_ELEMENTS
+                total += elements * item.itemsize if small else settings_bytes(elements, option)
+        return total
+
+    def _assembled(self, found: Profile, *, partial: bool) -> Profile:
+        layers = [replace(layer, options=self.known.get(layer.name, ((), ()))[0]) for layer in found.layers]
+        ties = [replace(tie, joint=self.known.get(tie.layers[0], ((), ()))[1]) for tie in found.ties]
+        return replace(found, layers=tuple(layers), ties=tuple(ties), partial=partial)
+
+    def _resumed(self, found: Profile) -> dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]:
+        """What an earlier, interrupted run of the same request has measured."""
+        if self.path is None or not Path(self.path).exists():
+            return {}
+        try:
+            earlier = Profile.load(self.path)
+        except RunError:
+            return {}
+        if not earlier.partial or earlier.resume != found.resume:
+            return {}
+        joint = {name: tie.joint for tie in earlier.ties for name in tie.layers}
+        return {
+            layer.name: (layer.options, joint.get(layer.name, ()))
+            for layer in earlier.layers
+            if layer.options
+        }
+
+    def _request(self) -> str:
+        wanted = [option.to_dict() for option in self.options]
+        parts = [self.workload.description, wanted, self.seeds, torch.__version__]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _save(self, made: Profile) -> None:
+        if self.save is not None:
+            self.save(made)
+        elif self.path is not None:
+            made.save(self.path)
+
+
+def _module(name: str, modules: list[str]) -> str:
+    if name in modules:
+        return name
+    return name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
+
+
+def _ignored(_: object) -> None:
+    return None
+
+
+def _silent(text: str, share: float) -> None:
+    return None
+
+
+def _print_progress(text: str, share: float) -> None:
+    sys.stderr.write(f"\r\x1b[K{share:4.0%} {text}" + ("\n" if share >= 1 else ""))
+    sys.stderr.flush()

@@ -1,0 +1,75 @@
+"""A workload's model and loss under one policy for a while, as `convert` and `compress_saved` together put them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mesa_tune import routing
+from mesa_tune.catalog import Catalog
+from mesa_tune.codecs import Spec
+from mesa_tune.conversion import Conversion, install, revert
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.workload import Workload
+
+RAW = Spec("quantize", 8, 0, 256, 0, True, 0)
+"""Our functions' own formulas, over tensors kept as they are."""
+
+
+class RawConversion(Conversion):
+    """Every layer goes through our functions, and nothing is encoded."""
+
+    @torch.compiler.assume_constant_result
+    def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:
+        self.catalog.index(layer, tag, module)
+        self.specs[layer] = RAW
+        return RAW
+
+
+@dataclass
+class Session:
+    """A model under a policy; `loss(batch)` runs the workload's loss with its own layers under the policy, too."""
+
+    workload: Workload
+    model: nn.Module
+    conversion: Conversion
+    losses: Conversion
+
+    def loss(self, batch: Any) -> Tensor:
+        """The loss of the model on `batch`, named `loss.*`."""
+        with routing.entered(self.losses, "loss"):
+            return self.workload.compute_loss(self.model, batch)
+
+    def layers(self) -> dict[str, tuple[str, int]]:
+        """Tag and index of every layer met; the loss's come after the model's."""
+        found: dict[str, tuple[str, int]] = {}
+        for catalog in (self.conversion.catalog, self.losses.catalog):
+            before = [tag for tag, _ in found.values()]
+            for tag, index, name in catalog.known():
+                found[name] = (tag, (index or 0) + before.count(tag))
+        return found
+
+
+@contextmanager
+def session(
+    workload: Workload,
+    model: nn.Module,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    min_elements: int = 0,
+    kind: type[Conversion] = Conversion,
+) -> Iterator[Session]:
+    """`model` under `policy` in the body, plain again after it."""
+    revert(model)
+    conversion = kind(policy, Catalog.of(model), seed, min_elements)
+    install(model, conversion)
+    try:
+        yield Session(workload, model, conversion, kind(policy, Catalog.empty(), seed, min_elements))
+    finally:
+        revert(model)

@@ -1,0 +1,224 @@
+"""One training step, followed from outside: when each storage is born and dies, and which call keeps it.
+
+What is hard: to say what another policy would keep, tensors of the plain step must be found again in a
+compressed one, where they live elsewhere and die earlier. Both steps run the same model code, hence make
+the same torch calls in the same order, and a tensor is named by the call and the place in which it first
+appears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+from torch.utils._pytree import tree_leaves
+
+from mesa_tune.functional.apply import Replay, watch
+from mesa_tune.functional.keeping import Meta
+from mesa_tune.profiler.meter import Meter
+
+NEVER = 1 << 62
+
+
+@dataclass
+class Life:
+    """A storage's bytes and its moments of birth and death, on the step's clock."""
+
+    bytes: int
+    birth: int
+    death: int = NEVER
+
+
+@dataclass
+class SlotTrace:
+    """A stretch of the step that begins with a call of `layer`: its most live bytes, and the moment of it."""
+
+    layer: str | None
+    phase: str
+    high: int
+    moment: int
+
+
+@dataclass
+class CodedTrace:
+    """A tensor stored in parts: who keeps it, how many elements it has, and its parts' storages."""
+
+    layers: list[str]
+    shape: tuple[int, ...]
+    itemsize: int
+    parts: list[int]
+
+
+@dataclass
+class PlainTrace:
+    """A storage that autograd keeps as it is: who keeps it, and the first tensor seen in it."""
+
+    layers: list[str]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class StepTrace:
+    """All that was seen in one step; storages go by number."""
+
+    lives: dict[int, Life] = field(default_factory=dict)
+    slots: list[SlotTrace] = field(default_factory=list)
+    calls: list[tuple[int | None, ...]] = field(default_factory=list)
+    coded: dict[int, CodedTrace] = field(default_factory=dict)
+    side: dict[int, str] = field(default_factory=dict)
+    plain: dict[int, PlainTrace] = field(default_factory=dict)
+    hooked: set[str] = field(default_factory=set)
+    saved_bytes: int = 0
+
+    def alive(self, number: int, slot: SlotTrace) -> bool:
+        """Whether the storage is there at the slot's highest moment."""
+        life = self.lives[number]
+        return life.birth <= slot.moment < life.death
+
+    def peak(self) -> int:
+        """The highest number of bytes alive, besides what was there before the step."""
+        return max(slot.high for slot in self.slots)
+
+
+class Recorder(Meter):
+    """A meter that keeps the lives of all storages, on a clock that ticks with every birth and death."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = StepTrace()
+        self.now = 0
+
+    def number(self, storage: UntypedStorage) -> int | None:
+        """The number of a storage that was born in this step; None for an older one."""
+        birth = self._births.get(storage._cdata)
+        return None if birth is None else birth.number
+
+    def open_slot(self, layer: str | None, phase: str) -> None:
+        """A new slot begins."""
+        self.now += 1
+        self.trace.slots.append(SlotTrace(layer, phase, self.live_bytes, self.now))
+
+    def _resize(self, birth: Any, size: int) -> None:
+        super()._resize(birth, size)
+        self.now += 1
+        self.trace.lives.setdefault(birth.number, Life(size, self.now)).bytes = size
+        slot = self.trace.slots[-1]
+        if self.live_bytes > slot.high:
+            slot.high, slot.moment = self.live_bytes, self.now
+
+    def _bury(self, key: int) -> None:
+        self.now += 1
+        self.trace.lives[self._births[key].number].death = self.now
+        super()._bury(key)
+
+
+class Tracer:
+    """The observer that fills a `StepTrace`."""
+
+    def __init__(self, recorder: Recorder, is_static: Callable[[Tensor], bool]) -> None:
+        self.recorder = recorder
+        self.trace = recorder.trace
+        self.is_static = is_static
+        self.forward = True
+
+    def begin(self, layer: str | None, given: Any) -> None:
+        if layer is not None:
+            self.recorder.open_slot(layer, "forward" if self.forward else "backward")
+        self._note(given)
+
+    def end(self, layer: str | None, output: Any) -> None:
+        self._note(output)
+        node = next((leaf.grad_fn for leaf in _tensors(output) if leaf.grad_fn is not None), None)
+        if layer is not None and node is not None:
+            node.register_prehook(lambda _: self.recorder.open_slot(layer, "backward"))
+
+    def kept(
+        self,
+        layer: str,
+        lossy: tuple[Tensor, ...],
+        metas: tuple[Meta, ...],
+        parts: tuple[list[Tensor], ...],
+        exact: list[Tensor],
+    ) -> None:
+        aside = list(exact)
+        for meta, stored in zip(metas, parts, strict=True):
+            if meta.coded:
+                self._coded(layer, meta, stored)
+            else:
+                aside += stored
+        for tensor in aside:
+            number = self._number(tensor)
+            if number is not None:
+                self.trace.side.setdefault(number, layer)
+
+    def saved(self, layer: str, tensor: Tensor) -> None:
+        number = self._number(tensor)
+        if number is None:
+            return
+        new = PlainTrace([], tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        layers = self.trace.plain.setdefault(number, new).layers
+        if layer not in layers:
+            layers.append(layer)
+
+    def backward(self, replay: Replay) -> None:
+        """Slots of the backward are opened by the nodes' own hooks, in plain and compressed steps alike."""
+
+    def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _coded(self, layer: str, meta: Meta, stored: list[Tensor]) -> None:
+        numbers = [number for part in stored if (number := self._number(part)) is not None]
+        if not numbers:
+            return
+        new = CodedTrace([], meta.shape, meta.dtype.itemsize, numbers)
+        layers = self.trace.coded.setdefault(numbers[0], new).layers
+        if layer not in layers:
+            layers.append(layer)
+
+    def _number(self, tensor: Tensor) -> int | None:
+        return None if self.is_static(tensor) else self.recorder.number(tensor.untyped_storage())
+
+    def _note(self, tree: Any) -> None:
+        if self.forward:
+            numbers = (self.recorder.number(tensor.untyped_storage()) for tensor in _tensors(tree))
+            self.trace.calls.append(tuple(numbers))
+
+
+def trace_step(
+    begin: Callable[[], None], loss: Callable[[], Tensor], step: Callable[[], None], static: list[Tensor]
+) -> StepTrace:
+    """Follows one step: `begin()`, `loss()` and its backward, `step()`; `static` is never counted."""
+    known = {tensor.untyped_storage()._cdata for tensor in static}
+    recorder = Recorder()
+    tracer = Tracer(recorder, lambda tensor: tensor.untyped_storage()._cdata in known)
+    recorder.open_slot(None, "forward")
+    with observing(tracer), recorder:
+        begin()
+        value = loss()
+        recorder.open_slot(None, "forward")
+        recorder.trace.saved_bytes = recorder.live_since(0, without=[*static, value])
+        tracer.forward = False
+        recorder.open_slot(None, "backward")
+        value.backward()  # type: ignore[no-untyped-call]
+        del value
+        recorder.open_slot(None, "step")
+        step()
+    return recorder.trace
+
+
+@contextmanager
+def observing(observer: Any) -> Iterator[None]:
+    """The body runs under `observer`."""
+    before, watch.observer = watch.observer, observer
+    try:
+        yield
+    finally:
+        watch.observer = before
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
