@@ -1,0 +1,179 @@
+"""A vision transformer of your own on scikit-learn's handwritten digits, as a model file and as a script.
+
+mesa-tune profile examples/digits_vit.py
+python examples/digits_vit.py                        trains plainly
+python examples/digits_vit.py --policy policy.txt    trains with what a search found
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from mesa_tune import Policy
+
+BATCH_SIZE = 32
+IMAGE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 4, 96, 3, 6, 10
+STEPS = 170
+LEARNING_RATE = 3e-3
+TEST_SAMPLES = 360
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """Self-attention over all tokens: (batch, tokens, width) to the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, width = x.shape
+        split = self.qkv(x).reshape(samples, tokens, 3, self.heads, width // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(mixed.transpose(1, 2).reshape(samples, tokens, width))
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each after a LayerNorm and added to what came in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attn = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionTransformer(nn.Module):
+    """Images (batch, 1, 32, 32) to logits (batch, 10), by way of 64 patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A patch sees its neighbours too, because a stroke is wider than a patch: it learns far sooner so.
+        self.patches = nn.Conv2d(1, WIDTH, kernel_size=3 * PATCH, stride=PATCH, padding=PATCH)
+        self.positions = nn.Parameter(waves(IMAGE // PATCH, WIDTH))
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(DEPTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(dim=1))
+
+
+def waves(side: int, width: int) -> Tensor:
+    """Sines and cosines of row and column at geometric frequencies: (1, side², width)."""
+    frequencies = 100 ** -torch.linspace(0, 1, width // 4)
+    rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    angles = torch.stack([rows.flatten(), columns.flatten()]).unsqueeze(2) * frequencies
+    return torch.cat([*angles.sin(), *angles.cos()], dim=1).unsqueeze(0)
+
+
+@cache
+def digits() -> tuple[Batch, Batch]:
+    """Images scaled to 32 × 32 with their labels: 1,437 to train on, 360 to test on, the same ones always."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    images = F.interpolate(images, size=(IMAGE, IMAGE), mode="bilinear")
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor(data.target)
+    test, train = order[:TEST_SAMPLES], order[TEST_SAMPLES:]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def model() -> nn.Module:
+    return VisionTransformer()
+
+
+def batch(batch_size: int) -> Batch:
+    images, labels = digits()[0]
+    chosen = torch.randint(len(images), (batch_size,))
+    return images[chosen], labels[chosen]
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.05)
+
+
+def train(policy: Policy | None = None, seed: int = 0, steps: int = STEPS) -> float:
+    """Train from scratch and return the accuracy on the test images, 0 to 1.
+
+    The seed alone decides initialization and data order, with a policy and without.
+    """
+    torch.manual_seed(seed)
+    network = model()
+    compressed = compression(network, policy, seed)
+    stepper = optimizer(list(network.parameters()))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(stepper, LEARNING_RATE, total_steps=steps, pct_start=0.2)
+    for _ in range(steps):
+        samples = batch(BATCH_SIZE)
+        with compressed():
+            value = loss(network, samples)
+        stepper.zero_grad()
+        value.backward()
+        stepper.step()
+        schedule.step()
+    return accuracy(network)
+
+
+def compression(
+    network: nn.Module, policy: Policy | None, seed: int
+) -> Callable[[], AbstractContextManager[object]]:
+    """All that a policy asks of a training script: convert the model, run the loss in a context."""
+    if policy is None:
+        return nullcontext
+    import mesa_tune as mt
+
+    mt.convert(network, policy, seed=seed)
+    return partial(mt.compress_saved, policy)
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module) -> float:
+    """The share of the test images that `network` names rightly."""
+    images, labels = digits()[1]
+    network.eval()
+    return (network(images).argmax(dim=1) == labels).float().mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a small vision transformer on handwritten digits.")
+    parser.add_argument("--policy", type=Path, help="store activations as this policy.txt says")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    policy = None
+    if arguments.policy:
+        from mesa_tune import Policy
+
+        policy = Policy.load(arguments.policy)
+    print(f"test accuracy {100 * train(policy, arguments.seed):.1f} %")
+
+
+if __name__ == "__main__":
+    main()
