@@ -1,4 +1,11 @@
-"""Pointwise activations. GELU keeps its input x: dx = g (Φ(x) + x φ(x)), or the derivative of the tanh form."""
+"""Activations.
+
+GELU keeps its input x: dx = g (Φ(x) + x φ(x)), or the derivative of the tanh form. ReLU keeps where its
+output is zero, one bit an element, exact: dx = 0 there, g elsewhere.
+
+Softmax keeps its output y, which a following product keeps too, so that both share one copy:  dx = y (g − Σ g y).
+It takes nothing but y, so no exact statistic meets a rounded tensor (Rule 7).
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mesa_tune import ops
 from mesa_tune.functional.formula import Formula, Needs, Result, Static
 
 if TYPE_CHECKING:
@@ -25,6 +33,82 @@ def gelu_backward(
 GELU = Formula(gelu_forward, gelu_backward, "the input")
 
 
-def gelu(call: "Call", input: Tensor, *, approximate: str = "none") -> Any:
+def relu_forward(static: Static, needs: Needs, x: Tensor) -> Result:
+    (in_place,) = static
+    y = torch.relu_(x) if in_place else torch.relu(x)
+    # Not `y > 0`: PyTorch lets the gradient of a NaN pass.
+    return Result(y, exact=(ops.pack_bits(y <= 0),), in_place=in_place)
+
+
+def relu_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor | None]:
+    return (grad.masked_fill(ops.unpack_bits(exact[0], grad.shape), 0),)
+
+
+RELU = Formula(
+    relu_forward, relu_backward, "nothing lossy; exact: where the output is zero, one bit an element"
+)
+
+
+def softmax_forward(static: Static, needs: Needs, x: Tensor) -> Result:
+    dim, dtype, _ = static
+    y = torch.softmax(x, dim, dtype=dtype)
+    return Result(y, lossy=(y,))
+
+
+def softmax_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None]:
+    dim, _, given = static
+    y = lossy[0]
+    return (torch.ops.aten._softmax_backward_data(grad, y, dim, y.dtype).to(given),)
+
+
+SOFTMAX = Formula(softmax_forward, softmax_backward, "the output")
+
+
+def gelu(call: "Call", input: Tensor, *, approximate: str = "none", **unknown: Any) -> Any:
     """`F.gelu`, both forms."""
+    if unknown:
+        return call.refuse(f"gelu has no formula for {sorted(unknown)}")
     return call.apply("gelu", (approximate,), input)
+
+
+def relu(call: "Call", input: Tensor, inplace: bool = False, **unknown: Any) -> Any:
+    """`F.relu`, `torch.relu`, `Tensor.relu`."""
+    if unknown:
+        return call.refuse(f"relu has no formula for {sorted(unknown)}")
+    # PyTorch keeps the output, which the next layer keeps as well if it is small.
+    if call.small(input):
+        return call.plain()
+    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
+    if inplace and (input.is_leaf or input._is_view()):
+        return call.plain()
+    return call.apply("relu", (inplace,), input)
+
+
+def relu_(call: "Call", input: Tensor, **unknown: Any) -> Any:
+    """`torch.relu_`, `Tensor.relu_`."""
+    return relu(call, input, True, **unknown)
+
+
+def softmax(
+    call: "Call", input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **unknown: Any
+) -> Any:
+    """`torch.softmax`, `Tensor.softmax`, `torch.special.softmax`."""
+    if unknown or not isinstance(dim, int):
+        return call.refuse("softmax has a formula only for a numbered `dim`, and none with `out`")
+    return call.apply("softmax", (dim, dtype, input.dtype), input)
+
+
+def functional_softmax(
+    call: "Call",
+    input: Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    **unknown: Any,
+) -> Any:
+    """`F.softmax`."""
+    return softmax(call, input, dim, dtype, **unknown)

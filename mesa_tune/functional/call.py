@@ -40,8 +40,14 @@ class Call:
         needs = tuple(given is not None and given.requires_grad for given in tensors)
         if not any(needs):
             return self.plain()
+        if any(given is not None and _odd(given) for given in tensors):
+            return self.refuse("complex, sparse and nested tensors have no formula")
         raw = tuple(given is None or self.is_static(given) for given in tensors)
         return Apply.apply(self.layer, name, static, needs, raw, self.spec, self.key(tensor.device), *tensors)
+
+    def part(self, plain: Plain) -> "Call":
+        """A call for one part of this one, which `plain` runs as PyTorch would."""
+        return Call(self.layer, self.spec, self.key, self.is_static, plain)
 
     def refuse(self, why: str) -> Any:
         """Runs the call as PyTorch would, with a warning that names the layer (Rule 9)."""
@@ -51,3 +57,7 @@ class Call:
     def small(self, *tensors: Tensor) -> bool:
         """Whether every tensor is too small to be worth encoding."""
         return all(tensor.numel() <= self.spec.min_elements for tensor in tensors)
+
+
+def _odd(tensor: Tensor) -> bool:
+    return tensor.is_complex() or tensor.layout is not torch.strided or tensor.is_nested

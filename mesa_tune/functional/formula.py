@@ -54,3 +54,17 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """`tensor` in `dtype`, itself if that is None."""
     return tensor if dtype is None else tensor.to(dtype)
+
+
+def unviewed(tensor: Tensor) -> Tensor:
+    """`tensor`, no view to autograd: an in-place operation on a view that a Function returns would fail."""
+    result: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return result
+
+
+def layout_of(x: Tensor) -> torch.memory_format:
+    """The memory format in which backward wants the decoded copy of `x`."""
+    for dim, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == dim and x.is_contiguous(memory_format=layout) and not x.is_contiguous():
+            return layout
+    return torch.contiguous_format

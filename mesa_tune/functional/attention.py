@@ -1,0 +1,113 @@
+"""y = softmax(s q kᵀ + m) v. Kept: q, k and v; exact: the mask m, and the random state if there is dropout.
+
+Backward runs the forward again on the decoded q, k and v (Rule 7): with a saved log-sum-exp, an error of q
+would appear exponentiated in weights that no longer sum to one. The random state of dropout is put back, then
+left as it was found. Traced code, which can neither differentiate inside a backward nor read a random state,
+takes `attention_traced` instead.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mesa_tune.functional.attention_traced import traced_gradients
+from mesa_tune.functional.formula import Formula, Needs, Result, Static, autocast_dtype, cast, unviewed
+
+if TYPE_CHECKING:
+    from mesa_tune.functional.call import Call
+
+
+def forward(static: Static, needs: Needs, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Result:
+    *_, dtype = static
+    state = _random_state(q.device) if static[0] > 0 else None
+    given = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+    y = _attend(static, *given, _cast_mask(mask, dtype, needs[3]))
+    return Result(unviewed(y), lossy=(q, k, v), exact=(mask, state))
+
+
+def backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    *_, dtype = static
+    mask, state = exact
+    q, k, v = (cast(each, dtype) for each in lossy)
+    if torch.compiler.is_compiling():
+        mask = _cast_mask(mask, dtype, False)
+        return traced_gradients(static, needs, q, k, v, mask, grad)
+    inputs = [q, k, v, *(() if mask is None else (_cast_mask(mask, dtype, needs[3]),))]
+    wanted = needs[: len(inputs)]
+    with _replaying(q.device, state):
+        again = [each.detach().requires_grad_(want) for each, want in zip(inputs, wanted, strict=True)]
+        y = _attend(static, again[0], again[1], again[2], again[3] if len(again) > 3 else None)
+        found = iter(torch.autograd.grad(y, [each for each in again if each.requires_grad], grad))
+    return tuple(next(found) if want else None for want in needs)
+
+
+def _attend(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    dropout, causal, scale, grouped, _ = static
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+
+
+def _cast_mask(mask: Tensor | None, dtype: torch.dtype | None, wanted: bool) -> Tensor | None:
+    if mask is None or dtype is None or not mask.is_floating_point():
+        return mask
+    # PyTorch chooses its kernel by whether the mask wants a gradient; a cast in a Function would hide that.
+    return mask.to(dtype).detach().requires_grad_(wanted)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextmanager
+def _replaying(device: torch.device, state: Tensor | None) -> Iterator[None]:
+    """Gradients on, casts, modes and hooks off; with `state`, the random state of then, and back at the end."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        if state is not None:
+            cuda = device.type == "cuda"
+            stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
+            torch.cuda.set_rng_state(state, device) if cuda else torch.set_rng_state(state)
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+ATTENTION = Formula(
+    forward, backward, "queries, keys and values; exact: the mask, and dropout's random state"
+)
+
+
+def scaled_dot_product_attention(
+    call: "Call",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **unknown: Any,
+) -> Any:
+    """`F.scaled_dot_product_attention`: causal or masked, grouped heads, dropout, any leading dimensions."""
+    if unknown:
+        return call.refuse(f"attention has no formula for {sorted(unknown)}")
+    if call.small(query, key, value):
+        return call.plain()
+    if dropout_p > 0 and torch.compiler.is_compiling():
+        return call.refuse("dropout inside attention cannot be repeated under torch.compile")
+    if dropout_p > 0 and query.device.type not in ("cpu", "cuda"):
+        return call.refuse(f"dropout inside attention cannot be repeated on {query.device.type}")
+    static = (dropout_p, is_causal, scale, enable_gqa, autocast_dtype(query))
+    return call.apply("attention", static, query, key, value, attn_mask)

@@ -1,0 +1,120 @@
+"""y = W ∗ x + b. Kept: x, if W wants a gradient; and W (by reference, unless it is computed), if x does.
+
+Backward is PyTorch's own; it is linear in the copy of x, so the error of dW is unbiased. PyTorch keeps x for
+a frozen W too; what backward needs of x then is its shape.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mesa_tune.functional.formula import (
+    Formula,
+    Needs,
+    Result,
+    Static,
+    autocast_dtype,
+    cast,
+    layout_of,
+    unviewed,
+)
+
+if TYPE_CHECKING:
+    from mesa_tune.functional.call import Call
+
+Size = int | Sequence[int]
+
+_CONVS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+
+
+def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
+    _, kernel, stride, padding, dilation, groups, dtype, _ = static
+    given = (cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
+    y = _CONVS[len(kernel)](*given, stride, padding, dilation, groups)
+    return Result(unviewed(y), lossy=((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()))
+
+
+def backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    shape, kernel, stride, padding, dilation, groups, dtype, layout = static
+    # What no gradient depends on has only a shape: a tensor of it without memory.
+    x = cast(lossy[0], dtype).contiguous(memory_format=layout) if needs[1] else _shaped(grad, shape)
+    weight = cast(lossy[-1], dtype) if needs[0] else _shaped(grad, kernel)
+    batched = len(shape) == len(kernel)
+    both, more = _paddings(kernel, stride, padding, dilation)
+    x = x if batched else x.unsqueeze(0)
+    padded = F.pad(x, [part for extra in reversed(more) for part in (0, extra)]) if any(more) else x
+    dx, dw, db = torch.ops.aten.convolution_backward(
+        grad if batched else grad.unsqueeze(0),
+        padded,
+        weight,
+        [kernel[0]],
+        stride,
+        both,
+        dilation,
+        False,
+        [0] * len(stride),
+        groups,
+        [needs[0], needs[1], needs[2]],
+    )
+    if needs[0]:
+        for axis, size in enumerate(x.shape[2:], start=2):
+            dx = dx.narrow(axis, 0, size)
+        dx = dx if batched else dx.squeeze(0)
+    return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
+
+
+def _shaped(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return like.new_zeros(()).expand(shape)
+
+
+def _paddings(
+    kernel: Sequence[int], stride: Sequence[int], padding: Any, dilation: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """The padding on both sides, and what `same` pads more at the end, by dimension."""
+    if padding == "valid":
+        return [0] * len(stride), [0] * len(stride)
+    if padding != "same":
+        return list(padding), [0] * len(stride)
+    total = [step * (size - 1) for size, step in zip(kernel[2:], dilation, strict=True)]
+    return [size // 2 for size in total], [size % 2 for size in total]
+
+
+CONV = Formula(forward, backward, "the input, where the weight wants a gradient", independent=(0,))
+
+
+def conv(
+    call: "Call",
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    **unknown: Any,
+) -> Any:
+    """`F.conv1d`, `F.conv2d`, `F.conv3d`, with or without a batch dimension."""
+    if unknown or weight.dim() not in _CONVS:
+        return call.refuse("convolution has a formula only in 1 to 3 dimensions")
+    places = weight.dim() - 2
+    static = (
+        tuple(input.shape),
+        tuple(weight.shape),
+        _each(stride, places),
+        padding if isinstance(padding, str) else _each(padding, places),
+        _each(dilation, places),
+        groups,
+        autocast_dtype(input),
+        layout_of(input),
+    )
+    return call.apply("conv", static, input, weight, bias)
+
+
+def _each(value: Size, places: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * places if len(values) == 1 else values

@@ -1,0 +1,132 @@
+"""y = a b, and y = β c + α a b. Kept: a if b wants a gradient, b if a does; c only by its shape.
+
+da = g bᵀ, db = aᵀ g, each summed over the dimensions along which its operand was repeated. Each gradient is
+linear in the copy of the other operand, so errors are unbiased.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mesa_tune.functional.formula import Formula, Needs, Result, Static, autocast_dtype, cast, unviewed
+
+if TYPE_CHECKING:
+    from mesa_tune.functional.call import Call
+
+
+def forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
+    _, _, dtype = static
+    y = torch.matmul(cast(a, dtype), cast(b, dtype))
+    return Result(unviewed(y), lossy=((a,) if needs[1] else ()) + ((b,) if needs[0] else ()))
+
+
+def backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    a_shape, b_shape, dtype = static
+    grad = grad.unsqueeze(-2) if len(a_shape) == 1 else grad
+    grad = grad.unsqueeze(-1) if len(b_shape) == 1 else grad
+    da = db = None
+    if needs[0]:
+        b = cast(lossy[-1], dtype)
+        da = _summed(grad @ (b.unsqueeze(0) if b.dim() == 1 else b.mT), _matrix(a_shape, 0))
+        da = da.reshape(a_shape)
+    if needs[1]:
+        a = cast(lossy[0], dtype)
+        a = a.unsqueeze(0) if a.dim() == 1 else a
+        if len(b_shape) <= 2 and a.dim() == grad.dim():  # one product over all rows, not one a batch to sum
+            a, grad = a.flatten(0, -2), grad.flatten(0, -2)
+        db = _summed(a.mT @ grad, _matrix(b_shape, 1)).reshape(b_shape)
+    return da, db
+
+
+def _matrix(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
+    """The shape of a vector as the matrix that it is on that side of a product."""
+    if len(shape) > 1:
+        return shape
+    return (1, *shape) if side == 0 else (*shape, 1)
+
+
+def _summed(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return grad if grad.shape == shape else grad.sum_to_size(shape)
+
+
+class MatMul(nn.Module):
+    """A product as a layer of its own, as Mesa's models write it: `MatMul()(q, k)` is `q @ k`."""
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        return torch.matmul(input, other)
+
+
+MATMUL = Formula(forward, backward, "each operand whose partner wants a gradient")
+
+
+def plus_forward(static: Static, needs: Needs, a: Tensor, b: Tensor, c: Tensor) -> Result:
+    _, _, _, beta, alpha, dtype = static
+    add = torch.addmm if a.dim() == 2 else torch.baddbmm
+    y = add(cast(c, dtype), cast(a, dtype), cast(b, dtype), beta=beta, alpha=alpha)
+    return Result(y, lossy=((a,) if needs[1] else ()) + ((b,) if needs[0] else ()))
+
+
+def plus_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    a_shape, b_shape, c_shape, beta, alpha, dtype = static
+    product = grad if alpha == 1 else grad * alpha
+    da, db = backward((a_shape, b_shape, dtype), needs, lossy, exact, product)
+    dc = _summed(grad if beta == 1 else grad * beta, c_shape) if needs[2] else None
+    return da, db, dc
+
+
+MATMUL_PLUS = Formula(plus_forward, plus_backward, MATMUL.keeps)
+
+
+def matmul(call: "Call", input: Tensor, other: Tensor, **unknown: Any) -> Any:
+    """`torch.matmul` and `@`: vectors, matrices and batches of them, repeated where needed."""
+    if unknown:
+        return call.refuse(f"matmul has no formula for {sorted(unknown)}")
+    static = (tuple(input.shape), tuple(other.shape), autocast_dtype(input))
+    return call.apply("matmul", static, input, other)
+
+
+def product(call: "Call", input: Tensor, mat2: Tensor, **unknown: Any) -> Any:
+    """`torch.bmm` and `torch.mm`: `matmul` without repetition."""
+    if unknown or input.dim() != mat2.dim():
+        return call.refuse(f"a matrix product has no formula for {sorted(unknown)}")
+    return matmul(call, input, mat2)
+
+
+def addmm(
+    call: "Call",
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    **unknown: Any,
+) -> Any:
+    """`torch.addmm`, as transformers' `Conv1D` calls it: input `(out,)` or `(n, out)`, mat1 `(n, in)`."""
+    return _plus(call, input, mat1, mat2, beta, alpha, unknown)
+
+
+def baddbmm(
+    call: "Call",
+    input: Tensor,
+    batch1: Tensor,
+    batch2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    **unknown: Any,
+) -> Any:
+    """`torch.baddbmm`: batches of matrices, and what is added to their products."""
+    return _plus(call, input, batch1, batch2, beta, alpha, unknown)
+
+
+def _plus(call: "Call", c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float, unknown: Any) -> Any:
+    if unknown:
+        return call.refuse(f"a matrix product has no formula for {sorted(unknown)}")
+    static = (tuple(a.shape), tuple(b.shape), tuple(c.shape), beta, alpha, autocast_dtype(a))
+    return call.apply("matmul_plus", static, a, b, c)
