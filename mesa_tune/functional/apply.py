@@ -85,6 +85,14 @@ class _Watch:
 watch = _Watch()
 
 
+def _same(tensor: Tensor, given: Tensor | None) -> bool:
+    """Whether `tensor` is `given` or, as far as that can be asked, a view of it."""
+    if tensor is given or given is None or torch.compiler.is_compiling():
+        return tensor is given
+    strided = tensor.layout is given.layout is torch.strided
+    return strided and tensor.untyped_storage()._cdata == given.untyped_storage()._cdata
+
+
 class Apply(torch.autograd.Function):
     """`apply(layer, name, static, needs, raw, spec, key, *tensors)`: see `Call.apply`."""
 
@@ -107,8 +115,8 @@ class Apply(torch.autograd.Function):
         metas: list[Meta] = []
         never: list[bool] = []
         for tensor in result.lossy:
-            never.append(any(flag and tensor is given for flag, given in zip(raw, tensors, strict=True)))
-            stored, meta = keep(tensor, spec, key, never[-1])
+            never.append(any(flag and _same(tensor, given) for flag, given in zip(raw, tensors, strict=True)))
+            stored, meta = keep(tensor, spec, key, never[-1], layer)
             parts.append(stored)
             metas.append(meta)
         ctx.save_for_backward(*result.exact, *(part for stored in parts for part in stored))
