@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mesa_tune.errors import PolicyError
-from mesa_tune.policy_check import Known, Layer, is_glob, mismatches
+from mesa_tune.policy_check import Known, Layer, mismatches
 from mesa_tune.policy_files import read_text, write_text
-from mesa_tune.policy_rules import MODULE, NO_HEADER, Header, Rule, finest, fold, suggestion
+from mesa_tune.policy_rules import MODULE, NO_HEADER, Header, Rule, finest, fold, is_glob, suggestion
 from mesa_tune.policy_text import dump_text, parse_text
 from mesa_tune.settings import EXACT, KEYS, TAGS, LayerSettings, Value
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
-from mesa_tune.policy_rules import MODULE, Rule, nearest
+from mesa_tune.policy_rules import MODULE, Rule, is_glob, nearest
 
 Layer = tuple[str, int | None, str]
 """Tag, index within the tag (None while it is not known), name."""
@@ -70,11 +70,6 @@ def _problems(rule: Rule, tags: Sequence[str], known: Known) -> Iterator[tuple[s
     elif isinstance(rule.indices, tuple) and known.complete:
         found = [_index_problem(tags, index, known) for index in rule.indices]
     return (problem for problem in found if problem is not None)
-
-
-def is_glob(name: str) -> bool:
-    """True if `name` has a wildcard."""
-    return any(character in name for character in "*?[")
 
 
 def _of_one_line(rules: Sequence[Rule]) -> Iterable[list[Rule]]:

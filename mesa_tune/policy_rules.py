@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
 from mesa_tune.errors import PolicyError
@@ -75,7 +76,8 @@ class Rule:
     def binds(self, index: int | None, name: str) -> bool:
         """True if the rule is for the layer of its tag with this index and name."""
         if self.names is not None:
-            return any(fnmatchcase(name, glob) for glob in self.names)
+            plain, globs = _plain_and_globs(self.names)
+            return name in plain or any(fnmatchcase(name, glob) for glob in globs)
         return self.indices == "all" or (self.indices is not None and index in self.indices)
 
     def holds(self, name: str) -> bool:
@@ -86,6 +88,18 @@ class Rule:
     def place(self, key: str) -> Place | None:
         """The line that gave `key`, if the rule was read from a file."""
         return dict(self.places).get(key)
+
+
+def is_glob(name: str) -> bool:
+    """True if `name` has a wildcard."""
+    return any(character in name for character in "*?[")
+
+
+@lru_cache(maxsize=4096)
+def _plain_and_globs(names: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    # Policies that a search makes list hundreds of plain names, and it asks for thousands of policies.
+    globs = tuple(name for name in names if is_glob(name))
+    return frozenset(names) - frozenset(globs), globs
 
 
 def fold(rules: Iterable[Rule], *, mesa: bool) -> LayerSettings:
