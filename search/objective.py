@@ -8,12 +8,13 @@ whenever it is repeated, and leaves buffers and random generators as they were.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.errors import WorkloadError
@@ -33,7 +34,7 @@ class Objective(Protocol):
     """What a study minimises."""
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
-        """The error of `policy` at each pair; the same again whenever it is asked."""
+        """The error of `policy` at each pair, infinite for a gradient with NaN; the same whenever asked."""
         ...
 
 
@@ -60,7 +61,8 @@ class JointError:
         try:
             if _needs_indices(policy):
                 self._settle(policy, batch, draw)
-            return squared(self._gradient(batch, draw, policy, noise), exact) / size
+            error = squared(self._gradient(batch, draw, policy, noise), exact) / size
+            return error if math.isfinite(error) else math.inf
         finally:
             revert(self.model)
 
@@ -79,7 +81,7 @@ class JointError:
             size = squared(gradient, [None] * len(gradient))
             if not 0 < size < float("inf"):
                 raise WorkloadError(
-                    f"the gradient on batch {draw} has the squared norm {size:g}: no error can be relative to it\n"
+                    f"the gradient on batch {draw} has the squared norm {size:g}: no error relates to it\n"
                     "give the model weights and batches from which training can go on"
                 )
             self._exact[draw] = batch, gradient, size
@@ -94,7 +96,7 @@ class JointError:
             else:
                 with compress_saved(policy, seed=noise):
                     loss = self.workload.compute_loss(self.model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         gradient = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -103,7 +105,7 @@ class JointError:
     @contextmanager
     def _undisturbed(self, draw: int) -> Iterator[None]:
         """The body runs under random states that `draw` decides; buffers and states are then as before."""
-        kept = [(buffer, buffer.clone()) for buffer in _buffers(self.model)]
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
             with seeded(mixed_seed(self.workload.seed, -1 - draw), self.workload.device):
                 yield
@@ -122,10 +124,6 @@ def squared(gradient: Gradient, other: Gradient) -> float:
             difference = given[0] - given[1] if len(given) == 2 else given[0]
             total += float(difference.square().sum())
     return total
-
-
-def _buffers(model: nn.Module) -> list[Tensor]:
-    return [buffer for buffer in model.buffers() if buffer is not None]
 
 
 def _needs_indices(policy: Policy) -> bool:

@@ -252,9 +252,12 @@ def _minimise(cost: Floats, constraints: list[Any], integral: NDArray[Any], uppe
     """HiGHS's result, or None if the constraints contradict each other."""
     from scipy.optimize import Bounds, milp
 
-    options = {"mip_rel_gap": gap, "node_limit": NODES, "time_limit": SECONDS}
     found = milp(
-        cost, integrality=integral, bounds=Bounds(0.0, upper), constraints=constraints, options=options
+        cost,
+        integrality=integral,
+        bounds=Bounds(0.0, upper),
+        constraints=constraints,
+        options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": SECONDS},
     )
     return found if found.x is not None else None
 

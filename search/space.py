@@ -141,7 +141,7 @@ class _Parts:
         self.base = np.full(len(profile.timeline.slots), sized.static, dtype=np.int64)
         self.base_saved = 0
         for place, slot in enumerate(profile.timeline.slots):
-            if slot.layer in unit_of:
+            if slot.layer is not None and slot.layer in unit_of:
                 self.slots.setdefault(unit_of[slot.layer], []).append(place)
             else:
                 self.base[place] += sized.exact[place]

@@ -1,0 +1,72 @@
+"""Why no plan keeps the limits, and what would be reachable."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mesa_tune.errors import BudgetError
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.search.solver import Limits, Program
+from mesa_tune.search.space import Pins, make_space
+from mesa_tune.units import format_bytes
+
+
+def unreachable(profile: Profile, program: Program, limits: Limits, pins: Pins) -> BudgetError:
+    """The error for limits that nothing keeps, with the smallest reachable peak and what would fit."""
+    if limits.saved is not None and (least := program.smallest_saved()) > limits.saved:
+        return BudgetError(
+            f"max-saved {format_bytes(limits.saved)}: unreachable at batch size {program.space.batch_size}\n"
+            f"the fewest saved bytes are {_exactly(least)}: raise it or plan for a smaller batch"
+        )
+    lowest = program.smallest_peak(limits)
+    if lowest is None or (limits.peak is not None and lowest.cost <= limits.peak):
+        return BudgetError(
+            "no policy keeps all limits at once, though each alone may be reachable\n"
+            "raise the budget, max-saved or max-slowdown"
+        )
+    return BudgetError(_peak_text(profile, program, limits, pins, int(lowest.cost)))
+
+
+def _peak_text(profile: Profile, program: Program, limits: Limits, pins: Pins, lowest: int) -> str:
+    assert limits.peak is not None
+    batch_size = program.space.batch_size
+    static = profile.timeline.at(batch_size).static
+    fits = largest_batch(profile, limits, pins, batch_size - 1)
+    advice = (
+        "not even a batch of one fits" if fits == 0 else f"batch size {fits} would fit (--batch-size {fits})"
+    )
+    if fits is None:
+        advice = f"profile at a smaller batch size than {batch_size}"
+    return (
+        f"budget {format_bytes(limits.peak)}: not reachable at batch size {batch_size}; "
+        f"static bytes (weights, optimizer, batch) are {format_bytes(static)}\n"
+        f"the smallest reachable peak is {_exactly(lowest)}; {advice}"
+    )
+
+
+def largest_batch(profile: Profile, limits: Limits, pins: Pins, most: int) -> int | None:
+    """The largest batch size up to `most` at which some policy keeps the limits; 0: none, None: not known.
+
+    A limit in milliseconds is for the planned batch and left out. Peaks grow with the batch, hence halving.
+    """
+    low, high = profile.timeline.batch_sizes
+    if low == high:
+        return None
+    none, fits = most + 1, 0
+    while none - fits > 1:
+        middle = (none + fits) // 2
+        if _fits(profile, replace(limits, ms=None), pins, middle):
+            fits = middle
+        else:
+            none = middle
+    return fits
+
+
+def _fits(profile: Profile, limits: Limits, pins: Pins, batch_size: int) -> bool:
+    lowest = Program(make_space(profile, batch_size, pins)).smallest_peak(limits)
+    return lowest is not None and limits.peak is not None and lowest.cost <= limits.peak
+
+
+def _exactly(count: int) -> str:
+    """Bytes for people, and to the byte, so that the number can be used as the next budget."""
+    return f"{format_bytes(count)} ({count} bytes)"
