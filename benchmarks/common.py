@@ -1,0 +1,109 @@
+"""What every benchmark's result begins with, and the statistics that they share."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+RESULTS = Path(__file__).with_name("results")
+PACKAGES = ("mesa-tune", "torch", "numpy", "scipy", "optuna", "transformers")
+
+
+class Spread(NamedTuple):
+    """A median with the ends of the middle half."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Interval(NamedTuple):
+    """A mean with its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def header() -> dict[str, Any]:
+    """Date, hardware, versions and command of this run."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """The processor, its instruction set as torch uses it, threads, and the GPU or None."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpu": _cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+    }
+
+
+def append(subject: str, result: Mapping[str, Any]) -> Path:
+    """Add the header and `result` as one line to `results/<subject>.jsonl`; returns the file."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{subject}.jsonl"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**header(), **result}, allow_nan=False) + "\n")
+    return path
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The median of `values` and the ends of their middle half."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(middle, low, high)
+
+
+def ratios(before: Sequence[float], after: Sequence[float]) -> Spread:
+    """after / before, pair by pair: what was measured in turn is compared in turn."""
+    return spread([second / first for first, second in zip(before, after, strict=True)])
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The mean of at least two `values` and its interval by Student's t."""
+    from scipy import stats
+
+    mean = statistics.fmean(values)
+    error = statistics.stdev(values) / len(values) ** 0.5
+    reach = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * error
+    return Interval(mean, mean - reach, mean + reach)
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    return {package: found for package in PACKAGES if (found := _version(package)) is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
