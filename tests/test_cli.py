@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mesa_tune import cli
+from mesa_tune.commands import doctor as doctor_module
+from mesa_tune.commands.common import Output, format_table
+from mesa_tune.errors import BudgetError, MesaTuneError
+from mesa_tune.profiler.workload import Workload
+
+
+@pytest.fixture(autouse=True)
+def fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every command end in `error`."""
+
+    def fail(arguments: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+
+
+# Statuses
+
+
+def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == 0
+    out = capsys.readouterr().out
+    for name in ("init", "doctor"):
+        assert f"  {name} " in out
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [command.name for command in cli.application().registered_commands if command.name]
+    assert commands == [name for name in cli.COMMANDS if name in commands]
+    for name in commands:
+        assert cli.run([name, "--help"]) == 0
+        assert "--debug" in capsys.readouterr().out, name
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["frobnicate"], ["--frob"], ["doctor", "--frob"], ["init", "--levle", "3"]], ids=" ".join
+)
+def test_unknown_options_and_commands_exit_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) <= 3
+    assert "No such" in captured.err
+
+
+def test_a_bad_value_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import typer
+
+    app = typer.Typer(rich_markup_mode=None)
+    app.callback()(lambda: None)
+    app.command("count")(_count)
+    app.command("steps")(_steps)
+    monkeypatch.setattr(cli, "application", lambda: app)
+    for arguments in (["steps", "--n", "banana"], ["steps", "--n"], ["count"]):
+        assert cli.run(arguments) == 1
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: ")
+        assert len(captured.err.splitlines()) <= 3
+
+
+def _steps(n: int = 5) -> None:
+    raise AssertionError(n)
+
+
+def _count(n: int) -> None:
+    raise AssertionError(n)
+
+
+def test_an_error_of_ours_is_its_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails_with(BudgetError("budget 'banana': no\nwrite 6GB"), monkeypatch)
+    assert cli.run(["search"]) == 1
+    assert capsys.readouterr().err == "error: budget 'banana': no\nwrite 6GB\n"
+
+
+def test_debug_lets_the_traceback_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_with(MesaTuneError("x"), monkeypatch)
+    with pytest.raises(MesaTuneError):
+        cli.run(["search", "--debug"])
+
+
+def test_an_error_of_the_system_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails_with(OSError(errno.ENOSPC, "No space left on device", "run/study.db"), monkeypatch)
+    assert cli.run(["search"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: run/study.db: No space left on device\n")
+    assert len(err.splitlines()) <= 3
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fails_with(KeyboardInterrupt(), monkeypatch)
+    assert cli.run(["search"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+def test_an_error_that_is_not_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_with(ZeroDivisionError("a bug"), monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["search"])
+
+
+def test_ctrl_c_inside_a_command_reaches_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> doctor_module.Finding:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor_module, "_python", interrupted)
+    assert cli.run(["doctor"]) == 130
+
+
+@pytest.mark.slow
+def test_the_command_line_starts_without_the_heavy_packages() -> None:
+    heavy = "{'optuna', 'pandas', 'matplotlib', 'scipy', 'sklearn', 'transformers', 'jinja2'}"
+    code = f"import sys, mesa_tune.cli as c; c.application(); sys.exit(str({heavy} & set(sys.modules) or ''))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+
+
+@pytest.mark.slow
+def test_as_a_program_an_error_has_no_traceback() -> None:
+    command = [sys.executable, "-m", "mesa_tune.cli", "init", "no/such\0folder/model.py"]
+    command[-1] = "model.py/below/a/file.py"
+    Path("model.py").write_text("")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: model.py/below/a/file.py: cannot be written")
+    assert len(done.stderr.splitlines()) <= 3
+
+
+# init
+
+
+def test_init_writes_a_model_file_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["init"]) == 0
+    assert "mesa-tune profile model.py" in capsys.readouterr().out
+    loaded = Workload.load("model.py", device="cpu")
+    assert loaded.batch_size == 128
+    loaded.compute_loss(loaded.build(), loaded.make_batch(4)).backward()
+
+
+def test_init_keeps_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text("mine")
+    assert cli.run(["init", "mine.py"]) == 1
+    assert "--force" in capsys.readouterr().err
+    assert Path("mine.py").read_text() == "mine"
+    assert cli.run(["init", "mine.py", "--force", "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    assert "def model" in Path("mine.py").read_text()
+
+
+def test_init_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["init", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"schema": "mesa-tune.init/1", "path": "model.py"}
+    assert "written" in captured.err
+
+
+# doctor
+
+
+def test_doctor_begins_with_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("device: ")
+    for name in ("torch", "native kernels", "C++ compiler", "optuna"):
+        assert any(f" {name}: " in line for line in lines), name
+
+
+def test_doctor_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "mesa-tune.doctor/1"
+    assert {"name", "found", "good", "remedy"} == set(document["findings"][0])
+
+
+def test_doctor_says_how_to_build_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mesa_tune import ops
+
+    monkeypatch.setattr(ops, "native", lambda: False)
+    monkeypatch.setattr(ops, "LIBRARY", Path("nowhere/_C.so"))
+    monkeypatch.delenv("MESA_TUNE_REFERENCE", raising=False)
+    finding = doctor_module._kernels()
+    assert not finding.good
+    assert "were not built" in finding.found
+    assert "pip install --no-build-isolation" in finding.remedy
+
+
+def test_doctor_says_when_the_kernels_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mesa_tune import ops
+
+    monkeypatch.setattr(ops, "native", lambda: False)
+    monkeypatch.setenv("MESA_TUNE_REFERENCE", "1")
+    assert "unset MESA_TUNE_REFERENCE" in doctor_module._kernels().remedy
+
+
+def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "_PACKAGES", {"no-such-package": "nothing"})
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert "pip install no-such-package" in doctor_module._package("no-such-package").remedy
+    assert "apt install g++" in doctor_module._compiler().remedy
+
+
+# How commands speak
+
+
+def test_lines_make_way_for_json(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().line("for people")
+    Output(json=True).line("aside")
+    Output(quiet=True).line("nobody hears this")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("for people\n", "aside\n")
+
+
+def test_warnings_are_never_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(quiet=True).warn("look out")
+    assert capsys.readouterr().err == "warning: look out\n"
+
+
+def test_a_document_is_whole_json(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().document("plan", {"a": 1})
+    assert capsys.readouterr().out == ""
+    Output(json=True, quiet=True).document("plan", {"a": None})
+    assert json.loads(capsys.readouterr().out) == {"schema": "mesa-tune.plan/1", "a": None}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        Output(json=True).document("plan", {"a": float("nan")})
+
+
+def test_a_table_is_aligned() -> None:
+    lines = format_table(["layer", "bytes"], [["blocks.0", "1"], ["head", "1,000"]])
+    assert lines == ["layer     bytes", "blocks.0      1", "head      1,000"]

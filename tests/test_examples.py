@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mesa_tune.profiler.workload import Workload
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def test_both_examples_are_there() -> None:
+    assert {"digits_vit.py", "deit_tiny.py"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_is_a_model_file_that_trains(name: str) -> None:
+    workload = Workload.load(EXAMPLES / name, device="cpu")
+    model, batch = workload.build(), workload.make_batch(2)
+    optimizer = workload.make_optimizer(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    workload.compute_loss(model, batch).backward()
+    optimizer.step()
+    changed = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    assert sum(changed) > 0.9 * len(changed)
+
+
+def test_deit_has_its_published_size() -> None:
+    model = Workload.load(EXAMPLES / "deit_tiny.py", device="cpu").build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 5_717_416
+
+
+def test_crops_of_the_photographs_tell_their_cell() -> None:
+    images, labels = Workload.load(EXAMPLES / "deit_tiny.py", device="cpu").make_batch(64)
+    assert images.shape == (64, 3, 224, 224)
+    assert 0.5 < images.std() < 1.5
+    assert labels.min() >= 0
+    assert labels.max() < 12
+    assert len(labels.unique()) > 6
+
+
+def test_digits_are_split_once_and_for_all() -> None:
+    names = sys.modules[Workload.load(EXAMPLES / "digits_vit.py", device="cpu").model.__module__]
+    (train, train_labels), (test, test_labels) = names.digits()
+    assert train.shape == (1437, 1, 32, 32)
+    assert test.shape == (360, 1, 32, 32)
+    assert sorted(test_labels.unique().tolist()) == list(range(10))
+    assert len(train_labels) + len(test_labels) == 1797
+    rows = {tuple(image.flatten().tolist()) for image in test}
+    assert not any(tuple(image.flatten().tolist()) in rows for image in train[:200])
+
+
+def test_the_digits_model_knows_where_a_patch_is() -> None:
+    model = Workload.load(EXAMPLES / "digits_vit.py", device="cpu").build()
+    positions = model.get_parameter("positions")[0]
+    distances = torch.cdist(positions, positions) + 10 * torch.eye(len(positions))
+    assert distances.min() > 0.1
+
+
+def test_a_few_steps_learn_and_repeat() -> None:
+    names = sys.modules[Workload.load(EXAMPLES / "digits_vit.py", device="cpu").model.__module__]
+    assert names.train(steps=2, seed=3) == names.train(steps=2, seed=3)
+
+
+@pytest.mark.slow
+def test_the_script_trains() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "digits_vit.py", "--seed", "0"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    accuracy = float(done.stdout.removeprefix("test accuracy ").removesuffix(" %\n"))
+    assert accuracy > 95
+
+
+@pytest.mark.slow
+def test_training_with_a_policy_starts_from_the_same_model() -> None:
+    policy = pytest.importorskip("mesa_tune.policy").Policy
+    names = sys.modules[Workload.load(EXAMPLES / "digits_vit.py", device="cpu").model.__module__]
+    made: list[nn.Module] = []
+    plain_model = names.model
+
+    def remembered() -> nn.Module:
+        made.append(plain_model())
+        return made[-1]
+
+    names.model = remembered
+    plain = names.train(steps=2)
+    compressed = names.train(policy.uniform(level=256), steps=2)
+    names.model = plain_model
+    assert 0 <= plain <= 1
+    assert 0 <= compressed <= 1
+    gaps = [
+        (a - b).norm() / a.norm()
+        for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True)
+        if a.norm() > 1e-3
+    ]
+    # Eight bits change what two steps of Adam learn a little, and not at all what they started from.
+    assert 0 < max(gaps) < 0.2

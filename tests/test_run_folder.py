@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mesa_tune.commands.common import Run, digest
+from mesa_tune.errors import RunError
+
+INPUTS = digest("model", 1)
+OTHER = digest("model", 2)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "mesa-run")
+
+
+def test_writing_makes_the_folder(run: Run) -> None:
+    assert run.write(run.policy, "on fc:\n", INPUTS).read_text() == "on fc:\n"
+    assert sorted(path.name for path in run.folder.iterdir()) == [".written.json", "policy.txt"]
+
+
+def test_paths_are_the_documented_ones(run: Run) -> None:
+    paths = [run.profile, run.study, run.plan, run.policy, run.verify, run.report, run.figures]
+    names = "profile.json study.db plan.json policy.txt verify.json report.html figures"
+    assert " ".join(path.name for path in paths) == names
+
+
+def test_the_same_inputs_remake_their_file(run: Run) -> None:
+    run.write(run.policy, "first", INPUTS)
+    run.write(run.policy, "second", INPUTS)
+    assert run.policy.read_text() == "second"
+
+
+def test_files_in_folders_are_ours_too(run: Run) -> None:
+    figure = run.figures / "pareto.png"
+    run.write(figure, b"\x89PNG", INPUTS)
+    run.write(figure, b"\x89PNG2", INPUTS)
+    assert figure.read_bytes() == b"\x89PNG2"
+
+
+def edited(run: Run) -> None:
+    run.write(run.policy, "ours", INPUTS)
+    run.policy.write_text("edited by hand")
+
+
+def foreign(run: Run) -> None:
+    run.folder.mkdir()
+    run.policy.write_text("edited by hand")
+
+
+def from_other_inputs(run: Run) -> None:
+    run.write(run.policy, "edited by hand", OTHER)
+
+
+def with_lost_notes(run: Run) -> None:
+    run.write(run.policy, "edited by hand", INPUTS)
+    (run.folder / ".written.json").write_text("{ not JSON")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (edited, "edited after"),
+        (foreign, "did not write it"),
+        (from_other_inputs, "other inputs"),
+        (with_lost_notes, "did not write it"),
+    ],
+    ids=["edited", "foreign", "other inputs", "lost notes"],
+)
+def test_what_may_be_the_users_is_kept_unless_forced(
+    run: Run, prepare: Callable[[Run], None], said: str
+) -> None:
+    prepare(run)
+    with pytest.raises(RunError, match=said) as raised:
+        run.write(run.policy, "new", INPUTS)
+    assert "--force" in str(raised.value)
+    assert len(str(raised.value).splitlines()) <= 3
+    assert run.policy.read_text() == "edited by hand"
+    Run(run.folder, force=True).write(run.policy, "new", INPUTS)
+    assert run.policy.read_text() == "new"
+
+
+def test_a_claimed_file_may_grow_and_be_resumed(run: Run) -> None:
+    run.claim(run.profile, INPUTS)
+    run.profile.write_text("partial")
+    run.claim(run.profile, INPUTS)
+    run.profile.write_text("whole")
+    run.seal(run.profile)
+    run.check(run.profile, INPUTS)
+    run.profile.write_text("edited")
+    with pytest.raises(RunError, match="edited"):
+        run.check(run.profile, INPUTS)
+
+
+def test_a_claim_from_other_inputs_is_refused(run: Run) -> None:
+    run.claim(run.study, INPUTS)
+    run.study.write_text("a database")
+    with pytest.raises(RunError, match="other inputs"):
+        run.claim(run.study, OTHER)
+
+
+def test_a_missing_file_names_its_command(run: Run) -> None:
+    with pytest.raises(
+        RunError, match=r"profile\.json: no such file\nrun `mesa-tune profile model\.py` first"
+    ):
+        run.require(run.profile, "mesa-tune profile model.py")
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "mesa-run").write_text("a file")
+    run = Run(tmp_path / "mesa-run")
+    with pytest.raises(RunError, match=r"cannot be written.*\n.*--run DIR"):
+        run.write(run.policy, "new", INPUTS)
+
+
+def test_a_full_disk_leaves_the_old_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write(run.policy, "old", INPUTS)
+
+    def full(self: Path, data: bytes) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(RunError, match="No space left"):
+            run.write(run.policy, "new", INPUTS)
+    assert run.policy.read_text() == "old"
+    assert sorted(path.name for path in run.folder.iterdir()) == [".written.json", "policy.txt"]
+
+
+def test_the_notes_are_plain_json(run: Run) -> None:
+    run.write(run.policy, "x", INPUTS)
+    notes = json.loads((run.folder / ".written.json").read_text())
+    assert notes["policy.txt"]["inputs"] == INPUTS
+
+
+def test_digest_depends_on_values_alone() -> None:
+    assert digest({"a": 1, "b": Path("x")}) == digest({"b": "x", "a": 1})
+    assert digest(1) != digest(2)
