@@ -8,7 +8,10 @@ be the peak: so a moment becomes a constraint when a solution exceeds the budget
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -252,14 +255,29 @@ def _minimise(cost: Floats, constraints: list[Any], integral: NDArray[Any], uppe
     """HiGHS's result, or None if the constraints contradict each other."""
     from scipy.optimize import Bounds, milp
 
-    found = milp(
-        cost,
-        integrality=integral,
-        bounds=Bounds(0.0, upper),
-        constraints=constraints,
-        options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": SECONDS},
-    )
+    with _silent():
+        found = milp(
+            cost,
+            integrality=integral,
+            bounds=Bounds(0.0, upper),
+            constraints=constraints,
+            options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": SECONDS},
+        )
     return found if found.x is not None else None
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing reaches standard output: HiGHS prints a line there now and then, whatever its options say."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _tightened(limits: Limits, part: float) -> Limits:

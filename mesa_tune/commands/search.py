@@ -1,0 +1,240 @@
+"""`mesa-tune search`: from the run's profile and a budget to plan.json and policy.txt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mesa_tune.commands.common import (
+    DebugOption,
+    ForceOption,
+    JsonOption,
+    Output,
+    QuietOption,
+    Run,
+    RunOption,
+    digest,
+    dump_json,
+    format_bytes,
+    format_time,
+    parse_bytes,
+)
+from mesa_tune.errors import RunError
+
+if TYPE_CHECKING:
+    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiler.workload import Workload
+    from mesa_tune.search import Plan
+
+_PROFILE = "mesa-tune profile model.py"
+
+BudgetOption = Annotated[
+    str, typer.Option("--budget", metavar="BYTES", help="Peak of the whole step: 6GB, 6GiB, 40% or bytes.")
+]
+BatchOption = Annotated[
+    int | None,
+    typer.Option("--batch-size", metavar="N", help="Plan for this batch size; default: the profiled one."),
+]
+TrialsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--trials", metavar="N", help="Trials of the study; 0 needs no model. Default: 100, or 120 s."
+    ),
+]
+TimeoutOption = Annotated[
+    float | None, typer.Option("--timeout", metavar="S", help="Seconds that the study may take.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the study.")]
+SlowdownOption = Annotated[
+    float | None,
+    typer.Option("--max-slowdown", metavar="X", help="Limit on step time over the plain one's: 1.2"),
+]
+SavedOption = Annotated[
+    str | None, typer.Option("--max-saved", metavar="BYTES", help="Limit on saved bytes as well.")
+]
+StorageOption = Annotated[
+    str | None,
+    typer.Option("--storage", metavar="URL", help="Database of the study; default: study.db of the run."),
+]
+
+
+def search(
+    budget: BudgetOption,
+    batch_size: BatchOption = None,
+    trials: TrialsOption = None,
+    timeout: TimeoutOption = None,
+    seed: SeedOption = 0,
+    max_slowdown: SlowdownOption = None,
+    max_saved: SavedOption = None,
+    storage: StorageOption = None,
+    run_folder: RunOption = Path("mesa-run"),
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+    force: ForceOption = False,
+) -> None:
+    """Find the policy with the least gradient error whose training step fits a memory budget."""
+    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.search import search_policy
+
+    parse_bytes(budget)
+    output, run = Output(json=json, quiet=quiet), Run(run_folder, force=force)
+    profile = Profile.load(run.require(run.profile, _PROFILE))
+    inputs = digest("search", profile.to_dict(), budget, batch_size, max_slowdown, max_saved, seed)
+    for path in (run.plan, run.policy):
+        run.check(path, inputs)
+    output.device(profile.device)
+
+    def plan_with(workload: Workload | None, study: str | Path | None) -> Plan:
+        return search_policy(
+            profile,
+            budget,
+            workload=workload,
+            trials=trials if workload else 0,
+            timeout=timeout,
+            batch_size=batch_size,
+            max_saved=max_saved,
+            max_slowdown=max_slowdown,
+            seed=seed,
+            storage=study,
+            progress=output.status,
+        )
+
+    if trials == 0:
+        plan = plan_with(None, None)
+    else:
+        workload = _workload(profile)
+        with _study(run, profile, storage, lambda: plan_with(None, None)) as study, _explaining(profile):
+            plan = plan_with(workload, study)
+    output.status("")
+    _write(run, plan, inputs)
+    for line in summary(plan.at(run.policy), profile):
+        output.line(line)
+    output.document("search", _document(plan.at(run.policy)))
+
+
+def _workload(profile: Profile) -> Workload:
+    """The workload that was profiled. RunError where its file is gone or another now."""
+    from mesa_tune.profiler.workload import Workload
+
+    if profile.model is None:
+        raise RunError(
+            "the profile names no model file, so nothing can be measured\n--trials 0 solves without it"
+        )
+    if not Path(profile.model).is_file():
+        raise RunError(
+            f"{profile.model}: no such file, though it was profiled\n"
+            "restore it, or use --trials 0, which needs no model"
+        )
+    workload = Workload.load(
+        profile.model,
+        batch_size=profile.batch_size,
+        device=profile.device,
+        autocast=profile.autocast or "none",
+        seed=profile.seed,
+    )
+    if workload.fingerprint != profile.fingerprint:
+        raise RunError(
+            f"{profile.model}: changed since it was profiled\n"
+            f"profile it again with `mesa-tune profile {profile.model} --force`"
+        )
+    return workload
+
+
+@contextmanager
+def _study(
+    run: Run, profile: Profile, storage: str | None, solve: Callable[[], object]
+) -> Iterator[str | Path]:
+    """Where the study lives; the run's own file is noted as ours once it is there.
+
+    With --force it begins anew, but only after `solve` shows that there is a plan to be had.
+    """
+    if storage is not None:
+        yield storage
+        return
+    inputs = digest("study", profile.to_dict())
+    run.check(run.study, inputs)
+    if run.force and run.study.exists():
+        solve()
+        run.study.unlink()
+    try:
+        yield run.study
+    finally:
+        if run.study.exists():
+            run.claim(run.study, inputs)
+
+
+@contextmanager
+def _explaining(profile: Profile) -> Iterator[None]:
+    """Lack of memory comes out as a RunError that says what to do."""
+    from mesa_tune.profiler.user_code import is_out_of_memory
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        half = max(1, profile.batch_size // 2)
+        raise RunError(
+            f"out of memory on {profile.device} at batch size {profile.batch_size}, though it was profiled there\n"
+            f"free some memory, profile again with --batch-size {half}, or use --trials 0, which needs none"
+        ) from error
+
+
+def _write(run: Run, plan: Plan, inputs: str) -> None:
+    for path in (run.plan, run.policy):
+        run.claim(path, inputs)
+    plan.policy.save(run.policy, force=True)
+    run.seal(run.policy)
+    run.write(run.plan, dump_json(plan.at(run.policy).to_dict()), inputs)
+
+
+def _document(plan: Plan) -> dict[str, object]:
+    return {key: value for key, value in plan.to_dict().items() if key != "schema"}
+
+
+def summary(plan: Plan, profile: Profile) -> list[str]:
+    """What was solved and won, in lines of at most 80 columns, ending with the two that train with it."""
+    return [
+        f"budget {format_bytes(plan.budget_bytes)} at batch size {plan.batch_size}" + _profiled(plan),
+        f"  peak            {_change(plan.baseline.peak_bytes, plan.predicted.peak_bytes)}",
+        f"  saved           {_change(plan.baseline.saved_bytes, plan.predicted.saved_bytes)}",
+        *_errors(plan),
+        *_step(plan, profile),
+        f"study: {plan.won}" if plan.trials else plan.won,
+        f"wrote {plan.policy_path}; in your training:",
+        "",
+        "    import mesa_tune as mt",
+        f'    mt.convert(model, mt.Policy.load("{plan.policy_path}"))',
+    ]
+
+
+def _profiled(plan: Plan) -> str:
+    return "" if plan.batch_size == plan.profiled_batch_size else f" (profiled at {plan.profiled_batch_size})"
+
+
+def _change(before: int, after: int) -> str:
+    share = f"  ({after / before:.0%})" if before else ""
+    return f"{format_bytes(before)} -> {format_bytes(after)} predicted{share}"
+
+
+def _errors(plan: Plan) -> list[str]:
+    lines = [
+        f"  gradient error  {plan.predicted.gradient_error:.2e} predicted; no plan is below {plan.bound:.2e}"
+    ]
+    if plan.measured is not None:
+        mean, spread = plan.measured.gradient_error, plan.measured.standard_error
+        lines.append(f"                  {mean:.2e} ± {spread:.1e} measured on fresh batches")
+    return lines
+
+
+def _step(plan: Plan, profile: Profile) -> list[str]:
+    if plan.predicted.step_ms is None or not profile.step_ms:
+        return []
+    plain = profile.step_ms * plan.batch_size / profile.batch_size
+    ratio = plan.predicted.step_ms / plain
+    return [f"  step            {format_time(plain / 1000)} -> {ratio:.2f}x predicted"]
