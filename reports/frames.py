@@ -61,11 +61,20 @@ def saved_by_layer(sized: SizedTimeline, assignment: Assignment) -> dict[str, in
     """Saved bytes by the layer that owns them; their sum is the saved bytes of the step."""
     used = sized.compressed(assignment)
     found: dict[str, int] = {}
+    plain = [item.layers for item in sized.timeline.kept if item.kind == "plain" and item.layers]
     for item, size in zip(sized.timeline.kept, sized.sizes, strict=True):
         if sized.is_saved(item):
-            owner = item.layers[0] if item.layers else OUTSIDE
+            owner = _owner(item, plain)
             found[owner] = found.get(owner, 0) + sized.kept_bytes(item, size, used)
     return found
+
+
+def _owner(item: Kept, plain: Sequence[tuple[str, ...]]) -> str:
+    """The first keeper of the plain tensor that `item` stands for: a packed copy has the tensor's owner."""
+    if not item.layers:
+        return OUTSIDE
+    keepers = [layers for layers in plain if set(item.layers) <= set(layers)]
+    return min(keepers, key=len, default=item.layers)[0]
 
 
 def bits_frame(profile: Profile, assignment: Assignment) -> pd.DataFrame:
