@@ -50,7 +50,7 @@ def layers_frame(
     before = saved_by_layer(sized, {})
     frame["before"] = frame["name"].map(before).fillna(0).astype("int64")
     if assignment is not None:
-        frame = frame.join(_settings_columns(profile, assignment))
+        frame = frame.join(_settings_columns(profile, sized, assignment))
         after = saved_by_layer(sized, assignment)
         frame["after"] = frame["name"].map(after).fillna(0).astype("int64")
         return _with_rest(frame, {"before": before, "after": after})
@@ -181,19 +181,33 @@ def _layer_row(profile: Profile, name: str) -> dict[str, Any]:
     return {**plain, "shape": shape, "shared_with": ", ".join(layer.shared_with)}
 
 
-def _settings_columns(profile: Profile, assignment: Assignment) -> pd.DataFrame:
-    chosen = [assignment.get(layer.name, EXACT) for layer in profile.layers]
+def _settings_columns(profile: Profile, sized: SizedTimeline, assignment: Assignment) -> pd.DataFrame:
+    """The settings as they take effect: not below what hooks can do, and exact for tensors too small."""
+    used, encoded = sized.compressed(assignment), _encoded_layers(sized)
+    chosen = [used.get(layer.name, EXACT) if layer.name in encoded else EXACT for layer in profile.layers]
+    errors = [
+        profile.layer_error(layer, settings) for layer, settings in zip(profile.layers, chosen, strict=True)
+    ]
     return pd.DataFrame(
         {
             "settings": [settings.label for settings in chosen],
             "exact": [settings.exact for settings in chosen],
             "bits": [float("nan") if settings.exact else settings.bits for settings in chosen],
-            "gradient_error": [
-                profile.layer_error(layer, settings)
-                for layer, settings in zip(profile.layers, chosen, strict=True)
-            ],
+            "gradient_error": errors,
         }
     ).astype({"bits": float, "gradient_error": float})
+
+
+def _encoded_layers(sized: SizedTimeline) -> set[str]:
+    """The layers that store anything in another way once they are told to."""
+    pairs = zip(sized.timeline.kept, sized.sizes, strict=True)
+    smallest = {"coded": sized.timeline.min_elements, "side": 0}
+    return {
+        name
+        for item, size in pairs
+        if item.kind in smallest and size > smallest[item.kind]
+        for name in item.layers
+    }
 
 
 def _with_rest(frame: pd.DataFrame, columns: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:

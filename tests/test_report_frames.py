@@ -66,6 +66,11 @@ class TestLayers:
         fc2 = PROFILE.layer("blocks.1.fc2")
         assert frame.loc["blocks.1.fc2", "gradient_error"] == PROFILE.layer_error(fc2, MIXED["blocks.1.fc2"])
 
+    def test_settings_are_those_that_take_effect(self) -> None:
+        frame = frames.layers_frame(PROFILE, FOUR_BITS).set_index("name")
+        assert frame.loc["sin.0", "bits"] == 8, "hooks store no fewer than 8 bits"
+        assert frame.loc["head", "settings"] == "exact", "too small to be encoded"
+
     def test_without_a_policy_only_what_is(self) -> None:
         assert not {"after", "settings", "bits"} & set(frames.layers_frame(PROFILE))
 

@@ -1,0 +1,159 @@
+"""Figures: they say the finding, hold every number drawn, and stand from one layer to hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.reports import figures, frames, style
+from mesa_tune.reports.html import inline_svg, png
+from mesa_tune.settings import LayerSettings
+from tests.synthetic import COARSE, synthetic_profile
+
+PROFILES = {"3 layers": synthetic_profile(0, grid=COARSE), "303 layers": synthetic_profile(50, grid=COARSE)}
+
+
+@pytest.fixture(params=PROFILES, name="profile")
+def _profile(request: pytest.FixtureRequest) -> Profile:
+    return PROFILES[request.param]
+
+
+def four_bits(profile: Profile) -> dict[str, LayerSettings]:
+    return {layer.name: LayerSettings(level=16) for layer in profile.layers}
+
+
+def texts(figure: Figure) -> str:
+    """All that the figure says."""
+    return "\n".join(text.get_text() for text in figure.findobj(mpl.text.Text))
+
+
+def drawn(figure: Figure) -> Figure:
+    assert png(figure).startswith(b"\x89PNG")
+    return figure
+
+
+def test_memory_through_the_step_names_peak_and_budget(profile: Profile) -> None:
+    frame = frames.timeline_frame(profile, four_bits(profile))
+    said = texts(drawn(figures.memory_through_step(frame, int(frame["after"].max()))))
+    assert style.change(frame["before"].max(), frame["after"].max()) in said
+    assert "within the budget" in said
+    assert {"forward", "backward"} <= set(said.split("\n"))
+
+
+def test_memory_through_the_step_says_when_the_budget_is_broken() -> None:
+    frame = frames.timeline_frame(PROFILES["3 layers"], {})
+    assert "above the budget" in texts(figures.memory_through_step(frame, 10))
+    assert "budget" not in texts(figures.memory_through_step(frame.drop(columns="after")))
+
+
+def test_memory_by_layer_says_the_sum(profile: Profile) -> None:
+    frame = frames.layers_frame(profile, four_bits(profile))
+    said = texts(drawn(figures.memory_by_layer(frame)))
+    assert style.change(frame["before"].sum(), frame["after"].sum()) in said
+
+
+def test_memory_by_layer_draws_every_layer_of_a_deep_model() -> None:
+    frame = frames.layers_frame(PROFILES["303 layers"], four_bits(PROFILES["303 layers"]))
+    (axes,) = figures.memory_by_layer(frame).axes
+    unit, _ = style.byte_unit(frame["before"].max())
+    stairs: list[Any] = axes.findobj(mpl.patches.StepPatch)
+    assert [step.get_data().values.sum() * unit for step in stairs] == pytest.approx(
+        [frame["before"].sum(), frame["after"].sum()]
+    )
+
+
+def test_bits_along_depth_has_a_mark_for_every_layer(profile: Profile) -> None:
+    frame = frames.bits_frame(profile, four_bits(profile))
+    figure = drawn(figures.bits_along_depth(frame, 4.25))
+    marks: list[Any] = list(figure.axes[0].collections)
+    assert sum(len(mark.get_offsets()) for mark in marks) == len(frame)
+    assert "4.2 bits" in texts(figure)
+
+
+def test_bits_along_depth_of_an_exact_policy() -> None:
+    frame = frames.bits_frame(PROFILES["3 layers"], {})
+    assert "exactly" in texts(figures.bits_along_depth(frame, float("nan")))
+
+
+def test_pareto_front_compares_with_the_best_uniform_policy_of_no_more_memory() -> None:
+    frame = pareto(chosen=Prediction(0, 100, 1e-4, None))
+    said = texts(drawn(figures.pareto_front(frame, 300, 110)))
+    assert "10 times less than uniform 4 bits" in said
+
+
+def test_pareto_front_makes_no_claim_where_uniform_is_as_good() -> None:
+    said = texts(figures.pareto_front(pareto(chosen=Prediction(0, 100, 2e-3, None)), 300))
+    assert "times less" not in said
+    assert "gradient error 2.0e-03" in said
+
+
+def pareto(chosen: Prediction) -> pd.DataFrame:
+    uniform = {
+        "8 bits": Prediction(0, 200, 1e-5, None),
+        "4 bits": Prediction(0, 99, 1e-3, None),
+        "2 bits": Prediction(0, 50, 1e-1, None),
+    }
+    solved = Prediction(0, 60, 1e-2, None)
+    return frames.pareto_frame(lambda budget: solved, [60], uniform, {"chosen": chosen})
+
+
+def test_predicted_beside_measured_says_how_far_off() -> None:
+    frame = pd.DataFrame(
+        {
+            "quantity": ["saved_bytes", "peak_bytes", "step_ms", "gradient_error"],
+            "plain": [80.0, 100.0, 5.0, 0.0],
+            "predicted": [20.0, 50.0, None, 1e-3],
+            "measured": [20.0, 52.0, 6.0, 2e-3],
+            "difference": [0.0, 0.04, None, 1.0],
+        }
+    )
+    said = texts(drawn(figures.predicted_beside_measured(frame)))
+    assert "within 4.0 %" in said
+    assert "not known" in said
+    assert "2.0e-03" in said
+
+
+class TestStyle:
+    @pytest.fixture(autouse=True)
+    def _restored(self) -> Iterator[None]:
+        before = dict(mpl.rcParams)
+        yield
+        assert dict(mpl.rcParams) == before, "a figure left its settings behind"
+
+    def test_svg_is_a_part_of_a_page(self) -> None:
+        frame = frames.timeline_frame(PROFILES["3 layers"], {})
+        svg = inline_svg(figures.memory_through_step(frame), "one")
+        assert svg.startswith("<svg role=")
+        assert 'id="one-' in svg
+        assert "url(#one-" in svg
+        assert "var(--ink)" in svg
+        assert style.INK not in svg
+
+    def test_svg_is_the_same_each_time(self) -> None:
+        frame = frames.timeline_frame(PROFILES["3 layers"], {})
+        first, second = (inline_svg(figures.memory_through_step(frame), "one") for _ in range(2))
+        assert first == second
+
+    def test_short_names_drop_what_all_begin_with(self) -> None:
+        names = ["model.encoder.0.fc", "model.encoder.1.fc", "loss.cross_entropy.0"]
+        assert style.short_names(names, 30) == ["0.fc", "1.fc", "loss.cross_entropy.0"]
+        assert style.short_names(["model.fc"], 30) == ["model.fc"]
+
+    def test_short_names_keep_both_ends(self) -> None:
+        (name,) = style.short_names(["blocks.17.attention.scaled_dot_product_attention.0"], 24)
+        assert len(name) == 24
+        assert name.startswith("blocks.1")
+        assert name.endswith("attention.0")
+
+    @pytest.mark.parametrize(
+        ("error", "text"),
+        [(3.14e-4, "3.1e-04"), (0.0, "0"), (None, "not known"), (float("nan"), "not known")],
+    )
+    def test_errors_as_text(self, error: float | None, text: str) -> None:
+        assert style.error_text(error) == text
