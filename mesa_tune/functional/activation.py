@@ -35,7 +35,10 @@ GELU = Formula(gelu_forward, gelu_backward, "the input")
 
 def relu_forward(static: Static, needs: Needs, x: Tensor) -> Result:
     (in_place,) = static
-    y = torch.relu_(x) if in_place else torch.relu(x)
+    # A tracer wants the very input back.
+    y = x if in_place else torch.relu(x)
+    if in_place:
+        torch.relu_(x)
     # Not `y > 0`: PyTorch lets the gradient of a NaN pass.
     return Result(y, exact=(ops.pack_bits(y <= 0),), in_place=in_place)
 
@@ -83,7 +86,7 @@ def relu(call: "Call", input: Tensor, inplace: bool = False, **unknown: Any) -> 
     if call.small(input):
         return call.plain()
     # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
-    if inplace and (input.is_leaf or input._is_view()):
+    if inplace and (input.is_leaf or input._base is not None):
         return call.plain()
     return call.apply("relu", (inplace,), input)
 

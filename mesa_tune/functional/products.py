@@ -25,8 +25,8 @@ def backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     a_shape, b_shape, dtype = static
-    grad = grad.unsqueeze(-2) if len(a_shape) == 1 else grad
     grad = grad.unsqueeze(-1) if len(b_shape) == 1 else grad
+    grad = grad.unsqueeze(-2) if len(a_shape) == 1 else grad
     da = db = None
     if needs[0]:
         b = cast(lossy[-1], dtype)

@@ -1,0 +1,31 @@
+"""Every function traces in one graph, forward and backward, with the gradients of eager PyTorch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.functional_cases import CASES, RAW, fresh, gradients, served
+
+TRACED = sorted(set(CASES) - {"attention_dropout", "softmax_method"})
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_traces_in_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    case = CASES[name]
+    ours, plain = fresh(case, torch.float32), fresh(case, torch.float32)
+
+    def run(args: list[Any]) -> Tensor:
+        result: Tensor = served(case.function, RAW, *args, **case.kwargs)
+        return result
+
+    y = torch.compile(run, fullgraph=True, backend="aot_eager")(ours)
+    expected = case.function(*plain, **case.kwargs)
+    torch.testing.assert_close(y, expected)
+    for found, wanted in zip(gradients(y, ours), gradients(expected, plain), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(ours, plain, strict=True):
+        if isinstance(mine, Tensor):
+            torch.testing.assert_close(mine, theirs)

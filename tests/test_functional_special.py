@@ -1,0 +1,236 @@
+"""What holds of single functions: sharing, in-place forms, empty batches, what is refused, what is packed."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mesa_tune.functional as mf
+from mesa_tune import notice
+from mesa_tune.settings import LayerSettings
+from tests.functional_cases import CASES, EIGHT, RAW, fresh, gradients, leaves, served
+
+FOUR = LayerSettings(level=16, group_size=64)
+
+
+class _Count(TorchDispatchMode):
+    """Counts calls of our ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "mesa_tune":
+            self.calls.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_softmax_and_product_share_one_copy() -> None:
+    x, v = torch.randn(2, 8, 64, requires_grad=True), torch.randn(2, 64, 5)
+    with _Count() as count:
+        y = mf.matmul(mf.softmax(x, -1, settings=FOUR), v.requires_grad_(), settings=FOUR)
+    assert count.calls.count("quantize") == 2  # the attention weights once, and v
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_three_products_of_one_input_share_one_copy() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    weights = [nn.Parameter(torch.randn(8, 64)) for _ in range(3)]
+    with _Count() as count:
+        kept = [mf.linear(x, weight, settings=FOUR) for weight in weights]
+    assert count.calls == ["quantize"]
+    assert len(kept) == 3
+
+
+def test_frozen_weight_keeps_no_input() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    weight, bias = torch.randn(8, 64), torch.randn(8)
+    weight, bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias)
+    for y in (mf.linear(x, weight, bias), mf.conv1d(x.unsqueeze(-1), weight.unsqueeze(-1), bias)):
+        saved = [each for each in y.grad_fn.saved_tensors if each is not None]
+        assert all(each.data_ptr() == weight.data_ptr() for each in saved)
+
+
+def test_relu_keeps_one_bit() -> None:
+    y = mf.relu(torch.randn(8, 100, requires_grad=True))
+    (mask,) = y.grad_fn.saved_tensors
+    assert mask.nbytes == 100
+
+
+def test_relu_passes_the_gradient_of_nan_and_stops_that_of_zero() -> None:
+    x = torch.tensor([math.nan, 0.0, -0.0, 1.0, -1.0, math.inf] * 8, requires_grad=True)
+    found = gradients(mf.relu(x), [x])
+    wanted = gradients(F.relu(x), [x])
+    assert torch.equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize("form", [F.relu, torch.relu_, Tensor.relu_], ids=["F.relu", "relu_", "Tensor.relu_"])
+def test_relu_in_place(form: Callable[..., Tensor]) -> None:
+    def run(apply: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(6, 50, requires_grad=True)
+        middle = x * 2
+        y = apply(middle)
+        assert y is middle
+        (grad,) = gradients(y, [x])
+        return y, grad
+
+    kwargs = {"inplace": True} if form is F.relu else {}
+    ours = run(lambda x: served(form, EIGHT, x, **kwargs))
+    plain = run(lambda x: form(x, **kwargs))
+    assert torch.equal(ours[0], plain[0])
+    assert torch.equal(ours[1], plain[1])
+
+
+def test_relu_in_place_on_a_view_reaches_its_base() -> None:
+    x = torch.randn(6, 50, requires_grad=True)
+    base = x * 2
+    served(F.relu, EIGHT, base[1:], inplace=True)
+    (found,) = gradients(base, [x])
+    other = x * 2
+    F.relu(other[1:], inplace=True)
+    assert torch.equal(base, other)
+    assert torch.equal(found, gradients(other, [x])[0])
+
+
+def test_relu_in_place_on_a_leaf_raises_as_pytorch_does() -> None:
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        served(F.relu, EIGHT, torch.randn(64, requires_grad=True), inplace=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["linear", "conv2d", "matmul", "attention", "layer_norm", "batch_norm", "gelu"]
+)
+def test_output_may_change_in_place(name: str) -> None:
+    case = CASES[name]
+    ours, plain = fresh(case, torch.float32), fresh(case, torch.float32)
+    y = served(case.function, RAW, *ours, **case.kwargs).mul_(2)
+    expected = case.function(*plain, **case.kwargs) * 2
+    for a, b in zip(gradients(y, ours), gradients(expected, plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+EMPTY: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[Any]]] = {
+    "linear": (F.linear, [(0, 5, 8), (3, 8), (3,)], []),
+    "conv2d": (F.conv2d, [(0, 3, 8, 8), (4, 3, 3, 3), (4,)], []),
+    "layer_norm": (F.layer_norm, [(0, 8)], [(8,)]),
+    "gelu": (F.gelu, [(0, 8)], []),
+    "relu": (F.relu, [(0, 8)], []),
+    "softmax": (F.softmax, [(0, 8)], [-1]),
+    "matmul": (torch.matmul, [(0, 5, 8), (8, 3)], []),
+    "attention": (F.scaled_dot_product_attention, [(0, 2, 5, 8)] * 3, []),
+}
+
+
+@pytest.mark.parametrize("name", list(EMPTY))
+def test_empty_batch(name: str) -> None:
+    function, shapes, rest = EMPTY[name]
+    args = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    y = served(function, EIGHT, *args, *rest)
+    expected = function(*args, *rest)
+    assert y.shape == expected.shape
+    for a, b in zip(gradients(y, args), gradients(expected, args), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layer_norm_of_tiny_variance_stays_bounded() -> None:
+    x = (1 + 1e-7 * torch.randn(64, 256)).requires_grad_()
+    weight = nn.Parameter(torch.ones(256))
+    (found, _) = gradients(mf.layer_norm(x, (256,), weight, settings=FOUR), [x, weight])
+    (wanted, _) = gradients(F.layer_norm(x, (256,), weight), [x, weight])
+    assert (found - wanted).norm() < 0.2 * wanted.norm()
+
+
+@pytest.mark.parametrize("level", [4, 16])
+def test_attention_with_large_scores_stays_bounded(level: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 32, 64).mul_(8).requires_grad_() for _ in range(3))
+    y = mf.scaled_dot_product_attention(q, k, v, settings=LayerSettings(level=level, group_size=64))
+    found, wanted = gradients(y, [q, k, v]), gradients(F.scaled_dot_product_attention(q, k, v), [q, k, v])
+    assert all(torch.isfinite(each).all() for each in found)
+    assert found[2].norm() < 3 * wanted[2].norm()
+
+
+def test_attention_with_dropout_replays_its_mask_and_moves_no_generator() -> None:
+    q, k, v = (torch.randn(2, 2, 32, 16, requires_grad=True) for _ in range(3))
+    torch.manual_seed(5)
+    y = served(F.scaled_dot_product_attention, RAW, q, k, v, dropout_p=0.5)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    found = gradients(y, [q, k, v])
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(5)
+    wanted = gradients(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), [q, k, v])
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_fused_qkv_views() -> None:
+    joint = torch.randn(2, 16, 3, 4, 8, requires_grad=True)
+    q, k, v = joint.permute(2, 0, 3, 1, 4)
+    y = served(F.scaled_dot_product_attention, RAW, q, k, v)
+    (found,) = gradients(y, [joint])
+    q, k, v = joint.permute(2, 0, 3, 1, 4)
+    (wanted,) = gradients(F.scaled_dot_product_attention(q, k, v), [joint])
+    torch.testing.assert_close(found, wanted)
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "linear": lambda x: served(F.linear, EIGHT, x, x[0]),
+    "matmul": lambda x: served(torch.matmul, EIGHT, x, x.t(), out=None),
+    "mm": lambda x: served(torch.mm, EIGHT, x, x.t(), out=None),
+    "addmm": lambda x: served(torch.addmm, EIGHT, x, x, x, out=None),
+    "softmax": lambda x: served(torch.softmax, EIGHT, x, -1, out=None),
+    "complex": lambda x: served(torch.matmul, EIGHT, x.cfloat(), x.cfloat()),
+    "cross_entropy": lambda x: served(F.cross_entropy, EIGHT, x, x.detach().argmax(1), reduce=False),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_has_no_formula_stays_plain_and_says_so(name: str) -> None:
+    notice._given.clear()
+    x = torch.randn(64, 64, requires_grad=True)
+    with pytest.warns(UserWarning, match="'layer' is left uncompressed"):
+        y = REFUSED[name](x)
+    assert type(y.grad_fn).__name__ != "ApplyBackward"
+
+
+def test_channels_last_gradient_keeps_its_layout() -> None:
+    for name in ("batch_norm_channels_last", "conv2d_channels_last"):
+        case = CASES[name]
+        args = fresh(case, torch.float32)
+        y = served(case.function, EIGHT, *args)
+        incoming = torch.randn_like(y)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        (grad,) = torch.autograd.grad(y, leaves(args)[:1], incoming)
+        assert grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_backward_inside_a_routed_context_leaves_attention_alone() -> None:
+    import mesa_tune as mt
+    from mesa_tune.policy import Policy
+
+    q, k, v = (torch.randn(2, 4, 64, 16, requires_grad=True) for _ in range(3))
+    with mt.compress_saved(Policy.uniform(level=256), seed=0):
+        y = F.scaled_dot_product_attention(q * 1, k * 1, v * 1, dropout_p=0.1)
+        with _Count() as count:
+            y.sum().backward()
+    assert "quantize" not in count.calls
+    assert count.calls.count("dequantize") >= 3
+
+
+def test_relu_in_place_traces() -> None:
+    def run(x: Tensor) -> Tensor:
+        return mf.relu(x * 2, inplace=True)
+
+    x = torch.randn(64, 64, requires_grad=True)
+    y = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(y, run(x))
+    assert torch.equal(gradients(y, [x])[0], gradients(run(x), [x])[0])
