@@ -39,8 +39,8 @@ def extension() -> dict[str, Any]:
         return {}
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    # No fused multiply-add: the kernels give the reference's bytes. No -march: the path is chosen at run time.
-    flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
+    # No fused multiply-add: the kernels give the reference's bytes. No -march: processors choose at run time.
+    flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
     library = CppExtension(
         "mesa_tune._C",
         sources,
@@ -66,7 +66,7 @@ def readme() -> str:
 setup(
     name="mesa-tune",
     version="0.1.0",
-    description="Finds out what a PyTorch model's activations cost, and the best way to store them in a memory budget.",
+    description="Measures what a PyTorch model's activations cost, and stores them within a memory budget.",
     long_description=readme(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -13,7 +13,9 @@ struct Settings {
 };
 
 // Bytes of one bit plane of a group of `size` elements; also the length of the eight runs behind it.
-constexpr int64_t plane_bytes(int64_t size) { return (size + 7) / 8; }
+constexpr int64_t plane_bytes(int64_t size) {
+  return (size + 7) / 8;
+}
 
 // Groups that have one size: their elements and their bytes are consecutive.
 struct Span {

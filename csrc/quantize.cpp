@@ -1,5 +1,5 @@
-// Gives the CPU's kernels to the operators that mesa_tune/ops.py defines. Checks what memory safety needs; what
-// users may get wrong is checked, and explained, there.
+// Gives the CPU's kernels to the operators that mesa_tune/ops.py defines. Checks what memory safety needs;
+// what users may get wrong is checked, and explained, there.
 
 #include "quantize.h"
 
@@ -47,18 +47,19 @@ Strided strided(const Tensor& x, void* data, const Settings& s) {
 void check_packed(const Tensor& data, const Tensor& ranges, const Split& parts, int64_t bits) {
   STD_TORCH_CHECK(data.is_cpu() && data.scalar_type() == ScalarType::Byte && data.is_contiguous() &&
                       data.numel() == parts.bytes(bits),
-                  "expected contiguous data of ", parts.bytes(bits), " bytes (uint8), but got ", data.numel());
+                  "expected contiguous data of ", parts.bytes(bits), " bytes (uint8), but got ",
+                  data.numel());
   STD_TORCH_CHECK(ranges.is_cpu() && ranges.scalar_type() == ScalarType::Float && ranges.is_contiguous() &&
                       ranges.numel() == 2 * parts.groups(),
-                  "expected contiguous float32 ranges of ", parts.groups(), " groups, but got ", ranges.numel(),
-                  " numbers");
+                  "expected contiguous float32 ranges of ", parts.groups(), " groups, but got ",
+                  ranges.numel(), " numbers");
 }
 
 int64_t read_seed(const std::optional<Tensor>& seed, bool stochastic) {
   if (!stochastic) return 0;
-  STD_TORCH_CHECK(seed.has_value() && seed->is_cpu() && seed->scalar_type() == ScalarType::Long &&
-                      seed->numel() == 1,
-                  "stochastic rounding needs a seed: an int64 tensor of one element on the CPU");
+  STD_TORCH_CHECK(
+      seed.has_value() && seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
+      "stochastic rounding needs a seed: an int64 tensor of one element on the CPU");
   return *static_cast<const int64_t*>(seed->const_data_ptr());
 }
 
@@ -110,12 +111,14 @@ void dequantize_out(Tensor data, Tensor ranges, int64_t bits, int64_t levels, in
   const Settings s{bits, levels, group_size, quant_groups};
   check(s, out);
   for (int64_t d = 0; d < out.dim(); ++d)
-    STD_TORCH_CHECK(out.size(d) <= 1 || out.stride(d) != 0, "expected an out whose elements have their own memory");
+    STD_TORCH_CHECK(out.size(d) <= 1 || out.stride(d) != 0,
+                    "expected an out whose elements have their own memory");
   decode(data, ranges, s, out);
 }
 
 Tensor pack_bits(Tensor mask) {
-  STD_TORCH_CHECK(mask.is_cpu() && mask.scalar_type() == ScalarType::Bool, "expected a bool tensor on the CPU");
+  STD_TORCH_CHECK(mask.is_cpu() && mask.scalar_type() == ScalarType::Bool,
+                  "expected a bool tensor on the CPU");
   const Tensor dense = torch::stable::contiguous(mask);
   const int64_t bytes = plane_bytes(dense.numel());
   Tensor data = torch::stable::new_empty(dense, std::vector<int64_t>{bytes}, ScalarType::Byte);

@@ -29,7 +29,8 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the private count o
 _SIZES = "int bits, int levels, int group_size, int quant_groups"
 _SCHEMAS = (
     f"quantize(Tensor x, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor data, Tensor ranges)",
-    f"quantize_out(Tensor x, {_SIZES}, bool stochastic, Tensor? seed, Tensor(a!) data, Tensor(b!) ranges) -> ()",
+    f"quantize_out(Tensor x, {_SIZES}, bool stochastic, Tensor? seed, "
+    "Tensor(a!) data, Tensor(b!) ranges) -> ()",
     f"dequantize(Tensor data, Tensor ranges, SymInt[] shape, ScalarType dtype, {_SIZES}) -> Tensor",
     f"dequantize_out(Tensor data, Tensor ranges, {_SIZES}, Tensor(a!) out) -> ()",
     "pack_bits(Tensor mask) -> Tensor",
@@ -71,14 +72,14 @@ def quantize(
 ) -> Quantized:
     """x is stored in `bits` bits an element and two fp32 numbers a group; `dequantize` brings it back.
 
-    x: float32, float16 or bfloat16, of any shape and strides. bits: 1 to 8; levels: 2 to 2**bits, the default.
-    Groups are `group_size` consecutive elements in row-major order, the last one shorter; or, with
+    x: float32, float16 or bfloat16, of any shape and strides. bits: 1 to 8; levels: 2 to 2**bits, the
+    default. Groups are `group_size` consecutive elements in row-major order, the last one shorter; or, with
     `quant_groups`, that many along channels or heads (dimension 1 of 4-d and 5-d tensors, else the last) over
-    the whole batch. Stochastic rounding is unbiased; its noise depends only on the seed, the group's number and
-    stored range, and the element's place in it. Without it the nearest level is taken. seed: an int, or an
-    int64 tensor of one element, which is never read on the host; None: `torch.initial_seed()` and a private
-    count, so that torch's generators stay where they are. out: an earlier result of the same geometry, whose
-    memory is reused.
+    the whole batch. Stochastic rounding is unbiased; its noise depends only on the seed, the group's number
+    and stored range, and the element's place in it. Without it the nearest level is taken. seed: an int, or
+    an int64 tensor of one element, which is never read on the host; None: `torch.initial_seed()` and a
+    private count, so that torch's generators stay where they are. out: an earlier result of the same
+    geometry, whose memory is reused.
 
     A group of equal values decodes exactly; one that holds NaN or Inf decodes to NaN; steps below 2**-126 are
     2**-126. Raises TypeError and ValueError for arguments outside these.
@@ -90,7 +91,9 @@ def quantize(
     noise = _seed_tensor(seed, x.device) if stochastic else None
     x = x.detach()
     if out is None:
-        data, ranges = torch.ops.mesa_tune.quantize.default(x, bits, levels, group_size, groups, stochastic, noise)
+        data, ranges = torch.ops.mesa_tune.quantize.default(
+            x, bits, levels, group_size, groups, stochastic, noise
+        )
         return Quantized(data, ranges, shape, x.dtype, bits, levels, group_size, quant_groups)
     made = Quantized(out.data, out.ranges, shape, x.dtype, bits, levels, group_size, quant_groups)
     _check_out(out, made)
@@ -118,7 +121,9 @@ def dequantize(q: Quantized, *, out: Tensor | None = None) -> Tensor:
 def pack_bits(mask: Tensor) -> Tensor:
     """A bool tensor of any shape in ceil(n / 8) bytes (uint8), the first element in the lowest bit."""
     if mask.dtype != torch.bool:
-        raise TypeError(f"`mask` must be a bool tensor, but has dtype {mask.dtype}: compare it with something.")
+        raise TypeError(
+            f"`mask` must be a bool tensor, but has dtype {mask.dtype}: compare it with something."
+        )
     packed: Tensor = torch.ops.mesa_tune.pack_bits.default(mask)
     return packed
 
@@ -129,11 +134,15 @@ def unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
     return mask
 
 
-def packed_bytes(shape: int | Sequence[int], bits: int, group_size: int = 256, quant_groups: int | None = None) -> int:
+def packed_bytes(
+    shape: int | Sequence[int], bits: int, group_size: int = 256, quant_groups: int | None = None
+) -> int:
     """Exact bytes that `quantize` makes of this shape (or number of elements): data and ranges."""
     numel = shape if isinstance(shape, int) else math.prod(shape)
     groups = quant_groups or 0
-    return reference.data_bytes(numel, bits, group_size, groups) + 8 * reference.group_count(numel, group_size, groups)
+    return reference.data_bytes(numel, bits, group_size, groups) + 8 * reference.group_count(
+        numel, group_size, groups
+    )
 
 
 def native() -> bool:
@@ -148,7 +157,8 @@ def _check(x: Tensor, bits: int, levels: int, group_size: int, quant_groups: int
         raise ValueError(f"`1 <= bits <= 8` must hold, but got bits={bits}.")
     if not 2 <= levels <= 1 << bits:
         raise ValueError(
-            f"`2 <= levels <= 2**bits` must hold, but got levels={levels}, bits={bits}: more levels need more bits."
+            f"`2 <= levels <= 2**bits` must hold, but got levels={levels}, bits={bits}:"
+            " more levels need more bits."
         )
     if quant_groups is not None:
         _check_groups(x.shape, quant_groups)
@@ -213,7 +223,9 @@ def _quantize_out(
 def _dequantize_out(
     data: Tensor, ranges: Tensor, bits: int, levels: int, group_size: int, quant_groups: int, out: Tensor
 ) -> None:
-    out.copy_(reference.dequantize(data, ranges, out.shape, out.dtype, bits, levels, group_size, quant_groups))
+    out.copy_(
+        reference.dequantize(data, ranges, out.shape, out.dtype, bits, levels, group_size, quant_groups)
+    )
 
 
 def _fake_quantize(
@@ -230,7 +242,9 @@ def _fake_quantize(
     return data, x.new_empty(reference.group_count(numel, group_size, quant_groups), 2, dtype=torch.float32)
 
 
-def _fake_dequantize(data: Tensor, ranges: Tensor, shape: Sequence[int], dtype: torch.dtype, *sizes: int) -> Tensor:
+def _fake_dequantize(
+    data: Tensor, ranges: Tensor, shape: Sequence[int], dtype: torch.dtype, *sizes: int
+) -> Tensor:
     return data.new_empty(shape, dtype=dtype)
 
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 22  # elements worked on at a time: bounds the int64 temporaries to some hundred MB
+# Elements worked on at a time: int64 temporaries that stay in a CPU's cache, or that fill a GPU.
+CPU_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 24
 QUARTER = 0.25
 WIDE = 2.0**124  # a quarter of the widest range whose fp32 arithmetic cannot overflow
 SMALLEST_STEP = 2.0**-126  # smallest normal fp32 number: its reciprocal is finite
@@ -80,10 +81,9 @@ def group_keys(seed: Tensor, first: int, ranges: Tensor) -> tuple[Tensor, Tensor
     return one[:, None], two[:, None]
 
 
-def noise(seed: Tensor, first: int, ranges: Tensor, size: int) -> Tensor:
-    """Uniform fp32 numbers in [0, 1), multiples of 2**-24, of shape (groups, size)."""
+def noise(seed: Tensor, first: int, ranges: Tensor, element: Tensor) -> Tensor:
+    """Uniform fp32 numbers in [0, 1), multiples of 2**-24, for these elements of every group."""
     one, two = group_keys(seed, first, ranges)
-    element = torch.arange(size, device=ranges.device)
     h = (element + one + (element >> 32) * CARRY) & MASK
     h = ((h ^ (h >> 16)) * MIX_1 + two) & MASK
     h = ((h ^ (h >> 15)) * MIX_2) & MASK
@@ -124,7 +124,8 @@ def round_rows(rows: Tensor, ranges: Tensor, levels: int, seed: Tensor | None, f
     position = ((rows * factor - base) * inverse).clamp_max(levels - 1)
     position = torch.where(torch.isnan(step), 0.0, position)
     whole = position.trunc()
-    threshold = noise(seed, first, ranges, rows.shape[1]) if seed is not None else 0.5
+    element = torch.arange(rows.shape[1], device=rows.device)
+    threshold = noise(seed, first, ranges, element) if seed is not None else 0.5
     return (whole + (position - whole > threshold)).to(torch.uint8)
 
 
@@ -146,10 +147,12 @@ def unpack_rows(data: Tensor, bits: int, size: int) -> Tensor:
     return codes.view(data.shape[0], -1)[:, :size]
 
 
-def pieces(numel: int, group_size: int, quant_groups: int, bits: int) -> Iterator[tuple[int, int, slice, slice]]:
-    """(first group, groups, their elements, their bytes) of rectangles of about BLOCK elements, in order."""
+def pieces(
+    numel: int, group_size: int, quant_groups: int, bits: int, device: torch.device
+) -> Iterator[tuple[int, int, slice, slice]]:
+    """(first group, groups, their elements, their bytes) of rectangles that are worked on at a time."""
     whole, size, rest = split(numel, group_size, quant_groups)
-    most = max(1, BLOCK // max(size, 1))
+    most = max(1, (CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK) // max(size, 1))
     rectangles = [(first, min(most, whole - first), size) for first in range(0, whole, most)] if numel else []
     if rest:
         rectangles.append((whole, 1, rest))
@@ -188,7 +191,7 @@ def quantize(
     flat = as_groups(x.detach(), quant_groups)
     data = flat.new_empty(data_bytes(numel, bits, group_size, quant_groups), dtype=torch.uint8)
     ranges = flat.new_zeros(group_count(numel, group_size, quant_groups), 2, dtype=torch.float32)
-    for first, groups, elements, place in pieces(numel, group_size, quant_groups, bits):
+    for first, groups, elements, place in pieces(numel, group_size, quant_groups, bits, data.device):
         rows = flat[elements].view(groups, -1).to(torch.float32)
         measured = measure(rows, levels)
         codes = round_rows(rows, measured, levels, seed if stochastic else None, first)
@@ -210,7 +213,7 @@ def dequantize(
     """What `quantize` packed, decoded into a contiguous tensor of `shape` and `dtype`."""
     numel = math.prod(shape)
     flat = data.new_empty(numel, dtype=dtype)
-    for first, groups, elements, place in pieces(numel, group_size, quant_groups, bits):
+    for first, groups, elements, place in pieces(numel, group_size, quant_groups, bits, data.device):
         size = (elements.stop - elements.start) // groups
         codes = unpack_rows(data[place].view(groups, -1), bits, size)
         factor, base, step = unpack_ranges(ranges[first : first + groups])

@@ -1,5 +1,5 @@
-// One source, several instruction sets. A kernel's body is an always-inlined function; MESA_TUNE_PATHS compiles
-// it once for each set, and the processor chooses at run time. All of them give the same bytes.
+// One source, several instruction sets. A kernel's body is an always-inlined function; MESA_TUNE_PATHS
+// compiles it once for each set, and the processor chooses at run time. All of them give the same bytes.
 #pragma once
 
 #include <cstdlib>
@@ -15,19 +15,25 @@
 #define MESA_TUNE_WIDE ",prefer-vector-width=512"
 #endif
 
-#define MESA_TUNE_PATHS(name, parameters, arguments)                                                 \
-  static void name##_default parameters { name arguments; }                                          \
-  __attribute__((target("avx2"))) static void name##_avx2 parameters { name arguments; }             \
-  __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl" MESA_TUNE_WIDE))) static void      \
-      name##_avx512 parameters {                                                                     \
-    name arguments;                                                                                  \
-  }                                                                                                  \
+#define MESA_TUNE_PATHS(name, parameters, arguments)                                                     \
+  static void name##_default parameters {                                                                \
+    name arguments;                                                                                      \
+  }                                                                                                      \
+  __attribute__((target("avx2"))) static void name##_avx2 parameters {                                   \
+    name arguments;                                                                                      \
+  }                                                                                                      \
+  __attribute__((target(                                                                                 \
+      "avx2,avx512f,avx512bw,avx512dq,avx512vl" MESA_TUNE_WIDE))) static void name##_avx512 parameters { \
+    name arguments;                                                                                      \
+  }                                                                                                      \
   static constexpr decltype(&name##_default) name##_paths[] = {name##_default, name##_avx2, name##_avx512};
 
 #else
 
-#define MESA_TUNE_PATHS(name, parameters, arguments)        \
-  static void name##_default parameters { name arguments; } \
+#define MESA_TUNE_PATHS(name, parameters, arguments) \
+  static void name##_default parameters {            \
+    name arguments;                                  \
+  }                                                  \
   static constexpr decltype(&name##_default) name##_paths[] = {name##_default};
 
 #endif

@@ -1,6 +1,6 @@
-// quantize and dequantize on the CPU. Groups that fit the first-level cache are measured, rounded and packed in
-// one pass. Larger ones are measured by pieces, then rounded and packed by tiles, so that a single group still
-// keeps every thread busy. Which thread does what changes nothing: noise depends on positions alone.
+// quantize and dequantize on the CPU. Groups that fit the first-level cache are measured, rounded and packed
+// in one pass. Larger ones are measured by pieces, then rounded and packed by tiles, so that a single group
+// still keeps every thread busy. Which thread does what changes nothing: noise depends on positions alone.
 
 #include "quantize.h"
 
@@ -73,8 +73,7 @@ MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_
   alignas(64) uint8_t codes[kTile];
   const Settings& s = task.settings;
   for (int64_t group = from; group < to; ++group) {
-    const float* values =
-        load(task.x, layout_group(s, group), start(s, span, group), span.size, buffer);
+    const float* values = load(task.x, layout_group(s, group), start(s, span, group), span.size, buffer);
     Extremes extremes;
     extremes.include(values, span.size);
     const Range range = measure(extremes, s.levels);
@@ -113,7 +112,9 @@ MESA_TUNE_INLINE void decode_groups(const Decode& task, const Span& span, int64_
 MESA_TUNE_PATHS(decode_groups, (const Decode& task, const Span& span, int64_t from, int64_t to),
                 (task, span, from, to))
 
-constexpr int64_t pieces(int64_t size, int64_t piece) { return (size + piece - 1) / piece; }
+constexpr int64_t pieces(int64_t size, int64_t piece) {
+  return (size + piece - 1) / piece;
+}
 
 // Extremes of pieces [from, to), counted through the groups of a span.
 MESA_TUNE_INLINE void measure_pieces(const Encode& task, const Span& span, Extremes* found, int64_t from,
@@ -153,7 +154,8 @@ MESA_TUNE_INLINE void encode_tile(const Encode& task, const Span& span, int64_t 
       for (int64_t i = n; i < columns; ++i) codes[run * kRun + i] = 0;
     }
   }
-  transpose_rows(codes, kRun, 8, planes_of(task.packed, s, span, group) + column, span.plane(), s.bits, columns);
+  transpose_rows(codes, kRun, 8, planes_of(task.packed, s, span, group) + column, span.plane(), s.bits,
+                 columns);
 }
 
 MESA_TUNE_INLINE void encode_tiles(const Encode& task, const Span& span, int64_t from, int64_t to) {
@@ -170,7 +172,8 @@ MESA_TUNE_INLINE void decode_tile(const Decode& task, const Span& span, int64_t 
   const Settings& s = task.settings;
   const Range range = range_of(task.packed, group);
   const int64_t columns = std::min(kRun, span.plane() - column);
-  transpose_rows(planes_of(task.packed, s, span, group) + column, span.plane(), s.bits, codes, kRun, 8, columns);
+  transpose_rows(planes_of(task.packed, s, span, group) + column, span.plane(), s.bits, codes, kRun, 8,
+                 columns);
   for (int64_t run = 0; run < 8; ++run) {
     const int64_t first = run * span.plane() + column, n = run_length(span, first, columns);
     const int64_t index = start(s, span, group) + first, in = layout_group(s, group);
@@ -217,9 +220,8 @@ void encode_span(const Encode& task, const Span& span) {
     });
   }
   measure_span(task, span);
-  parallel(span.count * pieces(span.plane(), kRun), kTile, [&](int64_t from, int64_t to) {
-    encode_tiles_paths[path()](task, span, from, to);
-  });
+  parallel(span.count * pieces(span.plane(), kRun), kTile,
+           [&](int64_t from, int64_t to) { encode_tiles_paths[path()](task, span, from, to); });
 }
 
 void decode_span(const Decode& task, const Span& span) {
@@ -229,9 +231,8 @@ void decode_span(const Decode& task, const Span& span) {
       decode_groups_paths[path()](task, span, span.first + from, span.first + to);
     });
   }
-  parallel(span.count * pieces(span.plane(), kRun), kTile, [&](int64_t from, int64_t to) {
-    decode_tiles_paths[path()](task, span, from, to);
-  });
+  parallel(span.count * pieces(span.plane(), kRun), kTile,
+           [&](int64_t from, int64_t to) { decode_tiles_paths[path()](task, span, from, to); });
 }
 
 }  // namespace

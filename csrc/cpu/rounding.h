@@ -15,8 +15,8 @@ constexpr float kSmallestStep = 0x1p-126f;
 constexpr uint32_t kMix1 = 0x21F0AAAD, kMix2 = 0x735A2D97;
 constexpr uint32_t kLane1 = 0x2545F491, kLane2 = 0x6A09E667, kCarry = 0x27D4EB2F;
 
-// Smallest and largest of some floats, in the integer order of their bits: NaN of either sign lies outside the
-// infinities, so extremes show whether all numbers were finite, and the order of elements never matters.
+// Smallest and largest of some floats, in the integer order of their bits: NaN of either sign lies outside
+// the infinities, so extremes show whether all numbers were finite, and the order of elements never matters.
 struct Extremes {
   int32_t low = std::numeric_limits<int32_t>::max();
   int32_t high = std::numeric_limits<int32_t>::min();

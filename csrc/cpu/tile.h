@@ -27,7 +27,8 @@ MESA_TUNE_INLINE void gather(const Strided& x, int64_t group, int64_t index, int
 }
 
 template <class Type>
-MESA_TUNE_INLINE void scatter(const float* values, int64_t group, int64_t index, int64_t n, const Strided& out) {
+MESA_TUNE_INLINE void scatter(const float* values, int64_t group, int64_t index, int64_t n,
+                              const Strided& out) {
   auto* data = static_cast<typename Type::Storage*>(out.data);
   out.layout.for_each_run(group, index, n, [&](int64_t offset, int64_t stride, int64_t count) {
     if (stride == 1) {
@@ -40,7 +41,9 @@ MESA_TUNE_INLINE void scatter(const float* values, int64_t group, int64_t index,
 }
 
 // True if float32 neighbours can be read or written where they are.
-inline bool direct(const Strided& x) { return x.dtype == Dtype::kFloat && x.layout.contiguous(); }
+inline bool direct(const Strided& x) {
+  return x.dtype == Dtype::kFloat && x.layout.contiguous();
+}
 
 inline float* address(const Strided& x, int64_t group, int64_t index) {
   return static_cast<float*>(x.data) + group * x.layout.group_step + index;
@@ -63,7 +66,8 @@ MESA_TUNE_INLINE const float* load(const Strided& x, int64_t group, int64_t inde
   return buffer;
 }
 
-MESA_TUNE_INLINE void store(const float* values, int64_t group, int64_t index, int64_t n, const Strided& out) {
+MESA_TUNE_INLINE void store(const float* values, int64_t group, int64_t index, int64_t n,
+                            const Strided& out) {
   switch (out.dtype) {
     case Dtype::kFloat:
       return scatter<Float>(values, group, index, n, out);
