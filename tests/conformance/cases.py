@@ -1,0 +1,186 @@
+"""The functions and layers under test: one line each. To add one: its line in `CASES`.
+
+A case is a module that takes one activation `h` of `shape`; functions of several tensors cut theirs out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One function or layer. `module()` makes it; `tags` are those of the layers that it holds.
+
+    `lossless`: what it keeps is exact. `min_batch`: the smallest batch that PyTorch's own takes.
+    `dtypes` are those of half precision that its CPU kernels take.
+    """
+
+    id: str
+    shape: Shape
+    module: Callable[[], nn.Module]
+    tags: tuple[str, ...]
+    lossless: bool = False
+    min_batch: int = 0
+    scalar: bool = False
+
+
+class Direct(nn.Module):
+    """Calls `function(h, **parameters)`, as a model that uses no layers does."""
+
+    def __init__(self, function: Callable[..., Tensor], **shapes: Shape) -> None:
+        super().__init__()
+        self.function = function
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.function(h, **self._parameters)
+
+
+def _linear_add(h: Tensor, w: Tensor) -> Tensor:
+    return F.linear(h, w)
+
+
+def _addmm(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.addmm(b, h.flatten(0, 1), w).unflatten(0, h.shape[:2])
+
+
+def _layer_norm(h: Tensor) -> Tensor:
+    return F.layer_norm(h, h.shape[-1:])
+
+
+def _gelu_tanh(h: Tensor) -> Tensor:
+    return F.gelu(h, approximate="tanh")
+
+
+def _relu_in_place(h: Tensor) -> Tensor:
+    return (h + 0).relu_()
+
+
+def _softmax(h: Tensor) -> Tensor:
+    return F.softmax(h, dim=-1)
+
+
+def _softmax_method(h: Tensor) -> Tensor:
+    return h.softmax(1)
+
+
+def _scores(h: Tensor) -> Tensor:
+    q, k = h.chunk(2, -1)
+    return q @ k.transpose(-2, -1)
+
+
+def _broadcast_matmul(h: Tensor, w: Tensor) -> Tensor:
+    return torch.matmul(w, h)
+
+
+def _bmm(h: Tensor) -> Tensor:
+    q, k = h.chunk(2, -1)
+    return torch.bmm(q, k.transpose(1, 2))
+
+
+def _explicit_attention(h: Tensor) -> Tensor:
+    q, k, v = h.chunk(3, -1)
+    return F.softmax(q @ k.transpose(-2, -1), dim=-1) @ v
+
+
+def _heads(h: Tensor, count: int) -> Tensor:
+    return h.unflatten(-1, (count, -1)).transpose(1, 2)
+
+
+def _attention(h: Tensor, **kwargs: Any) -> Tensor:
+    q, k, v = (_heads(part, 2) for part in h.chunk(3, -1))
+    return F.scaled_dot_product_attention(q, k, v, **kwargs).transpose(1, 2).flatten(2)
+
+
+def _attention_causal(h: Tensor) -> Tensor:
+    return _attention(h, is_causal=True)
+
+
+def _attention_masked(h: Tensor) -> Tensor:
+    mask = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril(1)
+    return _attention(h, attn_mask=mask)
+
+
+def _attention_biased(h: Tensor, bias: Tensor) -> Tensor:
+    return _attention(h, attn_mask=bias)
+
+
+def _attention_grouped(h: Tensor) -> Tensor:
+    q, k, v = h.split([32, 16, 16], -1)
+    q, k, v = _heads(q, 4), _heads(k, 2), _heads(v, 2)
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+def _conv_same(h: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(h, w, padding="same", groups=2)
+
+
+def _cross_entropy(h: Tensor) -> Tensor:
+    target = torch.arange(h.shape[0] * h.shape[1]) % h.shape[2]
+    return F.cross_entropy(h.flatten(0, 1), target, label_smoothing=0.1, reduction="sum")
+
+
+class SelfAttention(nn.Module):
+    """`nn.MultiheadAttention` of h with itself."""
+
+    def __init__(self, need_weights: bool, kind: type[nn.MultiheadAttention] = nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention = kind(32, 2, batch_first=True)
+        self.need_weights = need_weights
+
+    def forward(self, h: Tensor) -> Tensor:
+        output: Tensor = self.attention(h, h, h, need_weights=self.need_weights)[0]
+        return output
+
+
+_TOKENS = (4, 24, 32)
+_IMAGES = (4, 6, 12, 12)
+
+CASES: tuple[Case, ...] = (
+    Case("Linear", _TOKENS, lambda: nn.Linear(32, 40), ("fc",)),
+    Case("F.linear", _TOKENS, lambda: Direct(_linear_add, w=(40, 32)), ("fc",)),
+    Case("addmm", _TOKENS, lambda: Direct(_addmm, w=(32, 40), b=(40,)), ("fc",)),
+    Case("Conv1d", (4, 6, 96), lambda: nn.Conv1d(6, 8, 3, stride=2), ("conv",)),
+    Case("Conv2d", _IMAGES, lambda: nn.Conv2d(6, 8, 3, padding=1), ("conv",)),
+    Case("Conv3d", (2, 4, 6, 8, 8), lambda: nn.Conv3d(4, 4, 3), ("conv",)),
+    Case("F.conv2d-same-groups", _IMAGES, lambda: Direct(_conv_same, w=(8, 3, 4, 4)), ("conv",)),
+    Case("BatchNorm1d", (64, 48), lambda: nn.BatchNorm1d(48), ("bn",), min_batch=2),
+    Case("BatchNorm2d", _IMAGES, lambda: nn.BatchNorm2d(6), ("bn",), min_batch=2),
+    Case("BatchNorm3d", (2, 4, 6, 8, 8), lambda: nn.BatchNorm3d(4, momentum=None), ("bn",), min_batch=2),
+    Case("LayerNorm", _TOKENS, lambda: nn.LayerNorm(32), ("layernorm",)),
+    Case("F.layer_norm", _TOKENS, lambda: Direct(_layer_norm), ("layernorm",)),
+    Case("GELU", _TOKENS, nn.GELU, ("gelu",)),
+    Case("F.gelu-tanh", _TOKENS, lambda: Direct(_gelu_tanh), ("gelu",)),
+    Case("ReLU", _TOKENS, nn.ReLU, ("relu",), lossless=True),
+    Case("relu_", _TOKENS, lambda: Direct(_relu_in_place), ("relu",), lossless=True),
+    Case("Softmax", _TOKENS, lambda: nn.Softmax(-1), ("softmax",)),
+    Case("F.softmax", _TOKENS, lambda: Direct(_softmax), ("softmax",)),
+    Case("Tensor.softmax", _TOKENS, lambda: Direct(_softmax_method), ("softmax",)),
+    Case("matmul", _TOKENS, lambda: Direct(_scores), ("matmul",)),
+    Case("matmul-broadcast", _TOKENS, lambda: Direct(_broadcast_matmul, w=(20, 24)), ("matmul",)),
+    Case("bmm", _TOKENS, lambda: Direct(_bmm), ("matmul",)),
+    Case("softmax-matmul", (4, 24, 48), lambda: Direct(_explicit_attention), ("softmax", "matmul")),
+    Case("attention", (4, 24, 48), lambda: Direct(_attention), ("attention",)),
+    Case("attention-causal", (4, 24, 48), lambda: Direct(_attention_causal), ("attention",)),
+    Case("attention-mask", (4, 24, 48), lambda: Direct(_attention_masked), ("attention",)),
+    Case("attention-bias", (4, 24, 48), lambda: Direct(_attention_biased, bias=(24, 24)), ("attention",)),
+    Case("attention-grouped", (4, 24, 64), lambda: Direct(_attention_grouped), ("attention",)),
+    Case("MultiheadAttention", _TOKENS, lambda: SelfAttention(False), ("attention",)),
+    Case("MultiheadAttention-weights", _TOKENS, lambda: SelfAttention(True), ("attention",)),
+    Case("cross_entropy", _TOKENS, lambda: Direct(_cross_entropy), ("loss",), scalar=True),
+)
+
+
+def case(name: str) -> Case:
+    """The case with that id."""
+    return next(each for each in CASES if each.id == name)

@@ -1,0 +1,229 @@
+"""One step of a case, plain or converted, in every situation that a training script may put it in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mesa_tune as mt
+from mesa_tune.conversion import conversion_of
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.meter import Meter
+from tests.conformance.cases import Case
+
+After = Callable[[Tensor], Tensor]
+
+
+class Lifted(nn.Module):
+    """The case's layer inside a model: its input is an activation, not the batch; something may follow it."""
+
+    def __init__(self, case: Case, situation: Situation) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(case.shape))
+        self.layer = case.module()
+        self.situation = situation
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x if self.situation.on_batch else x + self.shift[: len(x)]
+        if self.situation.non_contiguous:
+            h = h.transpose(0, -1).contiguous().transpose(0, -1)
+        return self.situation.after(self.situation.around(self.layer, h))
+
+
+def _call(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    return function(*args)
+
+
+def _nothing(y: Tensor) -> Tensor:
+    return y
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is unusual about a step. `around` calls the layer, `outside` the model, `after` follows the layer."""
+
+    id: str = "train"
+    training: bool = True
+    autocast: bool = False
+    dtype: torch.dtype = torch.float32
+    frozen_weight: bool = False
+    frozen_input: bool = False
+    on_batch: bool = False
+    non_contiguous: bool = False
+    zero_batch: bool = False
+    after: After = _nothing
+    around: Callable[..., Tensor] = _call
+    outside: Callable[..., Tensor] = _call
+
+
+def _dropout(y: Tensor) -> Tensor:
+    return F.dropout(y, 0.1, training=True)
+
+
+def _in_place(y: Tensor) -> Tensor:
+    return y.mul_(2).add_(1)
+
+
+def _in_place_on_view(y: Tensor) -> Tensor:
+    (y[:1] if y.dim() else y.view(1)).mul_(2)
+    return y
+
+
+def _relu_after(y: Tensor) -> Tensor:
+    return F.relu(y, inplace=True)
+
+
+def _reentrant(function: Callable[..., Tensor], h: Tensor) -> Tensor:
+    result: Tensor = checkpoint(function, h, use_reentrant=True)
+    return result
+
+
+def _checkpointed(function: Callable[..., Tensor], h: Tensor) -> Tensor:
+    result: Tensor = checkpoint(function, h, use_reentrant=False)
+    return result
+
+
+def _as_function(kind: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def around(layer: nn.Module, h: Tensor) -> Tensor:
+        return kind(lambda given: layer(given) * 1.0, h)
+
+    return around
+
+
+def _reentrant_outside(model: nn.Module, x: Tensor) -> Tensor:
+    # Reentrant checkpointing gives gradients only where an input wants one.
+    return _reentrant(model, x.detach().requires_grad_())
+
+
+SITUATIONS: tuple[Situation, ...] = (
+    Situation(),
+    Situation("eval", training=False),
+    Situation("autocast", autocast=True),
+    Situation("autocast-eval", autocast=True, training=False),
+    Situation("bfloat16", dtype=torch.bfloat16),
+    Situation("frozen-weight", frozen_weight=True),
+    Situation("frozen-input", frozen_input=True),
+    Situation("on-the-batch", on_batch=True),
+    Situation("non-contiguous", non_contiguous=True),
+    Situation("zero-batch", zero_batch=True),
+    Situation("dropout-after", after=_dropout),
+    Situation("in-place-after", after=_in_place),
+    Situation("in-place-relu-after", after=_relu_after),
+    Situation("in-place-on-a-view-after", after=_in_place_on_view),
+    Situation("checkpoint", around=_checkpointed),
+    Situation("checkpoint-reentrant", around=_reentrant),
+    Situation("checkpoint-function", around=_as_function(_checkpointed)),
+    Situation("checkpoint-function-reentrant", around=_as_function(_reentrant)),
+    Situation("checkpoint-outside", outside=_checkpointed),
+    Situation("checkpoint-outside-reentrant", outside=_reentrant_outside),
+)
+PLAIN = SITUATIONS[0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step gave: the output, every parameter's gradient by name, buffers, and the random state after it."""
+
+    output: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    random_state: Tensor
+
+
+def applies(case: Case, situation: Situation) -> bool:
+    """Whether PyTorch itself can be in the situation with this case, and any gradient is wanted."""
+    if situation.zero_batch and case.min_batch:
+        return False
+    if situation.zero_batch and case.id.startswith(("MultiheadAttention", "Conv3d")):
+        return False
+    layer = case.module()
+    has_parameters = any(True for _ in layer.parameters())
+    return has_parameters or not (situation.frozen_input or situation.on_batch)
+
+
+def build(case: Case, situation: Situation = PLAIN) -> tuple[nn.Module, Tensor]:
+    """The plain model of a case, and its batch."""
+    torch.manual_seed(3)
+    model = Lifted(case, situation).to(situation.dtype).train(situation.training)
+    for parameter in model.layer.parameters() if situation.frozen_weight else ():
+        parameter.requires_grad_(False)
+    model.shift.requires_grad_(not situation.frozen_input)
+    shape = (0, *case.shape[1:]) if situation.zero_batch else case.shape
+    return model, torch.randn(shape, dtype=situation.dtype)
+
+
+def converted(model: nn.Module, *, level: int = 256, seed: int = 1, **settings: Any) -> nn.Module:
+    """A converted copy of `model`; nothing is too small to be encoded."""
+    settings.setdefault("group_size", None if settings.get("quant_groups") else 64)
+    policy = Policy.uniform(level=level, **{k: v for k, v in settings.items() if v is not None})
+    return mt.convert(copy.deepcopy(model), policy, seed=seed, min_elements=0)
+
+
+def uncoded(model: nn.Module) -> nn.Module:
+    """A converted copy whose functions are ours and keep their tensors as they are."""
+    made = converted(model)
+    conversion = conversion_of(made)
+    assert conversion is not None
+    resolve = conversion._resolve
+
+    def raw(layer: str, tag: str, module: str) -> Any:
+        spec = resolve(layer, tag, module)
+        return None if spec is None else spec._replace(levels=0)
+
+    conversion._resolve = raw  # type: ignore[method-assign]
+    return made
+
+
+def forward(model: nn.Module, x: Tensor, situation: Situation = PLAIN) -> Tensor:
+    """The model's output in the situation, from a fixed random state."""
+    torch.manual_seed(5)
+    context = torch.autocast("cpu", torch.bfloat16) if situation.autocast else nullcontext()
+    with context:
+        return situation.outside(model, x)
+
+
+def scored(output: Tensor) -> Tensor:
+    """A loss whose gradient differs from element to element."""
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
+    return (output.float() * weights).sum()
+
+
+def step(model: nn.Module, x: Tensor, situation: Situation = PLAIN) -> Outcome:
+    """A forward and a backward from zero gradients."""
+    model.zero_grad(set_to_none=True)
+    output = forward(model, x, situation)
+    kept = output.detach().clone()
+    random_state = torch.get_rng_state()
+    scored(output).backward()
+    return Outcome(kept, gradients(model), {k: b.clone() for k, b in model.named_buffers()}, random_state)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients there are, by parameter."""
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """‖ĝ − g‖² / ‖g‖² over all parameters."""
+    assert found.keys() == right.keys()
+    difference = sum(float((found[k].double() - right[k].double()).square().sum()) for k in right)
+    scale = sum(float(right[k].double().square().sum()) for k in right)
+    assert difference == difference, "a gradient is NaN"
+    return difference / scale if scale else difference
+
+
+def saved_bytes(model: nn.Module, x: Tensor, situation: Situation = PLAIN) -> int:
+    """Bytes of the storages that were born in a second forward and live for its backward, by the outside meter."""
+    step(model, x, situation)
+    model.zero_grad(set_to_none=True)
+    with Meter() as meter:
+        loss = forward(model, x, situation).sum()  # a sum keeps nothing
+        return meter.live_since(0, without=[loss, *model.buffers()])
