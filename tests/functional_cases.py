@@ -10,10 +10,8 @@ from torch import Tensor
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.call import Call
 from mesa_tune.functional.routes import ROUTES
-from mesa_tune.settings import LayerSettings
 
-EIGHT = Spec.of(LayerSettings(), 0)
-assert EIGHT is not None
+EIGHT = Spec("quantize", 8, 256, 256, 0, True, 0)
 RAW = EIGHT._replace(levels=0)
 KEY = torch.tensor([12345])
 

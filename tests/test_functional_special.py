@@ -22,7 +22,7 @@ class _Count(TorchDispatchMode):
     """Counts calls of our ops."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,7 +188,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "mm": lambda x: served(torch.mm, EIGHT, x, x.t(), out=None),
     "addmm": lambda x: served(torch.addmm, EIGHT, x, x, x, out=None),
     "softmax": lambda x: served(torch.softmax, EIGHT, x, -1, out=None),
-    "complex": lambda x: served(torch.matmul, EIGHT, x.cfloat(), x.cfloat()),
+    "complex": lambda x: served(torch.matmul, EIGHT, x.to(torch.complex64), x.to(torch.complex64)),
     "cross_entropy": lambda x: served(F.cross_entropy, EIGHT, x, x.detach().argmax(1), reduce=False),
 }
 
@@ -228,7 +228,8 @@ def test_backward_inside_a_routed_context_leaves_attention_alone() -> None:
 
 def test_relu_in_place_traces() -> None:
     def run(x: Tensor) -> Tensor:
-        return mf.relu(x * 2, inplace=True)
+        y: Tensor = mf.relu(x * 2, inplace=True)
+        return y
 
     x = torch.randn(64, 64, requires_grad=True)
     y = torch.compile(run, fullgraph=True, backend="aot_eager")(x)

@@ -102,7 +102,7 @@ def test_policy_wins_inside_a_converted_model() -> None:
     model = nn.Sequential(mn.Linear(256, 256, settings=LayerSettings(level=2)), mn.GELU(), mn.Linear(256, 4))
     plain = copy.deepcopy(model)
     for layer in plain:
-        layer.settings = EXACT
+        layer.__dict__["settings"] = EXACT
     wanted = _step(plain, x)[1]
     mt.convert(model, Policy.uniform(level=256), min_elements=0)
     found = _step(model, x)[1]
