@@ -280,7 +280,10 @@ def _other_layer(frame: Frame) -> str:
 
 
 def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
-    if tensor.layout is not torch.strided or not tensor.is_floating_point() or frame.is_static(tensor):
+    # No torch function: somebody's autograd.Function, whose formula is unknown (Rule 7), or a checkpoint's inputs.
+    if state.function is None or tensor.layout is not torch.strided or not tensor.is_floating_point():
+        return None
+    if frame.is_static(tensor):
         return None
     spec = frame.host.spec(_other_layer(frame), "other", frame.module)
     if spec is None or tensor.numel() <= spec.min_elements:

@@ -50,7 +50,10 @@ def relu_backward(
 
 
 RELU = Formula(
-    relu_forward, relu_backward, "nothing lossy; exact: where the output is zero, one bit an element"
+    relu_forward,
+    relu_backward,
+    "nothing lossy; exact: where the output is zero, one bit an element",
+    lossless=True,
 )
 
 

@@ -1,6 +1,6 @@
 """`Call`: one call of a routed function, knowing its layer, its settings and what must not be encoded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Apply
-from mesa_tune.functional.formula import Static
+from mesa_tune.functional.formula import Static, autocast_dtype
+from mesa_tune.functional.keeping import pays
+from mesa_tune.functional.table import FORMULAS
 from mesa_tune.notice import warn_once
 
 Plain = Callable[[], Any]
@@ -35,10 +37,10 @@ class Call:
         self.plain = plain
 
     def apply(self, name: str, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
-        """Runs formula `name` on the tensors; plain where no gradient is wanted."""
+        """Runs formula `name` on the tensors; plain where no gradient is wanted or nothing would get smaller."""
         tensors = (tensor, *others)
         needs = tuple(given is not None and given.requires_grad for given in tensors)
-        if not any(needs):
+        if not any(needs) or not (FORMULAS[name].lossless or self._pays(tensors)):
             return self.plain()
         if any(given is not None and _odd(given) for given in tensors):
             return self.refuse("complex, sparse and nested tensors have no formula")
@@ -55,8 +57,20 @@ class Call:
         return self.plain()
 
     def small(self, *tensors: Tensor) -> bool:
-        """Whether every tensor is too small to be worth encoding."""
-        return all(tensor.numel() <= self.spec.min_elements for tensor in tensors)
+        """Whether no tensor is worth encoding: too small, or no smaller under these settings."""
+        return not self._pays(tensors)
+
+    def _pays(self, tensors: Sequence[Tensor | None]) -> bool:
+        if self.spec.levels == 0:
+            return any(given is not None and given.numel() > self.spec.min_elements for given in tensors)
+        given = [tensor for tensor in tensors if tensor is not None]
+        # PyTorch may keep the copy that autocast makes, which is smaller than the tensor itself.
+        return any(pays(tensor, self.spec, _kept_size(tensor)) for tensor in given)
+
+
+def _kept_size(tensor: Tensor) -> int:
+    dtype = autocast_dtype(tensor)
+    return tensor.element_size() if dtype is None else dtype.itemsize
 
 
 def _odd(tensor: Tensor) -> bool:

@@ -34,13 +34,14 @@ class Formula:
     `backward(static, needs, lossy, exact, grad)` returns a gradient (or None) for each of `tensors`; `lossy` and
     `exact` are what the forward named, in the same order, `lossy` as decoded. `keeps` says in words what is kept.
     `independent` lists inputs whose gradient does not involve the lossy tensors as long as the other inputs are
-    parameters (a linear layer's input): the profiler skips those.
+    parameters (a linear layer's input): the profiler skips those. `lossless`: nothing is lossy, whatever the settings.
     """
 
     forward: Callable[..., Result]
     backward: Callable[..., tuple[Tensor | None, ...]]
     keeps: str
     independent: tuple[int, ...] = ()
+    lossless: bool = False
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -46,15 +46,17 @@ def keep(tensor: Tensor, spec: Spec, key: Tensor, raw: bool, layer: str = "") ->
     if any(stride == 0 for stride in tensor.stride()) and not raw:
         expanded = tuple(tensor.shape)
         tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    coded = not raw and _is_worth_it(tensor, spec) and _is_possible(tensor, spec, layer)
+    coded = not raw and spec.levels > 0 and pays(tensor, spec) and _is_possible(tensor, spec, layer)
     parts = _encode_once(tensor, spec, key) if coded else [tensor]
     return parts, Meta(coded, tuple(tensor.shape), tensor.dtype, expanded)
 
 
-def _is_worth_it(tensor: Tensor, spec: Spec) -> bool:
-    if spec.levels == 0 or tensor.numel() <= spec.min_elements or not tensor.is_floating_point():
+def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
+    """Whether `tensor` is encoded under `spec`: large enough, and smaller so than in `element_size` bytes an element."""
+    if tensor.numel() <= spec.min_elements or not tensor.is_floating_point():
         return False
-    return CODECS[spec.codec].packed_bytes(tensor.shape, spec) < tensor.numel() * tensor.element_size()
+    size = tensor.element_size() if element_size is None else element_size
+    return CODECS[spec.codec].packed_bytes(tensor.shape, spec) < tensor.numel() * size
 
 
 def _is_possible(tensor: Tensor, spec: Spec, layer: str) -> bool:

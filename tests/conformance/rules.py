@@ -148,7 +148,7 @@ def check_rule_4(case: Case) -> None:
     """A module that runs twice before backward gives the sum of both gradients."""
     model, x = build(case)
     coded = converted(model)
-    wide = 8 * torch.randn_like(x)
+    wide = 2 * torch.randn_like(x) + 1  # another range: whoever keeps ranges by reference decodes wrongly
     right, found = (_two_forwards(each, x, wide) for each in (model, coded))
     assert relative_error(found, right) < EIGHT_BITS
 
@@ -207,7 +207,9 @@ def check_rule_6_seeds(case: Case) -> None:
 def check_rule_7(case: Case) -> None:
     """Inputs of tiny variance or huge scale, at 2 bits: the gradient's error is bounded as for any input."""
     model, x = build(case)
-    for scale, offset in ((1e-4, 0.0), (1e3, 0.0), (1e-3, 3.0)):
+    # Scores of a huge scale leave plain attention and cross-entropy themselves without a gradient.
+    saturates = {"attention", "softmax", "loss"} & set(case.tags)
+    for scale, offset in ((1.0, 0.0), (1e-4, 0.0), (1e-3, 3.0), *(() if saturates else ((1e3, 0.0),))):
         given = x * scale + offset
         error = relative_error(step(converted(model, level=4), given).gradients, step(model, given).gradients)
         assert error < 4, f"error {error:.2g} at 2 bits for inputs {scale:g} x + {offset:g}"
