@@ -76,8 +76,7 @@ def profile(
     show = progress if callable(progress) else (_print_progress if progress else _silent)
     model = workload.build()
     optimizer = workload.make_optimizer(model)
-    with preserved(model, optimizer):
-        return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show).run()
+    return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show).run()
 
 
 @dataclass
@@ -92,23 +91,29 @@ class _Profiling:
     show: Progress
 
     def run(self) -> Profile:
-        self.show("tracing a step", 0.0)
-        notes = self._fit()
-        large, self.layers = self._traced(self.workload.batch_size)
-        small, _ = self._traced(max(1, self.workload.batch_size // 2) if self.workload.batch_size > 1 else 2)
-        self.timeline = replace(timeline(large, small), hooked=self._hooked())
-        self.large = large
-        found = self._profile(notes)
+        # Tracing takes real optimizer steps; errors are those of the model as it was given.
+        with preserved(self.model, self.optimizer):
+            found = self._traced_profile()
         self.known = self._resumed(found)
         try:
-            for done in self._measured(found):
-                self.known = done
+            with preserved(self.model, self.optimizer):
+                for done in self._measured(found):
+                    self.known = done
         except KeyboardInterrupt:
             self._save(self._assembled(found, partial=True))
             raise
         complete = self._assembled(found, partial=False)
         self._save(complete)
         return complete
+
+    def _traced_profile(self) -> Profile:
+        self.show("tracing a step", 0.0)
+        notes = self._fit()
+        batch_size = self.workload.batch_size
+        self.large, self.layers = self._traced(batch_size)
+        small, _ = self._traced(batch_size // 2 if batch_size > 1 else 2)
+        self.timeline = replace(timeline(self.large, small), hooked=self._hooked())
+        return self._profile(notes)
 
     def _fit(self) -> tuple[str, ...]:
         """Lowers the batch until a step fits; what was done, in words."""

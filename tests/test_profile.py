@@ -1,0 +1,316 @@
+"""A profile against steps that are really run: bytes, peaks, gradient errors, and what it leaves behind."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.profiling import fast_grid
+
+BATCH = 8
+WIDTH = 64
+TOKENS = 20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (layer(h).view(*h.shape[:2], 4, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        attended = ((q @ k.transpose(-2, -1)) * 0.25).softmax(-1) @ v
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Attention of matmul and softmax (which share a tensor), and q, k, v layers of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)).mean(1))
+
+
+class Convolutions(nn.Module):
+    """ReLU and convolution keep one tensor; batch statistics; a product that only hooks reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.relu = nn.ReLU()
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        gate = torch.sigmoid(x)
+        x = self.relu(self.bn2(self.conv2(x)) + x) * gate
+        return self.head(x.mean((2, 3)))
+
+
+class Reused(nn.Module):
+    """One layer run twice, one weight in two layers, and two branches of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.right.weight = self.first.weight
+        self.norm, self.act, self.head = nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.first(x))
+        x = self.twice(F.gelu(self.twice(x)))
+        return self.head(self.norm(self.left(x) + self.act(self.right(x))).mean(1))
+
+
+def text_batch(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, TOKENS, WIDTH), torch.randint(0, 10, (n,))
+
+
+def image_batch(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, 16, 16), torch.randint(0, 10, (n,))
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+MODELS: dict[str, tuple[type[nn.Module], Any]] = {
+    "transformer": (Transformer, text_batch),
+    "convolutions": (Convolutions, image_batch),
+    "reused": (Reused, text_batch),
+}
+
+
+def workload(name: str) -> mt.Workload:
+    model, batch = MODELS[name]
+    return mt.Workload(model, batch, loss, batch_size=BATCH)
+
+
+@pytest.fixture(scope="module")
+def profiles() -> dict[str, Profile]:
+    return {name: mt.profile(workload(name), seeds=8, options=fast_grid()) for name in MODELS}
+
+
+def policies(profile: Profile) -> dict[str, mt.Policy]:
+    chance = random.Random(0)
+    ways = [mt.LayerSettings(enable=False), mt.LayerSettings(level=4), mt.LayerSettings(level=256, group_size=64)]
+    tied = {name: tie.layers[0] for tie in profile.ties for name in tie.layers}
+    chosen = {tied.get(layer.name, layer.name): chance.choice(ways) for layer in profile.layers}
+    rows = [
+        (layer.tag, layer.index, layer.name, chosen[tied.get(layer.name, layer.name)]) for layer in profile.layers
+    ]
+    return {
+        "plain": mt.Policy.parse(""),
+        "uniform 16": mt.Policy.uniform(level=16),
+        "mixed": mt.Policy.from_assignments(rows),
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["plain", "uniform 16", "mixed"])
+@pytest.mark.parametrize("batch_size", [BATCH, 24], ids=["profiled-batch", "other-batch"])
+def test_predicted_bytes_are_those_of_a_real_step(
+    profiles: dict[str, Profile], name: str, kind: str, batch_size: int
+) -> None:
+    work, policy = workload(name), policies(profiles[name])[kind]
+    model = mt.convert(work.build(), policy, seed=0)
+
+    def compressed_loss(model: nn.Module, batch: Any) -> Tensor:
+        with mt.compress_saved(policy, seed=0):
+            return loss(model, batch)
+
+    found = measure_step(model, work.make_batch(batch_size), compressed_loss, work.make_optimizer(model))
+    predicted = profiles[name].predict(policy, batch_size=batch_size)
+    assert predicted.saved_bytes == pytest.approx(found.saved_bytes, rel=0.01)
+    assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
+
+
+def alone_error(work: mt.Workload, profile: Profile, names: tuple[str, ...], settings: mt.LayerSettings) -> float:
+    """The gradient error of storing these layers alone, each draw by one whole forward and backward."""
+    exact_settings, seeds = mt.LayerSettings(enable=False), 16
+    policy = mt.Policy.from_assignments(
+        (layer.tag, layer.index, layer.name, settings if layer.name in names else exact_settings)
+        for layer in profile.layers
+    )
+    batch = work.make_batch()
+
+    def gradient(seed: int | None) -> Tensor:
+        model = work.build()
+        if seed is None:
+            loss(model, batch).backward()
+        else:
+            mt.convert(model, policy, seed=seed, force=True)
+            with mt.compress_saved(policy, seed=seed):
+                value = loss(model, batch)
+            value.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    exact = gradient(None)
+    draws = [gradient(seed) - exact for seed in range(seeds)]
+    return sum(d.square().sum().item() for d in draws) / seeds / exact.square().sum().item()
+
+
+def cases(profile: Profile, count: int) -> list[tuple[tuple[str, ...], mt.LayerSettings, float]]:
+    """Random ties (or layers alone) and options, each with the profile's own error."""
+    chance = random.Random(1)
+    tied = {name: tie for tie in profile.ties for name in tie.layers}
+    found = []
+    pool = [layer for layer in profile.layers if any(option.gradient_error for option in layer.options)]
+    while len(found) < count:
+        layer = chance.choice(pool)
+        names = tied[layer.name].layers if layer.name in tied else (layer.name,)
+        option = chance.choice([option for option in layer.options if option.gradient_error])
+        assignment = dict.fromkeys(names, option.settings)
+        error = profile.gradient_error(assignment)
+        assert error is not None
+        found.append((names, option.settings, error))
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_errors_are_those_of_whole_backwards(profiles: dict[str, Profile], name: str) -> None:
+    for names, settings, error in cases(profiles[name], 10):
+        measured = alone_error(workload(name), profiles[name], names, settings)
+        assert measured / 1.5 < error < measured * 1.5, (names, settings.label)
+
+
+def test_own_bytes_sum_to_the_saved_bytes(profiles: dict[str, Profile]) -> None:
+    for profile in profiles.values():
+        assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes
+        assert sum(tensor.bytes for tensor in profile.tensors) == profile.saved_bytes
+
+
+def test_layers_of_one_input_are_tied_and_own_it_once(profiles: dict[str, Profile]) -> None:
+    layers = {layer.name: layer for layer in profiles["transformer"].layers}
+    assert layers["blocks.0.q"].own_bytes == BATCH * TOKENS * WIDTH * 4
+    assert layers["blocks.0.k"].own_bytes == layers["blocks.0.v"].own_bytes == 0
+    assert set(layers["blocks.0.q"].shared_with) == {"blocks.0.k", "blocks.0.v"}
+    assert "blocks.0.softmax.0" in layers["blocks.0.matmul.1"].shared_with
+
+
+def test_a_layer_that_runs_twice_is_one_row_with_both_inputs(profiles: dict[str, Profile]) -> None:
+    layers = {layer.name: layer for layer in profiles["reused"].layers}
+    assert layers["twice"].bytes == 2 * BATCH * TOKENS * WIDTH * 4
+    assert [layer.name for layer in profiles["reused"].layers].count("twice") == 1
+    assert "gelu.0" in layers and layers["gelu.0"].tag == "gelu"
+
+
+def test_branches_share_their_input(profiles: dict[str, Profile]) -> None:
+    layers = {layer.name: layer for layer in profiles["reused"].layers}
+    assert layers["left"].shared_with == ("right",)
+
+
+class Stateful(nn.Module):
+    """Batch statistics that a forward changes, and dropout that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def test_everything_is_afterwards_bit_for_bit_as_before() -> None:
+    model = Stateful().train()
+    optimizer = torch.optim.Adam(model.parameters())
+    F.cross_entropy(model(torch.randn(99, WIDTH)), torch.zeros(99, dtype=torch.long)).backward()
+    optimizer.step()
+    before = [t.detach().clone() for t in (*model.state_dict().values(), *(p.grad for p in model.parameters()))]
+    state = {k: v.clone() for k, v in optimizer.state_dict()["state"][0].items()}
+    dice = torch.get_rng_state()
+    work = mt.Workload(
+        lambda: model,
+        lambda n: (torch.randn(n, WIDTH), torch.randint(0, 10, (n,))),
+        loss,
+        lambda parameters: optimizer,
+        batch_size=99,
+    )
+    mt.profile(work, options=[mt.LayerSettings(level=4)], seeds=1)
+    after = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(state[k], v) for k, v in optimizer.state_dict()["state"][0].items())
+    assert torch.equal(dice, torch.get_rng_state())
+    assert "forward" not in model.__dict__
+
+
+def test_an_interrupted_profile_is_whole_and_taken_up_again(tmp_path: Path) -> None:
+    path, work = tmp_path / "profile.json", workload("reused")
+    seen: list[str] = []
+
+    def stop(text: str, share: float) -> None:
+        seen.append(text)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mt.profile(work, options=fast_grid(), seeds=1, path=path, progress=stop)
+    partial = Profile.load(path)
+    done = [layer.name for layer in partial.layers if layer.options]
+    assert partial.partial and 0 < len(done) < len(partial.layers)
+    again: list[str] = []
+    whole = mt.profile(work, options=fast_grid(), seeds=1, path=path, progress=lambda text, _: again.append(text))
+    assert not whole.partial and all(layer.options for layer in whole.layers)
+    assert len(again) == len(seen_units(whole)) - len({unit for unit in seen_units(whole) if set(unit) <= set(done)}) + 1
+    assert whole.layer(done[0]).options == partial.layer(done[0]).options
+    assert Profile.load(path) == whole
+
+
+def seen_units(profile: Profile) -> list[tuple[str, ...]]:
+    tied = {name: tie.layers for tie in profile.ties for name in tie.layers}
+    return list(dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in profile.layers))
+
+
+def test_bytes_only(tmp_path: Path) -> None:
+    profile = mt.profile(workload("transformer"), options=[])
+    assert profile.saved_bytes > 0 and profile.predict(mt.Policy.uniform(level=16)).gradient_error is None
+    assert profile.predict(mt.Policy.uniform(level=16)).saved_bytes < 0.2 * profile.saved_bytes
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_said() -> None:
+    def batch(n: int) -> tuple[Tensor, Tensor]:
+        if n > 6:
+            raise MemoryError
+        return text_batch(n)
+
+    profile = mt.profile(mt.Workload(Reused, batch, loss, batch_size=16), options=[])
+    assert profile.batch_size == 4
+    assert profile.notes == ("out of memory at batch size 16: profiled at 4 instead",)
+
+
+def test_not_even_one_sample_fits() -> None:
+    def batch(n: int) -> tuple[Tensor, Tensor]:
+        raise MemoryError
+
+    with pytest.raises(mt.RunError, match="batch size 1"):
+        mt.profile(mt.Workload(Reused, batch, loss, batch_size=4), options=[])
+
+
+def test_options_say_whether_they_were_measured(profiles: dict[str, Profile]) -> None:
+    layers = {layer.name: layer for layer in profiles["transformer"].layers}
+    assert all(option.measured for option in layers["blocks.0.fc1"].options)
+    norm = {option.settings.bits: option.measured for option in layers["blocks.0.norm"].options[:-1]}
+    assert norm == {1: True, 2: True, 3: False, 4: True, 6: False, 8: False}
+    assert layers["blocks.0.norm"].options[-1].settings.exact
