@@ -275,5 +275,6 @@ def _require_errors(profile: Profile) -> None:
         raise RunError(
             "the profile is partial: not all layers were measured\nrun `mesa-tune profile` again: it resumes"
         )
-    if not any(option.gradient_error is not None for layer in profile.layers for option in layer.options):
+    options = [option for layer in profile.layers for option in layer.options if not option.settings.exact]
+    if all(option.gradient_error is None for option in options):
         raise RunError(f"the profile holds bytes only, no gradient errors\n{_AGAIN}")

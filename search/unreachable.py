@@ -18,8 +18,9 @@ def unreachable(profile: Profile, program: Program, limits: Limits, pins: Pins) 
             f"max-saved {format_bytes(limits.saved)}: unreachable at batch size {program.space.batch_size}\n"
             f"the fewest saved bytes are {_exactly(least)}: raise it or plan for a smaller batch"
         )
-    lowest = program.smallest_peak(limits)
-    if lowest is None or (limits.peak is not None and lowest.cost <= limits.peak):
+    lowest = program.smallest_peak(Limits())
+    assert lowest is not None  # without limits every choice is feasible
+    if limits.peak is None or lowest.cost <= limits.peak:
         return BudgetError(
             "no policy keeps all limits at once, though each alone may be reachable\n"
             "raise the budget, max-saved or max-slowdown"

@@ -180,7 +180,7 @@ def _explaining(profile: Profile) -> Iterator[None]:
             raise
         half = max(1, profile.batch_size // 2)
         raise RunError(
-            f"out of memory on {profile.device} at batch size {profile.batch_size}, though it was profiled there\n"
+            f"out of memory on {profile.device} at batch size {profile.batch_size} of the profile\n"
             f"free some memory, profile again with --batch-size {half}, or use --trials 0, which needs none"
         ) from error
 

@@ -1,0 +1,220 @@
+"""The profile's data: documents on disk, and predictions for any policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesa_tune.errors import BudgetError, RunError
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.profile import Profile, Tie
+from mesa_tune.settings import EXACT, LayerSettings
+from tests.synthetic import GRID, synthetic_profile
+
+FOUR = LayerSettings(level=16)
+
+
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> Profile:
+    return synthetic_profile()
+
+
+def test_a_saved_profile_loads_equal(profile: Profile, tmp_path: Path) -> None:
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+def test_the_document_has_the_promised_keys(profile: Profile) -> None:
+    document = profile.to_dict()
+    assert document["schema"] == "mesa-tune.profile/1"
+    promised = (
+        "model fingerprint device autocast batch_size partial static_bytes saved_bytes peak_bytes step_ms"
+    )
+    assert set(promised.split()) <= set(document)
+    assert set(document["tensors"][0]) == {"id", "owner", "layers", "shape", "dtype", "bytes"}
+    layer = {
+        "name",
+        "tag",
+        "index",
+        "module",
+        "shape",
+        "dtype",
+        "bytes",
+        "own_bytes",
+        "shared_with",
+        "options",
+    }
+    assert set(document["layers"][0]) == layer
+    option = "settings bytes tensor_error gradient_error standard_error measured encode_ms decode_ms"
+    assert set(document["layers"][0]["options"][0]) == set(option.split())
+
+
+def test_own_bytes_sum_to_saved_bytes(profile: Profile) -> None:
+    # The one thing alive between forward and backward that no layer keeps is the loss itself, 64 bytes here.
+    assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes - 64
+
+
+def _drop(key: str) -> Callable[[dict[str, Any]], object]:
+    return lambda document: document.pop(key)
+
+
+def _set(key: str, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda document: document.update({key: value})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(_drop("timeline"), id="no-timeline"),
+        pytest.param(_drop("seed"), id="no-seed"),
+        pytest.param(_set("layers", 7), id="layers-a-number"),
+        pytest.param(_set("ties", [{"layers": ["a"]}]), id="half-a-tie"),
+        pytest.param(_set("unheard_of", 1), id="unknown-key"),
+        pytest.param(_set("schema", "somebody.else/1"), id="foreign"),
+        pytest.param(_drop("schema"), id="no-schema"),
+    ],
+)
+def test_a_damaged_document_is_refused(
+    profile: Profile, tmp_path: Path, damage: Callable[[dict[str, Any]], object]
+) -> None:
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    document = json.loads(path.read_text("utf-8"))
+    damage(document)
+    path.write_text(json.dumps(document), "utf-8")
+    _assert_refused(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 100_000],
+    ids=["empty", "cut", "list", "binary", "deep"],
+)
+def test_a_file_that_is_no_document_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    _assert_refused(path)
+
+
+def test_a_missing_file_or_folder_is_refused(tmp_path: Path) -> None:
+    _assert_refused(tmp_path / "nowhere.json")
+    _assert_refused(tmp_path)
+
+
+def _assert_refused(path: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        Profile.load(path)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"{path}: ")
+    assert "mesa-tune profile" in lines[-1]
+    assert len(lines) <= 3
+
+
+def test_a_policy_that_compresses_nothing_is_the_plain_step(profile: Profile) -> None:
+    predicted = profile.predict(Policy())
+    assert predicted.saved_bytes == profile.saved_bytes
+    assert predicted.peak_bytes == profile.peak_bytes
+    assert predicted.gradient_error == 0.0
+    assert predicted.step_ms == profile.step_ms
+
+
+@pytest.mark.parametrize("settings", GRID[::4], ids=lambda settings: settings.label)
+def test_errors_and_times_of_options_add_up(profile: Profile, settings: LayerSettings) -> None:
+    names = ("blocks.0.norm", "blocks.1.fc2")
+    options = [profile.layer(name).options[GRID.index(settings)] for name in names]
+    predicted = profile.predict_assignment(dict.fromkeys(names, settings))
+    assert predicted.gradient_error == pytest.approx(sum(option.gradient_error or 0 for option in options))
+    added = sum(option.encode_ms + option.decode_ms for option in options)
+    assert predicted.step_ms == pytest.approx(profile.step_ms + added)
+
+
+def test_tied_layers_err_by_their_joint_ratio_under_equal_settings(profile: Profile) -> None:
+    tie = profile.ties[0]
+    alone = [profile.gradient_error({name: FOUR}) or 0.0 for name in tie.layers]
+    assert profile.gradient_error(dict.fromkeys(tie.layers, FOUR)) == pytest.approx(1.5 * sum(alone))
+    finer = profile.gradient_error({tie.layers[0]: LayerSettings()})
+    mixed = {tie.layers[0]: LayerSettings(), tie.layers[1]: FOUR}
+    assert profile.gradient_error(mixed) == pytest.approx((finer or 0.0) + alone[1])
+
+
+def test_a_tie_without_ratios_counts_as_one() -> None:
+    assert Tie(("a", "b")).ratio(3) == 1.0
+    assert Tie(("a", "b"), (2.0,)).ratio(0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "like", "factor"),
+    [
+        (LayerSettings(level=10), LayerSettings(level=8), (7 / 9) ** 2),
+        (LayerSettings(level=14), LayerSettings(level=16), (15 / 13) ** 2),
+        (LayerSettings(level=16, group_size=128), LayerSettings(level=16, group_size=256), 1.0),
+        (
+            LayerSettings(level=16, group_size=None, quant_groups=3),
+            LayerSettings(level=16, group_size=1024),
+            1.0,
+        ),
+        (LayerSettings(level=4, rounding="nearest"), LayerSettings(level=4), 1.0),
+    ],
+    ids=["level-10", "level-14", "group-128", "channels", "nearest"],
+)
+def test_settings_that_were_not_tried_scale_the_nearest_option(
+    profile: Profile, settings: LayerSettings, like: LayerSettings, factor: float
+) -> None:
+    layer = profile.layer("blocks.0.norm")
+    known = profile.layer_error(layer, like)
+    assert known is not None
+    assert profile.layer_error(layer, settings) == pytest.approx(known * factor)
+
+
+def test_bytes_of_settings_that_were_not_tried_are_exact(profile: Profile) -> None:
+    ten, sixteen = (profile.predict(Policy.uniform(level)).saved_bytes for level in (10, 16))
+    assert ten == sixteen
+
+
+def test_hooked_layers_err_as_with_256_levels(profile: Profile) -> None:
+    coarse, fine = (profile.gradient_error({"sin.0": LayerSettings(level=level)}) for level in (2, 256))
+    assert coarse == fine
+    assert coarse
+
+
+def test_unknown_errors_make_an_unknown_prediction() -> None:
+    profile = synthetic_profile(known=False)
+    assert profile.predict(Policy.uniform(16)).gradient_error is None
+    assert profile.predict(Policy()).gradient_error == 0.0
+
+
+def test_layers_without_options_make_an_unknown_prediction(profile: Profile) -> None:
+    bare = replace(profile, layers=tuple(replace(layer, options=()) for layer in profile.layers))
+    predicted = bare.predict(Policy.uniform(16))
+    assert predicted.gradient_error is None
+    assert predicted.saved_bytes == profile.predict(Policy.uniform(16)).saved_bytes
+
+
+def test_other_batch_sizes_scale_bytes_and_time(profile: Profile) -> None:
+    here, double = (profile.predict(Policy(), batch_size=size) for size in (8, 16))
+    assert double.saved_bytes - 64 == 2 * (here.saved_bytes - 64)
+    assert double.step_ms == 2 * profile.step_ms
+
+
+def test_a_profile_of_one_size_predicts_no_other(profile: Profile) -> None:
+    single = replace(profile, timeline=replace(profile.timeline, batch_sizes=(8, 8)))
+    with pytest.raises(BudgetError, match="batch size 9"):
+        single.predict(Policy(), batch_size=9)
+
+
+def test_the_table_has_a_row_for_each_layer_and_option(profile: Profile) -> None:
+    table = profile.frame()
+    assert len(table) == sum(len(layer.options) for layer in profile.layers)
+    assert int(table["exact"].sum()) == len(profile.layers)
+    row = table[(table["name"] == "blocks.0.norm") & (table["settings"] == FOUR.label)].iloc[0]
+    assert row["gradient_error"] == profile.gradient_error({"blocks.0.norm": FOUR})
+
+
+def test_exact_is_no_compression_however_it_is_said(profile: Profile) -> None:
+    for settings in (EXACT, LayerSettings(store="exact")):
+        assert profile.predict_assignment({"head": settings}).saved_bytes == profile.saved_bytes

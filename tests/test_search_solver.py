@@ -1,0 +1,183 @@
+"""The decisions of a plan and their exact solution, against brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from mesa_tune.errors import PolicyError, RunError
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.search.solver import Limits, Program
+from mesa_tune.search.space import Space, make_space
+from mesa_tune.settings import EXACT, LayerSettings
+from tests.synthetic import COARSE, is_sorted, synthetic_profile
+
+
+def everything(space: Space) -> Iterator[tuple[int, ...]]:
+    yield from product(*(range(len(unit.choices)) for unit in space.units))
+
+
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> Profile:
+    return synthetic_profile(1, grid=COARSE, seed=3)
+
+
+@pytest.fixture(scope="module", name="space")
+def _space(profile: Profile) -> Space:
+    return make_space(profile)
+
+
+def test_sharers_are_one_unit_and_a_mask_keeper_is_its_own(space: Space) -> None:
+    units = [unit.layers for unit in space.units]
+    assert ("blocks.0.q", "blocks.0.k", "blocks.0.v") in units
+    assert ("blocks.0.relu",) in units
+    assert [tuple(space.units[unit].layers[0] for unit in link.units) for link in space.links] == [
+        ("blocks.0.relu", "blocks.0.fc2")
+    ]
+
+
+def test_sharers_are_tied_by_the_timeline_alone(profile: Profile) -> None:
+    units = make_space(replace(profile, ties=())).units
+    assert ("blocks.0.q", "blocks.0.k", "blocks.0.v") in [unit.layers for unit in units]
+
+
+@pytest.mark.parametrize("batch_size", [8, 5, 21])
+def test_the_space_adds_up_to_the_timeline(profile: Profile, batch_size: int) -> None:
+    space = make_space(profile, batch_size)
+    for chosen in list(everything(space))[::37]:
+        assignment = space.assignment(chosen)
+        assert space.live(chosen).tolist() == profile.timeline.live(assignment, batch_size).tolist()
+        predicted = profile.predict_assignment(assignment, batch_size=batch_size)
+        assert space.saved(chosen) == predicted.saved_bytes
+        assert space.error(chosen) == pytest.approx(predicted.gradient_error)
+        assert space.ms(chosen) == pytest.approx(predicted.step_ms)
+
+
+def test_dropped_choices_never_matter(profile: Profile) -> None:
+    """Every full assignment is matched or beaten by one of the choices that are left."""
+    unit = next(unit for unit in make_space(profile).units if unit.tag == "layernorm")
+    for option in profile.layer(unit.layers[0]).options:
+        error = option.gradient_error
+        assert any(choice.error <= (error or 0) and choice.saved <= option.bytes for choice in unit.choices)
+
+
+def test_a_layer_with_nothing_to_win_stays_exact(space: Space) -> None:
+    unit = next(unit for unit in space.units if unit.layers == ("head",))
+    assert [choice.settings for choice in unit.choices] == [EXACT]
+
+
+def limits_between(space: Space, count: int) -> Iterator[Limits]:
+    peaks = sorted(int(space.live(chosen).max()) for chosen in everything(space))
+    saved = sorted(space.saved(chosen) for chosen in everything(space))
+    for place, peak in enumerate(np.linspace(peaks[0], peaks[-1], count, dtype=int)):
+        yield Limits(
+            int(peak),
+            saved[len(saved) // 3] if place % 2 else None,
+            space.base_ms + 0.12 if place % 3 == 2 else None,
+        )
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_solutions_are_those_of_brute_force(seed: int) -> None:
+    space = make_space(synthetic_profile(1, grid=COARSE, seed=seed))
+    program = Program(space)
+    compared = 0
+    for limits in limits_between(space, 12):
+        errors = [space.error(chosen) for chosen in everything(space) if limits.kept(space, chosen)]
+        solved = program.solve(limits)
+        assert (solved is None) is (not errors)
+        if solved is None:
+            continue
+        assert limits.kept(space, solved.chosen)
+        assert solved.cost == pytest.approx(min(errors), rel=1e-6)
+        assert solved.cost == pytest.approx(space.error(solved.chosen))
+        assert solved.bound <= solved.cost
+        assert solved.gap <= 1e-5
+        compared += 1
+    assert compared >= 6
+
+
+def test_reachable_minima_are_those_of_brute_force(space: Space) -> None:
+    program = Program(space)
+    lowest = program.smallest_peak(Limits())
+    assert lowest is not None
+    assert lowest.cost == min(int(space.live(chosen).max()) for chosen in everything(space))
+    assert program.smallest_saved() == min(space.saved(chosen) for chosen in everything(space))
+    saved = program.smallest_saved() + 1000
+    inside = [chosen for chosen in everything(space) if space.saved(chosen) <= saved]
+    bounded = program.smallest_peak(Limits(saved=saved))
+    assert bounded is not None
+    assert bounded.cost == min(int(space.live(chosen).max()) for chosen in inside)
+
+
+def test_the_smallest_peak_itself_is_a_budget_that_is_met(space: Space) -> None:
+    program = Program(space)
+    lowest = program.smallest_peak(Limits())
+    assert lowest is not None
+    assert program.solve(Limits(int(lowest.cost))) is not None
+    assert program.solve(Limits(int(lowest.cost) - 1)) is None
+
+
+def test_every_slot_of_a_large_step_keeps_the_budget() -> None:
+    profile = synthetic_profile(8)
+    program = Program(make_space(profile))
+    lowest = program.smallest_peak(Limits())
+    assert lowest is not None
+    costs = []
+    for part in (0.1, 0.4, 0.7):
+        budget = int(lowest.cost + part * (profile.peak_bytes - lowest.cost))
+        solved = program.solve(Limits(budget))
+        assert solved is not None
+        assert profile.timeline.live(program.space.assignment(solved.chosen)).max() <= budget
+        assert solved.bound <= solved.cost
+        assert solved.gap < 1e-4
+        costs.append(-solved.cost)
+    assert is_sorted(costs)
+
+
+def test_errors_of_any_scale_give_the_same_plan(profile: Profile, space: Space) -> None:
+    program = Program(space)
+    limits = Limits((profile.peak_bytes * 6) // 10)
+    solved, tiny = program.solve(limits), program.solve(limits, program.errors * 1e-9)
+    assert solved is not None
+    assert tiny is not None
+    assert tiny.chosen == solved.chosen
+
+
+def test_only_allowed_choices_are_taken(profile: Profile, space: Space) -> None:
+    program = Program(space)
+    allowed = np.concatenate([np.arange(len(unit.choices)) == 0 for unit in space.units])
+    solved = program.solve(Limits(profile.peak_bytes), allowed=allowed)
+    assert solved is not None
+    assert set(solved.chosen) == {0}
+
+
+def test_the_solver_prints_nothing(profile: Profile, capfd: pytest.CaptureFixture[str]) -> None:
+    Program(make_space(profile)).solve(Limits(profile.peak_bytes // 2))
+    assert capfd.readouterr().out == ""
+
+
+def test_pins_bind_by_glob_and_later_ones_win(profile: Profile) -> None:
+    four, two = LayerSettings(level=16), LayerSettings(level=4)
+    space = make_space(profile, pins={"blocks.*": four, "blocks.0.norm": two, "sin.0": EXACT})
+    chosen = {unit.layers[0]: [choice.settings for choice in unit.choices] for unit in space.units}
+    assert chosen["blocks.0.q"] == [four]
+    assert chosen["blocks.0.norm"] == [two]
+    assert chosen["sin.0"] == [EXACT]
+    assert len(chosen["loss.cross_entropy.0"]) > 1
+
+
+def test_a_pin_that_no_layer_has_is_refused(profile: Profile) -> None:
+    with pytest.raises(PolicyError, match=r"blocks\.0\.nrm.*\n.*'blocks\.0\.norm'"):
+        make_space(profile, pins={"blocks.0.nrm": EXACT})
+
+
+def test_a_profile_without_errors_cannot_be_planned_from(profile: Profile) -> None:
+    with pytest.raises(RunError, match="no gradient errors"):
+        make_space(synthetic_profile(known=False))
+    with pytest.raises(RunError, match="partial"):
+        make_space(replace(profile, partial=True))

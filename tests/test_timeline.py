@@ -1,0 +1,126 @@
+"""The timeline: which bytes live when, under any policy and at any batch size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mesa_tune import ops
+from mesa_tune.errors import BudgetError
+from mesa_tune.profiler.timeline import Kept, Slot, Timeline
+from mesa_tune.settings import EXACT, LayerSettings
+from tests.synthetic import synthetic_profile
+
+FOUR = LayerSettings(level=16)
+EIGHT = LayerSettings(level=256)
+BIG = 8192
+
+
+def timeline(*kept: Kept, hooked: tuple[str, ...] = (), static: tuple[int, int] = (100, 80)) -> Timeline:
+    """Four slots (forward a b, backward b a), working memory 10 (exact) or 30 (packed), batches 8 and 4."""
+    slots = [
+        Slot(layer, phase, (10, 5), (30, 15))
+        for layer, phase in (("a", "forward"), ("b", "forward"), ("b", "backward"), ("a", "backward"))
+    ]
+    return Timeline((8, 4), static, tuple(slots), kept, hooked)
+
+
+def plain(*layers: str, first: int = 0, last: int = 3) -> Kept:
+    return Kept("plain", layers, (4 * BIG, 2 * BIG), 1, first, last)
+
+
+def coded(*layers: str, size: tuple[int, int] = (BIG, BIG // 2)) -> Kept:
+    return Kept("coded", layers, size, 4, 0, 3)
+
+
+def test_live_adds_static_work_and_kept() -> None:
+    traced = timeline(plain("a", first=0, last=2), Kept("always", (), (7, 7), 1, 1, 1))
+    assert traced.live({}).tolist() == [110 + 4 * BIG, 117 + 4 * BIG, 110 + 4 * BIG, 110]
+    assert traced.peak_bytes({}) == 117 + 4 * BIG
+    assert traced.saved_bytes({}) == 4 * BIG
+
+
+def test_only_slots_of_a_compressed_layer_have_its_temporaries() -> None:
+    assert timeline().live({"a": FOUR}).tolist() == [130, 110, 110, 130]
+
+
+def test_a_plain_storage_stays_until_every_keeper_compresses() -> None:
+    traced = timeline(plain("a", "b"))
+    assert traced.saved_bytes({"a": FOUR}) == 4 * BIG
+    assert traced.saved_bytes({"a": FOUR, "b": EXACT}) == 4 * BIG
+    assert traced.saved_bytes({"a": FOUR, "b": EIGHT}) == 0
+
+
+def test_sharers_pay_once_for_equal_settings_and_each_for_unequal_ones() -> None:
+    traced = timeline(coded("a", "b"))
+    four, eight = ops.packed_bytes(BIG, 4), ops.packed_bytes(BIG, 8)
+    assert traced.saved_bytes({"a": FOUR}) == four
+    assert traced.saved_bytes({"a": FOUR, "b": FOUR}) == four
+    assert traced.saved_bytes({"a": FOUR, "b": EIGHT}) == four + eight
+
+
+def test_level_ten_stores_four_bits() -> None:
+    assert timeline(coded("a")).saved_bytes({"a": LayerSettings(level=10)}) == ops.packed_bytes(BIG, 4)
+
+
+def test_quant_groups_count_their_own_ranges() -> None:
+    settings = LayerSettings(level=16, group_size=None, quant_groups=2)
+    assert timeline(coded("a")).saved_bytes({"a": settings}) == ops.packed_bytes(BIG, 4, quant_groups=2)
+
+
+@pytest.mark.parametrize(("elements", "expected"), [(4096, 4 * 4096), (4097, ops.packed_bytes(4097, 4))])
+def test_small_tensors_stay_raw(elements: int, expected: int) -> None:
+    assert timeline(coded("a", size=(elements, elements))).saved_bytes({"a": FOUR}) == expected
+
+
+def test_side_things_live_with_their_compressed_layer() -> None:
+    traced = timeline(Kept("side", ("a",), (64, 32), 1, 0, 3))
+    assert traced.saved_bytes({}) == 0
+    assert traced.saved_bytes({"a": FOUR}) == 64
+
+
+def test_hooked_layers_never_store_fewer_than_eight_bits() -> None:
+    traced = timeline(coded("a"), hooked=("a",))
+    assert traced.saved_bytes({"a": LayerSettings(level=2)}) == ops.packed_bytes(BIG, 8)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "saved"),
+    [(0, 1, False), (0, 2, True), (1, 3, True), (2, 3, False)],
+    ids=["dies-in-forward", "spans", "late", "born-in-backward"],
+)
+def test_saved_means_alive_between_forward_and_backward(first: int, last: int, saved: bool) -> None:
+    assert bool(timeline(plain("a", first=first, last=last)).saved_bytes({})) is saved
+
+
+@pytest.mark.parametrize(("batch", "static"), [(8, 100), (4, 80), (6, 90), (16, 140), (1, 65)], ids=str)
+def test_other_batch_sizes_lie_on_the_line(batch: int, static: int) -> None:
+    traced = timeline(plain("a"))
+    assert traced.at(batch).static == static
+    assert traced.saved_bytes({}, batch) == BIG * batch // 2
+
+
+def test_packed_bytes_follow_the_element_count_not_the_bytes() -> None:
+    assert timeline(coded("a")).saved_bytes({"a": FOUR}, 9) == ops.packed_bytes(BIG // 8 * 9, 4)
+
+
+def test_sizes_never_fall_below_zero() -> None:
+    assert timeline(static=(100, 0)).at(1).static == 0
+
+
+def test_one_traced_size_cannot_be_stretched() -> None:
+    single = replace(timeline(), batch_sizes=(8, 8), static=(100, 100))
+    assert single.at(8).static == 100
+    with pytest.raises(BudgetError, match=r"batch size 16.*\n.*--batch-size 16"):
+        single.live({}, 16)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="kind must be one of"):
+        Kept("odd", (), (1, 1), 1, 0, 0)
+
+
+def test_the_dictionary_form_is_the_same_timeline() -> None:
+    original = synthetic_profile().timeline
+    assert Timeline.from_dict(original.to_dict()) == original
