@@ -1,11 +1,12 @@
 """The one doorway to the native kernels: schema, shapes, and the reference as default.
 
-Importing this module defines four functional ops, `torch.ops.mesa_tune.{quantize, dequantize, pack_bits,
-unpack_bits}`, and two that write into existing memory, `quantize_out` and `dequantize_out`. Their default
+Importing this module defines the functional ops `torch.ops.mesa_tune.{quantize, dequantize, pack_bits,
+unpack_bits}` and two that write into existing memory, `quantize_out` and `dequantize_out`. Their default
 kernel is `mesa_tune.reference`; the native library beside this package adds the CPU's. Callers never ask
 which of the two runs: they give the same bytes. `MESA_TUNE_REFERENCE=1` leaves the library out.
 
-The ops are pure: equal arguments (the seed is one) give equal results, so a compiler may merge them.
+The ops are pure: equal arguments (the seed is one) give equal results, so a compiler may merge them. Only
+`fresh_seed`, by which compiled code draws from the private count, is not.
 """
 
 import itertools
@@ -27,14 +28,15 @@ LIBRARY = Path(__file__).with_name("_C.abi3.so")
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the private count over all 64 bits of a seed
 
 _SIZES = "int bits, int levels, int group_size, int quant_groups"
+_NOISE = "bool stochastic, Tensor? seed"
 _SCHEMAS = (
-    f"quantize(Tensor x, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor data, Tensor ranges)",
-    f"quantize_out(Tensor x, {_SIZES}, bool stochastic, Tensor? seed, "
-    "Tensor(a!) data, Tensor(b!) ranges) -> ()",
+    f"quantize(Tensor x, {_SIZES}, {_NOISE}) -> (Tensor data, Tensor ranges)",
+    f"quantize_out(Tensor x, {_SIZES}, {_NOISE}, Tensor(a!) data, Tensor(b!) ranges) -> ()",
     f"dequantize(Tensor data, Tensor ranges, SymInt[] shape, ScalarType dtype, {_SIZES}) -> Tensor",
     f"dequantize_out(Tensor data, Tensor ranges, {_SIZES}, Tensor(a!) out) -> ()",
     "pack_bits(Tensor mask) -> Tensor",
     "unpack_bits(Tensor data, SymInt[] shape) -> Tensor",
+    "fresh_seed(Tensor like) -> Tensor",
 )
 
 
@@ -84,11 +86,9 @@ def quantize(
     A group of equal values decodes exactly; one that holds NaN or Inf decodes to NaN; steps below 2**-126 are
     2**-126. Raises TypeError and ValueError for arguments outside these.
     """
-    if levels is None:
-        levels = 1 << operator.index(bits)
-    _check(x, bits, levels, group_size, quant_groups)
+    levels = _check(x, bits, levels, group_size, quant_groups)
     shape, groups = tuple(x.shape), quant_groups or 0
-    noise = _seed_tensor(seed, x.device) if stochastic else None
+    noise = _seed_tensor(seed, x) if stochastic else None
     x = x.detach()
     if out is None:
         data, ranges = torch.ops.mesa_tune.quantize.default(
@@ -150,26 +150,31 @@ def native() -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("mesa_tune::quantize", "CPU")
 
 
-def _check(x: Tensor, bits: int, levels: int, group_size: int, quant_groups: int | None) -> None:
+def _check(x: Tensor, bits: int, levels: int | None, group_size: int, quant_groups: int | None) -> int:
+    """The number of levels; raises where arguments make no sense."""
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be float32, float16 or bfloat16, but has dtype {x.dtype}: convert it first.")
-    if not 1 <= bits <= 8:
+    if not 1 <= operator.index(bits) <= 8:
         raise ValueError(f"`1 <= bits <= 8` must hold, but got bits={bits}.")
-    if not 2 <= levels <= 1 << bits:
+    if levels is None:
+        levels = 1 << bits
+    elif not 2 <= operator.index(levels) <= 1 << bits:
         raise ValueError(
             f"`2 <= levels <= 2**bits` must hold, but got levels={levels}, bits={bits}:"
             " more levels need more bits."
         )
-    if quant_groups is not None:
-        _check_groups(x.shape, quant_groups)
-    elif group_size < 1:
-        raise ValueError(f"`group_size >= 1` must hold, but got group_size={group_size}.")
+    _check_groups(x.shape, operator.index(group_size), quant_groups)
+    return levels
 
 
-def _check_groups(shape: Sequence[int], quant_groups: int) -> None:
+def _check_groups(shape: Sequence[int], group_size: int, quant_groups: int | None) -> None:
+    if quant_groups is None:
+        if group_size < 1:
+            raise ValueError(f"`group_size >= 1` must hold, but got group_size={group_size}.")
+        return
     axis = 1 if len(shape) in (4, 5) else -1
     extent = (shape or (1,))[axis]
-    if quant_groups < 1 or extent % quant_groups:
+    if operator.index(quant_groups) < 1 or extent % quant_groups:
         raise ValueError(
             f"`quant_groups` must be positive and divide dimension {axis} of shape {list(shape)}, but got"
             f" quant_groups={quant_groups} for {extent}: choose a divisor, or `group_size` instead."
@@ -192,7 +197,7 @@ def _wrap(value: int) -> int:
 _calls = itertools.count()
 
 
-def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+def _seed_tensor(seed: int | Tensor | None, x: Tensor) -> Tensor:
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise TypeError(
@@ -200,8 +205,17 @@ def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
                 f" {seed.dtype} and shape {list(seed.shape)}."
             )
         return seed
-    value = torch.initial_seed() + GOLDEN * next(_calls) if seed is None else operator.index(seed)
-    return torch.full((1,), _wrap(value), dtype=torch.int64, device=device)
+    if seed is not None:
+        return torch.full((1,), _wrap(operator.index(seed)), dtype=torch.int64, device=x.device)
+    if torch.compiler.is_compiling():
+        fresh: Tensor = torch.ops.mesa_tune.fresh_seed.default(x)
+        return fresh
+    return _fresh_seed(x)
+
+
+def _fresh_seed(like: Tensor) -> Tensor:
+    value = _wrap(torch.initial_seed() + GOLDEN * next(_calls))
+    return torch.full((1,), value, dtype=torch.int64, device=like.device)
 
 
 def _quantize_out(
@@ -256,6 +270,10 @@ def _fake_unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
     return data.new_empty(shape, dtype=torch.bool)
 
 
+def _fake_fresh_seed(like: Tensor) -> Tensor:
+    return like.new_empty(1, dtype=torch.int64)
+
+
 def _nothing(*arguments: object) -> None:
     """What an op without results returns of a fake tensor."""
 
@@ -267,13 +285,15 @@ _KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "dequantize_out": (_dequantize_out, _nothing),
     "pack_bits": (reference.pack_bits, _fake_pack_bits),
     "unpack_bits": (reference.unpack_bits, _fake_unpack_bits),
+    "fresh_seed": (_fresh_seed, _fake_fresh_seed),
 }
 
 
 def _define() -> torch.library.Library:
     library = torch.library.Library("mesa_tune", "DEF")
     for schema in _SCHEMAS:
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        random = (torch.Tag.nondeterministic_seeded,) if schema.startswith("fresh_seed") else ()
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *random))
     for name, (default, fake) in _KERNELS.items():
         library.impl(name, default, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mesa_tune::{name}", fake, lib=library)

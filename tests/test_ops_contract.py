@@ -1,0 +1,142 @@
+"""The ops as PyTorch sees them: opcheck, compilers, fake tensors; and what happens without the library."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._subclasses import FakeTensorMode
+
+from mesa_tune import ops
+
+SIZES = (4, 16, 64, 0)
+x = torch.linspace(-1, 1, 500).view(5, 100)
+packed = ops.quantize(x, 4, 64, seed=1)
+mask = x > 0
+SEED = torch.tensor([3])
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "quantize": (x, *SIZES, True, SEED),
+    "quantize nearest": (x, *SIZES, False, None),
+    "quantize heads": (x.bfloat16(), 3, 5, 0, 4, True, SEED),
+    "quantize_out": (x, *SIZES, True, SEED, packed.data.clone(), packed.ranges.clone()),
+    "dequantize": (packed.data, packed.ranges, x.shape, torch.float16, *SIZES),
+    "dequantize_out": (packed.data, packed.ranges, *SIZES, torch.empty(5, 100)),
+    "pack_bits": (mask,),
+    "unpack_bits": (ops.pack_bits(mask), (5, 100)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_opcheck(call: str) -> None:
+    op = getattr(torch.ops.mesa_tune, call.split(maxsplit=1)[0]).default
+    assert set(torch.library.opcheck(op, CALLS[call]).values()) == {"SUCCESS"}
+
+
+def roundtrip(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q = ops.quantize(x, 4, 64, seed=seed)
+    return q.data, ops.dequantize(q), ops.unpack_bits(ops.pack_bits(x > 0), x.shape)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_the_whole_graph_compiles(dynamic: bool) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(roundtrip, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (3, 5):
+        for got, expected in zip(compiled(x[:rows], SEED), roundtrip(x[:rows], SEED), strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_compiled_code_without_a_seed_draws_anew() -> None:
+    torch.compiler.reset()
+
+    def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.quantize(x, 4).data, ops.quantize(x, 4).data
+
+    compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
+    drawn = [*compiled(x), *compiled(x)]
+    assert len({bytes(data.tolist()) for data in drawn}) == 4
+
+
+def encodes_after_partitioning(function: Callable[..., Any], *arguments: Any) -> int:
+    """How many encodes the compiled graph still has: what the compiler's own merging leaves."""
+    counts: list[int] = []
+
+    def count(module: torch.fx.GraphModule, _: Any) -> Any:
+        graph = fx_graph_cse(module.graph)
+        counts.append(sum(node.target == torch.ops.mesa_tune.quantize.default for node in graph.nodes))
+        return make_boxed_func(module.forward)
+
+    torch.compiler.reset()
+    torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=count))(*arguments)
+    return counts[0]
+
+
+def test_a_compiler_merges_equal_encodes_and_no_others() -> None:
+    def encode(x: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
+        return tuple(ops.quantize(x, 4, seed=seed).data for seed in (one, one, two))
+
+    assert encodes_after_partitioning(encode, x, SEED, SEED + 1) == 2
+
+
+def test_fake_tensors_have_the_sizes_of_real_ones() -> None:
+    with FakeTensorMode():
+        fake = ops.quantize(torch.empty(5, 1001, dtype=torch.bfloat16), 3, 100, seed=1)
+        decoded = ops.dequantize(fake)
+        bits = ops.pack_bits(torch.empty(13, dtype=torch.bool))
+    real = ops.quantize(torch.empty(5, 1001, dtype=torch.bfloat16), 3, 100, seed=1)
+    assert (fake.data.shape, fake.ranges.shape) == (real.data.shape, real.ranges.shape)
+    assert (decoded.shape, decoded.dtype, bits.shape) == ((5, 1001), torch.bfloat16, (2,))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [packed._replace(data=torch.zeros(3, dtype=torch.uint8)), packed._replace(ranges=torch.zeros(1, 2))],
+    ids=["data", "ranges"],
+)
+def test_packed_tensors_of_another_size_are_refused(broken: ops.Quantized) -> None:
+    with pytest.raises(RuntimeError):
+        ops.dequantize(broken)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+@pytest.mark.slow
+def test_the_reference_can_be_chosen() -> None:
+    child = python("from mesa_tune import ops; print(ops.native())", MESA_TUNE_REFERENCE="1")
+    assert child.stdout.strip() == "False"
+    assert "doctor" not in child.stderr
+
+
+MISSING = """
+import pathlib, warnings
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda path, **options: path.name != "_C.abi3.so" and exists(path, **options)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from mesa_tune import ops
+    import torch
+    ops.dequantize(ops.quantize(torch.randn(10), 4))
+said = [str(warning.message) for warning in caught if "mesa-tune" in str(warning.message)]
+print(len(said), ops.native(), "`mesa-tune doctor`" in said[0])
+"""
+
+
+@pytest.mark.slow
+def test_a_missing_library_is_said_once_with_the_remedy() -> None:
+    assert python(MISSING, MESA_TUNE_REFERENCE="0").stdout.split() == ["1", "False", "True"]

@@ -1,0 +1,200 @@
+"""The native kernels give the reference's bytes: every width, type, layout, instruction set, thread count."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mesa_tune import ops, reference
+
+REFERENCE_ONLY = os.environ.get("MESA_TUNE_REFERENCE") == "1"
+needs_library = pytest.mark.skipif(REFERENCE_ONLY, reason="MESA_TUNE_REFERENCE=1 leaves the library out")
+LARGEST = torch.finfo(torch.float32).max
+Settings = tuple[int, int, int, int]  # bits, levels, group_size, quant_groups
+
+
+def test_the_library_is_loaded_unless_told_otherwise() -> None:
+    assert ops.native() is not REFERENCE_ONLY
+
+
+def same_bytes(one: Tensor, two: Tensor) -> bool:
+    flat = [t.contiguous().view(-1).view(torch.uint8) for t in (one, two)]
+    return one.shape == two.shape and one.dtype == two.dtype and torch.equal(*flat)
+
+
+def same_numbers(one: Tensor, two: Tensor) -> bool:
+    """The same bytes, where NaN is NaN whatever its payload (torch's own depends on the instruction set)."""
+    nans = one.isnan()
+    return torch.equal(nans, two.isnan()) and same_bytes(one.masked_fill(nans, 0), two.masked_fill(nans, 0))
+
+
+def assert_kernels_agree(x: Tensor, sizes: Settings, *, stochastic: bool, seed: int) -> None:
+    noise = torch.tensor([seed])
+    data, ranges = torch.ops.mesa_tune.quantize(x, *sizes, stochastic, noise)
+    expected = reference.quantize(x, *sizes, stochastic, noise)
+    assert same_bytes(ranges, expected[1])
+    assert same_bytes(data, expected[0])
+    for dtype in ops.DTYPES:
+        decoded = torch.ops.mesa_tune.dequantize(data, ranges, x.shape, dtype, *sizes)
+        assert same_numbers(decoded, reference.dequantize(data, ranges, x.shape, dtype, *sizes))
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 12), max_size=5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    every = draw(st.integers(1, 3))
+    x = torch.randn([*shape[:-1], shape[-1] * every] if shape else [], generator=generator)
+    x = x[..., ::every].permute(draw(st.permutations(range(len(shape))))) if shape else x
+    scale = 10.0 ** draw(st.integers(-44, 38))
+    return (x * scale + draw(st.sampled_from([0.0, 1.0, -1e4]))).to(draw(st.sampled_from(ops.DTYPES)))
+
+
+@needs_library
+@given(st.data())
+@settings(deadline=None, max_examples=250)
+def test_any_tensor(data: st.DataObject) -> None:
+    x = data.draw(tensors())
+    bits = data.draw(st.integers(1, 8))
+    levels = data.draw(st.integers(2, 2**bits))
+    extent = (x.shape or (1,))[1 if x.dim() in (4, 5) else -1]
+    divisors = [d for d in range(1, extent + 1) if extent % d == 0]
+    groups = data.draw(st.sampled_from([0, *divisors]))
+    group_size = data.draw(st.sampled_from([1, 5, 8, 64, 100, 256, 10**6]))
+    stochastic, seed = data.draw(st.booleans()), data.draw(st.integers(-(2**63), 2**63 - 1))
+    assert_kernels_agree(x, (bits, levels, group_size, groups), stochastic=stochastic, seed=seed)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [1, 4, 5, 8])
+@pytest.mark.parametrize(("group_size", "groups"), [(4096, 0), (4097, 0), (9001, 0), (10**6, 0), (256, 2)])
+def test_groups_larger_than_a_tile(bits: int, dtype: torch.dtype, group_size: int, groups: int) -> None:
+    x = torch.randn(2, 6, 37, 41, generator=torch.Generator().manual_seed(bits)).to(dtype)
+    sizes = (bits, 2**bits, group_size, groups)
+    for layout in (x, x.to(memory_format=torch.channels_last), x[:1, :, :1].expand(2, 6, 37, 41)):
+        assert_kernels_agree(layout, sizes, stochastic=True, seed=bits)
+    assert_kernels_agree(x, sizes, stochastic=False, seed=0)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "values",
+    [
+        [3e38, -3e38, 0.0, 1e38],
+        [LARGEST, -LARGEST, 1.0, 2.0],
+        [1e-45, 0.0, 3e-45, 1e-38],
+        [-0.0, 0.0, -0.0, 0.0],
+        [1.0, 1.0000001, 1.0, 1.0],
+        [1e8, 1e8 + 8, 1e8 + 16, 1e8],
+        [float("nan"), 1.0, 2.0, 3.0],
+        [float("inf"), float("-inf"), 2.0, 3.0],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_extreme_values(values: list[float], bits: int) -> None:
+    x = torch.tensor(values).repeat(1500)
+    for group_size in (4, 7, 64, 6000):
+        assert_kernels_agree(x, (bits, 2**bits, group_size, 0), stochastic=True, seed=bits)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_16_bit_number_is_read_and_written(dtype: torch.dtype) -> None:
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    q = ops.quantize(x, 1, 1, seed=0)  # a group of one is its own zero point
+    assert torch.equal(q.ranges[:, 0].nan_to_num(7, 8, 9), x.float().nan_to_num(7, 7, 7))
+    assert torch.equal(ops.dequantize(q)[x.isfinite()], x[x.isfinite()])
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_float32_is_rounded_to_16_bits_as_torch_does(dtype: torch.dtype) -> None:
+    patterns = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0))
+    edges = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).float().view(torch.int32)
+    halfway = edges.long() + torch.tensor([[0], [0x7FFF], [0x8000], [0x8001], [0xFFF], [0x1000], [0x1001]])
+    wanted = torch.cat([patterns, halfway.flatten()]).to(torch.int32).view(torch.float32)
+    ranges = torch.stack([wanted, torch.zeros_like(wanted)], 1)
+    data = torch.zeros(wanted.numel(), dtype=torch.uint8)
+    decoded = torch.ops.mesa_tune.dequantize(data, ranges, wanted.shape, dtype, 1, 2, 1, 0)
+    assert same_numbers(decoded, (wanted + 0.0).to(dtype))
+
+
+@needs_library
+def test_masks() -> None:
+    for numel in (0, 1, 8, 1003, 2**18 + 5):
+        mask = torch.rand(numel) > 0.5
+        packed = ops.pack_bits(mask)
+        assert torch.equal(packed, reference.pack_bits(mask))
+        assert torch.equal(reference.unpack_bits(packed, mask.shape), mask)
+
+
+def digest() -> str:
+    """Of everything that the kernels make of fixed tensors."""
+    generator = torch.Generator().manual_seed(3)
+    seen = hashlib.sha256()
+    for numel, group_size, bits in ((200_001, 256, 4), (100_000, 33_000, 3), (5000, 7, 8), (70_000, 64, 1)):
+        for dtype in ops.DTYPES:
+            x = torch.randn(numel, generator=generator).to(dtype)
+            q = ops.quantize(x, bits, group_size, seed=5)
+            for t in (q.data, q.ranges, ops.dequantize(q), ops.pack_bits(x > 0)):
+                seen.update(t.view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    before = torch.get_num_threads()
+    try:
+        digests = set()
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            digests.add(digest())
+    finally:
+        torch.set_num_threads(before)
+    assert len(digests) == 1
+
+
+@needs_library
+@pytest.mark.slow
+@pytest.mark.parametrize("instructions", ["default", "avx2"])
+def test_the_instruction_set_changes_nothing(instructions: str) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", "from tests.test_ops_kernels import digest; print(digest())"],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": instructions},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert child.stdout.strip() == digest()
+
+
+@needs_library
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements_end_as_they_begin() -> None:
+    row = torch.randn(1, 2**16)
+    rows = 2**15 + 3
+    q = ops.quantize(row.expand(rows, -1), 1, 2**16, stochastic=False)  # 2**31 elements and three rows
+    one = ops.quantize(row, 1, 2**16, stochastic=False)
+    planes = q.data.view(rows, -1)
+    assert (planes == one.data).all()
+    assert torch.equal(q.ranges, one.ranges.expand(rows, 2))
+
+
+@needs_library
+@pytest.mark.slow
+def test_noise_past_element_2_to_the_32_of_one_group() -> None:
+    row = torch.linspace(0, 1, 2**16)
+    numel = 2**32 + 2**17
+    q = ops.quantize(row.expand(numel // 2**16, -1), 1, numel, seed=9)
+    plane = numel // 8
+    element = torch.arange(2**32 - 1000, 2**32 + 1000)
+    found = (q.data[element % plane] >> (element // plane)) & 1
+    noise = reference.noise(torch.tensor([9]), 0, q.ranges, element)[0]
+    assert torch.equal(found.bool(), row[element % 2**16] > noise)
