@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 
 def pytest_configure() -> None:
-    # Workers of pytest-xdist share the cores; more threads than cores wait for each other.
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    # The tests' tensors are small: threads would only wait for each other, and busily.
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
