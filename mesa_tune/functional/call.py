@@ -40,10 +40,12 @@ class Call:
         """Runs formula `name` on the tensors; plain where no gradient is wanted or nothing would get smaller."""
         tensors = (tensor, *others)
         needs = tuple(given is not None and given.requires_grad for given in tensors)
-        if not any(needs) or not (FORMULAS[name].lossless or self._pays(tensors)):
+        if not any(needs):
             return self.plain()
         if any(given is not None and _odd(given) for given in tensors):
             return self.refuse("complex, sparse and nested tensors have no formula")
+        if not (FORMULAS[name].lossless or self._pays(tensors)):
+            return self.plain()
         raw = tuple(given is None or self.is_static(given) for given in tensors)
         return Apply.apply(self.layer, name, static, needs, raw, self.spec, self.key(tensor.device), *tensors)
 

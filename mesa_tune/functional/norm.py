@@ -25,7 +25,7 @@ def layer_norm_forward(
     y, mean, rstd = torch.native_layer_norm(given, shape, weight, bias, eps)
     if not (needs[0] or needs[1]):
         return Result(y)
-    normalized = ((given - mean) * rstd).to(x.dtype)
+    normalized = (given - mean).mul_(rstd).to(x.dtype)
     return Result(y, lossy=(normalized,), exact=(rstd, weight, bias))
 
 
@@ -53,7 +53,7 @@ def layer_norm_backward(
         [needs[0], needs[1], needs[2]],
     )
     return (
-        (dx * rstd).to(lossy[0].dtype) if needs[0] else None,
+        dx.mul_(rstd).to(lossy[0].dtype) if needs[0] else None,
         dw if needs[1] else None,
         db if needs[2] else None,
     )
@@ -85,7 +85,7 @@ def batch_norm_forward(
         mean, rstd = running_mean, (running_var + eps).rsqrt()
     if not (training or needs[1]):
         return Result(y, exact=(rstd, weight))
-    normalized = ((x - _by_channel(mean, x)) * _by_channel(rstd, x)).to(x.dtype)
+    normalized = (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x)).to(x.dtype)
     return Result(y, lossy=(normalized,), exact=(rstd, weight))
 
 
@@ -112,7 +112,7 @@ def batch_norm_backward(
         0.0,
         [needs[0], needs[1], needs[2]],
     )
-    dx = (dx * _by_channel(rstd, dx)).to(grad.dtype) if needs[0] else None
+    dx = dx.mul_(_by_channel(rstd, dx)) if needs[0] else None
     return (dx, dw if needs[1] else None, db if needs[2] else None, *rest)
 
 
