@@ -5,23 +5,29 @@ from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, RunError, 
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.profiler.profiling import profile
+from mesa_tune.profiler.verification import Verification, verify
 from mesa_tune.profiler.workload import Workload
+from mesa_tune.search import Plan, search_policy
 from mesa_tune.settings import LayerSettings
 
 __all__ = [
     "BudgetError",
     "LayerSettings",
     "MesaTuneError",
+    "Plan",
     "Policy",
     "PolicyError",
     "Prediction",
     "Profile",
     "RunError",
+    "Verification",
     "Workload",
     "WorkloadError",
     "compress_saved",
     "convert",
     "profile",
     "revert",
+    "search_policy",
+    "verify",
 ]
 __version__ = "0.1.0"

@@ -1,0 +1,209 @@
+"""How much lower is the gradient error of a searched policy than that of uniform bits, at the same bytes?
+
+    python benchmarks/search_vs_uniform.py [--seeds 5] [--trials 100] [--steps 600] [--batches 8]
+
+The digits ViT, trained to convergence. For uniform 4, 3 and 2 bits: the search gets the uniform policy's peak
+and saved bytes as its limits; both policies are then judged by the gradient code of this file, on batches and
+rounding seeds that no search has seen. Beside it stand the solver's bound, the solution without a study, and
+what the study added, over `--seeds` studies. Bytes of both policies are measured, too, before any error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from common import append, mean_interval
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.profiler.meter import measure_step
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "digits_vit.py"
+PROMISED = {4: 30.0, 3: 20.0, 2: 8.0}
+UNSEEN = 50_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, default=5, help="studies of each kind (at least 2)")
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--timeout", type=float, default=None, help="seconds a study")
+    parser.add_argument("--steps", type=int, default=600, help="of training before anything is measured")
+    parser.add_argument("--batches", type=int, default=8, help="unseen batches to judge by")
+    arguments = parser.parse_args()
+    example = load_example()
+    trained = train(example, arguments.steps)
+    workload = mt.Workload(
+        lambda: copy_of(example, trained),
+        example.batch,
+        example.loss,
+        example.optimizer,
+        batch_size=example.BATCH_SIZE,
+    )
+    profile = mt.profile(workload, seeds=4)
+    for bits, promised in PROMISED.items():
+        result = compare(workload, profile, example, bits, arguments)
+        result["promised"] = promised
+        report(result)
+        append("search_vs_uniform", {"subject": "digits ViT, converged", "steps": arguments.steps, **result})
+
+
+def load_example() -> ModuleType:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("digits_vit", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(example: ModuleType, steps: int) -> nn.Module:
+    """The example's model after plain training."""
+    torch.manual_seed(0)
+    model: nn.Module = example.model()
+    optimizer = example.optimizer(list(model.parameters()))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, example.LEARNING_RATE, total_steps=steps, pct_start=0.2
+    )
+    for _ in range(steps):
+        value = example.loss(model, example.batch(example.BATCH_SIZE))
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        schedule.step()
+    print(
+        f"trained {steps} steps: loss {value.item():.4f}, test accuracy {example.accuracy(model):.3f}",
+        flush=True,
+    )
+    return model.train()
+
+
+def copy_of(example: ModuleType, trained: nn.Module) -> nn.Module:
+    """A new model with the trained weights."""
+    model: nn.Module = example.model()
+    model.load_state_dict(trained.state_dict())
+    return model
+
+
+def compare(
+    workload: mt.Workload, profile: mt.Profile, example: ModuleType, bits: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """One row: uniform `bits`, the solved policy, and the studies', at the uniform policy's bytes."""
+    uniform = mt.Policy.uniform(level=2**bits)
+    limits = profile.predict(uniform)
+    sought = {"budget": limits.peak_bytes, "max_saved": limits.saved_bytes}
+    solved = mt.search_policy(profile, **sought, trials=0)
+    studies = [
+        mt.search_policy(
+            profile,
+            **sought,
+            workload=workload,
+            trials=arguments.trials,
+            timeout=arguments.timeout,
+            seed=seed,
+        )
+        for seed in range(arguments.seeds)
+    ]
+    require_no_larger(workload, uniform, [solved.policy, *(plan.policy for plan in studies)])
+    judge = Judge(example, workload, arguments.batches)
+    errors = {"uniform": judge.error(uniform), "solved": judge.error(solved.policy)}
+    searched = [judge.error(plan.policy) for plan in studies]
+    gains = [1 - error / errors["solved"] for error in searched]
+    return {
+        "bits": bits,
+        "peak_bytes": limits.peak_bytes,
+        "saved_bytes": limits.saved_bytes,
+        "uniform_error": errors["uniform"],
+        "bound": solved.bound,
+        "solved_predicted": solved.predicted.gradient_error,
+        "solved_error": errors["solved"],
+        "solved_times_lower": errors["uniform"] / errors["solved"],
+        "searched_errors": searched,
+        "searched_times_lower": [errors["uniform"] / error for error in searched],
+        "study_gain": mean_interval(gains)._asdict(),
+        "study_won": [plan.won for plan in studies],
+        "trials": [plan.trials for plan in studies],
+    }
+
+
+def require_no_larger(workload: mt.Workload, uniform: mt.Policy, policies: list[mt.Policy]) -> None:
+    """Fails if a policy's real step keeps or peaks above the uniform one's by more than 1 %."""
+    allowed = measured_bytes(workload, uniform)
+    for policy in policies:
+        found = measured_bytes(workload, policy)
+        if any(here > 1.01 * there for here, there in zip(found, allowed, strict=True)):
+            raise SystemExit(
+                f"a searched policy is larger than the uniform one: {found} against {allowed} bytes"
+            )
+
+
+def measured_bytes(workload: mt.Workload, policy: mt.Policy) -> tuple[int, int]:
+    """Saved and peak bytes of a real step."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with mt.compress_saved(policy, seed=0):
+            return workload.compute_loss(model, batch)
+
+    model = mt.convert(workload.build(), policy, seed=0)
+    found = measure_step(model, workload.make_batch(), loss, workload.make_optimizer(model))
+    return found.saved_bytes, found.peak_bytes
+
+
+class Judge:
+    """Gradient errors on unseen batches: ‖ĝ − g‖² / ‖g‖² over all parameters, mean over batches and seeds."""
+
+    def __init__(self, example: ModuleType, workload: mt.Workload, batches: int) -> None:
+        self.example, self.workload = example, workload
+        self.batches = []
+        for draw in range(batches):
+            torch.manual_seed(UNSEEN + draw)
+            self.batches.append(example.batch(workload.batch_size))
+        self.exact = [self.gradient(batch, None, 0) for batch in self.batches]
+
+    def error(self, policy: mt.Policy, seeds: int = 4) -> float:
+        """The mean error of `policy`."""
+        found = []
+        for batch, exact in zip(self.batches, self.exact, strict=True):
+            for seed in range(seeds):
+                change = self.gradient(batch, policy, 7_000 + seed) - exact
+                found.append((change.square().sum() / exact.square().sum()).item())
+        return sum(found) / len(found)
+
+    def gradient(self, batch: Any, policy: mt.Policy | None, seed: int) -> Tensor:
+        """All parameters' gradients in one float64 vector."""
+        model = self.workload.build()
+        if policy is None:
+            self.example.loss(model, batch).backward()
+        else:
+            mt.convert(model, policy, seed=seed)
+            with mt.compress_saved(policy, seed=seed):
+                value = self.example.loss(model, batch)
+            value.backward()
+        return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def report(result: dict[str, Any]) -> None:
+    """The row in words."""
+    gain = result["study_gain"]
+    least = min(result["searched_times_lower"])
+    print(f"\nuniform {result['bits']} bits: error {result['uniform_error']:.2e}")
+    print(f"  lower bound of the sum  {result['bound']:.2e}")
+    ratio, lower = result["solved_error"] / result["solved_predicted"], result["solved_times_lower"]
+    print(f"  --trials 0              {result['solved_error']:.2e}  {lower:6.1f} times lower,", end=" ")
+    print(f"{ratio:.2f} times its prediction")
+    print(f"  searched, the worst     {max(result['searched_errors']):.2e}  {least:6.1f} times lower")
+    print(f"  the study adds          {gain['mean']:.1%} [{gain['low']:.1%}, {gain['high']:.1%}]")
+    print(
+        f"  at least {result['promised']:.0f} times: {'yes' if least >= result['promised'] else 'NO'}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
