@@ -1,0 +1,258 @@
+"""`verify` against an independent count, and the command around it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mesa_tune import ops
+from mesa_tune.cli import run
+from mesa_tune.errors import RunError
+from mesa_tune.policy import Policy
+from mesa_tune.profiler import verification
+from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiler.verification import Measured, Ratio, Verification, verify
+from mesa_tune.profiler.workload import Workload
+from tests.synthetic import COARSE, synthetic_profile
+
+WIDTH, SAMPLES = 64, 128
+KEPT = SAMPLES * WIDTH  # elements of each hidden tensor: above the 4,096 that stay exact
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+def batch(batch_size):
+    return torch.randn(batch_size, 64), torch.randn(batch_size, 64)
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).abs().mean()
+
+BATCH_SIZE = 128
+"""
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+WORKLOAD = Workload(model, batch, loss, batch_size=SAMPLES)
+
+
+def checked(policy: Policy, workload: Workload = WORKLOAD) -> Verification:
+    return verify(workload, policy, steps=2, seeds=3)
+
+
+class TestVerify:
+    def test_saved_bytes_are_those_counted_by_hand(self) -> None:
+        found = checked(Policy.uniform(level=16))
+        # Two hidden tensors, and the prediction that the loss keeps.
+        assert found.baseline.saved_bytes == 3 * 4 * KEPT
+        packed = ops.packed_bytes(KEPT, 4)
+        assert found.policy.saved_bytes is not None
+        assert 2 * packed <= found.policy.saved_bytes <= 3 * packed + 4 * KEPT
+
+    def test_less_is_kept_the_fewer_the_bits(self) -> None:
+        four, eight = checked(Policy.uniform(level=16)), checked(Policy.uniform(level=256))
+        assert four.policy.saved_bytes is not None
+        assert eight.policy.saved_bytes is not None
+        assert four.policy.saved_bytes < eight.policy.saved_bytes
+        assert four.baseline.peak_bytes == eight.baseline.peak_bytes
+        assert four.gradient_error is not None
+        assert eight.gradient_error is not None
+        assert 50 * eight.gradient_error < four.gradient_error
+
+    def test_nothing_changes_under_the_empty_policy(self) -> None:
+        found = checked(Policy())
+        assert found.policy.saved_bytes == found.baseline.saved_bytes
+        assert found.policy.peak_bytes == found.baseline.peak_bytes
+        assert found.gradient_errors == (0.0, 0.0, 0.0)
+
+    def test_errors_differ_by_seed_and_repeat(self) -> None:
+        first, second = (checked(Policy.uniform(level=4)).gradient_errors for _ in range(2))
+        assert len(set(first)) == 3
+        assert first == second
+
+    def test_callers_random_states_are_as_before(self) -> None:
+        before = torch.get_rng_state()
+        checked(Policy.uniform())
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_prediction_is_kept_beside(self) -> None:
+        expected = Prediction(1, 2, 3.0, 4.0)
+        assert verify(WORKLOAD, Policy(), predicted=expected, steps=1, seeds=1).predicted == expected
+
+    @pytest.mark.parametrize(("steps", "seeds"), [(0, 1), (1, 0)])
+    def test_refuses_no_steps_and_no_seeds(self, steps: int, seeds: int) -> None:
+        with pytest.raises(RunError, match=f"steps={steps}, seeds={seeds}"):
+            verify(WORKLOAD, Policy(), steps=steps, seeds=seeds)
+
+    def test_where_plain_does_not_fit_only_the_policy_is_measured(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(verification, "measure_step", failing(verification.measure_step, calls={0}))
+        found = checked(Policy.uniform(level=16))
+        assert found.baseline == Measured(None, None, None)
+        assert found.step_ratio is None
+        assert found.gradient_error is None
+        assert found.policy.saved_bytes
+        assert found.policy.step_ms
+
+    def test_where_the_policy_does_not_fit_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(verification, "measure_step", failing(verification.measure_step, calls={0, 1}))
+        with pytest.raises(RunError, match="batch size 128 does not fit under this policy"):
+            checked(Policy.uniform(level=16))
+
+
+def failing(function: Callable[..., object], calls: set[int]) -> Callable[..., object]:
+    """`function`, which runs out of memory in its calls of these numbers."""
+    count = iter(range(1000))
+
+    def called(*arguments: object) -> object:
+        if next(count) in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(*arguments)
+
+    return called
+
+
+class TestDocument:
+    FOUND = Verification(
+        Measured(100, 80, 5.0),
+        Measured(50, 20, 6.0),
+        (0.1, 0.3),
+        Ratio(1.2, 1.1, 1.3),
+        Prediction(20, 50, 0.1, None),
+        "cpu",
+        8,
+        "2.13.0",
+        5,
+    )
+
+    def test_has_the_contracts_keys(self) -> None:
+        document = self.FOUND.to_dict()
+        assert document["schema"] == "mesa-tune.verify/1"
+        assert document["baseline"] == {"peak_bytes": 100, "saved_bytes": 80, "step_ms": 5.0}
+        assert document["policy"]["gradient_error"] == pytest.approx(0.2)
+        assert document["policy"]["gradient_noise_ratio"] is None
+        assert document["predicted"]["peak_bytes"] == 50
+
+    @pytest.mark.parametrize("change", [{}, {"step_ratio": None, "predicted": None, "gradient_errors": ()}])
+    def test_loads_as_it_was_saved(self, tmp_path: Path, change: dict[str, None]) -> None:
+        found = replace(self.FOUND, **change)
+        found.save(tmp_path / "verify.json")
+        assert Verification.load(tmp_path / "verify.json") == found
+
+    def test_of_another_kind_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "verify.json").write_text('{"schema": "mesa-tune.profile/1"}')
+        with pytest.raises(RunError, match=r"mesa-tune\.profile/1"):
+            Verification.load(tmp_path / "verify.json")
+
+
+class TestCommand:
+    @pytest.fixture(name="folder")
+    def _folder(self, tmp_path: Path) -> Path:
+        """A run whose profile names a real model file, and a policy for it."""
+        path = tmp_path / "model.py"
+        path.write_text(MODEL_FILE)
+        workload = Workload.load(path, device="cpu")
+        made = replace(
+            synthetic_profile(1, grid=COARSE),
+            model=str(path),
+            fingerprint=workload.fingerprint,
+            batch_size=workload.batch_size,
+        )
+        made.save(tmp_path / "run" / "profile.json")
+        (tmp_path / "run" / "policy.txt").write_text(Policy.uniform(level=16).dumps())
+        return tmp_path / "run"
+
+    def verify(self, folder: Path, *options: str) -> int:
+        return run(["verify", "--run", str(folder), "--steps", "1", "--seeds", "1", *options])
+
+    def test_prints_a_table_of_80_columns_and_writes(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.verify(folder) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "device: cpu"
+        table = [line for line in lines if not line.startswith(("policy", "written"))]
+        assert max(map(len, table)) <= 80
+        assert any("predicted" in line and "measured" in line for line in lines)
+        assert Verification.load(folder / "verify.json").batch_size == 128
+
+    def test_json_is_the_document(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.verify(folder, "--json") == 0
+        assert json.loads(capsys.readouterr().out) == json.loads((folder / "verify.json").read_text())
+
+    def test_of_another_policy_needs_force(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        other = folder / "other.txt"
+        other.write_text(Policy.uniform(level=4).dumps())
+        assert self.verify(folder) == 0
+        assert self.verify(folder) == 0
+        assert self.verify(folder, "--policy", str(other)) == 1
+        assert "--force" in capsys.readouterr().err
+
+    def changed(self, folder: Path) -> None:
+        (folder.parent / "model.py").write_text(MODEL_FILE + "# more\n")
+
+    def gone(self, folder: Path) -> None:
+        (folder.parent / "model.py").unlink()
+
+    def no_profile(self, folder: Path) -> None:
+        (folder / "profile.json").unlink()
+
+    def no_policy(self, folder: Path) -> None:
+        (folder / "policy.txt").unlink()
+
+    def made_in_python(self, folder: Path) -> None:
+        replace(Profile.load(folder / "profile.json"), model=None).save(folder / "profile.json")
+
+    def bad_policy(self, folder: Path) -> None:
+        (folder / "policy.txt").write_text("# mesa-tune policy 1\non fc:\n    by_index: all\n    lvel: 4\n")
+
+    def foreign_policy(self, folder: Path) -> None:
+        (folder / "policy.txt").write_text(
+            "# mesa-tune policy 1\non fc:\n    by_name: nowhere\n    level: 4\n"
+        )
+
+    @pytest.mark.parametrize(
+        ("damage", "said"),
+        [
+            ("changed", "changed since it was profiled"),
+            ("gone", "no such file"),
+            ("no_profile", "mesa-tune profile"),
+            ("no_policy", "mesa-tune search"),
+            ("made_in_python", "mesa_tune.verify"),
+            ("bad_policy", "lvel"),
+            ("foreign_policy", "nowhere"),
+        ],
+    )
+    def test_refusals_are_short_and_write_nothing(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], damage: str, said: str
+    ) -> None:
+        getattr(self, damage)(folder)
+        before = sorted(folder.iterdir())
+        assert self.verify(folder) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert len(error.splitlines()) <= 3
+        assert "Traceback" not in error
+        assert sorted(folder.iterdir()) == before
