@@ -33,13 +33,8 @@ def photographs() -> list[Tensor]:
 
 def model() -> nn.Module:
     # DeiT-Ti as published; of its 1,000 classes the labels here use the first twelve.
-    config = DeiTConfig(
-        hidden_size=192,
-        num_hidden_layers=12,
-        num_attention_heads=3,
-        intermediate_size=768,
-        num_labels=1000,
-    )
+    config = DeiTConfig(hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768)
+    config.num_labels = 1000
     return DeiTForImageClassification(config)
 
 

@@ -7,7 +7,6 @@ option or command; 130 Ctrl-C. `--debug` shows the traceback instead.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -42,6 +41,13 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
         return 130
+    except (MemoryError, RuntimeError) as error:
+        from mesa_tune.profiler.user_code import is_out_of_memory
+
+        if "--debug" in arguments or not is_out_of_memory(error):
+            raise
+        print("error: out of memory\nfree some, or profile with a smaller --batch-size", file=sys.stderr)
+        return 1
 
 
 def application() -> typer.Typer:
@@ -55,9 +61,8 @@ def application() -> typer.Typer:
     )
     app.callback()(_options)
     for name in COMMANDS:
-        module = f"mesa_tune.commands.{name}"
-        if importlib.util.find_spec(module):
-            app.command(name)(getattr(importlib.import_module(module), name))
+        module = importlib.import_module(f"mesa_tune.commands.{name}")
+        app.command(name)(getattr(module, name))
     return app
 
 

@@ -167,7 +167,7 @@ def broken(name: str, line: str) -> str:
 @pytest.mark.parametrize("name", ["model", "batch", "loss", "optimizer"])
 def test_an_error_in_a_function_names_its_line(write: Callable[[str], Path], name: str) -> None:
     loaded = Workload.load(write(broken(name, "return {}['images']")), device="cpu")
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "model": loaded.build,
         "batch": loaded.make_batch,
         "loss": lambda: loaded.compute_loss(nn.Linear(1, 1), None),
@@ -267,7 +267,8 @@ def test_a_model_must_be_a_module(returned: object) -> None:
 
 
 def infinite(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).mean() * float("inf")
+    output: Tensor = model(batch)
+    return output.mean() * float("inf")
 
 
 BAD_LOSSES: dict[str, tuple[Callable[[nn.Module, Tensor], object], str]] = {
