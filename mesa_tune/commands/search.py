@@ -108,7 +108,8 @@ def search(
         plan = plan_with(None, None)
     else:
         workload = _workload(profile)
-        with _study(run, profile, storage, lambda: plan_with(None, None)) as study, _explaining(profile):
+        study = _study(run, profile, storage, lambda: plan_with(None, None))
+        with _explaining(profile):
             plan = plan_with(workload, study)
     output.status("")
     _write(run, plan, inputs)
@@ -145,27 +146,20 @@ def _workload(profile: Profile) -> Workload:
     return workload
 
 
-@contextmanager
-def _study(
-    run: Run, profile: Profile, storage: str | None, solve: Callable[[], object]
-) -> Iterator[str | Path]:
-    """Where the study lives; the run's own file is noted as ours once it is there.
+def _study(run: Run, profile: Profile, storage: str | None, solve: Callable[[], object]) -> str | Path:
+    """Where the study lives; the run's own file is noted as ours, and with --force begun anew.
 
-    With --force it begins anew, but only after `solve` shows that there is a plan to be had.
+    `solve` raises where there is no plan to be had: nothing is written or deleted then.
     """
     if storage is not None:
-        yield storage
-        return
+        return storage
     inputs = digest("study", profile.to_dict())
     run.check(run.study, inputs)
-    if run.force and run.study.exists():
-        solve()
-        run.study.unlink()
-    try:
-        yield run.study
-    finally:
-        if run.study.exists():
-            run.claim(run.study, inputs)
+    solve()
+    if run.force:
+        run.study.unlink(missing_ok=True)
+    run.claim(run.study, inputs)
+    return run.study
 
 
 @contextmanager

@@ -1,0 +1,228 @@
+"""`mesa-tune search` from end to end: files written, text, JSON, and every way it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mesa_tune import cli, convert, profile
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.workload import Workload
+from mesa_tune.search import Plan
+from mesa_tune.settings import LayerSettings
+from tests.synthetic import COARSE, synthetic_profile
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def model():
+    hidden = [part for _ in range(5) for part in (nn.ReLU(), nn.Linear(128, 128))]
+    return nn.Sequential(nn.Linear(64, 128), *hidden, nn.Linear(128, 10))
+
+
+def batch(size):
+    return torch.randn(size, 64), torch.randint(10, (size,))
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+BATCH_SIZE = 1024
+"""
+OPTIONS = [LayerSettings(level=level) for level in (4, 16, 256)]
+BUDGET = "80%"
+
+
+@pytest.fixture(scope="module", name="profiled")
+def _profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model file and a run in which it was profiled."""
+    folder = tmp_path_factory.mktemp("profiled")
+    (folder / "model.py").write_text(MODEL, "utf-8")
+    workload = Workload.load(folder / "model.py", device="cpu")
+    profile(workload, options=OPTIONS).save(folder / "profile.json")
+    return folder
+
+
+@pytest.fixture(name="folder", autouse=True)
+def _folder(profiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh copy of the profiled folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    Path("mesa-run").mkdir()
+    shutil.copy(profiled / "model.py", "model.py")
+    moved = replace(Profile.load(profiled / "profile.json"), model=str(tmp_path / "model.py"))
+    moved.save("mesa-run/profile.json")
+    return tmp_path
+
+
+def files() -> set[str]:
+    return {path.name for path in Path("mesa-run").iterdir()}
+
+
+def search(*arguments: str) -> int:
+    return cli.run(["search", *arguments])
+
+
+def assert_refused(
+    arguments: Sequence[str], capsys: pytest.CaptureFixture[str], words: Sequence[str], status: int = 1
+) -> None:
+    """The command ends with `status` and at most three lines that hold `words`; nothing is written."""
+    before = {
+        path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and ".pyc" not in path.name
+    }
+    assert search(*arguments) == status
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) <= 3
+    assert "Traceback" not in error
+    for word in words:
+        assert word in error
+    assert {path: path.read_bytes() for path in before} == before
+    assert not {"plan.json", "policy.txt"} & (files() - {path.name for path in before})
+
+
+def test_the_profile_alone_gives_plan_and_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("--budget", BUDGET, "--trials", "0") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "device: cpu"
+    assert out[-2:] == [
+        "    import mesa_tune as mt",
+        '    mt.convert(model, mt.Policy.load("mesa-run/policy.txt"))',
+    ]
+    assert max(map(len, out)) <= 80
+    plan, policy = Plan.load("mesa-run/plan.json"), Policy.load("mesa-run/policy.txt")
+    assert policy == plan.policy
+    assert plan.predicted.peak_bytes <= plan.budget_bytes
+    assert "study.db" not in files()
+
+
+def test_the_policy_applies_to_the_model() -> None:
+    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
+    convert(Workload.load("model.py", device="cpu").build(), Policy.load("mesa-run/policy.txt"))
+
+
+def test_a_study_measures_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("--budget", BUDGET, "--trials", "2", "--json") == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["schema"] == "mesa-tune.search/1"
+    assert first["trials"] == 2
+    assert first["policy_path"] == "mesa-run/policy.txt"
+    assert 0 < first["measured"]["gradient_error"] < 1
+    assert first["measured"]["gradient_error"] < 3 * first["predicted"]["gradient_error"]
+    assert search("--budget", BUDGET, "--trials", "3", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["trials"] == 3
+    assert {"study.db", "plan.json", "policy.txt"} <= files()
+
+
+def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_budget_that_the_plain_step_keeps_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("--budget", "6GB") == 0
+    assert "plain step keeps the budget" in capsys.readouterr().out
+    assert Policy.load("mesa-run/policy.txt") == Policy()
+
+
+@pytest.mark.parametrize("budget", ["banana", "0", "-1GB", "nan%"], ids=str)
+def test_a_budget_that_is_no_amount(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(["--budget", budget], capsys, [f"budget '{budget}'", "6GB"])
+
+
+def test_a_budget_below_the_reachable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(["--budget", "1kB"], capsys, ["static bytes", "smallest reachable peak"])
+    assert files() == {"profile.json"}
+
+
+def test_no_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(["--budget", "40%", "--run", "elsewhere"], capsys, ["profile.json", "mesa-tune profile"])
+
+
+@pytest.mark.parametrize("content", ["{", '{"schema": "somebody.else/1"}'], ids=["corrupt", "foreign"])
+def test_a_bad_profile(content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mesa-run/profile.json").write_text(content, "utf-8")
+    assert_refused(["--budget", "40%"], capsys, ["profile.json", "mesa-tune profile"])
+
+
+def test_a_changed_model_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.py").write_text(MODEL + "\n# tuned\n", "utf-8")
+    assert_refused(["--budget", BUDGET], capsys, ["model.py", "changed since it was profiled"])
+    assert search("--budget", BUDGET, "--trials", "0") == 0
+
+
+def test_a_model_file_that_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.py").unlink()
+    assert_refused(["--budget", BUDGET], capsys, ["model.py", "--trials 0"])
+
+
+def _text(path: Path) -> None:
+    path.write_text("not a study\n" * 300, "utf-8")
+
+
+def _header_only(path: Path) -> None:
+    path.write_bytes(b"SQLite format 3\0" + b"\x07" * 4096)
+
+
+@pytest.mark.parametrize("spoil", [_text, _header_only], ids=["foreign", "corrupt"])
+def test_a_bad_study_is_refused_and_made_anew_by_force(
+    spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert search("--budget", BUDGET, "--trials", "1", "--quiet") == 0
+    spoil(Path("mesa-run/study.db"))
+    assert_refused(["--budget", BUDGET, "--trials", "1"], capsys, ["study.db", "--force"])
+    assert search("--budget", BUDGET, "--trials", "1", "--force") == 0
+
+
+def test_a_study_that_was_there_before_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    _text(Path("mesa-run/study.db"))
+    assert_refused(["--budget", BUDGET, "--trials", "1"], capsys, ["study.db", "--force"])
+
+
+def test_force_deletes_no_study_for_a_budget_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("--budget", BUDGET, "--trials", "1", "--quiet") == 0
+    assert_refused(["--budget", "1kB", "--force"], capsys, ["smallest reachable peak"])
+
+
+def test_a_policy_edited_by_hand_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
+    path = Path("mesa-run/policy.txt")
+    path.write_text(path.read_text("utf-8") + "\n# mine\n", "utf-8")
+    assert_refused(["--budget", BUDGET, "--trials", "0"], capsys, ["policy.txt", "edited", "--force"])
+    assert search("--budget", BUDGET, "--trials", "0", "--force") == 0
+    assert "# mine" not in path.read_text("utf-8")
+
+
+def test_another_budget_needs_force(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
+    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
+    assert_refused(["--budget", "85%", "--trials", "0"], capsys, ["other inputs", "--force"])
+
+
+def test_out_of_memory_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("mesa_tune.search.objective.JointError.errors", fail)
+    assert_refused(["--budget", BUDGET, "--trials", "2"], capsys, ["out of memory", "--batch-size 512"])
+
+
+def test_a_profile_made_in_python_is_solved_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic_profile(2, grid=COARSE).save("mesa-run/profile.json")
+    assert_refused(["--budget", "60%"], capsys, ["names no model file", "--trials 0"])
+    assert search("--budget", "60%", "--trials", "0", "--batch-size", "20", "--max-saved", "90%") == 0
+    assert "at batch size 20 (profiled at 8)" in capsys.readouterr().out
+
+
+def test_unknown_options_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(["--budget", "40%", "--levle", "3"], capsys, ["--levle"], status=2)
