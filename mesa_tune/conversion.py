@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mesa_tune import routing
 from mesa_tune.catalog import Catalog, named_layers
 from mesa_tune.codecs import Spec
+from mesa_tune.functional.apply import watch
 from mesa_tune.functional.keeping import forget_copies
 from mesa_tune.functional.routes import own_route
 from mesa_tune.notice import warn_once
@@ -28,7 +29,8 @@ class Conversion:
 
     What is settled when: until a first forward has ended, a call of a function has no index, and the finest settings
     apply. Its backward may run parts of that forward again (checkpointing), and they must then save the same. So
-    the final settings wait for the next forward.
+    the final settings wait for the next forward and, if somebody's saved-tensor hooks or a part without gradients
+    were met (`waits`), for a backward before it.
     """
 
     def __init__(self, policy: Policy, catalog: Catalog, seed: int, min_elements: int) -> None:
@@ -42,6 +44,8 @@ class Conversion:
         self.first = True
         self.ended = False
         self.unseen = False
+        self.waits = False
+        self.backwards = watch.backwards
         self.owed = 0
 
     def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None:
@@ -50,7 +54,7 @@ class Conversion:
             key.add_(_STEP)
         if torch.compiler.is_compiling():
             return
-        if self.ended and self.first:
+        if self.first and self.ended and not (self.waits and self.backwards == watch.backwards):
             self.first = False
             self._settle()
             self.specs.clear()
@@ -79,7 +83,7 @@ class Conversion:
         if torch.compiler.is_compiling():
             return
         if inside:
-            self.unseen = True
+            self.unseen = self.waits = True
         else:
             self.owed += 1
 

@@ -30,6 +30,7 @@ class Host(Protocol):
     """What routing needs of a conversion."""
 
     owed: int
+    waits: bool
 
     def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None: ...
     def end(self) -> None: ...
@@ -136,14 +137,24 @@ def enter(
     begins = outermost and (not inside_backward() or _comes_late(host))
     if begins:
         host.begin(batch, root)
+    active = _is_active()
     frames.append(Frame(host, module, own, batch))
+    if active and frames[-1].hooks is not frames[-2].hooks:
+        host.waits = True
     try:
-        result = forward(*args, **kwargs) if state.active else _activated(forward, args, kwargs)
+        result = forward(*args, **kwargs) if active else _activated(forward, args, kwargs)
         if begins:
             host.end()
         return result
     finally:
         frames.pop()
+
+
+def _is_active() -> bool:
+    """Whether the mode is on. A backward called inside a forward may run without it, so modules in it enter anew."""
+    if torch.compiler.is_compiling() or not state.active:
+        return state.active
+    return state.frames[-1].task == torch._C._current_graph_task_id()
 
 
 def _batch(root: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
@@ -161,9 +172,10 @@ def _comes_late(host: Host) -> bool:
 def entered(host: Host, name: str) -> Iterator[None]:
     """The body runs as a loss named `name` of `host`."""
     host.begin([])
+    active = _is_active()
     state.frames.append(Frame(host, name, None, [], is_loss=True))
     try:
-        if state.active:
+        if active:
             yield
         else:
             with _activation():
@@ -175,17 +187,20 @@ def entered(host: Host, name: str) -> Iterator[None]:
 
 @contextmanager
 def _activation() -> Iterator[None]:
-    state.active = True
+    before, state.active = state.active, True
     try:
         with RoutingMode():
-            if torch.compiler.is_compiling() or not hooks_possible():
+            if torch.compiler.is_compiling():
+                yield
+            elif not hooks_possible():
+                state.frames[-1].host.waits = True
                 yield
             else:
                 with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
                     state.frames[-1].hooks = _top_hooks()
                     yield
     finally:
-        state.active = False
+        state.active = before
 
 
 def _activated(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -80,6 +80,7 @@ class _CallInfo(NamedTuple):
 
 class _Watch:
     observer: Observer | None = None
+    backwards = 0
 
 
 watch = _Watch()
@@ -138,6 +139,8 @@ class Apply(torch.autograd.Function):
                 "Second derivatives of compressed layers are not defined; "
                 "give that layer `enable: False`, or mt.revert(model)."
             )
+        if not torch.compiler.is_compiling():
+            watch.backwards += 1
         saved = ctx.saved_tensors
         exact, parts = saved[: call.exact_count], list(saved[call.exact_count :])
         lossy = []
