@@ -3,8 +3,8 @@
 GELU keeps its input x: dx = g (Φ(x) + x φ(x)), or the derivative of the tanh form. ReLU keeps where its
 output is zero, one bit an element, exact: dx = 0 there, g elsewhere.
 
-Softmax keeps its output y, which a following product keeps too, so that both share one copy:  dx = y (g − Σ g y).
-It takes nothing but y, so no exact statistic meets a rounded tensor (Rule 7).
+Softmax keeps its output y, which a following product keeps too, so that both share one copy:  dx = y (g − Σ
+g y). It takes nothing but y, so no exact statistic meets a rounded tensor (Rule 7).
 """
 
 from typing import TYPE_CHECKING, Any

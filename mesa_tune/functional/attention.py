@@ -65,7 +65,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 @contextmanager
 def _replaying(device: torch.device, state: Tensor | None) -> Iterator[None]:
-    """Gradients on, casts, modes and hooks off; with `state`, the random state of then, and back at the end."""
+    """Gradients on, casts, modes and hooks off; the random state of the forward, and back at the end."""
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
