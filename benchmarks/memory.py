@@ -1,0 +1,236 @@
+"""What a step of DeiT-Ti keeps, peaks at and costs, predicted and measured by independent meters.
+
+    python benchmarks/memory.py [--batch-size 16] [--pairs 7]
+
+Full profile, then plain, uniform 4 bits (level 16) and a searched policy at 40 %: saved and peak bytes as
+predicted, as counted by live storages, and as the growth of resident memory in a process of its own; gradient
+error on three rounding seeds; time of steps in turn. Correctness first: the policy's loss must be bitwise the
+plain one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import append, ratios, spread
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mesa_tune as mt
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "deit_tiny.py"
+BUDGET = "40%"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=7, help="steps of each kind, in turn")
+    parser.add_argument("--resident", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    workload = mt.Workload.load(EXAMPLE, batch_size=arguments.batch_size, device="cpu")
+    if arguments.resident is not None:
+        print(json.dumps(resident_growth(workload, arguments.resident)))
+        return
+    start = time.perf_counter()
+    profile = mt.profile(workload)
+    profile_s = time.perf_counter() - start
+    print(f"full profile: {profile_s:.0f} s, {len(profile.layers)} layers", flush=True)
+    searched = mt.search_policy(profile, BUDGET, trials=0).policy
+    policies = {
+        "plain": mt.Policy.parse(""),
+        "uniform 4 bits": mt.Policy.uniform(level=16),
+        f"searched {BUDGET}": searched,
+    }
+    require_exact_forward(workload, policies)
+    rows = {name: measure(workload, profile, policy) for name, policy in policies.items()}
+    for row in rows.values():
+        row["share_of_plain"] = row["saved_storages"] / rows["plain"]["saved_storages"]
+        row["resident_share"] = row["resident_peak"] / rows["plain"]["resident_peak"]
+    times = steps_in_turn(workload, policies, arguments.pairs)
+    for name, row in rows.items():
+        row["step_ratio"] = ratios(times["plain"], times[name])._asdict()
+        row["step_ms"] = spread(times[name])._asdict()
+        print(describe(name, row), flush=True)
+    result = {"batch_size": arguments.batch_size, "profile_s": profile_s, "rows": rows}
+    print(f"appended to {append('memory', {'subject': 'DeiT-Ti 224² fp32', **result})}")
+
+
+def require_exact_forward(workload: mt.Workload, policies: dict[str, mt.Policy]) -> None:
+    """Stops unless every policy's loss is the plain one's, bit for bit."""
+    batch = workload.make_batch()
+    losses = [
+        loss_under(workload, policy)(workload_model(workload, policy), batch) for policy in policies.values()
+    ]
+    if len({loss.item() for loss in losses}) != 1:
+        raise SystemExit(f"the forward is not exact: losses {losses}")
+
+
+def workload_model(workload: mt.Workload, policy: mt.Policy) -> nn.Module:
+    return mt.convert(workload.build(), policy, seed=0)
+
+
+def loss_under(workload: mt.Workload, policy: mt.Policy) -> Callable[[nn.Module, Any], Tensor]:
+    """The workload's loss, its own layers under the policy, too."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with mt.compress_saved(policy, seed=0):
+            return workload.compute_loss(model, batch)
+
+    return loss
+
+
+def measure(workload: mt.Workload, profile: mt.Profile, policy: mt.Policy) -> dict[str, Any]:
+    """All figures of one policy but its time."""
+    predicted = profile.predict(policy)
+    check = mt.verify(workload, policy, steps=1, seeds=3)
+    resident = in_own_process(workload.batch_size, policy)
+    return {
+        "saved_predicted": predicted.saved_bytes,
+        "saved_measured": check.policy.saved_bytes,
+        "saved_storages": storages_after_forward(workload, policy),
+        "saved_resident": resident["saved"],
+        "peak_predicted": predicted.peak_bytes,
+        "peak_measured": check.policy.peak_bytes,
+        "resident_peak": resident["peak"],
+        "error_predicted": predicted.gradient_error,
+        "error_measured": check.gradient_error,
+    }
+
+
+class Births(TorchDispatchMode):
+    """Every storage that appears, by weak reference: an independent count of what is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.seen.append(weakref.ref(leaf.untyped_storage()))
+        return result
+
+    def alive(self, without: list[Tensor]) -> int:
+        """Bytes alive now, each storage once, except those of `without`."""
+        excluded = {tensor.untyped_storage().data_ptr() for tensor in without}
+        storages = (storage for reference in self.seen if (storage := reference()) is not None)
+        found = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(size for place, size in found.items() if place not in excluded)
+
+
+def storages_after_forward(workload: mt.Workload, policy: mt.Policy) -> int:
+    """Bytes of storages born in the forward and alive after it; parameters, buffers, batch and loss apart."""
+    model, batch = workload_model(workload, policy), workload.make_batch()
+    given = [
+        *model.parameters(),
+        *model.buffers(),
+        *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)),
+    ]
+    with Births() as births:
+        loss = loss_under(workload, policy)(model, batch)
+        return births.alive([*given, loss])
+
+
+def in_own_process(batch_size: int, policy: mt.Policy) -> dict[str, int]:
+    """`resident_growth` in a fresh process, whose allocator gives large blocks back at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "policy.txt"
+        policy.save(path)
+        command = [sys.executable, __file__, "--batch-size", str(batch_size), "--resident", str(path)]
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    found: dict[str, int] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def resident_growth(workload: mt.Workload, path: str) -> dict[str, int]:
+    """Growth of this process's resident memory over its first step: after the forward, and at its peak."""
+    policy = mt.Policy.load(path)
+    tiny = workload.make_batch(1)
+    warm = workload_model(workload, policy)
+    loss_under(workload, policy)(
+        warm, tiny
+    ).backward()  # libraries' own first-use memory is nobody's activation
+    del warm, tiny
+    model, batch = workload_model(workload, policy), workload.make_batch()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    loss = loss_under(workload, policy)(model, batch)
+    saved = resident("VmRSS") - before
+    loss.backward()
+    return {"saved": saved, "peak": resident("VmHWM") - before}
+
+
+def resident(field: str) -> int:
+    """A field of /proc/self/status in bytes."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+def steps_in_turn(
+    workload: mt.Workload, policies: dict[str, mt.Policy], pairs: int
+) -> dict[str, list[float]]:
+    """Milliseconds of training steps, A B C A B C …, after a warm-up of each."""
+    batch = workload.make_batch()
+    runs: dict[str, Callable[[], None]] = {}
+    for name, policy in policies.items():
+        model = workload_model(workload, policy)
+        runs[name] = stepper(model, workload.make_optimizer(model), loss_under(workload, policy), batch)
+    times: dict[str, list[float]] = {name: [] for name in policies}
+    for turn in range(pairs + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def stepper(
+    model: nn.Module, optimizer: Any, loss: Callable[[nn.Module, Any], Tensor], batch: Any
+) -> Callable[[], None]:
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss(model, batch).backward()
+        optimizer.step()
+
+    return run
+
+
+def describe(name: str, row: dict[str, Any]) -> str:
+    """A policy's figures in words."""
+    mb = {
+        key: f"{value / 1e6:.1f}"
+        for key, value in row.items()
+        if key.startswith(("saved", "peak", "resident_p"))
+    }
+    return (
+        f"\n{name}\n"
+        f"  saved MB: predicted {mb['saved_predicted']}, measured {mb['saved_measured']}, storages "
+        f"{mb['saved_storages']} ({row['share_of_plain']:.1%} of plain), resident {mb['saved_resident']}\n"
+        f"  peak MB: predicted {mb['peak_predicted']}, measured {mb['peak_measured']}; resident growth "
+        f"{mb['resident_peak']} ({row['resident_share']:.1%} of plain)\n"
+        f"  gradient error: predicted {row['error_predicted']:.2e}, measured {row['error_measured']:.2e}\n"
+        f"  step: {row['step_ms']['median']:.0f} ms, {row['step_ratio']['median']:.3f} times plain "
+        f"[{row['step_ratio']['low']:.3f}, {row['step_ratio']['high']:.3f}]"
+    )
+
+
+if __name__ == "__main__":
+    main()
