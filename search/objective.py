@@ -115,7 +115,7 @@ class JointError:
                     buffer.copy_(value)
 
 
-def squared(gradient: Gradient, other: Gradient) -> float:
+def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
     """‖gradient − other‖² over all parameters; a gradient that is None counts as zero."""
     total = 0.0
     for mine, its in zip(gradient, other, strict=True):
