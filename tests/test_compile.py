@@ -1,0 +1,154 @@
+"""Under torch.compile(fullgraph=True) a converted model is traced whole and keeps packed tensors only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.policy import Policy
+from tests.conformance.running import relative_error, saved_bytes
+from tests.models import ViT
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+X = torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def _convert(model: nn.Module, level: int = 16) -> nn.Module:
+    return mt.convert(copy.deepcopy(model), Policy.uniform(level=level), seed=1, min_elements=0)
+
+
+def _grads(model: nn.Module, run: Any, x: Tensor = X) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    run(x).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _saved_when_traced(model: nn.Module, run: Any) -> int:
+    """Bytes that the compiled nodes of the graph hold for backward, less parameters, buffers and the batch.
+
+    A dispatch mode cannot be on while a whole graph is traced, so the graph itself is asked.
+    """
+    _grads(model, run)
+    never = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers(), X)}
+    held: dict[int, int] = {}
+    for node in _nodes(run(X).sum().grad_fn):
+        for tensor in node.saved_tensors if "Compiled" in type(node).__name__ else ():
+            storage = tensor.untyped_storage()
+            held[storage._cdata] = 0 if storage._cdata in never else storage.nbytes()
+    return sum(held.values())
+
+
+def _nodes(root: Any) -> set[Any]:
+    seen: set[Any] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return seen
+
+
+def test_one_graph_that_trains_and_keeps_packed_tensors_only() -> None:
+    plain = ViT()
+    model = _convert(plain)
+    eager = saved_bytes(model, X)
+    plain_bytes = saved_bytes(plain, X)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(X), plain(X))
+    first, second = _grads(model, run), _grads(model, run)
+    right = _grads(plain, plain)
+    assert 0 < relative_error(first, right) < 0.3
+    assert relative_error(first, second) > 0, "two steps have the same noise"
+    found = _saved_when_traced(model, run)
+    assert 0.5 * eager < found <= 1.1 * eager, f"compiled keeps {found} bytes, eager {eager}"
+    assert found < 0.3 * plain_bytes
+
+
+def test_it_learns() -> None:
+    model = _convert(ViT(), level=256)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    target = torch.arange(8) % 10
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(run(X), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("when", ["compiled first", "eager step first", "plain compiled before"])
+def test_order_of_compiling_and_converting_does_not_matter(when: str) -> None:
+    plain = ViT(depth=1)
+    model = copy.deepcopy(plain)
+    if when == "plain compiled before":
+        torch.compile(model, fullgraph=True, backend="aot_eager")(X)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    if when == "compiled first":
+        mt.convert(run, Policy.uniform(level=16), seed=1, min_elements=0)
+    else:
+        mt.convert(model, Policy.uniform(level=16), seed=1, min_elements=0)
+    if when == "eager step first":
+        _grads(model, model)
+    assert 0 < relative_error(_grads(model, run), _grads(plain, plain)) < 0.3
+    mt.revert(model)
+    assert relative_error(_grads(model, run), _grads(plain, plain)) < 1e-10
+
+
+def test_settings_by_index_of_functions_arrive_after_one_step() -> None:
+    text = "# mesa-tune policy 1\non gelu:\n    by_index: all\n    level: 256\n\n    by_index: 1\n    level: 2\n"
+    plain = ViT()
+    model = mt.convert(copy.deepcopy(plain), Policy.parse(text), seed=1, min_elements=0)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    right = _grads(plain, plain)
+    first, later = (relative_error(_grads(model, run), right) for _ in range(2))
+    assert later > 10 * first > 0
+
+
+def test_without_gradients_nothing_is_entered() -> None:
+    plain = ViT(depth=1)
+    run = torch.compile(_convert(plain), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(run(X), plain(X))
+
+
+def test_a_compiled_model_inside_compress_saved() -> None:
+    plain = ViT(depth=1)
+    model = _convert(plain)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        with mt.compress_saved(Policy.uniform(level=256)):
+            loss = run(X).square().sum()
+        loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert 0 < relative_error(found, _grads(plain, plain)) < 0.3
+
+
+@pytest.mark.slow
+def test_inductor() -> None:
+    plain = ViT(depth=1)
+    model = _convert(plain)
+    eager = saved_bytes(model, X)
+    run = torch.compile(model, fullgraph=True)
+    first, second = _grads(model, run), _grads(model, run)
+    assert 0 < relative_error(first, _grads(plain, plain)) < 0.3
+    assert relative_error(first, second) > 0
+    assert 0.5 * eager < _saved_when_traced(model, run) <= 1.1 * eager

@@ -1,0 +1,134 @@
+"""What several layers keep is encoded once, and is theirs to the end (Rule 3)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune import ops
+from mesa_tune.codecs import CODECS, quantize
+from mesa_tune.policy import Policy
+from tests.conformance.running import relative_error, saved_bytes
+from tests.models import Block
+
+
+class _Counting:
+    def __init__(self) -> None:
+        self.encoded: list[tuple[int, ...]] = []
+
+    def encode(self, x: Tensor, *rest: Any) -> list[Tensor]:
+        self.encoded.append(tuple(x.shape))
+        return quantize.encode(x, *rest)
+
+    decode = staticmethod(quantize.decode)
+    packed_bytes = staticmethod(quantize.packed_bytes)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> _Counting:
+    counter = _Counting()
+    monkeypatch.setitem(CODECS, "quantize", counter)
+    return counter
+
+
+def _convert(model: nn.Module, policy: Policy | None = None) -> nn.Module:
+    return mt.convert(copy.deepcopy(model), policy or Policy.uniform(level=16), seed=1, min_elements=0)
+
+
+def test_a_block_encodes_each_tensor_once(counting: _Counting) -> None:
+    block = _convert(nn.Sequential(nn.Linear(64, 64), Block(64)))
+    block(torch.randn(4, 32, 64))
+    wide, narrow = (4, 32, 128), (4, 32, 64)
+    # x̂ twice, the norms' outputs (one for q, k and v), attention's output; GELU's input and output; q, k, v.
+    assert counting.encoded.count(narrow) == 5
+    assert counting.encoded.count(wide) == 2
+    assert len(counting.encoded) == 5 + 2 + 3
+
+
+def test_softmax_shares_its_output_with_the_product_after_it(counting: _Counting) -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            v = super().forward(x)
+            return F.softmax(v @ v.transpose(1, 2), dim=-1) @ v
+
+    plain, x = Model(64, 64), torch.randn(4, 32, 64)
+    _convert(plain)(x)
+    assert counting.encoded.count((4, 32, 32)) == 1
+
+
+def test_a_view_of_other_strides_is_another_tensor() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            return F.gelu(h) + F.gelu(h.transpose(0, 1)).transpose(0, 1)
+
+    plain, x = Model(64, 64), torch.randn(32, 32, 64)
+    found, right = (_grads(each, x) for each in (_convert(plain, Policy.uniform(level=256)), plain))
+    assert 0 < relative_error(found, right) < 1e-3
+
+
+def _grads(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    model(x).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class _ChangedBetween(nn.Module):
+    """q sees h, then h is changed in place, then k sees it."""
+
+    def __init__(self, clone: bool) -> None:
+        super().__init__()
+        self.lift, self.q, self.k = (nn.Linear(64, 64) for _ in range(3))
+        self.clone = clone
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lift(x)
+        q = self.q(h)
+        h = h * 3 if self.clone else h.mul_(3)
+        return q + self.k(h)
+
+
+def test_an_in_place_change_between_two_keepers_gives_each_its_own_values() -> None:
+    torch.manual_seed(0)
+    right = _ChangedBetween(clone=True)
+    model = _ChangedBetween(clone=False)
+    model.load_state_dict(right.state_dict())
+    x = torch.randn(4, 32, 64)
+    coded = _convert(model, Policy.uniform(level=256))
+    assert torch.equal(coded(x), right(x))
+    assert 0 < relative_error(_grads(coded, x), _grads(right, x)) < 1e-3
+
+
+def test_memory_goes_with_the_graph() -> None:
+    model, x = _convert(nn.Sequential(nn.Linear(64, 64), Block(64))), torch.randn(4, 32, 64)
+    assert saved_bytes(model, x) == saved_bytes(model, x)
+    from mesa_tune.profiler.meter import Meter
+
+    with Meter() as meter:
+        model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        assert meter.live_since(0) == 0
+
+
+def test_other_settings_make_their_own_copy_in_any_order() -> None:
+    base = "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 16\n\n    by_name: {}\n    level: 4\n"
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), Block(64))
+    x = torch.randn(4, 32, 64)
+    sizes = {
+        name: saved_bytes(_convert(plain, Policy.parse(base.format(name))), x) for name in ("1.q", "1.k", "1.v")
+    }
+    assert len(set(sizes.values())) == 1
+    both = saved_bytes(_convert(plain, Policy.parse(base.format("1.[qkv]"))), x)
+    one = saved_bytes(_convert(plain, Policy.parse(base.format("none.*"))), x)
+    four, two = (ops.packed_bytes(x.shape, bits) for bits in (4, 2))
+    assert sizes["1.q"] == one + two
+    assert both == one - four + two
