@@ -175,7 +175,8 @@ def _layer_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Texts and sort values of the layer table, a row for each layer."""
     rows = []
     for number, layer in enumerate(frame.to_dict("records")):
-        row = {"number": number, **layer, "before_text": format_bytes(layer["before"])}
+        cells = {str(column): value for column, value in layer.items()}
+        row: dict[str, Any] = {"number": number, **cells, "before_text": format_bytes(layer["before"])}
         if "after" in layer:
             row["after_text"] = format_bytes(layer["after"])
             row["error_text"] = style.error_text(layer["gradient_error"])

@@ -9,6 +9,8 @@ import matplotlib as mpl
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+from matplotlib.text import Text
 
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.reports import figures, frames, style
@@ -30,7 +32,8 @@ def four_bits(profile: Profile) -> dict[str, LayerSettings]:
 
 def texts(figure: Figure) -> str:
     """All that the figure says."""
-    return "\n".join(text.get_text() for text in figure.findobj(mpl.text.Text))
+    found: list[Any] = figure.findobj(Text)
+    return "\n".join(text.get_text() for text in found)
 
 
 def drawn(figure: Figure) -> Figure:
@@ -62,7 +65,7 @@ def test_memory_by_layer_draws_every_layer_of_a_deep_model() -> None:
     frame = frames.layers_frame(PROFILES["303 layers"], four_bits(PROFILES["303 layers"]))
     (axes,) = figures.memory_by_layer(frame).axes
     unit, _ = style.byte_unit(frame["before"].max())
-    stairs: list[Any] = axes.findobj(mpl.patches.StepPatch)
+    stairs: list[Any] = axes.findobj(StepPatch)
     assert [step.get_data().values.sum() * unit for step in stairs] == pytest.approx(
         [frame["before"].sum(), frame["after"].sum()]
     )

@@ -61,7 +61,7 @@ class TestLayers:
     def test_settings_bits_and_errors_stand_beside(self) -> None:
         frame = frames.layers_frame(PROFILE, MIXED).set_index("name")
         assert frame.loc["blocks.0.q", "settings"] == "exact"
-        assert math.isnan(frame.loc["blocks.0.q", "bits"])
+        assert frame["bits"].isna()["blocks.0.q"]
         assert frame.loc["blocks.1.fc2", "bits"] == 2
         fc2 = PROFILE.layer("blocks.1.fc2")
         assert frame.loc["blocks.1.fc2", "gradient_error"] == PROFILE.layer_error(fc2, MIXED["blocks.1.fc2"])
@@ -137,7 +137,7 @@ class TestComparison:
         frame = frames.comparison_frame(predicted, self.VERIFIED).set_index("quantity")
         assert frame.loc["peak_bytes", "difference"] == pytest.approx(0.02)
         assert frame.loc["gradient_error", "difference"] == pytest.approx(1.0)
-        assert math.isnan(frame.loc["step_ms", "difference"])
+        assert frame["difference"].isna()["step_ms"]
         assert frame.loc["saved_bytes", "plain"] == 80
 
     def test_of_nothing_measured_is_all_missing(self) -> None:

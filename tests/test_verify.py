@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from mesa_tune import ops
 from mesa_tune.cli import run
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler import verification
+from mesa_tune.profiler import meter, verification
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.profiler.verification import Measured, Ratio, Verification, verify
 from mesa_tune.profiler.workload import Workload
@@ -108,7 +109,7 @@ class TestVerify:
     def test_where_plain_does_not_fit_only_the_policy_is_measured(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(verification, "measure_step", failing(verification.measure_step, calls={0}))
+        monkeypatch.setattr(verification, "measure_step", failing(meter.measure_step, calls={0}))
         found = checked(Policy.uniform(level=16))
         assert found.baseline == Measured(None, None, None)
         assert found.step_ratio is None
@@ -117,7 +118,7 @@ class TestVerify:
         assert found.policy.step_ms
 
     def test_where_the_policy_does_not_fit_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(verification, "measure_step", failing(verification.measure_step, calls={0, 1}))
+        monkeypatch.setattr(verification, "measure_step", failing(meter.measure_step, calls={0, 1}))
         with pytest.raises(RunError, match="batch size 128 does not fit under this policy"):
             checked(Policy.uniform(level=16))
 
@@ -156,7 +157,7 @@ class TestDocument:
         assert document["predicted"]["peak_bytes"] == 50
 
     @pytest.mark.parametrize("change", [{}, {"step_ratio": None, "predicted": None, "gradient_errors": ()}])
-    def test_loads_as_it_was_saved(self, tmp_path: Path, change: dict[str, None]) -> None:
+    def test_loads_as_it_was_saved(self, tmp_path: Path, change: dict[str, Any]) -> None:
         found = replace(self.FOUND, **change)
         found.save(tmp_path / "verify.json")
         assert Verification.load(tmp_path / "verify.json") == found
