@@ -27,9 +27,19 @@ class Meta(NamedTuple):
     expanded: tuple[int, ...] | None
 
 
+_FIRST_LIMIT = 1024
+
+
 class _Copies(threading.local):
     def __init__(self) -> None:
         self.known: dict[Any, tuple[StorageWeakRef, list[weakref.ref[Tensor]]]] = {}
+        self.limit = _FIRST_LIMIT
+
+    def purge(self) -> None:
+        """Drops copies of dead tensors, now and then: layers that stand alone never begin an outermost forward."""
+        if len(self.known) >= self.limit:
+            self.known = {place: copy for place, copy in self.known.items() if not copy[0].expired()}
+            self.limit = max(_FIRST_LIMIT, 2 * len(self.known))
 
 
 _copies = _Copies()
@@ -98,5 +108,6 @@ def _encode_once(tensor: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
         if all(part is not None for part in parts):
             return parts  # type: ignore[return-value]
     fresh = CODECS[spec.codec].encode(tensor, spec, key)
+    _copies.purge()
     _copies.known[place] = (StorageWeakRef(storage), [weakref.ref(part) for part in fresh])
     return fresh
