@@ -1,0 +1,219 @@
+"""convert, revert and compress_saved: replaced, refused, undone, nested; odd dtypes and settings; warnings."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune import notice, routing
+from mesa_tune.conversion import conversion_of
+from mesa_tune.policy import Policy
+from tests.conformance.running import relative_error, saved_bytes
+from tests.models import Functions, ViT
+
+X = torch.randn(4, 24, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    notice._given.clear()
+    torch.manual_seed(0)
+    yield
+    assert routing.state.frames == []
+    assert not routing.state.active
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+
+def _parse(text: str) -> Policy:
+    return Policy.parse("# mesa-tune policy 1\n" + text)
+
+
+def _grads(model: nn.Module, x: Tensor = X) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    model(x).float().square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_converting_again_replaces_the_policy() -> None:
+    model = _mlp()
+    sizes = [
+        saved_bytes(mt.convert(model, Policy.uniform(level=level), min_elements=0), X) for level in (256, 4, 256)
+    ]
+    assert sizes[0] == sizes[2] > sizes[1]
+    mt.revert(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_refused_policy_leaves_the_conversion_that_was_there() -> None:
+    model = mt.convert(_mlp(), Policy.uniform(level=16), min_elements=0)
+    before = conversion_of(model)
+    with pytest.raises(mt.PolicyError, match="9"):
+        mt.convert(model, _parse("on fc:\n    by_name: 9\n    level: 4\n"))
+    assert conversion_of(model) is before
+
+
+def test_a_forward_of_ones_own_on_the_instance_survives() -> None:
+    model = nn.Linear(64, 64)
+    mine = lambda x: F.linear(x, model.weight) * 2  # noqa: E731
+    model.forward = mine  # type: ignore[method-assign]
+    mt.convert(model, Policy.uniform(), min_elements=0)
+    assert torch.equal(model(X), mine(X))
+    mt.revert(model)
+    assert model.forward is mine
+
+
+def test_small_tensors_stay_exact() -> None:
+    plain = _mlp()
+    model = mt.convert(copy.deepcopy(plain), Policy.uniform(level=2), min_elements=X.numel())
+    assert relative_error(_grads(model), _grads(plain)) < 1e-12
+
+
+def test_without_gradients_the_mode_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mt.convert(_mlp(), Policy.uniform())
+    monkeypatch.setattr(routing, "enter", None)
+    with torch.no_grad():
+        model(X)
+    with torch.inference_mode():
+        model(X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
+    plain, x = _mlp().to(dtype), X.to(dtype)
+    model = mt.convert(copy.deepcopy(plain), Policy.uniform(level=256), min_elements=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = relative_error(_grads(model, x), _grads(plain, x))
+    assert torch.equal(model(x), plain(x))
+    if dtype == torch.float64:
+        assert error < 1e-20
+        assert any("'2'" in str(each.message) and "float64" in str(each.message) for each in caught)
+    else:
+        assert 0 < error < 1e-2
+        assert not [each for each in caught if "mesa-tune" in str(each.message)]
+
+
+def test_groups_that_do_not_divide_are_named() -> None:
+    plain = _mlp()
+    model = mt.convert(copy.deepcopy(plain), Policy.uniform(quant_groups=7), min_elements=0)
+    with pytest.warns(UserWarning, match=r"'2' keeps a tensor uncompressed: quant_groups 7 does not divide 64"):
+        found = _grads(model)
+    assert relative_error(found, _grads(plain)) < 1e-12
+
+
+def test_an_argument_that_has_no_formula_is_named() -> None:
+    class Vector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x + self.weight, self.weight)
+
+    model = mt.convert(Vector(), Policy.uniform(), min_elements=0)
+    with pytest.warns(UserWarning, match=r"'linear\.0' is left uncompressed"):
+        model(X)
+
+
+def test_a_name_that_no_layer_has_is_named_after_the_first_forward() -> None:
+    model = mt.convert(Functions(), _parse("on gelu:\n    by_name: gelu.7\n    level: 4\n"), min_elements=0)
+    with pytest.warns(UserWarning, match=r"gelu\.7"):
+        model(X)
+
+
+def test_moved_models_and_buffers_need_no_new_conversion() -> None:
+    model = mt.convert(ViT(), Policy.uniform(level=256), min_elements=0)
+    tokens = X[..., :16]
+    model(tokens)
+    model.to(torch.bfloat16).to(torch.float32)
+    assert relative_error(_grads(model, tokens), _grads(mt.revert(copy.deepcopy(model)), tokens)) < 1e-2
+
+
+def _loss(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1]) + F.gelu(logits).mean()
+
+
+def test_compress_saved_names_the_calls_of_a_loss() -> None:
+    policy = _parse("on loss:\n    by_name: loss.cross_entropy.0\n    level: 16\n")
+    logits = torch.randn(64, 512).requires_grad_()
+    with mt.compress_saved(policy, seed=3):
+        conversion = routing.state.frames[-1].host
+        loss = _loss(logits)
+    loss.backward()
+    found = logits.grad
+    assert found is not None
+    names = [name for _, _, name in conversion.catalog.known()]  # type: ignore[attr-defined]
+    assert names == ["loss.cross_entropy.0", "loss.gelu.0"]
+    again = logits.detach().requires_grad_()
+    plain = _loss(again)
+    plain.backward()
+    assert again.grad is not None
+    assert torch.equal(loss, plain)
+    assert 0 < float((found - again.grad).square().sum() / again.grad.square().sum()) < 0.1
+
+
+def test_compress_saved_has_new_noise_at_each_entry() -> None:
+    def grad(seed: int | None) -> Tensor:
+        logits = torch.linspace(-3, 3, 64 * 512).view(64, 512).requires_grad_()
+        with mt.compress_saved(Policy.uniform(level=16), seed=seed):
+            loss = _loss(logits)
+        loss.backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    assert not torch.equal(grad(None), grad(None))
+    assert torch.equal(grad(7), grad(7))
+
+
+def test_a_converted_model_inside_keeps_its_policy_and_an_unconverted_one_is_loss() -> None:
+    x = torch.randn(64, 24, 64)
+    plain = _mlp()
+    coded = mt.convert(copy.deepcopy(plain), _parse("on fc:\n    by_index: all\n    level: 4\n"), seed=1)
+    right = _grads(plain, x)
+    errors = {}
+    for name, model in (("converted", coded), ("plain", plain)):
+        model.zero_grad()
+        with mt.compress_saved(Policy.uniform(level=256)):
+            loss = model(x).square().sum()
+        loss.backward()
+        found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        errors[name] = relative_error(found, right)
+    assert errors["converted"] > 100 * errors["plain"] > 0
+
+
+def test_compress_saved_nests_and_survives_exceptions() -> None:
+    logits = torch.randn(64, 512).requires_grad_()
+    with mt.compress_saved(Policy.uniform(level=256)):
+        outer = routing.state.frames[-1].host
+        with pytest.raises(ValueError, match="stop"), mt.compress_saved(Policy.uniform(level=4)):
+            assert routing.state.frames[-1].host is not outer
+            raise ValueError("stop")
+        assert routing.state.frames[-1].host is outer
+        _loss(logits).backward()
+    assert logits.grad is not None
+
+
+class _Data(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert routing.state.frames == []
+        return F.gelu(torch.full((64, 64), float(index)).requires_grad_()).detach()
+
+
+def test_data_workers_are_not_affected() -> None:
+    model = mt.convert(_mlp(), Policy.uniform(level=256), min_elements=0)
+    loader = torch.utils.data.DataLoader(_Data(), batch_size=2, num_workers=1)
+    for batch in loader:
+        assert float(_grads(model, batch)["0.weight"].square().sum()) > 0
