@@ -84,7 +84,9 @@ class Catalog:
         return self._layers[layer][0]
 
     def settle(self, policy: Policy) -> tuple[str, ...]:
-        """After a first forward: gives every layer its index, for good. Returns texts on names that no layer has."""
+        """After a first forward: gives every layer its index, for good. Returns texts on names that no
+        layer has.
+        """
         if self._settled:
             return ()
         self._settled = True

@@ -27,9 +27,12 @@ _entries = count()
 class Conversion:
     """A policy at work on one model: settings by layer, the noise key, and what is never encoded.
 
-    What is settled when: until a first forward has ended, a call of a function has no index, and the finest settings
-    apply. Its backward may run parts of that forward again (checkpointing), and they must then save the same. So
-    the final settings wait for the next forward and, if somebody's saved-tensor hooks or a part without gradients
+    What is settled when: until a first forward has ended, a call of a function has no index, and the finest
+    settings
+    apply. Its backward may run parts of that forward again (checkpointing), and they must then save the
+    same. So
+    the final settings wait for the next forward and, if somebody's saved-tensor hooks or a part without
+    gradients
     were met (`waits`), for a backward before it.
     """
 
@@ -78,7 +81,8 @@ class Conversion:
     def passed_over(self, inside: bool) -> None:
         """A module ran without gradients, perhaps to run again in backward (reentrant checkpointing).
 
-        Layers `inside` an outermost forward have not been seen then; one that is outermost has a forward number to come.
+        Layers `inside` an outermost forward have not been seen then; one that is outermost has a forward
+        number to come.
         """
         if torch.compiler.is_compiling():
             return
@@ -127,7 +131,9 @@ class Conversion:
         before = dict(self.specs)
         self._settle()
         self.specs.clear()
-        return any(self._known_spec(name, self.catalog.tag(name), "") != spec for name, spec in before.items())
+        return any(
+            self._known_spec(name, self.catalog.tag(name), "") != spec for name, spec in before.items()
+        )
 
     def key(self, device: torch.device) -> Tensor:
         """The one-element int64 tensor that rounding noise depends on, on `device`."""
@@ -145,7 +151,10 @@ class Conversion:
             return True
         if tensor.requires_grad or self.root is None:
             return False
-        root, self.root = self.root, None  # parameters and buffers are looked up in the forwards that need them
+        root, self.root = (
+            self.root,
+            None,
+        )  # parameters and buffers are looked up in the forwards that need them
         self._never_encode(chain(root.parameters(), root.buffers()))
         return self._is_known(tensor)
 
@@ -201,7 +210,8 @@ def convert(
     min_elements: int = MIN_ELEMENTS,
     force: bool = False,
 ) -> nn.Module:
-    """`model` stores activations as `policy` says, from its next forward on; returns `model`, changed in place.
+    """`model` stores activations as `policy` says, from its next forward on; returns `model`, changed in
+    place.
 
     Parameters, buffers, `state_dict` keys and outputs stay bit for bit what they were. `seed` (default
     `torch.initial_seed()`) decides the rounding noise; tensors of up to `min_elements` elements stay exact.
@@ -215,7 +225,7 @@ def convert(
     overruled = policy.check(
         catalog.known(), fingerprint=catalog.fingerprint, force=force, complete=False, modules=catalog.modules
     )
-    for text in (*policy.warnings, *overruled):
+    for text in (*policy.warnings, *overruled, *policy.require_available()):
         warn_once(text)
     revert(model)
     install(model, Conversion(policy, catalog, torch.initial_seed() if seed is None else seed, min_elements))
@@ -253,10 +263,12 @@ def conversion_of(model: nn.Module) -> Conversion | None:
 def compress_saved(policy: Policy, *, seed: int | None = None) -> Iterator[None]:
     """Calls in this context store what they keep by `policy`, under names `loss.<function>.<n>`.
 
-    For the parts of a step outside a converted model, such as a loss on large logits. A converted model inside keeps its own policy;
+    For the parts of a step outside a converted model, such as a loss on large logits. A converted model
+    inside keeps its own policy;
     an unconverted one counts as part of the loss. The rounding noise depends on `seed`; by default on
     `torch.initial_seed()` and a count of the entries, so that every step has its own.
     """
+    policy.require_available()
     chosen = torch.initial_seed() + next(_entries) if seed is None else seed
     conversion = Conversion(policy, Catalog.empty(), chosen, MIN_ELEMENTS)
     with routing.entered(conversion, "loss"):

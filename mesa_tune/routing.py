@@ -60,7 +60,8 @@ class Frame:
     def surrounds(self) -> bool:
         """Whether what runs now is this module's own run.
 
-        It is not below somebody else's saved-tensor hooks, nor in a backward that began since (one called in the body of
+        It is not below somebody else's saved-tensor hooks, nor in a backward that began since (one called
+        in the body of
         `compress_saved` sees the mode and the hooks of the forward).
         """
         return torch.compiler.is_compiling() or (
@@ -81,7 +82,8 @@ class Frame:
         return f"{self.module}.{function}.{position}" if self.module else f"{function}.{position}"
 
     def is_static(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is (a view of) a parameter, a buffer or part of the batch: never encoded, never counted.
+        """Whether `tensor` is (a view of) a parameter, a buffer or part of the batch: never encoded, never
+        counted.
 
         A loss is entered without arguments, so whatever has no gradient there counts as batch.
         """
@@ -151,20 +153,26 @@ def enter(
 
 
 def _is_active() -> bool:
-    """Whether the mode is on. A backward called inside a forward may run without it, so modules in it enter anew."""
+    """Whether the mode is on. A backward called inside a forward may run without it, so modules in it enter
+    anew.
+    """
     if torch.compiler.is_compiling() or not state.active:
         return state.active
     return state.frames[-1].task == torch._C._current_graph_task_id()
 
 
 def _batch(root: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+    given = [
+        leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad
+    ]
     # Storages cannot be asked for in traced code, so buffers are compared as objects there.
     return given + list(root.buffers()) if torch.compiler.is_compiling() else given
 
 
 def _comes_late(host: Host) -> bool:
-    """Whether this run in backward is the first with gradients: reentrant checkpointing around the whole model."""
+    """Whether this run in backward is the first with gradients: reentrant checkpointing around the whole
+    model.
+    """
     return host.owed > 0 and _top_hooks() is None
 
 
@@ -295,7 +303,8 @@ def _other_layer(frame: Frame) -> str:
 
 
 def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
-    # No torch function: somebody's autograd.Function, whose formula is unknown (Rule 7), or a checkpoint's inputs.
+    # No torch function: somebody's autograd.Function, whose formula is unknown (Rule 7), or a checkpoint's
+    # inputs.
     if state.function is None or tensor.layout is not torch.strided or not tensor.is_floating_point():
         return None
     if frame.is_static(tensor):

@@ -1,4 +1,6 @@
-"""Small models for tests, written as people write them: functions called directly, layers used twice, branches."""
+"""Small models for tests, written as people write them: functions called directly, layers used twice,
+branches.
+"""
 
 from __future__ import annotations
 

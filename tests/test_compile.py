@@ -113,7 +113,9 @@ def test_order_of_compiling_and_converting_does_not_matter(when: str) -> None:
 
 
 def test_settings_by_index_of_functions_arrive_after_one_step() -> None:
-    text = "# mesa-tune policy 1\non gelu:\n    by_index: all\n    level: 256\n\n    by_index: 1\n    level: 2\n"
+    text = (
+        "# mesa-tune policy 1\non gelu:\n    by_index: all\n    level: 256\n\n    by_index: 1\n    level: 2\n"
+    )
     plain = ViT()
     model = mt.convert(copy.deepcopy(plain), Policy.parse(text), seed=1, min_elements=0)
     run = torch.compile(model, fullgraph=True, backend="aot_eager")

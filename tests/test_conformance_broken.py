@@ -54,7 +54,9 @@ def _draws(output: Tensor) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize("change", [_slightly_more, _draws], ids=["another output", "draws from torch's generator"])
+@pytest.mark.parametrize(
+    "change", [_slightly_more, _draws], ids=["another output", "draws from torch's generator"]
+)
 def test_rule_1_catches(monkeypatch: Patch, change: Callable[[Tensor], Tensor]) -> None:
     _break_formula(monkeypatch, "linear", forward=_with_output(change))
     with pytest.raises(AssertionError):
@@ -129,7 +131,9 @@ def test_rule_4_catches_ranges_kept_by_reference(monkeypatch: Patch) -> None:
     def encode(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
         data, ranges = quantize.encode(x, spec, key)
         common = shared.setdefault(ranges.shape, ranges)
-        common.data.copy_(ranges)  # as a buffer of a module is written: autograd's version counter sees nothing
+        common.data.copy_(
+            ranges
+        )  # as a buffer of a module is written: autograd's version counter sees nothing
         return [data, common]
 
     _break_codec(monkeypatch, encode=encode)
@@ -155,7 +159,10 @@ def test_rule_5_catches_values_that_wrap(monkeypatch: Patch) -> None:
 
 def test_rule_6_catches_bias(monkeypatch: Patch) -> None:
     def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-        half = parts[1][:, 1].repeat_interleave(spec.group_size)[: torch.Size(shape).numel()].view(tuple(shape)) / 2
+        half = (
+            parts[1][:, 1].repeat_interleave(spec.group_size)[: torch.Size(shape).numel()].view(tuple(shape))
+            / 2
+        )
         return quantize.decode(parts, shape, dtype, spec) - half  # rounding down, always
 
     _break_codec(monkeypatch, decode=decode)

@@ -47,7 +47,8 @@ def _grads(model: nn.Module, x: Tensor = X) -> dict[str, Tensor]:
 def test_converting_again_replaces_the_policy() -> None:
     model = _mlp()
     sizes = [
-        saved_bytes(mt.convert(model, Policy.uniform(level=level), min_elements=0), X) for level in (256, 4, 256)
+        saved_bytes(mt.convert(model, Policy.uniform(level=level), min_elements=0), X)
+        for level in (256, 4, 256)
     ]
     assert sizes[0] == sizes[2] > sizes[1]
     mt.revert(model)
@@ -106,7 +107,9 @@ def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
 def test_groups_that_do_not_divide_are_named() -> None:
     plain = _mlp()
     model = mt.convert(copy.deepcopy(plain), Policy.uniform(quant_groups=7), min_elements=0)
-    with pytest.warns(UserWarning, match=r"'2' keeps a tensor uncompressed: quant_groups 7 does not divide 64"):
+    with pytest.warns(
+        UserWarning, match=r"'2' keeps a tensor uncompressed: quant_groups 7 does not divide 64"
+    ):
         found = _grads(model)
     assert relative_error(found, _grads(plain)) < 1e-12
 
@@ -191,13 +194,18 @@ def test_a_converted_model_inside_keeps_its_policy_and_an_unconverted_one_is_los
     assert errors["converted"] > 100 * errors["plain"] > 0
 
 
+def _stops(outer: object) -> None:
+    with mt.compress_saved(Policy.uniform(level=4)):
+        assert routing.state.frames[-1].host is not outer
+        raise ValueError("stop")
+
+
 def test_compress_saved_nests_and_survives_exceptions() -> None:
     logits = torch.randn(64, 512).requires_grad_()
     with mt.compress_saved(Policy.uniform(level=256)):
         outer = routing.state.frames[-1].host
-        with pytest.raises(ValueError, match="stop"), mt.compress_saved(Policy.uniform(level=4)):
-            assert routing.state.frames[-1].host is not outer
-            raise ValueError("stop")
+        with pytest.raises(ValueError, match="stop"):
+            _stops(outer)
         assert routing.state.frames[-1].host is outer
         _loss(logits).backward()
     assert logits.grad is not None

@@ -1,4 +1,6 @@
-"""Names, tags and indices of layers; what is encoded and what never is; states that an exception leaves behind."""
+"""Names, tags and indices of layers; what is encoded and what never is; states that an exception leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,9 @@ class _Checkpointed(nn.Module):
     [nn.DataParallel, _Compiled, _Checkpointed, lambda m: _Compiled(nn.DataParallel(_Checkpointed(m)))],
     ids=["DataParallel", "compiled", "checkpointed", "all three"],
 )
-def test_wrappers_count_neither_in_names_nor_in_the_fingerprint(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_wrappers_count_neither_in_names_nor_in_the_fingerprint(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
     plain = ViT()
     assert {name for name, _ in named_layers(wrap(plain))} == {name for name, _ in named_layers(plain)}
     assert Catalog.of(wrap(plain)).fingerprint == Catalog.of(plain).fingerprint

@@ -124,7 +124,8 @@ def test_other_settings_make_their_own_copy_in_any_order() -> None:
     plain = nn.Sequential(nn.Linear(64, 64), Block(64))
     x = torch.randn(4, 32, 64)
     sizes = {
-        name: saved_bytes(_convert(plain, Policy.parse(base.format(name))), x) for name in ("1.q", "1.k", "1.v")
+        name: saved_bytes(_convert(plain, Policy.parse(base.format(name))), x)
+        for name in ("1.q", "1.k", "1.v")
     }
     assert len(set(sizes.values())) == 1
     both = saved_bytes(_convert(plain, Policy.parse(base.format("1.[qkv]"))), x)

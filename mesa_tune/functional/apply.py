@@ -50,7 +50,8 @@ class Observer(Protocol):
 class Replay:
     """One call's backward, ready to be run again with its kept tensors stored in another way.
 
-    `node` is the call's autograd node, `lossy` what was kept of it as restored, `raw` which of those are never
+    `node` is the call's autograd node, `lossy` what was kept of it as restored, `raw` which of those are
+    never
     encoded, `present` which inputs of the formula are tensors.
     """
 

@@ -19,7 +19,8 @@ Plain = Callable[[], Any]
 class Call:
     """Handed to a route (`routes` of each family), which names the formula and the tensors.
 
-    `plain()` is the call as PyTorch would have run it; a route that cannot serve the arguments returns `call.refuse(why)`.
+    `plain()` is the call as PyTorch would have run it; a route that cannot serve the arguments returns
+    `call.refuse(why)`.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Call:
         self.plain = plain
 
     def apply(self, name: str, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
-        """Runs formula `name` on the tensors; plain where no gradient is wanted or nothing would get smaller."""
+        """Runs formula `name` on the tensors; plain where no gradient is wanted or nothing would get
+        smaller.
+        """
         tensors = (tensor, *others)
         needs = tuple(given is not None and given.requires_grad for given in tensors)
         if not any(needs):

@@ -36,7 +36,9 @@ class _Copies(threading.local):
         self.limit = _FIRST_LIMIT
 
     def purge(self) -> None:
-        """Drops copies of dead tensors, now and then: layers that stand alone never begin an outermost forward."""
+        """Drops copies of dead tensors, now and then: layers that stand alone never begin an outermost
+        forward.
+        """
         if len(self.known) >= self.limit:
             self.known = {place: copy for place, copy in self.known.items() if not copy[0].expired()}
             self.limit = max(_FIRST_LIMIT, 2 * len(self.known))
@@ -51,7 +53,9 @@ def forget_copies() -> None:
 
 
 def keep(tensor: Tensor, spec: Spec, key: Tensor, raw: bool, layer: str = "") -> tuple[list[Tensor], Meta]:
-    """What to save for `tensor` of `layer`: its encoded parts, or itself when `raw`, small, or no smaller encoded."""
+    """What to save for `tensor` of `layer`: its encoded parts, or itself when `raw`, small, or no smaller
+    encoded.
+    """
     expanded = None
     if any(stride == 0 for stride in tensor.stride()) and not raw:
         expanded = tuple(tensor.shape)
@@ -62,7 +66,9 @@ def keep(tensor: Tensor, spec: Spec, key: Tensor, raw: bool, layer: str = "") ->
 
 
 def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
-    """Whether `tensor` is encoded under `spec`: large enough, and smaller so than in `element_size` bytes an element."""
+    """Whether `tensor` is encoded under `spec`: large enough, and smaller so than in `element_size` bytes
+    an element.
+    """
     if tensor.numel() <= spec.min_elements or not tensor.is_floating_point():
         return False
     size = tensor.element_size() if element_size is None else element_size

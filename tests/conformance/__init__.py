@@ -1,1 +1,3 @@
-"""The rules of the design as checks that every function and layer passes, and broken ones that each check catches."""
+"""The rules of the design as checks that every function and layer passes, and broken ones that each check
+catches.
+"""

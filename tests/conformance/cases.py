@@ -1,6 +1,7 @@
 """The functions and layers under test: one line each. To add one: its line in `CASES`.
 
-A case is a module that takes one activation `h` of `shape`; functions of several tensors cut theirs out of it.
+A case is a module that takes one activation `h` of `shape`; functions of several tensors cut theirs out of
+it.
 """
 
 from __future__ import annotations

@@ -77,7 +77,9 @@ def check_formula(case: Case, situation: Situation = PLAIN) -> None:
 
 
 def check_rule_2(case: Case, situation: Situation = PLAIN) -> None:
-    """Never more bytes than plain, even where the settings would not pay; none without gradients; eval compresses."""
+    """Never more bytes than plain, even where the settings would not pay; none without gradients; eval
+    compresses.
+    """
     model, x = build(case, situation)
     plain = saved_bytes(model, x, situation)
     for settings in ({"group_size": 64}, {"group_size": 2}):
@@ -116,7 +118,9 @@ def check_rule_3_once(spec: Spec | None = None) -> None:
 
 
 def check_rule_3_never_stale(case: Case | None = None) -> None:
-    """A copy is not found again after its tensor has changed in place, or died and left its address to another."""
+    """A copy is not found again after its tensor has changed in place, or died and left its address to
+    another.
+    """
     spec, key = Spec("quantize", 8, 256, 64, 0, True, 0), torch.tensor([7])
 
     def kept(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -127,7 +131,7 @@ def check_rule_3_never_stale(case: Case | None = None) -> None:
     x = torch.randn(64, 64)
     first, parts = kept(x)
     assert _near(first, x)
-    again, same = kept(x)
+    _, same = kept(x)
     assert all(a is b for a, b in zip(parts, same, strict=True)), "an unchanged tensor was encoded twice"
     x.mul_(-3)
     assert _near(kept(x)[0], x), "a stale copy after an in-place change"
@@ -162,10 +166,14 @@ def _two_forwards(model: nn.Module, x: Tensor, wide: Tensor) -> dict[str, Tensor
 
 
 def check_rule_5(levels: int = 256) -> None:
-    """Every decoded value lies within its group's range, at most a step from the value itself: nothing wraps."""
+    """Every decoded value lies within its group's range, at most a step from the value itself: nothing
+    wraps.
+    """
     bits = (levels - 1).bit_length()
     spec = Spec("quantize", bits, levels, 32, 0, True, 0)
-    x = torch.cat([torch.randn(64, 32), 1e4 + torch.randn(8, 32), torch.randn(8, 32) * 1e-6]).to(torch.float32)
+    x = torch.cat([torch.randn(64, 32), 1e4 + torch.randn(8, 32), torch.randn(8, 32) * 1e-6]).to(
+        torch.float32
+    )
     parts = CODECS["quantize"].encode(x, spec, torch.tensor([3]))
     decoded = CODECS["quantize"].decode(parts, x.shape, x.dtype, spec)
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
@@ -193,7 +201,9 @@ def _flat(found: dict[str, Tensor]) -> Tensor:
 
 
 def check_rule_6_seeds(case: Case) -> None:
-    """Equal seeds give equal gradients, other seeds and the next forward others; torch's generators stand still."""
+    """Equal seeds give equal gradients, other seeds and the next forward others; torch's generators stand
+    still.
+    """
     model, x = build(case)
     first, same, other = (converted(model, level=16, seed=seed) for seed in (1, 1, 2))
     one = _flat(step(first, x).gradients)

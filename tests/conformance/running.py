@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -48,7 +49,9 @@ def _nothing(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is unusual about a step. `around` calls the layer, `outside` the model, `after` follows the layer."""
+    """What is unusual about a step. `around` calls the layer, `outside` the model, `after` follows the
+    layer.
+    """
 
     id: str = "train"
     training: bool = True
@@ -130,7 +133,9 @@ PLAIN = SITUATIONS[0]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step gave: the output, every parameter's gradient by name, buffers, and the random state after it."""
+    """What a step gave: the output, every parameter's gradient by name, buffers, and the random state after
+    it.
+    """
 
     output: Tensor
     gradients: dict[str, Tensor]
@@ -216,12 +221,14 @@ def relative_error(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     assert found.keys() == right.keys()
     difference = sum(float((found[k].double() - right[k].double()).square().sum()) for k in right)
     scale = sum(float(right[k].double().square().sum()) for k in right)
-    assert difference == difference, "a gradient is NaN"
+    assert not math.isnan(difference), "a gradient is NaN"
     return difference / scale if scale else difference
 
 
 def saved_bytes(model: nn.Module, x: Tensor, situation: Situation = PLAIN) -> int:
-    """Bytes of the storages that were born in a second forward and live for its backward, by the outside meter."""
+    """Bytes of the storages that were born in a second forward and live for its backward, by the outside
+    meter.
+    """
     step(model, x, situation)
     model.zero_grad(set_to_none=True)
     with Meter() as meter:
