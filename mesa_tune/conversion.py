@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, count
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mesa_tune import routing
 from mesa_tune.catalog import Catalog, named_layers
-from mesa_tune.codecs import Spec
+from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.functional.apply import watch
 from mesa_tune.functional.keeping import forget_copies
 from mesa_tune.functional.routes import own_route
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
+from mesa_tune.settings import LayerSettings
 
 MIN_ELEMENTS = 4096
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: the forward number runs through all 2⁶⁴ keys
@@ -110,7 +112,7 @@ class Conversion:
         if tag == "attention":
             self._bind_attention()
         index = self.catalog.index(layer, tag, module)
-        settings = self.policy.settings(tag, index, layer)
+        settings = _built(self.policy.settings(tag, index, layer), layer)
         found = Spec.of(settings, self.min_elements)
         self.specs[layer] = found
         return found
@@ -172,6 +174,19 @@ class Conversion:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "static": {}, "root": None}
+
+
+def _built(settings: LayerSettings, layer: str) -> LayerSettings:
+    """The settings less what has no effect, which a warning names (Rule 9)."""
+    if settings.exact:
+        return settings
+    if settings.ema_decay:
+        warn_once("mesa-tune: `ema_decay` has no effect: every stored tensor has its own ranges.")
+    without = ["drop"] if settings.drop else []
+    without += [f"store: {settings.store}"] if settings.store not in CODECS else []
+    if without:
+        warn_once(f"mesa-tune: {layer!r} is quantized without {' and '.join(without)}, which has no effect.")
+    return replace(settings, store=settings.store if settings.store in CODECS else "quantize")
 
 
 class ConvertedForward:

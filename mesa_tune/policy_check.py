@@ -16,6 +16,7 @@ Layer = tuple[str, int | None, str]
 """Tag, index within the tag (None while it is not known), name."""
 
 _REMEDY: Final = "remove it, or make a policy for this model with mesa-tune search"
+_STORED: Final = ("quantize", "exact")
 _LOSS: Final = "loss."
 # A call's name is its module's, the function's, and the position among that function's calls.
 _CALL: Final = re.compile(r"(?:(?P<module>.+)\.)?[^.]+\.[0-9]+")
@@ -118,3 +119,22 @@ def _either(tags: Sequence[str]) -> str:
 def _meant(name: str, choices: Iterable[str]) -> str:
     near = nearest(name, sorted(choices))
     return (f"did you mean {near!r}? " if near else "") + f"Else {_REMEDY}"
+
+
+def unavailable(rules: Sequence[Rule]) -> Iterator[str]:
+    """A message for every setting that this version cannot carry out: nothing may be left out in silence (Rule 9)."""
+    for rule in rules:
+        places = dict(rule.places)
+        for key, value in rule.keys:
+            if (key == "drop" and value) or (key == "store" and value not in _STORED):
+                what = f"`{key}: {value}` is not available in this version"
+                says = places[key].says(what) if key in places else f"{what} (on {rule.tag})"
+                yield f"{says}\nuse `store: quantize` or `store: exact`, and leave `drop` out"
+
+
+def averages(rules: Sequence[Rule], is_mesa: bool) -> bool:
+    """Whether a rule that compresses asks for running range estimates."""
+    keys = [dict(rule.keys) for rule in rules]
+    return any(
+        given.get("enable", not is_mesa) and given.get("ema_decay", 0.9 if is_mesa else 0) for given in keys
+    )
