@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain, count
 from typing import Any
 
@@ -13,13 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mesa_tune import routing
 from mesa_tune.catalog import Catalog, named_layers
-from mesa_tune.codecs import CODECS, Spec
+from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import watch
 from mesa_tune.functional.keeping import forget_copies
 from mesa_tune.functional.routes import own_route
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
-from mesa_tune.settings import LayerSettings
 
 MIN_ELEMENTS = 4096
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: the forward number runs through all 2⁶⁴ keys
@@ -96,10 +94,11 @@ class Conversion:
     def spec(self, layer: str, tag: str, module: str) -> Spec | None:
         """How `layer` stores what it keeps; None: as PyTorch does."""
         if torch.compiler.is_compiling():
-            return self._constant_spec(layer, tag, module, self.first)
+            constant: Spec | None = self._constant_spec(layer, tag, module, self.first)
+            return constant
         return self._known_spec(layer, tag, module)
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _constant_spec(self, layer: str, tag: str, module: str, first: bool) -> Spec | None:
         return self._known_spec(layer, tag, module)
 
@@ -112,7 +111,7 @@ class Conversion:
         if tag == "attention":
             self._bind_attention()
         index = self.catalog.index(layer, tag, module)
-        settings = _built(self.policy.settings(tag, index, layer), layer)
+        settings = self.policy.settings(tag, index, layer)
         found = Spec.of(settings, self.min_elements)
         self.specs[layer] = found
         return found
@@ -128,7 +127,7 @@ class Conversion:
         for text in self.catalog.settle(self.policy):
             warn_once(text)
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _settling_changes(self) -> bool:
         before = dict(self.specs)
         self._settle()
@@ -174,19 +173,6 @@ class Conversion:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "static": {}, "root": None}
-
-
-def _built(settings: LayerSettings, layer: str) -> LayerSettings:
-    """The settings less what has no effect, which a warning names (Rule 9)."""
-    if settings.exact:
-        return settings
-    if settings.ema_decay:
-        warn_once("mesa-tune: `ema_decay` has no effect: every stored tensor has its own ranges.")
-    without = ["drop"] if settings.drop else []
-    without += [f"store: {settings.store}"] if settings.store not in CODECS else []
-    if without:
-        warn_once(f"mesa-tune: {layer!r} is quantized without {' and '.join(without)}, which has no effect.")
-    return replace(settings, store=settings.store if settings.store in CODECS else "quantize")
 
 
 class ConvertedForward:

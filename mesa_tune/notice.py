@@ -7,7 +7,7 @@ import torch
 _given: set[str] = set()
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def warn_once(text: str) -> bool:
     """Warns the first time that `text` is given in this process; True if it did."""
     if text in _given:

@@ -40,7 +40,7 @@ class Host(Protocol):
 
 
 class Frame:
-    """One running module: its name, its own route, and how often each function has been called in this run."""
+    """One running module: its name, its own route, and how often each function was called in this run."""
 
     def __init__(
         self, host: Host, module: str, own: Route | None, batch: list[Tensor], is_loss: bool = False
@@ -322,8 +322,8 @@ def _unpack(hooked: _Hooked) -> Tensor:
     tensor = hooked.parts[0]
     if tensor._version != hooked.version:
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; "
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; "
             f"expected version {hooked.version} instead."
         )
     return tensor

@@ -23,14 +23,16 @@ class Block(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return heads
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
         q, k, v = self._split(self.q(h)), self._split(self.k(h)), self._split(self.v(h))
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         x = x + self.proj(y)
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        out: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        return out
 
 
 class ViT(nn.Module):
@@ -78,7 +80,8 @@ class Product(nn.Module):
         self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) * self.b(x).exp()
+        product: Tensor = self.a(x) * self.b(x).exp()
+        return product
 
 
 class Reused(nn.Module):
@@ -92,7 +95,8 @@ class Reused(nn.Module):
         self.tied.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.tied(self.again(F.gelu(self.first(F.gelu(self.first(x))))))
+        out: Tensor = self.tied(self.again(F.gelu(self.first(F.gelu(self.first(x))))))
+        return out
 
 
 class Branching(nn.Module):

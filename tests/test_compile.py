@@ -100,7 +100,7 @@ def test_order_of_compiling_and_converting_does_not_matter(when: str) -> None:
     model = copy.deepcopy(plain)
     if when == "plain compiled before":
         torch.compile(model, fullgraph=True, backend="aot_eager")(X)
-    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    run: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
     if when == "compiled first":
         mt.convert(run, Policy.uniform(level=16), seed=1, min_elements=0)
     else:

@@ -26,7 +26,7 @@ FROZEN = next(each for each in SITUATIONS if each.id == "frozen-weight")
 Patch = pytest.MonkeyPatch
 
 
-def _break_formula(patch: Patch, name: str, **parts: Callable[..., Any]) -> None:
+def _break_formula(patch: Patch, name: str, **parts: Any) -> None:
     patch.setitem(FORMULAS, name, replace(FORMULAS[name], **parts))
 
 

@@ -1,4 +1,4 @@
-"""convert, revert and compress_saved: replaced, refused, undone, nested; odd dtypes and settings; warnings."""
+"""convert, revert and compress_saved: replaced, refused, undone, nested; odd dtypes and settings."""
 
 from __future__ import annotations
 
