@@ -17,9 +17,8 @@ run_tests := $(bin)/python -m pytest -n 2 --dist loadfile
 sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
 # What runs a second time without the native kernels: whatever calls them.
-core := $(wildcard $(addprefix tests/,test_quantize.py test_pack_bits.py test_ops*.py test_codecs*.py test_functional*.py \
-	test_linear.py test_conv.py test_norm.py test_activation.py test_softmax.py test_matmul.py test_attention.py \
-	test_nn*.py test_conversion*.py test_routing*.py functional nn))
+core := $(wildcard $(addprefix tests/,test_quantize.py test_pack_bits.py test_ops*.py test_functional*.py test_nn.py \
+	test_conformance.py test_conversion.py test_keeping.py test_sharing.py))
 
 .PHONY: help demo test lint bench format install
 
