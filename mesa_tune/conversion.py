@@ -240,7 +240,7 @@ def install(model: nn.Module, conversion: Conversion) -> None:
     for name, module in named_layers(model):
         # What torch.compile wraps around a module only passes the call on, and is not for tracing.
         if "_orig_mod" not in module._modules:
-            module.forward = ConvertedForward(module, name, conversion)  # type: ignore[method-assign]
+            module.forward = ConvertedForward(module, name, conversion)
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -250,7 +250,7 @@ def revert(model: nn.Module) -> nn.Module:
         if isinstance(wrapped, ConvertedForward):
             del module.__dict__["forward"]
             if wrapped.before is not None:
-                module.forward = wrapped.before  # type: ignore[method-assign]
+                module.forward = wrapped.before
     return model
 
 

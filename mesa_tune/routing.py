@@ -110,7 +110,7 @@ state = _State()
 
 def _top_hooks() -> Any:
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if top is None else top[0]
+    return None if top is None else top[0]  # type: ignore[redundant-expr]
 
 
 def inside_backward() -> bool:
@@ -218,7 +218,7 @@ def _activated(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def hooks_possible() -> bool:
     """Whether our hooks may be installed: never above those of somebody else, who would lose tensors."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled() and _top_hooks() is None
+    return torch._C._autograd._saved_tensors_hooks_is_enabled() and _top_hooks() is None  # type: ignore[attr-defined]
 
 
 class RoutingMode(TorchFunctionMode):

@@ -179,7 +179,7 @@ def test_rule_6_catches_dice(monkeypatch: Patch, kind: str) -> None:
     }
 
     def encode(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
-        return quantize.encode(x, *keys[kind](spec, key))
+        return quantize.encode(x, *keys[kind](spec, key))  # type: ignore[no-untyped-call]
 
     _break_codec(monkeypatch, encode=encode)
     with pytest.raises(AssertionError):

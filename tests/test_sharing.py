@@ -92,7 +92,8 @@ class _ChangedBetween(nn.Module):
         h = self.lift(x)
         q = self.q(h)
         h = h * 3 if self.clone else h.mul_(3)
-        return q + self.k(h)
+        y: Tensor = q + self.k(h)
+        return y
 
 
 def test_an_in_place_change_between_two_keepers_gives_each_its_own_values() -> None:

@@ -99,7 +99,7 @@ class Apply(torch.autograd.Function):
     """`apply(layer, name, static, needs, raw, spec, key, *tensors)`: see `Call.apply`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         layer: str,
         name: str,
@@ -132,7 +132,7 @@ class Apply(torch.autograd.Function):
         return result.output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call: _CallInfo = ctx.call
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RunError(

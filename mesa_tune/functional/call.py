@@ -50,7 +50,9 @@ class Call:
         if not (FORMULAS[name].lossless or self._pays(tensors)):
             return self.plain()
         raw = tuple(given is None or self.is_static(given) for given in tensors)
-        return Apply.apply(self.layer, name, static, needs, raw, self.spec, self.key(tensor.device), *tensors)
+        key = self.key(tensor.device)
+        given = (self.layer, name, static, needs, raw, self.spec, key, *tensors)
+        return Apply.apply(*given)  # type: ignore[no-untyped-call]
 
     def part(self, plain: Plain) -> "Call":
         """A call for one part of this one, which `plain` runs as PyTorch would."""

@@ -52,7 +52,8 @@ def _linear_add(h: Tensor, w: Tensor) -> Tensor:
 
 
 def _addmm(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return torch.addmm(b, h.flatten(0, 1), w).unflatten(0, h.shape[:2])
+    y: Tensor = torch.addmm(b, h.flatten(0, 1), w).unflatten(0, h.shape[:2])
+    return y
 
 
 def _layer_norm(h: Tensor) -> Tensor:
@@ -95,7 +96,8 @@ def _explicit_attention(h: Tensor) -> Tensor:
 
 
 def _heads(h: Tensor, count: int) -> Tensor:
-    return h.unflatten(-1, (count, -1)).transpose(1, 2)
+    heads: Tensor = h.unflatten(-1, (count, -1)).transpose(1, 2)
+    return heads
 
 
 def _attention(h: Tensor, **kwargs: Any) -> Tensor:

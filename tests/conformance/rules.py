@@ -104,7 +104,8 @@ def check_rule_3_once(spec: Spec | None = None) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = x + self.shift
-            return self.q(h) + self.k(h) + self.v(h)
+            y: Tensor = self.q(h) + self.k(h) + self.v(h)
+            return y
 
     x = torch.randn(4, 32, 64)
     packed = ops.packed_bytes(x.shape, 4, 256)

@@ -233,4 +233,5 @@ def saved_bytes(model: nn.Module, x: Tensor, situation: Situation = PLAIN) -> in
     model.zero_grad(set_to_none=True)
     with Meter() as meter:
         loss = forward(model, x, situation).sum()  # a sum keeps nothing
-        return meter.live_since(0, without=[loss, *model.buffers()])
+        alive: int = meter.live_since(0, without=[loss, *model.buffers()])
+    return alive
