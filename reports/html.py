@@ -180,6 +180,6 @@ def _layer_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
         if "after" in layer:
             row["after_text"] = format_bytes(layer["after"])
             row["error_text"] = style.error_text(layer["gradient_error"])
-            row["share"] = round(100 * layer["after"] / layer["before"]) if layer["before"] else 100
+            row["share"] = round(100 * layer["after"] / layer["before"]) if layer["before"] else 0
         rows.append(row)
     return rows
