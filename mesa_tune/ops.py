@@ -303,14 +303,14 @@ def _define() -> torch.library.Library:
 def _load() -> None:
     if os.environ.get("MESA_TUNE_REFERENCE") == "1":
         return
-    if LIBRARY.exists():
+    try:
         torch.ops.load_library(LIBRARY)
-        return
-    warnings.warn(
-        f"mesa-tune's native kernels are missing ({LIBRARY}), so quantization runs in plain PyTorch, many"
-        " times slower: `mesa-tune doctor` says how to build them.",
-        stacklevel=2,
-    )
+    except OSError as error:  # not built, or built for another system
+        warnings.warn(
+            f"mesa-tune's native kernels are not loaded ({error}), so quantization runs in plain PyTorch, many"
+            " times slower: `mesa-tune doctor` says how to build them.",
+            stacklevel=2,
+        )
 
 
 _library = _define()

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,9 +107,9 @@ def test_packed_tensors_of_another_size_are_refused(broken: ops.Quantized) -> No
         ops.dequantize(broken)
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -123,20 +124,26 @@ def test_the_reference_can_be_chosen() -> None:
     assert "doctor" not in child.stderr
 
 
-MISSING = """
-import pathlib, warnings
-exists = pathlib.Path.exists
-pathlib.Path.exists = lambda path, **options: path.name != "_C.abi3.so" and exists(path, **options)
+UNLOADABLE = """
+import sys, torch, warnings
+load = torch.ops.load_library
+torch.ops.load_library = lambda path: load(sys.argv[1])
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     from mesa_tune import ops
-    import torch
     ops.dequantize(ops.quantize(torch.randn(10), 4))
 said = [str(warning.message) for warning in caught if "mesa-tune" in str(warning.message)]
-print(len(said), ops.native(), "`mesa-tune doctor`" in said[0])
+print(len(said), ops.native(), "`mesa-tune doctor`" in said[0], sys.argv[1] in said[0])
 """
 
 
 @pytest.mark.slow
-def test_a_missing_library_is_said_once_with_the_remedy() -> None:
-    assert python(MISSING, MESA_TUNE_REFERENCE="0").stdout.split() == ["1", "False", "True"]
+@pytest.mark.parametrize("content", [None, b"no library"], ids=["missing", "broken"])
+def test_a_library_that_does_not_load_is_said_once_with_the_remedy(
+    content: bytes | None, tmp_path: Path
+) -> None:
+    library = tmp_path / "_C.abi3.so"
+    if content is not None:
+        library.write_bytes(content)
+    child = python(UNLOADABLE, str(library), MESA_TUNE_REFERENCE="0")
+    assert child.stdout.split() == ["1", "False", "True", "True"]
