@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,6 +72,7 @@ def train(example: ModuleType, steps: int) -> nn.Module:
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, example.LEARNING_RATE, total_steps=steps, pct_start=0.2
     )
+    value = torch.zeros(())
     for _ in range(steps):
         value = example.loss(model, example.batch(example.BATCH_SIZE))
         optimizer.zero_grad()
@@ -97,17 +99,10 @@ def compare(
     """One row: uniform `bits`, the solved policy, and the studies', at the uniform policy's bytes."""
     uniform = mt.Policy.uniform(level=2**bits)
     limits = profile.predict(uniform)
-    sought = {"budget": limits.peak_bytes, "max_saved": limits.saved_bytes}
-    solved = mt.search_policy(profile, **sought, trials=0)
+    search = partial(mt.search_policy, profile, limits.peak_bytes, max_saved=limits.saved_bytes)
+    solved = search(trials=0)
     studies = [
-        mt.search_policy(
-            profile,
-            **sought,
-            workload=workload,
-            trials=arguments.trials,
-            timeout=arguments.timeout,
-            seed=seed,
-        )
+        search(workload=workload, trials=arguments.trials, timeout=arguments.timeout, seed=seed)
         for seed in range(arguments.seeds)
     ]
     require_no_larger(workload, uniform, [solved.policy, *(plan.policy for plan in studies)])

@@ -158,7 +158,7 @@ class Policy:
         return tuple(problems)
 
     def require_available(self) -> tuple[str, ...]:
-        """Raises PolicyError for settings that this version cannot carry out; warnings for what it does otherwise."""
+        """Warnings of what this version does otherwise; PolicyError for settings that it cannot carry out."""
         for text in unavailable(self.rules):
             raise PolicyError(text)
         if not averages(self.rules, self.is_mesa):

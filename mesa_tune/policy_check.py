@@ -122,7 +122,7 @@ def _meant(name: str, choices: Iterable[str]) -> str:
 
 
 def unavailable(rules: Sequence[Rule]) -> Iterator[str]:
-    """A message for every setting that this version cannot carry out: nothing may be left out in silence (Rule 9)."""
+    """A message for every setting that this version cannot carry out (Rule 9)."""
     for rule in rules:
         places = dict(rule.places)
         for key, value in rule.keys:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C import _autograd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -109,7 +110,7 @@ state = _State()
 
 
 def _top_hooks() -> Any:
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = _autograd._top_saved_tensors_default_hooks(True)
     return None if top is None else top[0]  # type: ignore[redundant-expr]
 
 
@@ -218,7 +219,7 @@ def _activated(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def hooks_possible() -> bool:
     """Whether our hooks may be installed: never above those of somebody else, who would lose tensors."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled() and _top_hooks() is None  # type: ignore[attr-defined]
+    return _autograd._saved_tensors_hooks_is_enabled() and _top_hooks() is None  # type: ignore[attr-defined]
 
 
 class RoutingMode(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Settings that this version cannot carry out are refused where the policy is applied, not left out in silence."""
+"""Settings that this version cannot carry out are refused where the policy is applied."""
 
 import pytest
 from torch import nn

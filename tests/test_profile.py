@@ -35,7 +35,8 @@ class Block(nn.Module):
         q, k, v = (layer(h).view(*h.shape[:2], 4, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
         attended = ((q @ k.transpose(-2, -1)) * 0.25).softmax(-1) @ v
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+        result: Tensor = x + self.fc2(self.act(self.fc1(self.norm2(x))))
+        return result
 
 
 class Transformer(nn.Module):
@@ -48,7 +49,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(x)).mean(1))
+        logits: Tensor = self.head(self.blocks(self.embed(x)).mean(1))
+        return logits
 
 
 class Convolutions(nn.Module):
@@ -65,7 +67,8 @@ class Convolutions(nn.Module):
         x = self.relu(self.bn1(self.conv1(x)))
         gate = torch.sigmoid(x)
         x = self.relu(self.bn2(self.conv2(x)) + x) * gate
-        return self.head(x.mean((2, 3)))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
 
 
 class Reused(nn.Module):
@@ -81,7 +84,8 @@ class Reused(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.first(x))
         x = self.twice(F.gelu(self.twice(x)))
-        return self.head(self.norm(self.left(x) + self.act(self.right(x))).mean(1))
+        logits: Tensor = self.head(self.norm(self.left(x) + self.act(self.right(x))).mean(1))
+        return logits
 
 
 def text_batch(n: int) -> tuple[Tensor, Tensor]:
@@ -115,11 +119,13 @@ def profiles() -> dict[str, Profile]:
 
 def policies(profile: Profile) -> dict[str, mt.Policy]:
     chance = random.Random(0)
-    ways = [mt.LayerSettings(enable=False), mt.LayerSettings(level=4), mt.LayerSettings(level=256, group_size=64)]
+    finest = mt.LayerSettings(level=256, group_size=64)
+    ways = [mt.LayerSettings(enable=False), mt.LayerSettings(level=4), finest]
     tied = {name: tie.layers[0] for tie in profile.ties for name in tie.layers}
     chosen = {tied.get(layer.name, layer.name): chance.choice(ways) for layer in profile.layers}
     rows = [
-        (layer.tag, layer.index, layer.name, chosen[tied.get(layer.name, layer.name)]) for layer in profile.layers
+        (layer.tag, layer.index, layer.name, chosen[tied.get(layer.name, layer.name)])
+        for layer in profile.layers
     ]
     return {
         "plain": mt.Policy.parse(""),
@@ -147,7 +153,9 @@ def test_predicted_bytes_are_those_of_a_real_step(
     assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
 
 
-def alone_error(work: mt.Workload, profile: Profile, names: tuple[str, ...], settings: mt.LayerSettings) -> float:
+def alone_error(
+    work: mt.Workload, profile: Profile, names: tuple[str, ...], settings: mt.LayerSettings
+) -> float:
     """The gradient error of storing these layers alone, each draw by one whole forward and backward."""
     exact_settings, seeds = mt.LayerSettings(enable=False), 16
     policy = mt.Policy.from_assignments(
@@ -176,7 +184,7 @@ def cases(profile: Profile, count: int) -> list[tuple[tuple[str, ...], mt.LayerS
     """Random ties (or layers alone) and options, each with the profile's own error."""
     chance = random.Random(1)
     tied = {name: tie for tie in profile.ties for name in tie.layers}
-    found = []
+    found: list[tuple[tuple[str, ...], mt.LayerSettings, float]] = []
     pool = [layer for layer in profile.layers if any(option.gradient_error for option in layer.options)]
     while len(found) < count:
         layer = chance.choice(pool)
@@ -214,7 +222,7 @@ def test_a_layer_that_runs_twice_is_one_row_with_both_inputs(profiles: dict[str,
     layers = {layer.name: layer for layer in profiles["reused"].layers}
     assert layers["twice"].bytes == 2 * BATCH * TOKENS * WIDTH * 4
     assert [layer.name for layer in profiles["reused"].layers].count("twice") == 1
-    assert "gelu.0" in layers and layers["gelu.0"].tag == "gelu"
+    assert layers["gelu.0"].tag == "gelu"
 
 
 def test_branches_share_their_input(profiles: dict[str, Profile]) -> None:
@@ -227,10 +235,18 @@ class Stateful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 10))
+        first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        self.body = nn.Sequential(first, nn.BatchNorm1d(WIDTH), nn.Dropout(0.1), last)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
+        logits: Tensor = self.body(x)
+        return logits
+
+
+def state_of(model: nn.Module) -> list[Tensor]:
+    """Parameters, buffers and gradients."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [*model.state_dict().values(), *gradients]
 
 
 def test_everything_is_afterwards_bit_for_bit_as_before() -> None:
@@ -238,7 +254,7 @@ def test_everything_is_afterwards_bit_for_bit_as_before() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     F.cross_entropy(model(torch.randn(99, WIDTH)), torch.zeros(99, dtype=torch.long)).backward()
     optimizer.step()
-    before = [t.detach().clone() for t in (*model.state_dict().values(), *(p.grad for p in model.parameters()))]
+    before = [tensor.detach().clone() for tensor in state_of(model)]
     state = {k: v.clone() for k, v in optimizer.state_dict()["state"][0].items()}
     dice = torch.get_rng_state()
     work = mt.Workload(
@@ -249,8 +265,7 @@ def test_everything_is_afterwards_bit_for_bit_as_before() -> None:
         batch_size=99,
     )
     mt.profile(work, options=[mt.LayerSettings(level=4)], seeds=1)
-    after = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(model), strict=True))
     assert all(torch.equal(state[k], v) for k, v in optimizer.state_dict()["state"][0].items())
     assert torch.equal(dice, torch.get_rng_state())
     assert "forward" not in model.__dict__
@@ -269,11 +284,16 @@ def test_an_interrupted_profile_is_whole_and_taken_up_again(tmp_path: Path) -> N
         mt.profile(work, options=fast_grid(), seeds=1, path=path, progress=stop)
     partial = Profile.load(path)
     done = [layer.name for layer in partial.layers if layer.options]
-    assert partial.partial and 0 < len(done) < len(partial.layers)
+    assert partial.partial
+    assert 0 < len(done) < len(partial.layers)
     again: list[str] = []
-    whole = mt.profile(work, options=fast_grid(), seeds=1, path=path, progress=lambda text, _: again.append(text))
-    assert not whole.partial and all(layer.options for layer in whole.layers)
-    assert len(again) == len(seen_units(whole)) - len({unit for unit in seen_units(whole) if set(unit) <= set(done)}) + 1
+    whole = mt.profile(
+        work, options=fast_grid(), seeds=1, path=path, progress=lambda text, _: again.append(text)
+    )
+    assert not whole.partial
+    assert all(layer.options for layer in whole.layers)
+    left = [unit for unit in seen_units(whole) if not set(unit) <= set(done)]
+    assert len(again) == len(left) + 1
     assert whole.layer(done[0]).options == partial.layer(done[0]).options
     assert Profile.load(path) == whole
 
@@ -285,8 +305,9 @@ def seen_units(profile: Profile) -> list[tuple[str, ...]]:
 
 def test_bytes_only(tmp_path: Path) -> None:
     profile = mt.profile(workload("transformer"), options=[])
-    assert profile.saved_bytes > 0 and profile.predict(mt.Policy.uniform(level=16)).gradient_error is None
-    assert profile.predict(mt.Policy.uniform(level=16)).saved_bytes < 0.2 * profile.saved_bytes
+    predicted = profile.predict(mt.Policy.uniform(level=16))
+    assert predicted.gradient_error is None
+    assert 0 < predicted.saved_bytes < 0.2 * profile.saved_bytes
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_said() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
@@ -217,7 +218,7 @@ def _kept_numels(model: nn.Module, *args: Tensor) -> list[int]:
     seen: list[int] = []
     right = torch.ops.mesa_tune.quantize.default
 
-    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             if func is right:
                 seen.append(args[0].numel())
@@ -299,8 +300,8 @@ class _Square(torch.autograd.Function):
 
 def test_somebody_elses_function_keeps_its_tensors() -> None:
     class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = _Square.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        def forward(self, input: Tensor) -> Tensor:
+            y: Tensor = _Square.apply(super().forward(input))  # type: ignore[no-untyped-call]
             return y
 
     model = convert(Model(64, 64), "on other:\n    by_index: all\n    level: 256\n")
@@ -310,8 +311,8 @@ def test_somebody_elses_function_keeps_its_tensors() -> None:
 @pytest.mark.parametrize("change", ["mul_", "view"], ids=str)
 def test_what_a_hook_keeps_as_it_is_must_not_change(change: str) -> None:
     class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x).exp()  # exp keeps its output
+        def forward(self, input: Tensor) -> Tensor:
+            y = super().forward(input).exp()  # exp keeps its output
             (y if change == "mul_" else y[:1]).mul_(2)
             return y
 
@@ -322,10 +323,10 @@ def test_what_a_hook_keeps_as_it_is_must_not_change(change: str) -> None:
 
 def test_an_exception_leaves_nothing_behind() -> None:
     class Fails(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if len(x) == 3:
+        def forward(self, input: Tensor) -> Tensor:
+            if len(input) == 3:
                 raise ValueError("three")
-            return super().forward(x)
+            return super().forward(input)
 
     model = convert(nn.Sequential(nn.Linear(64, 64), Fails(64, 64)))
     with pytest.raises(ValueError, match="three"):
@@ -361,11 +362,11 @@ def test_a_thread_beside_a_converted_forward_is_not_routed() -> None:
     seen: list[bool] = []
 
     class Spawns(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, input: Tensor) -> Tensor:
             thread = threading.Thread(target=lambda: seen.append(routing.state.active))
             thread.start()
             thread.join()
-            return super().forward(x)
+            return super().forward(input)
 
     convert(Spawns(64, 64))(X)
     assert seen == [False]

@@ -54,8 +54,8 @@ def test_a_block_encodes_each_tensor_once(counting: _Counting) -> None:
 
 def test_softmax_shares_its_output_with_the_product_after_it(counting: _Counting) -> None:
     class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            v = super().forward(x)
+        def forward(self, input: Tensor) -> Tensor:
+            v = super().forward(input)
             return F.softmax(v @ v.transpose(1, 2), dim=-1) @ v
 
     plain, x = Model(64, 64), torch.randn(4, 32, 64)
@@ -65,8 +65,8 @@ def test_softmax_shares_its_output_with_the_product_after_it(counting: _Counting
 
 def test_a_view_of_other_strides_is_another_tensor() -> None:
     class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(x)
+        def forward(self, input: Tensor) -> Tensor:
+            h = super().forward(input)
             return F.gelu(h) + F.gelu(h.transpose(0, 1)).transpose(0, 1)
 
     plain, x = Model(64, 64), torch.randn(32, 32, 64)

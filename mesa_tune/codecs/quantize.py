@@ -1,4 +1,4 @@
-"""Quantization to 1 to 8 bits by groups (ActNN, arXiv 2104.14129, section 4; Mesa, arXiv 2111.11124, section 3)."""
+"""Quantization to 1 to 8 bits by groups: ActNN (arXiv 2104.14129), section 4; Mesa (2111.11124)."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """What a function of ours is: PyTorch's own forward, and a backward over what was kept.
 
-The two halves are plain functions without side effects, so that training (`apply.py`) and the profiler, which runs a
-backward again with differently stored tensors, use the very same formula.
+The two halves are plain functions without side effects, so that training (`apply.py`) and the profiler, which
+runs a backward again with differently stored tensors, use the very same formula.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,11 @@ class Result(NamedTuple):
 class Formula:
     """One function: `forward(static, needs, *tensors) -> Result` and its backward.
 
-    `backward(static, needs, lossy, exact, grad)` returns a gradient (or None) for each of `tensors`; `lossy` and
-    `exact` are what the forward named, in the same order, `lossy` as decoded. `keeps` says in words what is kept.
-    `independent` lists inputs whose gradient does not involve the lossy tensors as long as the other inputs are
-    parameters (a linear layer's input): the profiler skips those. `lossless`: nothing is lossy, whatever the settings.
+    `backward(static, needs, lossy, exact, grad)` returns a gradient (or None) for each of `tensors`; `lossy`
+    and `exact` are what the forward named, in the same order, `lossy` as decoded. `keeps` says in words what
+    is kept. `independent` lists inputs whose gradient does not involve the lossy tensors as long as the other
+    inputs are parameters (a linear layer's input): the profiler skips those. `lossless`: nothing is lossy,
+    whatever the settings.
     """
 
     forward: Callable[..., Result]

@@ -49,6 +49,20 @@ class Draw:
     decode_ms: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """A tensor as decoded, the squares of its change and of itself, and what that took."""
+
+    tensor: Tensor
+    change: float
+    size: float
+    encode_ms: float
+    decode_ms: float
+
+
+Cache = dict[Any, _Copy]
+
+
 @dataclass
 class Price:
     """An option's cost: relative squared errors, mean over seeds and its standard error; milliseconds."""
@@ -145,7 +159,7 @@ class Sensitivity:
 
     def _draw(self, calls: dict[str, list[_Call]], option: LayerSettings, seed: int) -> dict[str, Draw]:
         spec, key = _spec(option), torch.tensor([seed], dtype=torch.int64)
-        cache: dict[Any, tuple[Tensor, float, float, float, float]] = {}
+        cache: Cache = {}
         draws: dict[str, Draw] = {}
         totals: list[Difference] = []
         for layer, replays in calls.items():
@@ -200,7 +214,7 @@ class Sensitivity:
         return _summary(here, errors, measured)
 
     def _hooked(self, layer: str, options: Sequence[LayerSettings]) -> list[Price]:
-        """A layer stored by hooks: one whole backward a seed at the reference group, the rest by tensor error."""
+        """A layer stored by hooks: a whole backward a seed at the reference group, else by tensor error."""
         tensors = self.recording.hooked[layer]
         effective = [replace(option, level=max(option.level, HOOKED_LEVELS)) for option in options]
         draws = {
@@ -269,7 +283,7 @@ class _Call:
         self,
         spec: Spec,
         key: Tensor,
-        cache: dict[Any, tuple[Tensor, float, float, float, float]],
+        cache: Cache,
         draw: Draw,
         final: Difference,
         sent: list[tuple[GradientEdge, Tensor]],
@@ -277,29 +291,34 @@ class _Call:
         """Adds to `final` the changes of parameter gradients, to `sent` those of input gradients."""
         if not any(self.coded):
             return
-        lossy = []
-        changes = sizes = 0.0
-        for tensor, coded in zip(self.replay.lossy, self.coded, strict=True):
-            if coded:
-                copy, change, size, encode, decode = _cached(tensor, spec, key, cache)
-                changes, sizes = changes + change, sizes + size
-                draw.encode_ms, draw.decode_ms = draw.encode_ms + encode, draw.decode_ms + decode
-            lossy.append(copy if coded else tensor)
-        draw.tensor_error = max(draw.tensor_error, changes / sizes if sizes else 0.0)
+        lossy = self._stored(spec, key, cache, draw)
         with torch.no_grad():
             if self.exact is None:
                 self.exact = self.replay.run(self.replay.lossy, self.needs)
-            for edge, new, old in zip(
-                self.edges, self.replay.run(lossy, self.needs), self.exact, strict=True
-            ):
-                if edge is None or edge[0] is None or new is None or old is None:
-                    continue
-                delta = new - old
-                parameter = getattr(edge[0], "variable", None)
-                if isinstance(parameter, nn.Parameter):
-                    _add(final, {parameter: delta.to(parameter.dtype)})
-                elif delta.any():
-                    sent.append((GradientEdge(edge[0], edge[1]), delta))
+            changed = self.replay.run(lossy, self.needs)
+            for edge, new, old in zip(self.edges, changed, self.exact, strict=True):
+                if edge is not None and edge[0] is not None and new is not None and old is not None:
+                    _sort(edge, new - old, final, sent)
+
+    def _stored(self, spec: Spec, key: Tensor, cache: Cache, draw: Draw) -> list[Tensor]:
+        """The kept tensors as decoded from `spec`, small and raw ones as they are."""
+        lossy = list(self.replay.lossy)
+        changes = sizes = 0.0
+        for place in (place for place, coded in enumerate(self.coded) if coded):
+            copy = _cached(lossy[place], spec, key, cache)
+            lossy[place] = copy.tensor
+            changes, sizes = changes + copy.change, sizes + copy.size
+            draw.encode_ms, draw.decode_ms = draw.encode_ms + copy.encode_ms, draw.decode_ms + copy.decode_ms
+        draw.tensor_error = max(draw.tensor_error, changes / sizes if sizes else 0.0)
+        return lossy
+
+
+def _sort(edge: Any, delta: Tensor, final: Difference, sent: list[tuple[GradientEdge, Tensor]]) -> None:
+    parameter = getattr(edge[0], "variable", None)
+    if isinstance(parameter, nn.Parameter):
+        _add(final, {parameter: delta.to(parameter.dtype)})
+    elif delta.any():
+        sent.append((GradientEdge(edge[0], edge[1]), delta))
 
 
 def stored(tensor: Tensor, spec: Spec, key: Tensor) -> tuple[Tensor, float, float]:
@@ -312,15 +331,13 @@ def stored(tensor: Tensor, spec: Spec, key: Tensor) -> tuple[Tensor, float, floa
     return copy, 1e3 * (middle - start), 1e3 * (_now(tensor) - middle)
 
 
-def _cached(
-    tensor: Tensor, spec: Spec, key: Tensor, cache: dict[Any, tuple[Tensor, float, float, float, float]]
-) -> tuple[Tensor, float, float, float, float]:
-    """As `stored`, with the squared change and size; free of charge for a tensor met before (Rule 3)."""
+def _cached(tensor: Tensor, spec: Spec, key: Tensor, cache: Cache) -> _Copy:
+    """The stored copy; free of charge for a tensor met before (Rule 3)."""
     place = (tensor.data_ptr(), tensor.shape, tensor.stride())
     if place in cache:
-        return (*cache[place][:3], 0.0, 0.0) if spec else cache[place]
-    copy, encode, decode = stored(tensor, spec, key)
-    cache[place] = (copy, _norm(copy - tensor), _norm(tensor), encode, decode)
+        return replace(cache[place], encode_ms=0.0, decode_ms=0.0)
+    copy, encode_ms, decode_ms = stored(tensor, spec, key)
+    cache[place] = _Copy(copy, _norm(copy - tensor), _norm(tensor), encode_ms, decode_ms)
     return cache[place]
 
 

@@ -31,7 +31,8 @@ class TracedPair:
         return self._form() == other._form()
 
     def _form(self) -> tuple[object, ...]:
-        kept = [tuple(item.layers) for item in (*self.plain.plain.values(), *self.packed.coded.values())]
+        kept = [tuple(item.layers) for item in self.plain.plain.values()]
+        kept += [tuple(item.layers) for item in self.packed.coded.values()]
         slots = [(slot.layer, slot.phase) for slot in (*self.plain.slots, *self.packed.slots)]
         return kept, slots, list(self.packed.side.values())
 
@@ -49,7 +50,7 @@ class _Span:
 
 
 def timeline(large: TracedPair, small: TracedPair) -> Timeline:
-    """The timeline of two traced batch sizes; of `large` alone where the two steps differ in more than sizes."""
+    """The timeline of two traced batch sizes; of `large` alone where the steps differ in more than sizes."""
     second = small if large.same_shape(small) else large
     spans, other = list(_spans(large)), list(_spans(second))
     if len(spans) != len(other):
@@ -91,9 +92,7 @@ def _slots(pair: TracedPair, spans: list[_Span]) -> list[tuple[SlotTrace, int, i
     aligned = _aligned(pair)
     for place, slot in enumerate(pair.packed.slots):
         here = [span for span in spans if span.slots[0] <= place <= span.slots[1]]
-        packed = slot.high - sum(
-            span.traced_bytes for span in here if span.kind in ("coded", "side", "always")
-        )
+        packed = slot.high - sum(span.traced_bytes for span in here if span.kind != "plain")
         exact = aligned[place].high - sum(span.size for span in here if span.kind in ("plain", "always"))
         rows.append((slot, max(0, exact), max(0, packed)))
     return rows

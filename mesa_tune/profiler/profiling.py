@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ from mesa_tune.errors import RunError, WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.clock import median_ms
 from mesa_tune.profiler.entries import LayerEntry, Option, Tie
-from mesa_tune.profiler.gradient import MIN_ELEMENTS, Price, Sensitivity
+from mesa_tune.profiler.gradient import Price, Sensitivity
 from mesa_tune.profiler.ledger import TracedPair, tensor_entries, timeline
 from mesa_tune.profiler.meter import bytes_of, tensors_in
 from mesa_tune.profiler.preserve import preserved
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.rows import Rows
 from mesa_tune.profiler.session import RawConversion, session
-from mesa_tune.profiler.timeline import settings_bytes
 from mesa_tune.profiler.trace import StepTrace, observing, trace_step
 from mesa_tune.profiler.user_code import is_out_of_memory
 from mesa_tune.profiler.workload import Workload
@@ -37,6 +36,8 @@ BITS = (1, 2, 3, 4, 6, 8)
 GROUP_SIZES = (64, 256, 1024)
 SAVE_EVERY_S = 10.0
 
+Known = dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]
+"""Layer -> its options, and the joint ratios of its tie."""
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share of it that is done (0 to 1)."""
 
@@ -64,8 +65,8 @@ def profile(
 
     `options` are the settings to try on each layer (default: the full grid; `[]`: bytes only), `seeds` the
     rounding seeds of each. With `path` the profile is saved there as it grows; a partial one of the same
-    workload and options is taken up again; `save` writes it in another way. A batch that does not fit is halved
-    until it does, and `notes` say so.
+    workload and options is taken up again; `save` writes it in another way. A batch that does not fit is
+    halved until it does, and `notes` say so.
     The model, its optimizer and the random generators are afterwards bit for bit as before.
 
     Raises WorkloadError for a workload that cannot be trained, RunError for a file that cannot be written.
@@ -110,9 +111,11 @@ class _Profiling:
         self.show("tracing a step", 0.0)
         notes = self._fit()
         batch_size = self.workload.batch_size
-        self.large, self.layers = self._traced(batch_size)
+        self.large, places = self._traced(batch_size)
         small, _ = self._traced(batch_size // 2 if batch_size > 1 else 2)
-        self.timeline = replace(timeline(self.large, small), hooked=self._hooked())
+        self.catalog = Catalog.of(self.model)
+        self.rows = Rows(self.large, places, self.catalog.modules)
+        self.timeline = replace(timeline(self.large, small), hooked=self.rows.hooked)
         return self._profile(notes)
 
     def _fit(self) -> tuple[str, ...]:
@@ -138,7 +141,7 @@ class _Profiling:
 
     def _step(self, batch: Any) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.workload.compute_loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
+        self.workload.compute_loss(self.model, batch).backward()
         self.optimizer.step()
 
     def _traced(self, batch_size: int) -> tuple[TracedPair, dict[str, tuple[str, int]]]:
@@ -168,20 +171,16 @@ class _Profiling:
             *tensors_in(batch),
         ]
 
-    def _hooked(self) -> tuple[str, ...]:
-        return tuple(name for name, (tag, _) in self.layers.items() if tag == "other")
-
     def _profile(self, notes: tuple[str, ...]) -> Profile:
         """The profile of bytes: no layer has options yet."""
         tensors = tensor_entries(self.large.plain)
         batch = self.workload.make_batch()
-        catalog = Catalog.of(self.model)
         step_ms = median_ms(lambda: self._step(batch), 3, self.workload.device)
         described = self.workload.description
         return Profile(
             model=described["model"],
             fingerprint=described["fingerprint"],
-            layers_fingerprint=catalog.fingerprint,
+            layers_fingerprint=self.catalog.fingerprint,
             device=self.workload.device,
             autocast=self.workload.autocast,
             batch_size=self.workload.batch_size,
@@ -193,60 +192,14 @@ class _Profiling:
             peak_bytes=self.large.static + self.large.plain.peak(),
             step_ms=step_ms,
             tensors=tuple(tensors),
-            layers=tuple(self._entries(catalog.modules)),
+            layers=tuple(self.rows.entries()),
             timeline=self.timeline,
-            ties=tuple(Tie(group, ()) for group in self._groups()),
+            ties=tuple(Tie(group, ()) for group in self.rows.groups()),
             notes=notes,
             resume=self._request(),
         )
 
-    def _entries(self, modules: list[str]) -> Iterator[LayerEntry]:
-        plain, coded = self.large.plain, self.large.packed.coded
-        order: dict[str, None] = dict.fromkeys(slot.layer for slot in self.large.packed.slots if slot.layer)
-        order.update(dict.fromkeys(self.layers))
-        for name in order:
-            kept = [(number, item) for number, item in sorted(plain.plain.items()) if name in item.layers]
-            stored = [item for item in coded.values() if name in item.layers]
-            if not kept and not stored:
-                continue
-            largest = max(kept, key=lambda pair: plain.lives[pair[0]].bytes, default=(0, None))[1]
-            tag, index = self.layers[name]
-            yield LayerEntry(
-                name=name,
-                tag=tag,
-                index=index,
-                module=_module(name, modules),
-                shape=largest.shape if largest else stored[0].shape,
-                dtype=largest.dtype if largest else "float32",
-                bytes=sum(plain.lives[number].bytes for number, _ in kept),
-                own_bytes=sum(plain.lives[number].bytes for number, item in kept if item.layers[0] == name),
-                shared_with=tuple(self._sharers(name)),
-                options=(),
-            )
-
-    def _sharers(self, name: str) -> list[str]:
-        items = (*self.large.plain.plain.values(), *self.large.packed.coded.values())
-        together = dict.fromkeys(layer for item in items if name in item.layers for layer in item.layers)
-        return [layer for layer in together if layer != name]
-
-    def _groups(self) -> list[tuple[str, ...]]:
-        """Layers that share a tensor, plain or packed, directly or through others; two or more each."""
-        root: dict[str, str] = {}
-
-        def find(name: str) -> str:
-            while root.setdefault(name, name) != name:
-                name = root[name]
-            return name
-
-        for item in (*self.large.plain.plain.values(), *self.large.packed.coded.values()):
-            for layer in item.layers[1:]:
-                root[find(layer)] = find(item.layers[0])
-        groups: dict[str, list[str]] = {}
-        for name in root:
-            groups.setdefault(find(name), []).append(name)
-        return [tuple(group) for group in groups.values() if len(group) > 1]
-
-    def _measured(self, found: Profile) -> Iterator[dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]]:
+    def _measured(self, found: Profile) -> Iterator[Known]:
         """Measures group after group; yields all options known so far, and saves them now and then."""
         tied = {name: tie.layers for tie in found.ties for name in tie.layers}
         groups = list(dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in found.layers))
@@ -284,7 +237,7 @@ class _Profiling:
 
     def _group_options(
         self, found: Profile, group: tuple[str, ...], sensitivity: Sensitivity | None
-    ) -> dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]:
+    ) -> Known:
         entries = {name: found.layer(name) for name in group}
         grid = self._grid(group)
         if sensitivity is None or not grid:
@@ -306,10 +259,7 @@ class _Profiling:
 
     def _grid(self, group: tuple[str, ...]) -> list[LayerSettings]:
         """The options for a group: hooks store 8 bits or nothing, and what cannot be stored has none."""
-        packed = self.large.packed
-        if not any(set(item.layers) & set(group) for item in packed.coded.values()) and not any(
-            layer in group for layer in packed.side.values()
-        ):
+        if not self.rows.can_be_stored(group):
             return []
         if all(name in self.timeline.hooked for name in group):
             return [option for option in self.options if option.bits == 8]
@@ -318,7 +268,7 @@ class _Profiling:
     def _option(self, entry: LayerEntry, option: LayerSettings, price: Price) -> Option:
         return Option(
             settings=option,
-            bytes=self._bytes(entry.name, option),
+            bytes=self.rows.bytes(entry.name, option),
             tensor_error=price.tensor_error,
             gradient_error=price.gradient_error,
             standard_error=price.standard_error,
@@ -330,22 +280,12 @@ class _Profiling:
     def _exact(self, entry: LayerEntry) -> Option:
         return Option(EXACT, entry.bytes, 0.0, 0.0, 0.0, True, 0.0, 0.0)
 
-    def _bytes(self, name: str, option: LayerSettings) -> int:
-        packed = self.large.packed
-        total = sum(packed.lives[number].bytes for number, layer in packed.side.items() if layer == name)
-        for item in packed.coded.values():
-            if name in item.layers:
-                elements = prod(item.shape)
-                small = elements <= MIN_ELEMENTS
-                total += elements * item.itemsize if small else settings_bytes(elements, option)
-        return total
-
     def _assembled(self, found: Profile, *, partial: bool) -> Profile:
         layers = [replace(layer, options=self.known.get(layer.name, ((), ()))[0]) for layer in found.layers]
         ties = [replace(tie, joint=self.known.get(tie.layers[0], ((), ()))[1]) for tie in found.ties]
         return replace(found, layers=tuple(layers), ties=tuple(ties), partial=partial)
 
-    def _resumed(self, found: Profile) -> dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]:
+    def _resumed(self, found: Profile) -> Known:
         """What an earlier, interrupted run of the same request has measured."""
         if self.path is None or not Path(self.path).exists():
             return {}
@@ -372,12 +312,6 @@ class _Profiling:
             self.save(made)
         elif self.path is not None:
             made.save(self.path)
-
-
-def _module(name: str, modules: list[str]) -> str:
-    if name in modules:
-        return name
-    return name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
 
 
 def _ignored(_: object) -> None:

@@ -1,4 +1,4 @@
-"""A workload's model and loss under one policy for a while, as `convert` and `compress_saved` together put them."""
+"""A workload's model and loss under one policy for a while."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mesa_tune import routing
@@ -24,7 +23,6 @@ RAW = Spec("quantize", 8, 0, 256, 0, True, 0)
 class RawConversion(Conversion):
     """Every layer goes through our functions, and nothing is encoded."""
 
-    @torch.compiler.assume_constant_result
     def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:
         self.catalog.index(layer, tag, module)
         self.specs[layer] = RAW
@@ -33,7 +31,7 @@ class RawConversion(Conversion):
 
 @dataclass
 class Session:
-    """A model under a policy; `loss(batch)` runs the workload's loss with its own layers under the policy, too."""
+    """A model under a policy, and the loss with its own layers under it, too."""
 
     workload: Workload
     model: nn.Module

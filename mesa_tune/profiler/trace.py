@@ -203,7 +203,7 @@ def trace_step(
         recorder.trace.saved_bytes = recorder.live_since(0, without=[*static, value])
         tracer.forward = False
         recorder.open_slot(None, "backward")
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         del value
         recorder.open_slot(None, "step")
         step()

@@ -1,0 +1,101 @@
+"""The rows of a profile: which layers keep what, together with whom, and in how many bytes each way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from mesa_tune.profiler.entries import LayerEntry
+from mesa_tune.profiler.gradient import MIN_ELEMENTS
+from mesa_tune.profiler.ledger import TracedPair
+from mesa_tune.profiler.timeline import settings_bytes
+from mesa_tune.profiler.trace import CodedTrace, PlainTrace
+from mesa_tune.settings import LayerSettings
+
+
+class Rows:
+    """The layers of a traced pair of steps; `places` holds tag and index of each, `modules` the model's."""
+
+    def __init__(
+        self, traced: TracedPair, places: dict[str, tuple[str, int]], modules: Sequence[str]
+    ) -> None:
+        self.plain, self.packed = traced.plain, traced.packed
+        self.places = places
+        self.modules = modules
+        self.hooked = tuple(name for name, (tag, _) in places.items() if tag == "other")
+
+    def entries(self) -> Iterator[LayerEntry]:
+        plain, coded = self.plain, self.packed.coded
+        """A row for each layer that keeps something, in the order of their calls; no options yet."""
+        order: dict[str, None] = dict.fromkeys(slot.layer for slot in self.packed.slots if slot.layer)
+        order.update(dict.fromkeys(self.places))
+        for name in order:
+            kept = [(number, item) for number, item in sorted(plain.plain.items()) if name in item.layers]
+            stored = [item for item in coded.values() if name in item.layers]
+            if not kept and not stored:
+                continue
+            largest = max(kept, key=lambda pair: plain.lives[pair[0]].bytes, default=(0, None))[1]
+            tag, index = self.places[name]
+            yield LayerEntry(
+                name=name,
+                tag=tag,
+                index=index,
+                module=_module(name, self.modules),
+                shape=largest.shape if largest else stored[0].shape,
+                dtype=largest.dtype if largest else "float32",
+                bytes=sum(plain.lives[number].bytes for number, _ in kept),
+                own_bytes=sum(plain.lives[number].bytes for number, item in kept if item.layers[0] == name),
+                shared_with=tuple(self._sharers(name)),
+                options=(),
+            )
+
+    def _sharers(self, name: str) -> list[str]:
+        items = self._kept()
+        together = dict.fromkeys(layer for item in items if name in item.layers for layer in item.layers)
+        return [layer for layer in together if layer != name]
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """Layers that share a packed tensor, directly or through others; two or more each.
+
+        Layers that share a tensor in the plain step alone (attention's output and the projection's input) are
+        free to differ: once both compress, they keep nothing in common.
+        """
+        root: dict[str, str] = {}
+
+        def find(name: str) -> str:
+            while root.setdefault(name, name) != name:
+                name = root[name]
+            return name
+
+        for item in self.packed.coded.values():
+            for layer in item.layers[1:]:
+                root[find(layer)] = find(item.layers[0])
+        groups: dict[str, list[str]] = {}
+        for name in root:
+            groups.setdefault(find(name), []).append(name)
+        return [tuple(group) for group in groups.values() if len(group) > 1]
+
+    def bytes(self, name: str, option: LayerSettings) -> int:
+        """All that the layer keeps under `option`."""
+        packed = self.packed
+        total = sum(packed.lives[number].bytes for number, layer in packed.side.items() if layer == name)
+        for item in packed.coded.values():
+            if name in item.layers:
+                elements = prod(item.shape)
+                small = elements <= MIN_ELEMENTS
+                total += elements * item.itemsize if small else settings_bytes(elements, option)
+        return total
+
+    def can_be_stored(self, group: Sequence[str]) -> bool:
+        """Whether anything that these layers keep can be stored in another way."""
+        coded = any(set(item.layers) & set(group) for item in self.packed.coded.values())
+        return coded or any(layer in group for layer in self.packed.side.values())
+
+    def _kept(self) -> list[PlainTrace | CodedTrace]:
+        return [*self.plain.plain.values(), *self.packed.coded.values()]
+
+
+def _module(name: str, modules: Sequence[str]) -> str:
+    if name in modules:
+        return name
+    return name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
