@@ -307,8 +307,8 @@ def _load() -> None:
         torch.ops.load_library(LIBRARY)
     except OSError as error:  # not built, or built for another system
         warnings.warn(
-            f"mesa-tune's native kernels are not loaded ({error}), so quantization runs in plain PyTorch, many"
-            " times slower: `mesa-tune doctor` says how to build them.",
+            f"mesa-tune's native kernels are not loaded ({error}), so quantization runs in plain PyTorch,"
+            " many times slower: `mesa-tune doctor` says how to build them.",
             stacklevel=2,
         )
 
