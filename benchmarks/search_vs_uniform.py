@@ -70,7 +70,7 @@ def train(example: ModuleType, steps: int) -> nn.Module:
     model: nn.Module = example.model()
     optimizer = example.optimizer(list(model.parameters()))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, example.LEARNING_RATE, total_steps=steps, pct_start=0.2
+        optimizer, example.LEARNING_RATE, total_steps=steps, pct_start=example.WARMUP
     )
     value = torch.zeros(())
     for _ in range(steps):

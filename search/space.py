@@ -8,8 +8,8 @@ adds up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -174,12 +174,16 @@ class _Parts:
         return Unit(names, layers[0].tag, tuple(_undominated(choices, number in self.linked)))
 
     def _settings(self, layers: Sequence[LayerEntry]) -> list[LayerSettings]:
-        """Exact, then the settings that every layer of the unit has a known error for, finest first."""
+        """Exact, then the settings that every layer of the unit has a known error for, finest first.
+
+        And 5 and 7 bits between measured neighbours: above 4 bits errors follow 1 / (level − 1)² closely.
+        """
         found = [
             {option.settings for option in layer.options if option.gradient_error is not None}
             for layer in layers
         ]
         shared = {self._effective(one, layers) for one in set.intersection(*found) if not one.exact}
+        shared |= _between(shared)
         return [
             EXACT,
             *sorted(shared, key=lambda one: (-one.level, one.group_size or 0, one.quant_groups or 0)),
@@ -208,6 +212,15 @@ class _Parts:
 
 
 _AGAIN = "profile it with `mesa-tune profile`, which measures all options"
+
+
+def _between(settings: Collection[LayerSettings]) -> set[LayerSettings]:
+    """Settings of 5 or 7 bits whose neighbours, a bit more and a bit less, are among `settings`."""
+    return {
+        replace(one, level=2 * one.level)
+        for one in settings
+        if one.level in (16, 64) and replace(one, level=4 * one.level) in settings
+    }
 
 
 def _undominated(choices: Sequence[Choice], linked: bool) -> list[Choice]:
