@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
+from mesa_tune.commands.common import document_alone
 from mesa_tune.errors import MesaTuneError, RunError
 
 # In the order of use, as the help lists them: function `x` of module mesa_tune.commands.x.
@@ -70,11 +73,26 @@ def _dispatch(arguments: list[str]) -> int:
     command = typer.main.get_command(application())
     try:
         # Without standalone mode Typer hands errors and Ctrl-C to us, and returns the status of an Exit.
-        status = command.main(arguments or ["--help"], prog_name="mesa-tune", standalone_mode=False)
+        with _plain_warnings(), document_alone() if "--json" in arguments else nullcontext():
+            status = command.main(arguments or ["--help"], prog_name="mesa-tune", standalone_mode=False)
     except typer.TyperException as error:
-        print(f"error: {error.format_message()}\nsee mesa-tune --help", file=sys.stderr)
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "mesa-tune"
+        print(f"error: {error.format_message()}\nsee {path} --help", file=sys.stderr)
         return 1 if type(error).__name__ in _BAD_VALUES else 2
     return status if isinstance(status, int) else 0
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """A warning is one line that says what; where in our code it was given helps nobody who runs a command."""
+
+    def show(message: Warning | str, *_: object) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def _explained(error: MesaTuneError | OSError) -> MesaTuneError:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from mesa_tune.commands.run_folder import dump_json, write_atomically
 from mesa_tune.errors import RunError
 
 Value = TypeVar("Value")
+
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def schema(kind: str) -> str:
@@ -49,8 +53,34 @@ def parse_document(
         )
     try:
         return parse(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except KeyError as error:
+        raise RunError(f"{path}: damaged: {error} is missing\n{remedy}") from error
+    except (TypeError, ValueError, AttributeError) as error:
         raise RunError(f"{path}: damaged: {type(error).__name__}: {error}\n{remedy}") from error
+
+
+def typed(kind: Callable[..., Value], values: Mapping[str, Any]) -> Value:
+    """The dataclass `kind` of `values`, whose plain fields have their types and whose numbers are finite.
+
+    TypeError for others, for names that `kind` lacks and for missing ones: a document may have been edited, and
+    a text in place of a number would come out much later, as somebody else's error.
+    """
+    for name, types in _plain_types(kind).items():
+        value = values.get(name)
+        if name in values and (
+            type(value) not in types or (type(value) is float and not math.isfinite(value))
+        ):
+            expected = " or ".join(one.__name__ for one in types)
+            raise TypeError(f"{name} is {value!r:.40}, not {expected}")
+    return kind(**values)
+
+
+@lru_cache
+def _plain_types(kind: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
+    """The types that JSON gives the fields of `kind` that are plain, or plain or None."""
+    found = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
+    plain = {name: types for name, types in found.items() if set(types) <= _PLAIN}
+    return {name: (*types, int) if float in types else types for name, types in plain.items()}
 
 
 def _read(path: Path, remedy: str) -> str:

@@ -118,7 +118,7 @@ def _either(tags: Sequence[str]) -> str:
 
 def _meant(name: str, choices: Iterable[str]) -> str:
     near = nearest(name, sorted(choices))
-    return (f"did you mean {near!r}? " if near else "") + f"Else {_REMEDY}"
+    return f"did you mean {near!r}? Else {_REMEDY}" if near else _REMEDY
 
 
 def unavailable(rules: Sequence[Rule]) -> Iterator[str]:

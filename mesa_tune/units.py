@@ -12,7 +12,7 @@ _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS = {"": 1} | _DECIMAL | _BINARY
 _AMOUNT = re.compile(r"\s*([+-]?[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(%|[A-Za-z]*)\s*")
-_REMEDY = "write it like 6GB (6·10⁹ bytes), 6GiB (6·2³⁰), 40% (of the plain peak) or 6000000000"
+_REMEDY = "write it like 6GB (6·10⁹ bytes), 6GiB (6·2³⁰), 40% (of the plain step's) or 6000000000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +31,27 @@ class Budget:
         return int(self.fraction * baseline_peak)
 
 
-def parse_bytes(text: str | int | float) -> Budget:
-    """A budget from `6GB`, `6GiB`, `40%` or a number of bytes.
+def parse_bytes(text: str | int | float, name: str = "budget") -> Budget:
+    """A budget (or another limit called `name`) from `6GB`, `6GiB`, `40%` or a number of bytes.
 
     Raises BudgetError for what is no number, has an unknown unit, or is not above zero.
     """
     matched = _AMOUNT.fullmatch(str(text))
     if matched is None:
-        raise BudgetError(f"budget {text!r}: not an amount of memory\n{_REMEDY}")
+        raise BudgetError(f"{name} {text!r}: not an amount of memory\n{_REMEDY}")
     amount, unit = float(matched[1]), matched[2].lower()
     if unit == "%":
-        _require_positive(text, amount)
+        _require_positive(name, text, amount)
         return Budget(str(text), fraction=amount / 100)
     if unit not in _UNITS:
-        raise BudgetError(f"budget {text!r}: unknown unit {matched[2]!r}\n{_REMEDY}")
-    _require_positive(text, amount * _UNITS[unit])
+        raise BudgetError(f"{name} {text!r}: unknown unit {matched[2]!r}\n{_REMEDY}")
+    _require_positive(name, text, amount * _UNITS[unit])
     return Budget(str(text), bytes=max(1, round(amount * _UNITS[unit])))
 
 
-def _require_positive(text: str | int | float, amount: float) -> None:
+def _require_positive(name: str, text: str | int | float, amount: float) -> None:
     if not (math.isfinite(amount) and amount > 0):
-        raise BudgetError(f"budget {text!r}: must be above zero\n{_REMEDY}")
+        raise BudgetError(f"{name} {text!r}: must be above zero\n{_REMEDY}")
 
 
 def format_bytes(count: float) -> str:

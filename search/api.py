@@ -111,7 +111,7 @@ def _task(
 ) -> Task:
     # An amount that is none should fail before anything else is looked at.
     amount = parse_bytes(budget)
-    saved = None if max_saved is None else parse_bytes(max_saved)
+    saved = None if max_saved is None else parse_bytes(max_saved, "max-saved")
     sized = profile.timeline.at(batch_size or profile.batch_size)
     baseline = Baseline(sized.peak_bytes({}), sized.saved_bytes({}))
     step_ms = profile.step_ms * sized.batch_size / profile.batch_size
@@ -240,4 +240,6 @@ def _won(outcome: Outcome | None) -> str:
 def _require_positive(name: str, value: float | None, *, whole: bool = False) -> None:
     if value is not None and not (math.isfinite(value) and value > 0 and (not whole or value == int(value))):
         kind = "an integer of at least 1" if whole else "above zero"
-        raise BudgetError(f"{name} {value!r}: must be {kind}")
+        raise BudgetError(
+            f"{name} {value!r}: must be {kind}\ngive such a number, or leave it out for the default"
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mesa_tune.documents import read_document, schema, write_document
+from mesa_tune.documents import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Prediction
 
@@ -90,10 +90,10 @@ class Plan:
         parts = {
             "policy": Policy.parse(values["policy"], source="plan.json"),
             "predicted": Prediction.from_dict(values["predicted"]),
-            "baseline": Baseline(**values["baseline"]),
-            "measured": None if measured is None else Measurement(**measured),
+            "baseline": typed(Baseline, values["baseline"]),
+            "measured": None if measured is None else typed(Measurement, measured),
         }
-        return cls(**{**{key: value for key, value in values.items() if key != "schema"}, **parts})
+        return typed(cls, {**{key: value for key, value in values.items() if key != "schema"}, **parts})
 
     def save(self, path: str | Path) -> None:
         """Write the document to `path`, whole or not at all. RunError where it cannot be written."""

@@ -11,6 +11,7 @@ from typing import Any
 from mesa_tune.errors import RunError
 
 _REMEDY = "--force makes a new study, --run DIR one in another folder, --storage one in another database"
+_URL_REMEDY = "check the URL of --storage and that its database answers, or leave it out: study.db of the run"
 
 
 def open_study(storage: str | Path | None, name: str, seen_by: dict[str, Any]) -> Any:
@@ -26,7 +27,8 @@ def open_study(storage: str | Path | None, name: str, seen_by: dict[str, Any]) -
     if path is not None:
         _require_ours(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-    with explaining(storage):
+    # A database of a newer Optuna is a RuntimeError.
+    with explaining(storage, RuntimeError):
         study = optuna.create_study(
             storage=None if storage is None else f"sqlite:///{path}" if path else str(storage),
             study_name=name,
@@ -40,17 +42,18 @@ def open_study(storage: str | Path | None, name: str, seen_by: dict[str, Any]) -
 
 
 @contextmanager
-def explaining(storage: str | Path | None) -> Iterator[None]:
-    """What the database raises comes out as a RunError that names it."""
+def explaining(storage: str | Path | None, *further: type[Exception]) -> Iterator[None]:
+    """What the database raises, and errors of the `further` kinds, come out as a RunError that names it."""
     from alembic.util import CommandError
     from optuna.exceptions import OptunaError
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
-    except (SQLAlchemyError, OptunaError, CommandError, ImportError) as error:
+    except (SQLAlchemyError, OptunaError, CommandError, ImportError, *further) as error:
+        remedy = _REMEDY if _path(storage) else _URL_REMEDY
         first = str(error).strip().splitlines()[0][:200]
-        raise RunError(f"{_shown(storage)}: the study cannot be used: {first}\n{_REMEDY}") from error
+        raise RunError(f"{_shown(storage)}: the study cannot be used: {first}\n{remedy}") from error
 
 
 def _path(storage: str | Path | None) -> Path | None:

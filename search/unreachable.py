@@ -33,9 +33,9 @@ def _peak_text(profile: Profile, program: Program, limits: Limits, pins: Pins, l
     batch_size = program.space.batch_size
     static = profile.timeline.at(batch_size).static
     fits = largest_batch(profile, limits, pins, batch_size - 1)
-    advice = (
-        "not even a batch of one fits" if fits == 0 else f"batch size {fits} would fit (--batch-size {fits})"
-    )
+    # In bytes: a percentage of the smaller batch's peak would be another budget.
+    command = f"--budget {limits.peak} --batch-size {fits}"
+    advice = "not even a batch of one fits" if fits == 0 else f"batch size {fits} would fit ({command})"
     if fits is None:
         advice = f"profile at a smaller batch size than {batch_size}"
     return (

@@ -114,7 +114,7 @@ def test_a_missing_file_names_its_command(run: Run) -> None:
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "mesa-run").write_text("a file")
     run = Run(tmp_path / "mesa-run")
-    with pytest.raises(RunError, match=r"cannot be written.*\n.*--run DIR"):
+    with pytest.raises(RunError, match=r"is a file.*\n.*--run DIR"):
         run.write(run.policy, "new", INPUTS)
 
 

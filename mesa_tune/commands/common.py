@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
-from mesa_tune.commands.run_folder import Run, digest, dump_json, write_atomically
+from mesa_tune.commands.run_folder import DEFAULT_RUN, Run, digest, dump_json, write_atomically
 from mesa_tune.units import Budget, format_bytes, format_time, parse_bytes
 
 __all__ = [
+    "DEFAULT_RUN",
     "Budget",
     "DebugOption",
     "DeviceOption",
@@ -23,6 +26,7 @@ __all__ = [
     "Run",
     "RunOption",
     "digest",
+    "document_alone",
     "dump_json",
     "format_bytes",
     "format_table",
@@ -30,8 +34,6 @@ __all__ = [
     "parse_bytes",
     "write_atomically",
 ]
-
-DEFAULT_RUN = Path("mesa-run")
 
 RunOption = Annotated[Path, typer.Option("--run", metavar="DIR", help="Folder of the run's files.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
@@ -41,6 +43,19 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite files that
 DeviceOption = Annotated[
     str | None, typer.Option("--device", metavar="cuda|cpu", help="Default: cuda if there is one, else cpu.")
 ]
+
+_documents: ContextVar[TextIO | None] = ContextVar("documents", default=None)
+
+
+@contextmanager
+def document_alone() -> Iterator[None]:
+    """Standard output is for `Output.document`; what a model file prints goes to standard error."""
+    token = _documents.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _documents.reset(token)
 
 
 class Output:
@@ -76,7 +91,8 @@ class Output:
     def document(self, kind: str, content: Mapping[str, Any]) -> None:
         """Print `content` as the JSON document `mesa-tune.<kind>/1`, where the user asked for JSON."""
         if self.json:
-            print(dump_json({"schema": f"mesa-tune.{kind}/1", **content}), end="", flush=True)
+            document = dump_json({"schema": f"mesa-tune.{kind}/1", **content})
+            print(document, end="", file=_documents.get() or sys.stdout, flush=True)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -17,7 +17,10 @@ from typing import Any
 
 from mesa_tune.errors import RunError
 
+DEFAULT_RUN = Path("mesa-run")
+
 _NOTES = ".written.json"
+_NOTE_KEYS = {"inputs", "sha256"}
 _REMEDY = "--force overwrites it; --run DIR writes to another folder"
 
 
@@ -32,6 +35,11 @@ class Run:
     def __init__(self, folder: Path, *, force: bool = False) -> None:
         self.folder = folder
         self.force = force
+
+    @property
+    def option(self) -> str:
+        """` --run DIR` for a command that goes on with this run; empty for the default folder."""
+        return "" if self.folder == DEFAULT_RUN else f" --run {self.folder}"
 
     @property
     def profile(self) -> Path:
@@ -68,7 +76,8 @@ class Run:
         return path
 
     def check(self, path: Path, inputs: str) -> None:
-        """Raise RunError unless `path` is new, or ours, made from the same inputs and unedited."""
+        """Raise RunError unless `path` is new, or ours, made from the same inputs and unedited, and writable."""
+        self._require_writable()
         if self.force or not path.exists():
             return
         note = self._notes().get(self._key(path))
@@ -78,6 +87,16 @@ class Run:
             raise RunError(f"{path}: was made from other inputs\n{_REMEDY}")
         if note["sha256"] is not None and note["sha256"] != _hash(path):
             raise RunError(f"{path}: was edited after it was written\n{_REMEDY}")
+
+    def _require_writable(self) -> None:
+        """Before hours of measuring, not after them."""
+        there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise RunError(f"{there}: is a file, so no run can be kept in it\nname a folder with --run DIR")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise RunError(
+                f"{there}: cannot be written\nchange its permissions, or name another with --run DIR"
+            )
 
     def claim(self, path: Path, inputs: str) -> None:
         """Note, after `check`, that `path` is being written from `inputs`, piece by piece, by other code.
@@ -107,7 +126,8 @@ class Run:
         except (OSError, ValueError):
             # Without readable notes nothing is known to be ours, which is the safe side.
             return {}
-        return notes if isinstance(notes, dict) else {}
+        pairs = notes.items() if isinstance(notes, dict) else ()
+        return {name: note for name, note in pairs if isinstance(note, dict) and note.keys() == _NOTE_KEYS}
 
     def _note(self, path: Path, note: dict[str, Any]) -> None:
         write_atomically(self.folder / _NOTES, dump_json({**self._notes(), self._key(path): note}))
@@ -145,8 +165,10 @@ def _explaining(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "free some space or name another folder with --run DIR"
-        raise RunError(f"{path}: cannot be written: {error.strerror}\n{remedy}") from error
+        on_the_way = isinstance(error, (FileExistsError, NotADirectoryError))
+        what = "a part of its path is a file, not a folder" if on_the_way else error.strerror
+        remedy = "name a place in a folder that can be written and has room"
+        raise RunError(f"{path}: cannot be written: {what}\n{remedy}") from error
 
 
 def _hash(path: Path) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +21,7 @@ from mesa_tune.commands.common import (
     format_time,
     parse_bytes,
 )
+from mesa_tune.commands.memory import advising
 from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
@@ -85,16 +84,13 @@ def search(
     output, run = Output(json=json, quiet=quiet), Run(run_folder, force=force)
     profile = Profile.load(run.require(run.profile, _PROFILE))
     inputs = digest("search", profile.to_dict(), budget, batch_size, max_slowdown, max_saved, seed)
-    for path in (run.plan, run.policy):
-        run.check(path, inputs)
-    output.device(profile.device)
 
     def plan_with(workload: Workload | None, study: str | Path | None) -> Plan:
         return search_policy(
             profile,
             budget,
             workload=workload,
-            trials=trials if workload else 0,
+            trials=trials,
             timeout=timeout,
             batch_size=batch_size,
             max_saved=max_saved,
@@ -104,12 +100,17 @@ def search(
             progress=output.status,
         )
 
-    if trials == 0:
-        plan = plan_with(None, None)
-    else:
-        workload = _workload(profile)
-        study = _study(run, profile, storage, lambda: plan_with(None, None))
-        with _explaining(profile):
+    # From the profile alone first: what cannot be planned is refused before anything is written or deleted.
+    plan = plan_with(None, None)
+    workload = None if trials == 0 else _workload(run, profile)
+    for path in (run.plan, run.policy):
+        run.check(path, inputs)
+    output.device(profile.device)
+    if workload is not None:
+        study = _study(run, profile, storage)
+        command = f"mesa-tune profile {profile.model} --force{run.option} --batch-size"
+        # The study takes plain steps of the profiled batch, which fits more often than the planned one.
+        with advising(profile, profile.batch_size, {}, lambda fits: f"`{command} {fits}`"):
             plan = plan_with(workload, study)
     output.status("")
     _write(run, plan, inputs)
@@ -118,7 +119,7 @@ def search(
     output.document("search", _document(plan.at(run.policy)))
 
 
-def _workload(profile: Profile) -> Workload:
+def _workload(run: Run, profile: Profile) -> Workload:
     """The workload that was profiled. RunError where its file is gone or another now."""
     from mesa_tune.profiler.workload import Workload
 
@@ -141,42 +142,21 @@ def _workload(profile: Profile) -> Workload:
     if workload.fingerprint != profile.fingerprint:
         raise RunError(
             f"{profile.model}: changed since it was profiled\n"
-            f"profile it again with `mesa-tune profile {profile.model} --force`"
+            f"profile it again with `mesa-tune profile {profile.model} --force{run.option}`"
         )
     return workload
 
 
-def _study(run: Run, profile: Profile, storage: str | None, solve: Callable[[], object]) -> str | Path:
-    """Where the study lives; the run's own file is noted as ours, and with --force begun anew.
-
-    `solve` raises where there is no plan to be had: nothing is written or deleted then.
-    """
+def _study(run: Run, profile: Profile, storage: str | None) -> str | Path:
+    """Where the study lives; the run's own file is noted as ours, and with --force begun anew."""
     if storage is not None:
         return storage
     inputs = digest("study", profile.to_dict())
     run.check(run.study, inputs)
-    solve()
     if run.force:
         run.study.unlink(missing_ok=True)
     run.claim(run.study, inputs)
     return run.study
-
-
-@contextmanager
-def _explaining(profile: Profile) -> Iterator[None]:
-    """Lack of memory comes out as a RunError that says what to do."""
-    from mesa_tune.profiler.user_code import is_out_of_memory
-
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        half = max(1, profile.batch_size // 2)
-        raise RunError(
-            f"out of memory on {profile.device} at batch size {profile.batch_size} of the profile\n"
-            f"free some memory, profile again with --batch-size {half}, or use --trials 0, which needs none"
-        ) from error
 
 
 def _write(run: Run, plan: Plan, inputs: str) -> None:

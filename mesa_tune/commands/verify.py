@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ from mesa_tune.commands.common import (
     format_table,
     format_time,
 )
+from mesa_tune.commands.memory import advising
 from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
@@ -49,21 +51,26 @@ def verify(
     force: ForceOption = False,
 ) -> None:
     """Run real steps, plain and under a policy in turn; show predicted beside measured."""
-    from mesa_tune.policy import Policy
+    from mesa_tune.policy import Header, Policy
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.verification import verify as measure
 
     folder = Run(run, force=force)
     profile = Profile.load(folder.require(folder.profile, "mesa-tune profile model.py"))
     chosen = Policy.load(policy or folder.require(folder.policy, "mesa-tune search --budget 40%"))
-    workload = load_workload(profile)
+    if force:
+        # Of another model: without its header nothing says so, and what fits is applied.
+        chosen = replace(chosen, header=Header())
+    workload = load_workload(folder, profile)
     expected, workload = _expectation(folder, profile, chosen, workload)
     inputs = digest("verify", profile.fingerprint, workload.batch_size, chosen.dumps())
     folder.check(folder.verify, inputs)
     output = Output(json=as_json, quiet=quiet)
     output.device(workload.device)
     output.line(f"policy {policy or folder.policy}, batch {workload.batch_size}: {steps} steps each, in turn")
-    found = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds)
+    planned, assignment = workload.batch_size, profile.assignment(chosen)
+    with advising(profile, planned, assignment, lambda fits: _advice(folder, profile, planned, fits)):
+        found = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds)
     folder.write(folder.verify, dump_json(found.to_dict()), inputs)
     for line in describe(found):
         output.line(line)
@@ -71,7 +78,7 @@ def verify(
     output.document("verify", found.to_dict())
 
 
-def load_workload(profile: Profile) -> Workload:
+def load_workload(folder: Run, profile: Profile) -> Workload:
     """The workload that `profile` was made of, from its model file; RunError if that is gone or changed."""
     from mesa_tune.profiler.workload import Workload
 
@@ -83,7 +90,8 @@ def load_workload(profile: Profile) -> Workload:
     if not Path(profile.model).is_file():
         raise RunError(
             f"{profile.model}: no such file, and the profile was made of it\n"
-            "put it back, or profile the model where it is now: `mesa-tune profile model.py --force`"
+            "put it back, or profile the model where it is now: "
+            f"`mesa-tune profile model.py --force{folder.option}`"
         )
     workload = Workload.load(
         profile.model,
@@ -95,7 +103,7 @@ def load_workload(profile: Profile) -> Workload:
     if workload.fingerprint != profile.fingerprint:
         raise RunError(
             f"{profile.model}: changed since it was profiled\n"
-            f"profile it again: `mesa-tune profile {profile.model} --force`"
+            f"profile it again: `mesa-tune profile {profile.model} --force{folder.option}`"
         )
     return workload
 
@@ -111,6 +119,15 @@ def _expectation(
         if plan.policy == policy:
             return plan.predicted, workload.with_batch_size(plan.batch_size)
     return profile.predict(policy), workload
+
+
+def _advice(folder: Run, profile: Profile, failed: int, fits: int) -> str:
+    """What plans for the batch that fits; less memory than when it was profiled asks for another profile."""
+    if failed > profile.batch_size:
+        what = f"search --budget {profile.peak_bytes} --batch-size {fits}"
+    else:
+        what = f"profile {profile.model} --batch-size {fits}"
+    return f"`mesa-tune {what} --force{folder.option}`"
 
 
 def describe(found: Verification) -> list[str]:

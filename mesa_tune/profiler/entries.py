@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mesa_tune.documents import typed
 from mesa_tune.settings import LayerSettings
 
 
@@ -24,7 +25,8 @@ class TensorEntry:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> TensorEntry:
-        return TensorEntry(**{**values, "layers": tuple(values["layers"]), "shape": tuple(values["shape"])})
+        parts = {"layers": tuple(values["layers"]), "shape": tuple(values["shape"])}
+        return typed(TensorEntry, {**values, **parts})
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Option:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Option:
-        return Option(**{**values, "settings": LayerSettings.from_dict(values["settings"])})
+        return typed(Option, {**values, "settings": LayerSettings.from_dict(values["settings"])})
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class LayerEntry:
             "shared_with": tuple(values["shared_with"]),
             "options": tuple(Option.from_dict(option) for option in values["options"]),
         }
-        return LayerEntry(**{**values, **parts})
+        return typed(LayerEntry, {**values, **parts})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mesa_tune.documents import read_document, schema, write_document
+from mesa_tune.documents import read_document, schema, typed, write_document
 from mesa_tune.profiler.entries import LayerEntry, Option, TensorEntry, Tie
 from mesa_tune.profiler.timeline import Assignment, Kept, Slot, Timeline
 from mesa_tune.settings import LayerSettings
@@ -51,7 +51,7 @@ class Prediction:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Prediction:
         """The prediction that `to_dict` made `values` of."""
-        return Prediction(**values)
+        return typed(Prediction, values)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Profile:
             "ties": tuple(Tie.from_dict(tie) for tie in values["ties"]),
             "notes": tuple(values["notes"]),
         }
-        return cls(**{**plain, **parts})
+        return typed(cls, {**plain, **parts})
 
     def save(self, path: str | Path) -> None:
         """Write the document to `path`, whole or not at all. RunError where it cannot be written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
@@ -28,7 +29,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rows import Rows
 from mesa_tune.profiler.session import RawConversion, session
 from mesa_tune.profiler.trace import StepTrace, observing, trace_step
-from mesa_tune.profiler.user_code import is_out_of_memory
+from mesa_tune.profiler.user_code import is_out_of_memory, located
 from mesa_tune.profiler.workload import Workload
 from mesa_tune.settings import EXACT, LayerSettings
 
@@ -92,6 +93,32 @@ class _Profiling:
     show: Progress
 
     def run(self) -> Profile:
+        """The profile at the wanted batch size, halved until memory suffices for all that is measured."""
+        self.wanted = self.workload.batch_size
+        while True:
+            made = self._unless_out_of_memory()
+            if made is not None:
+                return made
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.workload = self.workload.with_batch_size(self.workload.batch_size // 2)
+
+    def _unless_out_of_memory(self) -> Profile | None:
+        try:
+            return self._profiled()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self.workload.batch_size == 1:
+                raise RunError(
+                    f"out of memory on {self.workload.device} at batch size 1: not even one sample fits\n"
+                    "use a machine with more memory or a smaller model; `--fast` needs no less"
+                ) from error
+        # Outside the handler: the error holds the frames, and they the tensors.
+        return None
+
+    def _profiled(self) -> Profile:
         # Tracing takes real optimizer steps; errors are those of the model as it was given.
         with preserved(self.model, self.optimizer):
             found = self._traced_profile()
@@ -109,40 +136,33 @@ class _Profiling:
 
     def _traced_profile(self) -> Profile:
         self.show("tracing a step", 0.0)
-        notes = self._fit()
+        self._step(self.workload.make_batch())
         batch_size = self.workload.batch_size
         self.large, places = self._traced(batch_size)
-        small, _ = self._traced(batch_size // 2 if batch_size > 1 else 2)
+        small = self._traced(batch_size // 2)[0] if batch_size > 1 else self._traced_two_samples()
         self.catalog = Catalog.of(self.model)
         self.rows = Rows(self.large, places, self.catalog.modules)
         self.timeline = replace(timeline(self.large, small), hooked=self.rows.hooked)
-        return self._profile(notes)
+        return self._profile()
 
-    def _fit(self) -> tuple[str, ...]:
-        """Lowers the batch until a step fits; what was done, in words."""
-        wanted = self.workload.batch_size
-        while True:
-            try:
-                self._step(self.workload.make_batch())
-                break
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                if self.workload.batch_size == 1:
-                    raise RunError(
-                        "out of memory at batch size 1: not even one sample fits\n"
-                        "use a machine with more memory or a smaller model; `--fast` needs no less"
-                    ) from error
-            self.optimizer.zero_grad(set_to_none=True)
-            self.workload = self.workload.with_batch_size(self.workload.batch_size // 2)
-        if self.workload.batch_size == wanted:
+    def _traced_two_samples(self) -> TracedPair:
+        """Beside one sample; that one again where two do not fit, and then no other batch can be planned for."""
+        try:
+            return self._traced(2)[0]
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        return self.large
+
+    def _notes(self) -> tuple[str, ...]:
+        """What was done to the batch size, in words."""
+        found = self.workload.batch_size
+        if found == self.wanted:
             return ()
-        return (f"out of memory at batch size {wanted}: profiled at {self.workload.batch_size} instead",)
+        return (f"out of memory at batch size {self.wanted}: profiled at {found} instead",)
 
     def _step(self, batch: Any) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.workload.compute_loss(self.model, batch).backward()
-        self.optimizer.step()
+        self.workload.take_step(self.model, batch, self.optimizer)
 
     def _traced(self, batch_size: int) -> tuple[TracedPair, dict[str, tuple[str, int]]]:
         batch = self.workload.make_batch(batch_size)
@@ -171,7 +191,7 @@ class _Profiling:
             *tensors_in(batch),
         ]
 
-    def _profile(self, notes: tuple[str, ...]) -> Profile:
+    def _profile(self) -> Profile:
         """The profile of bytes: no layer has options yet."""
         tensors = tensor_entries(self.large.plain)
         batch = self.workload.make_batch()
@@ -195,7 +215,7 @@ class _Profiling:
             layers=tuple(self.rows.entries()),
             timeline=self.timeline,
             ties=tuple(Tie(group, ()) for group in self.rows.groups()),
-            notes=notes,
+            notes=self._notes(),
             resume=self._request(),
         )
 
@@ -230,7 +250,8 @@ class _Profiling:
         sensitivity.record(loss)
         if not sensitivity.norm:
             raise WorkloadError(
-                "the gradient of every parameter is zero, so no error can be measured against it\n"
+                f"{located(self.workload.loss, self.workload.path)}: loss() gives every parameter the gradient "
+                "zero, so no error can be measured against it\n"
                 "check that the loss depends on the parameters, or give the model a first training step"
             )
         return sensitivity

@@ -131,6 +131,6 @@ def _shown(file: str) -> str:
 
 
 def _remedy(error: BaseException) -> str:
-    if "same device" in str(error):
+    if any(phrase in str(error) for phrase in ("same device", "expected device")):
         return "make new tensors where the batch is: torch.zeros(…, device=images.device)"
     return "--debug shows the whole traceback"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mesa_tune.conversion import compress_saved, convert
-from mesa_tune.documents import read_document, schema, write_document
+from mesa_tune.documents import read_document, schema, typed, write_document
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.meter import StepMemory, measure_step, take_step
@@ -91,13 +91,15 @@ class Verification:
     def from_dict(cls, values: Mapping[str, Any]) -> Verification:
         """The verification that `to_dict` made `values` of; KeyError, TypeError or ValueError otherwise."""
         ratio, predicted = values["step_ratio"], values["predicted"]
-        return cls(
-            baseline=_measured(values["baseline"]),
-            policy=_measured(values["policy"]),
-            gradient_errors=tuple(float(error) for error in values["gradient_errors"]),
-            step_ratio=None if ratio is None else Ratio(**ratio),
-            predicted=None if predicted is None else Prediction.from_dict(predicted),
-            **{name: values[name] for name in ("device", "batch_size", "torch", "steps")},
+        parts = {
+            "baseline": _measured(values["baseline"]),
+            "policy": _measured(values["policy"]),
+            "gradient_errors": tuple(float(error) for error in values["gradient_errors"]),
+            "step_ratio": None if ratio is None else typed(Ratio, ratio),
+            "predicted": None if predicted is None else Prediction.from_dict(predicted),
+        }
+        return typed(
+            cls, {**{name: values[name] for name in ("device", "batch_size", "torch", "steps")}, **parts}
         )
 
     def save(self, path: str | Path) -> None:
@@ -136,7 +138,7 @@ def verify(
         plain = _unless_out_of_memory(lambda: _memory(workload, None))
         packed = _unless_out_of_memory(lambda: _memory(workload, policy))
         if packed is None:
-            raise _does_not_fit(workload)
+            raise _does_not_fit(workload) from MemoryError()
         times = _times(workload, policy, steps, plain_fits=plain is not None)
         errors = _gradient_errors(workload, policy, seeds) if plain is not None else ()
     return Verification(
@@ -259,4 +261,4 @@ def _plain(value: Measured | Ratio) -> dict[str, Any]:
 
 
 def _measured(values: Mapping[str, Any]) -> Measured:
-    return Measured(**{name: values[name] for name in Measured.__dataclass_fields__})
+    return typed(Measured, {name: values[name] for name in Measured.__dataclass_fields__})

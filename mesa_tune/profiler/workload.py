@@ -110,9 +110,10 @@ class Workload:
         """
         with seeded(self.seed, self.device), explaining("model()", self.model, self.path):
             model = self.model()
-            if isinstance(model, nn.Module):
+            fault = _model_fault(model)
+            if fault is None:
                 return model.to(self.device).train()
-        raise self._amiss("model", self.model, f"returned {_kind(model)}, not an nn.Module")
+        raise self._amiss("model", self.model, *fault)
 
     def make_batch(self, n: int | None = None, *, draw: int = 0) -> Any:
         """The `draw`-th batch of `n` samples (default: the batch size), on the device.
@@ -135,6 +136,15 @@ class Workload:
         if fault:
             raise self._amiss("loss", self.loss, *fault)
         return loss
+
+    def take_step(self, model: nn.Module, batch: Any, optimizer: Optimizer) -> None:
+        """One training step of `model` on `batch`."""
+        optimizer.zero_grad(set_to_none=True)
+        loss = self.compute_loss(model, batch)
+        with explaining("the backward of loss()", self.loss, self.path):
+            loss.backward()
+        with explaining("optimizer.step()", self.optimizer, self.path):
+            optimizer.step()
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         """The optimizer over the trainable parameters of `model`: the user's, or AdamW."""
@@ -163,6 +173,17 @@ class Workload:
 def default_device() -> str:
     """`cuda` where there is one, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _model_fault(model: object) -> tuple[str, ...] | None:
+    """What keeps `model` from being trained, and the remedy where it has its own; None for a good one."""
+    if not isinstance(model, nn.Module):
+        return (f"returned {_kind(model)}, not an nn.Module",)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            what = f"returned a model whose {name} is on the device meta, which holds no values"
+            return what, "build it on the CPU: the model is moved to the device for you"
+    return None
 
 
 def _fault(loss: object, *, check: bool) -> tuple[str, str] | None:
