@@ -85,9 +85,9 @@ def _dispatch(arguments: list[str]) -> int:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """A warning is one line that says what; where in our code it was given helps nobody who runs a command."""
+    """A warning is one line that says what; where in our code it was given helps nobody."""
 
-    def show(message: Warning | str, *_: object) -> None:
+    def show(message: Warning | str, *_: object, **__: object) -> None:
         print(f"warning: {message}", file=sys.stderr)
 
     with warnings.catch_warnings():

@@ -55,15 +55,15 @@ def parse_document(
         return parse(content)
     except KeyError as error:
         raise RunError(f"{path}: damaged: {error} is missing\n{remedy}") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise RunError(f"{path}: damaged: {type(error).__name__}: {error}\n{remedy}") from error
 
 
 def typed(kind: Callable[..., Value], values: Mapping[str, Any]) -> Value:
     """The dataclass `kind` of `values`, whose plain fields have their types and whose numbers are finite.
 
-    TypeError for others, for names that `kind` lacks and for missing ones: a document may have been edited, and
-    a text in place of a number would come out much later, as somebody else's error.
+    TypeError for others, for names that `kind` lacks and for missing ones: a document may have been edited,
+    and a text in place of a number would come out much later, as somebody else's error.
     """
     for name, types in _plain_types(kind).items():
         value = values.get(name)

@@ -48,9 +48,10 @@ def explaining(storage: str | Path | None, *further: type[Exception]) -> Iterato
     from optuna.exceptions import OptunaError
     from sqlalchemy.exc import SQLAlchemyError
 
+    kinds: tuple[type[Exception], ...] = (SQLAlchemyError, OptunaError, CommandError, ImportError, *further)
     try:
         yield
-    except (SQLAlchemyError, OptunaError, CommandError, ImportError, *further) as error:
+    except kinds as error:
         remedy = _REMEDY if _path(storage) else _URL_REMEDY
         first = str(error).strip().splitlines()[0][:200]
         raise RunError(f"{_shown(storage)}: the study cannot be used: {first}\n{remedy}") from error

@@ -1,9 +1,15 @@
-"""What every test file shares: threads that do not fight, and GPU tests left out where there is none."""
+"""What every test file shares: threads that do not fight, GPU tests left out where there is none, a run."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+
+from mesa_tune import cli
+from tests.damage import MODEL, PROFILE, SEARCH, VERIFY, Home
 
 
 def pytest_configure() -> None:
@@ -17,3 +23,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session", name="made")
+def _made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A folder in which a model was profiled, searched and verified, and a copy of it to start from."""
+    home, kept = (tmp_path_factory.mktemp(name) / "work" for name in ("home", "kept"))
+    home.mkdir()
+    (home / "model.py").write_text(MODEL)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(home)
+        for command in (PROFILE, SEARCH, VERIFY):
+            assert cli.run([*command.split(), "--quiet"]) == 0
+    shutil.copytree(home, kept)
+    return home, kept
+
+
+@pytest.fixture(name="home")
+def _home(
+    made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Home:
+    """The folder as it was made, and the current one; always at the same path, which the profile holds."""
+    path, kept = made
+    shutil.rmtree(path)
+    shutil.copytree(kept, path)
+    monkeypatch.chdir(path)
+    return Home(path, capfd)

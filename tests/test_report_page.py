@@ -106,27 +106,6 @@ class TestPage:
 
 
 class TestCommand:
-    def test_before_profile_is_an_error(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert report(tmp_path) == 1
-        error = capsys.readouterr().err
-        assert "profile.json: no such file" in error
-        assert "mesa-tune profile" in error
-        assert len(error.splitlines()) <= 3
-        assert not list(tmp_path.iterdir())
-
-    @pytest.mark.parametrize("name", ["profile.json", "plan.json", "verify.json"])
-    @pytest.mark.parametrize("content", ["", "{", '{"schema": "other/1"}', "\udcff"], ids=repr)
-    def test_damaged_files_are_errors(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
-    ) -> None:
-        fill(tmp_path, plan=PLAN, found=verified(PLAN))
-        (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
-        assert report(tmp_path) == 1
-        error = capsys.readouterr().err
-        assert name in error
-        assert len(error.splitlines()) <= 3
-        assert not (tmp_path / "report.html").exists()
-
     def test_without_plan_shows_what_is_there(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -18,7 +18,7 @@ from mesa_tune.cli import run
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler import meter, verification
-from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification, verify
 from mesa_tune.profiler.workload import Workload
 from tests.synthetic import COARSE, synthetic_profile
@@ -210,50 +210,3 @@ class TestCommand:
         assert self.verify(folder) == 0
         assert self.verify(folder, "--policy", str(other)) == 1
         assert "--force" in capsys.readouterr().err
-
-    def changed(self, folder: Path) -> None:
-        (folder.parent / "model.py").write_text(MODEL_FILE + "# more\n")
-
-    def gone(self, folder: Path) -> None:
-        (folder.parent / "model.py").unlink()
-
-    def no_profile(self, folder: Path) -> None:
-        (folder / "profile.json").unlink()
-
-    def no_policy(self, folder: Path) -> None:
-        (folder / "policy.txt").unlink()
-
-    def made_in_python(self, folder: Path) -> None:
-        replace(Profile.load(folder / "profile.json"), model=None).save(folder / "profile.json")
-
-    def bad_policy(self, folder: Path) -> None:
-        (folder / "policy.txt").write_text("# mesa-tune policy 1\non fc:\n    by_index: all\n    lvel: 4\n")
-
-    def foreign_policy(self, folder: Path) -> None:
-        (folder / "policy.txt").write_text(
-            "# mesa-tune policy 1\non fc:\n    by_name: nowhere\n    level: 4\n"
-        )
-
-    @pytest.mark.parametrize(
-        ("damage", "said"),
-        [
-            ("changed", "changed since it was profiled"),
-            ("gone", "no such file"),
-            ("no_profile", "mesa-tune profile"),
-            ("no_policy", "mesa-tune search"),
-            ("made_in_python", "mesa_tune.verify"),
-            ("bad_policy", "lvel"),
-            ("foreign_policy", "nowhere"),
-        ],
-    )
-    def test_refusals_are_short_and_write_nothing(
-        self, folder: Path, capsys: pytest.CaptureFixture[str], damage: str, said: str
-    ) -> None:
-        getattr(self, damage)(folder)
-        before = sorted(folder.iterdir())
-        assert self.verify(folder) == 1
-        error = capsys.readouterr().err
-        assert said in error
-        assert len(error.splitlines()) <= 3
-        assert "Traceback" not in error
-        assert sorted(folder.iterdir()) == before

@@ -40,7 +40,7 @@ def demo(
     debug: DebugOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Profile, search, verify, train and report the digits ViT; print one table."""
+    """All of it on the digits ViT and real data, ending in one table."""
     output = Output(json=as_json, quiet=quiet)
     example = find_example()
     begin = time.perf_counter()

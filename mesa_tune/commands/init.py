@@ -19,7 +19,7 @@ from mesa_tune.commands.common import (
 from mesa_tune.errors import RunError
 
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="[model.py]", help="Where to write it.", show_default=False)
+    Path, typer.Argument(metavar="model.py", help="Where to write it.", show_default=False)
 ]
 
 

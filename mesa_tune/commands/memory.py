@@ -20,7 +20,7 @@ def advising(
 ) -> Iterator[None]:
     """Lack of memory in the body comes out as a RunError that says which batch size would fit.
 
-    The body runs steps of `batch_size` under `assignment`; `advice` turns the size that fits into what to type.
+    The body runs steps of `batch_size` under `assignment`; `advice` says what to type for the size that fits.
     """
     from mesa_tune.profiler.user_code import is_out_of_memory
 
@@ -43,8 +43,8 @@ def advising(
 def fitting_batch(profile: Profile, failed: int, assignment: Assignment) -> int:
     """The largest batch size below `failed` whose step should fit, by the timeline; 0 if there is none.
 
-    What fits is known from the profile, whose plain step did. Where the step that failed needed no more than that,
-    there is less memory now, and half of the batch is a guess.
+    What fits is known from the profile, whose plain step did. Where the step that failed needed no more than
+    that, there is less memory now, and half of the batch is a guess.
     """
     limit = profile.peak_bytes
     low, high = profile.timeline.batch_sizes

@@ -54,7 +54,7 @@ def profile(
     force: ForceOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure what each layer keeps for backward, and what storing it in fewer bits would do."""
+    """Measure what each layer keeps, and what fewer bits would do."""
     from mesa_tune.profiler.profiling import fast_grid, full_grid
     from mesa_tune.profiler.profiling import profile as measure
     from mesa_tune.profiler.workload import Workload

@@ -76,7 +76,7 @@ class Run:
         return path
 
     def check(self, path: Path, inputs: str) -> None:
-        """Raise RunError unless `path` is new, or ours, made from the same inputs and unedited, and writable."""
+        """Raise RunError unless `path` can be written and is new or ours, of the same inputs and unedited."""
         self._require_writable()
         if self.force or not path.exists():
             return

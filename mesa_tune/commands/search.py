@@ -76,7 +76,10 @@ def search(
     debug: DebugOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Find the policy with the least gradient error whose training step fits a memory budget."""
+    """Find the best policy whose training step fits a memory budget.
+
+    Best is the least gradient error. The budget is the peak of the whole step.
+    """
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.search import search_policy
 

@@ -36,8 +36,12 @@ if TYPE_CHECKING:
 PolicyOption = Annotated[
     Path | None, typer.Option("--policy", metavar="policy.txt", help="Default: the run's own.")
 ]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Steps to time, of plain and policy each.")]
-SeedsOption = Annotated[int, typer.Option("--seeds", min=1, help="Rounding seeds of the gradient error.")]
+StepsOption = Annotated[
+    int, typer.Option("--steps", min=1, metavar="N", help="Steps to time, of plain and policy each.")
+]
+SeedsOption = Annotated[
+    int, typer.Option("--seeds", min=1, metavar="N", help="Rounding seeds of the gradient error.")
+]
 
 
 def verify(
@@ -50,7 +54,7 @@ def verify(
     debug: DebugOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Run real steps, plain and under a policy in turn; show predicted beside measured."""
+    """Run real steps under a policy; predicted beside measured."""
     from mesa_tune.policy import Header, Policy
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.verification import verify as measure

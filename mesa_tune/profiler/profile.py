@@ -173,7 +173,10 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """The profile that `to_dict` made `values` of. KeyError, TypeError, ValueError for others."""
+        """The profile that `to_dict` made `values` of.
+
+        For others KeyError, TypeError, ValueError, IndexError or an arithmetic error.
+        """
         plain = {key: value for key, value in values.items() if key != "schema"}
         parts = {
             "tensors": tuple(TensorEntry.from_dict(tensor) for tensor in values["tensors"]),
@@ -182,7 +185,16 @@ class Profile:
             "ties": tuple(Tie.from_dict(tie) for tie in values["ties"]),
             "notes": tuple(values["notes"]),
         }
-        return typed(cls, {**plain, **parts})
+        made = typed(cls, {**plain, **parts})
+        if made.batch_size < 1 or made.step_ms <= 0:
+            raise ValueError(
+                f"batch_size is {made.batch_size}, step_ms is {made.step_ms}: must be above zero"
+            )
+        # What does not fit together raises here, where the file is known, and not in a search.
+        made.predict_assignment(
+            {layer.name: layer.options[0].settings for layer in made.layers if layer.options}
+        )
+        return made
 
     def save(self, path: str | Path) -> None:
         """Write the document to `path`, whole or not at all. RunError where it cannot be written."""

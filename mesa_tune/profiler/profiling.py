@@ -146,7 +146,7 @@ class _Profiling:
         return self._profile()
 
     def _traced_two_samples(self) -> TracedPair:
-        """Beside one sample; that one again where two do not fit, and then no other batch can be planned for."""
+        """Two beside one; where they do not fit, one again: then no other batch can be planned for."""
         try:
             return self._traced(2)[0]
         except (RuntimeError, MemoryError) as error:
@@ -250,8 +250,8 @@ class _Profiling:
         sensitivity.record(loss)
         if not sensitivity.norm:
             raise WorkloadError(
-                f"{located(self.workload.loss, self.workload.path)}: loss() gives every parameter the gradient "
-                "zero, so no error can be measured against it\n"
+                f"{located(self.workload.loss, self.workload.path)}: loss() gives every parameter the "
+                "gradient zero, so no error can be measured against it\n"
                 "check that the loss depends on the parameters, or give the model a first training step"
             )
         return sensitivity
