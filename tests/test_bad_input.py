@@ -59,6 +59,11 @@ class Mine(torch.optim.SGD):
     def step(self): return {}['x']
 def optimizer(parameters): return Mine(parameters)
 """
+SPARSE = """
+def model(): return nn.Embedding(9, 4, sparse=True)
+def batch(size): return torch.randint(9, (size,))
+def loss(model, batch): return model(batch).mean()
+"""
 IN_PLACE = "out = model(batch[0]).sigmoid(); out.add_(1); return out.mean()"
 TWO_DEVICES = "return (model(batch[0]) - torch.ones(64, device='meta')).mean()"
 LAYER, META_LAYER = "nn.Linear(64, 64)", "nn.Linear(64, 64, device='meta')"
@@ -79,6 +84,9 @@ MODEL_FILES = {
         model_end("def optimizer(parameters): {}['x']"), "model.py:23: optimizer() raised KeyError: 'x'"
     ),
     "optimizer's step raises": profiling(model_end(MY_STEP), "model.py:25: optimizer.step() raised KeyError"),
+    "AdamW's step raises": profiling(
+        model_end(SPARSE), "model.py:24: the step of AdamW, as there is no optimizer(), raised", "sparse"
+    ),
     "backward raises": profiling(loss_line(IN_PLACE), "model.py:18: the backward of loss()", "inplace"),
     "model is None": profiling(model_file("return nn", "nn"), "model.py:10: model() returned None"),
     "model on the wrong device": profiling(

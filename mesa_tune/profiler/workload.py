@@ -143,7 +143,8 @@ class Workload:
         loss = self.compute_loss(model, batch)
         with explaining("the backward of loss()", self.loss, self.path):
             loss.backward()
-        with explaining("optimizer.step()", self.optimizer, self.path):
+        name = "optimizer.step()" if self.optimizer else "the step of AdamW, as there is no optimizer(),"
+        with explaining(name, self.optimizer or self.model, self.path):
             optimizer.step()
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
