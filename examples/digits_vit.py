@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 32
 IMAGE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 4, 96, 3, 6, 10
-STEPS = 240
+STEPS = 300
 LEARNING_RATE = 3e-3
 WARMUP = 0.1  # share of the steps in which the learning rate rises
 TEST_SAMPLES = 360
@@ -57,7 +57,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
