@@ -47,7 +47,7 @@ class LayerSettings:
             )
         for key in KEYS:
             value = getattr(self, key)
-            if value is not None:
+            if value is not None or key not in ("group_size", "quant_groups"):
                 check_value(key, value)
 
     @property

@@ -114,3 +114,9 @@ def test_every_key_has_a_check_and_every_tag_of_mesa_comes_first() -> None:
             check_value(key, object())
     assert TAGS[: len(MESA_TAGS)] == MESA_TAGS
     assert len(set(TAGS)) == len(TAGS)
+
+
+@pytest.mark.parametrize("key", ["enable", "level", "ema_decay", "rounding", "drop", "store"])
+def test_only_groups_may_be_none(key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        LayerSettings.from_dict({key: None})
