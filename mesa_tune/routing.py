@@ -288,7 +288,7 @@ def _pack(tensor: Tensor) -> _Hooked:
         return _Hooked("", [tensor], None, None, tensor._version)
     layer = _other_layer(frame)
     parts, meta = keep(tensor.detach(), spec, frame.host.key(tensor.device), raw=False, layer=layer)
-    if not meta.coded:
+    if not meta.coded and spec.levels > 0:
         return _Hooked("", [tensor], None, None, tensor._version)
     if watch.observer is not None:
         watch.observer.kept(layer, (tensor,), (meta,), (parts,), [])

@@ -204,6 +204,17 @@ def test_gradient_errors_are_those_of_whole_backwards(profiles: dict[str, Profil
         assert measured / 1.5 < error < measured * 1.5, (names, settings.label)
 
 
+def test_layers_stored_by_hooks_have_the_errors_of_whole_backwards(profiles: dict[str, Profile]) -> None:
+    profile = profiles["convolutions"]
+    hooked = [layer for layer in profile.layers if layer.tag == "other" and len(layer.options) > 1]
+    assert hooked
+    for layer in hooked:
+        settings, error = layer.options[0].settings, layer.options[0].gradient_error
+        measured = alone_error(workload("convolutions"), profile, (layer.name,), settings)
+        assert error is not None
+        assert measured / 1.5 < error < measured * 1.5, layer.name
+
+
 def test_own_bytes_sum_to_the_saved_bytes(profiles: dict[str, Profile]) -> None:
     for profile in profiles.values():
         assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes
