@@ -57,7 +57,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -111,7 +111,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.05)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.05, fused=True)
 
 
 def train(policy: Policy | None = None, seed: int = 0, steps: int = STEPS) -> float:
