@@ -150,7 +150,8 @@ class _Parts:
 
     def _deal(self, item: Kept, size: int, unit_of: Mapping[str, int]) -> None:
         units = tuple(sorted({unit_of[name] for name in item.layers if name in unit_of}))
-        always = item.kind == "plain" and any(name not in unit_of for name in item.layers)
+        fixed = (name not in unit_of or name in self.sized.small for name in item.layers)
+        always = item.kind == "plain" and any(fixed)
         if len(units) == 1 and not always:
             self.owned.setdefault(units[0], []).append((item, size))
         elif item.kind == "plain" and units and not always:
@@ -190,7 +191,7 @@ class _Parts:
         ]
 
     def _effective(self, settings: LayerSettings, layers: Sequence[LayerEntry]) -> LayerSettings:
-        return self.sized.compressed({layers[0].name: settings})[layers[0].name]
+        return self.sized.compressed({layers[0].name: settings}).get(layers[0].name, settings)
 
     def _choice(self, number: int, layers: Sequence[LayerEntry], settings: LayerSettings) -> Choice:
         assignment = {layer.name: settings for layer in layers}
@@ -202,8 +203,7 @@ class _Parts:
             live[item.first : item.last + 1] += count
             saved += count if self.sized.is_saved(item) else 0
         for place in self.slots.get(number, []):
-            packs = self.profile.timeline.slots[place].layer in used
-            live[place] += (self.sized.packed if packs else self.sized.exact)[place]
+            live[place] += (self.sized.exact if settings.exact else self.sized.packed)[place]
         error = self.profile.gradient_error(assignment)
         if error is None:
             raise RunError(f"{layers[0].name}: no gradient error is known for {settings.label}\n{_AGAIN}")

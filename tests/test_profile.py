@@ -88,6 +88,18 @@ class Reused(nn.Module):
         return logits
 
 
+class ClassToken(nn.Module):
+    """Its head keeps a small view of a large storage, as vision transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.body(F.gelu(self.body(x))))[:, 0])
+        return logits
+
+
 def text_batch(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, TOKENS, WIDTH), torch.randint(0, 10, (n,))
 
@@ -104,6 +116,7 @@ MODELS: dict[str, tuple[type[nn.Module], Any]] = {
     "transformer": (Transformer, text_batch),
     "convolutions": (Convolutions, image_batch),
     "reused": (Reused, text_batch),
+    "class token": (ClassToken, text_batch),
 }
 
 

@@ -70,8 +70,15 @@ def test_quant_groups_count_their_own_ranges() -> None:
 
 
 @pytest.mark.parametrize(("elements", "expected"), [(4096, 4 * 4096), (4097, ops.packed_bytes(4097, 4))])
-def test_small_tensors_stay_raw(elements: int, expected: int) -> None:
-    assert timeline(coded("a", size=(elements, elements))).saved_bytes({"a": FOUR}) == expected
+def test_small_tensors_beside_large_ones_stay_raw(elements: int, expected: int) -> None:
+    both = timeline(coded("a"), coded("a", size=(elements, elements)))
+    assert both.saved_bytes({"a": FOUR}) == ops.packed_bytes(BIG, 4) + expected
+
+
+def test_a_layer_of_small_tensors_keeps_what_pytorch_keeps() -> None:
+    view_of_large = Kept("plain", ("a",), (9_000_000, 4_500_000), 1, 0, 3)
+    both = timeline(coded("a", size=(4096, 4096)), view_of_large)
+    assert both.saved_bytes({"a": FOUR}) == 9_000_000
 
 
 def test_side_things_live_with_their_compressed_layer() -> None:

@@ -224,7 +224,8 @@ class Profile:
         """Settings as they take effect: a layer stored by hooks has 256 levels at least."""
         if layer.name not in self.timeline.hooked:
             return settings
-        return self.timeline.at(self.batch_size).compressed({layer.name: settings})[layer.name]
+        used = self.timeline.at(self.batch_size).compressed({layer.name: settings})
+        return used.get(layer.name, settings)
 
     def _layer_ms(self, layer: LayerEntry, settings: LayerSettings | None) -> float:
         if settings is None or settings.exact:

@@ -161,6 +161,18 @@ class SizedTimeline:
             (n for n, slot in enumerate(timeline.slots) if slot.phase == "forward"), default=-1
         )
         self._hooked = frozenset(timeline.hooked)
+        self.small = self._small()
+
+    def _small(self) -> frozenset[str]:
+        """Layers whose tensors are all too small to be encoded: they go PyTorch's way, whatever the policy.
+
+        What they keep may then be a small view of a large storage, which stays whole.
+        """
+        most: dict[str, int] = {}
+        for item, size in zip(self.timeline.kept, self.sizes, strict=True):
+            for name in item.layers if item.kind == "coded" else ():
+                most[name] = max(most.get(name, 0), size)
+        return frozenset(name for name, size in most.items() if size <= self.timeline.min_elements)
 
     def live(self, assignment: Assignment) -> NDArray[np.int64]:
         """Bytes alive in each slot, static ones included; shape [slots]."""
@@ -170,7 +182,9 @@ class SizedTimeline:
             count = self.kept_bytes(item, size, used)
             changes[item.first] += count
             changes[item.last + 1] -= count
-        packs = np.array([slot.layer in used for slot in self.timeline.slots], dtype=bool)
+        # By what was asked for: a slot reaches to the next layer's, over calls with settings of their own.
+        asked = {name for name, settings in assignment.items() if not settings.exact}
+        packs = np.array([slot.layer in asked for slot in self.timeline.slots], dtype=bool)
         kept = np.cumsum(np.array(changes[:-1], dtype=np.int64))
         return self.static + np.where(packs, self.packed, self.exact) + kept
 
@@ -193,7 +207,7 @@ class SizedTimeline:
         return {
             name: _coarse(settings) if name in self._hooked else settings
             for name, settings in assignment.items()
-            if not settings.exact
+            if not settings.exact and name not in self.small
         }
 
     def kept_bytes(self, item: Kept, size: int, used: Mapping[str, LayerSettings]) -> int:
