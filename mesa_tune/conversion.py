@@ -18,8 +18,8 @@ from mesa_tune.functional.keeping import forget_copies
 from mesa_tune.functional.routes import own_route
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
+from mesa_tune.settings import MIN_ELEMENTS
 
-MIN_ELEMENTS = 4096
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: the forward number runs through all 2⁶⁴ keys
 _entries = count()
 

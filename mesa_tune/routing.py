@@ -22,9 +22,7 @@ from mesa_tune.functional.apply import watch
 from mesa_tune.functional.call import Call
 from mesa_tune.functional.keeping import Meta, keep, restore
 from mesa_tune.functional.routes import ROUTES, Route
-
-OTHER_LEVELS = 256
-"""Hooks know no formula, so Rule 7 cannot hold for them: they never store fewer than 8 bits."""
+from mesa_tune.settings import HOOKED_LEVELS
 
 
 class Host(Protocol):
@@ -313,7 +311,7 @@ def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
     spec = frame.host.spec(_other_layer(frame), "other", frame.module)
     if spec is None or tensor.numel() <= spec.min_elements:
         return None
-    return spec._replace(bits=8, levels=OTHER_LEVELS) if spec.levels else spec
+    return spec._replace(bits=8, levels=HOOKED_LEVELS) if spec.levels else spec
 
 
 def _unpack(hooked: _Hooked) -> Tensor:

@@ -17,6 +17,11 @@ TAGS: Final = (
 ROUNDINGS: Final = ("stochastic", "nearest")
 STORES: Final = ("quantize", "exact", "derive", "recompute", "offload")
 
+MIN_ELEMENTS: Final = 4096
+"""Tensors of up to so many elements stay exact: they save nothing and hurt most."""
+HOOKED_LEVELS: Final = 256
+"""Hooks know no formula, so Rule 7 cannot hold for them: they never store fewer than 8 bits."""
+
 Value = bool | int | float | str
 
 

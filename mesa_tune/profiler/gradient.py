@@ -24,13 +24,11 @@ from mesa_tune.functional.apply import Replay
 from mesa_tune.functional.keeping import Meta, forget_copies, keep, restore
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.profiler.trace import observing
-from mesa_tune.settings import LayerSettings
+from mesa_tune.settings import HOOKED_LEVELS, MIN_ELEMENTS, LayerSettings
 
 REFERENCES = (1, 2, 4)
 """Bits at which differences of input gradients are really sent down, in groups of `REFERENCE_GROUP`."""
 REFERENCE_GROUP = 256
-MIN_ELEMENTS = 4096
-HOOKED_LEVELS = 256
 
 Difference = dict[nn.Parameter, Tensor]
 

@@ -100,19 +100,17 @@ def _slots(pair: TracedPair, spans: list[_Span]) -> list[tuple[SlotTrace, int, i
 
 def _aligned(pair: TracedPair) -> list[SlotTrace]:
     """For each slot of the compressed step, that of the plain one."""
+    known = dict(_by_turn(pair.plain))
+    return [known.get(place, slot) for place, slot in _by_turn(pair.packed)]
+
+
+def _by_turn(trace: StepTrace) -> Iterator[tuple[tuple[str | None, str, int], SlotTrace]]:
+    """Each slot under its layer, its phase, and how many such slots came before it."""
     counts: dict[tuple[str | None, str], int] = {}
-    known: dict[tuple[str | None, str, int], SlotTrace] = {}
-    for slot in pair.plain.slots:
+    for slot in trace.slots:
         turn = counts.get((slot.layer, slot.phase), 0)
         counts[slot.layer, slot.phase] = turn + 1
-        known[slot.layer, slot.phase, turn] = slot
-    counts.clear()
-    found = []
-    for slot in pair.packed.slots:
-        turn = counts.get((slot.layer, slot.phase), 0)
-        counts[slot.layer, slot.phase] = turn + 1
-        found.append(known.get((slot.layer, slot.phase, turn), slot))
-    return found
+        yield (slot.layer, slot.phase, turn), slot
 
 
 def _spans(pair: TracedPair) -> Iterator[_Span]:

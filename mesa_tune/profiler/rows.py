@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from mesa_tune.profiler.entries import LayerEntry
-from mesa_tune.profiler.gradient import MIN_ELEMENTS
 from mesa_tune.profiler.ledger import TracedPair
 from mesa_tune.profiler.timeline import settings_bytes
 from mesa_tune.profiler.trace import CodedTrace, PlainTrace
-from mesa_tune.settings import LayerSettings
+from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
 
 
 class Rows:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mesa_tune import ops
 from mesa_tune.errors import BudgetError
-from mesa_tune.settings import LayerSettings
+from mesa_tune.settings import HOOKED_LEVELS, MIN_ELEMENTS, LayerSettings
 
 Pair = tuple[int, int]
 Assignment = Mapping[str, LayerSettings]
@@ -27,7 +27,6 @@ Assignment = Mapping[str, LayerSettings]
 
 PHASES: Final = ("forward", "backward", "step")
 KINDS: Final = ("coded", "side", "plain", "always")
-MIN_ELEMENTS: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ def _packed_bytes(elements: int, bits: int, group_size: int | None, quant_groups
 
 @lru_cache(maxsize=1 << 12)
 def _coarse(settings: LayerSettings) -> LayerSettings:
-    return replace(settings, level=256)
+    return replace(settings, level=HOOKED_LEVELS)
 
 
 def _pair(values: Any) -> Pair:
