@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mesa_tune import Policy
 
 BATCH_SIZE = 32
-IMAGE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 4, 96, 3, 6, 10
+IMAGE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 4, 64, 2, 6, 10
 STEPS = 300
 LEARNING_RATE = 3e-3
 WARMUP = 0.1  # share of the steps in which the learning rate rises

@@ -1,7 +1,11 @@
 """Activations.
 
-GELU keeps its input x: dx = g (Φ(x) + x φ(x)), or the derivative of the tanh form. ReLU keeps where its
-output is zero, one bit an element, exact: dx = 0 there, g elsewhere.
+GELU keeps the derivative at its input, d = Φ(x) + x φ(x) or that of the tanh form: dx = g d. The gradient is
+linear in what is kept, hence unbiased under stochastic rounding. With x itself kept, the curvature of d would
+turn its rounding noise into a bias, and the biases of all layers add up: on the digits example, at the bytes
+of uniform 3 bits, the searched policy's error was 1.7 times the sum of its layers' so, and is 1.3 times now.
+
+ReLU keeps where its output is zero, one bit an element, exact: dx = 0 there, g elsewhere.
 
 Softmax keeps its output y, which a following product keeps too, so that both share one copy:  dx = y (g − Σ
 g y). It takes nothing but y, so no exact statistic meets a rounded tensor (Rule 7).
@@ -21,16 +25,25 @@ if TYPE_CHECKING:
 
 
 def gelu_forward(static: Static, needs: Needs, x: Tensor) -> Result:
-    return Result(F.gelu(x, approximate=static[0]), lossy=(x,))
+    return Result(F.gelu(x, approximate=static[0]), lossy=(gelu_derivative(x, static[0]),))
+
+
+def gelu_derivative(x: Tensor, approximate: str) -> Tensor:
+    """GELU's derivative at every element of `x`."""
+    ones = torch.ones_like(x)
+    if torch.compiler.is_compiling():
+        return torch.ops.aten.gelu_backward(ones, x, approximate=approximate)
+    # Into the ones: memory touched for the first time costs more than the arithmetic.
+    return torch.ops.aten.gelu_backward.grad_input(ones, x, approximate=approximate, grad_input=ones)
 
 
 def gelu_backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
 ) -> tuple[Tensor | None]:
-    return (torch.ops.aten.gelu_backward(grad, lossy[0], approximate=static[0]),)
+    return (grad * lossy[0],)
 
 
-GELU = Formula(gelu_forward, gelu_backward, "the input")
+GELU = Formula(gelu_forward, gelu_backward, "the derivative at the input")
 
 
 def relu_forward(static: Static, needs: Needs, x: Tensor) -> Result:
