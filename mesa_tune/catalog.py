@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from mesa_tune.functional.routes import own_route
+from mesa_tune.functional.table import own_route
 from mesa_tune.policy import Policy
 
 _ALWAYS = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -15,7 +15,7 @@ from mesa_tune.catalog import Catalog, named_layers
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import watch
 from mesa_tune.functional.keeping import forget_copies
-from mesa_tune.functional.routes import own_route
+from mesa_tune.functional.table import own_route
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.settings import MIN_ELEMENTS

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import watch
 from mesa_tune.functional.call import Call
+from mesa_tune.functional.formula import Route
 from mesa_tune.functional.keeping import Meta, keep, restore
-from mesa_tune.functional.routes import ROUTES, Route
+from mesa_tune.functional.table import ROUTES
 from mesa_tune.settings import HOOKED_LEVELS
 
 

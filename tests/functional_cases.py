@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.call import Call
-from mesa_tune.functional.routes import ROUTES
+from mesa_tune.functional.table import ROUTES
 
 EIGHT = Spec("quantize", 8, 256, 256, 0, True, 0)
 RAW = EIGHT._replace(levels=0)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mesa_tune import notice
-from mesa_tune.functional.routes import ROUTES
-from mesa_tune.functional.table import FORMULAS
+from mesa_tune.functional.table import FORMULAS, ROUTES
 from tests.conformance import rules
 from tests.conformance.cases import CASES, Case, case
 from tests.conformance.running import PLAIN, SITUATIONS, Situation, applies, build, converted, step

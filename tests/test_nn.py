@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 import mesa_tune.nn as mn
-from mesa_tune.functional import routes
+from mesa_tune.functional import table
 from mesa_tune.policy import Policy
 from mesa_tune.settings import EXACT, LayerSettings
 from tests.functional_cases import gradients
@@ -111,8 +111,8 @@ def test_policy_wins_inside_a_converted_model() -> None:
 
 def test_every_layer_has_its_own_route() -> None:
     for name, (args, kwargs, _) in LAYERS.items():
-        assert routes.own_route(getattr(mn, name)(*args, **kwargs)) is not None
-    assert routes.own_route(mn.MatMul()) is not None
+        assert table.own_route(getattr(mn, name)(*args, **kwargs)) is not None
+    assert table.own_route(mn.MatMul()) is not None
 
 
 def test_description_names_the_settings() -> None:

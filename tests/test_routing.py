@@ -19,7 +19,7 @@ import mesa_tune as mt
 from mesa_tune import notice, routing
 from mesa_tune.catalog import Catalog, named_layers
 from mesa_tune.conversion import conversion_of
-from mesa_tune.functional.routes import own_route
+from mesa_tune.functional.table import own_route
 from mesa_tune.policy import Policy
 from tests.conformance.running import relative_error
 from tests.models import Branching, Functions, Product, Reused, ViT, renamed

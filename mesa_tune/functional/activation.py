@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mesa_tune import ops
-from mesa_tune.functional.formula import Formula, Needs, Result, Static
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -31,10 +31,13 @@ def gelu_forward(static: Static, needs: Needs, x: Tensor) -> Result:
 def gelu_derivative(x: Tensor, approximate: str) -> Tensor:
     """GELU's derivative at every element of `x`."""
     ones = torch.ones_like(x)
+    backward = torch.ops.aten.gelu_backward
     if torch.compiler.is_compiling():
-        return torch.ops.aten.gelu_backward(ones, x, approximate=approximate)
+        derivative: Tensor = backward(ones, x, approximate=approximate)
+        return derivative
     # Into the ones: memory touched for the first time costs more than the arithmetic.
-    return torch.ops.aten.gelu_backward.grad_input(ones, x, approximate=approximate, grad_input=ones)
+    backward.grad_input(ones, x, approximate=approximate, grad_input=ones)
+    return ones
 
 
 def gelu_backward(
@@ -131,3 +134,22 @@ def functional_softmax(
 ) -> Any:
     """`F.softmax`."""
     return softmax(call, input, dim, dtype, **unknown)
+
+
+FORMULAS = {"gelu": GELU, "relu": RELU, "softmax": SOFTMAX}
+_RELU = Route("relu", "relu", relu)
+_RELU_ = Route("relu", "relu", relu_)
+_SOFTMAX = Route("softmax", "softmax", softmax)
+ROUTES: Routes = {
+    F.gelu: Route("gelu", "gelu", gelu),
+    F.relu: _RELU,
+    torch.relu: _RELU,
+    Tensor.relu: _RELU,
+    torch.relu_: _RELU_,
+    Tensor.relu_: _RELU_,
+    F.softmax: Route("softmax", "softmax", functional_softmax),
+    torch.softmax: _SOFTMAX,
+    torch.special.softmax: _SOFTMAX,
+    Tensor.softmax: _SOFTMAX,
+}
+LAYERS: Layers = {nn.GELU: F.gelu, nn.ReLU: F.relu, nn.Softmax: F.softmax, nn.Softmax2d: F.softmax}

@@ -15,7 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mesa_tune.functional.attention_traced import traced_gradients
-from mesa_tune.functional.formula import Formula, Needs, Result, Static, autocast_dtype, cast, unviewed
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Result,
+    Route,
+    Routes,
+    Static,
+    autocast_dtype,
+    cast,
+    unviewed,
+)
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -111,3 +122,12 @@ def scaled_dot_product_attention(
         return call.refuse(f"dropout inside attention cannot be repeated on {query.device.type}")
     static = (dropout_p, is_causal, scale, enable_gqa, autocast_dtype(query))
     return call.apply("attention", static, query, key, value, attn_mask)
+
+
+FORMULAS = {"attention": ATTENTION}
+ROUTES: Routes = {
+    F.scaled_dot_product_attention: Route(
+        "scaled_dot_product_attention", "attention", scaled_dot_product_attention
+    )
+}
+LAYERS: Layers = {}

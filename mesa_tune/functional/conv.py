@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mesa_tune.functional.formula import (
     Formula,
+    Layers,
     Needs,
     Result,
+    Route,
+    Routes,
     Static,
     autocast_dtype,
     cast,
@@ -118,3 +121,12 @@ def conv(
 def _each(value: Size, places: int) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * places if len(values) == 1 else values
+
+
+FORMULAS = {"conv": CONV}
+ROUTES: Routes = {
+    F.conv1d: Route("conv1d", "conv", conv),
+    F.conv2d: Route("conv2d", "conv", conv),
+    F.conv3d: Route("conv3d", "conv", conv),
+}
+LAYERS: Layers = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}

@@ -6,9 +6,20 @@ dx = g W, dW = gᵀ x, db = Σ g. The gradient of W is linear in the copy of x, 
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from mesa_tune.functional.formula import Formula, Needs, Result, Static, autocast_dtype, cast, unviewed
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Result,
+    Route,
+    Routes,
+    Static,
+    autocast_dtype,
+    cast,
+    unviewed,
+)
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -44,3 +55,8 @@ def linear(call: "Call", input: Tensor, weight: Tensor, bias: Tensor | None = No
     if unknown or weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         return call.refuse("linear has a formula only for a weight (out, in), a bias (out,) and no `out`")
     return call.apply("linear", (autocast_dtype(input),), input, weight, bias)
+
+
+FORMULAS = {"linear": LINEAR}
+ROUTES: Routes = {F.linear: Route("linear", "fc", linear)}
+LAYERS: Layers = {nn.Linear: F.linear}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Static = tuple[Any, ...]
 """Everything about a call that is not a tensor: hashable, constant under `torch.compile`."""
@@ -43,6 +43,22 @@ class Formula:
     keeps: str
     independent: tuple[int, ...] = ()
     lossless: bool = False
+
+
+class Route(NamedTuple):
+    """Where a torch function goes: `serve(call, *args, **kwargs)` names the formula and its tensors.
+
+    `name` stands in layer names (`attn.softmax.0`), `tag` in policies.
+    """
+
+    name: str
+    tag: str
+    serve: Callable[..., Any]
+
+
+Routes = dict[Callable[..., Any], Route]
+Layers = dict[type[nn.Module], Callable[..., Any]]
+"""Modules whose own computation is one call of a routed function: that call's layer has the module's name."""
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from mesa_tune.functional.formula import Formula, Needs, Result, Static
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -117,3 +117,8 @@ def cross_entropy(
     if call.small(input):
         return call.plain()
     return call.apply("cross_entropy", (reduction, ignore_index, label_smoothing), input, target, weight)
+
+
+FORMULAS = {"cross_entropy": CROSS_ENTROPY}
+ROUTES: Routes = {F.cross_entropy: Route("cross_entropy", "loss", cross_entropy)}
+LAYERS: Layers = {nn.CrossEntropyLoss: F.cross_entropy}

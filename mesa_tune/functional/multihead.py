@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mesa_tune.functional import activation, attention, fc, products
+from mesa_tune.functional.formula import Formula, Layers, Route, Routes
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -199,3 +200,10 @@ def _fused(
         mask = mask.unsqueeze(0) if mask.size(0) == 1 else mask.view(count, -1, *mask.shape[1:])
     y: Tensor = _part(call, F.scaled_dot_product_attention, q, k, v, mask, rate, causal)
     return y.permute(2, 0, 1, 3)
+
+
+FORMULAS: dict[str, Formula] = {}
+ROUTES: Routes = {
+    F.multi_head_attention_forward: Route("multi_head_attention_forward", "attention", multi_head_attention)
+}
+LAYERS: Layers = {nn.MultiheadAttention: F.multi_head_attention_forward}

@@ -8,9 +8,10 @@ statistics has dx = r ĝ, and keeps x̂ only if γ wants a gradient.
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from mesa_tune.functional.formula import Formula, Needs, Result, Static, layout_of
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, layout_of
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -182,3 +183,13 @@ def _valid(input: Tensor, training: bool, mean: Tensor | None, var: Tensor | Non
 def _kept_anyway(call: "Call", input: Tensor) -> bool:
     """Whether PyTorch's own copy costs nothing: x̂ would be one tensor more."""
     return call.is_static(input) or call.small(input)
+
+
+FORMULAS = {"batch_norm": BATCH_NORM, "layer_norm": LAYER_NORM}
+_LAYER_NORM = Route("layer_norm", "layernorm", layer_norm)
+ROUTES: Routes = {
+    F.batch_norm: Route("batch_norm", "bn", batch_norm),
+    F.layer_norm: _LAYER_NORM,
+    torch.layer_norm: _LAYER_NORM,
+}
+LAYERS: Layers = {nn.modules.batchnorm._BatchNorm: F.batch_norm, nn.LayerNorm: F.layer_norm}

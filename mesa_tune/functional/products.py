@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mesa_tune.functional.formula import Formula, Needs, Result, Static, autocast_dtype, cast, unviewed
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Result,
+    Route,
+    Routes,
+    Static,
+    autocast_dtype,
+    cast,
+    unviewed,
+)
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -130,3 +141,26 @@ def _plus(call: "Call", c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
         return call.refuse(f"a matrix product has no formula for {sorted(unknown)}")
     static = (tuple(a.shape), tuple(b.shape), tuple(c.shape), beta, alpha, autocast_dtype(a))
     return call.apply("matmul_plus", static, a, b, c)
+
+
+FORMULAS = {"matmul": MATMUL, "matmul_plus": MATMUL_PLUS}
+_MATMUL = Route("matmul", "matmul", matmul)
+_BMM = Route("bmm", "matmul", product)
+_MM = Route("mm", "matmul", product)
+_ADDMM = Route("addmm", "fc", addmm)
+_BADDBMM = Route("baddbmm", "matmul", baddbmm)
+ROUTES: Routes = {
+    torch.matmul: _MATMUL,
+    torch.linalg.matmul: _MATMUL,
+    Tensor.matmul: _MATMUL,
+    Tensor.__matmul__: _MATMUL,
+    torch.bmm: _BMM,
+    Tensor.bmm: _BMM,
+    torch.mm: _MM,
+    Tensor.mm: _MM,
+    torch.addmm: _ADDMM,
+    Tensor.addmm: _ADDMM,
+    torch.baddbmm: _BADDBMM,
+    Tensor.baddbmm: _BADDBMM,
+}
+LAYERS: Layers = {MatMul: torch.matmul}

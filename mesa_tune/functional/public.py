@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 from mesa_tune import routing
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.call import Call
-from mesa_tune.functional.conv import Size
-from mesa_tune.functional.routes import ROUTES
+from mesa_tune.functional.table import ROUTES
 from mesa_tune.ops import GOLDEN
 from mesa_tune.settings import LayerSettings
 
@@ -26,147 +25,22 @@ _STEP = GOLDEN - 2**64  # odd, so that the count runs through all keys
 _counts = {"cpu": torch.zeros(1, dtype=torch.int64)}
 
 
-def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, settings: LayerSettings = _DEFAULT
-) -> Any:
-    """`F.linear`; keeps the input."""
-    return alone(F.linear, settings, input, weight, bias)
+def twin(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's `function`, one of `ROUTES`, with `settings` as a further keyword."""
+
+    def call(*args: Any, settings: LayerSettings = _DEFAULT, **kwargs: Any) -> Any:
+        return alone(function, settings, *args, **kwargs)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    call.__doc__ = f"torch's `{function.__name__}`; `settings` say how it stores what it keeps."
+    return call
 
 
-def conv1d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-    *,
-    settings: LayerSettings = _DEFAULT,
-) -> Any:
-    """`F.conv1d`; keeps the input."""
-    return alone(F.conv1d, settings, input, weight, bias, stride, padding, dilation, groups)
-
-
-def conv2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-    *,
-    settings: LayerSettings = _DEFAULT,
-) -> Any:
-    """`F.conv2d`; keeps the input."""
-    return alone(F.conv2d, settings, input, weight, bias, stride, padding, dilation, groups)
-
-
-def conv3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-    *,
-    settings: LayerSettings = _DEFAULT,
-) -> Any:
-    """`F.conv3d`; keeps the input."""
-    return alone(F.conv3d, settings, input, weight, bias, stride, padding, dilation, groups)
-
-
-def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    *,
-    settings: LayerSettings = _DEFAULT,
-) -> Any:
-    """`F.batch_norm`; keeps the normalized input."""
-    given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return alone(F.batch_norm, settings, *given)
-
-
-def layer_norm(
-    input: Tensor,
-    normalized_shape: list[int] | tuple[int, ...],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    settings: LayerSettings = _DEFAULT,
-) -> Any:
-    """`F.layer_norm`; keeps the normalized input."""
-    return alone(F.layer_norm, settings, input, normalized_shape, weight, bias, eps)
-
-
-def gelu(input: Tensor, approximate: str = "none", *, settings: LayerSettings = _DEFAULT) -> Any:
-    """`F.gelu`; keeps the input."""
-    return alone(F.gelu, settings, input, approximate=approximate)
-
-
-def relu(input: Tensor, inplace: bool = False, *, settings: LayerSettings = _DEFAULT) -> Any:
-    """`F.relu`; keeps one exact bit an element."""
-    return alone(F.relu, settings, input, inplace)
-
-
-def softmax(
-    input: Tensor,
-    dim: int,
-    _stacklevel: int = 3,
-    dtype: torch.dtype | None = None,
-    *,
-    settings: LayerSettings = _DEFAULT,
-) -> Any:
-    """`F.softmax`; keeps the output."""
-    return alone(F.softmax, settings, input, dim, _stacklevel, dtype)
-
-
-def matmul(input: Tensor, other: Tensor, *, settings: LayerSettings = _DEFAULT) -> Any:
-    """`torch.matmul`; keeps each operand whose partner wants a gradient."""
-    return alone(torch.matmul, settings, input, other)
-
-
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    settings: LayerSettings = _DEFAULT,
-) -> Any:
-    """`F.scaled_dot_product_attention`; keeps queries, keys and values."""
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    return alone(F.scaled_dot_product_attention, settings, *given, scale=scale, enable_gqa=enable_gqa)
-
-
-def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    *,
-    settings: LayerSettings = _DEFAULT,
-) -> Any:
-    """`F.cross_entropy`; keeps the logits."""
-    given = (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    return alone(F.cross_entropy, settings, *given)
+_NAMED = [function for function in ROUTES if function is getattr(F, function.__name__, None)]
+TWINS: dict[str, Callable[..., Any]] = {
+    function.__name__: twin(function) for function in (*_NAMED, torch.matmul)
+}
+"""The twins by name: all of `torch.nn.functional` that is routed, and `matmul`."""
 
 
 def alone(function: Callable[..., Any], settings: LayerSettings, *args: Any, **kwargs: Any) -> Any:

@@ -1,18 +1,21 @@
-"""The table of formulas. To add one: its file, and its line here (and its torch functions in `routes.py`)."""
+"""The tables of all families: formulas by name, torch functions and modules with where they go.
 
-from mesa_tune.functional import activation, attention, conv, fc, loss, norm, products
-from mesa_tune.functional.formula import Formula
+To add a function: its file with `FORMULAS`, `ROUTES` and `LAYERS`, and the file's name in `FAMILIES`.
+"""
 
-FORMULAS: dict[str, Formula] = {
-    "linear": fc.LINEAR,
-    "conv": conv.CONV,
-    "batch_norm": norm.BATCH_NORM,
-    "layer_norm": norm.LAYER_NORM,
-    "gelu": activation.GELU,
-    "relu": activation.RELU,
-    "softmax": activation.SOFTMAX,
-    "matmul": products.MATMUL,
-    "matmul_plus": products.MATMUL_PLUS,
-    "attention": attention.ATTENTION,
-    "cross_entropy": loss.CROSS_ENTROPY,
-}
+from torch import nn
+
+from mesa_tune.functional import activation, attention, conv, fc, loss, multihead, norm, products
+from mesa_tune.functional.formula import Formula, Layers, Route, Routes
+
+FAMILIES = (fc, conv, norm, activation, products, attention, multihead, loss)
+
+FORMULAS: dict[str, Formula] = {name: one for family in FAMILIES for name, one in family.FORMULAS.items()}
+ROUTES: Routes = {function: route for family in FAMILIES for function, route in family.ROUTES.items()}
+LAYERS: Layers = {kind: function for family in FAMILIES for kind, function in family.LAYERS.items()}
+
+
+def own_route(module: nn.Module) -> Route | None:
+    """The route of the call that `module` itself is; None for a module that is no layer by itself."""
+    kind = next((kind for kind in type(module).__mro__ if kind in LAYERS), None)
+    return None if kind is None else ROUTES[LAYERS[kind]]
