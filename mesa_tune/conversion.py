@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mesa_tune import routing
 from mesa_tune.catalog import Catalog, named_layers
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.apply import watch
+from mesa_tune.functional.apply import Memories, watch
 from mesa_tune.functional.keeping import forget_copies
 from mesa_tune.functional.table import own_route
 from mesa_tune.notice import warn_once
@@ -43,6 +43,7 @@ class Conversion:
         self.keys = {"cpu": torch.tensor([_mixed(seed)], dtype=torch.int64)}
         self.specs: dict[str, Spec | None] = {}
         self.static: dict[int, StorageWeakRef] = {}
+        self.memories: dict[str, Memories] = {}
         self.root: nn.Module | None = None
         self.first = True
         self.ended = False
@@ -145,6 +146,10 @@ class Conversion:
         if not torch.compiler.is_compiling():
             self.keys[name] = made
         return made
+
+    def memory(self, layer: str) -> Memories | None:
+        """What codecs remember of `layer` from step to step; None in traced code."""
+        return None if torch.compiler.is_compiling() else self.memories.setdefault(layer, {})
 
     def is_static(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the storage of a parameter, a buffer or the batch."""

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.apply import watch
+from mesa_tune.functional.apply import Memories, watch
 from mesa_tune.functional.call import Call
 from mesa_tune.functional.formula import Route
 from mesa_tune.functional.keeping import Meta, keep, restore
@@ -36,6 +36,7 @@ class Host(Protocol):
     def end(self) -> None: ...
     def spec(self, layer: str, tag: str, module: str) -> Spec | None: ...
     def key(self, device: torch.device) -> Tensor: ...
+    def memory(self, layer: str) -> Memories | None: ...
     def is_static(self, tensor: Tensor) -> bool: ...
 
 
@@ -259,7 +260,8 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
     try:
         if spec is None:
             return _observed(layer, lambda: func(*args, **kwargs), args, kwargs)
-        call = Call(layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs))
+        memory = frame.host.memory(layer) if spec.ema_decay else None
+        call = Call(layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory)
         return _observed(layer, lambda: route.serve(call, *args, **kwargs), args, kwargs)
     finally:
         state.paused, state.function = paused, None

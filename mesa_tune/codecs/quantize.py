@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from mesa_tune import ops
-from mesa_tune.codecs.spec import Spec
+from mesa_tune.codecs.spec import Memory, Spec
 
 
-def encode(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
     """Packed levels (uint8) and the range of every group (float32, `[groups, 2]`)."""
     data, ranges = torch.ops.mesa_tune.quantize(
         x, spec.bits, spec.levels, spec.group_size, spec.quant_groups, spec.stochastic, key

@@ -19,6 +19,9 @@ class Spec(NamedTuple):
     quant_groups: int
     stochastic: bool
     min_elements: int
+    drop: float = 0.0
+    ema_decay: float = 0.0
+    derive: bool = False
 
     @staticmethod
     def of(settings: LayerSettings, min_elements: int) -> "Spec | None":
@@ -26,21 +29,36 @@ class Spec(NamedTuple):
         if settings.exact:
             return None
         return Spec(
-            settings.store,
+            codec_of(settings),
             settings.bits,
             settings.level,
             settings.group_size or 0,
             settings.quant_groups or 0,
             settings.rounding == "stochastic",
             min_elements,
+            settings.drop,
+            settings.ema_decay,
+            settings.store == "derive",
         )
+
+
+def codec_of(settings: LayerSettings) -> str:
+    """The name in `CODECS` of the way in which `settings` store a tensor that has to be stored."""
+    return "quantize"
+
+
+Memory = dict[str, Tensor]
+"""What a codec remembers of one kept tensor of one layer from step to step (running ranges); eager only."""
 
 
 class Codec(Protocol):
     """A way to store a tensor. Modules of this package implement it with plain functions."""
 
-    def encode(self, x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
-        """The stored parts of `x` (any shape); `key` is the int64 tensor that rounding noise depends on."""
+    def encode(self, x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
+        """The stored parts of `x` (any shape); `key` is the int64 tensor that rounding noise depends on.
+
+        `memory` is this tensor's own, to be changed in place; None where nothing can be remembered.
+        """
         ...
 
     def decode(self, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:

@@ -5,11 +5,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mesa_tune.codecs import Spec
+from mesa_tune.codecs import Memory, Spec
 from mesa_tune.errors import RunError
 from mesa_tune.functional.formula import Needs, Static
 from mesa_tune.functional.keeping import Meta, keep, restore
 from mesa_tune.functional.table import FORMULAS
+
+
+Memories = dict[int, Memory]
+"""What codecs remember of one layer, by the place of the kept tensor in `Result.lossy`."""
 
 
 class Observer(Protocol):
@@ -96,7 +100,7 @@ def _same(tensor: Tensor, given: Tensor | None) -> bool:
 
 
 class Apply(torch.autograd.Function):
-    """`apply(layer, name, static, needs, raw, spec, key, *tensors)`: see `Call.apply`."""
+    """`apply(layer, name, static, needs, raw, spec, key, memory, *tensors)`: see `Call.apply`."""
 
     @staticmethod
     def forward(
@@ -108,6 +112,7 @@ class Apply(torch.autograd.Function):
         raw: Needs,
         spec: Spec,
         key: Tensor,
+        memory: Memories | None,
         *tensors: Tensor | None,
     ) -> Tensor:
         result = FORMULAS[name].forward(static, needs, *tensors)
@@ -116,9 +121,11 @@ class Apply(torch.autograd.Function):
         parts: list[list[Tensor]] = []
         metas: list[Meta] = []
         never: list[bool] = []
-        for tensor in result.lossy:
+        for place, tensor in enumerate(result.lossy):
             never.append(any(flag and _same(tensor, given) for flag, given in zip(raw, tensors, strict=True)))
-            stored, meta = keep(tensor, spec, key, never[-1], layer)
+            stored, meta = keep(
+                tensor, spec, key, never[-1], layer, None if memory is None else memory.setdefault(place, {})
+            )
             parts.append(stored)
             metas.append(meta)
         ctx.save_for_backward(*result.exact, *(part for stored in parts for part in stored))
@@ -146,9 +153,8 @@ class Apply(torch.autograd.Function):
         exact, parts = saved[: call.exact_count], list(saved[call.exact_count :])
         lossy = []
         for meta in call.metas:
-            count = 2 if meta.coded else 1
-            lossy.append(restore(parts[:count], meta, call.spec))
-            del parts[:count]
+            lossy.append(restore(parts[: meta.parts], meta, call.spec))
+            del parts[: meta.parts]
         if watch.observer is not None:
             watch.observer.backward(Replay(ctx, call, lossy, exact, grads))
-        return (None,) * 7 + FORMULAS[call.name].backward(call.static, call.needs, lossy, exact, *grads)
+        return (None,) * 8 + FORMULAS[call.name].backward(call.static, call.needs, lossy, exact, *grads)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.apply import Apply
+from mesa_tune.functional.apply import Apply, Memories
 from mesa_tune.functional.formula import Static, autocast_dtype
 from mesa_tune.functional.keeping import pays
 from mesa_tune.functional.table import FORMULAS
@@ -30,12 +30,14 @@ class Call:
         key: Callable[[torch.device], Tensor],
         is_static: Callable[[Tensor], bool],
         plain: Plain,
+        memory: Memories | None = None,
     ) -> None:
         self.layer = layer
         self.spec = spec
         self.key = key
         self.is_static = is_static
         self.plain = plain
+        self.memory = memory
 
     def apply(self, name: str, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
         """Runs formula `name` on the tensors; plain where no gradient is wanted or nothing would get
@@ -51,7 +53,7 @@ class Call:
             return self.plain()
         raw = tuple(given is None or self.is_static(given) for given in tensors)
         key = self.key(tensor.device)
-        given = (self.layer, name, static, needs, raw, self.spec, key, *tensors)
+        given = (self.layer, name, static, needs, raw, self.spec, key, self.memory, *tensors)
         return Apply.apply(*given)  # type: ignore[no-untyped-call]
 
     def part(self, plain: Plain) -> "Call":

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mesa_tune import ops
-from mesa_tune.codecs import CODECS, Spec
+from mesa_tune.codecs import CODECS, Memory, Spec
 from mesa_tune.notice import warn_once
 
 
 class Meta(NamedTuple):
     """How to rebuild a kept tensor from its parts; `coded` False: the part is the tensor itself."""
 
+    parts: int
     coded: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,7 +53,9 @@ def forget_copies() -> None:
     _copies.known.clear()
 
 
-def keep(tensor: Tensor, spec: Spec, key: Tensor, raw: bool, layer: str = "") -> tuple[list[Tensor], Meta]:
+def keep(
+    tensor: Tensor, spec: Spec, key: Tensor, raw: bool, layer: str = "", memory: Memory | None = None
+) -> tuple[list[Tensor], Meta]:
     """What to save for `tensor` of `layer`: its encoded parts, or itself when `raw`, small, or no smaller
     encoded.
     """
@@ -61,8 +64,8 @@ def keep(tensor: Tensor, spec: Spec, key: Tensor, raw: bool, layer: str = "") ->
         expanded = tuple(tensor.shape)
         tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     coded = not raw and spec.levels > 0 and pays(tensor, spec) and _is_possible(tensor, spec, layer)
-    parts = _encode_once(tensor, spec, key) if coded else [tensor]
-    return parts, Meta(coded, tuple(tensor.shape), tensor.dtype, expanded)
+    parts = _encode_once(tensor, spec, key, memory) if coded else [tensor]
+    return parts, Meta(len(parts), coded, tuple(tensor.shape), tensor.dtype, expanded)
 
 
 def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
@@ -95,7 +98,7 @@ def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:
     return tensor if meta.expanded is None else tensor.expand(meta.expanded)
 
 
-def _encode_once(tensor: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+def _encode_once(tensor: Tensor, spec: Spec, key: Tensor, memory: Memory | None) -> list[Tensor]:
     if torch.compiler.is_compiling():  # equal functional ops are merged by the compiler
         return CODECS[spec.codec].encode(tensor, spec, key)
     storage = tensor.untyped_storage()
@@ -113,7 +116,7 @@ def _encode_once(tensor: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
         parts = [reference() for reference in found[1]]
         if all(part is not None for part in parts):
             return parts  # type: ignore[return-value]
-    fresh = CODECS[spec.codec].encode(tensor, spec, key)
+    fresh = CODECS[spec.codec].encode(tensor, spec, key, memory)
     _copies.purge()
     _copies.known[place] = (StorageWeakRef(storage), [weakref.ref(part) for part in fresh])
     return fresh
