@@ -97,7 +97,7 @@ def test_rule_2_catches_settings_that_do_not_pay(monkeypatch: Patch) -> None:
         rules.check_rule_2(LINEAR)
 
 
-def _each_by_itself(tensor: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+def _each_by_itself(tensor: Tensor, spec: Spec, key: Tensor, memory: Any) -> list[Tensor]:
     return CODECS[spec.codec].encode(tensor, spec, key)
 
 

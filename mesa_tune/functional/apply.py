@@ -11,7 +11,6 @@ from mesa_tune.functional.formula import Needs, Static
 from mesa_tune.functional.keeping import Meta, keep, restore
 from mesa_tune.functional.table import FORMULAS
 
-
 Memories = dict[int, Memory]
 """What codecs remember of one layer, by the place of the kept tensor in `Result.lossy`."""
 
