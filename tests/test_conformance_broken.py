@@ -97,7 +97,7 @@ def test_rule_2_catches_settings_that_do_not_pay(monkeypatch: Patch) -> None:
         rules.check_rule_2(LINEAR)
 
 
-def _each_by_itself(tensor: Tensor, spec: Spec, key: Tensor, memory: Any) -> list[Tensor]:
+def _each_by_itself(tensor: Tensor, spec: Spec, key: Tensor, memory: Any = None) -> list[Tensor]:
     return CODECS[spec.codec].encode(tensor, spec, key)
 
 
@@ -112,7 +112,7 @@ def test_rule_3_catches_a_stale_copy(monkeypatch: Patch, by: str) -> None:
     copies: dict[int, list[Tensor]] = {}
     held: list[Tensor] = []
 
-    def stale(tensor: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+    def stale(tensor: Tensor, spec: Spec, key: Tensor, memory: Any = None) -> list[Tensor]:
         place = tensor.data_ptr() + (tensor._version << 50 if by == "address" else 0)
         if by != "address":
             held.append(tensor)  # an address in use is never another's
@@ -128,7 +128,7 @@ def test_rule_3_catches_a_stale_copy(monkeypatch: Patch, by: str) -> None:
 def test_rule_4_catches_ranges_kept_by_reference(monkeypatch: Patch) -> None:
     shared: dict[Any, Tensor] = {}
 
-    def encode(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+    def encode(x: Tensor, spec: Spec, key: Tensor, memory: Any = None) -> list[Tensor]:
         data, ranges = quantize.encode(x, spec, key)
         common = shared.setdefault(ranges.shape, ranges)
         common.data.copy_(
@@ -142,7 +142,7 @@ def test_rule_4_catches_ranges_kept_by_reference(monkeypatch: Patch) -> None:
 
 
 def test_rule_5_catches_values_that_wrap(monkeypatch: Patch) -> None:
-    def encode(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+    def encode(x: Tensor, spec: Spec, key: Tensor, memory: Any = None) -> list[Tensor]:
         rows = x.view(-1, spec.group_size)
         low, span = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True) - rows.amin(1, keepdim=True)
         step = 0.9 * span / (spec.levels - 1)  # a running range is narrower than the tensor's own
@@ -178,7 +178,7 @@ def test_rule_6_catches_dice(monkeypatch: Patch, kind: str) -> None:
         "torch's generator": lambda spec, key: (spec, torch.randint(0, 9999, (1,))),
     }
 
-    def encode(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+    def encode(x: Tensor, spec: Spec, key: Tensor, memory: Any = None) -> list[Tensor]:
         return quantize.encode(x, *keys[kind](spec, key))  # type: ignore[no-untyped-call]
 
     _break_codec(monkeypatch, encode=encode)
