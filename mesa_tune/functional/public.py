@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from mesa_tune import routing
 from mesa_tune.codecs import Spec
+from mesa_tune.functional.apply import Memories
 from mesa_tune.functional.call import Call
 from mesa_tune.functional.table import ROUTES
 from mesa_tune.ops import GOLDEN
@@ -45,24 +46,45 @@ TWINS: dict[str, Callable[..., Any]] = {
 
 def alone(function: Callable[..., Any], settings: LayerSettings, *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)`, one of `ROUTES`, keeping by `settings` unless a policy is at work."""
-    spec = Spec.of(settings, 0)
+    return _by_spec(function, Spec.of(settings, 0), None, None, args, kwargs)
+
+
+def _by_spec(
+    function: Callable[..., Any],
+    spec: Spec | None,
+    layer: str | None,
+    memories: Memories | None,
+    args: Any,
+    kwargs: Any,
+) -> Any:
     if spec is None or policy_at_work() or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     route = ROUTES[function]
-    call = Call(route.name, spec, _key, _is_parameter, lambda: function(*args, **kwargs))
+    memory = memories if spec.ema_decay else None
+    call = Call(layer or route.name, spec, _key, _is_parameter, lambda: function(*args, **kwargs), memory)
     return route.serve(call, *args, **kwargs)
 
 
 class StandingAlone(TorchFunctionMode):
-    """While this is entered, torch's functions run as their twins here do, by one layer's settings."""
+    """While this is entered, torch's functions run as their twins here do, by one layer's settings.
 
-    def __init__(self, settings: LayerSettings) -> None:
+    `layer` is its name in warnings (default: the function's), `memories` what its codecs remember of it.
+    """
+
+    def __init__(
+        self,
+        settings: LayerSettings | Spec | None,
+        layer: str | None = None,
+        memories: Memories | None = None,
+    ) -> None:
         super().__init__()
-        self.settings = settings
+        self.spec = Spec.of(settings, 0) if isinstance(settings, LayerSettings) else settings
+        self.layer = layer
+        self.memories = memories
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ROUTES:
-            return alone(func, self.settings, *args, **(kwargs or {}))
+            return _by_spec(func, self.spec, self.layer, self.memories, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
