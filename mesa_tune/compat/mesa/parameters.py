@@ -1,0 +1,69 @@
+"""Rules of a Mesa policy as `read_policy` gives them: text under Mesa's keys, to be bound and understood."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from mesa_tune.errors import PolicyError
+from mesa_tune.policy_rules import suggestion
+from mesa_tune.policy_text import MESA_KEYS
+from mesa_tune.policy_values import CONDITIONS, words_of
+from mesa_tune.settings import KEYS, check_value
+
+TENSORS: Final = ("clip_val", "shift", "iteration")
+_NOT_SETTINGS: Final = (*CONDITIONS, "trigger", "section", "index", "tag")
+
+
+def binds(parameters: Mapping[str, Any], tag: str, index: int) -> bool:
+    """Whether the rule `parameters` is for the layer `index` of `tag`."""
+    indices = _words(parameters["by_index"])
+    tags = _words(parameters.get("by_tag", tag))
+    base = tag.partition("-")[0]
+    wanted = str(parameters.get("section") or base)
+    is_tag = (tag in tags or base in tags) and wanted in (tag, base)
+    return is_tag and (indices == ["all"] or str(index) in indices)
+
+
+def read(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a rule gives, text turned into values. Raises PolicyError for what is none."""
+    found = {}
+    for key, value in parameters.items():
+        if key in _NOT_SETTINGS:
+            continue
+        if key not in KEYS and key not in MESA_KEYS:
+            raise PolicyError(f"unknown key {key!r}\n{suggestion(key, KEYS, 'keys are')}")
+        if key in KEYS or key in TENSORS:
+            found[key] = _value(key, value)
+    return found
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return words_of(value)
+    return [str(word) for word in value] if isinstance(value, (list, tuple)) else [str(value)]
+
+
+def _value(key: str, value: Any) -> Any:
+    try:
+        read_as = _READERS.get(key, str)(value) if isinstance(value, str) else value
+        if key in KEYS:
+            check_value(key, read_as)
+    except ValueError as error:
+        raise PolicyError(f"bad value {value!r} for {key}\n{error}") from None
+    return read_as
+
+
+def _bool(word: str) -> bool:
+    if word.lower() not in ("true", "false"):
+        raise ValueError(f"{word!r} is neither True nor False")
+    return word.lower() == "true"
+
+
+_READERS: Final[dict[str, Callable[[str], Any]]] = {
+    "enable": _bool,
+    "level": int,
+    "group_size": int,
+    "quant_groups": int,
+    "ema_decay": float,
+    "drop": float,
+    **dict.fromkeys(TENSORS, float),
+}
