@@ -14,6 +14,7 @@ from mesa_tune import routing
 from mesa_tune.catalog import Catalog, named_layers
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Memories, watch
+from mesa_tune.functional.deriving import forget_outputs
 from mesa_tune.functional.keeping import forget_copies
 from mesa_tune.functional.table import own_route
 from mesa_tune.notice import warn_once
@@ -43,6 +44,8 @@ class Conversion:
         self.keys = {"cpu": torch.tensor([_mixed(seed)], dtype=torch.int64)}
         self.specs: dict[str, Spec | None] = {}
         self.static: dict[int, StorageWeakRef] = {}
+        self.derives = any(dict(rule.keys).get("store") == "derive" for rule in policy.rules)
+        self.producers: set[str] = set()
         self.memories: dict[str, Memories] = {}
         self.root: nn.Module | None = None
         self.first = True
@@ -63,6 +66,7 @@ class Conversion:
             self._settle()
             self.specs.clear()
         forget_copies()
+        forget_outputs()
         self.owed = 0
         self.root = root
         self.static = {address: storage for address, storage in self.static.items() if not storage.expired()}
@@ -114,6 +118,9 @@ class Conversion:
         index = self.catalog.index(layer, tag, module)
         settings = self.policy.settings(tag, index, layer)
         found = Spec.of(settings, self.min_elements)
+        if found is not None and self.derives:
+            # Who makes whose output again shows in the first forward.
+            found = found._replace(serves=self.first or layer in self.producers)
         self.specs[layer] = found
         return found
 
@@ -146,6 +153,18 @@ class Conversion:
         if not torch.compiler.is_compiling():
             self.keys[name] = made
         return made
+
+    def note(self, layer: str) -> None:
+        """Another layer makes the output of `layer` again, so it goes on keeping what that takes."""
+        if torch.compiler.is_compiling():
+            self._constant_note(layer)
+        else:
+            self.producers.add(layer)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _constant_note(self, layer: str) -> bool:
+        self.producers.add(layer)
+        return True
 
     def memory(self, layer: str) -> Memories | None:
         """What codecs remember of `layer` from step to step; None in traced code."""

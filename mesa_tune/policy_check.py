@@ -16,7 +16,7 @@ Layer = tuple[str, int | None, str]
 """Tag, index within the tag (None while it is not known), name."""
 
 _REMEDY: Final = "remove it, or make a policy for this model with mesa-tune search"
-_STORED: Final = ("quantize", "exact")
+_STORED: Final = ("quantize", "exact", "derive")
 _LOSS: Final = "loss."
 # A call's name is its module's, the function's, and the position among that function's calls.
 _CALL: Final = re.compile(r"(?:(?P<module>.+)\.)?[^.]+\.[0-9]+")

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Memories, watch
-from mesa_tune.functional.call import Call
+from mesa_tune.functional.call import Call, Links
+from mesa_tune.functional.deriving import Traced
 from mesa_tune.functional.formula import Route
 from mesa_tune.functional.keeping import Meta, keep, restore
 from mesa_tune.functional.table import ROUTES
@@ -36,6 +37,7 @@ class Host(Protocol):
     def end(self) -> None: ...
     def spec(self, layer: str, tag: str, module: str) -> Spec | None: ...
     def key(self, device: torch.device) -> Tensor: ...
+    def note(self, layer: str) -> None: ...
     def memory(self, layer: str) -> Memories | None: ...
     def is_static(self, tensor: Tensor) -> bool: ...
 
@@ -44,13 +46,20 @@ class Frame:
     """One running module: its name, its own route, and how often each function was called in this run."""
 
     def __init__(
-        self, host: Host, module: str, own: Route | None, batch: list[Tensor], is_loss: bool = False
+        self,
+        host: Host,
+        module: str,
+        own: Route | None,
+        batch: list[Tensor],
+        traced: Traced,
+        is_loss: bool = False,
     ) -> None:
         self.host = host
         self.is_loss = is_loss
         self.module = module
         self.own = own
         self.batch = batch
+        self.links = Links(traced, host.note)
         self.counts: dict[str, int] = {}
         self.hooks = None
         self.task = -1
@@ -141,7 +150,7 @@ def enter(
     if begins:
         host.begin(batch, root)
     active = _is_active()
-    frames.append(Frame(host, module, own, batch))
+    frames.append(Frame(host, module, own, batch, [] if outermost else frames[-1].links.traced))
     if active and frames[-1].hooks is not frames[-2].hooks:
         host.waits = True
     try:
@@ -182,7 +191,7 @@ def entered(host: Host, name: str) -> Iterator[None]:
     """The body runs as a loss named `name` of `host`."""
     host.begin([])
     active = _is_active()
-    state.frames.append(Frame(host, name, None, [], is_loss=True))
+    state.frames.append(Frame(host, name, None, [], [], is_loss=True))
     try:
         if active:
             yield
@@ -261,7 +270,9 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
         if spec is None:
             return _observed(layer, lambda: func(*args, **kwargs), args, kwargs)
         memory = frame.host.memory(layer) if spec.ema_decay else None
-        call = Call(layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory)
+        call = Call(
+            layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, frame.links
+        )
         return _observed(layer, lambda: route.serve(call, *args, **kwargs), args, kwargs)
     finally:
         state.paused, state.function = paused, None

@@ -6,11 +6,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mesa_tune.settings import LayerSettings
+from mesa_tune.notice import warn_once
+from mesa_tune.settings import HOOKED_LEVELS, LayerSettings
 
 
 class Spec(NamedTuple):
-    """How one layer stores what it keeps. `levels` 0 keeps the tensor as it is (the profiler's exact run)."""
+    """How one layer stores what it keeps. `levels` 0 keeps the tensor as it is (the profiler's exact run).
+
+    `derive`: what can be made again from what other layers keep is not stored. `serves`: other layers may want
+    this one's output made again. `exact`: what is stored is stored as it is.
+    """
 
     codec: str
     bits: int
@@ -22,12 +27,21 @@ class Spec(NamedTuple):
     drop: float = 0.0
     ema_decay: float = 0.0
     derive: bool = False
+    serves: bool = False
+
+    @property
+    def alone(self) -> "Spec":
+        """The same way to store, whatever other layers keep; two layers share a copy by this."""
+        return Spec(*self[:-2])  # not `_replace`, which cannot be traced
+    exact: bool = False
 
     @staticmethod
     def of(settings: LayerSettings, min_elements: int) -> "Spec | None":
         """The spec of `settings`; None if the layer keeps what PyTorch keeps."""
         if settings.exact:
             return None
+        if keys := overruled(settings):
+            warn_once(f"mesa-tune: {', '.join(keys)} has no effect in the settings `{settings.label}`.")
         return Spec(
             codec_of(settings),
             settings.bits,
@@ -39,12 +53,42 @@ class Spec(NamedTuple):
             settings.drop,
             settings.ema_decay,
             settings.store == "derive",
+            exact=settings.store in ("exact", "offload"),
         )
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the codec wants a memory from step to step."""
+        return self.codec in ("running", "mixed")
+
+    @property
+    def hooked(self) -> "Spec | None":
+        """This spec for a layer stored by hooks, as `LayerSettings.hooked`; None: as PyTorch stores it."""
+        if self.exact:
+            return None if self.codec == "drop" else self
+        return self._replace(codec="quantize", bits=8, levels=HOOKED_LEVELS, drop=0.0, ema_decay=0.0)
 
 
 def codec_of(settings: LayerSettings) -> str:
-    """The name in `CODECS` of the way in which `settings` store a tensor that has to be stored."""
-    return "quantize"
+    """The name in `CODECS` of the way in which `settings` store a tensor that has to be stored.
+
+    Of settings that ask for several at once the first here takes effect; `Spec.of` warns of the others.
+    """
+    if settings.store == "offload":
+        return "offload"
+    if settings.drop:
+        return "drop"
+    if settings.allocation == "sample":
+        return "mixed"
+    return "running" if settings.ema_decay else "quantize"
+
+
+def overruled(settings: LayerSettings) -> list[str]:
+    """The keys of `settings` that have no effect beside the others."""
+    asked = {"offload": settings.store == "offload", "drop": settings.drop > 0}
+    asked |= {"mixed": settings.allocation == "sample", "running": settings.ema_decay > 0}
+    keys = {"drop": "drop", "mixed": "allocation", "running": "ema_decay"}
+    return [keys[codec] for codec, wanted in asked.items() if wanted and codec != codec_of(settings)]
 
 
 Memory = dict[str, Tensor]

@@ -1,5 +1,6 @@
 """The one `autograd.Function` of ours: runs a formula, stores what it keeps, and decodes it in backward."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor
 
 from mesa_tune.codecs import Memory, Spec
 from mesa_tune.errors import RunError
+from mesa_tune.functional.deriving import Recipe, Source, restored, take
 from mesa_tune.functional.formula import Needs, Static
-from mesa_tune.functional.keeping import Meta, keep, restore
+from mesa_tune.functional.keeping import Meta, keep
 from mesa_tune.functional.table import FORMULAS
 
 Memories = dict[int, Memory]
@@ -30,11 +32,11 @@ class Observer(Protocol):
         self,
         layer: str,
         lossy: tuple[Tensor, ...],
-        metas: tuple[Meta, ...],
+        kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
     ) -> None:
-        """A call has stored `lossy` as `parts` (described by `metas`), and `exact` as it is."""
+        """A call has stored `lossy` as `parts` (described by `kept`), and `exact` as it is."""
         ...
 
     def saved(self, layer: str, tensor: Tensor) -> None:
@@ -50,18 +52,36 @@ class Observer(Protocol):
         ...
 
 
+class Plan(NamedTuple):
+    """Everything about a call that is settled before it runs; constant in traced code.
+
+    `needs` and `raw` (never encoded) go by the formula's tensors, as do `recipes`: how to make a tensor again
+    in place of storing it. `gives`: the exact tensors that are handed out together with the encoded parts,
+    for others to make the output again; None if nobody wants it.
+    """
+
+    layer: str
+    name: str
+    static: Static
+    needs: Needs
+    raw: Needs
+    spec: Spec
+    recipes: tuple[Recipe | None, ...]
+    gives: tuple[int, ...] | None
+
+
 class Replay:
     """One call's backward, ready to be run again with its kept tensors stored in another way.
 
     `node` is the call's autograd node, `lossy` what was kept of it as restored, `raw` which of those are
-    never
-    encoded, `present` which inputs of the formula are tensors.
+    never encoded, `present` which inputs of the formula are tensors.
     """
 
     def __init__(
-        self, node: Any, call: "_CallInfo", lossy: list[Tensor], exact: Any, grads: tuple[Tensor, ...]
+        self, node: Any, call: "_Kept", lossy: list[Tensor], exact: Any, grads: tuple[Tensor, ...]
     ) -> None:
-        self.layer, self.name, self.static, self.needs = call.layer, call.name, call.static, call.needs
+        plan = call.plan
+        self.layer, self.name, self.static, self.needs = plan.layer, plan.name, plan.static, plan.needs
         self.raw, self.present = call.raw, call.present
         self.node, self.lossy, self.exact, self.grads = node, lossy, exact, grads
 
@@ -70,16 +90,13 @@ class Replay:
         return FORMULAS[self.name].backward(self.static, needs, lossy, self.exact, *self.grads)
 
 
-class _CallInfo(NamedTuple):
-    layer: str
-    name: str
-    static: Static
-    needs: Needs
-    present: Needs
-    spec: Spec
-    metas: tuple[Meta, ...]
+class _Kept(NamedTuple):
+    plan: Plan
+    kept: tuple[Meta | Recipe, ...]
     raw: Needs
-    exact_count: int
+    present: Needs
+    exact: int
+    extra: int
 
 
 class _Watch:
@@ -99,61 +116,80 @@ def _same(tensor: Tensor, given: Tensor | None) -> bool:
 
 
 class Apply(torch.autograd.Function):
-    """`apply(layer, name, static, needs, raw, spec, key, memory, *tensors)`: see `Call.apply`."""
+    """`apply(plan, key, memory, *tensors)`: see `Call.apply`.
+
+    `tensors` are the formula's, then those of the recipes. Returns the output, or, where the plan gives, the
+    output, the parts of what was encoded, and the exact tensors.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        layer: str,
-        name: str,
-        static: Static,
-        needs: Needs,
-        raw: Needs,
-        spec: Spec,
-        key: Tensor,
-        memory: Memories | None,
-        *tensors: Tensor | None,
-    ) -> Tensor:
-        result = FORMULAS[name].forward(static, needs, *tensors)
+        ctx: Any, plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor | None
+    ) -> Tensor | tuple[Tensor, ...]:
+        own, extra = tensors[: len(plan.needs)], tensors[len(plan.needs) :]
+        result = FORMULAS[plan.name].forward(plan.static, plan.needs, *own)
         if result.in_place:
-            ctx.mark_dirty(tensors[0])
+            ctx.mark_dirty(own[0])
+        found = _by_input(plan, extra)
         parts: list[list[Tensor]] = []
-        metas: list[Meta] = []
+        kept: list[Meta | Recipe] = []
         never: list[bool] = []
         for place, tensor in enumerate(result.lossy):
-            never.append(any(flag and _same(tensor, given) for flag, given in zip(raw, tensors, strict=True)))
-            stored, meta = keep(
-                tensor, spec, key, never[-1], layer, None if memory is None else memory.setdefault(place, {})
+            never.append(
+                any(flag and _same(tensor, given) for flag, given in zip(plan.raw, own, strict=True))
             )
+            source = next((found[i] for i in found if tensor is own[i]), None)
+            if source is None:
+                remembered = None if memory is None else memory.setdefault(place, {})
+                stored, meta = keep(tensor, plan.spec, key, never[-1], plan.layer, remembered)
+                kept.append(meta)
+            else:
+                stored = list(source.tensors)
+                kept.append(source.recipe)
             parts.append(stored)
-            metas.append(meta)
         ctx.save_for_backward(*result.exact, *(part for stored in parts for part in stored))
-        present = tuple(given is not None for given in tensors)
-        ctx.call = _CallInfo(
-            layer, name, static, needs, present, spec, tuple(metas), tuple(never), len(result.exact)
-        )
+        present = tuple(given is not None for given in own)
+        ctx.call = _Kept(plan, tuple(kept), tuple(never), present, len(result.exact), len(tensors) - len(own))
         if watch.observer is not None:
-            exact = [tensor for tensor in result.exact if tensor is not None]
-            watch.observer.kept(layer, result.lossy, tuple(metas), tuple(parts), exact)
-        return result.output
+            known = [each for each in result.exact if each is not None]
+            watch.observer.kept(plan.layer, result.lossy, tuple(kept), tuple(parts), known)
+        if plan.gives is None:
+            return result.output
+        given = [part for stored, meta in zip(parts, kept, strict=True) if _is_fresh(meta) for part in stored]
+        given += [each for place in plan.gives for each in result.exact[place : place + 1] if each is not None]
+        ctx.mark_non_differentiable(*given)
+        return (result.output, *given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        call: _CallInfo = ctx.call
+        call: _Kept = ctx.call
+        plan = call.plan
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RunError(
-                f"backward with create_graph=True reached {call.layer!r}, which keeps a compressed copy.\n"
+                f"backward with create_graph=True reached {plan.layer!r}, which keeps a compressed copy.\n"
                 "Second derivatives of compressed layers are not defined; "
                 "give that layer `enable: False`, or mt.revert(model)."
             )
         if not torch.compiler.is_compiling():
             watch.backwards += 1
         saved = ctx.saved_tensors
-        exact, parts = saved[: call.exact_count], list(saved[call.exact_count :])
-        lossy = []
-        for meta in call.metas:
-            lossy.append(restore(parts[: meta.parts], meta, call.spec))
-            del parts[: meta.parts]
+        exact, parts = saved[: call.exact], list(saved[call.exact :])
+        lossy = [restored(kept, take(parts, kept.parts), plan.spec) for kept in call.kept]
         if watch.observer is not None:
-            watch.observer.backward(Replay(ctx, call, lossy, exact, grads))
-        return (None,) * 8 + FORMULAS[call.name].backward(call.static, call.needs, lossy, exact, *grads)
+            watch.observer.backward(Replay(ctx, call, lossy, exact, grads[:1]))
+        found = FORMULAS[plan.name].backward(plan.static, plan.needs, lossy, exact, grads[0])
+        return (None, None, None, *found, *(None,) * call.extra)
+
+
+def _by_input(plan: Plan, extra: Sequence[Tensor | None]) -> dict[int, Source]:
+    """By input, the recipe that stands for it, with its tensors."""
+    tensors = [tensor for tensor in extra if tensor is not None]
+    return {
+        place: Source(recipe, tuple(take(tensors, recipe.parts)))
+        for place, recipe in enumerate(plan.recipes)
+        if recipe is not None
+    }
+
+
+def _is_fresh(kept: Meta | Recipe) -> bool:
+    return isinstance(kept, Meta) and kept.coded

@@ -1,19 +1,28 @@
 """`Call`: one call of a routed function, knowing its layer, its settings and what must not be encoded."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.apply import Apply, Memories
-from mesa_tune.functional.formula import Static, autocast_dtype
-from mesa_tune.functional.keeping import pays
+from mesa_tune.functional.apply import Apply, Memories, Plan
+from mesa_tune.functional.deriving import Recipe, Source, Traced, find, geometry, remember, take
+from mesa_tune.functional.formula import Needs, Static, autocast_dtype
+from mesa_tune.functional.keeping import Meta, is_possible, pays
+from mesa_tune.functional.rebuilding import REBUILDS, Rebuild
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.notice import warn_once
 
 Plain = Callable[[], Any]
+
+
+class Links(NamedTuple):
+    """What ties a call to others: the outputs that traced code knows, and whom to tell of layers in use."""
+
+    traced: Traced
+    note: Callable[[str], None]
 
 
 class Call:
@@ -31,6 +40,7 @@ class Call:
         is_static: Callable[[Tensor], bool],
         plain: Plain,
         memory: Memories | None = None,
+        links: Links | None = None,
     ) -> None:
         self.layer = layer
         self.spec = spec
@@ -38,6 +48,7 @@ class Call:
         self.is_static = is_static
         self.plain = plain
         self.memory = memory
+        self.links = links
 
     def apply(self, name: str, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
         """Runs formula `name` on the tensors; plain where no gradient is wanted or nothing would get
@@ -52,13 +63,111 @@ class Call:
         if not (FORMULAS[name].lossless or self._pays(tensors)):
             return self.plain()
         raw = tuple(given is None or self.is_static(given) for given in tensors)
+        linking = self.spec.derive or self.spec.serves
+        sources = self._sources(name, tensors, raw) if linking else {}
+        gives = self._gives(name, static, tensors, raw, sources) if self.spec.serves else None
+        used = self._used(sources)
+        recipes = tuple(used[place].recipe if place in used else None for place in range(len(tensors)))
+        spec = self.spec.alone if linking else self.spec
+        plan = Plan(self.layer, name, static, needs, raw, spec, recipes, gives)
+        extra = [each for source in used.values() for each in source.tensors]
         key = self.key(tensor.device)
-        given = (self.layer, name, static, needs, raw, self.spec, key, self.memory, *tensors)
-        return Apply.apply(*given)  # type: ignore[no-untyped-call]
+        given = Apply.apply(plan, key, self.memory, *tensors, *extra)  # type: ignore[no-untyped-call]
+        if gives is None:
+            return given
+        self._remember(plan, tensors, sources, given)
+        return given[0]
+
+    def _sources(self, name: str, tensors: Sequence[Tensor | None], raw: Needs) -> dict[int, Source]:
+        """By place, the inputs that could be made again: those to be kept, and those that a rebuild takes."""
+        assert self.links is not None
+        places = {place for place, flag in enumerate(raw) if not flag}
+        found = {}
+        for place in sorted(places):
+            tensor = tensors[place]
+            source = None if tensor is None else find(tensor, self.links.traced)
+            if source is not None:
+                found[place] = source
+        return found
+
+    def _used(self, sources: dict[int, Source]) -> dict[int, Source]:
+        """The sources that stand for what would else be stored."""
+        if not self.spec.derive or self.links is None:
+            return {}
+        for source in sources.values():
+            for layer in source.recipe.layers():
+                self.links.note(layer)
+        return sources
+
+    def _gives(
+        self,
+        name: str,
+        static: Static,
+        tensors: Sequence[Tensor | None],
+        raw: Needs,
+        sources: dict[int, Source],
+    ) -> tuple[int, ...] | None:
+        """The exact tensors to hand out if this output can be made again; else None."""
+        rebuild = REBUILDS.get(name)
+        if rebuild is None or self.spec.levels == 0 or not rebuild.when(static):
+            return None
+        if any(place not in sources for place in rebuild.inputs):
+            return None
+        for place in rebuild.kept:
+            given = rebuild.kept_is_input and (raw[place] or (self.spec.derive and place in sources))
+            if not given and not self._is_encoded(tensors[place]):
+                return None
+        return rebuild.exact
+
+    def _is_encoded(self, tensor: Tensor | None) -> bool:
+        if tensor is None or 0 in tensor.stride():
+            return False
+        return pays(tensor, self.spec) and is_possible(tensor, self.spec, self.layer)
+
+    def _remember(
+        self,
+        plan: Plan,
+        tensors: Sequence[Tensor | None],
+        sources: dict[int, Source],
+        given: Sequence[Tensor],
+    ) -> None:
+        """Says how the output of a call that gave its parts out can be made again."""
+        rebuild = REBUILDS[plan.name]
+        assert self.links is not None
+        y, rest = given[0], list(given[1:])
+        exact = rest[len(rest) - len(rebuild.exact) :]
+        pairs = _kept(rebuild, plan, tensors, sources, rest[: len(rest) - len(exact)])
+        references = [tensors[place] for place in rebuild.references]
+        inputs = [sources[place] for place in rebuild.inputs]
+        flat = [
+            *(part for _, parts in pairs for part in parts),
+            *exact,
+            *(each for each in references if each is not None),
+        ]
+        flat += [each for source in inputs for each in source.tensors]
+        recipe = Recipe(
+            plan.layer,
+            plan.name,
+            plan.static,
+            plan.spec,
+            tuple(how for how, _ in pairs),
+            len(exact),
+            tuple(each is not None for each in references),
+            tuple(source.recipe for source in inputs),
+            geometry(y),
+            y.dtype,
+            geometry(y),
+        )
+        remember(y, Source(recipe, tuple(flat)), self.links.traced)
+
+    @property
+    def serves(self) -> bool:
+        """Whether another layer may want this one's output made again."""
+        return self.spec.serves
 
     def part(self, plain: Plain) -> "Call":
         """A call for one part of this one, which `plain` runs as PyTorch would."""
-        return Call(self.layer, self.spec, self.key, self.is_static, plain)
+        return Call(self.layer, self.spec, self.key, self.is_static, plain, None, self.links)
 
     def refuse(self, why: str) -> Any:
         """Runs the call as PyTorch would, with a warning that names the layer (Rule 9)."""
@@ -84,3 +193,31 @@ def _kept_size(tensor: Tensor) -> int:
 
 def _odd(tensor: Tensor) -> bool:
     return tensor.is_complex() or tensor.layout is not torch.strided or tensor.is_nested
+
+
+def _kept(
+    rebuild: Rebuild,
+    plan: Plan,
+    tensors: Sequence[Tensor | None],
+    sources: dict[int, Source],
+    fresh: list[Tensor],
+) -> list[tuple[Meta | Recipe, list[Tensor]]]:
+    """How each kept tensor is restored, with the tensors for it; `fresh` are the parts of those encoded."""
+    pairs: list[tuple[Meta | Recipe | None, list[Tensor]]] = []
+    for place in rebuild.kept:
+        tensor = tensors[place]
+        assert tensor is not None
+        if rebuild.kept_is_input and plan.raw[place]:
+            pairs.append((Meta(1, False, tuple(tensor.shape), tensor.dtype, None), [tensor]))
+        elif rebuild.kept_is_input and plan.recipes[place] is not None:
+            pairs.append((plan.recipes[place], list(sources[place].tensors)))
+        else:
+            pairs.append((None, [tensor]))
+    encoded = sum(how is None for how, _ in pairs)
+    each = len(fresh) // encoded if encoded else 0
+    return [
+        (Meta(each, True, tuple(given[0].shape), given[0].dtype, None), take(fresh, each))
+        if how is None
+        else (how, given)
+        for how, given in pairs
+    ]

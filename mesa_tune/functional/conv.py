@@ -1,7 +1,8 @@
 """y = W ∗ x + b. Kept: x, if W wants a gradient; and W (by reference, unless it is computed), if x does.
 
 Backward is PyTorch's own; it is linear in the copy of x, so the error of dW is unbiased. PyTorch keeps x for
-a frozen W too; what backward needs of x then is its shape.
+a frozen W too; what backward needs of x then is its shape. Transposed convolutions are the same but for two
+arguments of that backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,19 +32,27 @@ if TYPE_CHECKING:
 Size = int | Sequence[int]
 
 _CONVS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+_TRANSPOSED: dict[int, Callable[..., Tensor]] = {
+    3: F.conv_transpose1d,
+    4: F.conv_transpose2d,
+    5: F.conv_transpose3d,
+}
 
 
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
-    _, kernel, stride, padding, dilation, groups, dtype, _ = static
+    _, kernel, stride, padding, dilation, groups, dtype, _, output_padding = static
     given = (cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
-    y = _CONVS[len(kernel)](*given, stride, padding, dilation, groups)
+    if output_padding is None:
+        y = _CONVS[len(kernel)](*given, stride, padding, dilation, groups)
+    else:
+        y = _TRANSPOSED[len(kernel)](*given, stride, padding, output_padding, groups, dilation)
     return Result(unviewed(y), lossy=((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()))
 
 
 def backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    shape, kernel, stride, padding, dilation, groups, dtype, layout = static
+    shape, kernel, stride, padding, dilation, groups, dtype, layout, output_padding = static
     # What no gradient depends on has only a shape: a tensor of it without memory.
     x = cast(lossy[0], dtype).contiguous(memory_format=layout) if needs[1] else _shaped(grad, shape)
     weight = cast(lossy[-1], dtype) if needs[0] else _shaped(grad, kernel)
@@ -55,12 +64,12 @@ def backward(
         grad if batched else grad.unsqueeze(0),
         padded,
         weight,
-        [kernel[0]],
+        [kernel[0] if output_padding is None else kernel[1] * groups],
         stride,
         both,
         dilation,
-        False,
-        [0] * len(stride),
+        output_padding is not None,
+        [0] * len(stride) if output_padding is None else output_padding,
         groups,
         [needs[0], needs[1], needs[2]],
     )
@@ -104,6 +113,38 @@ def conv(
     """`F.conv1d`, `F.conv2d`, `F.conv3d`, with or without a batch dimension."""
     if unknown or weight.dim() not in _CONVS:
         return call.refuse("convolution has a formula only in 1 to 3 dimensions")
+    return _apply(call, input, weight, bias, stride, padding, dilation, groups, None)
+
+
+def conv_transpose(
+    call: "Call",
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size = 0,
+    output_padding: Size = 0,
+    groups: int = 1,
+    dilation: Size = 1,
+    **unknown: Any,
+) -> Any:
+    """`F.conv_transpose1d`, `2d`, `3d`, with or without a batch dimension; weight `(in, out / groups, *)`."""
+    if unknown or weight.dim() not in _TRANSPOSED:
+        return call.refuse("transposed convolution has a formula only in 1 to 3 dimensions")
+    return _apply(call, input, weight, bias, stride, padding, dilation, groups, output_padding)
+
+
+def _apply(
+    call: "Call",
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Size,
+    padding: Size | str,
+    dilation: Size,
+    groups: int,
+    output_padding: Size | None,
+) -> Any:
     places = weight.dim() - 2
     static = (
         tuple(input.shape),
@@ -114,6 +155,7 @@ def conv(
         groups,
         autocast_dtype(input),
         layout_of(input),
+        None if output_padding is None else _each(output_padding, places),
     )
     return call.apply("conv", static, input, weight, bias)
 
@@ -128,5 +170,15 @@ ROUTES: Routes = {
     F.conv1d: Route("conv1d", "conv", conv),
     F.conv2d: Route("conv2d", "conv", conv),
     F.conv3d: Route("conv3d", "conv", conv),
+    F.conv_transpose1d: Route("conv_transpose1d", "conv", conv_transpose),
+    F.conv_transpose2d: Route("conv_transpose2d", "conv", conv_transpose),
+    F.conv_transpose3d: Route("conv_transpose3d", "conv", conv_transpose),
 }
-LAYERS: Layers = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+LAYERS: Layers = {
+    nn.Conv1d: F.conv1d,
+    nn.Conv2d: F.conv2d,
+    nn.Conv3d: F.conv3d,
+    nn.ConvTranspose1d: F.conv_transpose1d,
+    nn.ConvTranspose2d: F.conv_transpose2d,
+    nn.ConvTranspose3d: F.conv_transpose3d,
+}

@@ -1,10 +1,14 @@
 """y = x Wᵀ + b. Kept: x, if W wants a gradient (and W by reference, or encoded if it is computed, if x does).
 
 dx = g W, dW = gᵀ x, db = Σ g. The gradient of W is linear in the copy of x, so its error is unbiased.
+
+Bilinear, y_k = a Wₖ bᵀ + b_k, keeps both inputs; the gradient of W multiplies their copies, whose rounding is
+independent.
 """
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -50,6 +54,30 @@ def _rows(x: Tensor) -> Tensor:
 LINEAR = Formula(forward, backward, "the input, where the weight wants a gradient", independent=(0,))
 
 
+def bilinear_forward(
+    static: Static, needs: Needs, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None
+) -> Result:
+    lossy = ((a,) if needs[1] or needs[2] else ()) + ((b,) if needs[0] or needs[2] else ())
+    return Result(unviewed(F.bilinear(a, b, weight, bias)), lossy=(*lossy, weight))
+
+
+def bilinear_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    weight, rows = lossy[-1], _rows(grad)
+    da = db = dw = None
+    if needs[0]:
+        da = torch.einsum("nk,kij,nj->ni", rows, weight, _rows(lossy[-2])).view(*grad.shape[:-1], -1)
+    if needs[1]:
+        db = torch.einsum("nk,kij,ni->nj", rows, weight, _rows(lossy[0])).view(*grad.shape[:-1], -1)
+    if needs[2]:
+        dw = torch.einsum("nk,ni,nj->kij", rows, _rows(lossy[0]), _rows(lossy[1]))
+    return da, db, dw, rows.sum(0) if needs[3] else None
+
+
+BILINEAR = Formula(bilinear_forward, bilinear_backward, "each input whose partner or weight wants a gradient")
+
+
 def linear(call: "Call", input: Tensor, weight: Tensor, bias: Tensor | None = None, **unknown: Any) -> Any:
     """`F.linear`: input `(*, in)`, weight `(out, in)`, bias `(out,)`."""
     if unknown or weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
@@ -57,6 +85,27 @@ def linear(call: "Call", input: Tensor, weight: Tensor, bias: Tensor | None = No
     return call.apply("linear", (autocast_dtype(input),), input, weight, bias)
 
 
-FORMULAS = {"linear": LINEAR}
-ROUTES: Routes = {F.linear: Route("linear", "fc", linear)}
-LAYERS: Layers = {nn.Linear: F.linear}
+def bilinear(
+    call: "Call",
+    input1: Tensor,
+    input2: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    **unknown: Any,
+) -> Any:
+    """`F.bilinear`: inputs `(*, in1)` and `(*, in2)`, weight `(out, in1, in2)`, bias `(out,)`."""
+    if unknown or weight.dim() != 3:
+        return call.refuse("bilinear has a formula only for a weight (out, in1, in2)")
+    if call.small(input1, input2):
+        return call.plain()
+    return call.apply("bilinear", (), input1, input2, weight, bias)
+
+
+FORMULAS = {"linear": LINEAR, "bilinear": BILINEAR}
+_BILINEAR = Route("bilinear", "fc", bilinear)
+ROUTES: Routes = {
+    F.linear: Route("linear", "fc", linear),
+    F.bilinear: _BILINEAR,
+    torch.bilinear: _BILINEAR,
+}
+LAYERS: Layers = {nn.Linear: F.linear, nn.Bilinear: F.bilinear}

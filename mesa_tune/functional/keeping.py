@@ -7,6 +7,7 @@ only while both the storage and the packed parts are alive.
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ def keep(
     if any(stride == 0 for stride in tensor.stride()) and not raw:
         expanded = tuple(tensor.shape)
         tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    coded = not raw and spec.levels > 0 and pays(tensor, spec) and _is_possible(tensor, spec, layer)
+    coded = not raw and spec.levels > 0 and pays(tensor, spec) and is_possible(tensor, spec, layer)
     parts = _encode_once(tensor, spec, key, memory) if coded else [tensor]
     return parts, Meta(len(parts), coded, tuple(tensor.shape), tensor.dtype, expanded)
 
@@ -78,7 +79,8 @@ def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
     return CODECS[spec.codec].packed_bytes(tensor.shape, spec) < tensor.numel() * size
 
 
-def _is_possible(tensor: Tensor, spec: Spec, layer: str) -> bool:
+def is_possible(tensor: Tensor, spec: Spec, layer: str) -> bool:
+    """Whether the codec can take `tensor` of `layer`; says so if not."""
     if tensor.dtype not in ops.DTYPES:
         return _refuse(layer, f"its dtype is {tensor.dtype}")
     extent = tensor.shape[1 if tensor.dim() in (4, 5) else -1]
@@ -101,6 +103,17 @@ def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:
 def _encode_once(tensor: Tensor, spec: Spec, key: Tensor, memory: Memory | None) -> list[Tensor]:
     if torch.compiler.is_compiling():  # equal functional ops are merged by the compiler
         return CODECS[spec.codec].encode(tensor, spec, key)
+    return _once(tensor, spec, lambda: CODECS[spec.codec].encode(tensor, spec, key, memory))
+
+
+def pack_once(mask: Tensor) -> Tensor:
+    """The bits of `mask`, packed once however many layers keep them."""
+    if torch.compiler.is_compiling():
+        return ops.pack_bits(mask)
+    return _once(mask, None, lambda: [ops.pack_bits(mask)])[0]
+
+
+def _once(tensor: Tensor, spec: Spec | None, make: Callable[[], list[Tensor]]) -> list[Tensor]:
     storage = tensor.untyped_storage()
     place = (
         storage._cdata,
@@ -116,7 +129,7 @@ def _encode_once(tensor: Tensor, spec: Spec, key: Tensor, memory: Memory | None)
         parts = [reference() for reference in found[1]]
         if all(part is not None for part in parts):
             return parts  # type: ignore[return-value]
-    fresh = CODECS[spec.codec].encode(tensor, spec, key, memory)
+    fresh = make()
     _copies.purge()
     _copies.known[place] = (StorageWeakRef(storage), [weakref.ref(part) for part in fresh])
     return fresh

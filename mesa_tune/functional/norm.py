@@ -1,10 +1,12 @@
 """Normalizations keep the *normalized* input x̂, encoded, and the reciprocal deviation r, exact (Rule 7).
 
 y = γ x̂ + β with x̂ = r (x − μ);  dγ = Σ g x̂,  dβ = Σ g,  dx = r (ĝ − mean(ĝ) − x̂ mean(ĝ x̂)) with ĝ = γ g.
-With x in place of x̂, an error of x would be multiplied by r, which is unbounded. A batch norm with fixed
-statistics has dx = r ĝ, and keeps x̂ only if γ wants a gradient.
+With x in place of x̂, an error of x would be multiplied by r, which is unbounded. RMSNorm subtracts no mean:
+x̂ = r x,  dx = r (ĝ − x̂ mean(ĝ x̂)). Means run over what each norm normalizes together; batch norms are in
+`batchnorm`.
 """
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,72 +67,92 @@ LAYER_NORM = Formula(
 )
 
 
-def batch_norm_forward(
-    static: Static,
-    needs: Needs,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-) -> Result:
-    training, momentum, eps, _ = static
-    y, mean, rstd, _, _ = torch.ops.aten._batch_norm_impl_index(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
-    )
-    if not (needs[0] or needs[1]):
-        return Result(y)
-    if not training:
-        assert running_mean is not None
-        assert running_var is not None
-        mean, rstd = running_mean, (running_var + eps).rsqrt()
-    if not (training or needs[1]):
-        return Result(y, exact=(rstd, weight))
-    normalized = (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x)).to(x.dtype)
-    return Result(y, lossy=(normalized,), exact=(rstd, weight))
+def rms_norm_forward(static: Static, needs: Needs, x: Tensor, weight: Tensor | None) -> Result:
+    shape, eps, dtype = static
+    given, weight = _in(dtype, x), _in(dtype, weight)
+    assert given is not None
+    alike = weight is None or weight.dtype == given.dtype
+    y, rstd = torch.ops.aten._fused_rms_norm(given, shape, weight if alike else None, eps)
+    if not alike:
+        y = torch.rms_norm(given, shape, weight, eps)
+    return Result(y, lossy=((given * rstd).to(x.dtype),), exact=(rstd, weight))
 
 
-def batch_norm_backward(
+def rms_norm_backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    training, _, _, layout = static
-    rest = (None, None)
-    if not lossy:
-        db = grad.sum([axis for axis in range(grad.dim()) if axis != 1]) if needs[2] else None
-        return (_scaled(grad, exact) if needs[0] else None, None, db, *rest)
+    shape = static[0]
     rstd, weight = exact
     assert rstd is not None
-    zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
-    dx, dw, db = torch.ops.aten.native_batch_norm_backward(
-        grad,
-        lossy[0].contiguous(memory_format=layout),
+    rows, inner = tuple(range(grad.dim() - len(shape))), tuple(range(-len(shape), 0))
+    normalized, wide = lossy[0].to(rstd.dtype), grad.to(rstd.dtype)
+    dx = dw = None
+    if needs[1]:
+        assert weight is not None
+        dw = (wide * normalized).sum(rows).to(weight.dtype) if rows else (wide * normalized).to(weight.dtype)
+    if needs[0]:
+        scaled = wide if weight is None else wide * weight
+        projection = (scaled * normalized).mean(inner, keepdim=True)
+        dx = ((scaled - normalized * projection) * rstd).to(lossy[0].dtype)
+    return dx, dw
+
+
+RMS_NORM = Formula(rms_norm_forward, rms_norm_backward, LAYER_NORM.keeps)
+
+
+def group_norm_forward(
+    static: Static, needs: Needs, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Result:
+    groups, eps, dtype = static
+    given, weight, bias = _in(dtype, x), _in(dtype, weight), _in(dtype, bias)
+    assert given is not None
+    given = given.contiguous(memory_format=layout_of(given) if x.device.type == "cpu" else _PLAIN)
+    y, mean, rstd = torch.native_group_norm(given, weight, bias, *_sizes(given), groups, eps)
+    if not (needs[0] or needs[1]):
+        return Result(y)
+    apart = given.unflatten(1, (groups, -1))
+    normalized = (apart - _by_group(mean, apart)).mul_(_by_group(rstd, apart)).flatten(1, 2)
+    return Result(y, lossy=(normalized.to(x.dtype),), exact=(rstd, weight))
+
+
+def group_norm_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    groups, _, dtype = static
+    if not lossy:
+        return None, None, grad.sum([axis for axis in range(grad.dim()) if axis != 1])
+    rstd, weight = exact
+    assert rstd is not None
+    normalized = lossy[0] if dtype is None else lossy[0].to(dtype)
+    dx, dw, db = torch.ops.aten.native_group_norm_backward(
+        grad.contiguous(),
+        normalized.contiguous(),
+        torch.zeros_like(rstd),
+        torch.ones_like(rstd),
         weight,
-        None if training else zero,
-        None if training else one,
-        zero if training else None,
-        one if training else None,
-        training,
-        0.0,
+        *_sizes(grad),
+        groups,
         [needs[0], needs[1], needs[2]],
     )
-    dx = dx.mul_(_by_channel(rstd, dx)) if needs[0] else None
-    return (dx, dw if needs[1] else None, db if needs[2] else None, *rest)
+    if needs[0]:
+        apart = dx.unflatten(1, (groups, -1))
+        dx = apart.mul_(_by_group(rstd, apart)).flatten(1, 2).to(lossy[0].dtype)
+    return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
 
 
-def _scaled(grad: Tensor, exact: tuple[Tensor | None, ...]) -> Tensor:
-    rstd, weight = exact
-    assert rstd is not None
-    scale = rstd if weight is None else rstd * weight
-    return (grad * _by_channel(scale, grad)).to(grad.dtype)
+_PLAIN = torch.contiguous_format
 
 
-def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    return values.view([1, -1] + [1] * (x.dim() - 2))
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Samples, channels, and elements a channel."""
+    return x.shape[0], x.shape[1], math.prod(x.shape[2:])
 
 
-BATCH_NORM = Formula(
-    batch_norm_forward, batch_norm_backward, "the normalized input; exact: reciprocal deviations by channel"
-)
+def _by_group(values: Tensor, apart: Tensor) -> Tensor:
+    return values.view(*values.shape, *[1] * (apart.dim() - 2))
+
+
+GROUP_NORM = Formula(group_norm_forward, group_norm_backward, LAYER_NORM.keeps)
 
 
 def layer_norm(
@@ -146,50 +168,71 @@ def layer_norm(
     """`F.layer_norm`; under CUDA autocast in float32, as autocast's list says."""
     if unknown:
         return call.refuse(f"layer_norm has no formula for {sorted(unknown)}")
-    if _kept_anyway(call, input):
+    if kept_anyway(call, input):
         return call.plain()
-    wide = torch.float32 if input.is_cuda and torch.is_autocast_enabled("cuda") else None
-    return call.apply("layer_norm", (tuple(normalized_shape), eps, wide), input, weight, bias)
+    return call.apply("layer_norm", (tuple(normalized_shape), eps, _wide(input)), input, weight, bias)
 
 
-def batch_norm(
+def rms_norm(
     call: "Call",
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    normalized_shape: Any,
     weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
+    eps: float | None = None,
     **unknown: Any,
 ) -> Any:
-    """`F.batch_norm`: input `(n, channels, *)`; updates the running statistics as PyTorch does."""
-    if unknown or input.dim() < 2:
-        return call.refuse("batch_norm has a formula only for inputs (n, channels, *)")
-    if _kept_anyway(call, input) or not _valid(input, training, running_mean, running_var, eps):
+    """`F.rms_norm`; under CUDA autocast in float32, as autocast's list says."""
+    if unknown:
+        return call.refuse(f"rms_norm has no formula for {sorted(unknown)}")
+    if kept_anyway(call, input):
         return call.plain()
-    static = (training, momentum, eps, layout_of(input))
-    return call.apply("batch_norm", static, input, weight, bias, running_mean, running_var)
+    return call.apply("rms_norm", (tuple(normalized_shape), eps, _wide(input)), input, weight)
 
 
-def _valid(input: Tensor, training: bool, mean: Tensor | None, var: Tensor | None, eps: float) -> bool:
-    """False where `F.batch_norm` raises: it then does so by itself."""
-    if training:
-        return input.numel() > input.shape[1] and eps > 0
-    return mean is not None and var is not None and eps >= 0
+def group_norm(
+    call: "Call",
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+    **unknown: Any,
+) -> Any:
+    """`F.group_norm`: input `(n, channels, *)`; under CUDA autocast in float32."""
+    if unknown:
+        return call.refuse(f"group_norm has no formula for {sorted(unknown)}")
+    if kept_anyway(call, input) or not _divides(num_groups, input):
+        return call.plain()
+    return call.apply("group_norm", (num_groups, eps, _wide(input)), input, weight, bias)
 
 
-def _kept_anyway(call: "Call", input: Tensor) -> bool:
+def _divides(groups: int, input: Tensor) -> bool:
+    """False where `F.group_norm` raises: it then does so by itself."""
+    if input.dim() < 2 or groups < 1 or input.shape[1] % groups:
+        return False
+    return input.numel() > groups * input.shape[0] or input.shape[0] > 1
+
+
+def _wide(input: Tensor) -> torch.dtype | None:
+    return torch.float32 if input.is_cuda and torch.is_autocast_enabled("cuda") else None
+
+
+def kept_anyway(call: "Call", input: Tensor) -> bool:
     """Whether PyTorch's own copy costs nothing: x̂ would be one tensor more."""
     return call.is_static(input) or call.small(input)
 
 
-FORMULAS = {"batch_norm": BATCH_NORM, "layer_norm": LAYER_NORM}
+FORMULAS = {"layer_norm": LAYER_NORM, "rms_norm": RMS_NORM, "group_norm": GROUP_NORM}
 _LAYER_NORM = Route("layer_norm", "layernorm", layer_norm)
+_RMS_NORM = Route("rms_norm", "rmsnorm", rms_norm)
+_GROUP_NORM = Route("group_norm", "groupnorm", group_norm)
 ROUTES: Routes = {
-    F.batch_norm: Route("batch_norm", "bn", batch_norm),
     F.layer_norm: _LAYER_NORM,
     torch.layer_norm: _LAYER_NORM,
+    F.rms_norm: _RMS_NORM,
+    torch.rms_norm: _RMS_NORM,
+    F.group_norm: _GROUP_NORM,
+    torch.group_norm: _GROUP_NORM,
 }
-LAYERS: Layers = {nn.modules.batchnorm._BatchNorm: F.batch_norm, nn.LayerNorm: F.layer_norm}
+LAYERS: Layers = {nn.LayerNorm: F.layer_norm, nn.RMSNorm: F.rms_norm, nn.GroupNorm: F.group_norm}

@@ -5,10 +5,40 @@ To add a function: its file with `FORMULAS`, `ROUTES` and `LAYERS`, and the file
 
 from torch import nn
 
-from mesa_tune.functional import activation, attention, conv, fc, loss, multihead, norm, products
+from mesa_tune.functional import (
+    activation,
+    attention,
+    batchnorm,
+    bits,
+    contraction,
+    conv,
+    elementwise,
+    fc,
+    loss,
+    multihead,
+    norm,
+    pointwise,
+    products,
+    selecting,
+)
 from mesa_tune.functional.formula import Formula, Layers, Route, Routes
 
-FAMILIES = (fc, conv, norm, activation, products, attention, multihead, loss)
+FAMILIES = (
+    fc,
+    conv,
+    norm,
+    batchnorm,
+    activation,
+    pointwise,
+    bits,
+    products,
+    contraction,
+    elementwise,
+    selecting,
+    attention,
+    multihead,
+    loss,
+)
 
 FORMULAS: dict[str, Formula] = {name: one for family in FAMILIES for name, one in family.FORMULAS.items()}
 ROUTES: Routes = {function: route for family in FAMILIES for function, route in family.ROUTES.items()}

@@ -1,0 +1,161 @@
+"""Having a function's output again without storing it: from what its producer keeps anyway (`store: derive`).
+
+A layer norm's output is γ x̂ + β of the x̂ that the norm keeps, and so the layers after it need not keep it.
+The producer gives its packed parts out beside its output; the consumer saves those, and rebuilds the output
+in its backward. What is hard is never to take another tensor for that output: eager code finds it by storage
+and version, as `keeping` does; traced code, which can ask for neither, by the tensor itself.
+"""
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mesa_tune.codecs import Spec
+from mesa_tune.functional.formula import Needs, Static
+from mesa_tune.functional.keeping import Meta, restore
+from mesa_tune.functional.rebuilding import REBUILDS
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset of a tensor in its storage."""
+
+
+class Recipe(NamedTuple):
+    """How to make the output of `layer` again, or a view of it, from `parts` tensors.
+
+    They are those of what the producer keeps (`kept`), what it keeps exactly, inputs that are there anyway
+    (a norm's weight), and those of `inputs`, which have to be made again first.
+    """
+
+    layer: str
+    name: str
+    static: Static
+    spec: Spec
+    kept: tuple["Meta | Recipe", ...]
+    exact: int
+    references: Needs
+    inputs: tuple["Recipe", ...]
+    output: Geometry
+    dtype: torch.dtype
+    view: Geometry
+
+    @property
+    def parts(self) -> int:
+        """How many tensors the recipe needs."""
+        below = sum(each.parts for each in (*self.kept, *self.inputs))
+        return below + self.exact + sum(self.references)
+
+    def seen_as(self, tensor: Tensor) -> "Recipe":
+        """The recipe of `tensor`, a view of the output."""
+        return Recipe(*self[:-1], geometry(tensor))
+
+    def layers(self) -> list[str]:
+        """The layers whose kept tensors this takes, this one first."""
+        below = [each for each in (*self.kept, *self.inputs) if isinstance(each, Recipe)]
+        return [self.layer, *(name for each in below for name in each.layers())]
+
+
+class Source(NamedTuple):
+    """A recipe and its tensors."""
+
+    recipe: Recipe
+    tensors: tuple[Tensor, ...]
+
+
+def restored(kept: Meta | Recipe, parts: Sequence[Tensor], spec: Spec) -> Tensor:
+    """The kept tensor, from its own parts or made again."""
+    return rebuilt(kept, parts) if isinstance(kept, Recipe) else restore(list(parts), kept, spec)
+
+
+def rebuilt(recipe: Recipe, tensors: Sequence[Tensor]) -> Tensor:
+    """The output that `recipe` describes, or the view of it."""
+    rest = list(tensors)
+    lossy = [restored(each, take(rest, each.parts), recipe.spec) for each in recipe.kept]
+    exact = take(rest, recipe.exact)
+    references = [take(rest, 1)[0] if present else None for present in recipe.references]
+    inputs = [rebuilt(each, take(rest, each.parts)) for each in recipe.inputs]
+    y = REBUILDS[recipe.name].run(recipe.static, lossy, exact, references, inputs).to(recipe.dtype)
+    return _placed(y, recipe.output, recipe.view)
+
+
+def take(tensors: list[Tensor], count: int) -> list[Tensor]:
+    """The first `count` tensors, which leave the list."""
+    taken = tensors[:count]
+    del tensors[:count]
+    return taken
+
+
+def _placed(y: Tensor, output: Geometry, view: Geometry) -> Tensor:
+    shape, strides, offset = output
+    if y.stride() != strides:
+        y = torch.empty_strided(shape, strides, dtype=y.dtype, device=y.device).copy_(y)
+    return y if view == output else y.as_strided(view[0], view[1], view[2] - offset)
+
+
+def geometry(tensor: Tensor) -> Geometry:
+    """Where the elements of `tensor` lie in its storage."""
+    # Traced code cannot ask for the offset: it knows only whole outputs, and them reshaped.
+    offset = 0 if torch.compiler.is_compiling() else tensor.storage_offset()
+    return tuple(tensor.shape), tuple(tensor.stride()), offset
+
+
+class _Known(NamedTuple):
+    storage: StorageWeakRef
+    version: int
+    recipe: Recipe
+    tensors: list[weakref.ref[Tensor]]
+
+
+class _Outputs(threading.local):
+    def __init__(self) -> None:
+        self.known: dict[int, _Known] = {}
+
+
+_outputs = _Outputs()
+
+Traced = list[tuple[Tensor, Source]]
+"""What traced code knows of outputs; lives as long as the outermost forward."""
+
+
+def forget_outputs() -> None:
+    """Empties the table of known outputs; called when an outermost forward begins."""
+    _outputs.known.clear()
+
+
+def remember(y: Tensor, source: Source, traced: Traced | None) -> None:
+    """`y` can be made again from `source`, as long as its tensors live."""
+    if torch.compiler.is_compiling():
+        if traced is not None:
+            traced.append((y, source))
+        return
+    if not torch.ops.aten.is_non_overlapping_and_dense(y):
+        return
+    storage, references = y.untyped_storage(), [weakref.ref(tensor) for tensor in source.tensors]
+    _outputs.known[storage._cdata] = _Known(StorageWeakRef(storage), y._version, source.recipe, references)
+
+
+def find(tensor: Tensor, traced: Traced | None) -> Source | None:
+    """How to make `tensor` again; None where nothing is known."""
+    if torch.compiler.is_compiling():
+        return _find_traced(tensor, traced or [])
+    if tensor.layout is not torch.strided:
+        return None
+    found = _outputs.known.get(tensor.untyped_storage()._cdata)
+    if found is None or found.storage.expired() or found.version != tensor._version:
+        return None
+    tensors = tuple(each for reference in found.tensors if (each := reference()) is not None)
+    if len(tensors) < len(found.tensors):
+        return None
+    return Source(found.recipe.seen_as(tensor), tensors)
+
+
+def _find_traced(tensor: Tensor, traced: Traced) -> Source | None:
+    for y, source in traced:
+        reshaped = tensor._base is y and tensor.numel() == y.numel() and tensor.is_contiguous()
+        if tensor is y or (reshaped and y.is_contiguous()):
+            return Source(source.recipe.seen_as(tensor), source.tensors)
+    return None

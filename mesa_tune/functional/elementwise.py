@@ -1,0 +1,196 @@
+"""Products and quotients, element by element.
+
+y = a b keeps each operand whose partner wants a gradient, as it is before it is repeated along other dimensions:
+da = Σ g b and db = Σ g a over those. Linear in each copy, so unbiased. Numbers cost nothing. A small constant
+(rotary embeddings' cosines, masks) stays by reference, as in PyTorch: it is there anyway, and one rounding of
+it would repeat in every row.
+
+y = a / b keeps r = 1 / b, or b itself where that is small or a parameter, and, if b wants a gradient, y, which a
+following product keeps too:  da = g r, db = −g y r. Dividing by a rounded b has no bound.
+
+A gated unit y = a σ(b) keeps two derived halves, σ(b) and a σ'(b), again linear: da = g σ(b), db = g a σ'(b).
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+
+if TYPE_CHECKING:
+    from mesa_tune.functional.call import Call
+
+_SMALL = 8
+"""A constant is small if it is repeated at least so often: keeping it costs an eighth of a copy at most."""
+
+
+def _gathered(grad: Tensor, like: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
+    """`grad` summed over what an operand was repeated along, in the operand's dtype."""
+    shape, dtype = like
+    return (grad if grad.shape == shape else grad.sum_to_size(shape)).to(dtype)
+
+
+def _like(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(x.shape), x.dtype
+
+
+def forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
+    in_place = static[0]
+    before = a.clone() if in_place and needs[1] else a
+    y = a.mul_(b) if in_place else torch.mul(a, b)
+    return Result(y, ((before,) if needs[1] else ()) + ((b,) if needs[0] else ()), in_place=in_place)
+
+
+def backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    _, a, b = static
+    da = _gathered(grad * lossy[-1], a) if needs[0] else None
+    db = _gathered(grad * lossy[0], b) if needs[1] else None
+    return da, db
+
+
+MUL = Formula(forward, backward, "each operand whose partner wants a gradient")
+
+
+def plus_forward(static: Static, needs: Needs, a: Tensor, b: Tensor, c: Tensor) -> Result:
+    y = torch.addcmul(c, a, b, value=static[-1])
+    return Result(y, ((a,) if needs[1] else ()) + ((b,) if needs[0] else ()))
+
+
+def plus_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    a, b, c, value = static
+    da, db = backward((False, a, b), needs, lossy, exact, grad if value == 1 else grad * value)
+    return da, db, _gathered(grad, c) if needs[2] else None
+
+
+MUL_PLUS = Formula(plus_forward, plus_backward, MUL.keeps)
+
+
+def over_forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
+    in_place, _, _, reference = static
+    y = a.div_(b) if in_place else torch.div(a, b)
+    # In half precision the inverse of a small number would overflow.
+    inverse = () if reference else (1 / (b.float() if b.dtype == torch.float16 else b),)
+    lossy = ((y,) if needs[1] else ()) + inverse
+    return Result(y, lossy, exact=(b,) if reference else (), in_place=in_place)
+
+
+def over_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    _, a, b, reference = static
+    da = grad / exact[0] if reference else grad * lossy[-1]
+    db = _gathered(-(da * lossy[0]), b) if needs[1] else None
+    return (_gathered(da, a) if needs[0] else None), db
+
+
+DIV = Formula(
+    over_forward, over_backward, "the divisor or its inverse, and the output if that wants a gradient"
+)
+
+
+def glu_forward(static: Static, needs: Needs, x: Tensor) -> Result:
+    (dim,) = static
+    a, b = x.chunk(2, dim)
+    gate = torch.sigmoid(b)
+    return Result(F.glu(x, dim), lossy=(gate, torch.ops.aten.sigmoid_backward(a, gate)))
+
+
+def glu_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None]:
+    return (torch.cat([grad * each for each in lossy], static[0]),)
+
+
+GLU = Formula(glu_forward, glu_backward, "the derivatives by both halves")
+
+
+def _worth(call: "Call", x: Tensor, size: int) -> bool:
+    """Whether `x`, kept for a result of `size` elements, is to be encoded."""
+    repeated_constant = not x.requires_grad and x.numel() * _SMALL <= size
+    return not (repeated_constant or call.small(x) or call.is_static(x))
+
+
+def _pair(call: "Call", a: Any, b: Any, in_place: bool) -> bool:
+    """Whether our functions could take this pair: two tensors, one of which wants a gradient."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and (a.requires_grad or b.requires_grad)):
+        return False
+    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
+    return not (in_place and (a.is_leaf or a._base is not None or a is b))
+
+
+def mul(call: "Call", input: Any, other: Any, *, in_place: bool = False, **unknown: Any) -> Any:
+    """`torch.mul` and `*`."""
+    if not _pair(call, input, other, in_place):
+        return call.plain()
+    if unknown:
+        return call.refuse(f"mul has no formula for {sorted(unknown)}")
+    size = max(input.numel(), other.numel())
+    kept = ((input, other), (other, input))
+    if not any(partner.requires_grad and _worth(call, x, size) for x, partner in kept):
+        return call.plain()
+    return call.apply("mul", (in_place, _like(input), _like(other)), input, other)
+
+
+def div(
+    call: "Call",
+    input: Any,
+    other: Any,
+    *,
+    rounding_mode: str | None = None,
+    in_place: bool = False,
+    **unknown: Any,
+) -> Any:
+    """`torch.div` and `/`."""
+    if rounding_mode is not None or not _pair(call, input, other, in_place):
+        return call.plain()
+    if unknown:
+        return call.refuse(f"div has no formula for {sorted(unknown)}")
+    size = max(input.numel(), other.numel())
+    reference = not _worth(call, other, size)
+    if call.small(input, other) or (reference and not other.requires_grad):
+        return call.plain()
+    # PyTorch keeps a parameter or the batch by reference, which costs nothing.
+    if other.requires_grad and call.is_static(input):
+        return call.plain()
+    return call.apply("div", (in_place, _like(input), _like(other), reference), input, other)
+
+
+def addcmul(
+    call: "Call", input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1, **unknown: Any
+) -> Any:
+    """`torch.addcmul`."""
+    if unknown:
+        return call.refuse(f"addcmul has no formula for {sorted(unknown)}")
+    if not any(each.requires_grad for each in (tensor1, tensor2)):
+        return call.plain()
+    static = (_like(tensor1), _like(tensor2), _like(input), value)
+    return call.apply("mul_plus", static, tensor1, tensor2, input)
+
+
+def glu(call: "Call", input: Tensor, dim: int = -1) -> Any:
+    """`F.glu`."""
+    return call.plain() if call.is_static(input) else call.apply("glu", (dim,), input)
+
+
+FORMULAS = {"mul": MUL, "mul_plus": MUL_PLUS, "div": DIV, "glu": GLU}
+_MUL = Route("mul", "mul", mul)
+_DIV = Route("div", "mul", div)
+_ADDCMUL = Route("addcmul", "mul", addcmul)
+ROUTES: Routes = {
+    **dict.fromkeys((torch.mul, Tensor.mul, torch.multiply, Tensor.multiply), _MUL),
+    **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__), _MUL),
+    Tensor.mul_: Route("mul", "mul", partial(mul, in_place=True)),
+    **dict.fromkeys((torch.div, Tensor.div, torch.divide, Tensor.divide, Tensor.__truediv__), _DIV),
+    **dict.fromkeys((torch.true_divide, Tensor.true_divide), _DIV),
+    Tensor.div_: Route("div", "mul", partial(div, in_place=True)),
+    **dict.fromkeys((torch.addcmul, Tensor.addcmul), _ADDCMUL),
+    F.glu: Route("glu", "mul", glu),
+}
+LAYERS: Layers = {nn.GLU: F.glu}

@@ -1,0 +1,163 @@
+"""Functions of one tensor. Kept: the derivative at the input, or what `curves.py` says instead."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mesa_tune.functional.curves import CURVES
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+
+if TYPE_CHECKING:
+    from mesa_tune.functional.call import Call
+
+
+def forward(static: Static, needs: Needs, x: Tensor) -> Result:
+    kind, in_place, parameters, _ = static
+    curve = CURVES[kind]
+    if in_place and curve.in_place is not None:
+        kept = None if curve.of_output else curve.kept(x, x, *parameters)
+        curve.in_place(x, *parameters)
+        # A tracer wants the very input back.
+        return Result(x, lossy=(x if kept is None else kept,), in_place=True)
+    y = curve.value(x, *parameters)
+    return Result(y, lossy=(curve.kept(x.to(y.dtype), y, *parameters),))
+
+
+def backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None]:
+    kind, _, _, dtype = static
+    return (CURVES[kind].back(grad, lossy[0]).to(dtype),)
+
+
+POINTWISE = Formula(forward, backward, "the derivative at the input; the output of sigmoid, tanh and exp")
+
+
+def serve(
+    call: "Call", kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in_place: bool = False
+) -> Any:
+    """Runs the curve `kind` on `x`, if that has something to gain."""
+    # What PyTorch keeps of a small tensor or a parameter costs less than a copy of the derivative.
+    if not x.requires_grad or call.small(x) or call.is_static(x):
+        return call.plain()
+    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
+    if in_place and (x.is_leaf or x._base is not None):
+        return call.plain()
+    return call.apply("pointwise", (kind, in_place, parameters, x.dtype), x)
+
+
+def _simple(kind: str, always_in_place: bool = False) -> Callable[..., Any]:
+    def route(call: "Call", input: Tensor, inplace: bool = False, **unknown: Any) -> Any:
+        if unknown:
+            return call.refuse(f"{kind} has no formula for {sorted(unknown)}")
+        return serve(call, kind, input, (), inplace or always_in_place)
+
+    return route
+
+
+def gelu(call: "Call", input: Tensor, *, approximate: str = "none", **unknown: Any) -> Any:
+    """`F.gelu`, both forms."""
+    if unknown:
+        return call.refuse(f"gelu has no formula for {sorted(unknown)}")
+    return serve(call, "gelu", input, (approximate,))
+
+
+def softplus(call: "Call", input: Tensor, beta: float = 1, threshold: float = 20, **unknown: Any) -> Any:
+    """`F.softplus`: linear beyond `threshold`."""
+    if unknown:
+        return call.refuse(f"softplus has no formula for {sorted(unknown)}")
+    return serve(call, "softplus", input, (beta, threshold))
+
+
+def elu(kind: str, call: "Call", input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """`F.elu` and `F.celu`."""
+    return serve(call, kind, input, (alpha,), inplace)
+
+
+def elu_(kind: str, call: "Call", input: Tensor, alpha: float = 1.0) -> Any:
+    """`F.elu_` and `torch.celu_`."""
+    return serve(call, kind, input, (alpha,), True)
+
+
+def power(call: "Call", input: Any, exponent: Any, **unknown: Any) -> Any:
+    """`torch.pow` and `**`: a tensor to a number, or a number to a tensor."""
+    if isinstance(input, (int, float)) and input > 0 and not unknown:
+        return serve(call, "base", exponent, (input,))
+    if not isinstance(input, Tensor) or not isinstance(exponent, (int, float)) or unknown:
+        return call.refuse("a power has a formula only if either base or exponent is a number")
+    if exponent in (0, 1):  # nothing to keep, and nothing that is worth it
+        return call.plain()
+    return serve(call, "square", input) if exponent == 2 else serve(call, "pow", input, (exponent,))
+
+
+def over(call: "Call", input: Tensor, other: Any) -> Any:
+    """`number / tensor`."""
+    if not isinstance(other, (int, float)):
+        return call.plain()
+    return serve(call, "over", input, (other,))
+
+
+def base_of(call: "Call", input: Tensor, other: Any) -> Any:
+    """`number ** tensor`."""
+    return power(call, other, input)
+
+
+def _spellings(kind: str, tag: str = "pointwise") -> Routes:
+    """`torch.<kind>` and the method, and what of both is in place."""
+    places = (torch, Tensor)
+    found = {getattr(at, kind): Route(kind, tag, _simple(kind)) for at in places if hasattr(at, kind)}
+    if CURVES[kind].in_place is not None:
+        found |= {
+            getattr(at, f"{kind}_"): Route(kind, tag, _simple(kind, always_in_place=True)) for at in places
+        }
+    return found
+
+
+FORMULAS = {"pointwise": POINTWISE}
+_METHODS = "tanh sigmoid exp expm1 square sqrt rsqrt reciprocal log log2 log1p sin cos erf".split()
+_POW = Route("pow", "pointwise", power)
+ROUTES: Routes = {
+    F.gelu: Route("gelu", "gelu", gelu),
+    F.silu: Route("silu", "silu", _simple("silu")),
+    F.mish: Route("mish", "pointwise", _simple("mish")),
+    F.hardswish: Route("hardswish", "pointwise", _simple("hardswish")),
+    F.hardsigmoid: Route("hardsigmoid", "pointwise", _simple("hardsigmoid")),
+    F.softplus: Route("softplus", "pointwise", softplus),
+    F.logsigmoid: Route("logsigmoid", "pointwise", _simple("logsigmoid")),
+    F.softsign: Route("softsign", "pointwise", _simple("softsign")),
+    F.tanhshrink: Route("tanhshrink", "pointwise", _simple("tanhshrink")),
+    F.elu: Route("elu", "pointwise", partial(elu, "elu")),
+    F.elu_: Route("elu", "pointwise", partial(elu_, "elu")),
+    F.celu: Route("celu", "pointwise", partial(elu, "celu")),
+    torch.celu_: Route("celu", "pointwise", partial(elu_, "celu")),
+    F.selu: Route("selu", "pointwise", _simple("selu")),
+    torch.selu_: Route("selu", "pointwise", _simple("selu", always_in_place=True)),
+    torch.special.expit: Route("sigmoid", "pointwise", _simple("sigmoid")),
+    torch.special.erf: Route("erf", "pointwise", _simple("erf")),
+    torch.pow: _POW,
+    Tensor.pow: _POW,
+    Tensor.__pow__: _POW,
+    Tensor.__rpow__: Route("pow", "pointwise", base_of),
+    Tensor.__rdiv__: Route("reciprocal", "pointwise", over),
+    **{function: route for kind in _METHODS for function, route in _spellings(kind).items()},
+}
+LAYERS: Layers = {
+    nn.GELU: F.gelu,
+    nn.SiLU: F.silu,
+    nn.Mish: F.mish,
+    nn.Hardswish: F.hardswish,
+    nn.Hardsigmoid: F.hardsigmoid,
+    nn.Softplus: F.softplus,
+    nn.LogSigmoid: F.logsigmoid,
+    nn.Softsign: F.softsign,
+    nn.Tanhshrink: F.tanhshrink,
+    nn.ELU: F.elu,
+    nn.CELU: F.celu,
+    nn.SELU: F.selu,
+    nn.Tanh: torch.tanh,
+    nn.Sigmoid: torch.sigmoid,
+}
