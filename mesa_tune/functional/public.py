@@ -60,8 +60,7 @@ def _by_spec(
     if spec is None or policy_at_work() or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     route = ROUTES[function]
-    memory = memories if spec.ema_decay else None
-    call = Call(layer or route.name, spec, _key, _is_parameter, lambda: function(*args, **kwargs), memory)
+    call = Call(layer or route.name, spec, _key, _is_parameter, lambda: function(*args, **kwargs), memories)
     return route.serve(call, *args, **kwargs)
 
 
