@@ -12,22 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import append, ratios, spread
+from meters import in_own_process, loss_under, model_under, resident_growth, storages_after_forward
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import mesa_tune as mt
 
@@ -73,35 +65,21 @@ def require_exact_forward(workload: mt.Workload, policies: dict[str, mt.Policy])
     """Stops unless every policy's loss is the plain one's, bit for bit."""
     batch = workload.make_batch()
     losses = [
-        loss_under(workload, policy)(workload_model(workload, policy), batch) for policy in policies.values()
+        loss_under(workload, policy)(model_under(workload, policy), batch) for policy in policies.values()
     ]
     if len({loss.item() for loss in losses}) != 1:
         raise SystemExit(f"the forward is not exact: losses {losses}")
-
-
-def workload_model(workload: mt.Workload, policy: mt.Policy) -> nn.Module:
-    return mt.convert(workload.build(), policy, seed=0)
-
-
-def loss_under(workload: mt.Workload, policy: mt.Policy) -> Callable[[nn.Module, Any], Tensor]:
-    """The workload's loss, its own layers under the policy, too."""
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        with mt.compress_saved(policy, seed=0):
-            return workload.compute_loss(model, batch)
-
-    return loss
 
 
 def measure(workload: mt.Workload, profile: mt.Profile, policy: mt.Policy) -> dict[str, Any]:
     """All figures of one policy but its time."""
     predicted = profile.predict(policy)
     check = mt.verify(workload, policy, steps=1, seeds=3)
-    resident = in_own_process(workload.batch_size, policy)
+    resident = in_own_process([__file__, "--batch-size", str(workload.batch_size)], policy)
     return {
         "saved_predicted": predicted.saved_bytes,
         "saved_measured": check.policy.saved_bytes,
-        "saved_storages": storages_after_forward(workload, policy),
+        "saved_storages": storages_after_forward(workload, policy).bytes,
         "saved_resident": resident["saved"],
         "peak_predicted": predicted.peak_bytes,
         "peak_measured": check.policy.peak_bytes,
@@ -111,78 +89,6 @@ def measure(workload: mt.Workload, profile: mt.Profile, policy: mt.Policy) -> di
     }
 
 
-class Births(TorchDispatchMode):
-    """Every storage that appears, by weak reference: an independent count of what is alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[weakref.ref[torch.UntypedStorage]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.seen.append(weakref.ref(leaf.untyped_storage()))
-        return result
-
-    def alive(self, without: list[Tensor]) -> int:
-        """Bytes alive now, each storage once, except those of `without`."""
-        excluded = {tensor.untyped_storage().data_ptr() for tensor in without}
-        storages = (storage for reference in self.seen if (storage := reference()) is not None)
-        found = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        return sum(size for place, size in found.items() if place not in excluded)
-
-
-def storages_after_forward(workload: mt.Workload, policy: mt.Policy) -> int:
-    """Bytes of storages born in the forward and alive after it; parameters, buffers, batch and loss apart."""
-    model, batch = workload_model(workload, policy), workload.make_batch()
-    given = [
-        *model.parameters(),
-        *model.buffers(),
-        *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)),
-    ]
-    with Births() as births:
-        loss = loss_under(workload, policy)(model, batch)
-        return births.alive([*given, loss])
-
-
-def in_own_process(batch_size: int, policy: mt.Policy) -> dict[str, int]:
-    """`resident_growth` in a fresh process, whose allocator gives large blocks back at once."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "policy.txt"
-        policy.save(path)
-        command = [sys.executable, __file__, "--batch-size", str(batch_size), "--resident", str(path)]
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-        out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    found: dict[str, int] = json.loads(out.splitlines()[-1])
-    return found
-
-
-def resident_growth(workload: mt.Workload, path: str) -> dict[str, int]:
-    """Growth of this process's resident memory over its first step: after the forward, and at its peak."""
-    policy = mt.Policy.load(path)
-    tiny = workload.make_batch(1)
-    warm = workload_model(workload, policy)
-    loss_under(workload, policy)(
-        warm, tiny
-    ).backward()  # libraries' own first-use memory is nobody's activation
-    del warm, tiny
-    model, batch = workload_model(workload, policy), workload.make_batch()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    loss = loss_under(workload, policy)(model, batch)
-    saved = resident("VmRSS") - before
-    loss.backward()
-    return {"saved": saved, "peak": resident("VmHWM") - before}
-
-
-def resident(field: str) -> int:
-    """A field of /proc/self/status in bytes."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return 1024 * int(found[1])
-
-
 def steps_in_turn(
     workload: mt.Workload, policies: dict[str, mt.Policy], pairs: int
 ) -> dict[str, list[float]]:
@@ -190,7 +96,7 @@ def steps_in_turn(
     batch = workload.make_batch()
     runs: dict[str, Callable[[], None]] = {}
     for name, policy in policies.items():
-        model = workload_model(workload, policy)
+        model = model_under(workload, policy)
         runs[name] = stepper(model, workload.make_optimizer(model), loss_under(workload, policy), batch)
     times: dict[str, list[float]] = {name: [] for name in policies}
     for turn in range(pairs + 1):

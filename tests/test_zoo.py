@@ -1,0 +1,161 @@
+"""Every model of the zoo, tiny: exact forward, small gradient error, and nothing large left uncompressed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+
+BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
+NAMES = (
+    "deit_s",
+    "swin_t",
+    "pvt_t",
+    "resnet_50",
+    "bert_base",
+    "gpt2",
+    "llama",
+    "unet",
+    "t5_small",
+    "convnext_t",
+    "vit_mae",
+    "segformer_b0",
+    "mobilenet_v2",
+)
+FOUR_BITS = mt.Policy.uniform(level=16)
+# A tiny model's tensors of up to 4,096 elements, and statistics by row, weigh more than a published one's.
+TINY_COVERED = 0.9
+
+
+@pytest.fixture(scope="module", name="bench")
+def _bench() -> Any:
+    """The benchmarks' modules, which are no package."""
+    sys.path.insert(0, BENCHMARKS)
+    try:
+        names = ("zoo", "meters", "uncompressed", "exactness", "models_page")
+        return type("Bench", (), {name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(BENCHMARKS)
+
+
+def tiny(bench: Any, name: str, **more: Any) -> mt.Workload:
+    made: mt.Workload = bench.zoo.workload(name, 4, scale="tiny", **more)
+    return made
+
+
+def test_names_are_the_zoos(bench: Any) -> None:
+    assert tuple(bench.zoo.ZOO) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_is_bitwise_plain_with_dropout_and_revert_is_plain(bench: Any, name: str) -> None:
+    assert bench.exactness.differences(tiny(bench, name, dropout=0.1), FOUR_BITS) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_under_autocast_forward_is_bitwise_plain(bench: Any, name: str) -> None:
+    workload = tiny(bench, name, dropout=0.1, autocast="bfloat16")
+    assert bench.exactness.differences(workload, FOUR_BITS) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_error_is_small(bench: Any, name: str) -> None:
+    policies = {"8": mt.Policy.uniform(level=256), "4": FOUR_BITS}
+    found = bench.exactness.errors(tiny(bench, name), policies, seeds=3)
+    assert 0 < found["8"]["mean"] < 1e-3
+    assert 0 < found["4"]["mean"] < 0.1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_large_is_left_uncompressed(bench: Any, name: str) -> None:
+    workload = tiny(bench, name)
+    plain = bench.meters.storages_after_forward(workload, None).bytes
+    left = bench.uncompressed.left_uncompressed(workload, FOUR_BITS)
+    assert 1 - left.bytes / plain > TINY_COVERED, left.rows[:5]
+    ours = bench.meters.storages_after_forward(workload, FOUR_BITS).bytes
+    assert abs(ours - left.coded_bytes - left.bytes) < 0.02 * plain
+
+
+class Changing(nn.Module):
+    """A model of which no two forwards are the same."""
+
+    def __init__(self, forwards: Iterator[int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.forwards = forwards
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * (1 + next(self.forwards))
+        return y
+
+
+class Mixed(nn.Module):
+    """Functions of which a policy may reach some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.linear(x)).cumprod(-1)
+
+
+def _workload(model: Callable[[], nn.Module]) -> mt.Workload:
+    return mt.Workload(
+        model, lambda n: torch.randn(n, 100, 64), lambda model, x: model(x).square().mean(), batch_size=4
+    )
+
+
+def test_a_forward_that_is_not_the_same_is_found(bench: Any) -> None:
+    forwards = count()
+    found = bench.exactness.differences(_workload(lambda: Changing(forwards)), FOUR_BITS)
+    assert found == ["outputs", "reverted outputs", "reverted gradients"]
+
+
+def test_what_a_policy_leaves_exact_is_named_with_its_bytes(bench: Any) -> None:
+    policy = mt.Policy.parse("on gelu:\n    by_index: all\n    enable: False\n")
+    left = bench.uncompressed.left_uncompressed(_workload(Mixed), policy)
+    size = 4 * 100 * 64 * 4
+    found = {(row.layers, row.function): row.bytes for row in left.rows}
+    assert found["gelu.*", "gelu"] == size
+    assert found["cumprod.*", "cumprod"] == 2 * size
+    assert left.bytes >= 3 * size
+
+
+def test_the_page_has_a_row_and_a_list_for_each_latest_result(bench: Any) -> None:
+    def result(batch: int, autocast: str | None = None) -> dict[str, Any]:
+        row = bench.uncompressed.Row("blocks.*.mul.*", "mul", 2_000_000, 12, (8, 99), "float32")
+        return {
+            "date": "2026-01-02T03:04:05",
+            "hardware": {"cpu": "some CPU", "threads": 1},
+            "versions": {"torch": "2.13.0"},
+            "subject": "gpt2",
+            "policy": "uniform 16",
+            "autocast": autocast,
+            "batch_size": batch,
+            "plain": {"storages": 100_000_000},
+            "share": {"storages": 0.1234, "resident": 0.1334},
+            "under_codec": 0.98,
+            "uncompressed_bytes": 2_000_000,
+            "errors": {"uniform 16": {"mean": 0.0123}},
+            "error_batch_size": 2,
+            "differs": [],
+            "left": [vars(row)],
+        }
+
+    page = bench.models_page.page([result(4), result(8), result(8, "bfloat16")])
+    assert (
+        "| GPT-2 | fp32 | uniform 16 | 8 | 100 | 12.3% | 13.3% | 98.00% | — | 1.2e-02 (2) | — | yes |" in page
+    )
+    assert "| GPT-2 | fp32 | uniform 16 | 4 |" not in page
+    assert page.count("| `blocks.*.mul.*` | mul | 12 of 8×99 float32 | 2.00 | 2.00% |") == 2
