@@ -250,7 +250,8 @@ def convert(
     overruled = policy.check(
         catalog.known(), fingerprint=catalog.fingerprint, force=force, complete=False, modules=catalog.modules
     )
-    for text in (*policy.warnings, *overruled, *policy.require_available()):
+    policy.require_available()
+    for text in (*policy.warnings, *overruled):
         warn_once(text)
     revert(model)
     install(model, Conversion(policy, catalog, torch.initial_seed() if seed is None else seed, min_elements))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mesa_tune.errors import PolicyError
-from mesa_tune.policy_check import Known, Layer, averages, mismatches, unavailable
+from mesa_tune.policy_check import Known, Layer, mismatches, unavailable
 from mesa_tune.policy_files import read_text, write_text
 from mesa_tune.policy_rules import MODULE, NO_HEADER, Header, Rule, finest, fold, is_glob, suggestion
 from mesa_tune.policy_text import dump_text, parse_text
@@ -157,13 +157,10 @@ class Policy:
             raise PolicyError(problems[0])
         return tuple(problems)
 
-    def require_available(self) -> tuple[str, ...]:
-        """Warnings of what this version does otherwise; PolicyError for settings that it cannot carry out."""
+    def require_available(self) -> None:
+        """Raises PolicyError for settings that this version cannot carry out."""
         for text in unavailable(self.rules):
             raise PolicyError(text)
-        if not averages(self.rules, self.is_mesa):
-            return ()
-        return (f"{self.source}: `ema_decay` has no effect: every tensor is stored in its own range",)
 
     def unmatched(self, layers: Iterable[Layer]) -> tuple[str, ...]:
         """A text for every index and plain name that no layer has, now that all `layers` are known."""

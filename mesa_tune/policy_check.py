@@ -16,7 +16,7 @@ Layer = tuple[str, int | None, str]
 """Tag, index within the tag (None while it is not known), name."""
 
 _REMEDY: Final = "remove it, or make a policy for this model with mesa-tune search"
-_STORED: Final = ("quantize", "exact", "derive")
+_UNBUILT: Final = ("recompute",)
 _LOSS: Final = "loss."
 # A call's name is its module's, the function's, and the position among that function's calls.
 _CALL: Final = re.compile(r"(?:(?P<module>.+)\.)?[^.]+\.[0-9]+")
@@ -126,15 +126,7 @@ def unavailable(rules: Sequence[Rule]) -> Iterator[str]:
     for rule in rules:
         places = dict(rule.places)
         for key, value in rule.keys:
-            if (key == "drop" and value) or (key == "store" and value not in _STORED):
+            if key == "store" and value in _UNBUILT:
                 what = f"`{key}: {value}` is not available in this version"
                 says = places[key].says(what) if key in places else f"{what} (on {rule.tag})"
-                yield f"{says}\nuse `store: quantize` or `store: exact`, and leave `drop` out"
-
-
-def averages(rules: Sequence[Rule], is_mesa: bool) -> bool:
-    """Whether a rule that compresses asks for running range estimates."""
-    keys = [dict(rule.keys) for rule in rules]
-    return any(
-        given.get("enable", not is_mesa) and given.get("ema_decay", 0.9 if is_mesa else 0) for given in keys
-    )
+                yield f"{says}\nuse `store: quantize`, `store: exact` or `store: offload`"

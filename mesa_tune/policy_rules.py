@@ -116,7 +116,7 @@ def finest(candidates: Sequence[LayerSettings]) -> LayerSettings:
     exact = [settings for settings in candidates if settings.exact]
     if exact:
         return exact[0]
-    best = max(candidates, key=lambda settings: (settings.level, settings.store == "quantize"))
+    best = max(candidates, key=_fineness)
     sizes = [settings.group_size for settings in candidates if settings.group_size is not None]
     counts = [settings.quant_groups for settings in candidates if settings.quant_groups is not None]
     return replace(
@@ -125,6 +125,11 @@ def finest(candidates: Sequence[LayerSettings]) -> LayerSettings:
         quant_groups=None if sizes else max(counts),
         drop=min(settings.drop for settings in candidates),
     )
+
+
+def _fineness(settings: LayerSettings) -> tuple[bool, int, bool]:
+    # What is stored at all is exact with `store: exact` (beside `drop`) and `store: offload`.
+    return settings.store in ("exact", "offload"), settings.level, settings.store == "quantize"
 
 
 @dataclass(frozen=True, slots=True)

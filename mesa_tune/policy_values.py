@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from mesa_tune.policy_rules import Indices, Place, nearest
-from mesa_tune.settings import ROUNDINGS, STORES, Value, check_value
+from mesa_tune.settings import ALLOCATIONS, ROUNDINGS, STORES, Value, check_value
 
 CONDITIONS: Final = ("by_index", "by_name", "by_tag")
 
@@ -23,6 +23,7 @@ WORDS: Final = {
     "ema_decay": "a number from 0 to below 1",
     "drop": "a fraction from 0 to below 1",
     "rounding": f"one of {', '.join(ROUNDINGS)}",
+    "allocation": f"one of {', '.join(ALLOCATIONS)}",
     "store": f"one of {', '.join(STORES)}",
 }
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,18}")
@@ -79,6 +80,7 @@ def _read_integer(word: str) -> int:
 _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "enable": ("True", "False"),
     "rounding": ROUNDINGS,
+    "allocation": ALLOCATIONS,
     "store": STORES,
 }
 _READERS: Final[dict[str, Callable[[str], Value]]] = {
@@ -89,5 +91,6 @@ _READERS: Final[dict[str, Callable[[str], Value]]] = {
     "ema_decay": float,
     "drop": float,
     "rounding": str,
+    "allocation": str,
     "store": str,
 }

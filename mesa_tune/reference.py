@@ -90,16 +90,21 @@ def noise(seed: Tensor, first: int, ranges: Tensor, element: Tensor) -> Tensor:
     return (h >> 8).to(torch.float32) * 2.0**-24
 
 
-def measure(rows: Tensor, levels: int) -> Tensor:
-    """Ranges (groups, 2) of fp32 rows: the step is rounded up until the top level reaches the maximum.
+def measure(rows: Tensor, levels: int | Tensor) -> Tensor:
+    """Ranges (groups, 2) of fp32 rows, each from its minimum to its maximum; `levels` may be one a row."""
+    return ranges_of(rows.amin(1) + 0.0, rows.amax(1), levels)  # + 0.0: -0 and 0 are one minimum
 
-    A range too wide for fp32 is kept as a quarter of its step, negated; NaN or Inf in a row makes both NaN.
+
+def ranges_of(low: Tensor, high: Tensor, levels: int | Tensor) -> Tensor:
+    """Ranges (groups, 2) from `low` to `high`: the step is rounded up until the top level reaches `high`.
+
+    A range too wide for fp32 is kept as a quarter of its step, negated; NaN or Inf in `low` or `high` makes
+    both NaN.
     """
-    low, high = rows.amin(1) + 0.0, rows.amax(1)  # + 0.0: -0 and 0 are one minimum
     factor = torch.where(high * QUARTER - low * QUARTER > WIDE, QUARTER, 1.0)
     base, end = low * factor, high * factor
     span = end - base
-    top = torch.full_like(span, levels - 1)  # a tensor: CUDA divides by a Python scalar inexactly
+    top = torch.zeros_like(span) + (levels - 1)  # a tensor: CUDA divides by a Python scalar inexactly
     step = torch.where(span > 0, (span / top).clamp_min(SMALLEST_STEP), 0.0)
     for _ in range(4):
         short = base + top * step < end
@@ -117,16 +122,28 @@ def unpack_ranges(ranges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return factor, zero * factor, torch.where(wide, -stored, stored)
 
 
-def round_rows(rows: Tensor, ranges: Tensor, levels: int, seed: Tensor | None, first: int) -> Tensor:
-    """Codes (groups, size), uint8: stochastic with a seed, else to the nearest level."""
+def round_rows(rows: Tensor, ranges: Tensor, levels: int | Tensor, seed: Tensor | None, first: int) -> Tensor:
+    """Codes (groups, size), uint8: stochastic with a seed, else to the nearest level.
+
+    Values outside their range take its nearest end. `levels` may be a tensor (groups, 1).
+    """
     factor, base, step = unpack_ranges(ranges)
     inverse = torch.where(step > 0, 1.0 / step, 0.0)
-    position = ((rows * factor - base) * inverse).clamp_max(levels - 1)
+    position = ((rows * factor - base) * inverse).clamp_min(0.0)
+    position = position.minimum(torch.zeros_like(step) + (levels - 1))
     position = torch.where(torch.isnan(step), 0.0, position)
     whole = position.trunc()
     element = torch.arange(rows.shape[1], device=rows.device)
     threshold = noise(seed, first, ranges, element) if seed is not None else 0.5
     return (whole + (position - whole > threshold)).to(torch.uint8)
+
+
+def values_of(codes: Tensor, ranges: Tensor) -> Tensor:
+    """The fp32 values (groups, size) of codes."""
+    factor, base, step = unpack_ranges(ranges)
+    values = base + codes * step
+    values = torch.where(factor < 1, values.clamp_max(torch.finfo(torch.float32).max * QUARTER), values)
+    return values / factor
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
@@ -216,10 +233,7 @@ def dequantize(
     for first, groups, elements, place in pieces(numel, group_size, quant_groups, bits, data.device):
         size = (elements.stop - elements.start) // groups
         codes = unpack_rows(data[place].view(groups, -1), bits, size)
-        factor, base, step = unpack_ranges(ranges[first : first + groups])
-        values = base + codes * step
-        values = torch.where(factor < 1, values.clamp_max(torch.finfo(torch.float32).max * QUARTER), values)
-        flat[elements] = (values / factor).view(-1).to(dtype)
+        flat[elements] = values_of(codes, ranges[first : first + groups]).view(-1).to(dtype)
     return from_groups(flat, shape, quant_groups)
 
 

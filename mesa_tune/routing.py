@@ -24,7 +24,6 @@ from mesa_tune.functional.deriving import Traced
 from mesa_tune.functional.formula import Route
 from mesa_tune.functional.keeping import Meta, keep, restore
 from mesa_tune.functional.table import ROUTES
-from mesa_tune.settings import HOOKED_LEVELS
 
 
 class Host(Protocol):
@@ -269,7 +268,7 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
     try:
         if spec is None:
             return _observed(layer, lambda: func(*args, **kwargs), args, kwargs)
-        memory = frame.host.memory(layer) if spec.ema_decay else None
+        memory = frame.host.memory(layer) if spec.remembers else None
         call = Call(
             layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, frame.links
         )
@@ -325,7 +324,7 @@ def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
     spec = frame.host.spec(_other_layer(frame), "other", frame.module)
     if spec is None or tensor.numel() <= spec.min_elements:
         return None
-    return spec._replace(bits=8, levels=HOOKED_LEVELS) if spec.levels else spec
+    return spec.hooked if spec.levels else spec
 
 
 def _unpack(hooked: _Hooked) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final
 
@@ -11,10 +11,23 @@ from typing import Any, Final
 MESA_TAGS: Final = ("fc", "conv", "bn", "layernorm", "gelu", "relu", "softmax", "matmul")
 TAGS: Final = (
     *MESA_TAGS,
-    *("attention", "silu", "rmsnorm", "dropout", "maxpool", "mul", "loss", "other"),
+    *(
+        "attention",
+        "silu",
+        "rmsnorm",
+        "groupnorm",
+        "instancenorm",
+        "dropout",
+        "maxpool",
+        "mul",
+        "pointwise",
+        "loss",
+        "other",
+    ),
 )
 
 ROUNDINGS: Final = ("stochastic", "nearest")
+ALLOCATIONS: Final = ("uniform", "sample")
 STORES: Final = ("quantize", "exact", "derive", "recompute", "offload")
 
 MIN_ELEMENTS: Final = 4096
@@ -31,8 +44,9 @@ class LayerSettings:
 
     `level` is a number of quantization levels (2 to 256). Exactly one of `group_size` (contiguous elements
     a group) and `quant_groups` (groups along channels or heads, over the whole batch) is set; the other is
-    None. `drop` is the fraction of smallest-magnitude elements not stored. Raises ValueError for a value
-    outside its range.
+    None. `drop` is the fraction of smallest-magnitude elements not stored; what is left is quantized, or kept
+    as it is with `store` exact. `allocation` sample: each sample has its own number of bits, `bits` on average.
+    Raises ValueError for a value outside its range.
     """
 
     enable: bool = True
@@ -42,6 +56,7 @@ class LayerSettings:
     ema_decay: float = 0.0
     rounding: str = "stochastic"
     drop: float = 0.0
+    allocation: str = "uniform"
     store: str = "quantize"
 
     def __post_init__(self) -> None:
@@ -63,13 +78,29 @@ class LayerSettings:
     @property
     def exact(self) -> bool:
         """True if the layer keeps what PyTorch keeps."""
-        return not self.enable or self.store == "exact"
+        return not self.enable or (self.store == "exact" and not self.drop)
+
+    @property
+    def hooked(self) -> LayerSettings:
+        """These settings for a layer stored by hooks: no formula bounds its error, so 8 bits and every element.
+
+        What is stored exactly stays so.
+        """
+        if self.exact or self.store == "offload":
+            return self
+        if self.drop and self.store == "exact":
+            return replace(self, drop=0.0)
+        return replace(self, level=HOOKED_LEVELS, drop=0.0, ema_decay=0.0, allocation="uniform")
 
     @property
     def label(self) -> str:
         """Short text for tables: `4 bits / 256`, `10 levels / 64`, `8 bits / 3 groups`, `exact`."""
         if self.exact:
             return "exact"
+        if self.store == "exact":
+            return f"exact drop {self.drop:g}"
+        if self.store == "offload":
+            return "offload"
         width = f"{self.bits} bit{'s' if self.bits > 1 else ''}"
         width = width if self.level == 1 << self.bits else f"{self.level} levels"
         groups = str(self.group_size) if self.quant_groups is None else f"{self.quant_groups} groups"
@@ -79,6 +110,7 @@ class LayerSettings:
         parts = [self.rounding] if self.rounding != "stochastic" else []
         parts += [f"drop {self.drop:g}"] if self.drop else []
         parts += [f"ema {self.ema_decay:g}"] if self.ema_decay else []
+        parts += [f"by {self.allocation}"] if self.allocation != "uniform" else []
         return parts + ([self.store] if self.store != "quantize" else [])
 
     def to_dict(self) -> dict[str, Value]:
@@ -141,6 +173,7 @@ _CHECKS: Final[dict[str, Callable[[str, object], None]]] = {
     "ema_decay": _require_fraction,
     "rounding": partial(_require_word, words=ROUNDINGS),
     "drop": _require_fraction,
+    "allocation": partial(_require_word, words=ALLOCATIONS),
     "store": partial(_require_word, words=STORES),
 }
 

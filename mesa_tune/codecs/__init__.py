@@ -1,8 +1,33 @@
 """The ways to store a tensor, one file a codec. To add one: its file, and its line in `CODECS`."""
 
-from mesa_tune.codecs import quantize
+from torch import Tensor
+
+from mesa_tune import ops
+from mesa_tune.codecs import drop, mixed, offload, quantize, running
 from mesa_tune.codecs.spec import Codec, Memory, Spec
 
-CODECS: dict[str, Codec] = {"quantize": quantize}
+CODECS: dict[str, Codec] = {
+    "quantize": quantize,
+    "running": running,
+    "drop": drop,
+    "mixed": mixed,
+    "offload": offload,
+}
 
-__all__ = ["CODECS", "Codec", "Memory", "Spec"]
+__all__ = ["CODECS", "Codec", "Memory", "Spec", "refusal"]
+
+
+def refusal(tensor: Tensor, spec: Spec) -> str | None:
+    """Why `tensor` cannot be stored by `spec`; None if it can.
+
+    A codec that stores not just what the quantizer does says so by itself, in `refuses(tensor, spec)`.
+    """
+    refuses = getattr(CODECS[spec.codec], "refuses", None)
+    if refuses is not None:
+        return str(why) if (why := refuses(tensor, spec)) else None
+    if tensor.dtype not in ops.DTYPES:
+        return f"its dtype is {tensor.dtype}"
+    extent = tensor.shape[1 if tensor.dim() in (4, 5) else -1]
+    if spec.quant_groups and extent % spec.quant_groups:
+        return f"quant_groups {spec.quant_groups} does not divide {extent}"
+    return None

@@ -26,6 +26,6 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
     return result
 
 
-def packed_bytes(shape: Sequence[int], spec: Spec) -> int:
+def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
     """Bytes of packed levels and ranges together."""
     return ops.packed_bytes(shape, spec.bits, spec.group_size or 256, spec.quant_groups or None)

@@ -33,6 +33,7 @@ class Spec(NamedTuple):
     def alone(self) -> "Spec":
         """The same way to store, whatever other layers keep; two layers share a copy by this."""
         return Spec(*self[:-2])  # not `_replace`, which cannot be traced
+
     exact: bool = False
 
     @staticmethod
@@ -109,6 +110,6 @@ class Codec(Protocol):
         """A tensor of `shape` and `dtype` near the one that was encoded."""
         ...
 
-    def packed_bytes(self, shape: Sequence[int], spec: Spec) -> int:
-        """Bytes of all parts of an encoded tensor of `shape`."""
+    def packed_bytes(self, shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
+        """Bytes on the device of all parts of an encoded tensor of `shape`, `element_size` bytes an element."""
         ...

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mesa_tune import ops
-from mesa_tune.codecs import CODECS, Memory, Spec
+from mesa_tune.codecs import CODECS, Memory, Spec, refusal
 from mesa_tune.notice import warn_once
 
 
@@ -76,22 +76,15 @@ def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
     if tensor.numel() <= spec.min_elements or not tensor.is_floating_point():
         return False
     size = tensor.element_size() if element_size is None else element_size
-    return CODECS[spec.codec].packed_bytes(tensor.shape, spec) < tensor.numel() * size
+    return CODECS[spec.codec].packed_bytes(tensor.shape, spec, size) < tensor.numel() * size
 
 
 def is_possible(tensor: Tensor, spec: Spec, layer: str) -> bool:
     """Whether the codec can take `tensor` of `layer`; says so if not."""
-    if tensor.dtype not in ops.DTYPES:
-        return _refuse(layer, f"its dtype is {tensor.dtype}")
-    extent = tensor.shape[1 if tensor.dim() in (4, 5) else -1]
-    if spec.quant_groups and extent % spec.quant_groups:
-        return _refuse(layer, f"quant_groups {spec.quant_groups} does not divide {extent}")
-    return True
-
-
-def _refuse(layer: str, why: str) -> bool:
-    warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {why}.")
-    return False
+    why = refusal(tensor, spec)
+    if why is not None:
+        warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {why}.")
+    return why is None
 
 
 def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:

@@ -1,0 +1,96 @@
+"""The codecs' ops: opaque to compilers, so that only packed bytes are kept; `mesa_tune.ops` has the quantizer.
+
+Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
+quantize_samples, dequantize_samples}`. They are pure, and mean what `mesa_tune.reference_codecs` does.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mesa_tune import ops, reference, reference_codecs
+
+_SIZES = "int bits, int levels, int group_size, int quant_groups"
+_NOISE = "bool stochastic, Tensor? seed"
+_SCHEMAS = (
+    "extents(Tensor x, int group_size, int quant_groups) -> Tensor",
+    f"quantize_within(Tensor x, Tensor ranges, {_SIZES}, {_NOISE}) -> Tensor",
+    "sparsify(Tensor x, SymInt count) -> (Tensor bitmap, Tensor survivors)",
+    "densify(Tensor bitmap, Tensor survivors, SymInt[] shape) -> Tensor",
+    f"quantize_samples(Tensor x, int bits, int group_size, int quant_groups, {_NOISE}, Tensor? sensitivity)"
+    " -> (Tensor data, Tensor ranges, Tensor widths)",
+    "dequantize_samples(Tensor data, Tensor ranges, Tensor widths, SymInt[] shape, ScalarType dtype,"
+    " int group_size, int quant_groups) -> Tensor",
+)
+
+
+def sample_bytes(shape: Sequence[int], bits: int) -> int:
+    """Bytes of the packed levels of `quantize_samples`."""
+    samples, elements = reference_codecs.sample_shape(shape)
+    return samples * bits * reference.plane_bytes(elements)
+
+
+def _fake_extents(x: Tensor, group_size: int, quant_groups: int) -> Tensor:
+    return x.new_empty(reference.group_count(x.numel(), group_size, quant_groups), 2, dtype=torch.float32)
+
+
+def _fake_quantize_within(
+    x: Tensor, ranges: Tensor, bits: int, levels: int, group_size: int, quant_groups: int, *noise: object
+) -> Tensor:
+    size = reference.data_bytes(x.numel(), bits, group_size, quant_groups)
+    return x.new_empty(size, dtype=torch.uint8)
+
+
+def _fake_sparsify(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(reference.plane_bytes(x.numel()), dtype=torch.uint8), x.new_empty(count)
+
+
+def _fake_densify(bitmap: Tensor, survivors: Tensor, shape: Sequence[int]) -> Tensor:
+    return survivors.new_empty(shape)
+
+
+def _fake_quantize_samples(
+    x: Tensor, bits: int, group_size: int, quant_groups: int, *noise: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = reference_codecs.sample_rows(x.shape, group_size, quant_groups)
+    return (
+        x.new_empty(sample_bytes(x.shape, bits), dtype=torch.uint8),
+        x.new_empty(rows, 2, dtype=torch.float32),
+        x.new_empty(reference_codecs.sample_shape(x.shape)[0], dtype=torch.uint8),
+    )
+
+
+def _fake_dequantize_samples(
+    data: Tensor,
+    ranges: Tensor,
+    widths: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *groups: int,
+) -> Tensor:
+    return data.new_empty(shape, dtype=dtype)
+
+
+_KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+    "extents": (reference_codecs.extents, _fake_extents),
+    "quantize_within": (reference_codecs.quantize_within, _fake_quantize_within),
+    "sparsify": (reference_codecs.sparsify, _fake_sparsify),
+    "densify": (reference_codecs.densify, _fake_densify),
+    "quantize_samples": (reference_codecs.quantize_samples, _fake_quantize_samples),
+    "dequantize_samples": (reference_codecs.dequantize_samples, _fake_dequantize_samples),
+}
+
+
+def _define() -> torch.library.Library:
+    assert ops.DTYPES  # that module defines the namespace
+    library = torch.library.Library("mesa_tune", "FRAGMENT")
+    for schema in _SCHEMAS:
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for name, (default, fake) in _KERNELS.items():
+        library.impl(name, default, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mesa_tune::{name}", fake, lib=library)
+    return library
+
+
+_library = _define()

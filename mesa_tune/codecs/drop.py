@@ -1,0 +1,72 @@
+"""Only the largest magnitudes: DropIT (arXiv 2202.13808), min-k over the whole tensor, `drop` in policy.txt.
+
+A fraction γ of the elements, those of smallest magnitude, is not stored and decodes to zero. A bitmap says
+which (one bit an element, where DropIT stores an index of 32 bits for each survivor), and the survivors follow
+in order: as they are (`store: exact`) or quantized in groups of their own. Dropping is biased, as DropIT's
+is; what a linear layer or a convolution keeps enters its weight's gradient alone.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mesa_tune import codec_ops as codec_ops  # defines the ops
+from mesa_tune import ops, reference
+from mesa_tune.codecs import quantize
+from mesa_tune.codecs.spec import Memory, Spec
+
+
+def survivors(numel: int, drop: float) -> int:
+    """How many of `numel` elements are stored: the integer part of numel · (1 - γ), as DropIT counts."""
+    return int(numel * (1 - drop))
+
+
+def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
+    """The bitmap (uint8), then the survivors in the dtype of x, or their packed levels and ranges."""
+    bitmap, values = torch.ops.mesa_tune.sparsify(x, survivors(x.numel(), spec.drop))
+    if spec.exact:
+        return [bitmap, values]
+    return [bitmap, *quantize.encode(values, _grouped(spec, values.numel()), key)]
+
+
+def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+    """The tensor with its survivors, zero elsewhere."""
+    bitmap, *stored = parts
+    values = stored[0]
+    if not spec.exact:
+        count = survivors(_numel(shape), spec.drop)
+        values = quantize.decode(stored, (count,), dtype, _grouped(spec, count))
+    result: Tensor = torch.ops.mesa_tune.densify(bitmap, values, shape)
+    return result
+
+
+def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
+    """Bytes of bitmap and survivors; exact ones have `element_size` bytes each."""
+    numel = _numel(shape)
+    count = survivors(numel, spec.drop)
+    stored = count * element_size
+    if not spec.exact:
+        stored = quantize.packed_bytes((count,), _grouped(spec, count))
+    return reference.plane_bytes(numel) + stored
+
+
+def refuses(tensor: Tensor, spec: Spec) -> str | None:
+    """Why `tensor` cannot be stored so; exact survivors may have any real dtype."""
+    if not spec.exact and tensor.dtype not in ops.DTYPES:
+        return f"its dtype is {tensor.dtype}"
+    return None
+
+
+def _grouped(spec: Spec, count: int) -> Spec:
+    """The spec of the survivors, which have no channels: `quant_groups` of them become equal runs."""
+    if not spec.quant_groups:
+        return spec
+    return spec._replace(group_size=max(1, -(-count // spec.quant_groups)), quant_groups=0)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for extent in shape:
+        numel *= extent
+    return numel

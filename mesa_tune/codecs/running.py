@@ -1,0 +1,102 @@
+"""Quantization in running ranges: Mesa (arXiv 2111.11124), section 3.2, `ema_decay` in policy.txt.
+
+Each group's width and minimum are exponential averages over training steps, the first step's own to begin with;
+values outside take the nearest end (Rule 5), and the ranges used are stored with the packed tensor (Rule 4). A
+run in backward (checkpointing) computes what a forward has computed, and so changes nothing. A tensor that has
+no memory, in compiled code or in a layer that only ever runs in backward, is stored in its own range.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mesa_tune import codec_ops as codec_ops  # defines the ops
+from mesa_tune import reference
+from mesa_tune.codecs import quantize
+from mesa_tune.codecs.spec import Memory, Spec
+from mesa_tune.notice import warn_once
+
+_COMPILED = (
+    "mesa-tune: under torch.compile `ema_decay` has no effect: each tensor is stored in its own range.\n"
+    "Train eagerly for running ranges, or leave `ema_decay` out."
+)
+
+
+def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
+    """As `quantize`: packed levels, and the ranges that were used.
+
+    `memory` has Mesa's names: `clip_val` (widths) and `shift` (minima) of the groups, NaN where nothing is
+    known yet, and `iteration`, 0 until the first update.
+    """
+    if memory is None:
+        if torch.compiler.is_compiling():
+            warn_once(_COMPILED)
+        return quantize.encode(x, spec, key)
+    own = torch.ops.mesa_tune.extents(x, spec.group_size, spec.quant_groups)
+    used = _updated(own, spec.ema_decay, memory) if not _in_backward() else _known(own, memory)
+    ranges = reference.ranges_of(used[:, 0], used[:, 1], spec.levels)
+    # A group that holds NaN or Inf decodes to NaN, and leaves no trace in the memory.
+    ranges = torch.where(_finite(own)[:, None], ranges, math.nan)
+    sizes = (spec.bits, spec.levels, spec.group_size, spec.quant_groups)
+    return [torch.ops.mesa_tune.quantize_within(x, ranges, *sizes, spec.stochastic, key), ranges]
+
+
+def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+    """As `quantize`."""
+    return quantize.decode(parts, shape, dtype, spec)
+
+
+def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
+    """As `quantize`; the memory, two numbers a group, lives beside the model's buffers and is not counted."""
+    return quantize.packed_bytes(shape, spec)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _finite(own: Tensor) -> Tensor:
+    return torch.isfinite(own).all(1)
+
+
+def _updated(own: Tensor, decay: float, memory: Memory) -> Tensor:
+    """The ranges after this step's; `memory` holds them from now on."""
+    state = _state(own, memory)
+    fresh = torch.stack([own[:, 1] - own[:, 0], own[:, 0]])
+    first = torch.isnan(state) | (memory["iteration"].to(own.device) == 0)
+    moved = torch.where(first, fresh, state - (1 - decay) * (state - fresh))
+    moved = torch.where(_finite(own), moved, state)
+    memory["clip_val"][: own.shape[0]] = moved[0]
+    memory["shift"][: own.shape[0]] = moved[1]
+    memory["iteration"].add_(1)
+    return _ends(moved, own)
+
+
+def _known(own: Tensor, memory: Memory) -> Tensor:
+    """The ranges as they are; the tensor's own where none is known."""
+    if "shift" not in memory or memory["shift"].shape[0] < own.shape[0]:
+        return own
+    return _ends(_state(own, memory), own)
+
+
+def _ends(state: Tensor, own: Tensor) -> Tensor:
+    ends = torch.stack([state[1], state[1] + state[0]], 1)
+    return torch.where(torch.isnan(ends), own, ends)
+
+
+def _state(own: Tensor, memory: Memory) -> Tensor:
+    """Widths and minima of the groups, `[2, groups]`; the memory grows for a tensor with more of them.
+
+    A smaller batch has the first groups of a larger one.
+    """
+    groups = own.shape[0]
+    for name in ("clip_val", "shift"):
+        known = memory.get(name, own.new_empty(0))
+        if known.shape[0] < groups or known.device != own.device:
+            known = known.to(own.device)
+            more = own.new_full((max(0, groups - known.shape[0]),), math.nan)
+            memory[name] = torch.cat([known, more])
+    memory.setdefault("iteration", own.new_zeros(1))
+    return torch.stack([memory["clip_val"][:groups], memory["shift"][:groups]])

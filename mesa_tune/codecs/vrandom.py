@@ -1,0 +1,38 @@
+"""Elements at random: DropIT's `vrandom`, to compare its choice by magnitude with.
+
+So many elements as `drop` keeps, all equally likely, stay as they are; a bitmap says which. The choice is a
+function of the key alone, so equal encodes are equal. Unlike DropIT, which stores the zeros too.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mesa_tune import ops, reference
+from mesa_tune.codecs import drop
+from mesa_tune.codecs.spec import Memory, Spec
+
+
+def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
+    """The bitmap (uint8), then the chosen elements in the dtype of x, in order."""
+    chosen = _chosen(x.numel(), drop.survivors(x.numel(), spec.drop), key.to(x.device))
+    mask = torch.zeros(x.numel(), dtype=torch.bool, device=x.device).index_fill(0, chosen, True)
+    return [ops.pack_bits(mask), x.reshape(-1)[chosen]]
+
+
+def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+    """The tensor with the chosen elements, zero elsewhere."""
+    return drop.decode(parts, shape, dtype, spec)
+
+
+def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
+    """Bytes of bitmap and elements."""
+    return drop.packed_bytes(shape, spec, element_size)
+
+
+def _chosen(numel: int, count: int, key: Tensor) -> Tensor:
+    """The places of `count` of `numel` elements, in order."""
+    low, high = key & reference.MASK, (key >> 32) & reference.MASK
+    scores = reference.mix(reference.mix(torch.arange(numel, device=key.device) ^ low) ^ high)
+    return scores.topk(count, sorted=False).indices.sort().values
