@@ -51,6 +51,17 @@ def _conv(x: tuple[int, ...], w: tuple[int, ...], *rest: Any, bias: bool = True)
     return make
 
 
+def _deconv(
+    x: tuple[int, ...], w: tuple[int, ...], *rest: Any, bias: bool = True
+) -> Callable[..., list[Any]]:
+    def make(dtype: torch.dtype) -> list[Any]:
+        channels = w[1] * (rest[3] if len(rest) > 3 else 1)
+        given = [leaf(*x, dtype=dtype), leaf(*w, dtype=dtype, scale=0.3)]
+        return [*given, leaf(channels, dtype=dtype) if bias else None, *rest]
+
+    return make
+
+
 def _channels_last(dtype: torch.dtype) -> list[Any]:
     x = leaf(3, 4, 8, 6, dtype=dtype).detach().contiguous(memory_format=torch.channels_last)
     return [x.requires_grad_(), leaf(8, 4, 3, 3, dtype=dtype), None, 1, 1]
@@ -58,6 +69,18 @@ def _channels_last(dtype: torch.dtype) -> list[Any]:
 
 def _norm(dtype: torch.dtype) -> list[Any]:
     return [leaf(6, 5, 32, dtype=dtype, scale=3), (32,), leaf(32, dtype=dtype), leaf(32, dtype=dtype)]
+
+
+def _grouped(shape: tuple[int, ...], groups: int) -> Callable[..., list[Any]]:
+    def make(dtype: torch.dtype) -> list[Any]:
+        return [
+            leaf(*shape, dtype=dtype, scale=2),
+            groups,
+            leaf(shape[1], dtype=dtype),
+            leaf(shape[1], dtype=dtype),
+        ]
+
+    return make
 
 
 def _batch(
@@ -121,6 +144,31 @@ def _soft(*shape: int, weight: bool = False, wanted: bool = False) -> Callable[.
     return make
 
 
+def _away(*shape: int, low: float = 0.3) -> Callable[[torch.dtype], list[Any]]:
+    """One tensor of positive numbers, none of them near zero."""
+    return lambda dtype: [(torch.rand(shape, dtype=torch.float64) + low).to(dtype).requires_grad_()]
+
+
+def _quotient(a: tuple[int, ...], b: tuple[int, ...]) -> Callable[[torch.dtype], list[Any]]:
+    return lambda dtype: [leaf(*a, dtype=dtype), *_away(*b, low=0.5)(dtype)]
+
+
+def _times_constant(dtype: torch.dtype) -> list[Any]:
+    return [leaf(5, 40, dtype=dtype), torch.rand(5, 40).to(dtype)]
+
+
+def _chosen(mask: tuple[int, ...], *shapes: tuple[int, ...]) -> Callable[[torch.dtype], list[Any]]:
+    return lambda dtype: [torch.rand(mask) > 0.4, *(leaf(*shape, dtype=dtype) for shape in shapes)]
+
+
+def _filled(dtype: torch.dtype) -> list[Any]:
+    return [leaf(4, 5, 40, dtype=dtype), torch.rand(5, 40) > 0.4, -2.0]
+
+
+def _summation(equation: str, *shapes: tuple[int, ...]) -> Callable[[torch.dtype], list[Any]]:
+    return lambda dtype: [equation, *(leaf(*shape, dtype=dtype) for shape in shapes)]
+
+
 CASES: dict[str, Case] = {
     "linear": Case(F.linear, _tensors((4, 6, 32), (16, 32), (16,))),
     "linear_vector": Case(F.linear, _tensors((32,), (16, 32), (16,))),
@@ -135,6 +183,14 @@ CASES: dict[str, Case] = {
     "conv2d_unbatched": Case(F.conv2d, _conv((4, 9, 8), (8, 4, 3, 3), 1, 1)),
     "conv2d_channels_last": Case(F.conv2d, _channels_last),
     "conv3d": Case(F.conv3d, _conv((2, 3, 5, 6, 7), (4, 3, 2, 3, 3), 1, (1, 0, 1))),
+    "conv_transpose1d": Case(F.conv_transpose1d, _deconv((3, 4, 9), (4, 6, 5), 2, 1, 1, 1, 2)),
+    "conv_transpose2d": Case(
+        F.conv_transpose2d, _deconv((3, 4, 5, 6), (4, 3, 3, 2), (2, 3), (1, 0), (0, 2), 2)
+    ),
+    "conv_transpose2d_plain": Case(F.conv_transpose2d, _deconv((4, 5, 6), (4, 3, 3, 2), bias=False)),
+    "conv_transpose3d": Case(F.conv_transpose3d, _deconv((2, 3, 3, 4, 5), (3, 4, 2, 3, 3), 2, 1, 1)),
+    "bilinear": Case(F.bilinear, _tensors((4, 6, 32), (4, 6, 16), (8, 32, 16), (8,))),
+    "bilinear_vector": Case(F.bilinear, _tensors((32,), (16,), (8, 32, 16))),
     "batch_norm": Case(F.batch_norm, _batch(4, 6, 5, 5, training=True)),
     "batch_norm_1d": Case(F.batch_norm, _batch(24, 6, training=True)),
     "batch_norm_3d": Case(F.batch_norm, _batch(3, 6, 4, 3, 2, training=True)),
@@ -144,10 +200,86 @@ CASES: dict[str, Case] = {
     "batch_norm_eval_no_affine": Case(F.batch_norm, _batch(4, 6, 5, 5, training=False, affine=False)),
     "layer_norm": Case(F.layer_norm, _norm),
     "layer_norm_no_affine": Case(F.layer_norm, lambda dtype: _norm(dtype)[:2]),
+    "rms_norm": Case(
+        F.rms_norm, lambda dtype: [leaf(6, 5, 32, dtype=dtype, scale=3), (32,), leaf(32, dtype=dtype)]
+    ),
+    "rms_norm_two_dims": Case(
+        torch.rms_norm, lambda dtype: [leaf(6, 5, 32, dtype=dtype), (5, 32), leaf(5, 32, dtype=dtype), 1e-3]
+    ),
+    "rms_norm_no_affine": Case(F.rms_norm, lambda dtype: [leaf(6, 32, dtype=dtype), (32,)]),
+    "group_norm": Case(F.group_norm, _grouped((4, 6, 5, 4), 3)),
+    "group_norm_one": Case(F.group_norm, _grouped((4, 6, 20), 1)),
+    "group_norm_flat": Case(F.group_norm, _grouped((24, 12), 3)),
+    "group_norm_no_affine": Case(F.group_norm, lambda dtype: [leaf(2, 6, 4, 3, 3, dtype=dtype), 6]),
+    "instance_norm": Case(F.instance_norm, lambda dtype: [leaf(4, 6, 5, 5, dtype=dtype, scale=2)]),
+    "instance_norm_all": Case(F.instance_norm, lambda dtype: _batch(4, 6, 20, training=True)(dtype)),
+    "instance_norm_eval": Case(F.instance_norm, lambda dtype: _batch(4, 6, 5, 5, training=False)(dtype)),
+    "instance_norm_3d": Case(
+        F.instance_norm, lambda dtype: _batch(3, 6, 4, 3, 2, training=True, running=False)(dtype)
+    ),
     "gelu": Case(F.gelu, _tensors((5, 40))),
     "gelu_tanh": Case(F.gelu, _tensors((5, 40)), {"approximate": "tanh"}),
     "relu": Case(F.relu, _tensors((5, 41))),
     "relu_torch": Case(torch.relu, _tensors((5, 41))),
+    "silu": Case(F.silu, _tensors((5, 40))),
+    "mish": Case(F.mish, _tensors((5, 40))),
+    "hardswish": Case(F.hardswish, _tensors((5, 40))),
+    "hardsigmoid": Case(F.hardsigmoid, _tensors((5, 40))),
+    "softplus": Case(F.softplus, _tensors((5, 40)), {"beta": 1.5, "threshold": 1.0}),
+    "logsigmoid": Case(F.logsigmoid, _tensors((5, 40))),
+    "softsign": Case(F.softsign, _tensors((5, 40))),
+    "tanhshrink": Case(F.tanhshrink, _tensors((5, 40))),
+    "elu": Case(F.elu, _tensors((5, 40)), {"alpha": 0.7}),
+    "selu": Case(F.selu, _tensors((5, 40))),
+    "celu": Case(F.celu, _tensors((5, 40)), {"alpha": 0.75}),
+    "tanh": Case(torch.tanh, _tensors((5, 40))),
+    "sigmoid_method": Case(Tensor.sigmoid, _tensors((5, 40))),
+    "exp": Case(torch.exp, _tensors((5, 40))),
+    "expm1": Case(Tensor.expm1, _tensors((5, 40))),
+    "square": Case(torch.square, _tensors((5, 40))),
+    "pow_2": Case(Tensor.pow, lambda dtype: [leaf(5, 40, dtype=dtype), 2]),
+    "pow_3": Case(Tensor.__pow__, lambda dtype: [leaf(5, 40, dtype=dtype), 3.0]),
+    "pow_root": Case(torch.pow, lambda dtype: [*_away(5, 40)(dtype), -0.5]),
+    "pow_of_number": Case(torch.pow, lambda dtype: [2.5, leaf(5, 40, dtype=dtype)]),
+    "rpow": Case(Tensor.__rpow__, lambda dtype: [leaf(5, 40, dtype=dtype), 3]),
+    "sqrt": Case(torch.sqrt, _away(5, 40)),
+    "rsqrt": Case(Tensor.rsqrt, _away(5, 40)),
+    "reciprocal": Case(torch.reciprocal, _away(5, 40)),
+    "number_over": Case(Tensor.__rdiv__, lambda dtype: [*_away(5, 40)(dtype), 3.0]),
+    "log": Case(torch.log, _away(5, 40)),
+    "log2": Case(torch.log2, _away(5, 40)),
+    "log1p": Case(torch.log1p, _away(5, 40)),
+    "sin": Case(torch.sin, _tensors((5, 40))),
+    "cos": Case(torch.cos, _tensors((5, 40))),
+    "erf": Case(torch.erf, _tensors((5, 40))),
+    "relu6": Case(F.relu6, lambda dtype: [leaf(5, 41, dtype=dtype, scale=8)]),
+    "hardtanh": Case(F.hardtanh, _tensors((5, 41)), {"min_val": -0.5, "max_val": 0.7}),
+    "leaky_relu": Case(F.leaky_relu, _tensors((5, 41)), {"negative_slope": 0.2}),
+    "threshold": Case(F.threshold, lambda dtype: [leaf(5, 41, dtype=dtype), 0.3, -2.0]),
+    "hardshrink": Case(F.hardshrink, _tensors((5, 41))),
+    "softshrink": Case(F.softshrink, _tensors((5, 41)), {"lambd": 0.3}),
+    "clamp": Case(torch.clamp, lambda dtype: [leaf(5, 41, dtype=dtype), -0.5, 0.7]),
+    "clamp_min": Case(Tensor.clamp_min, lambda dtype: [leaf(5, 41, dtype=dtype), 0.1]),
+    "clamp_max": Case(Tensor.clamp_max, lambda dtype: [leaf(5, 41, dtype=dtype), 0.1]),
+    "clamp_low": Case(Tensor.clamp, _tensors((5, 41)), {"min": 0.1}),
+    "abs": Case(torch.abs, _tensors((5, 41))),
+    "mul": Case(torch.mul, _tensors((5, 40), (5, 40))),
+    "mul_repeated": Case(Tensor.mul, _tensors((4, 1, 40), (5, 40))),
+    "mul_constant": Case(torch.mul, _times_constant),
+    "div": Case(torch.div, _quotient((5, 40), (5, 40))),
+    "div_repeated": Case(Tensor.div, _quotient((4, 5, 40), (4, 5, 1))),
+    "addcmul": Case(torch.addcmul, _tensors((40,), (5, 40), (5, 40)), {"value": 0.5}),
+    "glu": Case(F.glu, _tensors((5, 80))),
+    "glu_first": Case(F.glu, _tensors((6, 5, 8)), {"dim": 0}),
+    "where": Case(torch.where, _chosen((5, 40), (5, 40), (5, 40))),
+    "where_repeated": Case(torch.where, _chosen((1, 5, 40), (4, 5, 40), (40,))),
+    "masked_fill": Case(Tensor.masked_fill, _filled),
+    "einsum": Case(torch.einsum, _summation("bhid,bhjd->bhij", (2, 3, 5, 16), (2, 3, 7, 16))),
+    "einsum_dots": Case(torch.einsum, _summation("...ij,jk->...ki", (2, 3, 5, 16), (16, 7))),
+    "einsum_implied": Case(torch.einsum, _summation("ij,kj", (5, 16), (7, 16))),
+    "einsum_summed": Case(torch.einsum, _summation("abc,cde->bd", (4, 5, 16), (16, 7, 3))),
+    "einsum_repeated": Case(torch.einsum, _summation("...d,...d->...", (4, 1, 16), (5, 16))),
+    "einsum_outer": Case(torch.einsum, _summation("bi,bj->bij", (4, 16), (4, 15))),
     "softmax": Case(F.softmax, _tensors((4, 6, 20)), {"dim": -1}),
     "softmax_torch": Case(torch.softmax, _tensors((4, 6, 20)), {"dim": 1}),
     "softmax_method": Case(Tensor.softmax, _tensors((4, 6, 20)), {"dim": 0, "dtype": torch.float64}),

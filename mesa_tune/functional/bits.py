@@ -212,7 +212,7 @@ ROUTES: Routes = {
     F.leaky_relu: Route("leaky_relu", "relu", leaky_relu),
     F.leaky_relu_: Route("leaky_relu", "relu", leaky_relu_),
     F.threshold: Route("threshold", "relu", threshold),
-    F.threshold_: Route("threshold", "relu", threshold_),
+    torch.threshold_: Route("threshold", "relu", threshold_),
     F.hardshrink: _HARDSHRINK,
     Tensor.hardshrink: _HARDSHRINK,
     F.softshrink: Route("softshrink", "relu", partial(shrink, "softshrink")),

@@ -9,8 +9,8 @@ Some keep a tensor that a neighbour keeps as well, since one copy of it costs le
 
 * `exp` its output, which *is* the derivative; `pow` to the second its input, of which the derivative is a
   multiple. Both linear.
-* `sigmoid` and `tanh` their output y, as PyTorch does: what follows is a gate's product or a linear layer, and
-  those keep y. The derivatives y (1 − y) and 1 − y² fall short by the variance of the rounding, at most
+* `sigmoid` and `tanh` their output y, as PyTorch does: what follows is a gate's product or a linear layer,
+  and those keep y. The derivatives y (1 − y) and 1 − y² fall short by the variance of the rounding, at most
   (range / (levels − 1))² / 4: of 1, at most 0.0045 at 4 bits and 0.11 at 2.
 """
 

@@ -1,12 +1,12 @@
 """Products and quotients, element by element.
 
-y = a b keeps each operand whose partner wants a gradient, as it is before it is repeated along other dimensions:
-da = Σ g b and db = Σ g a over those. Linear in each copy, so unbiased. Numbers cost nothing. A small constant
-(rotary embeddings' cosines, masks) stays by reference, as in PyTorch: it is there anyway, and one rounding of
-it would repeat in every row.
+y = a b keeps each operand whose partner wants a gradient, as it is before it is repeated along other
+dimensions: da = Σ g b and db = Σ g a over those. Linear in each copy, so unbiased. Numbers cost nothing. A
+small constant (rotary embeddings' cosines, masks) stays by reference, as in PyTorch: it is there anyway, and
+one rounding of it would repeat in every row.
 
-y = a / b keeps r = 1 / b, or b itself where that is small or a parameter, and, if b wants a gradient, y, which a
-following product keeps too:  da = g r, db = −g y r. Dividing by a rounded b has no bound.
+y = a / b keeps r = 1 / b, or b itself where that is small or a parameter, and, if b wants a gradient, y,
+which a following product keeps too:  da = g r, db = −g y r. Dividing by a rounded b has no bound.
 
 A gated unit y = a σ(b) keeps two derived halves, σ(b) and a σ'(b), again linear: da = g σ(b), db = g a σ'(b).
 """

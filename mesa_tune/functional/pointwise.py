@@ -1,6 +1,5 @@
 """Functions of one tensor. Kept: the derivative at the input, or what `curves.py` says instead."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +49,11 @@ def serve(
     return call.apply("pointwise", (kind, in_place, parameters, x.dtype), x)
 
 
-def _simple(kind: str, always_in_place: bool = False) -> Callable[..., Any]:
-    def route(call: "Call", input: Tensor, inplace: bool = False, **unknown: Any) -> Any:
-        if unknown:
-            return call.refuse(f"{kind} has no formula for {sorted(unknown)}")
-        return serve(call, kind, input, (), inplace or always_in_place)
-
-    return route
+def simple(kind: str, call: "Call", input: Tensor, inplace: bool = False, **unknown: Any) -> Any:
+    """Any curve without parameters."""
+    if unknown:
+        return call.refuse(f"{kind} has no formula for {sorted(unknown)}")
+    return serve(call, kind, input, (), inplace)
 
 
 def gelu(call: "Call", input: Tensor, *, approximate: str = "none", **unknown: Any) -> Any:
@@ -109,41 +106,54 @@ def base_of(call: "Call", input: Tensor, other: Any) -> Any:
 def _spellings(kind: str, tag: str = "pointwise") -> Routes:
     """`torch.<kind>` and the method, and what of both is in place."""
     places = (torch, Tensor)
-    found = {getattr(at, kind): Route(kind, tag, _simple(kind)) for at in places if hasattr(at, kind)}
+    found = {getattr(at, kind): Route(kind, tag, partial(simple, kind)) for at in places if hasattr(at, kind)}
     if CURVES[kind].in_place is not None:
         found |= {
-            getattr(at, f"{kind}_"): Route(kind, tag, _simple(kind, always_in_place=True)) for at in places
+            getattr(at, f"{kind}_"): Route(kind, tag, partial(simple, kind, inplace=True)) for at in places
         }
     return found
 
 
 FORMULAS = {"pointwise": POINTWISE}
-_METHODS = "tanh sigmoid exp expm1 square sqrt rsqrt reciprocal log log2 log1p sin cos erf".split()
+_SPELLED = (
+    "tanh",
+    "sigmoid",
+    "exp",
+    "expm1",
+    "square",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "log",
+    "log2",
+    "log1p",
+)
+_ROUND = ("sin", "cos", "erf")
 _POW = Route("pow", "pointwise", power)
 ROUTES: Routes = {
     F.gelu: Route("gelu", "gelu", gelu),
-    F.silu: Route("silu", "silu", _simple("silu")),
-    F.mish: Route("mish", "pointwise", _simple("mish")),
-    F.hardswish: Route("hardswish", "pointwise", _simple("hardswish")),
-    F.hardsigmoid: Route("hardsigmoid", "pointwise", _simple("hardsigmoid")),
+    F.silu: Route("silu", "silu", partial(simple, "silu")),
+    F.mish: Route("mish", "pointwise", partial(simple, "mish")),
+    F.hardswish: Route("hardswish", "pointwise", partial(simple, "hardswish")),
+    F.hardsigmoid: Route("hardsigmoid", "pointwise", partial(simple, "hardsigmoid")),
     F.softplus: Route("softplus", "pointwise", softplus),
-    F.logsigmoid: Route("logsigmoid", "pointwise", _simple("logsigmoid")),
-    F.softsign: Route("softsign", "pointwise", _simple("softsign")),
-    F.tanhshrink: Route("tanhshrink", "pointwise", _simple("tanhshrink")),
+    F.logsigmoid: Route("logsigmoid", "pointwise", partial(simple, "logsigmoid")),
+    F.softsign: Route("softsign", "pointwise", partial(simple, "softsign")),
+    F.tanhshrink: Route("tanhshrink", "pointwise", partial(simple, "tanhshrink")),
     F.elu: Route("elu", "pointwise", partial(elu, "elu")),
     F.elu_: Route("elu", "pointwise", partial(elu_, "elu")),
     F.celu: Route("celu", "pointwise", partial(elu, "celu")),
     torch.celu_: Route("celu", "pointwise", partial(elu_, "celu")),
-    F.selu: Route("selu", "pointwise", _simple("selu")),
-    torch.selu_: Route("selu", "pointwise", _simple("selu", always_in_place=True)),
-    torch.special.expit: Route("sigmoid", "pointwise", _simple("sigmoid")),
-    torch.special.erf: Route("erf", "pointwise", _simple("erf")),
+    F.selu: Route("selu", "pointwise", partial(simple, "selu")),
+    torch.selu_: Route("selu", "pointwise", partial(simple, "selu", inplace=True)),
+    torch.special.expit: Route("sigmoid", "pointwise", partial(simple, "sigmoid")),
+    torch.special.erf: Route("erf", "pointwise", partial(simple, "erf")),
     torch.pow: _POW,
     Tensor.pow: _POW,
     Tensor.__pow__: _POW,
     Tensor.__rpow__: Route("pow", "pointwise", base_of),
     Tensor.__rdiv__: Route("reciprocal", "pointwise", over),
-    **{function: route for kind in _METHODS for function, route in _spellings(kind).items()},
+    **{function: route for kind in (*_SPELLED, *_ROUND) for function, route in _spellings(kind).items()},
 }
 LAYERS: Layers = {
     nn.GELU: F.gelu,

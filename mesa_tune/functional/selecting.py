@@ -1,7 +1,7 @@
 """Choosing between values by a mask: y = a where the mask is set, b elsewhere.
 
-Kept is the mask, one exact bit an element, before it is repeated along other dimensions: da = g where it is set,
-db = g elsewhere. PyTorch keeps a byte an element.
+Kept is the mask, one exact bit an element, before it is repeated along other dimensions: da = g where it is
+set, db = g elsewhere. PyTorch keeps a byte an element.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ def _unpacked(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
     return ops.unpack_bits(bits, shape)
 
 
-def where_forward(static: Static, needs: Needs, mask: Tensor, a: Tensor | float, b: Tensor | float) -> Result:
+def where_forward(static: Static, needs: Needs, mask: Tensor, a: Tensor | None, b: Tensor | None) -> Result:
     _, _, number_a, number_b = static
     y = torch.where(mask, number_a if a is None else a, number_b if b is None else b)
     return Result(y, exact=(pack_once(_dense(mask)),))

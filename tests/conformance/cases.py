@@ -21,8 +21,9 @@ Shape = tuple[int, ...]
 class Case:
     """One function or layer. `module()` makes it; `tags` are those of the layers that it holds.
 
-    `lossless`: what it keeps is exact. `min_batch`: the smallest batch that PyTorch's own takes.
-    `dtypes` are those of half precision that its CPU kernels take.
+    `lossless`: what it keeps is exact. `saturates`: at a huge scale few elements have a gradient, and
+    those are lost among the large ones of their groups. `min_batch`: the smallest batch that PyTorch's own
+    takes. `dtypes` are those of half precision that its CPU kernels take.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Case:
     lossless: bool = False
     min_batch: int = 0
     scalar: bool = False
+    saturates: bool = False
 
 
 class Direct(nn.Module):
@@ -58,6 +60,11 @@ def _addmm(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 def _layer_norm(h: Tensor) -> Tensor:
     return F.layer_norm(h, h.shape[-1:])
+
+
+def _bilinear(h: Tensor, w: Tensor) -> Tensor:
+    a, b = h.chunk(2, -1)
+    return F.bilinear(a, b, w)
 
 
 def _gelu_tanh(h: Tensor) -> Tensor:
@@ -133,6 +140,64 @@ def _cross_entropy(h: Tensor) -> Tensor:
     return F.cross_entropy(h.flatten(0, 1), target, label_smoothing=0.1, reduction="sum")
 
 
+def _gated(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _new_gelu(h: Tensor) -> Tensor:
+    return 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * torch.pow(h, 3.0))))
+
+
+def _quick_gelu(h: Tensor) -> Tensor:
+    return h * torch.sigmoid(1.702 * h)
+
+
+def _tanh_in_place(h: Tensor) -> Tensor:
+    return (h + 0).tanh_()
+
+
+def _silu_in_place(h: Tensor) -> Tensor:
+    return F.silu(h + 0, inplace=True)
+
+
+def _mul_in_place(h: Tensor) -> Tensor:
+    a, b = (each + 0 for each in h.chunk(2, -1))
+    return a.mul_(b)
+
+
+def _scale(h: Tensor, w: Tensor) -> Tensor:
+    return h * w
+
+
+def _share(h: Tensor) -> Tensor:
+    weight = torch.exp(h.clamp(-2, 2))
+    return weight / weight.sum(-1, keepdim=True)
+
+
+def _rotary(h: Tensor) -> Tensor:
+    angle = torch.arange(h.shape[-2] * h.shape[-1]).view(h.shape[-2:]) / 100
+    first, second = h.chunk(2, -1)
+    return h * angle.cos() + torch.cat([-second, first], -1) * angle.sin()
+
+
+def _einsum(h: Tensor) -> Tensor:
+    q, k = h.chunk(2, -1)
+    return torch.einsum("...id,...jd->...ij", q, k)
+
+
+def _where(h: Tensor) -> Tensor:
+    return torch.where(h > 0.3, h * 2, -h)
+
+
+def _masked_fill(h: Tensor) -> Tensor:
+    return h.masked_fill(h < -0.5, -1.0)
+
+
+def _leaky_in_place(h: Tensor) -> Tensor:
+    return F.leaky_relu(h + 0, 0.2, inplace=True)
+
+
 class SelfAttention(nn.Module):
     """`nn.MultiheadAttention` of h with itself."""
 
@@ -157,15 +222,57 @@ CASES: tuple[Case, ...] = (
     Case("Conv2d", _IMAGES, lambda: nn.Conv2d(6, 8, 3, padding=1), ("conv",)),
     Case("Conv3d", (2, 4, 6, 8, 8), lambda: nn.Conv3d(4, 4, 3), ("conv",)),
     Case("F.conv2d-same-groups", _IMAGES, lambda: Direct(_conv_same, w=(8, 3, 4, 4)), ("conv",)),
+    Case("ConvTranspose1d", (4, 6, 48), lambda: nn.ConvTranspose1d(6, 8, 3, stride=2), ("conv",)),
+    Case(
+        "ConvTranspose2d",
+        _IMAGES,
+        lambda: nn.ConvTranspose2d(6, 8, 3, 2, 1, output_padding=1, groups=2, dilation=2),
+        ("conv",),
+    ),
+    Case("ConvTranspose3d", (2, 4, 4, 6, 6), lambda: nn.ConvTranspose3d(4, 4, 3), ("conv",)),
+    Case("bilinear", _TOKENS, lambda: Direct(_bilinear, w=(20, 16, 16)), ("fc",)),
     Case("BatchNorm1d", (64, 48), lambda: nn.BatchNorm1d(48), ("bn",), min_batch=2),
     Case("BatchNorm2d", _IMAGES, lambda: nn.BatchNorm2d(6), ("bn",), min_batch=2),
     Case("BatchNorm3d", (2, 4, 6, 8, 8), lambda: nn.BatchNorm3d(4, momentum=None), ("bn",), min_batch=2),
+    Case("SyncBatchNorm", _IMAGES, lambda: nn.SyncBatchNorm(6), ("bn",), min_batch=2),
+    Case("InstanceNorm1d", (4, 6, 96), lambda: nn.InstanceNorm1d(6), ("instancenorm",)),
+    Case(
+        "InstanceNorm2d",
+        _IMAGES,
+        lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True),
+        ("instancenorm",),
+        min_batch=1,
+    ),
+    Case("GroupNorm", _IMAGES, lambda: nn.GroupNorm(3, 6), ("groupnorm",)),
+    Case("RMSNorm", _TOKENS, lambda: nn.RMSNorm(32), ("rmsnorm",)),
     Case("LayerNorm", _TOKENS, lambda: nn.LayerNorm(32), ("layernorm",)),
     Case("F.layer_norm", _TOKENS, lambda: Direct(_layer_norm), ("layernorm",)),
     Case("GELU", _TOKENS, nn.GELU, ("gelu",)),
     Case("F.gelu-tanh", _TOKENS, lambda: Direct(_gelu_tanh), ("gelu",)),
     Case("ReLU", _TOKENS, nn.ReLU, ("relu",), lossless=True),
     Case("relu_", _TOKENS, lambda: Direct(_relu_in_place), ("relu",), lossless=True),
+    Case("SiLU", _TOKENS, nn.SiLU, ("silu",)),
+    Case("silu-in-place", _TOKENS, lambda: Direct(_silu_in_place), ("silu",)),
+    Case("SwiGLU", _TOKENS, lambda: Direct(_gated), ("silu", "mul")),
+    Case("NewGELU", _TOKENS, lambda: Direct(_new_gelu), ("pointwise", "mul"), saturates=True),
+    Case("quick-GELU", _TOKENS, lambda: Direct(_quick_gelu), ("pointwise", "mul"), saturates=True),
+    Case("Mish", _TOKENS, nn.Mish, ("pointwise",)),
+    Case("ELU", _TOKENS, lambda: nn.ELU(0.7), ("pointwise",)),
+    Case("Softplus", _TOKENS, lambda: nn.Softplus(1.5), ("pointwise",)),
+    Case("Tanh", _TOKENS, nn.Tanh, ("pointwise",)),
+    Case("tanh_", _TOKENS, lambda: Direct(_tanh_in_place), ("pointwise",)),
+    Case("exp-clamp-div", _TOKENS, lambda: Direct(_share), ("pointwise", "relu", "mul")),
+    Case("GLU", _TOKENS, nn.GLU, ("mul",)),
+    Case("mul", _TOKENS, lambda: Direct(_scale, w=(32,)), ("mul",)),
+    Case("mul_", _TOKENS, lambda: Direct(_mul_in_place), ("mul",)),
+    Case("rotary", _TOKENS, lambda: Direct(_rotary), ("mul", "pointwise"), lossless=True),
+    Case("where", _TOKENS, lambda: Direct(_where), ("mul", "pointwise"), lossless=True),
+    Case("masked_fill", _TOKENS, lambda: Direct(_masked_fill), ("pointwise",), lossless=True),
+    Case("LeakyReLU", _TOKENS, lambda: nn.LeakyReLU(0.2), ("relu",), lossless=True),
+    Case("leaky_relu-in-place", _TOKENS, lambda: Direct(_leaky_in_place), ("relu",), lossless=True),
+    Case("ReLU6", _TOKENS, nn.ReLU6, ("relu",), lossless=True),
+    Case("abs", _TOKENS, lambda: Direct(torch.abs), ("relu",), lossless=True),
+    Case("einsum", _TOKENS, lambda: Direct(_einsum), ("matmul",)),
     Case("Softmax", _TOKENS, lambda: nn.Softmax(-1), ("softmax",)),
     Case("F.softmax", _TOKENS, lambda: Direct(_softmax), ("softmax",)),
     Case("Tensor.softmax", _TOKENS, lambda: Direct(_softmax_method), ("softmax",)),
