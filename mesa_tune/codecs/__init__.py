@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from mesa_tune import ops
-from mesa_tune.codecs import drop, mixed, offload, quantize, running
+from mesa_tune.codecs import drop, mixed, offload, quantize, running, vrandom
 from mesa_tune.codecs.spec import Codec, Memory, Spec
 
 CODECS: dict[str, Codec] = {
@@ -12,6 +12,7 @@ CODECS: dict[str, Codec] = {
     "drop": drop,
     "mixed": mixed,
     "offload": offload,
+    "vrandom": vrandom,
 }
 
 __all__ = ["CODECS", "Codec", "Memory", "Spec", "refusal"]

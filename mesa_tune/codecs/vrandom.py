@@ -31,6 +31,9 @@ def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int
     return drop.packed_bytes(shape, spec, element_size)
 
 
+refuses = drop.refuses
+
+
 def _chosen(numel: int, count: int, key: Tensor) -> Tensor:
     """The places of `count` of `numel` elements, in order."""
     low, high = key & reference.MASK, (key >> 32) & reference.MASK

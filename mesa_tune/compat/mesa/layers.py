@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mesa_tune.codecs import Memory
+from mesa_tune.codecs import Memory, Spec
 from mesa_tune.compat.layers import Keeping
 from mesa_tune.compat.mesa.parameters import binds, read
 from mesa_tune.functional.apply import Memories
@@ -91,7 +91,12 @@ class Quantizer(nn.Module):
 
 
 class _Layer(Keeping, Quantizer):
-    """Takes `quant_groups` beside the twin's arguments. `mesa=True` is Mesa's word for enabled."""
+    """Takes `quant_groups` beside the twin's arguments. `mesa=True` is Mesa's word for enabled.
+
+    `instead`: how an enabled layer stores what it keeps in place of its attributes (DropIT beside Mesa).
+    """
+
+    instead: Spec | None = None
 
     def __init__(
         self,
@@ -111,8 +116,8 @@ class _Layer(Keeping, Quantizer):
     def is_compressing(self) -> bool:
         return self.training and self.enable
 
-    def kept_by(self) -> LayerSettings:
-        return self.settings_now()
+    def kept_by(self) -> LayerSettings | Spec:
+        return self.instead or self.settings_now()
 
     def memories(self) -> Memories:
         return {0: self.memory()}
