@@ -176,7 +176,10 @@ def instance_norm(
     """`F.instance_norm`: input `(n, channels, *)`; running statistics become those of the samples' mean."""
     if unknown:
         return call.refuse(f"instance_norm has no formula for {sorted(unknown)}")
-    if kept_anyway(call, input) or not _has_instances(input, use_input_stats, running_mean, running_var):
+    wanted = any(each is not None and each.requires_grad for each in (input, weight, bias))
+    if not wanted or kept_anyway(call, input):
+        return call.plain()
+    if not _has_instances(input, use_input_stats, running_mean, running_var):
         return call.plain()
     static = (use_input_stats, momentum, eps, torch.contiguous_format)
     samples, channels = input.shape[:2]
