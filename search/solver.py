@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mesa_tune.search.polish import polished
 from mesa_tune.search.space import Space
 
 Floats = NDArray[np.float64]
@@ -78,10 +79,22 @@ class Program:
     ) -> Solution | None:
         """The cheapest choice within `limits`; None if there is none. `costs` (a choice) default to errors.
 
-        `allowed`: the choices that may be taken, all by default.
+        Of equally cheap ones that with fewer saved bytes. `allowed`: the choices that may be taken, all by
+        default.
         """
         costs = self.errors if costs is None else costs
         allowed = np.ones(len(costs), dtype=bool) if allowed is None else allowed
+        best = self._cheapest(limits, costs, allowed, gap)
+        if best is None:
+            return None
+        chosen = polished(self.space, limits, best.chosen, costs, allowed)
+        cost = float(costs[self._columns(chosen)].sum())
+        return Solution(chosen, cost, min(best.bound, cost))
+
+    def _cheapest(
+        self, limits: Limits, costs: Floats, allowed: NDArray[np.bool_], gap: float
+    ) -> Solution | None:
+        """As `solve`; which one of equally cheap choices is left to the solver."""
         scale, best, rows = float(costs.max(initial=0.0)) or 1.0, None, list(self._first_rows)
         for _ in range(6):
             found = self._solve_rows(limits, costs / scale, allowed, rows, gap)

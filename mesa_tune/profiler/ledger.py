@@ -47,6 +47,7 @@ class _Span:
     itemsize: int
     slots: tuple[int, int]
     traced_bytes: int
+    samples: int = 1
 
 
 def timeline(large: TracedPair, small: TracedPair) -> Timeline:
@@ -65,7 +66,14 @@ def timeline(large: TracedPair, small: TracedPair) -> Timeline:
             for (slot, exact, packed), (_, exact_2, packed_2) in zip(slots, lesser, strict=True)
         ),
         kept=tuple(
-            Kept(span.kind, span.layers, (span.size, twin.size), span.itemsize, *span.slots)
+            Kept(
+                span.kind,
+                span.layers,
+                (span.size, twin.size),
+                span.itemsize,
+                *span.slots,
+                (span.samples, twin.samples),
+            )
             for span, twin in zip(spans, other, strict=True)
         ),
         hooked=tuple(sorted(large.packed.hooked)),
@@ -118,16 +126,20 @@ def _spans(pair: TracedPair) -> Iterator[_Span]:
     for coded in packed.coded.values():
         where = _alive(packed, coded.parts[0])
         traced = sum(packed.lives[number].bytes for number in coded.parts)
-        yield _Span("coded", tuple(coded.layers), prod(coded.shape), coded.itemsize, where, traced)
+        samples = coded.shape[0] if coded.shape else 1
+        yield _Span("coded", tuple(coded.layers), prod(coded.shape), coded.itemsize, where, traced, samples)
     for number, layer in packed.side.items():
         size = packed.lives[number].bytes
         yield _Span("side", (layer,), size, 1, _alive(packed, number), size)
     twins = _twins(plain, packed)
     aligned = _aligned(pair)
     for number, item in plain.plain.items():
-        size = plain.lives[number].bytes
-        where = _extension(pair, number, twins.get(number), aligned)
-        yield _Span("plain", tuple(item.layers), size, 1, where, size)
+        size, twin = plain.lives[number].bytes, twins.get(number)
+        if twin is not None and packed.stays(twin):
+            yield _Span("always", tuple(item.layers), size, 1, _alive(packed, twin), size)
+        else:
+            where = _extension(pair, number, twin, aligned)
+            yield _Span("plain", tuple(item.layers), size, 1, where, size)
     unexplained = plain.saved_bytes - sum(plain.lives[number].bytes for number in plain.plain)
     if unexplained > 0:
         end = max(place for place, slot in enumerate(packed.slots) if slot.phase == "forward")

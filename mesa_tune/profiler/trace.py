@@ -71,6 +71,7 @@ class StepTrace:
     coded: dict[int, CodedTrace] = field(default_factory=dict)
     side: dict[int, str] = field(default_factory=dict)
     plain: dict[int, PlainTrace] = field(default_factory=dict)
+    encoded: set[tuple[int, str]] = field(default_factory=set)
     hooked: set[str] = field(default_factory=set)
     saved_bytes: int = 0
 
@@ -78,6 +79,11 @@ class StepTrace:
         """Whether the storage is there at the slot's highest moment."""
         life = self.lives[number]
         return life.birth <= slot.moment < life.death
+
+    def stays(self, number: int) -> bool:
+        """Whether a layer keeps the storage itself: a hook met no floats there, or too few of them."""
+        keepers = self.plain[number].layers if number in self.plain and number not in self.side else []
+        return any((number, layer) not in self.encoded for layer in keepers)
 
     def peak(self) -> int:
         """The highest number of bytes alive, besides what was there before the step."""
@@ -145,9 +151,10 @@ class Tracer:
         exact: list[Tensor],
     ) -> None:
         aside = list(exact)
-        for meta, stored in zip(metas, parts, strict=True):
+        for tensor, meta, stored in zip(lossy, metas, parts, strict=True):
             if meta.coded:
                 self._coded(layer, meta, stored)
+                self._encoded(layer, tensor)
             else:
                 aside += stored
         for tensor in aside:
@@ -178,6 +185,11 @@ class Tracer:
         layers = self.trace.coded.setdefault(numbers[0], new).layers
         if layer not in layers:
             layers.append(layer)
+
+    def _encoded(self, layer: str, tensor: Tensor) -> None:
+        number = self._number(tensor)
+        if number is not None:
+            self.trace.encoded.add((number, layer))
 
     def _number(self, tensor: Tensor) -> int | None:
         return None if self.is_static(tensor) else self.recorder.number(tensor.untyped_storage())
