@@ -1,4 +1,4 @@
-"""The codecs' ops: opaque to compilers, so that only packed bytes are kept; `mesa_tune.ops` has the quantizer.
+"""Ops of the codecs, opaque to compilers so that only packed bytes are kept.
 
 Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
 quantize_samples, dequantize_samples}`. They are pure, and mean what `mesa_tune.reference_codecs` does.
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from mesa_tune import ops, reference, reference_codecs
 
-_SIZES = "int bits, int levels, int group_size, int quant_groups"
+_GROUPS = "int group_size, int quant_groups"
+_SIZES = f"int bits, int levels, {_GROUPS}"
+_SAMPLES = "(Tensor data, Tensor ranges, Tensor widths)"
 _NOISE = "bool stochastic, Tensor? seed"
 _SCHEMAS = (
-    "extents(Tensor x, int group_size, int quant_groups) -> Tensor",
+    f"extents(Tensor x, {_GROUPS}) -> Tensor",
     f"quantize_within(Tensor x, Tensor ranges, {_SIZES}, {_NOISE}) -> Tensor",
     "sparsify(Tensor x, SymInt count) -> (Tensor bitmap, Tensor survivors)",
     "densify(Tensor bitmap, Tensor survivors, SymInt[] shape) -> Tensor",
-    f"quantize_samples(Tensor x, int bits, int group_size, int quant_groups, {_NOISE}, Tensor? sensitivity)"
-    " -> (Tensor data, Tensor ranges, Tensor widths)",
-    "dequantize_samples(Tensor data, Tensor ranges, Tensor widths, SymInt[] shape, ScalarType dtype,"
-    " int group_size, int quant_groups) -> Tensor",
+    f"quantize_samples(Tensor x, int bits, {_GROUPS}, {_NOISE}, Tensor? sensitivity) -> {_SAMPLES}",
+    f"dequantize_samples({_SAMPLES[1:-1]}, SymInt[] shape, ScalarType dtype, {_GROUPS}) -> Tensor",
 )
 
 
@@ -94,3 +94,6 @@ def _define() -> torch.library.Library:
 
 
 _library = _define()
+
+RAW = torch.ops.mesa_tune
+"""The namespace, from the module that has filled it."""

@@ -45,7 +45,7 @@ class LayerSettings:
     `level` is a number of quantization levels (2 to 256). Exactly one of `group_size` (contiguous elements
     a group) and `quant_groups` (groups along channels or heads, over the whole batch) is set; the other is
     None. `drop` is the fraction of smallest-magnitude elements not stored; what is left is quantized, or kept
-    as it is with `store` exact. `allocation` sample: each sample has its own number of bits, `bits` on average.
+    as it is with `store` exact. With `allocation` sample each sample has its own bits, `bits` on average.
     Raises ValueError for a value outside its range.
     """
 
@@ -82,7 +82,7 @@ class LayerSettings:
 
     @property
     def hooked(self) -> LayerSettings:
-        """These settings for a layer stored by hooks: no formula bounds its error, so 8 bits and every element.
+        """These settings for a layer stored by hooks: no formula bounds its error, so 8 bits for everything.
 
         What is stored exactly stays so.
         """

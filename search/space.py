@@ -187,7 +187,7 @@ class _Parts:
         shared |= _between(shared)
         return [
             EXACT,
-            *sorted(shared, key=lambda one: (-one.level, one.group_size or 0, one.quant_groups or 0)),
+            *sorted(shared, key=_order),
         ]
 
     def _effective(self, settings: LayerSettings, layers: Sequence[LayerEntry]) -> LayerSettings:
@@ -209,6 +209,10 @@ class _Parts:
             raise RunError(f"{layers[0].name}: no gradient error is known for {settings.label}\n{_AGAIN}")
         ms = (self.profile.predicted_ms(assignment) - self.profile.step_ms) * self.scale
         return Choice(settings, error, ms, live, saved)
+
+
+def _order(settings: LayerSettings) -> tuple[int, int, int, str]:
+    return -settings.level, settings.group_size or 0, settings.quant_groups or 0, settings.label
 
 
 _AGAIN = "profile it with `mesa-tune profile`, which measures all options"

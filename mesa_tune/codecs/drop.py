@@ -1,9 +1,9 @@
 """Only the largest magnitudes: DropIT (arXiv 2202.13808), min-k over the whole tensor, `drop` in policy.txt.
 
 A fraction γ of the elements, those of smallest magnitude, is not stored and decodes to zero. A bitmap says
-which (one bit an element, where DropIT stores an index of 32 bits for each survivor), and the survivors follow
-in order: as they are (`store: exact`) or quantized in groups of their own. Dropping is biased, as DropIT's
-is; what a linear layer or a convolution keeps enters its weight's gradient alone.
+which (one bit an element, where DropIT stores an index of 32 bits for each survivor), and the survivors
+follow in order: as they are (`store: exact`) or quantized in groups of their own. Dropping is biased, as
+DropIT's is; what a linear layer or a convolution keeps enters its weight's gradient alone.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mesa_tune import codec_ops as codec_ops  # defines the ops
 from mesa_tune import ops, reference
+from mesa_tune.codec_ops import RAW
 from mesa_tune.codecs import quantize
 from mesa_tune.codecs.spec import Memory, Spec
 
@@ -24,7 +24,7 @@ def survivors(numel: int, drop: float) -> int:
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
     """The bitmap (uint8), then the survivors in the dtype of x, or their packed levels and ranges."""
-    bitmap, values = torch.ops.mesa_tune.sparsify(x, survivors(x.numel(), spec.drop))
+    bitmap, values = RAW.sparsify(x, survivors(x.numel(), spec.drop))
     if spec.exact:
         return [bitmap, values]
     return [bitmap, *quantize.encode(values, _grouped(spec, values.numel()), key)]
@@ -37,7 +37,7 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
     if not spec.exact:
         count = survivors(_numel(shape), spec.drop)
         values = quantize.decode(stored, (count,), dtype, _grouped(spec, count))
-    result: Tensor = torch.ops.mesa_tune.densify(bitmap, values, shape)
+    result: Tensor = RAW.densify(bitmap, values, shape)
     return result
 
 

@@ -27,7 +27,7 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
     if sensitivity is not None and sensitivity.numel() != (x.shape[0] if x.dim() else 1):
         sensitivity = None
     return list(
-        torch.ops.mesa_tune.quantize_samples(
+        codec_ops.RAW.quantize_samples(
             x, spec.bits, spec.group_size, spec.quant_groups, spec.stochastic, key, sensitivity
         )
     )
@@ -35,7 +35,7 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
     """The tensor whose packed levels, ranges and bits `parts` hold."""
-    result: Tensor = torch.ops.mesa_tune.dequantize_samples(
+    result: Tensor = codec_ops.RAW.dequantize_samples(
         *parts, shape, dtype, spec.group_size, spec.quant_groups
     )
     return result
@@ -72,4 +72,5 @@ def allocate(sensitivities: Sequence[float], sizes: Sequence[int], average: floa
 
 def _gain(sensitivity: float, size: int, bits: int) -> float:
     """What one bit more than `bits` gains, an element."""
-    return sensitivity / max(size, 1) * ((2**bits - 1) ** -2 - (2 ** (bits + 1) - 1) ** -2)
+    here, next_one = float(2**bits - 1), float(2 ** (bits + 1) - 1)
+    return sensitivity / max(size, 1) * (1 / here**2 - 1 / next_one**2)

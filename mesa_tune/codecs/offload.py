@@ -2,9 +2,9 @@
 
 What is hard is the order of things. Copies run on a stream of their own beside the computation. A tensor's
 memory may be used again only when its copy out is done, and the computation must wait for a copy back before
-it reads; backward asks for tensors in the opposite order to forward, so whoever asks for one gets the one kept
-just before it on its way, and never more than one, or the copies ahead would fill what was to be freed. `Shelf`
-is that order; a `Copier` moves the bytes.
+it reads; backward asks for tensors in the opposite order to forward, so whoever asks for one gets the one
+kept just before it on its way, and never more than one, or the copies ahead would fill what was to be freed.
+`Shelf` is that order; a `Copier` moves the bytes.
 """
 
 import weakref
@@ -119,10 +119,12 @@ class Shelf:
             arrival = self.copier.back(host)
         self.ahead = None
         before = ticket.before if ticket is not None else None
-        while before is not None and (waiting := before.tensor()) is None:
+        while before is not None:
+            waiting = before.tensor()
+            if waiting is not None:
+                self.ahead = (before, self.copier.back(waiting))
+                break
             before = before.before
-        if before is not None:
-            self.ahead = (before, self.copier.back(waiting))
         return arrival()
 
     def _forget_dead(self) -> None:

@@ -1,9 +1,9 @@
 """Quantization in running ranges: Mesa (arXiv 2111.11124), section 3.2, `ema_decay` in policy.txt.
 
-Each group's width and minimum are exponential averages over training steps, the first step's own to begin with;
-values outside take the nearest end (Rule 5), and the ranges used are stored with the packed tensor (Rule 4). A
-run in backward (checkpointing) computes what a forward has computed, and so changes nothing. A tensor that has
-no memory, in compiled code or in a layer that only ever runs in backward, is stored in its own range.
+Each group's width and minimum are exponential averages over training steps, beginning with the first step's
+own; values outside take the nearest end (Rule 5), and the ranges used are stored with the packed tensor (Rule
+4). A run in backward (checkpointing) computes what a forward has computed, and so changes nothing. A tensor
+without a memory, in compiled code or in a layer that only ever runs in backward, is stored in its own range.
 """
 
 import math
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mesa_tune import codec_ops as codec_ops  # defines the ops
 from mesa_tune import reference
+from mesa_tune.codec_ops import RAW
 from mesa_tune.codecs import quantize
 from mesa_tune.codecs.spec import Memory, Spec
 from mesa_tune.notice import warn_once
@@ -34,13 +34,13 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
         if torch.compiler.is_compiling():
             warn_once(_COMPILED)
         return quantize.encode(x, spec, key)
-    own = torch.ops.mesa_tune.extents(x, spec.group_size, spec.quant_groups)
+    own = RAW.extents(x, spec.group_size, spec.quant_groups)
     used = _updated(own, spec.ema_decay, memory) if not _in_backward() else _known(own, memory)
     ranges = reference.ranges_of(used[:, 0], used[:, 1], spec.levels)
     # A group that holds NaN or Inf decodes to NaN, and leaves no trace in the memory.
     ranges = torch.where(_finite(own)[:, None], ranges, math.nan)
     sizes = (spec.bits, spec.levels, spec.group_size, spec.quant_groups)
-    return [torch.ops.mesa_tune.quantize_within(x, ranges, *sizes, spec.stochastic, key), ranges]
+    return [RAW.quantize_within(x, ranges, *sizes, spec.stochastic, key), ranges]
 
 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:

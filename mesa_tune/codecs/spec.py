@@ -13,8 +13,8 @@ from mesa_tune.settings import HOOKED_LEVELS, LayerSettings
 class Spec(NamedTuple):
     """How one layer stores what it keeps. `levels` 0 keeps the tensor as it is (the profiler's exact run).
 
-    `derive`: what can be made again from what other layers keep is not stored. `serves`: other layers may want
-    this one's output made again. `exact`: what is stored is stored as it is.
+    `derive`: what can be made again from what other layers keep is not stored. `serves`: other layers may
+    want this one's output made again. `exact`: what is stored is stored as it is.
     """
 
     codec: str
@@ -111,5 +111,5 @@ class Codec(Protocol):
         ...
 
     def packed_bytes(self, shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-        """Bytes on the device of all parts of an encoded tensor of `shape`, `element_size` bytes an element."""
+        """Bytes on the device of all parts of an encoded tensor, `element_size` bytes an element."""
         ...

@@ -131,9 +131,12 @@ class Tie:
         return Tie(tuple(values["layers"]), tuple(float(ratio) for ratio in values["joint"]))
 
 
-def _distance(known: LayerSettings, wanted: LayerSettings) -> tuple[float, int, float]:
+def _distance(known: LayerSettings, wanted: LayerSettings) -> tuple[bool, float, bool, float, int, float]:
     here, there = _group(known), _group(wanted)
     return (
+        (known.drop > 0) != (wanted.drop > 0),
+        abs(known.drop - wanted.drop),
+        known.allocation != wanted.allocation,
         round(abs(math.log2(here / there)), 9),
         -here,
         abs(math.log2((known.level - 1) / (wanted.level - 1))),

@@ -24,7 +24,7 @@ from mesa_tune.functional.apply import Replay
 from mesa_tune.functional.keeping import Meta, forget_copies, keep, restore
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.profiler.trace import observing
-from mesa_tune.settings import HOOKED_LEVELS, MIN_ELEMENTS, LayerSettings
+from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
 
 REFERENCES = (1, 2, 4)
 """Bits at which differences of input gradients are really sent down, in groups of `REFERENCE_GROUP`."""
@@ -170,7 +170,7 @@ class Sensitivity:
             draw.sent = sum(_norm(delta) for _, delta in sent)
             if not sent:
                 draw.total = draw.local
-            elif option.bits in REFERENCES and option.group_size == REFERENCE_GROUP:
+            elif _is_reference(option):
                 below = self._backward([edge for edge, _ in sent], [delta for _, delta in sent])
                 draw.below = _square(below)
                 _add(final, below)
@@ -214,7 +214,7 @@ class Sensitivity:
     def _hooked(self, layer: str, options: Sequence[LayerSettings]) -> list[Price]:
         """A layer stored by hooks: a whole backward a seed at the reference group, else by tensor error."""
         tensors = self.recording.hooked[layer]
-        effective = [replace(option, level=max(option.level, HOOKED_LEVELS)) for option in options]
+        effective = [option.hooked for option in options]
         draws = {
             option: [self._stored_alone(tensors, option, seed) for seed in range(self.seeds)]
             for option in set(effective)
@@ -339,9 +339,18 @@ def _cached(tensor: Tensor, spec: Spec, key: Tensor, cache: Cache) -> _Copy:
     return cache[place]
 
 
+def _is_reference(option: LayerSettings) -> bool:
+    """Whether the option's own differences are sent down: what is dropped is like no other option's error."""
+    return option.drop > 0 or (option.bits in REFERENCES and option.group_size == REFERENCE_GROUP)
+
+
 def _reference(draws: dict[LayerSettings, list[Draw]], option: LayerSettings, seed: int) -> Draw:
     """The reference draw whose bits are nearest to those of `option`."""
-    known = [(settings.bits, here[seed]) for settings, here in draws.items() if here[seed].below is not None]
+    known = [
+        (settings.bits, here[seed])
+        for settings, here in draws.items()
+        if here[seed].below is not None and not settings.drop
+    ]
     return min(known, key=lambda pair: abs(pair[0] - option.bits), default=(0, Draw()))[1]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mesa_tune.documents import read_document, schema, typed, write_document
 from mesa_tune.profiler.entries import LayerEntry, Option, TensorEntry, Tie
 from mesa_tune.profiler.timeline import Assignment, Kept, Slot, Timeline
-from mesa_tune.settings import LayerSettings
+from mesa_tune.settings import EXACT, LayerSettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,6 +95,7 @@ class Profile:
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
         """As `predict`, for settings by layer name; layers that are not named store exactly."""
+        assignment = {name: self._possible(settings) for name, settings in assignment.items()}
         sized = self.timeline.at(batch_size or self.batch_size)
         return Prediction(
             sized.saved_bytes(assignment),
@@ -102,6 +103,10 @@ class Profile:
             self.gradient_error(assignment),
             self.predicted_ms(assignment) * sized.batch_size / self.batch_size,
         )
+
+    def _possible(self, settings: LayerSettings) -> LayerSettings:
+        """Settings as the profiled device has them: on a CPU there is nowhere to offload to."""
+        return EXACT if self.device == "cpu" and settings.store == "offload" else settings
 
     def assignment(self, policy: SettingsSource) -> dict[str, LayerSettings]:
         """The settings that `policy` gives each layer, by name."""
@@ -122,13 +127,16 @@ class Profile:
 
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
         """The gradient error of one layer alone, scaled from the nearest option where not tried."""
-        if settings.exact:
+        used = self._effective(layer, settings)
+        if used.exact or used.store == "offload":
             return 0.0
-        position = layer.nearest(self._effective(layer, settings))
+        position = layer.nearest(used)
         if position is None or (error := layer.options[position].gradient_error) is None:
             return None
+        if used.drop:  # most of the error is what is not there, at any level
+            return error
         known = layer.options[position].settings.level
-        return error * ((known - 1) / (self._effective(layer, settings).level - 1)) ** 2
+        return error * ((known - 1) / (used.level - 1)) ** 2
 
     def predicted_ms(self, assignment: Assignment) -> float:
         """Time of a step at the profiled batch size: the plain one and what encoding and decoding add."""
@@ -222,10 +230,7 @@ class Profile:
 
     def _effective(self, layer: LayerEntry, settings: LayerSettings) -> LayerSettings:
         """Settings as they take effect: a layer stored by hooks has 256 levels at least."""
-        if layer.name not in self.timeline.hooked:
-            return settings
-        used = self.timeline.at(self.batch_size).compressed({layer.name: settings})
-        return used.get(layer.name, settings)
+        return settings.hooked if layer.name in self.timeline.hooked else settings
 
     def _layer_ms(self, layer: LayerEntry, settings: LayerSettings | None) -> float:
         if settings is None or settings.exact:

@@ -282,9 +282,11 @@ class _Profiling:
         """The options for a group: hooks store 8 bits or nothing, and what cannot be stored has none."""
         if not self.rows.can_be_stored(group):
             return []
+        on_cpu = self.workload.device == "cpu"  # where there is nowhere to offload to
+        options = [option for option in self.options if not (on_cpu and option.store == "offload")]
         if all(name in self.timeline.hooked for name in group):
-            return [option for option in self.options if option.bits == 8]
-        return self.options
+            return [option for option in options if option.bits == 8 and not option.drop]
+        return options
 
     def _option(self, entry: LayerEntry, option: LayerSettings, price: Price) -> Option:
         return Option(

@@ -82,7 +82,9 @@ class Rows:
             if name in item.layers:
                 elements = prod(item.shape)
                 small = elements <= MIN_ELEMENTS
-                total += elements * item.itemsize if small else settings_bytes(elements, option)
+                samples = item.shape[0] if item.shape else 1
+                packed_bytes = settings_bytes(elements, option, item.itemsize, samples)
+                total += elements * item.itemsize if small else packed_bytes
         return total
 
     def can_be_stored(self, group: Sequence[str]) -> bool:

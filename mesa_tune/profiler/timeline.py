@@ -10,16 +10,16 @@ rule for being alive, and every size is known at two batch sizes, which gives al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesa_tune import ops
+from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.errors import BudgetError
-from mesa_tune.settings import HOOKED_LEVELS, MIN_ELEMENTS, LayerSettings
+from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
 
 Pair = tuple[int, int]
 Assignment = Mapping[str, LayerSettings]
@@ -50,7 +50,7 @@ class Kept:
     `coded`: `size` elements; a packed copy for each distinct settings among its compressed layers, or, up
     to `min_elements` elements, `size * itemsize` bytes once. `side`: `size` bytes that its compressed layer
     keeps exactly. `plain`: `size` bytes that PyTorch keeps, while at least one of its layers is exact.
-    `always`: `size` bytes, whatever the policy.
+    `always`: `size` bytes, whatever the policy. `samples`: the extent of a coded tensor's first dimension.
     """
 
     kind: str
@@ -59,6 +59,7 @@ class Kept:
     itemsize: int
     first: int
     last: int
+    samples: Pair = (1, 1)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -204,10 +205,13 @@ class SizedTimeline:
     def compressed(self, assignment: Assignment) -> dict[str, LayerSettings]:
         """The layers that do not store exactly, with the settings that take effect."""
         return {
-            name: _coarse(settings) if name in self._hooked else settings
+            name: used
             for name, settings in assignment.items()
-            if not settings.exact and name not in self.small
+            if name not in self.small and not (used := self._used(name, settings)).exact
         }
+
+    def _used(self, name: str, settings: LayerSettings) -> LayerSettings:
+        return settings.hooked if name in self._hooked else settings
 
     def kept_bytes(self, item: Kept, size: int, used: Mapping[str, LayerSettings]) -> int:
         """Bytes of `item`, `size` large at this batch size, while it is alive; 0 where it never is."""
@@ -223,22 +227,18 @@ class SizedTimeline:
         distinct = {used[layer] for layer in item.layers if layer in used}
         if distinct and size <= self.timeline.min_elements:
             return size * item.itemsize
-        return sum(settings_bytes(size, settings) for settings in distinct)
-
-
-def settings_bytes(elements: int, settings: LayerSettings) -> int:
-    """Bytes of a packed tensor of this many elements."""
-    return _packed_bytes(elements, settings.bits, settings.group_size, settings.quant_groups)
+        samples = self.timeline.scaled(item.samples, self.batch_size)
+        return sum(settings_bytes(size, settings, item.itemsize, samples) for settings in distinct)
 
 
 @lru_cache(maxsize=1 << 16)
-def _packed_bytes(elements: int, bits: int, group_size: int | None, quant_groups: int | None) -> int:
-    return ops.packed_bytes(elements, bits, group_size or 256, quant_groups)
-
-
-@lru_cache(maxsize=1 << 12)
-def _coarse(settings: LayerSettings) -> LayerSettings:
-    return replace(settings, level=HOOKED_LEVELS)
+def settings_bytes(elements: int, settings: LayerSettings, itemsize: int = 4, samples: int = 1) -> int:
+    """Bytes on the device of a packed tensor of this many elements, `samples` along its first dimension."""
+    spec = Spec.of(settings, 0)
+    if spec is None:
+        return elements * itemsize
+    shape = (samples, elements // samples) if samples and elements % samples == 0 else (1, elements)
+    return CODECS[spec.codec].packed_bytes(shape, spec, itemsize)
 
 
 def _pair(values: Any) -> Pair:
@@ -250,5 +250,7 @@ def _slot(layer: str | None, phase: str, exact: Any, packed: Any) -> Slot:
     return Slot(layer, phase, _pair(exact), _pair(packed))
 
 
-def _kept(kind: str, layers: Any, size: Any, itemsize: int, first: int, last: int) -> Kept:
-    return Kept(kind, tuple(layers), _pair(size), int(itemsize), int(first), int(last))
+def _kept(
+    kind: str, layers: Any, size: Any, itemsize: int, first: int, last: int, samples: Any = (1, 1)
+) -> Kept:
+    return Kept(kind, tuple(layers), _pair(size), int(itemsize), int(first), int(last), _pair(samples))
