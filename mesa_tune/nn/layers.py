@@ -74,6 +74,86 @@ class ReLU(_Settled, nn.ReLU):
     """`nn.ReLU`; keeps one exact bit an element."""
 
 
+class SiLU(_Settled, nn.SiLU):
+    """`nn.SiLU`; keeps its derivative."""
+
+
+class Mish(_Settled, nn.Mish):
+    """`nn.Mish`; keeps its derivative."""
+
+
+class Hardswish(_Settled, nn.Hardswish):
+    """`nn.Hardswish`; keeps its derivative."""
+
+
+class Hardsigmoid(_Settled, nn.Hardsigmoid):
+    """`nn.Hardsigmoid`; keeps its derivative."""
+
+
+class Softplus(_Settled, nn.Softplus):
+    """`nn.Softplus`; keeps its derivative."""
+
+
+class LogSigmoid(_Settled, nn.LogSigmoid):
+    """`nn.LogSigmoid`; keeps its derivative."""
+
+
+class Softsign(_Settled, nn.Softsign):
+    """`nn.Softsign`; keeps its derivative."""
+
+
+class Tanhshrink(_Settled, nn.Tanhshrink):
+    """`nn.Tanhshrink`; keeps its derivative."""
+
+
+class ELU(_Settled, nn.ELU):
+    """`nn.ELU`; keeps its derivative."""
+
+
+class CELU(_Settled, nn.CELU):
+    """`nn.CELU`; keeps its derivative."""
+
+
+class SELU(_Settled, nn.SELU):
+    """`nn.SELU`; keeps its derivative."""
+
+
+class Tanh(_Settled, nn.Tanh):
+    """`nn.Tanh`; keeps the output."""
+
+
+class Sigmoid(_Settled, nn.Sigmoid):
+    """`nn.Sigmoid`; keeps the output."""
+
+
+class GLU(_Settled, nn.GLU):
+    """`nn.GLU`; keeps the derivatives by both halves."""
+
+
+class ReLU6(_Settled, nn.ReLU6):
+    """`nn.ReLU6`; keeps one exact bit an element."""
+
+
+class LeakyReLU(_Settled, nn.LeakyReLU):
+    """`nn.LeakyReLU`; keeps one exact bit an element."""
+
+
+class Hardtanh(_Settled, nn.Hardtanh):
+    """`nn.Hardtanh`; keeps one exact bit an element."""
+
+
+class Threshold(_Settled, nn.Threshold):
+    """`nn.Threshold`; keeps one exact bit an element."""
+
+
+class Hardshrink(_Settled, nn.Hardshrink):
+    """`nn.Hardshrink`; keeps one exact bit an element."""
+
+
+class Softshrink(_Settled, nn.Softshrink):
+    """`nn.Softshrink`; keeps one exact bit an element."""
+
+
 class Softmax(_Settled, nn.Softmax):
     """`nn.Softmax`; keeps the output."""
 
