@@ -120,7 +120,7 @@ def remove(module: nn.Module) -> None:
     dropiter = module.__dict__.pop("dropiter", None)
     if isinstance(module, (ms.Linear, ms.Conv2d)):
         module.instead = None
-    elif dropiter is not None and module.__dict__.get("forward") is dropiter:
+    elif isinstance(dropiter, DropITer) and module.__dict__.get("forward") is dropiter:
         del module.__dict__["forward"]
         if dropiter.before is not None:
             module.__dict__["forward"] = dropiter.before

@@ -1,5 +1,6 @@
 """Mesa's layers: torch's, with Mesa's attributes and Mesa's three entries in `state_dict`."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from mesa_tune.compat.mesa.parameters import binds, read
 from mesa_tune.functional.apply import Memories
 from mesa_tune.functional.products import MatMul as TorchMatMul
 from mesa_tune.notice import warn_once
-from mesa_tune.settings import LayerSettings
+from mesa_tune.settings import KEYS, LayerSettings
 
 
 class Quantizer(nn.Module):
@@ -19,24 +20,26 @@ class Quantizer(nn.Module):
 
     `clip_val` (extent of each group's range) and `shift` (its lower end), float32 of shape (quant_groups,),
     and `iteration`, float32 of shape (1,), are buffers under Mesa's names, so checkpoints pass both ways.
-    `group_size rounding drop store` are ours; they come from policies of ours.
+    Further keys of `LayerSettings` (`group_size drop …`) are attributes too, which policies of ours set.
     """
 
     tag = "fm"
+    enable: bool
+    level: int
+    ema_decay: float
+    group_size: int | None
     clip_val: Tensor
     shift: Tensor
     iteration: Tensor
 
     def start(self, quant_groups: int | tuple[int, ...], enable: bool = False) -> None:
         """Sets every attribute to Mesa's default."""
+        for field in fields(LayerSettings):
+            setattr(self, field.name, field.default)
         self.index = -1
         self.enable = enable
-        self.level = 256
         self.ema_decay = 0.9
-        self.group_size: int | None = None
-        self.rounding = "stochastic"
-        self.drop = 0.0
-        self.store = "quantize"
+        self.group_size = None
         self.verbose: Any = print
         self.register_buffer("iteration", torch.zeros(1))
         self.regroup(quant_groups[0] if isinstance(quant_groups, tuple) else quant_groups)
@@ -51,16 +54,8 @@ class Quantizer(nn.Module):
 
     def settings_now(self) -> LayerSettings:
         """The attributes as settings of ours."""
-        return LayerSettings(
-            enable=self.enable,
-            level=self.level,
-            group_size=self.group_size,
-            quant_groups=None if self.group_size else self.quant_groups,
-            ema_decay=self.ema_decay,
-            rounding=self.rounding,
-            drop=self.drop,
-            store=self.store,
-        )
+        values = {key: getattr(self, key) for key in KEYS}
+        return LayerSettings(**values | {"quant_groups": None if self.group_size else self.quant_groups})
 
     def memory(self) -> Memory:
         """The running ranges, which a codec changes in place."""

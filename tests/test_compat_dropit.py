@@ -1,0 +1,235 @@
+"""DropIT's users: `to_dropit(model, strategy='mink', gamma=0.9)`, and a training loop that stays as it is."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import mesa_tune.compat.mesa as ms
+from mesa_tune.compat import gact
+from mesa_tune.compat.dropit import to_dropit
+from tests.compat_measures import error, gradient, saved_bytes
+
+GAMMA = 0.9
+
+
+class ConvNet(nn.Module):
+    """What DropIT's README trains, in small: convolutions and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.hidden = nn.Linear(16 * 64, 64)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x)).flatten(1)
+        result: Tensor = self.head(self.hidden(x))
+        return result
+
+
+def convnet() -> tuple[ConvNet, Callable[[nn.Module], Tensor]]:
+    """The network and its loss on one batch."""
+    torch.manual_seed(0)
+    model, images, labels = ConvNet(), torch.randn(16, 3, 8, 8), torch.randint(0, 10, (16,))
+    return model, lambda net: F.cross_entropy(net(images), labels)
+
+
+def dropped(x: Tensor, gamma: float) -> Tensor:
+    """DropIT's formula: the int(numel (1 - γ)) largest magnitudes of the whole tensor, zero elsewhere."""
+    flat = x.detach().flatten()
+    kept = flat.abs().topk(int(flat.numel() * (1 - gamma))).indices
+    return torch.zeros_like(flat).index_copy_(0, kept, flat[kept]).view_as(x)
+
+
+@pytest.mark.parametrize("strategy", ["mink", "mink_cpuidx"])
+@pytest.mark.parametrize("gamma", [0.5, 0.9])
+def test_linear_has_dropits_gradients(strategy: str, gamma: float) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(40, 30), torch.randn(6, 20, 40, requires_grad=True)
+    grad = torch.randn(6, 20, 30)
+    assert to_dropit(layer, strategy=strategy, gamma=gamma) is layer
+    layer(x).backward(grad)
+    assert layer.weight.grad is not None
+    assert x.grad is not None
+    expected = grad.flatten(0, 1).T @ dropped(x, gamma).flatten(0, 1)
+    torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(x.grad, grad @ layer.weight.detach(), rtol=1e-6, atol=1e-5)
+
+
+def test_conv2d_has_dropits_gradients_on_transposed_inputs() -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2)
+    to_dropit(layer, gamma=0.8)
+    x = torch.randn(5, 9, 8, 4).permute(0, 3, 1, 2)
+    y = layer(x)
+    grad = torch.randn(y.shape)
+    y.backward(grad)
+    expected = conv2d_weight(dropped(x.contiguous(), 0.8), (8, 2, 3, 3), grad, 2, 1, 1, 2)
+    torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-6, atol=1e-5)
+
+
+def test_vrandom_keeps_so_many_elements_as_they_are() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(400, 1, bias=False), torch.rand(1, 400) + 1
+    to_dropit(layer, "vrandom", 0.75)
+    layer(x).backward()
+    assert layer.weight.grad is not None
+    kept = layer.weight.grad != 0
+    assert kept.sum() == 100
+    assert torch.equal(layer.weight.grad[kept], x[kept])
+    assert not torch.equal(kept[0], dropped(x, 0.75)[0] != 0)
+
+
+def test_training_script() -> None:
+    model, loss = convnet()
+    plain = copy.deepcopy(model)
+    keys, output = list(model.state_dict()), loss(plain)
+    before = saved_bytes(plain, lambda: loss(plain))
+    to_dropit(model, strategy="mink", gamma=GAMMA)
+    assert torch.equal(loss(model), output)
+    assert list(model.state_dict()) == keys
+    # Three of four inputs drop to 4 bytes for each tenth element and a bit for every one.
+    assert saved_bytes(model, lambda: loss(model)) < 0.25 * before
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(30):
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        optimizer.step()
+    assert value < 0.2 * output
+
+
+def test_a_higher_gamma_errs_more() -> None:
+    errors = []
+    model, loss = convnet()
+    exact = gradient(model, lambda: loss(model))
+    for gamma in (0.0, 0.3, 0.6, 0.9):
+        to_dropit(model, gamma=gamma)
+        errors.append(error(gradient(model, lambda: loss(model)), exact))
+    assert errors[0] == 0
+    assert errors == sorted(errors)
+
+
+def test_gpt2() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=64)
+    model: Any = GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 128, (4, 64))
+    model.train()
+
+    def loss() -> Tensor:
+        torch.manual_seed(1)
+        value: Tensor = model(tokens, labels=tokens).loss
+        return value
+
+    before, output, keys = saved_bytes(model, loss), loss(), list(model.state_dict())
+    exact = gradient(model, loss)
+    to_dropit(model, strategy="mink", gamma=0.5)
+    assert hasattr(model.transformer.h[0].attn.c_attn, "dropiter")
+    assert torch.equal(loss(), output)
+    assert list(model.state_dict()) == keys
+    assert saved_bytes(model, loss) < before
+    assert 0 < error(gradient(model, loss), exact) < 0.2
+
+
+def test_modules_with_no_dropit_are_left_alone() -> None:
+    model, _ = convnet()
+    model.head.no_dropit = True  # type: ignore[assignment]
+    to_dropit(model)
+    assert not hasattr(model.head, "dropiter")
+    assert "forward" not in model.head.__dict__
+
+
+def test_subclasses_are_named() -> None:
+    class Special(nn.Linear):
+        pass
+
+    with pytest.warns(UserWarning, match="'0' as it is: Special"):
+        to_dropit(nn.Sequential(Special(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"strategy": "maxk"}, "strategy must be one of mink"), ({"gamma": 1.0}, "0 <= gamma < 1")],
+    ids=["strategy", "gamma"],
+)
+def test_bad_arguments(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_dropit(nn.Linear(2, 2), **given)  # type: ignore[arg-type]
+
+
+def test_a_deepcopy_drops_by_itself_and_keeps_its_signature() -> None:
+    model, loss = convnet()
+    to_dropit(model)
+    other = copy.deepcopy(model)
+    assert other.head.forward.module is other.head  # type: ignore[attr-defined]
+    assert inspect.signature(other.head.forward) == inspect.signature(nn.Linear(1, 1).forward)
+    assert torch.equal(gradient(other, lambda: loss(other)), gradient(model, lambda: loss(model)))
+
+
+def test_again_replaces_gamma() -> None:
+    layer = nn.Linear(10, 10)
+    to_dropit(to_dropit(layer, gamma=0.9), gamma=0.5)
+    x = torch.randn(4, 10)
+    layer(x).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, dropped(x, 0.5).sum(0).expand(10, 10))
+
+
+def test_evaluation_keeps_everything() -> None:
+    model, loss = convnet()
+    exact = gradient(model, lambda: loss(model))
+    to_dropit(model).eval()
+    assert torch.equal(gradient(model, lambda: loss(model)), exact)
+
+
+def test_with_mesa(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 10))
+    x = torch.randn(50, 64)
+    ms.policy.convert_by_num_groups(model, 2)
+    to_dropit(model, strategy="mink", gamma=0.9)
+    policy = tmp_path / "policy.txt"
+    policy.write_text("on fc layernorm gelu:\n  by_index: all\n  enable: True\n")
+    plain = copy.deepcopy(model)
+    ms.policy.deploy_on_init(model, policy, verbose=str)
+    hidden: list[Tensor] = []
+    model[3].register_forward_hook(lambda module, given, output: hidden.append(given[0]))
+    y = model(x)
+    assert torch.equal(y, plain(x))
+    grad = torch.randn(y.shape)
+    y.backward(grad)
+    # DropIT stores what the linear layers keep, Mesa the rest.
+    torch.testing.assert_close(model[3].weight.grad, grad.T @ dropped(hidden[0], 0.9), rtol=1e-5, atol=1e-5)
+    assert isinstance(model[1], ms.LayerNorm)
+    assert [int(model[place].iteration) for place in (1, 3)] == [1, 0]
+
+
+def test_with_gact() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.Linear(128, 10))
+    x = torch.randn(64, 64, requires_grad=True)
+    to_dropit(model, strategy="mink", gamma=0.9)
+    gact.set_optimization_level("L1")
+    controller = gact.controller.Controller(model)
+    controller.install_hook()
+    try:
+        hidden: list[Tensor] = []
+        model[2].register_forward_hook(lambda module, given, output: hidden.append(given[0]))
+        before = saved_bytes(model, lambda: model(x).square().sum())
+        assert before < 5 * 4 * 64 * 128 * 0.3
+        model(x).sum().backward()
+        grad = model[3].weight.detach().sum(0).expand(64, 128)
+        expected = grad.T @ dropped(hidden[-1], 0.9)
+        torch.testing.assert_close(model[2].weight.grad, expected, rtol=1e-4, atol=1e-4)
+    finally:
+        controller.uninstall_hook()

@@ -1,0 +1,329 @@
+"""Mesa's users: a vision transformer with `ms.MatMul` and `ms.Softmax`, and a policy deployed on it."""
+
+import copy
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+import mesa_tune.compat.mesa as ms
+from tests.compat_measures import error, gradient, saved_bytes
+
+WIDTH, HEADS = 48, 3
+
+POLICY = """
+on fc conv layernorm gelu softmax matmul:
+    by_index: all
+    enable: True
+    level: {level}
+    ema_decay: {ema_decay}
+"""
+
+
+class Attention(nn.Module):
+    """As Mesa's README writes it: products and softmax as layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.mm1 = ms.MatMul(quant_groups=HEADS)
+        self.softmax = ms.Softmax(dim=-1, quant_groups=HEADS)
+        self.mm2 = ms.MatMul(quant_groups=HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, _ = x.shape
+        split = self.qkv(x).reshape(samples, tokens, 3, HEADS, WIDTH // HEADS)
+        q, k, v = split.permute(2, 0, 3, 1, 4).unbind(0)
+        scores = self.mm1(q, k.transpose(-2, -1)) / math.sqrt(WIDTH // HEADS)
+        mixed = self.mm2(self.softmax(scores), v).transpose(1, 2)
+        result: Tensor = self.proj(mixed.reshape(samples, tokens, WIDTH))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(WIDTH, eps=1e-3), Attention()
+        self.norm2 = nn.LayerNorm(WIDTH, eps=1e-3)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, stride=4)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        result: Tensor = self.head(self.blocks(tokens).mean(1))
+        return result
+
+
+@pytest.fixture
+def vit() -> ViT:
+    torch.manual_seed(0)
+    return ViT()
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(16, 3, 24, 24), torch.randint(0, 10, (16,))
+
+
+def write_policy(folder: Path, level: int = 256, ema_decay: float = 0.9, more: str = "") -> Path:
+    path = folder / "policy.txt"
+    path.write_text(POLICY.format(level=level, ema_decay=ema_decay) + more)
+    return path
+
+
+def deployed(model: nn.Module, path: Path) -> nn.Module:
+    ms.policy.convert_by_num_groups(model, 3)
+    ms.policy.deploy_on_init(model, path, verbose=str, override_verbose=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("level", "share", "most"), [(256, 0.29, 1e-3), (16, 0.16, 0.2), (4, 0.1, 3)], ids=["8 bits", "4", "2"]
+)
+def test_training_script(
+    vit: Any, batch: tuple[Tensor, Tensor], tmp_path: Path, level: int, share: float, most: float
+) -> None:
+    images, labels = batch
+    plain = copy.deepcopy(vit)
+    model = deployed(vit, write_policy(tmp_path, level))
+
+    def loss(net: nn.Module) -> Tensor:
+        return F.cross_entropy(net(images), labels)
+
+    assert torch.equal(loss(model), loss(plain))
+    assert saved_bytes(model, lambda: loss(model)) < share * saved_bytes(plain, lambda: loss(plain))
+    exact = gradient(plain, lambda: loss(plain))
+    assert 0 < error(gradient(model, lambda: loss(model)), exact) < most
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    first = loss(model)
+    for _ in range(10):
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        optimizer.step()
+    assert value < first
+
+
+def test_nothing_is_compressed_until_a_policy_is_deployed(vit: Any, batch: tuple[Tensor, Tensor]) -> None:
+    images, labels = batch
+    plain = copy.deepcopy(vit)
+    ms.policy.convert_by_num_groups(vit, 3)
+    exact = gradient(plain, lambda: F.cross_entropy(plain(images), labels))
+    assert torch.equal(gradient(vit, lambda: F.cross_entropy(vit(images), labels)), exact)
+
+
+def test_evaluation_keeps_everything(vit: Any, batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    plain = copy.deepcopy(vit).eval()
+    model = deployed(vit, write_policy(tmp_path)).eval()
+    exact = gradient(plain, lambda: plain(batch[0]).sum())
+    assert torch.equal(gradient(model, lambda: model(batch[0]).sum()), exact)
+
+
+def test_state_dict_has_mesas_entries(vit: Any) -> None:
+    before = vit.state_dict()
+    ms.policy.convert_by_num_groups(vit, 3)
+    found = {key: tuple(value.shape) for key, value in vit.state_dict().items()}
+    for name in ("patches", "blocks.0.norm1", "blocks.0.mlp.1", "blocks.1.attn.mm1.quant1", "head"):
+        assert found[f"{name}.clip_val"] == found[f"{name}.shift"] == (3,)
+        assert found[f"{name}.iteration"] == (1,)
+    assert all(torch.equal(vit.state_dict()[key], value) for key, value in before.items())
+    assert {name for name, _ in vit.named_parameters()} == {key for key in before if "quant" not in key} - {
+        f"blocks.{n}.attn.softmax.{key}" for n in (0, 1) for key in ("clip_val", "shift", "iteration")
+    }
+
+
+def test_a_checkpoint_of_mesa_goes_on(vit: Any, batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    model = deployed(vit, write_policy(tmp_path))
+    checkpoint = {
+        key: torch.full_like(value, 7.0) if key.endswith("iteration") else value.clone() + 0.5
+        for key, value in model.state_dict().items()
+    }
+    model.load_state_dict(checkpoint, strict=True)
+    widths = model.get_buffer("head.clip_val").clone()
+    model(batch[0]).sum().backward()
+    assert model.get_buffer("head.iteration") == 8
+    # The ranges moved a tenth of the way to this step's, as Mesa's do.
+    inputs: list[Tensor] = []
+    model.get_submodule("head").register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    model.eval()(batch[0])
+    groups = inputs[0].view(16, 3, -1).transpose(0, 1).flatten(1)
+    own = groups.amax(1) - groups.amin(1)
+    torch.testing.assert_close(model.get_buffer("head.clip_val"), 0.9 * widths + 0.1 * own)
+
+
+def test_ranges_survive_deepcopy_and_move_with_the_copy(
+    vit: Any, batch: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    model = deployed(vit, write_policy(tmp_path))
+    other = copy.deepcopy(model)
+    other(batch[0]).sum().backward()
+    assert other.get_buffer("head.iteration") == 1
+    assert model.get_buffer("head.iteration") == 0
+
+
+def test_conversion_keeps_weights_eps_hooks_and_mode(vit: Any) -> None:
+    weight, calls = vit.head.weight, []
+    handle = vit.head.register_forward_hook(lambda *_: calls.append(1))
+    vit.blocks[0].eval()
+    ms.policy.convert_by_num_groups(vit, 3)
+    block = vit.blocks[0]
+    assert isinstance(block, Block)
+    assert isinstance(block.norm1, ms.LayerNorm)
+    assert (block.norm1.eps, block.norm1.training, vit.head.training) == (1e-3, False, True)
+    assert vit.head.weight is weight
+    vit(torch.randn(1, 3, 24, 24))
+    handle.remove()
+    vit(torch.randn(1, 3, 24, 24))
+    assert calls == [1]
+
+
+def test_group_sizes_and_what_stays(vit: Any) -> None:
+    with pytest.warns(UserWarning, match=re.escape("'blocks.0.mlp.1 (GELU)'")):
+        ms.policy.convert_by_group_size(vit, 16)
+    mlp = vit.blocks[0].get_submodule("mlp.2")
+    assert isinstance(mlp, ms.Linear)
+    assert (mlp.quant_groups, vit.patches.quant_groups) == (4 * WIDTH // 16, 1)
+
+
+def test_groups_that_do_not_divide_are_fewer() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    with pytest.warns(UserWarning, match="'0' gets 2 groups: 3 do not divide its 64 channels"):
+        ms.policy.convert_by_num_groups(model, 3)
+
+
+def test_rules_bind_by_index_and_leave_alone_what_they_do_not_name(vit: Any, tmp_path: Path) -> None:
+    more = "\non gelu:\n  by_index: all\n  enable: True\n  level: 256\n\n  by_index: 1\n  enable: False\n"
+    model = deployed(vit, write_policy(tmp_path, more=more))
+    first, second = (block.get_submodule("mlp.1") for block in vit.blocks)
+    assert isinstance(first, ms.GELU)
+    assert isinstance(second, ms.GELU)
+    assert (first.enable, second.enable) == (True, False)
+    assert (first.index, second.index, first.quant_groups, first.ema_decay) == (0, 1, 3, 0.9)
+    softmax = model.get_submodule("blocks.1.attn.softmax")
+    assert isinstance(softmax, ms.Softmax)
+    assert (softmax.index, softmax.quant_groups) == (1, HEADS)
+    assert model.get_submodule("blocks.1.attn.mm2").index == 3  # two a block
+
+
+def test_a_policy_of_ours_is_deployed_too(vit: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ours.txt"
+    text = "# mesa-tune policy 1\non fc:\n  by_index: all\n  level: 16\n\n  by_name: head\n  enable: False\n"
+    path.write_text(text)
+    deployed(vit, path)
+    qkv = vit.get_submodule("blocks.0.attn.qkv")
+    assert isinstance(qkv, ms.Linear)
+    assert qkv.settings_now() == mt.LayerSettings(level=16)
+    assert isinstance(vit.head, ms.Linear)
+    assert not vit.head.enable
+
+
+def test_epoch_triggers(vit: Any, tmp_path: Path) -> None:
+    more = "\non epoch: 0 10\n  by_index: all\n  by_tag: fc\n  level: 16\n"
+    path = write_policy(tmp_path, more=more)
+    deployed(vit, path)
+    policies = ms.policy.read_policy(path, "epoch")
+    assert policies[0]["trigger"] == [0, 10]
+    assert policies[1] == {"by_index": "all", "by_tag": "fc", "level": "16"}
+    ms.policy.deploy_on_epoch(vit, policies, 9, verbose=str)
+    assert vit.head.level == 256
+    ms.policy.deploy_on_epoch(vit, policies, 10, verbose=str)
+    assert (vit.head.level, vit.patches.level) == (16, 256)
+    ms.policy.deploy_on_iteration(vit, [policies[0], {"by_index": ["0"], "enable": "false"}], 0, verbose=str)
+    assert (vit.patches.enable, vit.head.enable) == (False, True)
+
+
+def test_triggers_of_a_tags_section_bind_that_tag(vit: Any, tmp_path: Path) -> None:
+    path = tmp_path / "policy.txt"
+    path.write_text("on fc: 3\n  by_index: all\n  enable: True\n  level: 4\n")
+    deployed(vit, path)
+    ms.policy.deploy_on_epoch(vit, ms.policy.read_policy(path, "fc"), 3, verbose=str)
+    assert (vit.head.enable, vit.head.level, vit.patches.enable) == (True, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("on fc:\n  by_index: all\n  levle: 16\n", "did you mean 'level'"),
+        ("on fc:\n  by_index: all\n  level: many\n", "bad value 'many' for level"),
+    ],
+    ids=["key", "value"],
+)
+def test_bad_policies(vit: Any, tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "policy.txt"
+    path.write_text(text)
+    with pytest.raises(mt.PolicyError, match=message):
+        deployed(vit, path)
+
+
+def test_bad_rules_given_as_dicts(vit: Any) -> None:
+    ms.policy.convert_by_num_groups(vit, 3)
+    with pytest.raises(mt.PolicyError, match="unknown key 'levels'"):
+        vit.head.update_quantization_parameter(by_index="all", levels=3)
+    with pytest.raises(mt.PolicyError, match="bad value '1' for level"):
+        vit.head.update_quantization_parameter(by_index="all", level="1")
+    with pytest.raises(mt.PolicyError, match="no trigger"):
+        ms.policy.deploy_on_epoch(vit, [{"by_index": "all"}], 0)
+
+
+def test_warnings_name_what_means_nothing(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"ms\.Linear: 'args' means nothing"):
+        ms.Linear(4, 4, args=object())
+    with pytest.warns(UserWarning, match="no layer of Mesa's: convert_by_num_groups makes them"):
+        ms.policy.deploy_on_init(nn.Linear(2, 2), write_policy(tmp_path), verbose=str)
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match="5"):
+        deployed(model, write_policy(tmp_path, more="\non fc:\n  by_index: 5\n  enable: True\n"))
+
+
+def test_a_missing_policy_is_an_error(vit: Any, tmp_path: Path) -> None:
+    with pytest.raises(mt.PolicyError):
+        ms.policy.deploy_on_init(vit, tmp_path / "none.txt")
+
+
+def test_operands_stored_apart_are_refused() -> None:
+    layer = ms.MatMul(mesa=True)
+    layer.quant2.level = 16
+    with pytest.raises(ValueError, match="stores both operands alike"):
+        layer(torch.randn(4, 4, requires_grad=True), torch.randn(4, 4))
+
+
+def test_batchnorm_and_relu_by_themselves() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(ms.Conv2d(4, 8, 3, mesa=True), ms.BatchNorm2d(8, mesa=True), ms.ReLU(mesa=True))
+    twins = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    twins.load_state_dict(layers.state_dict(), strict=False)
+    x = torch.randn(4, 4, 9, 9)
+    assert torch.equal(layers(x), twins(x))
+    exact = gradient(twins, lambda: twins(x).square().sum())
+    assert error(gradient(layers, lambda: layers(x).square().sum()), exact) < 1e-3
+
+
+def test_a_layer_that_runs_twice_before_backward_has_both_ranges() -> None:
+    torch.manual_seed(0)
+    layer = ms.Linear(32, 8, mesa=True)
+    plain = nn.Linear(32, 8)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    small, large = torch.rand(40, 32), 100 * torch.rand(40, 32)
+    layer.ema_decay = 0.0
+    exact = gradient(plain, lambda: plain(small).sum() + plain(large).sum())
+    assert error(gradient(layer, lambda: layer(small).sum() + layer(large).sum()), exact) < 1e-3
