@@ -12,6 +12,7 @@ from zoo import TUNED, ZOO
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 LARGEST = 5
+BF16_ASKED = 0.27
 
 HEAD = """\
 # Models
@@ -24,7 +25,7 @@ Generated: `python benchmarks/models.py` measures, `python benchmarks/models.py 
   256 long; dropout is as published. Models in italics show what happens to models that nobody tuned for.
 * **storages** and **resident** are saved bytes in % of the plain model's, by two meters that share no code:
   storages born in the forward and alive after it, and the growth of the process. Parameters, buffers, the
-  batch and autocast's copies of parameters are left out.
+  batch and autocast's copies of parameters are left out. **asked** is the most that they may be.
 * **under a codec**: the share of the plain model's saved bytes that does not stay as PyTorch keeps it. What
   is left is listed by model below, with the shape of the largest tensor.
 * **error**: ‖ĝ − g‖² / ‖g‖² over all parameters, mean of three rounding seeds, at the batch in brackets.
@@ -37,6 +38,7 @@ COLUMNS = (
     "policy",
     "batch",
     "plain MB",
+    "asked",
     "storages",
     "resident",
     "under a codec",
@@ -82,6 +84,7 @@ def _row(result: Mapping[str, Any]) -> list[str]:
         result["policy"],
         str(result["batch_size"]),
         f"{result['plain']['storages'] / 1e6:,.0f}",
+        _asked(result),
         f"{share['storages']:.1%}",
         f"{share['resident']:.1%}",
         f"{result['under_codec']:.2%}",
@@ -93,6 +96,13 @@ def _row(result: Mapping[str, Any]) -> list[str]:
 def _title(result: Mapping[str, Any]) -> str:
     title = ZOO[result["subject"]].title
     return title if result["subject"] in TUNED else f"*{title}*"
+
+
+def _asked(result: Mapping[str, Any]) -> str:
+    """The share of plain's bytes that the project promises at uniform 16."""
+    if result["policy"] != "uniform 16":
+        return "—"
+    return f"{BF16_ASKED if result['autocast'] else ZOO[result['subject']].asked:.0%}"
 
 
 def _precision(result: Mapping[str, Any]) -> str:

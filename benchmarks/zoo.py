@@ -46,42 +46,27 @@ def workload(
     return mt.Workload(build, batch, chosen.loss, batch_size=batch_size, autocast=autocast)
 
 
-class UNet(nn.Module):
-    """A U-Net with residual blocks, group norm and SiLU, as diffusion models use it: image in, image out."""
+class Double(nn.Module):
+    """Convolution, group norm and SiLU, twice."""
 
-    def __init__(self, width: int, levels: int, dropout: float = 0.1, channels: int = 3) -> None:
+    def __init__(self, before: int, after: int, dropout: float) -> None:
         super().__init__()
-        widths = [width << level for level in range(levels)]
-        self.stem = nn.Conv2d(channels, width, 3, padding=1)
-        self.down = nn.ModuleList(
-            Residual(before, after, dropout) for before, after in zip([width, *widths], widths, strict=False)
-        )
-        self.pool = nn.MaxPool2d(2)
-        self.middle = Residual(widths[-1], widths[-1], dropout)
-        self.upsample = nn.Upsample(scale_factor=2, mode="nearest")
-        self.up = nn.ModuleList(
-            Residual(above + skip, skip, dropout)
-            for above, skip in zip([widths[-1], *reversed(widths)], reversed(widths), strict=False)
-        )
-        self.norm = nn.GroupNorm(8, width)
-        self.head = nn.Conv2d(width, channels, 3, padding=1)
+        self.conv1 = nn.Conv2d(before, after, 3, padding=1)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1)
+        self.norm1, self.norm2 = nn.GroupNorm(8, after), nn.GroupNorm(8, after)
+        self.silu, self.dropout = nn.SiLU(), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        skips = []
-        for block in self.down:
-            h = block(h)
-            skips.append(h)
-            h = self.pool(h)
-        h = self.middle(h)
-        for block, skip in zip(self.up, reversed(skips), strict=True):
-            h = block(torch.cat([self.upsample(h), skip], dim=1))
-        y: Tensor = self.head(F.silu(self.norm(h)))
+        h = self.dropout(self.silu(self.norm1(self.conv1(x))))
+        y: Tensor = self.silu(self.norm2(self.conv2(h)))
         return y
 
 
 class Residual(nn.Module):
-    """Norm, SiLU and convolution, twice, beside a shortcut."""
+    """Group norm, SiLU and convolution, twice, beside a shortcut, as in diffusion models.
+
+    A norm and the shortcut's convolution take the same tensor, of which PyTorch keeps one copy.
+    """
 
     def __init__(self, before: int, after: int, dropout: float) -> None:
         super().__init__()
@@ -98,9 +83,42 @@ class Residual(nn.Module):
         return y
 
 
-def _unet(scale: str, dropout: float | None) -> nn.Module:
+class UNet(nn.Module):
+    """Blocks down and up the scales, with skip connections: image in, image out."""
+
+    def __init__(self, block: Callable[..., nn.Module], width: int, levels: int, dropout: float) -> None:
+        super().__init__()
+        widths = [width << level for level in range(levels)]
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(
+            block(before, after, dropout) for before, after in zip([width, *widths], widths, strict=False)
+        )
+        self.pool = nn.MaxPool2d(2)
+        self.middle = block(widths[-1], widths[-1], dropout)
+        self.upsample = nn.Upsample(scale_factor=2, mode="nearest")
+        self.up = nn.ModuleList(
+            block(above + skip, skip, dropout)
+            for above, skip in zip([widths[-1], *reversed(widths)], reversed(widths), strict=False)
+        )
+        self.head = nn.Conv2d(width, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        skips = []
+        for block in self.down:
+            h = block(h)
+            skips.append(h)
+            h = self.pool(h)
+        h = self.middle(h)
+        for block, skip in zip(self.up, reversed(skips), strict=True):
+            h = block(torch.cat([self.upsample(h), skip], dim=1))
+        y: Tensor = self.head(h)
+        return y
+
+
+def _unet(block: Callable[..., nn.Module], scale: str, dropout: float | None) -> nn.Module:
     width, levels = (64, 4) if scale == "published" else (16, 2)
-    return UNet(width, levels, 0.1 if dropout is None else dropout)
+    return UNet(block, width, levels, 0.1 if dropout is None else dropout)
 
 
 def _configured(
@@ -290,9 +308,12 @@ TUNED: dict[str, Model] = {
         _text,
         _own_loss,
     ),
-    "unet": Model("U-Net", _unet, partial(_images, size=128), _denoise, asked=0.15),
+    "unet": Model("U-Net", partial(_unet, Double), partial(_images, size=128), _denoise, asked=0.15),
 }
 UNTUNED: dict[str, Model] = {
+    "unet_residual": Model(
+        "U-Net, residual", partial(_unet, Residual), partial(_images, size=128), _denoise, asked=0.15
+    ),
     "t5_small": Model(
         "T5-small",
         _configured(

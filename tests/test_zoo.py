@@ -26,6 +26,7 @@ NAMES = (
     "gpt2",
     "llama",
     "unet",
+    "unet_residual",
     "t5_small",
     "convnext_t",
     "vit_mae",
@@ -134,7 +135,7 @@ def test_what_a_policy_leaves_exact_is_named_with_its_bytes(bench: Any) -> None:
 
 def test_the_page_has_a_row_and_a_list_for_each_latest_result(bench: Any) -> None:
     def result(batch: int, autocast: str | None = None) -> dict[str, Any]:
-        row = bench.uncompressed.Row("blocks.*.mul.*", "mul", 2_000_000, 12, (8, 99), "float32")
+        left = bench.uncompressed.Row("blocks.*.mul.*", "mul", 2_000_000, 12, (8, 99), "float32")
         return {
             "date": "2026-01-02T03:04:05",
             "hardware": {"cpu": "some CPU", "threads": 1},
@@ -150,12 +151,14 @@ def test_the_page_has_a_row_and_a_list_for_each_latest_result(bench: Any) -> Non
             "errors": {"uniform 16": {"mean": 0.0123}},
             "error_batch_size": 2,
             "differs": [],
-            "left": [vars(row)],
+            "left": [vars(left)],
         }
 
+    row = "| GPT-2 | fp32 | uniform 16 | 8 | 100 | 14% | 12.3% | 13.3% | 98.00% | — | 1.2e-02 (2) | — | yes |"
     page = bench.models_page.page([result(4), result(8), result(8, "bfloat16")])
     assert (
-        "| GPT-2 | fp32 | uniform 16 | 8 | 100 | 12.3% | 13.3% | 98.00% | — | 1.2e-02 (2) | — | yes |" in page
+        "| GPT-2 | fp32 | uniform 16 | 8 | 100 | 14% | 12.3% | 13.3% | 98.00% | — | 1.2e-02 (2) | — | yes |"
+        in page
     )
     assert "| GPT-2 | fp32 | uniform 16 | 4 |" not in page
     assert page.count("| `blocks.*.mul.*` | mul | 12 of 8×99 float32 | 2.00 | 2.00% |") == 2
