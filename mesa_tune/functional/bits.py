@@ -24,7 +24,7 @@ aten = torch.ops.aten
 class Gate(NamedTuple):
     """`y = value(x, *parameters)`, in place by `in_place`; the gradient does not pass where `shut(x, …)`.
 
-    How a NaN passes is PyTorch's way, function by function.
+    Whether the gradient of a NaN passes is PyTorch's choice (on the CPU), function by function.
     """
 
     value: Callable[..., Tensor]
@@ -33,7 +33,7 @@ class Gate(NamedTuple):
 
 
 def _outside(x: Tensor, low: float, high: float) -> Tensor:
-    return (x <= low).logical_or_(x >= high)
+    return (x > low).logical_and_(x < high).logical_not_()
 
 
 def _clamped(x: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -43,7 +43,7 @@ def _clamped(x: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def _shrunk(x: Tensor, limit: float) -> Tensor:
-    return (x >= -limit).logical_and_(x <= limit)
+    return (x < -limit).logical_or_(x > limit).logical_not_()
 
 
 GATES: dict[str, Gate] = {
@@ -212,6 +212,7 @@ ROUTES: Routes = {
     F.leaky_relu: Route("leaky_relu", "relu", leaky_relu),
     F.leaky_relu_: Route("leaky_relu", "relu", leaky_relu_),
     F.threshold: Route("threshold", "relu", threshold),
+    torch.threshold: Route("threshold", "relu", threshold),
     torch.threshold_: Route("threshold", "relu", threshold_),
     F.hardshrink: _HARDSHRINK,
     Tensor.hardshrink: _HARDSHRINK,

@@ -40,12 +40,16 @@ def serve(
     call: "Call", kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in_place: bool = False
 ) -> Any:
     """Runs the curve `kind` on `x`, if that has something to gain."""
-    # What PyTorch keeps of a small tensor or a parameter costs less than a copy of the derivative.
-    if not x.requires_grad or call.small(x) or call.is_static(x):
+    if not x.requires_grad or call.small(x):
+        return call.plain()
+    # A parameter that PyTorch keeps costs nothing, a copy of the derivative does.
+    if call.is_static(x) and not CURVES[kind].of_output:
         return call.plain()
     # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
     if in_place and (x.is_leaf or x._base is not None):
         return call.plain()
+    if call.serves and not (in_place or CURVES[kind].of_output):
+        return call.apply("pointwise_input", (kind, parameters, x.dtype), x)
     return call.apply("pointwise", (kind, in_place, parameters, x.dtype), x)
 
 
@@ -143,8 +147,10 @@ ROUTES: Routes = {
     F.elu: Route("elu", "pointwise", partial(elu, "elu")),
     F.elu_: Route("elu", "pointwise", partial(elu_, "elu")),
     F.celu: Route("celu", "pointwise", partial(elu, "celu")),
+    torch.celu: Route("celu", "pointwise", partial(elu, "celu")),
     torch.celu_: Route("celu", "pointwise", partial(elu_, "celu")),
     F.selu: Route("selu", "pointwise", partial(simple, "selu")),
+    torch.selu: Route("selu", "pointwise", partial(simple, "selu")),
     torch.selu_: Route("selu", "pointwise", partial(simple, "selu", inplace=True)),
     torch.special.expit: Route("sigmoid", "pointwise", partial(simple, "sigmoid")),
     torch.special.erf: Route("erf", "pointwise", partial(simple, "erf")),
