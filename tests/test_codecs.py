@@ -1,0 +1,176 @@
+"""What every codec of the table must do, whatever the shape, dtype, strides and settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mesa_tune.codec_ops import RAW
+from mesa_tune.codecs import CODECS, Memory, Spec, refusal
+from mesa_tune.ops import DTYPES
+from mesa_tune.settings import LayerSettings
+
+KEY = torch.tensor([7], dtype=torch.int64)
+BY_NAME = {
+    "quantize": LayerSettings(level=16),
+    "running": LayerSettings(level=16, ema_decay=0.9),
+    "drop": LayerSettings(level=16, drop=0.5),
+    "drop-exact": LayerSettings(drop=0.5, store="exact"),
+    "vrandom": LayerSettings(drop=0.5, store="exact"),
+    "mixed": LayerSettings(level=16, allocation="sample"),
+    "offload": LayerSettings(store="offload"),
+}
+SHAPES = [(), (0,), (1,), (3, 0, 2), (13,), (7, 11), (2, 3, 5), (4, 6, 3, 5), (2, 3, 2, 3, 5), (1, 4097)]
+
+layer_settings = st.builds(
+    lambda groups, **others: LayerSettings(**groups, **others),
+    st.sampled_from(
+        [{"group_size": n} for n in (1, 3, 64, 256)]
+        + [{"group_size": None, "quant_groups": n} for n in (1, 3)]
+    ),
+    level=st.integers(2, 256),
+    ema_decay=st.sampled_from([0.0, 0.9]),
+    rounding=st.sampled_from(["stochastic", "nearest"]),
+    drop=st.sampled_from([0.0, 0.0, 0.3, 0.9, 0.999]),
+    allocation=st.sampled_from(["uniform", "sample"]),
+    store=st.sampled_from(["quantize", "quantize", "exact", "offload"]),
+).filter(lambda layer: not layer.exact)
+
+
+def spec_of(layer: LayerSettings, codec: str | None = None) -> Spec:
+    spec = Spec.of(layer, 0)
+    assert spec is not None
+    return spec if codec is None else spec._replace(codec=codec)
+
+
+def round_trip(x: Tensor, spec: Spec, memory: Memory | None = None) -> tuple[list[Tensor], Tensor]:
+    parts = CODECS[spec.codec].encode(x, spec, KEY, memory)
+    return parts, CODECS[spec.codec].decode(parts, x.shape, x.dtype, spec)
+
+
+def all_bytes(parts: list[Tensor]) -> int:
+    return sum(part.untyped_storage().nbytes() for part in parts)
+
+
+def laid_out(x: Tensor, how: str) -> Tensor:
+    """x with other strides, or a tensor near it for layouts that its shape cannot have."""
+    if how == "transposed" and x.dim() > 1:
+        return x.transpose(0, -1)
+    if how == "sliced" and x.dim() > 1:
+        return torch.cat([x, x], -1)[..., 1 : x.shape[-1] + 1]
+    if how == "expanded":
+        return x.unsqueeze(0).expand(2, *x.shape)
+    if how == "channels_last" and x.dim() in (4, 5):
+        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        return x.contiguous(memory_format=layout)
+    return x
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_table_is_complete(name: str) -> None:
+    assert name.split("-", maxsplit=1)[0] in CODECS
+    assert {each.split("-")[0] for each in BY_NAME} == set(CODECS)
+
+
+@pytest.mark.filterwarnings("ignore:mesa-tune. .* has no effect")
+@settings(max_examples=150, deadline=None)
+@given(
+    layer_settings,
+    st.one_of(st.sampled_from(SHAPES), st.lists(st.integers(0, 7), max_size=5).map(tuple)),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["", "transposed", "sliced", "expanded", "channels_last"]),
+    st.booleans(),
+)
+def test_shape_dtype_bytes_and_values(
+    layer: LayerSettings, shape: tuple[int, ...], dtype: torch.dtype, how: str, remembers: bool
+) -> None:
+    spec = spec_of(layer)
+    generator = torch.Generator().manual_seed(math.prod(shape))
+    x = laid_out(torch.randn(shape, generator=generator).to(dtype), how)
+    if refusal(x.to("meta"), spec) is not None:
+        return
+    before = x.clone()
+    parts, decoded = round_trip(x, spec, {} if remembers else None)
+    assert torch.equal(x, before)
+    assert decoded.shape == x.shape
+    assert decoded.dtype == x.dtype
+    assert torch.isfinite(decoded).all()
+    if spec.codec != "offload":
+        assert all_bytes(parts) == CODECS[spec.codec].packed_bytes(x.shape, spec, x.element_size())
+    again, same = round_trip(x.contiguous(), spec, {} if remembers else None)
+    assert torch.equal(decoded, same)
+    assert all(torch.equal(one, other) for one, other in zip(parts, again, strict=True))
+    if x.numel():
+        span = (x.max() - x.min()).float()
+        kept = decoded != 0 if spec.drop else torch.ones_like(decoded, dtype=torch.bool)
+        assert ((decoded - x).abs().float()[kept] <= span * 1.01 + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_nan_and_infinity_never_come_back_as_numbers(name: str, dtype: torch.dtype) -> None:
+    spec = spec_of(BY_NAME[name], name.split("-", maxsplit=1)[0])
+    for bad in (math.nan, math.inf, -math.inf):
+        x = torch.randn(8, 300).to(dtype)
+        x[3, 17] = bad
+        if spec.codec == "vrandom":  # chooses without looking, so the element may be gone
+            continue
+        memory: Memory = {}
+        round_trip(torch.randn(8, 300).to(dtype), spec, memory)
+        decoded = round_trip(x, spec, memory)[1]
+        assert not torch.isfinite(decoded[3, 17]), name
+        after = round_trip(torch.randn(8, 300).to(dtype), spec, memory)[1]
+        assert torch.isfinite(after).all(), "one bad step must not stay"
+
+
+@pytest.mark.parametrize("name", ["quantize", "running", "mixed"])
+def test_stochastic_rounding_is_unbiased(name: str) -> None:
+    spec = spec_of(replace(BY_NAME[name], level=4))
+    x = torch.randn(6, 512)
+    codec = CODECS[spec.codec]
+    draws = [
+        codec.decode(codec.encode(x, spec, torch.tensor([n]), {}), x.shape, x.dtype, spec) for n in range(400)
+    ]
+    drawn = torch.stack(draws)
+    assert (drawn.mean(0) - x).square().sum() < 1.15 * drawn.var(0).sum() / len(draws)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_codecs_trace(name: str) -> None:
+    spec = spec_of(BY_NAME[name], name.split("-", maxsplit=1)[0])
+    x = torch.randn(6, 40, 32)
+
+    def stored(x: Tensor, key: Tensor) -> Tensor:
+        codec = CODECS[spec.codec]
+        return codec.decode(codec.encode(x, spec, key), x.shape, x.dtype, spec)
+
+    compiled = torch.compile(stored, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, KEY), stored(x, KEY))
+
+
+OPS = {
+    "extents": lambda x: (x, 64, 0),
+    "quantize_within": lambda x: (x, RAW.extents(x, 64, 0), 4, 10, 64, 0, True, KEY),
+    "sparsify": lambda x: (x, 33),
+    "densify": lambda x: (*RAW.sparsify(x, 33), (6, 50)),
+    "quantize_samples": lambda x: (x, 4, 64, 0, True, KEY, None),
+    "dequantize_samples": lambda x: (
+        *RAW.quantize_samples(x, 4, 64, 0, True, KEY, None),
+        (6, 50),
+        torch.float32,
+        64,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_are_what_they_say_to_compilers(name: str) -> None:
+    op = getattr(RAW, name).default
+    torch.library.opcheck(op, OPS[name](torch.randn(6, 50)))
