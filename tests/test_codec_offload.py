@@ -1,0 +1,192 @@
+"""Host memory: the order of copies with a copier that only notes them, and the real thing on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.codecs import Spec, offload
+from mesa_tune.codecs.offload import Arrival, Shelf
+from mesa_tune.settings import LayerSettings
+
+KEY = torch.tensor([5], dtype=torch.int64)
+
+
+class Notes:
+    """A copier whose device is the host; says what it does, tensors by their first element."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def out(self, x: Tensor) -> Tensor:
+        self.done.append(f"out {int(x[0])}")
+        return x.clone()
+
+    def back(self, host: Tensor) -> Arrival:
+        number, copy = int(host[0]), host.clone()
+        self.done.append(f"back {number}")
+
+        def arrived() -> Tensor:
+            self.done.append(f"arrived {number}")
+            return copy
+
+        return arrived
+
+
+def filled(count: int) -> tuple[Shelf, Notes, list[Tensor]]:
+    notes = Notes()
+    shelf = Shelf(notes)
+    hosts = [shelf.put(torch.full((4,), float(number))) for number in range(count)]
+    notes.done.clear()
+    return shelf, notes, hosts
+
+
+def test_each_take_has_the_one_before_on_its_way() -> None:
+    shelf, notes, hosts = filled(3)
+    for number in (2, 1, 0):
+        assert shelf.take(hosts.pop())[0] == number
+    assert notes.done == [
+        *("back 2", "back 1", "arrived 2"),
+        *("back 0", "arrived 1"),
+        "arrived 0",
+    ]
+    assert shelf.ahead is None
+
+
+def test_what_nobody_keeps_is_passed_over() -> None:
+    shelf, notes, hosts = filled(4)
+    last = hosts.pop()
+    del hosts[1:]
+    gc.collect()
+    shelf.take(last)
+    assert notes.done == ["back 3", "back 0", "arrived 3"]
+
+
+def test_another_order_costs_a_copy_and_nothing_else() -> None:
+    shelf, notes, hosts = filled(3)
+    assert shelf.take(hosts[0])[0] == 0
+    assert shelf.take(hosts[2])[0] == 2
+    assert shelf.take(hosts[0])[0] == 0
+    assert shelf.take(hosts[1])[0] == 1
+    assert notes.done.count("back 0") == 3
+
+
+def test_a_second_backward_gets_the_same() -> None:
+    shelf, _, hosts = filled(3)
+    for _ in range(2):
+        assert [int(shelf.take(host)[0]) for host in reversed(hosts)] == [2, 1, 0]
+
+
+def test_at_most_one_copy_is_ahead() -> None:
+    shelf, notes, hosts = filled(6)
+    for host in reversed(hosts):
+        shelf.take(host)
+        begun, arrived = (sum(word.startswith(what) for word in notes.done) for what in ("back", "arrived"))
+        assert begun - arrived <= 1
+
+
+def test_a_new_step_forgets_the_last_one() -> None:
+    shelf, _, hosts = filled(3)
+    shelf.take(hosts[2])
+    hosts.clear()
+    gc.collect()
+    host = shelf.put(torch.zeros(4))
+    assert shelf.ahead is None
+    assert len(shelf.tickets) == 1
+    assert shelf.last is not None
+    assert shelf.last.before is None
+    assert shelf.take(host)[0] == 0
+
+
+def test_copies_ahead_of_freed_tensors_are_freed() -> None:
+    shelf, notes, hosts = filled(2)
+    shelf.take(hosts[1])
+    hosts.clear()
+    gc.collect()
+    shelf.put(torch.ones(4))
+    assert shelf.ahead is None
+    assert notes.done == ["back 1", "back 0", "arrived 1", "out 1"]
+
+
+def test_strides_survive_the_way_there_and_back() -> None:
+    x = torch.arange(96.0).view(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    parts = offload.encode(x, spec(), KEY)
+    later = offload.encode(x + 1, spec(), KEY)
+    for stored, wanted in ((later, x + 1), (parts, x)):
+        found = offload.decode(stored, x.shape, x.dtype, spec())
+        assert torch.equal(found, wanted)
+        assert found.stride() == wanted.stride()
+
+
+def test_on_a_cpu_everything_stays_and_each_layer_says_so_once() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+    model = mt.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), offloading())
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(128, 64)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for one in (model, plain):
+            one((x * 1).requires_grad_() * 1).square().mean().backward()
+        model((x * 1).requires_grad_() * 1)
+    texts = [str(each.message) for each in seen]
+    assert sum("'0'" in text and "frees nothing on a CPU" in text for text in texts) == 1
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def offloading() -> mt.Policy:
+    return mt.Policy.uniform(store="offload")
+
+
+def spec() -> Spec:
+    made = Spec.of(LayerSettings(store="offload"), 0)
+    assert made is not None
+    return made
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_gradients_are_exact_and_memory_is_free() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(1024, 1024) for _ in range(8)]
+    model = nn.Sequential(*layers).cuda()
+    x = torch.randn(4096, 1024, device="cuda")
+
+    def step() -> tuple[int, list[Tensor]]:
+        model.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        loss = model((x * 1).requires_grad_() * 1).square().mean()
+        torch.cuda.synchronize()
+        kept = torch.cuda.memory_allocated() - before
+        loss.backward()
+        torch.cuda.synchronize()
+        return kept, [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    step()
+    plain, wanted = step()
+    mt.convert(model, offloading())
+    step()
+    kept, found = step()
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    tensor = x.numel() * x.element_size()
+    assert kept <= plain - 6 * tensor
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_bits_come_back_whatever_the_streams_do() -> None:
+    x = torch.randn(1 << 20, device="cuda")
+    kept = []
+    for number in range(20):
+        copy = x * number
+        kept.append(offload.encode(copy, spec(), KEY))
+        copy.fill_(-1)
+        del copy
+    for number in reversed(range(20)):
+        assert torch.equal(offload.decode(kept.pop(), x.shape, x.dtype, spec()), x * number)
