@@ -1,5 +1,7 @@
 """The ways to store a tensor, one file a codec. To add one: its file, and its line in `CODECS`."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from mesa_tune import ops
@@ -15,7 +17,7 @@ CODECS: dict[str, Codec] = {
     "vrandom": vrandom,
 }
 
-__all__ = ["CODECS", "Codec", "Memory", "Spec", "refusal"]
+__all__ = ["CODECS", "Codec", "Memory", "Spec", "memory_bytes", "refusal"]
 
 
 def refusal(tensor: Tensor, spec: Spec) -> str | None:
@@ -32,3 +34,9 @@ def refusal(tensor: Tensor, spec: Spec) -> str | None:
     if spec.quant_groups and extent % spec.quant_groups:
         return f"quant_groups {spec.quant_groups} does not divide {extent}"
     return None
+
+
+def memory_bytes(shape: Sequence[int], spec: Spec) -> int:
+    """Bytes that the codec of `spec` keeps from step to step for a tensor of `shape`."""
+    needs = getattr(CODECS[spec.codec], "memory_bytes", None)
+    return 0 if needs is None else int(needs(shape, spec))

@@ -49,8 +49,13 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-    """As `quantize`; the memory, two numbers a group, lives beside the model's buffers and is not counted."""
+    """As `quantize`."""
     return quantize.packed_bytes(shape, spec)
+
+
+def memory_bytes(shape: Sequence[int], spec: Spec) -> int:
+    """Bytes of the memory: two numbers a group, and the count of steps."""
+    return 8 * reference.group_count(math.prod(shape), spec.group_size, spec.quant_groups) + 4
 
 
 def _in_backward() -> bool:

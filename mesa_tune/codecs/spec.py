@@ -26,15 +26,14 @@ class Spec(NamedTuple):
     min_elements: int
     drop: float = 0.0
     ema_decay: float = 0.0
+    exact: bool = False
     derive: bool = False
     serves: bool = False
 
     @property
     def alone(self) -> "Spec":
         """The same way to store, whatever other layers keep; two layers share a copy by this."""
-        return Spec(*self[:-2])  # not `_replace`, which cannot be traced
-
-    exact: bool = False
+        return self._replace(derive=False, serves=False) if self.derive or self.serves else self
 
     @staticmethod
     def of(settings: LayerSettings, min_elements: int) -> "Spec | None":
@@ -53,8 +52,8 @@ class Spec(NamedTuple):
             min_elements,
             settings.drop,
             settings.ema_decay,
+            settings.store in ("exact", "offload"),
             settings.store == "derive",
-            exact=settings.store in ("exact", "offload"),
         )
 
     @property
@@ -109,6 +108,9 @@ class Codec(Protocol):
     def decode(self, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
         """A tensor of `shape` and `dtype` near the one that was encoded."""
         ...
+
+    # Two functions more are for those that need them: `refuses(tensor, spec)`, why a tensor cannot be stored
+    # so, in place of the quantizer's reasons; `memory_bytes(shape, spec)`, what it remembers of a tensor.
 
     def packed_bytes(self, shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
         """Bytes on the device of all parts of an encoded tensor, `element_size` bytes an element."""

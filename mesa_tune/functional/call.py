@@ -183,7 +183,10 @@ class Call:
             return any(given is not None and given.numel() > self.spec.min_elements for given in tensors)
         given = [tensor for tensor in tensors if tensor is not None]
         # PyTorch may keep the copy that autocast makes, which is smaller than the tensor itself.
-        return any(pays(tensor, self.spec, _kept_size(tensor)) for tensor in given)
+        return any(
+            pays(tensor, self.spec, _kept_size(tensor)) and is_possible(tensor, self.spec, self.layer)
+            for tensor in given
+        )
 
 
 def _kept_size(tensor: Tensor) -> int:

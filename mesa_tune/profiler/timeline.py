@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from mesa_tune.codecs import CODECS, Spec
+from mesa_tune.codecs import CODECS, Spec, memory_bytes
 from mesa_tune.errors import BudgetError
 from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
 
@@ -233,12 +233,15 @@ class SizedTimeline:
 
 @lru_cache(maxsize=1 << 16)
 def settings_bytes(elements: int, settings: LayerSettings, itemsize: int = 4, samples: int = 1) -> int:
-    """Bytes on the device of a packed tensor of this many elements, `samples` along its first dimension."""
+    """Bytes on the device of a packed tensor of this many elements, `samples` along its first dimension.
+
+    What its codec remembers from step to step counts, too.
+    """
     spec = Spec.of(settings, 0)
     if spec is None:
         return elements * itemsize
     shape = (samples, elements // samples) if samples and elements % samples == 0 else (1, elements)
-    return CODECS[spec.codec].packed_bytes(shape, spec, itemsize)
+    return CODECS[spec.codec].packed_bytes(shape, spec, itemsize) + memory_bytes(shape, spec)
 
 
 def _pair(values: Any) -> Pair:

@@ -1,0 +1,86 @@
+"""Profile, predictions and search over settings of every codec, on the digits example at a small batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mesa_tune as mt
+from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.settings import LayerSettings
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "digits_vit.py"
+BATCH = 4
+OPTIONS = {
+    "4 bits": LayerSettings(level=16),
+    "running": LayerSettings(level=16, ema_decay=0.9),
+    "by sample": LayerSettings(level=16, allocation="sample"),
+    "dropped": LayerSettings(level=16, drop=0.9),
+    "dropped, survivors exact": LayerSettings(drop=0.5, store="exact"),
+    "offload": LayerSettings(store="offload"),
+}
+
+
+@pytest.fixture(scope="module", name="workload")
+def _workload() -> mt.Workload:
+    return mt.Workload.load(str(EXAMPLE), batch_size=BATCH, device="cpu")
+
+
+@pytest.fixture(scope="module", name="profile")
+def _profile(workload: mt.Workload) -> Profile:
+    return mt.profile(workload, options=list(OPTIONS.values()), seeds=1)
+
+
+def policy_of(profile: Profile, settings: LayerSettings) -> mt.Policy:
+    return mt.Policy.from_assignments(
+        (layer.tag, layer.index, layer.name, settings) for layer in profile.layers
+    )
+
+
+@pytest.mark.filterwarnings("ignore:mesa-tune. .* frees nothing on a CPU")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_predicted_bytes_are_the_measured_ones(workload: mt.Workload, profile: Profile, name: str) -> None:
+    policy = policy_of(profile, OPTIONS[name])
+    assert mt.Policy.parse(policy.dumps()) == policy
+    model = workload.build()
+    optimizer = workload.make_optimizer(model)
+    mt.convert(model, policy)
+
+    def loss(model, batch):  # type: ignore[no-untyped-def]
+        with mt.compress_saved(policy):
+            return workload.compute_loss(model, batch)
+
+    measured = measure_step(model, workload.make_batch(), loss, optimizer)
+    assert profile.predict(policy).saved_bytes == pytest.approx(measured.saved_bytes, abs=64)
+
+
+def test_each_option_has_its_own_error_and_bytes(profile: Profile) -> None:
+    layer = next(layer for layer in profile.layers if layer.name.endswith("mlp.0"))
+    by_settings = {option.settings: option for option in layer.options}
+    assert OPTIONS["offload"] not in by_settings
+    four, dropped, exact = (
+        by_settings[OPTIONS[name]] for name in ("4 bits", "dropped", "dropped, survivors exact")
+    )
+    assert dropped.bytes < four.bytes < exact.bytes < layer.bytes
+    assert dropped.tensor_error > exact.tensor_error > four.tensor_error > 0
+    assert all(option.gradient_error is not None for option in layer.options)
+
+
+def test_a_search_can_choose_to_drop(profile: Profile) -> None:
+    low = profile.predict(policy_of(profile, OPTIONS["4 bits"]))
+    only = profile.predict(policy_of(profile, OPTIONS["dropped"]))
+    assert only.saved_bytes < low.saved_bytes
+    plan = mt.search_policy(profile, low.peak_bytes, max_saved=(only.saved_bytes + low.saved_bytes) // 2)
+    assert plan.predicted.saved_bytes <= (only.saved_bytes + low.saved_bytes) // 2
+    chosen = set(profile.assignment(plan.policy).values())
+    assert any(settings.drop for settings in chosen)
+
+
+def test_a_saved_profile_knows_the_same(profile: Profile, tmp_path: Path) -> None:
+    profile.save(tmp_path / "profile.json")
+    again = Profile.load(tmp_path / "profile.json")
+    for settings in OPTIONS.values():
+        policy = policy_of(profile, settings)
+        assert again.predict(policy) == profile.predict(policy)
