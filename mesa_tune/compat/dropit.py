@@ -120,7 +120,8 @@ def remove(module: nn.Module) -> None:
     dropiter = module.__dict__.pop("dropiter", None)
     if isinstance(module, (ms.Linear, ms.Conv2d)):
         module.instead = None
-    elif isinstance(dropiter, DropITer) and module.__dict__.get("forward") is dropiter:
+    elif module.__dict__.get("forward") is dropiter and isinstance(dropiter, DropITer):
+        before = dropiter.before
         del module.__dict__["forward"]
-        if dropiter.before is not None:
-            module.__dict__["forward"] = dropiter.before
+        if before is not None:
+            module.__dict__["forward"] = before
