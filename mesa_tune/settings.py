@@ -19,6 +19,8 @@ TAGS: Final = (
         "instancenorm",
         "dropout",
         "maxpool",
+        "avgpool",
+        "pad",
         "mul",
         "pointwise",
         "loss",

@@ -169,6 +169,18 @@ def _summation(equation: str, *shapes: tuple[int, ...]) -> Callable[[torch.dtype
     return lambda dtype: [equation, *(leaf(*shape, dtype=dtype) for shape in shapes)]
 
 
+def _shares(dtype: torch.dtype, log: bool = False) -> list[Any]:
+    target = torch.randn(6, 20, dtype=torch.float64).log_softmax(-1)
+    return [leaf(6, 20, dtype=dtype), (target if log else target.exp()).to(dtype)]
+
+
+def _binary(dtype: torch.dtype, logits: bool = True) -> list[Any]:
+    x = torch.randn(6, 20, dtype=torch.float64)
+    weight = torch.rand(20) + 0.5
+    target = torch.rand(6, 20).to(dtype)
+    return [(x if logits else x.sigmoid()).to(dtype).requires_grad_(), target, weight.to(dtype)]
+
+
 CASES: dict[str, Case] = {
     "linear": Case(F.linear, _tensors((4, 6, 32), (16, 32), (16,))),
     "linear_vector": Case(F.linear, _tensors((32,), (16, 32), (16,))),
@@ -212,11 +224,9 @@ CASES: dict[str, Case] = {
     "group_norm_flat": Case(F.group_norm, _grouped((24, 12), 3)),
     "group_norm_no_affine": Case(F.group_norm, lambda dtype: [leaf(2, 6, 4, 3, 3, dtype=dtype), 6]),
     "instance_norm": Case(F.instance_norm, lambda dtype: [leaf(4, 6, 5, 5, dtype=dtype, scale=2)]),
-    "instance_norm_all": Case(F.instance_norm, lambda dtype: _batch(4, 6, 20, training=True)(dtype)),
-    "instance_norm_eval": Case(F.instance_norm, lambda dtype: _batch(4, 6, 5, 5, training=False)(dtype)),
-    "instance_norm_3d": Case(
-        F.instance_norm, lambda dtype: _batch(3, 6, 4, 3, 2, training=True, running=False)(dtype)
-    ),
+    "instance_norm_all": Case(F.instance_norm, _batch(4, 6, 20, training=True)),
+    "instance_norm_eval": Case(F.instance_norm, _batch(4, 6, 5, 5, training=False)),
+    "instance_norm_3d": Case(F.instance_norm, _batch(3, 6, 4, 3, 2, training=True, running=False)),
     "gelu": Case(F.gelu, _tensors((5, 40))),
     "gelu_tanh": Case(F.gelu, _tensors((5, 40)), {"approximate": "tanh"}),
     "relu": Case(F.relu, _tensors((5, 41))),
@@ -304,6 +314,61 @@ CASES: dict[str, Case] = {
     "attention_trained_mask": Case(F.scaled_dot_product_attention, _attention(mask="wanted", heads=4)),
     "attention_3d": Case(F.scaled_dot_product_attention, _tensors((3, 12, 16), (3, 12, 16), (3, 12, 16))),
     "attention_dropout": Case(F.scaled_dot_product_attention, _attention(heads=4), {"dropout_p": 0.2}),
+    "log_softmax": Case(F.log_softmax, _tensors((4, 6, 20)), {"dim": -1}),
+    "log_softmax_wide": Case(Tensor.log_softmax, _tensors((4, 6, 20)), {"dim": 1, "dtype": torch.float64}),
+    "nll_loss": Case(F.nll_loss, _indices(12, 10)),
+    "nll_loss_all": Case(F.nll_loss, _indices(6, 10, 3, weight=True), {"ignore_index": 1}),
+    "nll_loss_sum": Case(F.nll_loss, _indices(6, 10, 3, 2, weight=True), {"reduction": "sum"}),
+    "nll_loss_none": Case(F.nll_loss, _indices(6, 10), {"reduction": "none", "ignore_index": 1}),
+    "nll_loss_one": Case(F.nll_loss, lambda dtype: [leaf(10, dtype=dtype), torch.tensor(3)]),
+    "mse_loss": Case(F.mse_loss, _tensors((6, 20), (6, 20))),
+    "mse_loss_repeated": Case(F.mse_loss, _tensors((6, 20), (20,)), {"reduction": "sum"}),
+    "l1_loss": Case(F.l1_loss, _tensors((6, 20), (6, 20)), {"reduction": "none"}),
+    "smooth_l1_loss": Case(F.smooth_l1_loss, _tensors((6, 20), (6, 20)), {"beta": 0.4}),
+    "huber_loss": Case(F.huber_loss, _tensors((6, 20), (6, 20)), {"delta": 0.6}),
+    "kl_div": Case(F.kl_div, _shares, {"reduction": "batchmean"}),
+    "kl_div_log": Case(
+        F.kl_div, lambda dtype: _shares(dtype, log=True), {"reduction": "sum", "log_target": True}
+    ),
+    "binary_cross_entropy": Case(F.binary_cross_entropy, lambda dtype: _binary(dtype, logits=False)),
+    "binary_cross_entropy_logits": Case(
+        F.binary_cross_entropy_with_logits, _binary, {"pos_weight": torch.tensor(2.5), "reduction": "sum"}
+    ),
+    "dropout": Case(F.dropout, _tensors((5, 40)), {"p": 0.3}),
+    "dropout_torch": Case(torch.dropout, lambda dtype: [leaf(5, 41, dtype=dtype), 0.2, True]),
+    "dropout2d": Case(F.dropout2d, _tensors((6, 5, 4, 4))),
+    "dropout3d": Case(F.dropout3d, _tensors((4, 5, 4, 2, 2)), {"p": 0.3}),
+    "alpha_dropout": Case(F.alpha_dropout, _tensors((5, 40)), {"p": 0.3, "training": True}),
+    "feature_alpha_dropout": Case(F.feature_alpha_dropout, _tensors((8, 9, 5)), {"training": True}),
+    "max_pool1d": Case(F.max_pool1d, lambda dtype: [leaf(3, 4, 20, dtype=dtype), 3, 2, 1]),
+    "max_pool2d": Case(F.max_pool2d, lambda dtype: [leaf(3, 4, 9, 8, dtype=dtype), 3, 2, 1]),
+    "max_pool2d_all": Case(
+        F.max_pool2d, lambda dtype: [leaf(3, 4, 11, 9, dtype=dtype), (3, 2), (2, 3), (1, 0), (2, 1), True]
+    ),
+    "max_pool2d_unbatched": Case(torch.max_pool2d, lambda dtype: [leaf(4, 9, 8, dtype=dtype), 2]),
+    "max_pool2d_channels_last": Case(F.max_pool2d, lambda dtype: [*_channels_last(dtype)[:1], 3, 2, 1]),
+    "max_pool3d": Case(
+        F.max_pool3d, lambda dtype: [leaf(2, 3, 6, 7, 8, dtype=dtype), (2, 3, 2), 2, (1, 1, 0)]
+    ),
+    "adaptive_max_pool1d": Case(F.adaptive_max_pool1d, lambda dtype: [leaf(3, 4, 20, dtype=dtype), 7]),
+    "adaptive_max_pool2d": Case(
+        F.adaptive_max_pool2d, lambda dtype: [leaf(3, 4, 9, 8, dtype=dtype), (4, None)]
+    ),
+    "adaptive_max_pool3d": Case(
+        F.adaptive_max_pool3d, lambda dtype: [leaf(3, 5, 6, 7, dtype=dtype), (2, 4, 3)]
+    ),
+    "avg_pool1d": Case(F.avg_pool1d, lambda dtype: [leaf(3, 4, 20, dtype=dtype), 3, 2, 1]),
+    "avg_pool2d": Case(
+        F.avg_pool2d, lambda dtype: [leaf(3, 4, 9, 8, dtype=dtype), (3, 2), 2, (1, 0), True, False]
+    ),
+    "avg_pool2d_unbatched": Case(F.avg_pool2d, lambda dtype: [leaf(4, 9, 8, dtype=dtype), 2]),
+    "adaptive_avg_pool1d": Case(F.adaptive_avg_pool1d, lambda dtype: [leaf(4, 20, dtype=dtype), 7]),
+    "adaptive_avg_pool2d": Case(
+        F.adaptive_avg_pool2d, lambda dtype: [leaf(3, 4, 9, 8, dtype=dtype), (4, None)]
+    ),
+    "adaptive_avg_pool3d": Case(F.adaptive_avg_pool3d, lambda dtype: [leaf(2, 3, 5, 6, 7, dtype=dtype), 3]),
+    "pad_reflect": Case(F.pad, lambda dtype: [leaf(3, 4, 9, 8, dtype=dtype), (1, 2, 3, 0), "reflect"]),
+    "pad_replicate": Case(F.pad, lambda dtype: [leaf(3, 4, 20, dtype=dtype), (1, 2), "replicate"]),
     "cross_entropy": Case(F.cross_entropy, _indices(12, 10)),
     "cross_entropy_all": Case(
         F.cross_entropy, _indices(12, 10, weight=True), {"label_smoothing": 0.2, "ignore_index": 1}

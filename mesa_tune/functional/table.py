@@ -15,11 +15,16 @@ from mesa_tune.functional import (
     elementwise,
     fc,
     loss,
+    masks,
     multihead,
     norm,
     pointwise,
+    pools,
     products,
+    rebuilding,
+    residuals,
     selecting,
+    window,
 )
 from mesa_tune.functional.formula import Formula, Layers, Route, Routes
 
@@ -30,6 +35,7 @@ FAMILIES = (
     batchnorm,
     activation,
     pointwise,
+    rebuilding,
     bits,
     products,
     contraction,
@@ -38,6 +44,10 @@ FAMILIES = (
     attention,
     multihead,
     loss,
+    residuals,
+    masks,
+    window,
+    pools,
 )
 
 FORMULAS: dict[str, Formula] = {name: one for family in FAMILIES for name, one in family.FORMULAS.items()}

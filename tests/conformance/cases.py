@@ -198,6 +198,32 @@ def _leaky_in_place(h: Tensor) -> Tensor:
     return F.leaky_relu(h + 0, 0.2, inplace=True)
 
 
+def _nll(h: Tensor) -> Tensor:
+    target = torch.arange(h.shape[0] * h.shape[1]) % h.shape[2]
+    return F.nll_loss(F.log_softmax(h.flatten(0, 1), -1), target, reduction="sum")
+
+
+def _mse(h: Tensor) -> Tensor:
+    return F.mse_loss(h, h.detach().sin(), reduction="sum")
+
+
+def _l1(h: Tensor) -> Tensor:
+    return F.l1_loss(h, h.detach().sin(), reduction="sum")
+
+
+def _bce(h: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(h, (h.detach() > 0.3).to(h.dtype), reduction="sum")
+
+
+def _dropout_in_place(h: Tensor) -> Tensor:
+    return F.dropout(h + 0, 0.2, inplace=True)
+
+
+def _max_with_indices(h: Tensor) -> Tensor:
+    values, indices = F.max_pool2d(h, 3, return_indices=True)
+    return values * (1 + indices)
+
+
 class SelfAttention(nn.Module):
     """`nn.MultiheadAttention` of h with itself."""
 
@@ -287,6 +313,22 @@ CASES: tuple[Case, ...] = (
     Case("attention-grouped", (4, 24, 64), lambda: Direct(_attention_grouped), ("attention",)),
     Case("MultiheadAttention", _TOKENS, lambda: SelfAttention(False), ("attention",)),
     Case("MultiheadAttention-weights", _TOKENS, lambda: SelfAttention(True), ("attention",)),
+    Case("LogSoftmax", _TOKENS, lambda: nn.LogSoftmax(-1), ("softmax",)),
+    Case("log_softmax-nll_loss", _TOKENS, lambda: Direct(_nll), ("softmax", "loss"), scalar=True),
+    Case("mse_loss", _TOKENS, lambda: Direct(_mse), ("loss", "pointwise"), scalar=True),
+    Case("l1_loss", _TOKENS, lambda: Direct(_l1), ("loss", "pointwise"), scalar=True, lossless=True),
+    Case("bce_with_logits", _TOKENS, lambda: Direct(_bce), ("loss",), scalar=True),
+    Case("Dropout", _TOKENS, lambda: nn.Dropout(0.2), ("dropout",), lossless=True),
+    Case("dropout-in-place", _TOKENS, lambda: Direct(_dropout_in_place), ("dropout",), lossless=True),
+    Case("AlphaDropout", _TOKENS, lambda: nn.AlphaDropout(0.2), ("dropout",), lossless=True),
+    Case("MaxPool1d", (4, 6, 96), lambda: nn.MaxPool1d(3, 2, dilation=2), ("maxpool",), lossless=True),
+    Case("MaxPool2d", _IMAGES, lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True), ("maxpool",), lossless=True),
+    Case("MaxPool3d", (2, 4, 6, 8, 8), lambda: nn.MaxPool3d(2), ("maxpool",), lossless=True),
+    Case("max_pool2d-indices", _IMAGES, lambda: Direct(_max_with_indices), ("maxpool", "mul"), lossless=True),
+    Case("AdaptiveMaxPool2d", _IMAGES, lambda: nn.AdaptiveMaxPool2d(5), ("maxpool",), lossless=True),
+    Case("AvgPool2d", _IMAGES, lambda: nn.AvgPool2d(2), ("avgpool",), lossless=True),
+    Case("AdaptiveAvgPool1d", (4, 6, 96), lambda: nn.AdaptiveAvgPool1d(7), ("avgpool",), lossless=True),
+    Case("ReflectionPad2d", _IMAGES, lambda: nn.ReflectionPad2d(2), ("pad",), lossless=True),
     Case("cross_entropy", _TOKENS, lambda: Direct(_cross_entropy), ("loss",), scalar=True),
 )
 

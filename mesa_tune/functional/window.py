@@ -1,0 +1,236 @@
+"""Max pools, y = max over each window. Kept: where in its window each maximum lies, exact; dx puts g there.
+
+A window of n positions takes ceil(log2 n) bits an output (3 × 3: 4 bits), where PyTorch keeps an int64 and
+the input itself, whose shape is all that backward wants of it. Along each dimension window i starts at
+i s − p and has steps of the dilation; those of an adaptive pool start at ⌊i in / out⌋.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mesa_tune import ops
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Result,
+    Route,
+    Routes,
+    Static,
+    layout_of,
+    unviewed,
+)
+
+if TYPE_CHECKING:
+    from mesa_tune.functional.call import Call
+
+Size = int | Sequence[int]
+Dims = tuple[int, ...]
+
+
+class Windows(NamedTuple):
+    """The windows along one dimension of `size`: `number` of them, each `extent` positions, `step` apart."""
+
+    size: int
+    number: int
+    extent: int
+    step: int
+    stride: int
+    padding: int
+
+    def starts(self, device: torch.device) -> Tensor:
+        """The first position of each window; an adaptive pool (stride 0) shares the input out evenly."""
+        each = torch.arange(self.number, device=device)
+        return each * self.stride - self.padding if self.stride else each * self.size // self.number
+
+
+def to_offsets(indices: Tensor, windows: Sequence[Windows]) -> Tensor:
+    """Positions in the input, flattened over its last dimensions, as offsets in each one's window."""
+    offset = torch.zeros_like(indices)
+    rest = indices
+    for place, each in reversed(list(enumerate(windows))):
+        position, rest = rest % each.size, rest.div(each.size, rounding_mode="floor")
+        within = (position - _along(each.starts(indices.device), place, windows)) // each.step
+        offset += within * math.prod([later.extent for later in windows[place + 1 :]])
+    return offset
+
+
+def to_indices(offset: Tensor, windows: Sequence[Windows]) -> Tensor:
+    """What `to_offsets` took."""
+    indices = torch.zeros_like(offset)
+    for place, each in enumerate(windows):
+        within = offset // math.prod([later.extent for later in windows[place + 1 :]]) % each.extent
+        position = within * each.step + _along(each.starts(offset.device), place, windows)
+        indices = indices * each.size + position
+    return indices
+
+
+def _along(values: Tensor, place: int, windows: Sequence[Windows]) -> Tensor:
+    return values.view([-1] + [1] * (len(windows) - 1 - place))
+
+
+def pack(offset: Tensor, bits: int) -> Tensor:
+    """Numbers below 2**bits, in that many bits each: one plane a bit."""
+    places = torch.arange(bits, device=offset.device).view([-1] + [1] * offset.dim())
+    return ops.pack_bits((offset.unsqueeze(0) >> places) & 1 == 1)
+
+
+def unpack(data: Tensor, bits: int, shape: Dims) -> Tensor:
+    """What `pack` took, as int64 of `shape`."""
+    planes = ops.unpack_bits(data, (bits, *shape))
+    offset = torch.zeros(shape, dtype=torch.int64, device=data.device)
+    for place in range(bits):
+        offset += planes[place].to(torch.int64) << place
+    return offset
+
+
+def _bits(windows: Sequence[Windows]) -> int:
+    return max(1, (math.prod([each.extent for each in windows]) - 1).bit_length())
+
+
+def forward(static: Static, needs: Needs, x: Tensor, y: Tensor, indices: Tensor) -> Result:
+    windows = static[0]
+    return Result(unviewed(y), exact=(pack(to_offsets(indices, windows), _bits(windows)),))
+
+
+def backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    windows, shape, layout, arguments = static
+    places = len(windows)
+    indices = to_indices(unpack(exact[0], _bits(windows), tuple(grad.shape)), windows)
+    like = grad.new_empty(as_images(shape, places)).contiguous(memory_format=layout)
+    outer = as_images(grad.shape, places)
+    grad, indices = (each.reshape(outer).contiguous(memory_format=layout) for each in (grad, indices))
+    dx = _BACKWARDS[like.dim() - 2, arguments is None](grad, like, arguments or (), indices)
+    return dx.view(shape), None, None
+
+
+def _plain_backward(function: Any, grad: Tensor, like: Tensor, arguments: Any, indices: Tensor) -> Tensor:
+    dx: Tensor = function(grad, like, *arguments, indices)
+    return dx
+
+
+_aten: Any = torch.ops.aten
+_BACKWARDS: dict[tuple[int, bool], Callable[..., Tensor]] = {
+    (2, False): partial(_plain_backward, _aten.max_pool2d_with_indices_backward),
+    (3, False): partial(_plain_backward, _aten.max_pool3d_with_indices_backward),
+    (2, True): partial(_plain_backward, _aten.adaptive_max_pool2d_backward),
+    (3, True): partial(_plain_backward, _aten.adaptive_max_pool3d_backward),
+}
+
+MAX_POOL = Formula(
+    forward,
+    backward,
+    "nothing lossy; exact: offsets of the maxima in their windows, ceil(log2 of a window's size) bits each",
+    lossless=True,
+)
+
+
+def as_images(shape: Sequence[int], places: int) -> tuple[int, ...]:
+    """The shape as that of a batch of images or volumes; rows are images of one row."""
+    lead = shape[:-places] if len(shape) == places + 2 else (1, *shape[:-places])
+    return (*lead, *([1] if places == 1 else []), *shape[-places:])
+
+
+def each_of(value: Size, places: int) -> Dims:
+    """One number a dimension."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * places if len(values) == 1 else values
+
+
+def max_pool(
+    places: int,
+    wanted: bool,
+    call: "Call",
+    input: Tensor,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    dilation: Size = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """`F.max_pool1d`, `2d`, `3d`, with indices if `wanted`, with or without a batch dimension."""
+    kernel = each_of(kernel_size, places)
+    step = kernel if stride is None or stride == [] else each_of(stride, places)
+    edge, apart = each_of(padding, places), each_of(dilation, places)
+    if not _worth(call, input, places):
+        return call.plain()
+    with torch.no_grad():
+        y, indices = _POOLS[places](input, kernel, step, edge, apart, ceil_mode, return_indices=True)
+    windows = tuple(
+        Windows(*each)
+        for each in zip(input.shape[-places:], y.shape[-places:], kernel, apart, step, edge, strict=True)
+    )
+    lead: Any = (lambda own, one: (one, *own)) if places == 1 else (lambda own, one: own)
+    arguments = (lead(kernel, 1), lead(step, 1), lead(edge, 0), lead(apart, 1), ceil_mode)
+    static = (windows, tuple(input.shape), layout_of(input), arguments)
+    y = call.apply("max_pool", static, input, y, indices)
+    return (y, indices) if wanted or return_indices else y
+
+
+def adaptive_max_pool(
+    places: int, wanted: bool, call: "Call", input: Tensor, output_size: Any, return_indices: bool = False
+) -> Any:
+    """`F.adaptive_max_pool1d`, `2d`, `3d`, with indices if `wanted`."""
+    if not _worth(call, input, places):
+        return call.plain()
+    with torch.no_grad():
+        y, indices = _ADAPTIVE[places](input, output_size, return_indices=True)
+    sizes = zip(input.shape[-places:], y.shape[-places:], strict=True)
+    windows = tuple(Windows(size, count, _longest(size, count), 1, 0, 0) for size, count in sizes)
+    y = call.apply("max_pool", (windows, tuple(input.shape), layout_of(input), None), input, y, indices)
+    return (y, indices) if wanted or return_indices else y
+
+
+def _longest(size: int, count: int) -> int:
+    """The longest window of an adaptive pool: from ⌊i in / out⌋ to ⌈(i + 1) in / out⌉."""
+    return max(-(-(each + 1) * size // count) - each * size // count for each in range(count))
+
+
+def _worth(call: "Call", x: Tensor, places: int) -> bool:
+    """Whether bits are less than what PyTorch keeps; it raises for other dimensions by itself."""
+    regular = x.dim() in (places + 1, places + 2) and x.numel() > call.spec.min_elements
+    return regular and x.requires_grad and x.numel() > 0
+
+
+_POOLS: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_ADAPTIVE: dict[int, Callable[..., Any]] = {
+    1: F.adaptive_max_pool1d,
+    2: F.adaptive_max_pool2d,
+    3: F.adaptive_max_pool3d,
+}
+
+
+def _routes(name: str, pool: Callable[..., Any], places: int) -> Routes:
+    """All spellings of one pool: with indices, and without."""
+    plain = Route(name, "maxpool", partial(pool, places, False))
+    with_indices = Route(name, "maxpool", partial(pool, places, True))
+    found: Routes = {getattr(F, name): plain, getattr(F, f"{name}_with_indices"): with_indices}
+    if hasattr(torch, name):
+        found[getattr(torch, name)] = plain
+    return found
+
+
+FORMULAS = {"max_pool": MAX_POOL}
+ROUTES: Routes = {
+    function: route
+    for places in (1, 2, 3)
+    for name, pool in ((f"max_pool{places}d", max_pool), (f"adaptive_max_pool{places}d", adaptive_max_pool))
+    for function, route in _routes(name, pool, places).items()
+}
+LAYERS: Layers = {
+    nn.MaxPool1d: F.max_pool1d,
+    nn.MaxPool2d: F.max_pool2d,
+    nn.MaxPool3d: F.max_pool3d,
+    nn.AdaptiveMaxPool1d: F.adaptive_max_pool1d,
+    nn.AdaptiveMaxPool2d: F.adaptive_max_pool2d,
+    nn.AdaptiveMaxPool3d: F.adaptive_max_pool3d,
+}
