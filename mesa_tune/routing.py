@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Memories, watch
 from mesa_tune.functional.call import Call, Links
-from mesa_tune.functional.deriving import Traced
+from mesa_tune.functional.deriving import Traced, changed
 from mesa_tune.functional.formula import Route
 from mesa_tune.functional.keeping import Meta, keep, restore
 from mesa_tune.functional.table import ROUTES
@@ -235,16 +235,26 @@ class RoutingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        route = ROUTES.get(func)
-        if route is not None:
-            return _serve(route, func, args, kwargs)
-        if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() or not state.frames:
+            return _run(func, args, kwargs)
+        if func is torch.Tensor.unflatten:
             func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
-        state.function = func
-        try:
-            return _observed(None, lambda: func(*args, **kwargs), args, kwargs)
-        finally:
-            state.function = None
+        traced = state.frames[-1].links.traced
+        known = len(traced)
+        result = _run(func, args, kwargs)
+        changed(func, args, kwargs, traced, known)
+        return result
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    route = ROUTES.get(func)
+    if route is not None:
+        return _serve(route, func, args, kwargs)
+    state.function = func
+    try:
+        return _observed(None, lambda: func(*args, **kwargs), args, kwargs)
+    finally:
+        state.function = None
 
 
 def _observed(layer: str | None, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -272,9 +282,19 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
         call = Call(
             layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, frame.links
         )
+        call.hooked = lambda: _hooked(func, args, kwargs)
         return _observed(layer, lambda: route.serve(call, *args, **kwargs), args, kwargs)
     finally:
         state.paused, state.function = paused, None
+
+
+def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
+    """The call with our hooks on, under the name and settings of its layer."""
+    before, state.paused = state.paused, False
+    try:
+        return func(*args, **kwargs)
+    finally:
+        state.paused = before
 
 
 class _Hooked:

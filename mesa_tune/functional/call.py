@@ -11,7 +11,7 @@ from mesa_tune.functional.apply import Apply, Memories, Plan
 from mesa_tune.functional.deriving import Recipe, Source, Traced, find, geometry, remember, take
 from mesa_tune.functional.formula import Needs, Static, autocast_dtype
 from mesa_tune.functional.keeping import Meta, is_possible, pays
-from mesa_tune.functional.rebuilding import REBUILDS, Rebuild
+from mesa_tune.functional.rebuilding import REBUILDS
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.notice import warn_once
 
@@ -47,6 +47,7 @@ class Call:
         self.key = key
         self.is_static = is_static
         self.plain = plain
+        self.hooked = plain
         self.memory = memory
         self.links = links
 
@@ -65,11 +66,10 @@ class Call:
         raw = tuple(given is None or self.is_static(given) for given in tensors)
         linking = self.spec.derive or self.spec.serves
         sources = self._sources(name, tensors, raw) if linking else {}
-        gives = self._gives(name, static, tensors, raw, sources) if self.spec.serves else None
+        gives = self._gives(name, static, needs, tensors, sources) if self.spec.serves else None
         used = self._used(sources)
         recipes = tuple(used[place].recipe if place in used else None for place in range(len(tensors)))
-        spec = self.spec.alone if linking else self.spec
-        plan = Plan(self.layer, name, static, needs, raw, spec, recipes, gives)
+        plan = Plan(self.layer, name, static, needs, raw, self.spec, recipes, gives)
         extra = [each for source in used.values() for each in source.tensors]
         key = self.key(tensor.device)
         given = Apply.apply(plan, key, self.memory, *tensors, *extra)  # type: ignore[no-untyped-call]
@@ -103,21 +103,18 @@ class Call:
         self,
         name: str,
         static: Static,
+        needs: Needs,
         tensors: Sequence[Tensor | None],
-        raw: Needs,
         sources: dict[int, Source],
     ) -> tuple[int, ...] | None:
         """The exact tensors to hand out if this output can be made again; else None."""
         rebuild = REBUILDS.get(name)
-        if rebuild is None or self.spec.levels == 0 or not rebuild.when(static):
+        if rebuild is None or self.spec.levels == 0 or not rebuild.when(static, needs):
             return None
         if any(place not in sources for place in rebuild.inputs):
             return None
-        for place in rebuild.kept:
-            given = rebuild.kept_is_input and (raw[place] or (self.spec.derive and place in sources))
-            if not given and not self._is_encoded(tensors[place]):
-                return None
-        return rebuild.exact
+        encoded = rebuild.kept_is_input or all(self._is_encoded(tensors[place]) for place in rebuild.kept)
+        return rebuild.exact if encoded else None
 
     def _is_encoded(self, tensor: Tensor | None) -> bool:
         if tensor is None or 0 in tensor.stride():
@@ -136,7 +133,7 @@ class Call:
         assert self.links is not None
         y, rest = given[0], list(given[1:])
         exact = rest[len(rest) - len(rebuild.exact) :]
-        pairs = _kept(rebuild, plan, tensors, sources, rest[: len(rest) - len(exact)])
+        pairs = self._kept(plan, tensors, sources, rest[: len(rest) - len(exact)])
         references = [tensors[place] for place in rebuild.references]
         inputs = [sources[place] for place in rebuild.inputs]
         flat = [
@@ -165,6 +162,30 @@ class Call:
         """Whether another layer may want this one's output made again."""
         return self.spec.serves
 
+    def _kept(
+        self, plan: Plan, tensors: Sequence[Tensor | None], sources: dict[int, Source], fresh: list[Tensor]
+    ) -> list[tuple[Meta | Recipe, list[Tensor]]]:
+        """How each kept tensor is restored, with the tensors for it; `fresh` are the parts of those encoded."""
+        rebuild = REBUILDS[plan.name]
+        pairs: list[tuple[Meta | Recipe | None, Tensor, list[Tensor]]] = []
+        for place in rebuild.kept:
+            tensor, recipe = tensors[place], plan.recipes[place]
+            assert tensor is not None
+            if rebuild.kept_is_input and recipe is not None:
+                pairs.append((recipe, tensor, list(sources[place].tensors)))
+            elif rebuild.kept_is_input and (plan.raw[place] or not self._is_encoded(tensor)):
+                pairs.append((Meta(1, False, tuple(tensor.shape), tensor.dtype, None), tensor, [tensor]))
+            else:
+                pairs.append((None, tensor, []))
+        encoded = sum(how is None for how, _, _ in pairs)
+        each = len(fresh) // encoded if encoded else 0
+        return [
+            (Meta(each, True, tuple(tensor.shape), tensor.dtype, None), take(fresh, each))
+            if how is None
+            else (how, parts)
+            for how, tensor, parts in pairs
+        ]
+
     def part(self, plain: Plain) -> "Call":
         """A call for one part of this one, which `plain` runs as PyTorch would."""
         return Call(self.layer, self.spec, self.key, self.is_static, plain, None, self.links)
@@ -173,6 +194,15 @@ class Call:
         """Runs the call as PyTorch would, with a warning that names the layer (Rule 9)."""
         warn_once(f"mesa-tune: {self.layer!r} is left uncompressed: {why}.")
         return self.plain()
+
+    def leave(self, why: str) -> Any:
+        """Runs the call as PyTorch would, and what it keeps goes to the hooks where there are any: eager code
+        of a converted model; with a warning that names the layer (Rule 9).
+        """
+        warn_once(
+            f"mesa-tune: {self.layer!r} is stored by hooks, in 8 bits at least, not by a formula: {why}."
+        )
+        return self.hooked()
 
     def small(self, *tensors: Tensor) -> bool:
         """Whether no tensor is worth encoding: too small, or no smaller under these settings."""
@@ -196,31 +226,3 @@ def _kept_size(tensor: Tensor) -> int:
 
 def _odd(tensor: Tensor) -> bool:
     return tensor.is_complex() or tensor.layout is not torch.strided or tensor.is_nested
-
-
-def _kept(
-    rebuild: Rebuild,
-    plan: Plan,
-    tensors: Sequence[Tensor | None],
-    sources: dict[int, Source],
-    fresh: list[Tensor],
-) -> list[tuple[Meta | Recipe, list[Tensor]]]:
-    """How each kept tensor is restored, with the tensors for it; `fresh` are the parts of those encoded."""
-    pairs: list[tuple[Meta | Recipe | None, list[Tensor]]] = []
-    for place in rebuild.kept:
-        tensor = tensors[place]
-        assert tensor is not None
-        if rebuild.kept_is_input and plan.raw[place]:
-            pairs.append((Meta(1, False, tuple(tensor.shape), tensor.dtype, None), [tensor]))
-        elif rebuild.kept_is_input and plan.recipes[place] is not None:
-            pairs.append((plan.recipes[place], list(sources[place].tensors)))
-        else:
-            pairs.append((None, [tensor]))
-    encoded = sum(how is None for how, _ in pairs)
-    each = len(fresh) // encoded if encoded else 0
-    return [
-        (Meta(each, True, tuple(given[0].shape), given[0].dtype, None), take(fresh, each))
-        if how is None
-        else (how, given)
-        for how, given in pairs
-    ]

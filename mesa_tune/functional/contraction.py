@@ -78,11 +78,11 @@ def einsum(call: "Call", equation: Any, *given: Any) -> Any:
     if len(operands) < 2 or not any(isinstance(each, Tensor) and each.requires_grad for each in operands):
         return call.plain()
     if not isinstance(equation, str) or len(operands) > 2:
-        return call.refuse("einsum has a formula only for an equation of two operands")
+        return call.leave("einsum has a formula only for an equation of two operands")
     a, b = operands
     letters = spelled_out(equation, (a.dim(), b.dim()))
     if letters is None:
-        return call.refuse("einsum has no formula for a diagonal")
+        return call.leave("einsum has no formula for a diagonal")
     static = (letters, (tuple(a.shape), a.dtype), (tuple(b.shape), b.dtype))
     return call.apply("einsum", static, a, b)
 

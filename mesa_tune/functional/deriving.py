@@ -9,9 +9,10 @@ and version, as `keeping` does; traced code, which can ask for neither, by the t
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -99,7 +100,7 @@ def _placed(y: Tensor, output: Geometry, view: Geometry) -> Tensor:
 def geometry(tensor: Tensor) -> Geometry:
     """Where the elements of `tensor` lie in its storage."""
     # Traced code cannot ask for the offset: it knows only whole outputs, and them reshaped.
-    offset = 0 if torch.compiler.is_compiling() else tensor.storage_offset()
+    offset = 0 if torch.compiler.is_compiling() else int(tensor.storage_offset())
     return tuple(tensor.shape), tuple(tensor.stride()), offset
 
 
@@ -153,8 +154,43 @@ def find(tensor: Tensor, traced: Traced | None) -> Source | None:
     return Source(found.recipe.seen_as(tensor), tensors)
 
 
+_OPERATORS = {f"__i{name}__" for name in "add sub mul div truediv floordiv mod pow and or xor".split()}
+_OPERATORS |= {"__setitem__"}
+
+
+def _writes(name: str) -> bool:
+    # `resize_as_` cannot be traced, not even as an element of a set.
+    in_place = name.endswith("_") and not name.startswith(("_", "resize"))
+    return name in _OPERATORS or in_place
+
+
+IN_PLACE = {
+    function
+    for place in (Tensor, torch, F)
+    for name in dir(place)
+    if _writes(name) and callable(function := getattr(place, name))
+}
+"""torch's functions that write over their first argument."""
+
+
+def changed(function: Any, args: Any, kwargs: Any, traced: Traced, known: int) -> None:
+    """Traced code has called `function`, which may have changed its first argument in place.
+
+    Eager code sees that by the version. Of the outputs, the first `known` were there before the call.
+    """
+    in_place = function in IN_PLACE or kwargs.get("inplace") or any(given is True for given in args)
+    if known and args and in_place:
+        valid = [pair for pair in traced[:known] if not _are_one(pair[0], args[0])] + traced[known:]
+        traced.clear()
+        traced.extend(valid)
+
+
+def _are_one(y: Tensor, tensor: Any) -> bool:
+    return tensor is y or (isinstance(tensor, Tensor) and tensor._base is y)
+
+
 def _find_traced(tensor: Tensor, traced: Traced) -> Source | None:
-    for y, source in traced:
+    for y, source in reversed(traced):
         reshaped = tensor._base is y and tensor.numel() == y.numel() and tensor.is_contiguous()
         if tensor is y or (reshaped and y.is_contiguous()):
             return Source(source.recipe.seen_as(tensor), source.tensors)

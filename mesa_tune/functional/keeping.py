@@ -115,7 +115,7 @@ def _once(tensor: Tensor, spec: Spec | None, make: Callable[[], list[Tensor]]) -
         tensor.shape,
         tensor.stride(),
         tensor.dtype,
-        spec,
+        None if spec is None else spec.alone,
     )
     found = _copies.known.get(place)
     if found is not None and not found[0].expired():

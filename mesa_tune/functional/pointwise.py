@@ -89,7 +89,7 @@ def power(call: "Call", input: Any, exponent: Any, **unknown: Any) -> Any:
     if isinstance(input, (int, float)) and input > 0 and not unknown:
         return serve(call, "base", exponent, (input,))
     if not isinstance(input, Tensor) or not isinstance(exponent, (int, float)) or unknown:
-        return call.refuse("a power has a formula only if either base or exponent is a number")
+        return call.leave("a power has a formula only if either base or exponent is a number")
     if exponent in (0, 1):  # nothing to keep, and nothing that is worth it
         return call.plain()
     return serve(call, "square", input) if exponent == 2 else serve(call, "pow", input, (exponent,))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mesa_tune.functional.bits import GATES
 from mesa_tune.functional.curves import CURVES
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Routes, Static
 
@@ -28,7 +29,8 @@ class Rebuild:
 
     `kept` names, for each lossy tensor of the function, the input that it is (`kept_is_input`), or whose
     shape and dtype it has. `exact` are places in `Result.exact`; `references` inputs that are there anyway
-    (parameters), `inputs` ones that are made again themselves. `when(static)`: whether a call can be served.
+    (parameters), `inputs` ones that are made again themselves. `when(static, needs)`: whether a call keeps
+    what that takes.
     """
 
     run: Callable[[Static, Tensors, Tensors, References, Tensors], Tensor]
@@ -37,13 +39,13 @@ class Rebuild:
     exact: tuple[int, ...] = ()
     references: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
-    when: Callable[[Static], bool] = lambda static: True
+    when: Callable[[Static, Needs], bool] = lambda static, needs: True
 
 
-def layer_norm(
+def row_norm(
     static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
 ) -> Tensor:
-    """γ x̂ + β; a norm without β has one reference."""
+    """γ x̂ + β along the last dimensions; without β, one reference."""
     return _affine(lossy[0], references, lambda each: each)
 
 
@@ -69,9 +71,46 @@ def pointwise_input(
     return CURVES[kind].value(lossy[0], *parameters)
 
 
+def gate(static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors) -> Tensor:
+    """ReLU and its kind, of the input made again."""
+    kind, _, parameters = static
+    return GATES[kind].value(inputs[0], *parameters)
+
+
+def product(
+    static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
+) -> Tensor:
+    """a b."""
+    return lossy[0] * lossy[1]
+
+
+def itself(static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors) -> Tensor:
+    """What is kept is the output."""
+    return lossy[0]
+
+
+def _normalizes(static: Static, needs: Needs) -> bool:
+    return needs[0] or needs[1]
+
+
+def _batch_normalizes(static: Static, needs: Needs) -> bool:
+    return needs[1] or (needs[0] and static[0])
+
+
+def _keeps_both(static: Static, needs: Needs) -> bool:
+    in_place = static[0]
+    return needs[0] and needs[1] and not in_place
+
+
 REBUILDS: dict[str, Rebuild] = {
-    "layer_norm": Rebuild(layer_norm, references=(1, 2)),
+    "layer_norm": Rebuild(row_norm, references=(1, 2), when=_normalizes),
+    "rms_norm": Rebuild(row_norm, references=(1,)),
+    "batch_norm": Rebuild(channel_norm, references=(1, 2), when=_batch_normalizes),
+    "group_norm": Rebuild(channel_norm, references=(1, 2), when=_normalizes),
     "pointwise_input": Rebuild(pointwise_input, kept_is_input=True),
+    "gate": Rebuild(gate, kept=(), inputs=(0,)),
+    "mul": Rebuild(product, kept=(0, 1), kept_is_input=True, when=_keeps_both),
+    "softmax": Rebuild(itself, when=lambda static, needs: static[1] is None),
 }
 
 

@@ -1,0 +1,220 @@
+"""`store: derive`: outputs made again from what their producers keep, in place of being stored."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mesa_tune as mt
+from mesa_tune import ops
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.meter import Meter
+
+WIDTH, ROWS = 64, 256
+NARROW, WIDE = ROWS * WIDTH, ROWS * 4 * WIDTH
+
+
+class Mlp(nn.Module):
+    """LayerNorm, Linear, GELU, Linear, and the way around them."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.activation(self.first(self.norm(x))))
+        return x + y
+
+
+class Gated(nn.Module):
+    """A gated perceptron after an RMS norm written by hand, as Llama has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.gate, self.up = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        y: Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + y
+
+
+def convolutions(in_place: bool) -> nn.Module:
+    """Convolution, batch norm, ReLU, twice."""
+    parts = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(in_place)) for _ in range(2)]
+    return nn.Sequential(*(part for three in parts for part in three), nn.Conv2d(8, 8, 1))
+
+
+def rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH)
+
+
+def images() -> Tensor:
+    return torch.randn(4, 8, 16, 16)
+
+
+def model(middle: nn.Module, width: int = WIDTH) -> nn.Sequential:
+    first = nn.Conv2d(width, width, 1) if width == 8 else nn.Linear(width, width)
+    return nn.Sequential(first, middle)
+
+
+def policy(store: str, level: int = 256) -> Policy:
+    return Policy.uniform(level=level, store=store)
+
+
+def converted(plain: nn.Module, store: str, level: int = 256) -> Any:
+    return mt.convert(copy.deepcopy(plain), policy(store, level), seed=1, min_elements=1024)
+
+
+def step(
+    network: Callable[[Tensor], Tensor], x: Tensor, weights: list[nn.Parameter]
+) -> tuple[Tensor, Tensor]:
+    y = network(x)
+    weight = torch.linspace(-1, 1, y.numel()).view(y.shape)
+    for each in weights:
+        each.grad = None
+    (y * weight).sum().backward()
+    return y.detach(), torch.cat([each.grad.flatten() for each in weights if each.grad is not None])
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).square().sum() / exact.square().sum()).item()
+
+
+def saved(network: nn.Module, x: Tensor) -> int:
+    """Bytes alive for backward after a forward."""
+    network(x)  # who makes whose output again shows in the first forward
+    with Meter() as meter:
+        y = network(x)
+        return int(meter.live_bytes) - y.untyped_storage().nbytes()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
+    "gelu": (lambda: model(Mlp()), rows, NARROW + WIDE),
+    "silu": (lambda: model(Mlp(F.silu)), rows, NARROW + WIDE),
+    "relu": (lambda: model(Mlp(F.relu)), rows, NARROW),
+    "gated": (lambda: model(Gated()), rows, 2 * NARROW + 2 * WIDE),
+    "convolutions": (lambda: model(convolutions(False), 8), images, 2 * 8192),
+    "convolutions-in-place": (lambda: model(convolutions(True), 8), images, 2 * 8192),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_outputs_are_not_stored(name: str) -> None:
+    make, batch, elements = CASES[name]
+    plain, x = make(), batch()
+    stored, derived = (saved(converted(plain, store), x) for store in ("quantize", "derive"))
+    assert stored - derived == ops.packed_bytes(elements, 8)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_forward_is_plains_and_the_gradient_as_good(name: str) -> None:
+    make, batch, _ = CASES[name]
+    plain, x = make(), batch()
+    expected, exact = step(plain, x, list(plain.parameters()))
+    for level, allowed in ((256, 1e-3), (16, 0.1)):
+        network = converted(plain, "derive", level)
+        for _ in range(2):
+            y, found = step(network, x, list(network.parameters()))
+            assert torch.equal(y, expected)
+            assert 0 < error(found, exact) < allowed
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_one_graph(name: str) -> None:
+    make, batch, _ = CASES[name]
+    plain, x = make(), batch()
+    expected, exact = step(plain, x, list(plain.parameters()))
+    network = converted(plain, "derive")
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        y, found = step(compiled, x, list(network.parameters()))
+        torch.testing.assert_close(y, expected)
+        assert 0 < error(found, exact) < 1e-3
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+@pytest.mark.parametrize("name", ["gelu", "convolutions-in-place"])
+def test_checkpointed_parts(name: str, reentrant: bool) -> None:
+    make, batch, _ = CASES[name]
+    plain, x = make().eval(), batch()
+    _, exact = step(plain, x, list(plain.parameters()))
+    network = converted(plain, "derive")
+    first, second = network[0], network[1]
+
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(second, first(x), use_reentrant=reentrant)
+        return result
+
+    for _ in range(2):
+        _, found = step(forward, x, list(network.parameters()))
+        assert 0 < error(found, exact) < 1e-3
+
+
+def test_an_output_that_changed_is_stored() -> None:
+    class Changed(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(x)
+            with torch.no_grad():
+                h.mul_(3)
+            y: Tensor = self.first(h)
+            return y
+
+    plain, x = model(Changed()), rows()
+    weights = [plain.get_parameter("1.first.weight")]
+    _, exact = step(plain, x, weights)
+    network = converted(plain, "derive")
+    for _ in range(2):
+        _, found = step(network, x, [network.get_parameter("1.first.weight")])
+        assert error(found, exact) < 1e-3
+
+
+def test_views_are_made_again_as_views() -> None:
+    class Heads(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(x).view(16, 16, 4, 16).permute(0, 2, 1, 3)
+            y: Tensor = h @ h.mT
+            return y
+
+    plain, x = model(Heads()), rows()
+    weights = list(plain.get_submodule("1.norm").parameters())
+    _, exact = step(plain, x, weights)
+    network = converted(plain, "derive")
+    for _ in range(2):
+        _, found = step(network, x, list(network.get_submodule("1.norm").parameters()))
+        assert 0 < error(found, exact) < 1e-3
+    stored, derived = (saved(converted(plain, store), x) for store in ("quantize", "derive"))
+    # Stored, the two views are two copies.
+    assert stored - derived == 2 * ops.packed_bytes(NARROW, 8)
+
+
+def test_without_a_producer_to_derive_from_the_layer_stores() -> None:
+    plain, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), rows()
+    assert saved(converted(plain, "quantize"), x) == saved(converted(plain, "derive"), x)
+
+
+def test_only_layers_that_ask_derive() -> None:
+    text = "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 256\n\n    by_index: 2\n    store: derive\n"
+    text += "\non layernorm gelu:\n    by_index: all\n    level: 256\n"
+    plain, x = model(Mlp()), rows()
+    both = [
+        saved(mt.convert(copy.deepcopy(plain), Policy.parse(each), min_elements=1024), x)
+        for each in (text, text.replace("store: derive", "store: quantize"))
+    ]
+    assert both[1] - both[0] == ops.packed_bytes(WIDE, 8)
+
+
+def test_a_second_backward_gives_the_same() -> None:
+    network, x = converted(model(Mlp()), "derive"), rows()
+    y, weights = network(x).square().sum(), list(network.parameters())
+    first = torch.autograd.grad(y, weights, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y, weights), strict=True))
