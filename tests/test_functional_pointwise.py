@@ -1,5 +1,6 @@
 """Elementwise functions: what each keeps, in-place forms, sharing, masks, edges of equations."""
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -278,3 +279,27 @@ def test_bias_of_the_gates_is_as_small_as_said(level: int) -> None:
         (wanted,) = torch.autograd.grad(function(x).sum(), x)
         short = float((wanted - found).mean())
         assert -1e-3 < short < (span / (level - 1)) ** 2 / 4
+
+
+def _three(h: Tensor) -> Tensor:
+    y: Tensor = torch.einsum("ij,jk,kl->il", h, h.mT, h.square())
+    return y
+
+
+def test_what_has_no_formula_goes_to_the_hooks() -> None:
+    model = Model(_three)
+    x = torch.randn(64, 64)
+    plain = saved_bytes(model, x)
+    notice._given.clear()
+    with pytest.warns(UserWarning, match=r"'einsum.0' is left to the hooks"):
+        assert (
+            saved_bytes(mt.convert(copy.deepcopy(model), Policy.uniform(16), min_elements=0), x) < 0.5 * plain
+        )
+    workload = mt.Workload(lambda: Model(_three), lambda n: torch.randn(64, 64), _mean, batch_size=1)
+    (layer,) = [each for each in mt.profile(workload, options=[], seeds=1).layers if each.tag == "matmul"]
+    assert layer.bytes == 3 * 4 * 64 * 64
+
+
+def _mean(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = model(x).mean()
+    return y

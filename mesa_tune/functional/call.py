@@ -199,9 +199,7 @@ class Call:
         """Runs the call as PyTorch would, and what it keeps goes to the hooks where there are any: eager code
         of a converted model; with a warning that names the layer (Rule 9).
         """
-        warn_once(
-            f"mesa-tune: {self.layer!r} is stored by hooks, in 8 bits at least, not by a formula: {why}."
-        )
+        warn_once(f"mesa-tune: {self.layer!r} is left to the hooks (8 bits or more, eager only): {why}.")
         return self.hooked()
 
     def small(self, *tensors: Tensor) -> bool:
