@@ -19,12 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.rowwise import REPEATS, is_repeated, scale
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
-
-_SMALL = 8
-"""A constant is small if it is repeated at least so often: keeping it costs an eighth of a copy at most."""
 
 
 def _gathered(grad: Tensor, like: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
@@ -113,8 +111,7 @@ GLU = Formula(glu_forward, glu_backward, "the derivatives by both halves")
 
 def _worth(call: "Call", x: Tensor, size: int) -> bool:
     """Whether `x`, kept for a result of `size` elements, is to be encoded."""
-    repeated_constant = not x.requires_grad and x.numel() * _SMALL <= size
-    return not (repeated_constant or call.small(x) or call.is_static(x))
+    return not (x.numel() * REPEATS <= size or call.small(x) or call.is_static(x))
 
 
 def _pair(call: "Call", a: Any, b: Any, in_place: bool) -> bool:
@@ -133,6 +130,9 @@ def mul(call: "Call", input: Any, other: Any, *, in_place: bool = False, **unkno
         return call.refuse(f"mul has no formula for {sorted(unknown)}")
     size = max(input.numel(), other.numel())
     kept = ((input, other), (other, input))
+    for statistic, x in kept:
+        if not in_place and statistic.requires_grad and is_repeated(statistic, x):
+            return scale(call, x, statistic)
     if not any(partner.requires_grad and _worth(call, x, size) for x, partner in kept):
         return call.plain()
     return call.apply("mul", (in_place, _like(input), _like(other)), input, other)

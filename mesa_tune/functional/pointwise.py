@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mesa_tune.functional.curves import CURVES
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.rowwise import aligned, is_statistic
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -36,6 +37,9 @@ def backward(
 POINTWISE = Formula(forward, backward, "the derivative at the input; the output of sigmoid, tanh and exp")
 
 
+_NORMALIZING = ("sqrt", "rsqrt", "reciprocal", "pow", "over")
+
+
 def serve(
     call: "Call", kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in_place: bool = False
 ) -> Any:
@@ -45,6 +49,9 @@ def serve(
     # A parameter that PyTorch keeps costs nothing, a copy of the derivative does.
     if call.is_static(x) and not CURVES[kind].of_output:
         return call.plain()
+    if kind in _NORMALIZING and is_statistic(x):
+        return call.plain()
+    call = aligned(call, x) if kind == "square" else call
     # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
     if in_place and (x.is_leaf or x._base is not None):
         return call.plain()

@@ -23,6 +23,7 @@ from mesa_tune.functional import (
     products,
     rebuilding,
     residuals,
+    rowwise,
     selecting,
     window,
 )
@@ -40,6 +41,7 @@ FAMILIES = (
     products,
     contraction,
     elementwise,
+    rowwise,
     selecting,
     attention,
     multihead,

@@ -1,0 +1,96 @@
+"""Norms that models compose by hand obey Rule 7: rows of tiny variance do not amplify the error."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+import mesa_tune as mt
+from mesa_tune.codecs import Spec
+from mesa_tune.functional.call import Call
+from mesa_tune.functional.rowwise import aligned, is_repeated, is_statistic
+from mesa_tune.policy import Policy
+from tests.functional_cases import EIGHT, KEY
+
+
+class DividedNorm(nn.Module):
+    """A layer norm as the first transformers wrote it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centered = x - x.mean(-1, keepdim=True)
+        deviation = torch.sqrt(centered.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * (centered / deviation)
+
+
+class Lifted(nn.Module):
+    """The norm of an activation, and something after it."""
+
+    def __init__(self, norm: nn.Module, tokens: int, width: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(tokens, width))
+        self.norm, self.head = norm, nn.Linear(width, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(x + self.shift))
+        return y
+
+
+def _inputs(width: int) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(4, 24, width)
+    token, uneven = x.clone(), x.clone()
+    token[:, 0] = 0
+    uneven[:, ::2] *= 1e-3
+    return {"normal": x, "class token at zero": token, "uneven rows": uneven, "small": x * 1e-3}
+
+
+def _gradient(model: nn.Module, x: Tensor) -> Tensor:
+    model.zero_grad()
+    y = model(x)
+    (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(0))).sum().backward()
+    return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])
+
+
+@pytest.mark.parametrize(
+    "norm", [LlamaRMSNorm, T5LayerNorm, DividedNorm, nn.RMSNorm], ids=lambda n: n.__name__
+)
+@pytest.mark.parametrize("width", [32, 100, 256, 127])
+def test_error_is_not_amplified(norm: type[nn.Module], width: int) -> None:
+    torch.manual_seed(0)
+    plain = Lifted(norm(width), 24, width)
+    for name, x in _inputs(width).items():
+        right = _gradient(plain, x)
+        for level, bound in ((16, 0.1), (4, 2.0)):
+            coded = mt.convert(copy.deepcopy(plain), Policy.uniform(level), min_elements=0, seed=1)
+            assert torch.equal(coded(x), plain(x))
+            found = _gradient(coded, x)
+            error = float((found - right).square().sum() / right.square().sum())
+            assert error < bound, f"{error:.2g} at {level} levels for inputs: {name}"
+
+
+def test_groups_end_where_rows_do() -> None:
+    def group_size(x: Tensor, spec: Spec) -> int:
+        call = Call("layer", spec, lambda device: KEY, lambda tensor: False, lambda: None)
+        return aligned(call, x).spec.group_size
+
+    assert group_size(torch.zeros(8, 512), EIGHT) == 256
+    assert group_size(torch.zeros(8, 320), EIGHT) == 160
+    assert group_size(torch.zeros(8, 32), EIGHT) == 32
+    assert group_size(torch.tensor(1.0), EIGHT._replace(group_size=1)) == 1
+    assert group_size(torch.zeros(8, 32), EIGHT._replace(group_size=0, quant_groups=4)) == 0
+
+
+def test_what_counts_as_a_statistic() -> None:
+    x = torch.zeros(4, 24, 32)
+    assert is_repeated(torch.zeros(4, 24, 1), x)
+    assert not is_repeated(torch.zeros(4, 24, 32), x)
+    assert not is_repeated(torch.zeros(32), x)
+    assert is_statistic(torch.zeros(4, 24, 1))
+    assert not is_statistic(torch.zeros(4, 24))
