@@ -7,6 +7,7 @@ from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.profiler.profiling import profile
 from mesa_tune.profiler.verification import Verification, verify
 from mesa_tune.profiler.workload import Workload
+from mesa_tune.retune import Retune
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.settings import LayerSettings
 
@@ -19,6 +20,7 @@ __all__ = [
     "PolicyError",
     "Prediction",
     "Profile",
+    "Retune",
     "RunError",
     "Verification",
     "Workload",
