@@ -1,7 +1,7 @@
 """`convert`, `revert` and `compress_saved`: a policy put to work on a model that stays as it is (Rule 8)."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any
@@ -19,6 +19,7 @@ from mesa_tune.functional.keeping import forget_copies
 from mesa_tune.functional.table import own_route
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
+from mesa_tune.recompute import Job, recomputed
 from mesa_tune.settings import MIN_ELEMENTS
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: the forward number runs through all 2⁶⁴ keys
@@ -154,6 +155,11 @@ class Conversion:
             self.keys[name] = made
         return made
 
+    def recompute_spec(self, module: str) -> Spec | None:
+        """How `module` stores its inputs if it keeps nothing else; None if it does not run again."""
+        settings = self.policy.recomputed(module)
+        return None if settings is None else Spec.of(settings, self.min_elements)
+
     def note(self, layer: str) -> None:
         """Another layer makes the output of `layer` again, so it goes on keeping what that takes."""
         if torch.compiler.is_compiling():
@@ -208,6 +214,7 @@ class ConvertedForward:
         self.conversion = conversion
         self.own = own_route(module)
         self.before = module.__dict__.get("forward")
+        self.recompute = conversion.recompute_spec(name)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward without us."""
@@ -219,7 +226,20 @@ class ConvertedForward:
         if not torch.is_grad_enabled():
             self.conversion.passed_over(inside=routing.running(self.conversion))
             return self.plain(*args, **kwargs)
-        return routing.enter(self.conversion, self.name, self.own, self.module, self.plain, args, kwargs)
+        run = self.plain if self.recompute is None else self._recomputed
+        return self._entered(run, args, kwargs)
+
+    def _entered(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return routing.enter(self.conversion, self.name, self.own, self.module, run, args, kwargs)
+
+    def _again(self, *args: Any, **kwargs: Any) -> Any:
+        return self._entered(self.plain, args, kwargs)
+
+    def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
+        spec, frame = self.recompute, routing.state.frames[-1]
+        assert spec is not None
+        job = Job(self.name, self.module, spec, self.plain, self._again, frame.is_static, self.conversion.key)
+        return recomputed(job, args, kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -16,7 +16,7 @@ Layer = tuple[str, int | None, str]
 """Tag, index within the tag (None while it is not known), name."""
 
 _REMEDY: Final = "remove it, or make a policy for this model with mesa-tune search"
-_UNBUILT: Final = ("recompute",)
+_OF_MODULES: Final = ("recompute",)
 _LOSS: Final = "loss."
 # A call's name is its module's, the function's, and the position among that function's calls.
 _CALL: Final = re.compile(r"(?:(?P<module>.+)\.)?[^.]+\.[0-9]+")
@@ -122,11 +122,11 @@ def _meant(name: str, choices: Iterable[str]) -> str:
 
 
 def unavailable(rules: Sequence[Rule]) -> Iterator[str]:
-    """A message for every setting that this version cannot carry out (Rule 9)."""
+    """A message for every setting that cannot be carried out (Rule 9)."""
     for rule in rules:
         places = dict(rule.places)
         for key, value in rule.keys:
-            if key == "store" and value in _UNBUILT:
-                what = f"`{key}: {value}` is not available in this version"
+            if key == "store" and value in _OF_MODULES and rule.tag != MODULE:
+                what = f"`{key}: {value}` is for whole modules"
                 says = places[key].says(what) if key in places else f"{what} (on {rule.tag})"
-                yield f"{says}\nuse `store: quantize`, `store: exact` or `store: offload`"
+                yield f"{says}\nname the module in a section `on module:` with `by_name`"

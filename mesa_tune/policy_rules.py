@@ -85,6 +85,12 @@ class Rule:
         ends = [match.start() for match in re.finditer(r"\.", name)] + [len(name)]
         return any(self.binds(None, name[:end]) for end in ends)
 
+    def begins(self, name: str) -> bool:
+        """True if the rule, of tag `module`, names the module `name`, and, by a glob, none that it lies in."""
+        plain, _ = _plain_and_globs(self.names or ())
+        above = name.rpartition(".")[0] if "." in name else None
+        return name in plain or (self.binds(None, name) and not (above is not None and self.holds(above)))
+
     def place(self, key: str) -> Place | None:
         """The line that gave `key`, if the rule was read from a file."""
         return dict(self.places).get(key)
