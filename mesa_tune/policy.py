@@ -115,6 +115,17 @@ class Policy:
         rules = [rule for rule in self.module_rules() if rule.holds(name)]
         return fold(rules, mesa=False) if rules else None
 
+    def recomputed(self, name: str) -> LayerSettings | None:
+        """The settings of the module `name` if it runs again in backward (`store: recompute`).
+
+        Of the modules that one glob names, the outermost do.
+        """
+        settings = self.module_settings(name)
+        if settings is None or not settings.enable or settings.store != "recompute":
+            return None
+        rules = [rule for rule in self.module_rules() if dict(rule.keys).get("store") == "recompute"]
+        return settings if any(rule.begins(name) for rule in rules) else None
+
     def bind_attention(self) -> Policy:
         """The policy for a model that calls scaled_dot_product_attention.
 
@@ -150,12 +161,17 @@ class Policy:
         problems = (
             []
             if fingerprint is None or self.header.is_for(fingerprint)
-            else [self._foreign(fingerprint, shown)]
+            else [self._foreign(fingerprint, shown, _FOREIGN)]
         )
         problems += mismatches(self.rules, Known(layers, modules, complete), shown)
         if problems and not force:
             raise PolicyError(problems[0])
         return tuple(problems)
+
+    def require_model(self, fingerprint: str, remedy: str) -> None:
+        """Raises PolicyError, ending in `remedy`, if the header names another model's layers."""
+        if not self.header.is_for(fingerprint):
+            raise PolicyError(self._foreign(fingerprint, self.source, remedy))
 
     def require_available(self) -> None:
         """Raises PolicyError for settings that this version cannot carry out."""
@@ -166,10 +182,9 @@ class Policy:
         """A text for every index and plain name that no layer has, now that all `layers` are known."""
         return self.check(layers, force=True)
 
-    def _foreign(self, fingerprint: str, source: str) -> str:
+    def _foreign(self, fingerprint: str, source: str, remedy: str) -> str:
         what = f"made for another model (this model's layers are {fingerprint[:16]})"
         where = self.header.place.says(what) if self.header.place else f"{source}: {what}"
-        remedy = "make one for this model with mesa-tune search, or apply it anyway with --force (force=True)"
         return f"{where}\n{remedy}"
 
     def _normalized(self) -> tuple[bool, frozenset[tuple[str, tuple[Rule, ...]]]]:
@@ -184,6 +199,9 @@ class Policy:
 
     def __hash__(self) -> int:
         return hash(self._normalized())
+
+
+_FOREIGN = "make one for this model with mesa-tune search, or apply it anyway with force=True"
 
 
 def _sorted(rule: Rule) -> Rule:
