@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mesa_tune import ops, reference, reference_codecs
+from mesa_tune import reference, reference_codecs
 
 _GROUPS = "int group_size, int quant_groups"
 _SIZES = f"int bits, int levels, {_GROUPS}"
@@ -83,7 +83,6 @@ _KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 
 
 def _define() -> torch.library.Library:
-    assert ops.DTYPES  # that module defines the namespace
     library = torch.library.Library("mesa_tune", "FRAGMENT")
     for schema in _SCHEMAS:
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -136,8 +136,8 @@ def test_on_a_cpu_everything_stays_and_each_layer_says_so_once() -> None:
         model((x * 1).requires_grad_() * 1)
     texts = [str(each.message) for each in seen]
     assert sum("'0'" in text and "frees nothing on a CPU" in text for text in texts) == 1
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad)
 
 
 def offloading() -> mt.Policy:

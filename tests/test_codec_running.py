@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
+from mesa_tune import notice
 from mesa_tune.codecs import Memory, Spec, running
 from mesa_tune.conversion import conversion_of
 from mesa_tune.settings import LayerSettings
@@ -60,9 +61,10 @@ def test_values_outside_take_the_nearest_end_and_never_wrap() -> None:
     parts = running.encode(10 * x, spec(level=16), KEY, memory)
     decoded = running.decode(parts, x.shape, x.dtype, spec(level=16))
     low, width = memory["shift"][:, None], memory["clip_val"][:, None]
-    assert (decoded[10 * x > low + width] > 0).all()
-    torch.testing.assert_close(decoded.amax(1, keepdim=True), low + width)
-    torch.testing.assert_close(decoded.amin(1, keepdim=True), low)
+    ends = [(10 * x > low + width, low + width), (10 * x < low, low)]
+    for outside, end in ends:
+        assert outside.any()
+        torch.testing.assert_close(decoded[outside], end.expand(x.shape)[outside])
     inside = (10 * x > low) & (10 * x < low + width)
     assert ((decoded - 10 * x)[inside].abs() <= (width / 15).expand(x.shape)[inside] * 1.01).all()
 
@@ -74,6 +76,20 @@ def test_a_packed_tensor_keeps_the_ranges_it_was_packed_in() -> None:
     before = running.decode(first, x.shape, x.dtype, spec())
     running.encode(100 * x, spec(), KEY, memory)
     assert torch.equal(running.decode(first, x.shape, x.dtype, spec()), before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+def test_a_group_that_is_not_finite_leaves_no_trace(bad: float) -> None:
+    memory: Memory = {}
+    x = torch.randn(2, 256)
+    running.encode(x, spec(), KEY, memory)
+    before = memory["shift"].clone(), memory["clip_val"].clone()
+    x[1, 7] = bad
+    parts = running.encode(2 * x, spec(), KEY, memory)
+    for now, then in zip((memory["shift"], memory["clip_val"]), before, strict=True):
+        assert now[0] != then[0]
+        assert now[1] == then[1]
+    assert torch.isnan(running.decode(parts, x.shape, x.dtype, spec())[1]).all()
 
 
 def test_a_smaller_batch_has_the_first_groups_and_a_larger_one_more() -> None:
@@ -104,9 +120,13 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 2
+        h: Tensor
         if self.reentrant is None:
-            return self.second(self.first(x))
-        return self.second(checkpoint(self.first, x, use_reentrant=self.reentrant))
+            h = self.first(x)
+        else:
+            h = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        y: Tensor = self.second(h)
+        return y
 
 
 def net(reentrant: bool | None = None) -> nn.Module:
@@ -181,12 +201,14 @@ def test_state_dict_stays_the_plain_models() -> None:
     assert model.state_dict().keys() == Net().state_dict().keys()
 
 
-def test_compiled_code_says_that_it_has_no_running_ranges() -> None:
+def test_compiled_code_says_that_it_has_no_running_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notice, "_given", set())
     x = torch.randn(8, 256)
     compiled = torch.compile(
         lambda x, key: running.encode(x, spec(), key), fullgraph=True, backend="aot_eager"
     )
-    data, ranges = compiled(x, KEY)
+    with pytest.warns(UserWarning, match="under torch.compile `ema_decay` has no effect"):
+        data, ranges = compiled(x, KEY)
     whole = running.encode(x, spec(), KEY)
     assert torch.equal(data, whole[0])
     assert torch.equal(ranges, whole[1])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import mesa_tune as mt
 from mesa_tune.codec_ops import RAW
 from mesa_tune.codecs import CODECS, Memory, Spec, refusal
 from mesa_tune.ops import DTYPES
@@ -154,7 +157,7 @@ def test_codecs_trace(name: str) -> None:
     assert torch.equal(compiled(x, KEY), stored(x, KEY))
 
 
-OPS = {
+OPS: dict[str, Callable[[Tensor], tuple[object, ...]]] = {
     "extents": lambda x: (x, 64, 0),
     "quantize_within": lambda x: (x, RAW.extents(x, 64, 0), 4, 10, 64, 0, True, KEY),
     "sparsify": lambda x: (x, 33),
@@ -174,3 +177,38 @@ OPS = {
 def test_ops_are_what_they_say_to_compilers(name: str) -> None:
     op = getattr(RAW, name).default
     torch.library.opcheck(op, OPS[name](torch.randn(6, 50)))
+
+
+POLICIES = {
+    "running": mt.Policy.uniform(16, ema_decay=0.9),
+    "drop": mt.Policy.uniform(16, drop=0.9),
+    "drop-exact": mt.Policy.uniform(drop=0.9, store="exact"),
+    "mixed": mt.Policy.uniform(16, allocation="sample"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:mesa-tune. under torch.compile")
+@pytest.mark.parametrize("name", POLICIES)
+def test_compiled_models_train_as_eager_ones_do(name: str) -> None:
+    """Running ranges are the tensors' own there."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32))
+    gradients = []
+    for compiled in (False, True):
+        own = mt.Policy.uniform(16) if name == "running" and not compiled else POLICIES[name]
+        model = mt.convert(copy.deepcopy(made), own, seed=1)
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        x = torch.linspace(-1, 1, 256 * 32).view(256, 32).requires_grad_()
+        run(x).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert one is not None
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_second_backward_gives_the_same_gradient(name: str) -> None:
+    model = mt.convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), POLICIES[name])
+    loss = model((torch.randn(256, 32) * 1).requires_grad_()).square().mean()
+    first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -26,6 +26,7 @@ keys = st.fixed_dictionaries(
         "ema_decay": st.floats(0, 1, exclude_max=True),
         "rounding": st.sampled_from(["stochastic", "nearest"]),
         "drop": st.floats(0, 1, exclude_max=True),
+        "allocation": st.sampled_from(["uniform", "sample"]),
         "store": st.sampled_from(["quantize", "exact", "derive", "recompute", "offload"]),
     },
 )

@@ -50,6 +50,9 @@ MISTAKES = [
     mistake("ema_decay-nan", RULE + "  ema_decay: nan\n", 4, "bad value 'nan'", "below 1"),
     mistake("drop-one", RULE + "  drop: 1.0\n", 4, "bad value '1.0' for drop", "below 1"),
     mistake("rounding", RULE + "  rounding: stocastic\n", 4, "bad value 'stocastic'", "'stochastic'"),
+    mistake(
+        "allocation", RULE + "  allocation: samples\n", 4, "bad value 'samples' for allocation", "'sample'"
+    ),
     mistake("store", RULE + "  store: recomput\n", 4, "bad value 'recomput' for store", "'recompute'"),
     mistake("index-word", "on fc:\n  by_index: first\n", 2, "'first' is no index", "0 3 5"),
     mistake("index-near-all", "on fc:\n  by_index: al\n", 2, "'al' is no index", "did you mean 'all'"),

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesa_tune.settings import EXACT, KEYS, MESA_TAGS, ROUNDINGS, STORES, TAGS, LayerSettings, check_value
+from mesa_tune.settings import (
+    ALLOCATIONS,
+    EXACT,
+    KEYS,
+    MESA_TAGS,
+    ROUNDINGS,
+    STORES,
+    TAGS,
+    LayerSettings,
+    check_value,
+)
 
 fractions = st.floats(0, 1, exclude_max=True)
 groupings = st.one_of(
@@ -22,6 +32,7 @@ settings = st.builds(
     ema_decay=fractions,
     rounding=st.sampled_from(ROUNDINGS),
     drop=fractions,
+    allocation=st.sampled_from(ALLOCATIONS),
     store=st.sampled_from(STORES),
 )
 
@@ -68,6 +79,24 @@ def test_exact_is_disabled_or_stored_exactly() -> None:
     assert EXACT.exact
     assert LayerSettings(store="exact").exact
     assert not LayerSettings().exact
+    assert not LayerSettings(store="exact", drop=0.9).exact, "its survivors are, the rest is gone"
+    assert not LayerSettings(store="offload").exact
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        (LayerSettings(level=4, drop=0.9, ema_decay=0.5, allocation="sample"), LayerSettings()),
+        (LayerSettings(drop=0.9, store="exact"), LayerSettings(store="exact")),
+        (LayerSettings(store="offload"), LayerSettings(store="offload")),
+        (EXACT, EXACT),
+    ],
+    ids=lambda layer: layer.label,
+)
+def test_hooks_store_eight_bits_of_everything_or_all_of_it(
+    given: LayerSettings, stored: LayerSettings
+) -> None:
+    assert given.hooked == stored
 
 
 @pytest.mark.parametrize(
@@ -75,7 +104,10 @@ def test_exact_is_disabled_or_stored_exactly() -> None:
     [
         (EXACT, "exact"),
         (LayerSettings(store="exact"), "exact"),
+        (LayerSettings(drop=0.9, store="exact"), "exact drop 0.9"),
+        (LayerSettings(store="offload"), "offload"),
         (LayerSettings(level=16), "4 bits / 256"),
+        (LayerSettings(level=16, allocation="sample"), "4 bits / 256 by sample"),
         (LayerSettings(level=2, group_size=1024), "1 bit / 1024"),
         (LayerSettings(level=10, group_size=64), "10 levels / 64"),
         (LayerSettings(group_size=None, quant_groups=3), "8 bits / 3 groups"),
@@ -116,7 +148,7 @@ def test_every_key_has_a_check_and_every_tag_of_mesa_comes_first() -> None:
     assert len(set(TAGS)) == len(TAGS)
 
 
-@pytest.mark.parametrize("key", ["enable", "level", "ema_decay", "rounding", "drop", "store"])
+@pytest.mark.parametrize("key", ["enable", "level", "ema_decay", "rounding", "drop", "allocation", "store"])
 def test_only_groups_may_be_none(key: str) -> None:
     with pytest.raises(ValueError, match=key):
         LayerSettings.from_dict({key: None})

@@ -74,8 +74,8 @@ def codec_of(settings: LayerSettings) -> str:
 
     Of settings that ask for several at once the first here takes effect; `Spec.of` warns of the others.
     """
-    if settings.store == "offload":
-        return "offload"
+    if settings.store not in ("quantize", "exact", "derive", "recompute"):
+        return settings.store
     if settings.drop:
         return "drop"
     if settings.allocation == "sample":
