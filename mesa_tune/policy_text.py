@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from mesa_tune.errors import PolicyError
 from mesa_tune.policy_rules import MODULE, Header, Indices, Place, Rule, suggestion
-from mesa_tune.policy_values import CONDITIONS, WORDS, read_indices, read_value, words_of
+from mesa_tune.policy_values import CONDITIONS, read_indices, read_value, words_for, words_of
 from mesa_tune.settings import KEYS, TAGS, Value
 
 FIRST_LINE: Final = "# mesa-tune policy 1"
@@ -190,7 +190,7 @@ class _Reader:
         if key not in CONDITIONS:
             raise place.refuse(f"unknown key {key!r}", suggestion(key, CONDITIONS, "conditions are"))
         if not words:
-            self._flaw(place, f"{key} without a value", f"write {WORDS[key]}")
+            self._flaw(place, f"{key} without a value", f"write {words_for(key)}")
             # Mesa knows no by_name, so an empty one takes nothing from the rule.
             if key == "by_name":
                 return

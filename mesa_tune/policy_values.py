@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Final
 
 from mesa_tune.policy_rules import Indices, Place, nearest
-from mesa_tune.settings import ALLOCATIONS, ROUNDINGS, STORES, Value, check_value
+from mesa_tune.settings import ALLOCATIONS, ROUNDINGS, Value, check_value, stores
 
 CONDITIONS: Final = ("by_index", "by_name", "by_tag")
 
 # What each key takes, as messages say it.
-WORDS: Final = {
+_WORDS: Final = {
     "by_index": "`all` or indices such as 0 3 5",
     "by_name": "layer names or globs such as blocks.*.mlp.fc1",
     "by_tag": "tags such as fc",
@@ -24,8 +24,18 @@ WORDS: Final = {
     "drop": "a fraction from 0 to below 1",
     "rounding": f"one of {', '.join(ROUNDINGS)}",
     "allocation": f"one of {', '.join(ALLOCATIONS)}",
-    "store": f"one of {', '.join(STORES)}",
 }
+
+
+def words_for(key: str) -> str:
+    """What `key` takes, in words."""
+    return _WORDS[key] if key in _WORDS else f"one of {', '.join(_choices(key))}"
+
+
+def _choices(key: str) -> tuple[str, ...]:
+    return stores() if key == "store" else _CHOICES.get(key, ())
+
+
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,18}")
 
 
@@ -43,7 +53,7 @@ def read_indices(place: Place, words: list[str]) -> Indices:
     for word in words:
         if not _INTEGER.fullmatch(word):
             near = " (did you mean 'all'?)" if nearest(word, ["all"]) else ""
-            raise place.refuse(f"{word!r} is no index", f"write {WORDS['by_index']}{near}")
+            raise place.refuse(f"{word!r} is no index", f"write {words_for('by_index')}{near}")
         if int(word) < 0:
             raise place.refuse(f"index {word} is below 0", "indices count the layers of a tag from 0")
     return tuple(int(word) for word in words)
@@ -53,13 +63,13 @@ def read_value(place: Place, key: str, words: list[str]) -> Value:
     """The value of `key` from its `words`. Raises PolicyError if it is missing, not one, or not allowed."""
     if len(words) != 1:
         what = f"{key} without a value" if not words else f"{len(words)} values for {key}"
-        raise place.refuse(what, f"{key} takes {WORDS[key]}")
+        raise place.refuse(what, f"{key} takes {words_for(key)}")
     try:
         value = _READERS[key](words[0])
         check_value(key, value)
     except ValueError:
-        near = nearest(words[0], _CHOICES.get(key, ()))
-        remedy = f"{key} takes {WORDS[key]}" + (f"; did you mean {near!r}?" if near else "")
+        near = nearest(words[0], _choices(key))
+        remedy = f"{key} takes {words_for(key)}" + (f"; did you mean {near!r}?" if near else "")
         raise place.refuse(f"bad value {words[0]!r} for {key}", remedy) from None
     return value
 
@@ -81,7 +91,6 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "enable": ("True", "False"),
     "rounding": ROUNDINGS,
     "allocation": ALLOCATIONS,
-    "store": STORES,
 }
 _READERS: Final[dict[str, Callable[[str], Value]]] = {
     "enable": _read_bool,

@@ -28,6 +28,14 @@ TAGS: Final = (
     ),
 )
 
+
+def stores() -> tuple[str, ...]:
+    """What `store` can be: `STORES`, and the codecs that are chosen by name."""
+    from mesa_tune.codecs import CODECS, OTHERWISE_CHOSEN  # they are made of settings
+
+    return tuple(dict.fromkeys((*STORES, *(name for name in CODECS if name not in OTHERWISE_CHOSEN))))
+
+
 ROUNDINGS: Final = ("stochastic", "nearest")
 ALLOCATIONS: Final = ("uniform", "sample")
 STORES: Final = ("quantize", "exact", "derive", "recompute", "offload")
@@ -165,6 +173,11 @@ def _require_word(key: str, value: object, words: tuple[str, ...]) -> None:
         raise ValueError(f"{key} must be one of {', '.join(words)}, but got {value!r}")
 
 
+def _require_store(key: str, value: object) -> None:
+    if value not in STORES:
+        _require_word(key, value, stores())
+
+
 # Counts beyond 2³¹ - 1 are no group of anything and would not pass into the kernels.
 _require_count = partial(_require_integer, low=1, high=2**31 - 1)
 _CHECKS: Final[dict[str, Callable[[str, object], None]]] = {
@@ -176,7 +189,7 @@ _CHECKS: Final[dict[str, Callable[[str, object], None]]] = {
     "rounding": partial(_require_word, words=ROUNDINGS),
     "drop": _require_fraction,
     "allocation": partial(_require_word, words=ALLOCATIONS),
-    "store": partial(_require_word, words=STORES),
+    "store": _require_store,
 }
 
 EXACT: Final = LayerSettings(enable=False)

@@ -17,7 +17,10 @@ CODECS: dict[str, Codec] = {
     "vrandom": vrandom,
 }
 
-__all__ = ["CODECS", "Codec", "Memory", "Spec", "memory_bytes", "refusal"]
+OTHERWISE_CHOSEN = ("running", "drop", "mixed", "vrandom")
+"""Codecs that a policy chooses by keys of their own; all others by their name, as `store: <name>`."""
+
+__all__ = ["CODECS", "OTHERWISE_CHOSEN", "Codec", "Memory", "Spec", "memory_bytes", "refusal"]
 
 
 def refusal(tensor: Tensor, spec: Spec) -> str | None:

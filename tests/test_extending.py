@@ -1,0 +1,83 @@
+"""docs/extending.md: its examples run as they stand there, put in place by the one line that it names."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.codecs import CODECS
+from mesa_tune.functional.table import FORMULAS, LAYERS, ROUTES
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.meter import Meter
+
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+
+
+def example(kind: str, folder: Path) -> ModuleType:
+    """The page's example as a module."""
+    found = re.search(rf"```python {kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    path = folder / f"{kind}.py"
+    path.write_text(found[1], encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(kind, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Waves(nn.Linear):
+    """sinc after a linear layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.sinc(super().forward(input))
+
+
+def saved(model: nn.Module, x: Tensor) -> int:
+    with Meter() as meter:
+        y = model(x)
+        return int(meter.live_bytes) - y.untyped_storage().nbytes()
+
+
+def error(model: nn.Module, plain: nn.Module, x: Tensor) -> float:
+    found, exact = (
+        torch.autograd.grad(each(x).square().sum(), list(each.parameters())) for each in (model, plain)
+    )
+    apart = sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True))
+    return apart / sum(float(b.square().sum()) for b in exact)
+
+
+def test_the_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, "half", example("codec", tmp_path))
+    policy = Policy.parse("# mesa-tune policy 1\non fc:\n    by_index: all\n    store: half\n")
+    assert Policy.parse(policy.dumps()) == policy
+    plain, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(256, 64)
+    model = mt.convert(nn.Sequential(*plain), policy)
+    model.load_state_dict(plain.state_dict())
+    assert saved(model, x) == 256 * 64 * 2
+    mt.revert(model)
+    other = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    other.load_state_dict(plain.state_dict())
+    assert 0 < error(mt.convert(other, policy), plain, x) < 1e-4
+
+
+def test_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = example("function", tmp_path)
+    for table, more in ((FORMULAS, family.FORMULAS), (ROUTES, family.ROUTES), (LAYERS, family.LAYERS)):
+        for key, value in more.items():
+            monkeypatch.setitem(table, key, value)
+    plain, x = Waves(64, 64), torch.randn(256, 64)
+    model = Waves(64, 64)
+    model.load_state_dict(plain.state_dict())
+    mt.convert(
+        model, Policy.parse("# mesa-tune policy 1\non pointwise:\n    by_index: all\n    level: 256\n")
+    )
+    assert torch.equal(model(x), plain(x))
+    assert saved(model, x) < 0.3 * saved(plain, x)
+    assert 0 < error(model, plain, x) < 1e-3
