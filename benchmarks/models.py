@@ -91,7 +91,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _checked(name: str, arguments: argparse.Namespace, label: str, policy: mt.Policy) -> dict[str, Any]:
     dropping = _workload(name, arguments.error_batch, arguments, dropout=0.1)
-    policies = {label: policy}
+    policies = {"uniform 16": mt.Policy.uniform(level=16), label: policy}
     if label == "uniform 16":
         policies = {f"uniform {level}": mt.Policy.uniform(level=level) for level in LEVELS}
     return {
@@ -123,6 +123,7 @@ def saved(chosen: mt.Workload, policy: mt.Policy, command: Sequence[str]) -> dic
         "under_codec": 1 - left.bytes / plain.bytes,
         "unseen_bytes": ours.bytes - left.coded_bytes - left.bytes,
         "left": [vars(row) for row in left.rows],
+        "derived": [vars(pair) for pair in left.derived],
     }
 
 

@@ -110,12 +110,16 @@ def _precision(result: Mapping[str, Any]) -> str:
 
 
 def _errors(result: Mapping[str, Any]) -> list[str]:
-    found = result.get("errors", {})
+    found = {name: each["mean"] for name, each in result.get("errors", {}).items()}
+    own, uniform = found.get(result["policy"]), found.get("uniform 16")
     # A policy other than the uniform ones has one error, which stands where uniform 16's would.
-    own = found.get(result["policy"])
-    each = [found.get("uniform 256"), own, found.get("uniform 4")]
-    batch = result.get("error_batch_size")
-    return ["—" if one is None else f"{one['mean']:.1e} ({batch})" for one in each]
+    cells = [
+        "—" if one is None else f"{one:.1e} ({result['error_batch_size']})"
+        for one in (found.get("uniform 256"), own, found.get("uniform 4"))
+    ]
+    if own is not None and uniform is not None and result["policy"] != "uniform 16":
+        cells[1] += f", {own / uniform:.2f} × uniform 16's"
+    return cells
 
 
 def _exact(result: Mapping[str, Any]) -> str:
@@ -140,7 +144,15 @@ def _left(result: Mapping[str, Any]) -> str:
     rest = sum(row["bytes"] for row in result["left"][LARGEST:])
     text = f"{result['uncompressed_bytes'] / total:.2%} of the plain bytes stay as they are"
     more = f"; further {rest / 1e6:.2f} MB in smaller parts." if rest else "."
-    return head + text + more + "\n\n" + _table(("layers", "function", "tensors", "MB", "of plain"), rows)
+    table = _table(("layers", "function", "tensors", "MB", "of plain"), rows)
+    return head + text + more + "\n\n" + table + _derived(result)
+
+
+def _derived(result: Mapping[str, Any]) -> str:
+    """Which layers store nothing of an input, as they have its producer's output made again."""
+    pairs = result.get("derived", [])
+    rows = [[f"`{each['layers']}`", f"`{each['producers']}`", str(each["tensors"])] for each in pairs]
+    return "\nDerived:\n\n" + _table(("layers", "from what is kept by", "tensors"), rows) if rows else ""
 
 
 def _conditions(results: Sequence[Mapping[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 
 import mesa_tune as mt
 from mesa_tune.functional.apply import Replay
+from mesa_tune.functional.deriving import Recipe
 from mesa_tune.functional.keeping import Meta
 from mesa_tune.profiler.trace import observing
 
@@ -30,11 +32,21 @@ class Row:
     dtype: str
 
 
+@dataclass
+class Derived:
+    """Layers that differ only in their numbers, and whose outputs they have made again instead of storing."""
+
+    layers: str
+    producers: str
+    tensors: int
+
+
 class Left(NamedTuple):
-    """Bytes in codecs and packed bits, and what is kept besides, largest first."""
+    """Bytes in codecs and packed bits, what is kept besides, largest first, and what is not kept at all."""
 
     coded_bytes: int
     rows: list[Row]
+    derived: list[Derived]
 
     @property
     def bytes(self) -> int:
@@ -51,10 +63,16 @@ def left_uncompressed(workload: mt.Workload, policy: mt.Policy) -> Left:
     rows: dict[str, Row] = {}
     found = keeper.uncompressed([*given_tensors(model, batch), loss])
     for kept in sorted(found, key=lambda kept: -kept.bytes):
-        key = re.sub(r"(?<![^.])\d+(?![^.])", "*", kept.layer)
+        key = _unnumbered(kept.layer)
         row = rows.setdefault(key, Row(key, _function(model, kept.layer), 0, 0, kept.shape, kept.dtype))
         row.bytes, row.tensors = row.bytes + kept.bytes, row.tensors + 1
-    return Left(keeper.coded_bytes(), sorted(rows.values(), key=lambda row: -row.bytes))
+    derived = [Derived(*pair, tensors) for pair, tensors in keeper.derived.items()]
+    return Left(keeper.coded_bytes(), sorted(rows.values(), key=lambda row: -row.bytes), derived)
+
+
+def _unnumbered(layer: str) -> str:
+    """The layer's name with a star for every number."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", layer)
 
 
 def _function(model: nn.Module, layer: str) -> str:
@@ -78,6 +96,7 @@ class Keeper:
     """Observes a forward: every tensor that autograd saves, and which of them hold codes or packed bits."""
 
     def __init__(self) -> None:
+        self.derived: Counter[tuple[str, str]] = Counter()
         self._packed: dict[int, weakref.ref[UntypedStorage]] = {}
         self._saved: dict[int, _Kept] = {}
         self._newest: Tensor | None = None
@@ -113,13 +132,17 @@ class Keeper:
         self,
         layer: str,
         lossy: tuple[Tensor, ...],
-        metas: tuple[Meta, ...],
+        kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
     ) -> None:
         # Masks and window offsets come packed in bytes; what is exact in floats is as PyTorch has it.
         packed = [tensor for tensor in exact if tensor.dtype is torch.uint8]
-        packed += [part for meta, stored in zip(metas, parts, strict=True) if meta.coded for part in stored]
+        for how, stored in zip(kept, parts, strict=True):
+            if isinstance(how, Recipe):  # its parts are the producer's
+                self.derived[_unnumbered(layer), _unnumbered(how.layer)] += 1
+            elif how.coded:
+                packed += stored
         for part in packed:
             self._packed[part.untyped_storage()._cdata] = weakref.ref(part.untyped_storage())
         # A hook first says that autograd saves the tensor, and then that it is encoded.

@@ -133,6 +133,14 @@ def test_what_a_policy_leaves_exact_is_named_with_its_bytes(bench: Any) -> None:
     assert left.bytes >= 3 * size
 
 
+def test_derived_pairs_are_named_with_their_producers(bench: Any) -> None:
+    left = bench.uncompressed.left_uncompressed(
+        tiny(bench, "deit_s"), mt.Policy.uniform(level=16, store="derive")
+    )
+    pairs = {(pair.layers, pair.producers): pair.tensors for pair in left.derived}
+    assert pairs["deit.layers.*.mlp.fc1", "deit.layers.*.layernorm_after"] == 2
+
+
 def test_the_page_has_a_row_and_a_list_for_each_latest_result(bench: Any) -> None:
     def result(batch: int, autocast: str | None = None) -> dict[str, Any]:
         left = bench.uncompressed.Row("blocks.*.mul.*", "mul", 2_000_000, 12, (8, 99), "float32")
