@@ -85,7 +85,7 @@ class Controller:
         """Measures, and places the bits anew."""
         self._leave()
         self._enter()
-        estimate = Estimate()
+        estimate = Estimate([parameter for parameter in self.model.parameters() if parameter.requires_grad])
         with _untouched(self.model), observing(estimate):
             get_grad()
         groups = estimate.groups()

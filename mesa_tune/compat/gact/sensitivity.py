@@ -2,9 +2,9 @@
 
 GACT runs three more iterations for every tensor. Here, in the backward of one, each call's backward is run
 again with a little uniform noise on its stored tensors, in proportion to the range of each group of 256. What
-changes in parameter gradients is final. What changes in an input gradient travels on through the graph: it is
-taken to be worth its share in the whole gradient that arrives at the same place, times the gradients of all
-parameters from there on. Nothing is kept but numbers, so a batch that just fits still fits.
+changes in parameter gradients is final; what changes in input gradients is sent down the rest of the graph by
+itself, from inside that backward, since a backward is linear in what enters it. Nothing is kept but numbers,
+so a batch that just fits still fits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from mesa_tune.functional.apply import Replay
 from mesa_tune.settings import MIN_ELEMENTS
@@ -21,16 +22,6 @@ from mesa_tune.settings import MIN_ELEMENTS
 GROUP = 256
 AMPLITUDE = 1 / 16
 """Of the noise, in ranges: small enough for a gradient to be linear in it."""
-
-
-@dataclass
-class _Travelling:
-    """A difference of an input gradient: its square, and the square of all that arrives where it arrives."""
-
-    layer: str
-    square: float
-    after: int
-    arriving: float = 0.0
 
 
 @dataclass
@@ -46,11 +37,10 @@ class Group:
 class Estimate:
     """An observer of one iteration; `groups` afterwards says what each layer's noise does to the gradient."""
 
+    parameters: list[nn.Parameter]
     copies: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
-    local: dict[str, float] = field(default_factory=dict)
-    travelling: list[_Travelling] = field(default_factory=list)
-    final: list[float] = field(default_factory=list)
-    handles: list[Any] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    sending: bool = False
 
     def begin(self, layer: str | None, given: Any) -> None: ...
 
@@ -70,45 +60,65 @@ class Estimate:
 
     def backward(self, replay: Replay) -> None:
         """A call's backward begins: its noise is weighed."""
-        coded = [
-            not raw and tensor.numel() > MIN_ELEMENTS and tensor.is_floating_point()
-            for raw, tensor in zip(replay.raw, replay.lossy, strict=True)
-        ]
+        if self.sending:
+            return
         changed = [
-            perturbed(tensor) if chosen else tensor
-            for tensor, chosen in zip(replay.lossy, coded, strict=True)
+            perturbed(tensor) if _is_coded(tensor, raw) else tensor
+            for tensor, raw in zip(replay.lossy, replay.raw, strict=True)
         ]
+        if all(new is old for new, old in zip(changed, replay.lossy, strict=True)):
+            return
         with torch.no_grad():
             exact = replay.run(list(replay.lossy), replay.needs)
-            other = replay.run(changed, replay.needs) if any(coded) else exact
-        if any(coded):
-            self.local.setdefault(replay.layer, 0.0)
+            other = replay.run(changed, replay.needs)
         edges = iter(replay.node.next_functions[1:])  # the first belongs to the noise key
-        for present, before, after in zip(replay.present, exact, other, strict=False):
-            edge = next(edges) if present else None
-            if edge is not None and edge[0] is not None and before is not None and after is not None:
-                self._weigh(replay.layer, edge, before, after)
+        places = [next(edges) if present else None for present in replay.present]
+        found = [
+            (edge, after - before)
+            for edge, before, after in zip(places, exact, other, strict=False)
+            if edge is not None and edge[0] is not None and before is not None and after is not None
+        ]
+        self.errors[replay.layer] = self.errors.get(replay.layer, 0.0) + self._weight(found)
 
-    def _weigh(self, layer: str, edge: Any, before: Tensor, after: Tensor) -> None:
-        difference = 0.0 if after is before else _square(after - before)
-        if isinstance(getattr(edge[0], "variable", None), nn.Parameter):
-            self.final.append(_square(before))
-            if layer in self.local:
-                self.local[layer] += difference
-        elif difference:
-            entry = _Travelling(layer, difference, len(self.final))
-            self.travelling.append(entry)
-            self.handles.append(edge[0].register_prehook(_Arrival(entry, edge[1])))
+    def _weight(self, changes: list[tuple[Any, Tensor]]) -> float:
+        """The square of what `changes` at these edges come to in all parameter gradients."""
+        total: dict[nn.Parameter, Tensor] = {}
+        sent = []
+        for edge, delta in changes:
+            parameter = getattr(edge[0], "variable", None)
+            if isinstance(parameter, nn.Parameter):
+                total[parameter] = total[parameter] + delta if parameter in total else delta
+            elif delta.any():
+                sent.append((GradientEdge(edge[0], edge[1]), delta))
+        for parameter, below in self._sent_down(sent):
+            total[parameter] = total[parameter] + below if parameter in total else below
+        return sum(_square(delta) for delta in total.values())
+
+    def _sent_down(self, sent: list[tuple[GradientEdge, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
+        if not sent:
+            return []
+        self.sending = True
+        try:
+            found: Any = torch.autograd.grad(
+                [edge for edge, _ in sent],
+                self.parameters,
+                [delta for _, delta in sent],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        finally:
+            self.sending = False
+        pairs = zip(self.parameters, found, strict=True)
+        return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
     def groups(self) -> list[Group]:
         """Layers by the copies that they have in common, with their error under noise of one size everywhere.
 
         Layers whose copies are quantized; those that drop or keep one exact bit an element have no part.
         """
-        errors = self.errors()
         found: list[Group] = []
         for size, layers in self.copies.values():
-            new = [layer for layer in dict.fromkeys(layers) if layer in errors]
+            new = [layer for layer in dict.fromkeys(layers) if layer in self.errors]
             common = [group for group in found if set(group.layers) & set(new)]
             merged = Group(new, size, 0.0)
             for group in common:
@@ -117,31 +127,12 @@ class Estimate:
                 found.remove(group)
             found += [merged] if new else []
         for group in found:
-            group.error = sum(errors[layer] for layer in group.layers)
-        return found
-
-    def errors(self) -> dict[str, float]:
-        """Squared error of the whole gradient by layer."""
-        for handle in self.handles:
-            handle.remove()
-        found = dict(self.local)
-        for entry in self.travelling:
-            below = sum(self.final[entry.after :])
-            found[entry.layer] += entry.square / entry.arriving * below if entry.arriving else 0.0
+            group.error = sum(self.errors[layer] for layer in group.layers)
         return found
 
 
-@dataclass
-class _Arrival:
-    """Notes the square of what arrives at a node, once."""
-
-    entry: _Travelling
-    place: int
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        grad = grads[self.place]
-        if grad is not None and not self.entry.arriving:
-            self.entry.arriving = _square(grad)
+def _is_coded(tensor: Tensor, raw: bool) -> bool:
+    return not raw and tensor.numel() > MIN_ELEMENTS and tensor.is_floating_point()
 
 
 def perturbed(x: Tensor) -> Tensor:

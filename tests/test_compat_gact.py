@@ -1,0 +1,293 @@
+"""GACT's users: `Controller(model)`, `install_hook()`, and `iterate(backprop)` after each step."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mesa_tune.compat import gact
+from mesa_tune.compat.gact.controller import Controller
+from mesa_tune.compat.gact.sensitivity import perturbed
+from mesa_tune.conversion import conversion_of
+from tests.compat_measures import error, gradient, saved_bytes
+
+CLASSES = 512
+TAGS = {
+    "blocks.0.proj": "fc",
+    "blocks.1.mlp.0": "fc",
+    "blocks.1.mlp.1": "gelu",
+    "blocks.0.norm1": "layernorm",
+    "blocks.1.matmul.0": "matmul",
+    "blocks.1.softmax.0": "softmax",
+}
+
+
+@pytest.fixture(autouse=True)
+def _defaults() -> Iterator[None]:
+    yield
+    plain = gact.QuantizationConfig()
+    for entry in fields(plain):
+        setattr(gact.config, entry.name, getattr(plain, entry.name))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.qkv, self.proj = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        weights = (q @ k.transpose(1, 2) / 8).softmax(dim=-1)
+        x = x + self.proj(weights @ v)
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class Net(nn.Module):
+    """A small transformer over vectors, its loss on many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(32, 64), nn.BatchNorm1d(48)
+        self.blocks = nn.Sequential(Block(64), Block(64))
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(64, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.drop(self.blocks(self.norm(self.first(x))).mean(1)))
+        return result
+
+
+def make() -> tuple[Net, Callable[[], Tensor]]:
+    """The network and its loss on one batch, with the same dropout each time."""
+    torch.manual_seed(0)
+    model, x, y = Net(), torch.randn(32, 48, 32), torch.randint(0, CLASSES, (32,))
+
+    def loss() -> Tensor:
+        torch.manual_seed(2)
+        return F.cross_entropy(model(x), y)
+
+    return model, loss
+
+
+def step(model: nn.Module, loss: Callable[[], Tensor], controller: Controller) -> None:
+    """One iteration as GACT's README writes it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def backprop() -> None:
+        model.train()
+        value = loss()
+        optimizer.zero_grad()
+        value.backward()
+
+    backprop()
+    optimizer.step()
+    controller.iterate(backprop)
+
+
+@pytest.fixture
+def installed() -> Iterator[Callable[[nn.Module], Controller]]:
+    made: list[Controller] = []
+
+    def install(model: nn.Module) -> Controller:
+        made.append(Controller(model))
+        made[-1].install_hook()
+        return made[-1]
+
+    yield install
+    for controller in made:
+        controller.uninstall_hook()
+
+
+Install = Callable[[nn.Module], Controller]
+
+
+@pytest.mark.parametrize(
+    ("level", "share", "most"),
+    [
+        ("L0", 1.001, 1e-12),
+        ("L1", 0.18, 0.1),
+        ("L1.1", 0.31, 1e-3),
+        ("L1.2", 0.12, 3),
+        ("L2", 0.18, 0.1),
+        ("L2.1", 0.18, 0.3),
+        ("L2.2", 0.16, 3),
+        ("L3", 0.18, 0.1),
+        ("swap", 1.001, 1e-12),
+        ("L4bit-swap", 0.18, 0.1),
+    ],
+)
+def test_training_script(level: str, share: float, most: float, installed: Install) -> None:
+    model, loss = make()
+    keys, output = list(model.state_dict()), loss()
+    before, exact = saved_bytes(model, loss), gradient(model, loss)
+    gact.set_optimization_level(level)
+    controller = installed(model)
+    assert torch.equal(loss(), output)
+    for _ in range(2):
+        assert saved_bytes(model, loss) < share * before
+        assert error(gradient(model, loss), exact) < most
+        controller.iterate(lambda: loss().backward())
+    assert list(model.state_dict()) == keys
+    for _ in range(5):
+        step(model, loss, controller)
+    assert loss() < output
+    controller.uninstall_hook()
+    assert conversion_of(model) is None
+
+
+def test_adaptation_lowers_the_error_at_no_more_bytes(installed: Install) -> None:
+    model, loss = make()
+    exact = gradient(model, loss)
+    gact.set_optimization_level("L2.1")
+    gact.set_adapt_interval(100)
+    controller = installed(model)
+    controller.adapt(lambda: loss().backward())
+    placed = saved_bytes(model, loss)
+    adapted = sum(error(gradient(model, loss), exact) for _ in range(4))
+    assert len(set(controller.bits.values())) > 2
+    controller.uninstall_hook()
+    gact.set_optimization_level("L1")
+    gact.config.bit = 3
+    installed(model)
+    uniform = sum(error(gradient(model, loss), exact) for _ in range(4))
+    assert adapted < 0.6 * uniform
+    assert placed <= 1.02 * saved_bytes(model, loss)
+
+
+def test_sharers_are_stored_alike(installed: Install) -> None:
+    model, loss = make()
+    controller = installed(model)
+    controller.adapt(lambda: loss().backward())
+    # The softmax's output is kept by itself and by the product that follows.
+    assert controller.bits["blocks.0.softmax.0"] == controller.bits["blocks.0.matmul.1"]
+    assert "loss.cross_entropy.0" in controller.bits
+
+
+def test_adaptation_is_deterministic_and_leaves_no_trace(installed: Install) -> None:
+    found = []
+    for _ in range(2):
+        model, loss = make()
+        controller = installed(model)
+        loss().backward()
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        gradients = [parameter.grad for parameter in model.parameters()]
+        values = [grad.clone() for grad in gradients if grad is not None]
+        random = torch.get_rng_state()
+        controller.iterate(lambda loss=loss: loss().backward())  # type: ignore[misc]
+        assert torch.equal(torch.get_rng_state(), random)
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+        for parameter, gradient_, value in zip(model.parameters(), gradients, values, strict=True):
+            assert parameter.grad is gradient_
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, value)
+        found.append(controller.bits)
+        controller.uninstall_hook()
+    assert found[0] == found[1]
+
+
+def test_the_interval_counts_iterations(installed: Install) -> None:
+    model, loss = make()
+    gact.set_adapt_interval(3)
+    controller, calls = installed(model), []
+
+    def backprop() -> None:
+        calls.append(controller.iter)
+        loss().backward()
+
+    for _ in range(7):
+        controller.iterate(backprop)
+    assert calls == [0, 3, 6]
+
+
+def test_a_retained_graph_gives_the_same_gradient_again(installed: Install) -> None:
+    model, loss = make()
+    installed(model)
+    value = loss()
+    value.backward(retain_graph=True)
+    first = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    value.backward()
+    second = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert torch.equal(first, second)
+
+
+def test_bfloat16_is_compressed(installed: Install) -> None:
+    model, loss = make()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = saved_bytes(model, loss)
+        gact.set_optimization_level("L1")
+        installed(model)
+        assert saved_bytes(model, loss) < 0.3 * before
+
+
+def test_what_get_grad_must_do(installed: Install) -> None:
+    model, _ = make()
+    with pytest.raises(ValueError, match="must run a forward and a backward"):
+        installed(model).iterate(lambda: None)
+
+
+def test_without_hooks_nothing_happens() -> None:
+    model, loss = make()
+    exact = gradient(model, loss)
+    controller = Controller(model)
+    controller.iterate(pytest.fail)
+    controller.uninstall_hook()
+    assert torch.equal(gradient(model, loss), exact)
+
+
+def test_a_controller_keeps_the_configuration_of_its_making() -> None:
+    gact.set_optimization_level("L1.1")
+    controller = Controller(nn.Linear(2, 2))
+    gact.set_optimization_level("L2.2")
+    assert (controller.config.bit, controller.config.auto_prec) == (8, False)
+    assert (gact.config.bit, gact.config.auto_prec) == (2, True)
+
+
+def test_unknown_levels_and_fields_are_named() -> None:
+    with pytest.raises(ValueError, match="level must be one of L0, L1"):
+        gact.set_optimization_level("L7")
+    gact.config.check_dup = True
+    with pytest.warns(UserWarning, match=r"gact\.config\.check_dup means nothing here"):
+        Controller(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("shape", [(300,), (7, 11, 13), (256, 1)])
+def test_noise_stays_in_proportion_to_each_groups_range(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    moved = perturbed(x)
+    assert moved.shape == x.shape
+    assert torch.equal(moved, perturbed(x))
+    assert 0 < (moved - x).abs().max() <= (x.max() - x.min()) / 32
+    assert torch.equal(perturbed(torch.full(shape, 3.0)), torch.full(shape, 3.0))
+
+
+def test_estimates_rank_layers_as_measured_errors_do(installed: Install) -> None:
+    from mesa_tune import Policy, convert, revert
+    from mesa_tune.compat.gact.sensitivity import Estimate
+    from mesa_tune.profiler.trace import observing
+
+    model, loss = make()
+    exact = gradient(model, loss)
+    estimate: Any = Estimate(list(model.parameters()))
+    convert(model, Policy.uniform(256))
+    with observing(estimate):
+        loss().backward()
+    errors = estimate.errors
+    pairs = []
+    for layer, tag in TAGS.items():
+        convert(model, Policy.parse(f"# mesa-tune policy 1\non {tag}:\n  by_name: {layer}\n  level: 4\n"))
+        found = sum(error(gradient(model, loss), exact) for _ in range(4))
+        pairs.append((found, errors[layer]))
+    revert(model)
+    ratios = torch.tensor([found / guess for found, guess in pairs]).log()
+    assert ratios.std() < 0.4
