@@ -66,6 +66,8 @@ def _floats(*shape: int) -> Tensor:
 
 SAMPLES: dict[str, Case] = {
     "multi_head_attention_forward": Case(F.multi_head_attention_forward, _multihead, {"need_weights": False}),
+    "dropout1d": Case(F.dropout1d, lambda dtype: [_floats(2, 3, 8)]),
+    "avg_pool3d": Case(F.avg_pool3d, lambda dtype: [_floats(1, 2, 4, 4, 4), 2]),
 }
 NOTHING: dict[str, Callable[[], Tensor]] = {
     "F.embedding (nn.Embedding)": lambda: F.embedding(torch.randint(9, (2, 5)), _floats(9, 4)),
