@@ -86,8 +86,8 @@ class QModule(nn.Module):
         """Loads what `state_dict` gave, or what the plain model's gave."""
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         # Inside another module loading asks for keys as they are nested.
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}{_PREFIX}{key[len(prefix) :]}"] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -54,8 +54,9 @@ class Quantizer(nn.Module):
 
     def settings_now(self) -> LayerSettings:
         """The attributes as settings of ours."""
-        values = {key: getattr(self, key) for key in KEYS}
-        return LayerSettings(**values | {"quant_groups": None if self.group_size else self.quant_groups})
+        values: dict[str, Any] = {key: getattr(self, key) for key in KEYS}
+        values["quant_groups"] = None if self.group_size else self.quant_groups
+        return LayerSettings(**values)
 
     def memory(self) -> Memory:
         """The running ranges, which a codec changes in place."""
