@@ -82,9 +82,8 @@ def densify(bitmap: Tensor, survivors: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def sample_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Samples along dimension 0, and the elements of each."""
-    samples = shape[0] if len(shape) else 1
-    return samples, math.prod(shape[1:])
+    """Samples along dimension 0, and the elements of each; a vector is one sample."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 
 def sample_groups(shape: Sequence[int], group_size: int, quant_groups: int) -> tuple[int, int, int]:

@@ -17,6 +17,11 @@ from mesa_tune.settings import LayerSettings
 KEY = torch.tensor([5], dtype=torch.int64)
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def spec(**given: object) -> Spec:
     made = Spec.of(LayerSettings.from_dict(given), 0)
     assert made is not None

@@ -15,6 +15,11 @@ from mesa_tune.settings import LayerSettings
 KEY = torch.tensor([5], dtype=torch.int64)
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def spec(**given: object) -> Spec:
     made = Spec.of(LayerSettings.from_dict({"allocation": "sample", **given}), 0)
     assert made is not None
@@ -87,7 +92,8 @@ def test_sensitivities_move_bits_to_the_samples_that_matter() -> None:
     parts = mixed.encode(x, spec(level=16), KEY, {"sensitivity": torch.tensor([1e4, 1.0, 1.0, 1e-4])})
     bits = parts[2].tolist()
     assert sum(bits) == 16
-    assert bits[0] > bits[1] >= bits[2] > bits[3]
+    assert bits[0] > max(bits[1:3])
+    assert min(bits[1:3]) > bits[3]
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 37), (5, 6, 5, 3), (5, 2, 3, 5, 7)])

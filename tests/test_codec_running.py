@@ -17,6 +17,13 @@ from mesa_tune.conversion import conversion_of
 from mesa_tune.settings import LayerSettings
 
 KEY = torch.tensor([5], dtype=torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 DECAY = 0.9
 
 

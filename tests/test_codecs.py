@@ -20,6 +20,13 @@ from mesa_tune.ops import DTYPES
 from mesa_tune.settings import LayerSettings
 
 KEY = torch.tensor([7], dtype=torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 BY_NAME = {
     "quantize": LayerSettings(level=16),
     "running": LayerSettings(level=16, ema_decay=0.9),

@@ -24,7 +24,7 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
     `memory["sensitivity"]`, if there with one number a sample, weights the samples' variances.
     """
     sensitivity = None if memory is None else memory.get("sensitivity")
-    if sensitivity is not None and sensitivity.numel() != (x.shape[0] if x.dim() else 1):
+    if sensitivity is not None and sensitivity.numel() != reference_codecs.sample_shape(x.shape)[0]:
         sensitivity = None
     return list(
         codec_ops.RAW.quantize_samples(

@@ -99,7 +99,7 @@ def _state(own: Tensor, memory: Memory) -> Tensor:
     groups = own.shape[0]
     for name in ("clip_val", "shift"):
         known = memory.get(name, own.new_empty(0))
-        if known.shape[0] < groups or known.device != own.device:
+        if name not in memory or known.shape[0] < groups or known.device != own.device:
             known = known.to(own.device)
             more = own.new_full((max(0, groups - known.shape[0]),), math.nan)
             memory[name] = torch.cat([known, more])

@@ -82,7 +82,7 @@ class Rows:
             if name in item.layers:
                 elements = prod(item.shape)
                 small = elements <= MIN_ELEMENTS
-                samples = item.shape[0] if item.shape else 1
+                samples = item.shape[0] if len(item.shape) > 1 else 1
                 packed_bytes = settings_bytes(elements, option, item.itemsize, samples)
                 total += elements * item.itemsize if small else packed_bytes
         return total
