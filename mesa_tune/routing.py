@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.codecs import Spec
+from mesa_tune.functional import sums
 from mesa_tune.functional.apply import Memories, watch
 from mesa_tune.functional.call import Call, Links
 from mesa_tune.functional.deriving import Traced, changed
@@ -236,7 +237,10 @@ class RoutingMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling() or not state.frames:
-            return _run(func, args, kwargs)
+            output = _run(func, args, kwargs)
+            if func in sums.ADDITIONS:
+                sums.note(output, args, kwargs)
+            return output
         if func is torch.Tensor.unflatten:
             func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
         traced = state.frames[-1].links.traced

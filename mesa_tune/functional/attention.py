@@ -1,7 +1,8 @@
 """y = softmax(s q kᵀ + m) v. Kept: q, k and v; exact: the mask m, and the random state if there is dropout.
 
 Backward runs the forward again on the decoded q, k and v (Rule 7): with a saved log-sum-exp, an error of q
-would appear exponentiated in weights that no longer sum to one. The random state of dropout is put back, then
+would appear exponentiated in weights that no longer sum to one. A mask that was made by repeating two smaller
+ones in a sum is kept as those (`sums`). The random state of dropout is put back, then
 left as it was found. Traced code, which can neither differentiate inside a backward nor read a random state,
 takes `attention_traced` instead.
 """
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mesa_tune.functional import sums
 from mesa_tune.functional.attention_traced import traced_gradients
 from mesa_tune.functional.formula import (
     Formula,
@@ -32,19 +34,30 @@ if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
 
 
-def forward(static: Static, needs: Needs, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Result:
+def forward(
+    static: Static,
+    needs: Needs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+) -> Result:
     *_, dtype = static
     state = _random_state(q.device) if static[0] > 0 else None
     given = cast(q, dtype), cast(k, dtype), cast(v, dtype)
     y = _attend(static, *given, _cast_mask(mask, dtype, needs[3]))
-    return Result(unviewed(y), lossy=(q, k, v), exact=(mask, state))
+    return Result(unviewed(y), lossy=(q, k, v), exact=(mask if first is None else None, state, first, second))
 
 
 def backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     *_, dtype = static
-    mask, state = exact
+    mask, state, first, second = exact
+    if first is not None and second is not None:
+        mask = first + second
     q, k, v = (cast(each, dtype) for each in lossy)
     if torch.compiler.is_compiling():
         mask = _cast_mask(mask, dtype, False)
@@ -55,6 +68,7 @@ def backward(
         again = [each.detach().requires_grad_(want) for each, want in zip(inputs, wanted, strict=True)]
         y = _attend(static, again[0], again[1], again[2], again[3] if len(again) > 3 else None)
         found = iter(torch.autograd.grad(y, [each for each in again if each.requires_grad], grad))
+    # What the mask is the sum of has its gradient by the mask's.
     return tuple(next(found) if want else None for want in needs)
 
 
@@ -121,6 +135,9 @@ def scaled_dot_product_attention(
     if dropout_p > 0 and query.device.type not in ("cpu", "cuda"):
         return call.refuse(f"dropout inside attention cannot be repeated on {query.device.type}")
     static = (dropout_p, is_causal, scale, enable_gqa, autocast_dtype(query))
+    summed = sums.parts(attn_mask)
+    if summed is not None:
+        return call.apply("attention", static, query, key, value, attn_mask, *summed)
     return call.apply("attention", static, query, key, value, attn_mask)
 
 

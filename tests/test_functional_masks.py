@@ -1,0 +1,123 @@
+"""Masks and window offsets: bits exactly as many as needed, and masks that are sums kept as their parts."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import mesa_tune as mt
+import mesa_tune.functional as mf
+from mesa_tune.functional.window import Windows, pack, to_indices, to_offsets, unpack
+from mesa_tune.policy import Policy
+from tests.functional_cases import RAW, gradients, served
+
+
+def _saved_bytes(y: Tensor) -> int:
+    node: Any = y.grad_fn
+    return sum(each.nbytes for each in node.saved_tensors if each is not None)
+
+
+def test_dropout_keeps_one_bit() -> None:
+    y = mf.dropout(torch.randn(8, 100, requires_grad=True), 0.3)
+    assert _saved_bytes(y) == 100
+
+
+def test_max_pool_keeps_four_bits_of_nine_places() -> None:
+    y = mf.max_pool2d(torch.randn(2, 4, 16, 16, requires_grad=True), 3, 2, 1)
+    assert _saved_bytes(y) == y.numel() // 2
+
+
+def test_average_pool_keeps_nothing() -> None:
+    assert _saved_bytes(mf.avg_pool2d(torch.randn(2, 4, 16, 16, requires_grad=True), 2)) == 0
+
+
+@pytest.mark.parametrize("function", [F.dropout, F.alpha_dropout], ids=lambda each: each.__name__)
+def test_dropout_in_place_has_pytorchs_gradient(function: Any) -> None:
+    def run(apply: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(8, 100, requires_grad=True)
+        y = apply(x * 2, 0.3, True, True)
+        return y.detach().clone(), gradients(y, [x])[0]
+
+    ours, plain = run(lambda *args: served(function, RAW, *args)), run(function)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=60)
+def test_max_pool_gradient_is_pytorchs(size: int, kernel: int, stride: int, dilation: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    if dilation * (kernel - 1) + 1 > size:
+        return
+    x = torch.randn(2, 3, size, size, requires_grad=True)
+    args = (kernel, stride, kernel // 2, dilation, bool(seed % 2))
+    y, expected = served(F.max_pool2d, RAW, x, *args), F.max_pool2d(x, *args)
+    assert torch.equal(y, expected)
+    assert torch.equal(gradients(y, [x])[0], gradients(expected, [x])[0])
+
+
+def test_indices_are_returned() -> None:
+    x = torch.randn(2, 3, 9, 9, requires_grad=True)
+    (y, indices), (expected, right) = (
+        run(x, 3, 2, return_indices=True)
+        for run in (lambda *a, **k: served(F.max_pool2d, RAW, *a, **k), F.max_pool2d)
+    )
+    assert torch.equal(y, expected)
+    assert torch.equal(indices, right)
+
+
+@given(st.integers(1, 9), st.integers(1, 40))
+@settings(deadline=None, max_examples=30)
+def test_packed_numbers_return(bits: int, count: int) -> None:
+    numbers = torch.randint(2**bits, (count,))
+    packed = pack(numbers, bits)
+    assert packed.numel() == (bits * count + 7) // 8
+    assert torch.equal(unpack(packed, bits, (count,)), numbers)
+
+
+def test_offsets_stay_within_adaptive_windows() -> None:
+    windows = (Windows(9, 4, 3, 1, 0, 0),)
+    _, indices = F.adaptive_max_pool1d(torch.randn(3, 9), 4, return_indices=True)
+    offsets = to_offsets(indices, windows)
+    assert 0 <= int(offsets.min()) <= int(offsets.max()) < 3
+    assert torch.equal(to_indices(offsets, windows), indices)
+
+
+class _Biased(nn.Module):
+    """Attention with a bias for each head and a mask for each window, as Swin adds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, 16, 4))
+        self.project = nn.Linear(32, 96)
+        self.changed = False
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.project(x).chunk(3, -1))
+        bias = self.table.permute(2, 0, 1).unsqueeze(0) * 1
+        total = bias + mask
+        if self.changed:
+            total.mul_(0.5)
+        return F.scaled_dot_product_attention(q, k, v, total)
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["sum as it is", "sum changed in place"])
+def test_a_summed_mask_is_kept_as_its_parts(changed: bool) -> None:
+    torch.manual_seed(0)
+    model, x = _Biased(), torch.randn(64, 16, 32)
+    model.changed = changed
+    mask = torch.zeros(64, 1, 16, 16).masked_fill(torch.rand(64, 1, 16, 16) < 0.2, -100.0)
+    expected = model(x, mask)
+    wanted = gradients(expected, list(model.parameters()))
+    coded = mt.convert(model, Policy.uniform(256), min_elements=0, seed=1)
+    y = coded(x, mask)
+    assert torch.equal(y, expected)
+    node: Any = y.grad_fn
+    largest = max(each.nbytes for each in node.saved_tensors if each is not None and each.is_floating_point())
+    assert (largest == 64 * 4 * 16 * 16 * 4) == changed
+    for found, right in zip(gradients(y, list(model.parameters())), wanted, strict=True):
+        assert (found - right).norm() < 0.02 * right.norm()
