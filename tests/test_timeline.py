@@ -131,3 +131,49 @@ def test_an_unknown_kind_is_refused() -> None:
 def test_the_dictionary_form_is_the_same_timeline() -> None:
     original = synthetic_profile().timeline
     assert Timeline.from_dict(original.to_dict()) == original
+
+
+def derivable(*layers: str) -> Kept:
+    return Kept("coded", layers, (BIG, BIG // 2), 4, 0, 3, sources=("a",))
+
+
+DERIVE = replace(FOUR, store="derive")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "copies"),
+    [
+        ({"a": FOUR, "b": DERIVE}, 0),
+        ({"a": DERIVE, "b": DERIVE}, 0),
+        ({"a": FOUR, "b": FOUR}, 1),
+        ({"b": DERIVE}, 1),
+        ({"a": EXACT, "b": DERIVE}, 1),
+    ],
+    ids=["derived", "all-ask", "nobody-asks", "no-producer", "exact-producer"],
+)
+def test_what_is_derived_costs_nothing(assignment: dict[str, LayerSettings], copies: int) -> None:
+    assert timeline(derivable("b")).saved_bytes(assignment) == copies * ops.packed_bytes(BIG, 4)
+
+
+def test_a_producer_that_keeps_its_output_pays_for_it() -> None:
+    assert timeline(derivable("a", "b")).saved_bytes({"a": DERIVE, "b": DERIVE}) == ops.packed_bytes(BIG, 4)
+
+
+def test_sharers_that_derive_leave_the_others_to_pay() -> None:
+    shared = timeline(derivable("b", "c"), coded("a"))
+    four = ops.packed_bytes(BIG, 4)
+    assert shared.saved_bytes({"a": FOUR, "b": DERIVE, "c": FOUR}) == 2 * four
+
+
+def test_a_producer_of_small_tensors_stores_exactly_so_nothing_is_derived() -> None:
+    small = timeline(derivable("b"), coded("a", size=(4096, 4096)))
+    assert small.saved_bytes({"a": FOUR, "b": DERIVE}) == ops.packed_bytes(BIG, 4)
+
+
+def test_layers_that_derive_and_their_producers_have_temporaries_of_their_own() -> None:
+    traced = timeline(derivable("b"), coded("a"))
+    slots = tuple(replace(slot, derived=(50, 25)) for slot in traced.slots)
+    traced = replace(traced, slots=slots)
+    assert traced.at().work({"a": FOUR, "b": DERIVE}).tolist() == [50] * 4
+    assert traced.at().work({"a": FOUR, "b": FOUR}).tolist() == [30] * 4
+    assert traced.at().work({"b": DERIVE}).tolist() == [10, 30, 30, 10]

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Replay
+from mesa_tune.functional.deriving import Recipe
 from mesa_tune.functional.keeping import Meta, forget_copies, keep, restore
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.profiler.trace import observing
@@ -92,7 +93,7 @@ class _Recording:
         self,
         layer: str,
         lossy: tuple[Tensor, ...],
-        metas: tuple[Meta, ...],
+        kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
     ) -> None: ...

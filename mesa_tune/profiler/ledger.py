@@ -2,13 +2,14 @@
 
 A plain and a compressed step are traced, each at two batch sizes. The compressed one tells when PyTorch's
 own tensors die by nature, and what encoding and decoding add; the plain one what is kept where nothing is
-compressed.
+compressed. A third, compressed with `store: derive`, tells what is made again instead of being stored, and
+what that takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from mesa_tune.errors import RunError
@@ -19,12 +20,13 @@ from mesa_tune.profiler.trace import SlotTrace, StepTrace
 
 @dataclass(frozen=True)
 class TracedPair:
-    """The plain and the compressed step at one batch size; `static` are the bytes there before the step."""
+    """The plain, the compressed and the deriving step at one batch size; `static` are the bytes before it."""
 
     batch_size: int
     static: int
     plain: StepTrace
     packed: StepTrace
+    derived: StepTrace
 
     def same_shape(self, other: TracedPair) -> bool:
         """Whether the same things are kept by the same layers in the same order."""
@@ -33,8 +35,12 @@ class TracedPair:
     def _form(self) -> tuple[object, ...]:
         kept = [tuple(item.layers) for item in self.plain.plain.values()]
         kept += [tuple(item.layers) for item in self.packed.coded.values()]
-        slots = [(slot.layer, slot.phase) for slot in (*self.plain.slots, *self.packed.slots)]
-        return kept, slots, list(self.packed.side.values())
+        slots = [
+            (slot.layer, slot.phase)
+            for trace in (self.plain, self.packed, self.derived)
+            for slot in trace.slots
+        ]
+        return kept, slots, list(self.packed.side.values()), self.derived.derived
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,12 @@ class _Span:
     slots: tuple[int, int]
     traced_bytes: int
     samples: int = 1
+    sources: tuple[str, ...] = ()
+
+    @property
+    def is_stored_when_derived(self) -> bool:
+        """Whether a step in which all layers derive what they can has the thing."""
+        return not self.sources or any(layer in self.sources for layer in self.layers)
 
 
 def timeline(large: TracedPair, small: TracedPair) -> Timeline:
@@ -62,8 +74,8 @@ def timeline(large: TracedPair, small: TracedPair) -> Timeline:
         batch_sizes=(large.batch_size, second.batch_size),
         static=(large.static, second.static),
         slots=tuple(
-            Slot(slot.layer, slot.phase, (exact, exact_2), (packed, packed_2))
-            for (slot, exact, packed), (_, exact_2, packed_2) in zip(slots, lesser, strict=True)
+            Slot(slot.layer, slot.phase, *zip(sizes, others, strict=True))
+            for (slot, *sizes), (_, *others) in zip(slots, lesser, strict=True)
         ),
         kept=tuple(
             Kept(
@@ -73,6 +85,7 @@ def timeline(large: TracedPair, small: TracedPair) -> Timeline:
                 span.itemsize,
                 *span.slots,
                 (span.samples, twin.samples),
+                span.sources,
             )
             for span, twin in zip(spans, other, strict=True)
         ),
@@ -91,25 +104,29 @@ def tensor_entries(plain: StepTrace) -> list[TensorEntry]:
 
 
 def _placed(span: _Span, like: _Span) -> _Span:
-    return _Span(span.kind, span.layers, span.size, span.itemsize, like.slots, span.traced_bytes)
+    return replace(span, slots=like.slots)
 
 
-def _slots(pair: TracedPair, spans: list[_Span]) -> list[tuple[SlotTrace, int, int]]:
-    """Each slot with its live bytes besides kept things, in the plain and in the compressed step."""
+def _slots(pair: TracedPair, spans: list[_Span]) -> list[tuple[SlotTrace, int, int, int]]:
+    """Each slot with its live bytes besides kept things, in the plain, compressed and deriving step."""
     rows = []
-    aligned = _aligned(pair)
+    plain, derived = _aligned(pair.plain, pair.packed), _aligned(pair.derived, pair.packed)
     for place, slot in enumerate(pair.packed.slots):
         here = [span for span in spans if span.slots[0] <= place <= span.slots[1]]
-        packed = slot.high - sum(span.traced_bytes for span in here if span.kind != "plain")
-        exact = aligned[place].high - sum(span.size for span in here if span.kind in ("plain", "always"))
-        rows.append((slot, max(0, exact), max(0, packed)))
+        stored = [span for span in here if span.kind != "plain"]
+        exact = plain[place].high - sum(span.size for span in here if span.kind in ("plain", "always"))
+        packed = slot.high - sum(span.traced_bytes for span in stored)
+        deriving = derived[place].high - sum(
+            span.traced_bytes for span in stored if span.is_stored_when_derived
+        )
+        rows.append((slot, max(0, exact), max(0, packed), max(0, deriving)))
     return rows
 
 
-def _aligned(pair: TracedPair) -> list[SlotTrace]:
-    """For each slot of the compressed step, that of the plain one."""
-    known = dict(_by_turn(pair.plain))
-    return [known.get(place, slot) for place, slot in _by_turn(pair.packed)]
+def _aligned(trace: StepTrace, packed: StepTrace) -> list[SlotTrace]:
+    """For each slot of the compressed step, that of `trace`."""
+    known = dict(_by_turn(trace))
+    return [known.get(place, slot) for place, slot in _by_turn(packed)]
 
 
 def _by_turn(trace: StepTrace) -> Iterator[tuple[tuple[str | None, str, int], SlotTrace]]:
@@ -123,16 +140,26 @@ def _by_turn(trace: StepTrace) -> Iterator[tuple[tuple[str | None, str, int], Sl
 
 def _spans(pair: TracedPair) -> Iterator[_Span]:
     packed, plain = pair.packed, pair.plain
-    for coded in packed.coded.values():
+    sources = _sources(pair)
+    for first, coded in packed.coded.items():
         where = _alive(packed, coded.parts[0])
         traced = sum(packed.lives[number].bytes for number in coded.parts)
-        samples = coded.shape[0] if coded.shape else 1
-        yield _Span("coded", tuple(coded.layers), prod(coded.shape), coded.itemsize, where, traced, samples)
+        samples = coded.shape[0] if len(coded.shape) > 1 else 1
+        yield _Span(
+            "coded",
+            tuple(coded.layers),
+            prod(coded.shape),
+            coded.itemsize,
+            where,
+            traced,
+            samples,
+            sources.get(first, ()),
+        )
     for number, layer in packed.side.items():
         size = packed.lives[number].bytes
         yield _Span("side", (layer,), size, 1, _alive(packed, number), size)
     twins = _twins(plain, packed)
-    aligned = _aligned(pair)
+    aligned = _aligned(plain, packed)
     for number, item in plain.plain.items():
         size, twin = plain.lives[number].bytes, twins.get(number)
         if twin is not None and packed.stays(twin):
@@ -144,6 +171,12 @@ def _spans(pair: TracedPair) -> Iterator[_Span]:
     if unexplained > 0:
         end = max(place for place, slot in enumerate(packed.slots) if slot.phase == "forward")
         yield _Span("always", (), unexplained, 1, (end, end + 1), unexplained)
+
+
+def _sources(pair: TracedPair) -> dict[int, tuple[str, ...]]:
+    """Of packed tensors that the deriving step makes again: the layers whose kept tensors that takes."""
+    derived = pair.derived.derived
+    return {number: derived[place] for place, number in pair.packed.places.items() if place in derived}
 
 
 def _alive(trace: StepTrace, number: int) -> tuple[int, int]:

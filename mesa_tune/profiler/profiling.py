@@ -168,11 +168,18 @@ class _Profiling:
         batch = self.workload.make_batch(batch_size)
         plain, _ = self._trace(batch, Policy.parse(""))
         packed, layers = self._trace(batch, Policy.uniform(level=16))
-        return TracedPair(batch_size, bytes_of(self._static(batch)), plain, packed), layers
+        derived, _ = self._trace(batch, Policy.uniform(level=16, store="derive"), settled=True)
+        return TracedPair(batch_size, bytes_of(self._static(batch)), plain, packed, derived), layers
 
-    def _trace(self, batch: Any, policy: Policy) -> tuple[StepTrace, dict[str, tuple[str, int]]]:
+    def _trace(
+        self, batch: Any, policy: Policy, *, settled: bool = False
+    ) -> tuple[StepTrace, dict[str, tuple[str, int]]]:
+        """A traced step under `policy`; `settled`: after one that shows who derives from whom."""
         with session(self.workload, self.model, policy) as running:
             state = torch.get_rng_state()
+            if settled:
+                running.loss(batch).backward()
+                torch.set_rng_state(state)
             trace = trace_step(
                 lambda: self.optimizer.zero_grad(set_to_none=True),
                 lambda: running.loss(batch),

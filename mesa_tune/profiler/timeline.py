@@ -10,7 +10,7 @@ rule for being alive, and every size is known at two batch sizes, which gives al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -34,13 +34,15 @@ class Slot:
     """A moment of the step: most bytes alive besides static and kept things, at the two batch sizes.
 
     `exact` where `layer` is stored exactly, `packed` where it is compressed (encode temporaries and decoded
-    copies included); equal where there is no layer.
+    copies included); equal where there is no layer. `derived` where it makes tensors again from what others
+    keep, or others do from what it keeps; None: as `packed`.
     """
 
     layer: str | None
     phase: str
     exact: Pair
     packed: Pair
+    derived: Pair | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Kept:
     to `min_elements` elements, `size * itemsize` bytes once. `side`: `size` bytes that its compressed layer
     keeps exactly. `plain`: `size` bytes that PyTorch keeps, while at least one of its layers is exact.
     `always`: `size` bytes, whatever the policy. `samples`: the extent of a coded tensor's first dimension.
+    `sources`: the layers from whose kept tensors a coded one can be made again, if all of them compress; it
+    then costs nothing for a layer (other than those) with `store: derive`.
     """
 
     kind: str
@@ -60,6 +64,7 @@ class Kept:
     first: int
     last: int
     samples: Pair = (1, 1)
+    sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -156,6 +161,10 @@ class SizedTimeline:
         self.packed = np.array(
             [timeline.scaled(slot.packed, batch_size) for slot in timeline.slots], dtype=np.int64
         )
+        self.derived = np.array(
+            [timeline.scaled(slot.derived or slot.packed, batch_size) for slot in timeline.slots],
+            dtype=np.int64,
+        )
         self.sizes = [timeline.scaled(item.size, batch_size) for item in timeline.kept]
         self.forward_end = max(
             (n for n, slot in enumerate(timeline.slots) if slot.phase == "forward"), default=-1
@@ -182,11 +191,37 @@ class SizedTimeline:
             count = self.kept_bytes(item, size, used)
             changes[item.first] += count
             changes[item.last + 1] -= count
+        kept = np.cumsum(np.array(changes[:-1], dtype=np.int64))
+        return np.asarray(self.static + self.work(assignment) + kept, dtype=np.int64)
+
+    def work(self, assignment: Assignment) -> NDArray[np.int64]:
+        """Bytes alive in each slot besides static and kept things; shape [slots]."""
         # By what was asked for: a slot reaches to the next layer's, over calls with settings of their own.
         asked = {name for name, settings in assignment.items() if not settings.exact}
-        packs = np.array([slot.layer in asked for slot in self.timeline.slots], dtype=bool)
-        kept = np.cumsum(np.array(changes[:-1], dtype=np.int64))
-        return self.static + np.where(packs, self.packed, self.exact) + kept
+        links = self.links(self.compressed(assignment))
+        packs, derives = (
+            np.array([slot.layer in names for slot in self.timeline.slots], dtype=bool)
+            for names in (asked, links)
+        )
+        return np.where(derives, self.derived, np.where(packs, self.packed, self.exact))
+
+    def links(self, used: Mapping[str, LayerSettings]) -> set[str]:
+        """The layers that make kept tensors again, and those from whose they do."""
+        found: set[str] = set()
+        for item in self.timeline.kept:
+            derivers = self.derivers(item, used)
+            found |= {*derivers, *item.sources} if derivers else set()
+        return found
+
+    def derivers(self, item: Kept, used: Mapping[str, LayerSettings]) -> list[str]:
+        """The keepers of `item` that make it again instead of storing it."""
+        if not item.sources or any(source not in used for source in item.sources):
+            return []
+        return [
+            layer
+            for layer in item.layers
+            if layer in used and used[layer].store == "derive" and layer not in item.sources
+        ]
 
     def peak_bytes(self, assignment: Assignment) -> int:
         """The highest number of bytes alive in the step."""
@@ -224,11 +259,20 @@ class SizedTimeline:
         return size
 
     def _coded_bytes(self, item: Kept, size: int, used: Mapping[str, LayerSettings]) -> int:
-        distinct = {used[layer] for layer in item.layers if layer in used}
+        derivers = self.derivers(item, used)
+        distinct = {
+            stored_as(used[layer]) for layer in item.layers if layer in used and layer not in derivers
+        }
         if distinct and size <= self.timeline.min_elements:
             return size * item.itemsize
         samples = self.timeline.scaled(item.samples, self.batch_size)
         return sum(settings_bytes(size, settings, item.itemsize, samples) for settings in distinct)
+
+
+@lru_cache(maxsize=1 << 12)
+def stored_as(settings: LayerSettings) -> LayerSettings:
+    """How a layer stores what it has to store itself."""
+    return replace(settings, store="quantize") if settings.store == "derive" else settings
 
 
 @lru_cache(maxsize=1 << 16)
@@ -249,11 +293,19 @@ def _pair(values: Any) -> Pair:
     return int(first), int(second)
 
 
-def _slot(layer: str | None, phase: str, exact: Any, packed: Any) -> Slot:
-    return Slot(layer, phase, _pair(exact), _pair(packed))
+def _slot(layer: str | None, phase: str, exact: Any, packed: Any, derived: Any = None) -> Slot:
+    return Slot(layer, phase, _pair(exact), _pair(packed), None if derived is None else _pair(derived))
 
 
 def _kept(
-    kind: str, layers: Any, size: Any, itemsize: int, first: int, last: int, samples: Any = (1, 1)
+    kind: str,
+    layers: Any,
+    size: Any,
+    itemsize: int,
+    first: int,
+    last: int,
+    samples: Any = (1, 1),
+    sources: Any = (),
 ) -> Kept:
-    return Kept(kind, tuple(layers), _pair(size), int(itemsize), int(first), int(last), _pair(samples))
+    pairs = _pair(size), _pair(samples)
+    return Kept(kind, tuple(layers), pairs[0], int(itemsize), int(first), int(last), pairs[1], tuple(sources))

@@ -17,10 +17,14 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.functional.apply import Replay, watch
+from mesa_tune.functional.deriving import Recipe
 from mesa_tune.functional.keeping import Meta
 from mesa_tune.profiler.meter import Meter
 
 NEVER = 1 << 62
+
+Place = tuple[str, int, int]
+"""A kept tensor by its layer, how many calls of that layer came before, and its place in the call."""
 
 
 @dataclass
@@ -63,7 +67,11 @@ class PlainTrace:
 
 @dataclass
 class StepTrace:
-    """All that was seen in one step; storages go by number."""
+    """All that was seen in one step; storages go by number.
+
+    `places`: the first part of each tensor stored in parts; `derived`: of each that is made again instead,
+    the layers whose kept tensors that takes.
+    """
 
     lives: dict[int, Life] = field(default_factory=dict)
     slots: list[SlotTrace] = field(default_factory=list)
@@ -73,6 +81,8 @@ class StepTrace:
     plain: dict[int, PlainTrace] = field(default_factory=dict)
     encoded: set[tuple[int, str]] = field(default_factory=set)
     hooked: set[str] = field(default_factory=set)
+    places: dict[Place, int] = field(default_factory=dict)
+    derived: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     saved_bytes: int = 0
 
     def alive(self, number: int, slot: SlotTrace) -> bool:
@@ -82,8 +92,10 @@ class StepTrace:
 
     def stays(self, number: int) -> bool:
         """Whether a layer keeps the storage itself: a hook met no floats there, or too few of them."""
-        keepers = self.plain[number].layers if number in self.plain and number not in self.side else []
-        return any((number, layer) not in self.encoded for layer in keepers)
+        elsewhere = number in self.side or any(number in coded.parts for coded in self.coded.values())
+        if elsewhere or number not in self.plain:
+            return False
+        return any((number, layer) not in self.encoded for layer in self.plain[number].layers)
 
     def peak(self) -> int:
         """The highest number of bytes alive, besides what was there before the step."""
@@ -122,6 +134,19 @@ class Recorder(Meter):
         super()._bury(key)
 
 
+class Turns:
+    """Counts the calls of each layer in the order of a forward."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    def places(self, layer: str, count: int) -> list[Place]:
+        """The places of the `count` tensors that the next call of `layer` keeps."""
+        turn = self.known.get(layer, 0)
+        self.known[layer] = turn + 1
+        return [(layer, turn, place) for place in range(count)]
+
+
 class Tracer:
     """The observer that fills a `StepTrace`."""
 
@@ -130,6 +155,7 @@ class Tracer:
         self.trace = recorder.trace
         self.is_static = is_static
         self.forward = True
+        self.turns = Turns()
 
     def begin(self, layer: str | None, given: Any) -> None:
         if layer is not None:
@@ -146,14 +172,17 @@ class Tracer:
         self,
         layer: str,
         lossy: tuple[Tensor, ...],
-        metas: tuple[Meta, ...],
+        kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
     ) -> None:
         aside = list(exact)
-        for tensor, meta, stored in zip(lossy, metas, parts, strict=True):
-            if meta.coded:
-                self._coded(layer, meta, stored)
+        places = self.turns.places(layer, len(kept))
+        for place, tensor, how, stored in zip(places, lossy, kept, parts, strict=True):
+            if isinstance(how, Recipe):
+                self.trace.derived[place] = tuple(dict.fromkeys(how.layers()))
+            elif how.coded:
+                self._coded(place, how, stored)
                 self._encoded(layer, tensor)
             else:
                 aside += stored
@@ -177,14 +206,15 @@ class Tracer:
     def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
         return tensor
 
-    def _coded(self, layer: str, meta: Meta, stored: list[Tensor]) -> None:
+    def _coded(self, place: Place, meta: Meta, stored: list[Tensor]) -> None:
         numbers = [number for part in stored if (number := self._number(part)) is not None]
         if not numbers:
             return
         new = CodedTrace([], meta.shape, meta.dtype.itemsize, numbers)
         layers = self.trace.coded.setdefault(numbers[0], new).layers
-        if layer not in layers:
-            layers.append(layer)
+        self.trace.places[place] = numbers[0]
+        if place[0] not in layers:
+            layers.append(place[0])
 
     def _encoded(self, layer: str, tensor: Tensor) -> None:
         number = self._number(tensor)

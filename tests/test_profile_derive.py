@@ -1,0 +1,126 @@
+"""`store: derive` in profiles: what is predicted beside what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.timeline import Timeline
+from tests.test_deriving import Gated
+from tests.test_profile import MODELS, image_batch, loss, text_batch
+
+BATCH, WIDTH = 8, 64
+# Groups as wide as the rows, with which norms composed by hand store what they keep.
+DERIVE = mt.Policy.uniform(level=16, group_size=64, store="derive")
+
+
+class Llama(nn.Module):
+    """Two gated perceptrons after RMS norms written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated(), Gated())
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(x).mean(1))
+        return logits
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    **{name: case for name, case in MODELS.items() if case[1] in (text_batch, image_batch)},
+    "llama": (Llama, text_batch),
+}
+
+
+def workload(name: str) -> mt.Workload:
+    model, batch = CASES[name]
+    return mt.Workload(model, batch, loss, batch_size=BATCH)
+
+
+@pytest.fixture(scope="module", name="profiles")
+def _profiles() -> dict[str, Profile]:
+    return {name: mt.profile(workload(name), options=[]) for name in CASES}
+
+
+def measured(work: mt.Workload, policy: mt.Policy, batch_size: int) -> Any:
+    def compressed_loss(model: nn.Module, batch: Any) -> Tensor:
+        with mt.compress_saved(policy, seed=0):
+            return work.loss(model, batch)
+
+    model = mt.convert(work.build(), policy, seed=0)
+    return measure_step(model, work.make_batch(batch_size), compressed_loss, work.make_optimizer(model))
+
+
+@pytest.mark.parametrize("batch_size", [BATCH, BATCH // 2, 24], ids=["profiled", "half", "other"])
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_bytes_are_those_of_a_real_step(
+    profiles: dict[str, Profile], name: str, batch_size: int
+) -> None:
+    predicted = profiles[name].predict(DERIVE, batch_size=batch_size)
+    found = measured(workload(name), DERIVE, batch_size)
+    assert predicted.saved_bytes == found.saved_bytes
+    assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deriving_keeps_less_than_quantizing(profiles: dict[str, Profile], name: str) -> None:
+    derived, stored = (
+        profiles[name].predict(one) for one in (DERIVE, mt.Policy.uniform(level=16, group_size=64))
+    )
+    assert derived.saved_bytes < stored.saved_bytes
+
+
+def test_only_layers_that_ask_derive(profiles: dict[str, Profile]) -> None:
+    rules = "# mesa-tune policy 1\non fc gelu layernorm:\n    by_index: all\n    level: 16\n"
+    rules += "\non fc:\n    by_name: blocks.*.fc1\n    store: derive\n"
+    policy = mt.Policy.parse(rules)
+    found = measured(workload("transformer"), policy, BATCH)
+    assert profiles["transformer"].predict(policy).saved_bytes == found.saved_bytes
+
+
+def test_without_the_producer_a_layer_stores(profiles: dict[str, Profile]) -> None:
+    policy = mt.Policy.parse(
+        "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 16\n    store: derive\n"
+    )
+    found = measured(workload("transformer"), policy, BATCH)
+    assert profiles["transformer"].predict(policy).saved_bytes == found.saved_bytes
+
+
+def test_a_profile_file_says_who_derives(profiles: dict[str, Profile], tmp_path: Path) -> None:
+    profiles["transformer"].save(tmp_path / "profile.json")
+    loaded = Profile.load(tmp_path / "profile.json")
+    assert loaded == profiles["transformer"]
+    sources = {item.layers: item.sources for item in loaded.timeline.kept if item.sources}
+    assert sources["blocks.0.fc1",] == ("blocks.0.norm2",)
+    assert sources["blocks.0.q", "blocks.0.k", "blocks.0.v"] == ("blocks.0.norm",)
+
+
+def test_a_timeline_of_before_derives_nothing(profiles: dict[str, Profile]) -> None:
+    values = profiles["transformer"].timeline.to_dict()
+    values["slots"] = [{k: v for k, v in slot.items() if k != "derived"} for slot in values["slots"]]
+    values["kept"] = [{k: v for k, v in item.items() if k != "sources"} for item in values["kept"]]
+    older = Timeline.from_dict(values)
+    names = [layer.name for layer in profiles["transformer"].layers]
+    both = [dict.fromkeys(names, mt.LayerSettings(level=16, store=store)) for store in ("derive", "quantize")]
+    assert older.saved_bytes(both[0]) == older.saved_bytes(both[1])
+
+
+def test_gradients_of_the_batch_are_not_disturbed_by_looking(profiles: dict[str, Profile]) -> None:
+    """The step that shows who derives leaves no gradients and no random numbers behind."""
+    state = torch.get_rng_state()
+    work = workload("transformer")
+    model = work.build()
+    kept = mt.Workload(lambda: model, text_batch, loss, batch_size=BATCH)
+    mt.profile(kept, options=[])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert F.mse_loss(torch.get_rng_state().float(), state.float()) == 0
