@@ -48,6 +48,15 @@ LAYERS: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = {
     "Hardshrink": ((0.3,), {}, (8, 32)),
     "Softshrink": ((0.3,), {}, (8, 32)),
     "Softmax": ((), {"dim": 1}, (4, 20, 3)),
+    "ConvTranspose2d": ((4, 8, 3), {"stride": 2, "output_padding": 1}, (3, 4, 5, 5)),
+    "GroupNorm": ((3, 6), {}, (4, 6, 5, 5)),
+    "RMSNorm": ((32,), {}, (6, 5, 32)),
+    "InstanceNorm2d": ((6,), {"affine": True, "track_running_stats": True}, (4, 6, 5, 5)),
+    "LogSoftmax": ((-1,), {}, (8, 32)),
+    "MaxPool2d": ((3, 2), {"ceil_mode": True}, (4, 6, 8, 8)),
+    "AdaptiveMaxPool1d": ((5,), {}, (4, 6, 12)),
+    "AvgPool2d": ((2,), {}, (4, 6, 8, 8)),
+    "AdaptiveAvgPool3d": ((2,), {}, (2, 3, 5, 4, 6)),
 }
 
 

@@ -163,8 +163,156 @@ class MatMul(_Settled, products.MatMul):
 
 
 class CrossEntropyLoss(_Settled, nn.CrossEntropyLoss):
-    """`nn.CrossEntropyLoss`; keeps the logits."""
+    """`nn.CrossEntropyLoss`; keeps the probabilities."""
 
 
 class MultiheadAttention(_Settled, nn.MultiheadAttention):
     """`nn.MultiheadAttention`; keeps its inputs, queries, keys, values and result."""
+
+
+class Bilinear(_Settled, nn.Bilinear):
+    """`nn.Bilinear`; keeps both inputs."""
+
+
+class ConvTranspose1d(_Settled, nn.ConvTranspose1d):
+    """`nn.ConvTranspose1d`; keeps the input."""
+
+
+class ConvTranspose2d(_Settled, nn.ConvTranspose2d):
+    """`nn.ConvTranspose2d`; keeps the input."""
+
+
+class ConvTranspose3d(_Settled, nn.ConvTranspose3d):
+    """`nn.ConvTranspose3d`; keeps the input."""
+
+
+class SyncBatchNorm(_Settled, nn.SyncBatchNorm):
+    """`nn.SyncBatchNorm`; keeps the normalized input; among several processes, what PyTorch keeps."""
+
+
+class InstanceNorm1d(_Settled, nn.InstanceNorm1d):
+    """`nn.InstanceNorm1d`; keeps the normalized input."""
+
+
+class InstanceNorm2d(_Settled, nn.InstanceNorm2d):
+    """`nn.InstanceNorm2d`; keeps the normalized input."""
+
+
+class InstanceNorm3d(_Settled, nn.InstanceNorm3d):
+    """`nn.InstanceNorm3d`; keeps the normalized input."""
+
+
+class GroupNorm(_Settled, nn.GroupNorm):
+    """`nn.GroupNorm`; keeps the normalized input."""
+
+
+class RMSNorm(_Settled, nn.RMSNorm):
+    """`nn.RMSNorm`; keeps the normalized input."""
+
+
+class LogSoftmax(_Settled, nn.LogSoftmax):
+    """`nn.LogSoftmax`; keeps the probabilities."""
+
+
+class NLLLoss(_Settled, nn.NLLLoss):
+    """`nn.NLLLoss`; keeps indices."""
+
+
+class MSELoss(_Settled, nn.MSELoss):
+    """`nn.MSELoss`; keeps its derivative."""
+
+
+class L1Loss(_Settled, nn.L1Loss):
+    """`nn.L1Loss`; keeps two exact bits an element."""
+
+
+class SmoothL1Loss(_Settled, nn.SmoothL1Loss):
+    """`nn.SmoothL1Loss`; keeps its derivative."""
+
+
+class HuberLoss(_Settled, nn.HuberLoss):
+    """`nn.HuberLoss`; keeps its derivative."""
+
+
+class KLDivLoss(_Settled, nn.KLDivLoss):
+    """`nn.KLDivLoss`; keeps its derivative."""
+
+
+class BCELoss(_Settled, nn.BCELoss):
+    """`nn.BCELoss`; keeps its derivative."""
+
+
+class BCEWithLogitsLoss(_Settled, nn.BCEWithLogitsLoss):
+    """`nn.BCEWithLogitsLoss`; keeps its derivative."""
+
+
+class Dropout(_Settled, nn.Dropout):
+    """`nn.Dropout`; keeps one exact bit an element."""
+
+
+class Dropout1d(_Settled, nn.Dropout1d):
+    """`nn.Dropout1d`; keeps one exact bit a channel."""
+
+
+class Dropout2d(_Settled, nn.Dropout2d):
+    """`nn.Dropout2d`; keeps one exact bit a channel."""
+
+
+class Dropout3d(_Settled, nn.Dropout3d):
+    """`nn.Dropout3d`; keeps one exact bit a channel."""
+
+
+class AlphaDropout(_Settled, nn.AlphaDropout):
+    """`nn.AlphaDropout`; keeps one exact bit an element."""
+
+
+class FeatureAlphaDropout(_Settled, nn.FeatureAlphaDropout):
+    """`nn.FeatureAlphaDropout`; keeps one exact bit a channel."""
+
+
+class MaxPool1d(_Settled, nn.MaxPool1d):
+    """`nn.MaxPool1d`; keeps exact offsets within windows."""
+
+
+class MaxPool2d(_Settled, nn.MaxPool2d):
+    """`nn.MaxPool2d`; keeps exact offsets within windows."""
+
+
+class MaxPool3d(_Settled, nn.MaxPool3d):
+    """`nn.MaxPool3d`; keeps exact offsets within windows."""
+
+
+class AdaptiveMaxPool1d(_Settled, nn.AdaptiveMaxPool1d):
+    """`nn.AdaptiveMaxPool1d`; keeps exact offsets within windows."""
+
+
+class AdaptiveMaxPool2d(_Settled, nn.AdaptiveMaxPool2d):
+    """`nn.AdaptiveMaxPool2d`; keeps exact offsets within windows."""
+
+
+class AdaptiveMaxPool3d(_Settled, nn.AdaptiveMaxPool3d):
+    """`nn.AdaptiveMaxPool3d`; keeps exact offsets within windows."""
+
+
+class AvgPool1d(_Settled, nn.AvgPool1d):
+    """`nn.AvgPool1d`; keeps nothing."""
+
+
+class AvgPool2d(_Settled, nn.AvgPool2d):
+    """`nn.AvgPool2d`; keeps nothing."""
+
+
+class AvgPool3d(_Settled, nn.AvgPool3d):
+    """`nn.AvgPool3d`; keeps nothing."""
+
+
+class AdaptiveAvgPool1d(_Settled, nn.AdaptiveAvgPool1d):
+    """`nn.AdaptiveAvgPool1d`; keeps nothing."""
+
+
+class AdaptiveAvgPool2d(_Settled, nn.AdaptiveAvgPool2d):
+    """`nn.AdaptiveAvgPool2d`; keeps nothing."""
+
+
+class AdaptiveAvgPool3d(_Settled, nn.AdaptiveAvgPool3d):
+    """`nn.AdaptiveAvgPool3d`; keeps nothing."""
