@@ -300,6 +300,18 @@ def test_a_missing_policy_is_an_error(vit: Any, tmp_path: Path) -> None:
         ms.policy.deploy_on_init(vit, tmp_path / "none.txt")
 
 
+@pytest.mark.parametrize(
+    "wants", [(True, True), (True, False), (False, True)], ids=["both", "first", "second"]
+)
+def test_operands_have_their_own_ranges(wants: tuple[bool, bool]) -> None:
+    layer, a, b = ms.MatMul(mesa=True), 3 * torch.rand(8, 8), 50 * torch.rand(8, 8)
+    layer(a.requires_grad_(wants[0]), b.requires_grad_(wants[1]))
+    # What is kept of one operand is for the other's gradient.
+    assert [int(operand.iteration) for operand in layer.operands] == [int(wants[1]), int(wants[0])]
+    assert not wants[1] or layer.quant1.clip_val < 3
+    assert not wants[0] or layer.quant2.clip_val > 3
+
+
 def test_operands_stored_apart_are_refused() -> None:
     layer = ms.MatMul(mesa=True)
     layer.quant2.level = 16

@@ -33,15 +33,15 @@ class Keeping(nn.Module):
         """Whether to compress in this call: in training only, as the projects do."""
         return self.training
 
-    def memories(self) -> Memories | None:
-        """What codecs remember of this layer."""
+    def memories(self, *args: Any, **kwargs: Any) -> Memories | None:
+        """What codecs remember of this layer, by the place of what a call with these arguments keeps."""
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The twin's forward."""
         if policy_at_work() or not (torch.is_grad_enabled() and self.is_compressing()):
             return super().forward(*args, **kwargs)
-        memories = None if torch.compiler.is_compiling() else self.memories()
+        memories = None if torch.compiler.is_compiling() else self.memories(*args, **kwargs)
         with StandingAlone(self.kept_by(), self.layer_name, memories):
             return super().forward(*args, **kwargs)
 

@@ -60,7 +60,7 @@ class _Weighted(_Layer):
             return QScheme(self.config, self.group)
         return QScheme(self.config, self.group, prod(self.kernel_size), self.groups, channels=1)
 
-    def memories(self) -> Memories | None:
+    def memories(self, *args: Any, **kwargs: Any) -> Memories | None:
         scale = self.scheme.get_scale() if isinstance(self.scheme, QScheme) else None
         return None if scale is None else {0: {"sensitivity": scale}}
 

@@ -115,7 +115,7 @@ class _Layer(Keeping, Quantizer):
     def kept_by(self) -> LayerSettings | Spec:
         return self.instead or self.settings_now()
 
-    def memories(self) -> Memories:
+    def memories(self, *args: Any, **kwargs: Any) -> Memories:
         return {0: self.memory()}
 
     def extra_repr(self) -> str:
@@ -208,8 +208,11 @@ class MatMul(Keeping, TorchMatMul):
             )
         return first
 
-    def memories(self) -> Memories:
-        return {place: operand.memory() for place, operand in enumerate(self.operands)}
+    def memories(self, input: Tensor, other: Tensor) -> Memories:
+        # An operand is kept where its partner wants a gradient.
+        kept = [self.quant1] if other.requires_grad else []
+        kept += [self.quant2] if input.requires_grad else []
+        return {place: operand.memory() for place, operand in enumerate(kept)}
 
     def __getattr__(self, name: str) -> Any:
         # Mesa's attributes of a layer; both operands have the same.
