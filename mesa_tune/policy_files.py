@@ -49,7 +49,7 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
         )
     if not force and target.exists() and not _is_untouched(path):
         what = "exists, and was edited or is not a policy of mesa-tune's"
-        raise PolicyError(f"{path}: {what}\nname another file, or overwrite it with --force (force=True)")
+        raise PolicyError(f"{path}: {what}\nname another file, or overwrite it with force=True")
     try:
         _replace(target, stamped(text))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Numbers as people write and read them: bytes, times, budgets."""
+"""Numbers as people write and read them (bytes, times, budgets), and names cut to fit beside them."""
 
 from __future__ import annotations
 
@@ -74,6 +74,18 @@ def format_time(seconds: float) -> str:
         if seconds >= 0.9995 * size:
             return f"{_three_digits(seconds / size)} {unit}"
     return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 trial`, `2 trials`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shorten(name: str, longest: int) -> str:
+    """`name` in at most `longest` characters: both ends tell layers apart, so the middle goes."""
+    if len(name) <= longest:
+        return name
+    return name[: longest // 3] + "…" + name[len(name) - (longest - longest // 3 - 1) :]
 
 
 def _three_digits(value: float) -> str:

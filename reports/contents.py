@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.reports import figures, frames
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 CAPTIONS = {
     "memory_through_step": "Bytes alive at every moment of one training step. The highest point is the peak, "
     "which is what has to fit. Computed from the profile.",
-    "memory_by_layer": "Tensors kept from the forward until the backward, by the layer that owns them.",
-    "bits_along_depth": "How each layer stores what it keeps. Sensitive layers get more bits; exact ones "
-    "keep PyTorch's own tensor.",
+    "memory_by_layer": "Tensors kept from the forward until the backward, by the layer that owns them; "
+    "in the order in which layers run, with the numbers of the layer table.",
+    "bits_along_depth": "How each layer stores what it keeps; exact ones keep PyTorch's own tensor. Numbers "
+    "are those of the layer table.",
     "pareto": "Each point is a policy: what it costs in gradient error against the peak that it needs. "
     "Solved points are the best for their budget; uniform ones store every layer alike. All are predicted "
     "from the profile, except a point that says measured.",
@@ -88,7 +89,7 @@ def make_frames(results: Results) -> dict[str, pd.DataFrame]:
         made["pareto"] = _pareto(results)
     if results.plan is not None and results.verification is not None:
         made["predicted_beside_measured"] = frames.comparison_frame(
-            results.plan.predicted.to_dict(), results.verification
+            _on_one_clock(results.plan.predicted, results), results.verification
         )
     return made
 
@@ -108,6 +109,14 @@ def make_figures(results: Results, tables: dict[str, pd.DataFrame]) -> dict[str,
     return {name: draw[name](frame) for name, frame in tables.items()}
 
 
+def _on_one_clock(predicted: Prediction, results: Results) -> dict[str, Any]:
+    """The prediction as `verify` prints it: its time is a ratio to the plain step measured beside."""
+    assert results.verification is not None
+    found = replace(results.verification, predicted=predicted)
+    beside = found.predicted_beside(results.profile.plain_ms(results.batch_size))
+    return beside.to_dict() if beside else {}
+
+
 def _errors_known(profile: Profile) -> bool:
     """Whether there are gradient errors to draw: not in a profile of bytes only, nor in half a profile."""
     if profile.partial:
@@ -116,14 +125,14 @@ def _errors_known(profile: Profile) -> bool:
 
 
 def _pareto(results: Results) -> pd.DataFrame:
-    from mesa_tune.search.solver import Limits, Program
+    from mesa_tune.search.solver import GAP, Limits, Program
     from mesa_tune.search.space import make_space
 
     profile, size = results.profile, results.batch_size
     program = Program(make_space(profile, size))
 
     def solve(budget: int) -> Prediction | None:
-        found = program.solve(Limits(peak=budget), gap=FRONT_GAP)
+        found = program.solve(Limits(peak=budget), gap=GAP if budget == results.budget else FRONT_GAP)
         if found is None:
             return None
         return profile.predict_assignment(program.space.assignment(found.chosen), batch_size=size)
@@ -131,6 +140,10 @@ def _pareto(results: Results) -> pd.DataFrame:
     smallest = program.smallest_peak(Limits())
     least = int(smallest.cost) if smallest else results.plain.peak_bytes
     budgets = frames.budgets_between(least, results.plain.peak_bytes)
+    if results.budget is not None and least <= results.budget < results.plain.peak_bytes:
+        # So that the chosen policy has the front beside it, not a line between other budgets' points.
+        nearest = min(budgets[1:], key=lambda budget: abs(budget - results.budget))
+        budgets[budgets.index(nearest)] = results.budget
     return frames.pareto_frame(solve, budgets, frames.uniform_predictions(profile, size), _marked(results))
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from mesa_tune.reports import style
-from mesa_tune.reports.style import AFTER, BEFORE, BUDGET, CHOSEN, INK, MUTED
+from mesa_tune.reports.style import AFTER, BEFORE, BUDGET, CHOSEN, INK, MUTED, SHEET
 from mesa_tune.units import format_bytes, format_time
 
 if TYPE_CHECKING:
@@ -44,13 +45,13 @@ def memory_through_step(frame: pd.DataFrame, budget: int | None = None) -> Figur
 
 def memory_by_layer(frame: pd.DataFrame) -> Figure:
     """Saved bytes of each layer before and after: by name where names fit, along the depth where not."""
-    kept = frame[frame["before"] > 0].reset_index(drop=True)
+    kept = frame[frame["before"] > 0]
     named = len(kept) <= NAMED_LAYERS
     with style.styled():
         unit, name = style.byte_unit(kept["before"].max() if len(kept) else 1)
         height = 1.7 + 0.235 * max(len(kept), 4) if named else 4.2
         figure, axes = style.sheet(height, _layer_title(frame), _layer_subtitle(kept))
-        (_draw_named_layers if named else _draw_depth)(axes, kept, unit)
+        _draw_named_layers(axes, kept, unit) if named else _draw_depth(axes, frame, unit)
         label = f"saved for backward ({name})"
         axes.set(xlabel=label) if named else axes.set(ylabel=label)
         style.legend_above(axes)
@@ -58,10 +59,12 @@ def memory_by_layer(frame: pd.DataFrame) -> Figure:
 
 
 def bits_along_depth(frame: pd.DataFrame, mean: float) -> Figure:
-    """Bits an element of every layer that keeps something, in the order of the model; colour is the tag."""
+    """Bits an element of every layer that keeps something, along the depth; colour is the tag."""
     exact = int(frame["exact"].sum())
     title = (
-        "Every layer keeps its tensors exactly" if isnan(mean) else f"{mean:.2g} bits an element on average"
+        "Every layer keeps its tensors exactly"
+        if isnan(mean)
+        else f"Compressed layers take {mean:.2g} bits an element, ranges included"
     )
     with style.styled():
         figure, axes = style.sheet(
@@ -76,8 +79,9 @@ def bits_along_depth(frame: pd.DataFrame, mean: float) -> Figure:
             part = frame[frame["tag"] == tag]
             sizes = shrink * (18 + 150 * part["before"] / largest)
             heights = part["bits"].where(~part["exact"].astype(bool), EXACT_ROW)
-            axes.scatter(part["depth"], heights, s=sizes, color=style.CATEGORIES[number % 8],
-                         marker=style.MARKERS[number % 8], alpha=0.85, linewidths=0, label=tag)  # fmt: skip
+            color, marker = style.CATEGORIES[number % 8], style.MARKERS[(number + number // 8) % 8]
+            axes.scatter(part["depth"], heights, s=sizes, color=color, marker=marker, alpha=0.85,
+                         linewidths=0, label=tag)  # fmt: skip
         axes.set_yticks([1, 2, 3, 4, 6, 8, EXACT_ROW], ["1", "2", "3", "4", "6", "8", "exact"])
         axes.set_ylim(0.3, EXACT_ROW + 0.6)
         axes.set_ylabel("bits an element")
@@ -159,7 +163,8 @@ def _draw_named_layers(axes: Axes, frame: pd.DataFrame, unit: int) -> None:
     axes.barh(rows, frame["before"] / unit, height=0.74, color=BEFORE, label="before")
     if "after" in frame:
         axes.barh(rows, frame["after"] / unit, height=0.4, color=AFTER, label="after")
-    axes.set_yticks(rows, style.short_names(frame["name"], 40), fontsize=8.5)
+    names = zip(frame.index, style.short_names(frame["name"], 40), strict=True)
+    axes.set_yticks(rows, [f"{name}  {number}" for number, name in names], fontsize=8.5)
     axes.set_ylim(len(frame) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
 
@@ -192,14 +197,14 @@ def _label_depth(axes: Axes, frame: pd.DataFrame) -> None:
     if len(frame) <= 16:
         names = style.short_names(frame["name"], 24)
         axes.set_xticks(frame["depth"], names, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
-        axes.set_xlim(-0.6, len(frame) - 0.4)
+        axes.set_xlim(frame["depth"].min() - 0.6, frame["depth"].max() + 0.6)
     else:
         _number_depth(axes)
 
 
 def _number_depth(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
-    axes.set_xlabel("layer, in the order of the model (only those that keep something)")
+    axes.set_xlabel("layer, by its number in the layer table")
     axes.margins(x=0.01)
 
 
@@ -224,7 +229,8 @@ def _pareto_title(frame: pd.DataFrame) -> str:
     ratio = best["gradient_error"] / error
     if ratio < 1.05:
         return f"The chosen policy: gradient error {style.error_text(error)} at {format_bytes(peak)}"
-    return f"At its peak the chosen policy errs {ratio:.3g} times less than uniform {best['label']}"
+    rival = f"uniform {best['label']} at {format_bytes(best['peak_bytes'])}"
+    return f"At {format_bytes(peak)} the chosen policy errs {ratio:.3g} times less than {rival}"
 
 
 def _draw_points(axes: Axes, frame: pd.DataFrame, unit: int) -> None:
@@ -237,13 +243,17 @@ def _draw_points(axes: Axes, frame: pd.DataFrame, unit: int) -> None:
               markersize=5.5, linewidth=0, label="uniform")  # fmt: skip
     for _, row in uniform.iterrows():
         place = (row["peak_bytes"] / unit, row["gradient_error"])
-        axes.annotate(row["label"], place, xytext=(7, 0), textcoords="offset points", va="center",
-                      fontsize=8.5, color=MUTED)  # fmt: skip
+        label = axes.annotate(row["label"], place, xytext=(7, 0), textcoords="offset points", va="center",
+                              fontsize=8.5, color=MUTED, zorder=4.5)  # fmt: skip
+        # A line that passes behind stops short of the letters.
+        label.set_path_effects([withStroke(linewidth=3, foreground=SHEET)])
     marked = positive[~positive["kind"].isin(["solved", "uniform"])]
     for (_, row), face in zip(marked.iterrows(), (CHOSEN, "none", "none"), strict=False):
-        axes.plot(row["peak_bytes"] / unit, row["gradient_error"], marker="*" if face == CHOSEN else "D",
-                  markersize=15 if face == CHOSEN else 9, markerfacecolor=face, markeredgecolor=CHOSEN,
-                  markeredgewidth=1.6, linewidth=0, label=row["label"], zorder=5)  # fmt: skip
+        # The measured one is a ring around the chosen, which it mostly falls on.
+        axes.plot(row["peak_bytes"] / unit, row["gradient_error"], marker="*" if face == CHOSEN else "o",
+                  markersize=15 if face == CHOSEN else 19, markerfacecolor=face, markeredgecolor=CHOSEN,
+                  markeredgewidth=0 if face == CHOSEN else 1.8, linewidth=0, label=row["label"],
+                  zorder=5)  # fmt: skip
 
 
 _QUANTITIES: Mapping[str, tuple[str, Any]] = {

@@ -38,23 +38,49 @@ def timeline_frame(
 def layers_frame(
     profile: Profile, assignment: Assignment | None = None, batch_size: int | None = None
 ) -> pd.DataFrame:
-    """A row for each layer, in the model's order; without an assignment only what stands before `after`.
+    """A row for each layer, as they run; without an assignment only what stands before `after`.
 
     `name, tag, index, module, shape, dtype, before, shared_with`, then `after, settings, exact, bits,
     gradient_error`. `before` and `after` are the saved bytes of the tensors that the layer owns: they sum to
     the saved bytes of the step. What belongs to no layer has a row of its own, last.
     """
     sized = profile.timeline.at(batch_size or profile.batch_size)
-    rows = [_layer_row(profile, layer.name) for layer in profile.layers]
+    order = running_order(profile)
+    rows = [_layer_row(profile, name) for name in order]
     frame = pd.DataFrame(rows, columns=["name", "tag", "index", "module", "shape", "dtype", "shared_with"])
     before = saved_by_layer(sized, {})
     frame["before"] = frame["name"].map(before).fillna(0).astype("int64")
     if assignment is not None:
-        frame = frame.join(_settings_columns(profile, sized, assignment))
+        frame = frame.join(_settings_columns(profile, order, sized, assignment))
         after = saved_by_layer(sized, assignment)
         frame["after"] = frame["name"].map(after).fillna(0).astype("int64")
         return _with_rest(frame, {"before": before, "after": after})
     return _with_rest(frame, {"before": before})
+
+
+def running_order(profile: Profile) -> list[str]:
+    """The layers' names in the order in which they first run.
+
+    A profile lists them by module, and last what only hooks reach. Of those no moment is known: they stand
+    behind the layer whose tensors are the youngest that are no younger than theirs.
+    """
+    births = _first((name, tensor.id) for tensor in profile.tensors for name in tensor.layers)
+    turns = _first((slot.layer, turn) for turn, slot in enumerate(profile.timeline.slots) if slot.layer)
+    known = sorted((births[name], -turn, turn) for name, turn in turns.items() if name in births)
+    keys, latest = {}, -1.0
+    for name in (layer.name for layer in profile.layers):
+        if name in turns:
+            latest = turns[name]
+        elif name in births:
+            before = [turn for birth, _, turn in known if birth <= births[name]]
+            latest = before[-1] + 0.5 if before else -0.5
+        keys[name] = latest
+    return sorted(keys, key=lambda name: keys[name])
+
+
+def _first(moments: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The earliest moment of each name."""
+    return dict(sorted(moments, key=lambda pair: -pair[1]))
 
 
 def saved_by_layer(sized: SizedTimeline, assignment: Assignment) -> dict[str, int]:
@@ -78,10 +104,13 @@ def _owner(item: Kept, plain: Sequence[tuple[str, ...]]) -> str:
 
 
 def bits_frame(profile: Profile, assignment: Assignment) -> pd.DataFrame:
-    """The layers that keep something, along the depth: `depth, name, tag, bits, exact, before, after`."""
+    """The layers that keep something, along the depth: `depth, name, tag, bits, exact, before, after`.
+
+    `depth` is the row of `layers_frame`.
+    """
     frame = layers_frame(profile, assignment)
     kept = frame[(frame["before"] > 0) & (frame["name"] != OUTSIDE)]
-    numbered = kept.reset_index(drop=True).rename_axis("depth").reset_index()
+    numbered = kept.rename_axis("depth").reset_index()
     return numbered[["depth", "name", "tag", "settings", "bits", "exact", "before", "after"]]
 
 
@@ -181,12 +210,15 @@ def _layer_row(profile: Profile, name: str) -> dict[str, Any]:
     return {**plain, "shape": shape, "shared_with": ", ".join(layer.shared_with)}
 
 
-def _settings_columns(profile: Profile, sized: SizedTimeline, assignment: Assignment) -> pd.DataFrame:
+def _settings_columns(
+    profile: Profile, order: Sequence[str], sized: SizedTimeline, assignment: Assignment
+) -> pd.DataFrame:
     """The settings as they take effect: not below what hooks can do, and exact for tensors too small."""
     used, encoded = sized.compressed(assignment), _encoded_layers(sized)
-    chosen = [used.get(layer.name, EXACT) if layer.name in encoded else EXACT for layer in profile.layers]
+    chosen = [used.get(name, EXACT) if name in encoded else EXACT for name in order]
     errors = [
-        profile.layer_error(layer, settings) for layer, settings in zip(profile.layers, chosen, strict=True)
+        profile.layer_error(profile.layer(name), settings)
+        for name, settings in zip(order, chosen, strict=True)
     ]
     return pd.DataFrame(
         {

@@ -23,6 +23,7 @@ _VARIABLES = {
     style.INK: "var(--ink)",
     style.MUTED: "var(--muted)",
     style.GRID: "var(--grid)",
+    style.SHEET: "var(--sheet)",
     style.BEFORE: "var(--before)",
     style.AFTER: "var(--after)",
     style.BUDGET: "var(--budget)",
@@ -51,6 +52,7 @@ def render(results: Results, tables: Mapping[str, pd.DataFrame], drawn: Mapping[
         ],
         layers=_layer_rows(tables["memory_by_layer"]),
         searched=results.plan is not None,
+        training="\n".join(results.plan.training(results.profile)) if results.plan else "",
     )
 
 

@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from mesa_tune.units import format_bytes
+from mesa_tune.units import format_bytes, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 INK = "#16202c"
 MUTED = "#5b6776"
 GRID = "#dfe4ea"
+SHEET = "#ffffff"
 BEFORE = "#a3adba"
 AFTER = "#0072b2"
 BUDGET = "#d55e00"
@@ -89,20 +90,13 @@ def short_names(names: Iterable[str], longest: int) -> list[str]:
     """Layer names that fit beside a plot: without the modules that nearly all of them begin with."""
     names = list(names)
     prefix = _common_modules([name for name in names if not name.startswith(("loss.", "("))])
-    return [_shorten(name.removeprefix(prefix), longest) for name in names]
+    return [shorten(name.removeprefix(prefix), longest) for name in names]
 
 
 def _common_modules(names: list[str]) -> str:
     parts = [name.split(".")[:-1] for name in names]
     shared = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))]
     return ".".join([*shared, ""]) if shared and len(names) > 1 else ""
-
-
-def _shorten(name: str, longest: int) -> str:
-    """Both ends tell layers apart (the block's number, the function), so the middle goes."""
-    if len(name) <= longest:
-        return name
-    return name[: longest // 3] + "…" + name[len(name) - (longest - longest // 3 - 1) :]
 
 
 def change(before: float, after: float) -> str:

@@ -17,7 +17,7 @@ from mesa_tune.search.plan import Baseline, Plan
 from mesa_tune.search.solver import Limits, Program, Solution
 from mesa_tune.search.space import Pins, make_space
 from mesa_tune.search.unreachable import unreachable
-from mesa_tune.units import format_bytes, parse_bytes
+from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.workload import Workload
@@ -39,6 +39,7 @@ class Task:
     limits: Limits
     pins: Pins
     seed: int
+    typed: Budget
 
     @property
     def identity(self) -> str:
@@ -91,7 +92,7 @@ def search_policy(
     program = Program(make_space(profile, task.batch_size, task.pins))
     solved = program.solve(task.limits)
     if solved is None:
-        raise unreachable(profile, program, task.limits, task.pins)
+        raise unreachable(profile, program, task.limits, task.pins, task.typed)
     if (workload is None and objective is None) or trials == 0 or solved.cost == 0:
         return _plan(task, program, solved, None)
     outcome = _improved(
@@ -121,7 +122,7 @@ def _task(
         None if max_slowdown is None else max_slowdown * step_ms,
     )
     assert limits.peak is not None
-    return Task(profile, sized.batch_size, limits.peak, baseline, limits, pins, seed)
+    return Task(profile, sized.batch_size, limits.peak, baseline, limits, pins, seed, amount)
 
 
 def _plain_fits(task: Task) -> bool:
@@ -229,12 +230,18 @@ def _header(task: Task, predicted: Prediction) -> Header:
 def _won(outcome: Outcome | None) -> str:
     if outcome is None:
         return "no study: solved from the profile alone"
-    measured = outcome.measured
+    measured, short = outcome.measured, outcome.asked is not None and outcome.trials < outcome.asked
+    trials = (
+        f"{outcome.trials} of {outcome.asked} trials, then time was up:"
+        if short
+        else f"{counted(outcome.trials, 'trial')}:"
+    )
+    goes_on = "; the same command goes on with it" if short else ""
     if not outcome.won:
-        return f"{outcome.trials} trials won nothing that held on fresh batches"
+        return f"{trials} nothing better on fresh batches, so the solved plan stays{goes_on}"
     part = measured.gain / measured.solved
     error = measured.gain_error / measured.solved
-    return f"{outcome.trials} trials won {part:.1%} ± {error:.1%} of gradient error on fresh batches"
+    return f"{trials} won {part:.1%} ± {error:.1%} of gradient error on fresh batches{goes_on}"
 
 
 def _require_positive(name: str, value: float | None, *, whole: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mesa_tune.documents import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.profile import Prediction
+from mesa_tune.profiler.profile import Prediction, Profile
 
 _REMEDY = "make it again with `mesa-tune search --force`"
 
@@ -67,6 +67,26 @@ class Plan:
     def is_exact(self) -> bool:
         """True if nothing is compressed: the plain step keeps the budget."""
         return not self.policy.rules or self.predicted.gradient_error == 0.0
+
+    def stores_loss(self, profile: Profile) -> bool:
+        """True if the policy compresses layers of the loss function, which `convert` does not reach."""
+        assignment = profile.assignment(self.policy)
+        used = profile.timeline.at(self.batch_size).compressed(assignment)
+        return any(name.startswith("loss.") for name in used)
+
+    def training(self, profile: Profile) -> list[str]:
+        """The lines that put the policy into a training script."""
+        load = f'mt.Policy.load("{self.policy_path or "policy.txt"}")'
+        if not self.stores_loss(profile):
+            return ["import mesa_tune as mt", f"mt.convert(model, {load})"]
+        return [
+            "import mesa_tune as mt",
+            f"policy = {load}",
+            "mt.convert(model, policy)",
+            "...",
+            "with mt.compress_saved(policy):  # the loss, too",
+            "    loss = ...",
+        ]
 
     def at(self, path: str | Path) -> Plan:
         """The same plan, whose policy is saved at `path`."""

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The plan to take, its joint error on fresh batches, and what the study was."""
+    """The plan to take, its joint error on fresh batches, and what the study was.
+
+    `asked`: the trials that were to be, None for as many as there is time for.
+    """
 
     chosen: Chosen
     measured: Measurement
     trials: int
     won: bool
+    asked: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Improvement:
                 tried = _finished(study)
                 if request.progress:
                     request.progress(_status(tried, request.trials))
-        return self._confirmed(tried)
+        return replace(self._confirmed(tried), asked=request.trials)
 
     def _try(self, study: Any, tried: Sequence[_Tried], seed: int) -> None:
         study.sampler = _sampler(seed, len(tried))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from mesa_tune.errors import BudgetError
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.solver import Limits, Program
 from mesa_tune.search.space import Pins, make_space
-from mesa_tune.units import format_bytes
+from mesa_tune.units import Budget, format_bytes
 
 
-def unreachable(profile: Profile, program: Program, limits: Limits, pins: Pins) -> BudgetError:
-    """The error for limits that nothing keeps, with the smallest reachable peak and what would fit."""
+def unreachable(profile: Profile, program: Program, limits: Limits, pins: Pins, typed: Budget) -> BudgetError:
+    """The error for limits that nothing keeps, with the smallest reachable peak and what would fit.
+
+    `typed`: the budget as it was given, for an answer in the same unit.
+    """
     if limits.saved is not None and (least := program.smallest_saved()) > limits.saved:
         return BudgetError(
             f"max-saved {format_bytes(limits.saved)}: unreachable at batch size {program.space.batch_size}\n"
@@ -25,24 +29,52 @@ def unreachable(profile: Profile, program: Program, limits: Limits, pins: Pins) 
             "no policy keeps all limits at once, though each alone may be reachable\n"
             "raise the budget, max-saved or max-slowdown"
         )
-    return BudgetError(_peak_text(profile, program, limits, pins, int(lowest.cost)))
+    return BudgetError(_peak_text(profile, program, limits, pins, int(lowest.cost), typed))
 
 
-def _peak_text(profile: Profile, program: Program, limits: Limits, pins: Pins, lowest: int) -> str:
+def _peak_text(
+    profile: Profile, program: Program, limits: Limits, pins: Pins, lowest: int, typed: Budget
+) -> str:
     assert limits.peak is not None
     batch_size = program.space.batch_size
-    static = profile.timeline.at(batch_size).static
-    fits = largest_batch(profile, limits, pins, batch_size - 1)
-    # In bytes: a percentage of the smaller batch's peak would be another budget.
-    command = f"--budget {limits.peak} --batch-size {fits}"
-    advice = "not even a batch of one fits" if fits == 0 else f"batch size {fits} would fit ({command})"
-    if fits is None:
-        advice = f"profile at a smaller batch size than {batch_size}"
+    sized = profile.timeline.at(batch_size)
     return (
         f"budget {format_bytes(limits.peak)}: not reachable at batch size {batch_size}; "
-        f"static bytes (weights, optimizer, batch) are {format_bytes(static)}\n"
-        f"the smallest reachable peak is {_exactly(lowest)}; {advice}"
+        f"static bytes are {format_bytes(sized.static)}\n"
+        f"the smallest reachable peak is {_exactly(lowest)}: "
+        f"--budget {_as_typed(lowest, sized.peak_bytes({}), typed)}\n"
+        f"{_meant(typed) or _batch_advice(profile, limits, pins, batch_size)}"
     )
+
+
+def _as_typed(lowest: int, plain: int, typed: Budget) -> str:
+    """The least budget that is reachable, as a percentage where one was typed."""
+    if typed.fraction is None:
+        return str(lowest)
+    tenths = math.ceil(1000 * lowest / plain)
+    while int(tenths / 10 / 100 * plain) < lowest:
+        tenths += 1
+    return f"{tenths / 10:g}%"
+
+
+def _meant(typed: Budget) -> str:
+    """A remark on a number that only makes sense as a percentage."""
+    try:
+        number = float(typed.text)
+    except ValueError:
+        return ""
+    if number > 100:
+        return ""
+    return f"a bare number is bytes; did you mean --budget {100 * number if number < 1 else number:g}%?"
+
+
+def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int) -> str:
+    fits = largest_batch(profile, limits, pins, batch_size - 1)
+    if fits is None:
+        return f"profile at a smaller batch size than {batch_size}"
+    # In bytes: a percentage of the smaller batch's peak would be another budget.
+    command = f"--budget {limits.peak} --batch-size {fits}"
+    return "not even a batch of one fits" if fits == 0 else f"batch size {fits} would fit: {command}"
 
 
 def largest_batch(profile: Profile, limits: Limits, pins: Pins, most: int) -> int | None:

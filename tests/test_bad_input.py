@@ -126,7 +126,7 @@ OPTIONS = {
     "search --budget -1GB": ("budget '-1GB': must be above zero", "6GB"),
     "search --budget nan%": ("budget 'nan%'", "6GB"),
     "search --budget 1kB": ("budget 1.00 kB: not reachable", "static bytes", "smallest reachable peak"),
-    "search --budget 64%": ("not reachable", "batch size 1 would fit (--budget"),
+    "search --budget 64%": ("not reachable", "batch size 1 would fit: --budget"),
     "search --budget 80% --max-saved banana": ("max-saved 'banana'", "6GB"),
     "search --budget 80% --max-saved 1": ("max-saved 1 B: unreachable", "fewest saved bytes"),
     "search --budget 80% --max-slowdown 0": ("max-slowdown 0",),
@@ -254,7 +254,7 @@ def test_a_damaged_document(command: str, name: str, damage: str, home: Home) ->
 
 def test_a_budget_that_was_refused_for_the_batch_size(home: Home) -> None:
     fresh()()
-    advised = re.search(r"would fit \((.*)\)", home.run("search --budget 64% --trials 0").err)
+    advised = re.search(r"would fit: (.*)", home.run("search --budget 64% --trials 0").err)
     assert advised
     assert home.run(f"search {advised[1]} --trials 0 --quiet") == Said(0, "", "")
 

@@ -87,7 +87,7 @@ def test_bits_along_depth_of_an_exact_policy() -> None:
 def test_pareto_front_compares_with_the_best_uniform_policy_of_no_more_memory() -> None:
     frame = pareto(chosen=Prediction(0, 100, 1e-4, None))
     said = texts(drawn(figures.pareto_front(frame, 300, 110)))
-    assert "10 times less than uniform 4 bits" in said
+    assert "At 100 B the chosen policy errs 10 times less than uniform 4 bits at 99 B" in said
 
 
 def test_pareto_front_makes_no_claim_where_uniform_is_as_good() -> None:

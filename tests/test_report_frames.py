@@ -45,9 +45,24 @@ class TestLayers:
         assert frame["after"].sum() == expected.saved_bytes
         assert frame["before"].sum() == plain.saved_bytes
 
-    def test_order_is_the_models(self) -> None:
-        frame = frames.layers_frame(PROFILE, MIXED)
-        assert list(frame["name"][: len(PROFILE.layers)]) == [layer.name for layer in PROFILE.layers]
+    def test_order_is_that_of_the_run(self) -> None:
+        names = [layer.name for layer in PROFILE.layers]
+        assert list(frames.layers_frame(PROFILE, MIXED)["name"][: len(names)]) == names
+        # A profile has what only hooks reach last, and of that no moments.
+        late = replace(
+            PROFILE,
+            layers=tuple(sorted(PROFILE.layers, key=lambda layer: layer.name == "blocks.1.relu")),
+            timeline=replace(
+                PROFILE.timeline,
+                slots=tuple(
+                    replace(slot, layer=None) if slot.layer == "blocks.1.relu" else slot
+                    for slot in PROFILE.timeline.slots
+                ),
+            ),
+        )
+        assert late.layers[-1].name == "blocks.1.relu"
+        order = frames.running_order(late)
+        assert abs(order.index("blocks.1.relu") - names.index("blocks.1.relu")) <= 1
 
     def test_bytes_of_no_layer_have_the_last_row(self) -> None:
         last = frames.layers_frame(PROFILE, MIXED).iloc[-1]
@@ -83,10 +98,10 @@ class TestLayers:
 
 
 class TestBits:
-    def test_only_layers_that_keep_something_numbered(self) -> None:
-        frame = frames.bits_frame(PROFILE, MIXED)
+    def test_only_layers_that_keep_something_numbered_as_in_the_table(self) -> None:
+        frame, table = frames.bits_frame(PROFILE, MIXED), frames.layers_frame(PROFILE, MIXED)
         assert (frame["before"] > 0).all()
-        assert list(frame["depth"]) == list(range(len(frame)))
+        assert list(table["name"][frame["depth"]]) == list(frame["name"])
         assert frames.OUTSIDE not in set(frame["name"])
 
     def test_mean_counts_ranges(self) -> None:

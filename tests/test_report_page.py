@@ -99,6 +99,11 @@ class TestPage:
     def test_has_a_row_for_every_layer(self, page: Page) -> None:
         assert {layer.name for layer in PROFILE.layers} <= set(page.words)
 
+    def test_says_how_to_train_with_it(self, page: Page) -> None:
+        assert "\n".join(PLAN.training(PROFILE)) in page.words
+        assert PLAN.stores_loss(PROFILE)
+        assert "mt.compress_saved" in page.text
+
     def test_summary_is_measured(self, page: Page) -> None:
         assert "1.5e-03" in page.words
         assert "1.25×" in page.words
@@ -181,6 +186,9 @@ class TestCommand:
         assert sum(row["after"] for row in content["memory_by_layer"]) == PLAN.predicted.saved_bytes
         solved = [row for row in content["pareto"] if row["kind"] == "solved"]
         assert len(solved) == 12
+        assert PLAN.budget_bytes in [row["budget"] for row in solved]
+        least = min(row["gradient_error"] for row in solved if row["budget"] == PLAN.budget_bytes)
+        assert least == pytest.approx(PLAN.predicted.gradient_error, rel=1e-3)
 
 
 def test_solved_points_are_no_worse_than_uniform_ones_of_their_peak(tmp_path: Path) -> None:

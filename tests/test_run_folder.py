@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mesa_tune.commands.common import Run, digest
+from mesa_tune.commands.common import Origin, Run, digest
 from mesa_tune.errors import RunError
 
 INPUTS = digest("model", 1)
@@ -102,6 +102,32 @@ def test_a_claim_from_other_inputs_is_refused(run: Run) -> None:
     run.study.write_text("a database")
     with pytest.raises(RunError, match="other inputs"):
         run.claim(run.study, OTHER)
+
+
+def test_a_refusal_names_what_differs(run: Run) -> None:
+    run.write(run.plan, "x", Origin(INPUTS, {"budget": "6 GB", "seed": "0"}))
+    with pytest.raises(RunError) as raised:
+        run.check(run.plan, Origin(OTHER, {"budget": "4 GB", "seed": "0"}, remedy="do this"))
+    assert str(raised.value) == f"{run.plan}: is of other inputs (budget 6 GB, now 4 GB)\ndo this"
+
+
+def test_derived_files_are_remade_unless_edited(run: Run) -> None:
+    run.write(run.report, "x", INPUTS)
+    run.write(run.report, "y", Origin(OTHER, derived=True))
+    run.report.write_text("edited")
+    with pytest.raises(RunError, match="edited"):
+        run.write(run.report, "z", Origin(OTHER, derived=True))
+
+
+def test_an_adopted_file_is_ours_as_it_was(run: Run, tmp_path: Path) -> None:
+    other = Run(tmp_path / "other")
+    other.adopt(other.profile, run.write(run.profile, "measured", INPUTS))
+    other.check(other.profile, INPUTS)
+    with pytest.raises(RunError, match="other inputs"):
+        other.check(other.profile, OTHER)
+    other.profile.write_text("mine")
+    with pytest.raises(RunError, match="--force"):
+        other.adopt(other.profile, run.profile)
 
 
 def test_a_missing_file_names_its_command(run: Run) -> None:

@@ -16,6 +16,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.workload import Workload
 from mesa_tune.search import Plan
 from mesa_tune.settings import LayerSettings
+from mesa_tune.units import format_bytes
 from tests.synthetic import COARSE, synthetic_profile
 
 MODEL = """
@@ -133,6 +134,13 @@ def test_a_budget_that_the_plain_step_keeps_says_so(capsys: pytest.CaptureFixtur
     assert Policy.load("mesa-run/policy.txt") == Policy()
 
 
+def test_an_empty_policy_is_not_to_be_converted_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("--budget", "150%") == 0
+    out = capsys.readouterr().out
+    assert "mt.convert" not in out
+    assert out.endswith("mesa-run/policy.txt, which stores everything exactly: train as you are\n")
+
+
 def test_a_budget_below_the_reachable(capsys: pytest.CaptureFixture[str]) -> None:
     assert_refused(["--budget", "1kB"], capsys, ["static bytes", "smallest reachable peak"])
     assert files() == {"profile.json"}
@@ -185,6 +193,74 @@ def test_another_budget_needs_force(capsys: pytest.CaptureFixture[str]) -> None:
     assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
     assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
     assert_refused(["--budget", "85%", "--trials", "0"], capsys, ["other inputs", "--force"])
+
+
+def test_a_refused_budget_says_what_differs_and_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
+    assert search("--budget", "85%", "--trials", "0") == 1
+    error = capsys.readouterr().err
+    before, now = (
+        format_bytes(Profile.load("mesa-run/profile.json").peak_bytes * part) for part in (0.8, 0.85)
+    )
+    assert f"(budget {before}, now {now})" in error
+    command = error.splitlines()[-1].removeprefix("mesa-tune ")
+    assert cli.run([*command.split(), "--quiet"]) == 0
+    kept, made = (Plan.load(Path(run) / "plan.json") for run in ("mesa-run", "mesa-run-85"))
+    assert (kept.budget_bytes, made.budget_bytes) == tuple(
+        int(part * kept.baseline.peak_bytes) for part in (0.8, 0.85)
+    )
+    # The new run goes on by itself: it has the profile.
+    assert cli.run(["verify", "--run", "mesa-run-85", "--steps", "1", "--seeds", "1", "--quiet"]) == 0
+    assert search("--budget", "85%", "--trials", "0", "--run", "mesa-run-85", "--quiet") == 0
+
+
+def test_the_same_budget_typed_in_another_way_is_the_same_budget() -> None:
+    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
+    budget = Plan.load("mesa-run/plan.json").budget_bytes
+    assert search("--budget", str(budget), "--batch-size", "1024", "--trials", "0", "--quiet") == 0
+
+
+def test_a_profile_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("else").mkdir()
+    Path("else/profile.json").write_text("mine")
+    elsewhere = ["--profile", "mesa-run/profile.json", "--run", "else"]
+    assert_refused(
+        ["--budget", BUDGET, "--trials", "0", *elsewhere], capsys, ["else/profile.json", "--force"]
+    )
+    nowhere = ["--profile", "nowhere/profile.json"]
+    assert_refused(["--budget", BUDGET, *nowhere], capsys, ["nowhere/profile.json: no such file"])
+
+
+def test_verify_follows_a_plan_that_was_replaced() -> None:
+    verify = ["verify", "--steps", "1", "--seeds", "1", "--quiet"]
+    assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
+    assert cli.run(verify) == 0
+    assert search("--budget", "85%", "--trials", "0", "--force", "--quiet") == 0
+    assert cli.run(verify) == 0
+    assert cli.run(["report", "--quiet"]) == 0
+
+
+PLAIN_LOSS = "return nn.functional.cross_entropy(model(batch[0]), batch[1])"
+LOSS = (
+    f"{PLAIN_LOSS} + (model(batch[0]) @ WIDE).softmax(1).square().sum()\n\n\nWIDE = torch.randn(10, 2048)\n"
+)
+
+
+def test_a_policy_for_the_loss_is_put_around_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.py").write_text(MODEL.replace(PLAIN_LOSS, LOSS))
+    profile(Workload.load("model.py", device="cpu"), options=OPTIONS).save("mesa-run/profile.json")
+    assert search("--budget", "70%", "--trials", "0") == 0
+    lines = [line.removeprefix("    ") for line in capsys.readouterr().out.splitlines()]
+    assert lines[lines.index("import mesa_tune as mt") :] == [
+        "import mesa_tune as mt",
+        'policy = mt.Policy.load("mesa-run/policy.txt")',
+        "mt.convert(model, policy)",
+        "...",
+        "with mt.compress_saved(policy):  # the loss, too",
+        "    loss = ...",
+    ]
+    assert cli.run(["report", "--quiet"]) == 0
+    assert "with mt.compress_saved(policy):" in Path("mesa-run/report.html").read_text("utf-8")
 
 
 def test_out_of_memory_says_what_to_do(

@@ -107,18 +107,38 @@ def test_an_unreachable_budget_says_what_is_reachable(profile: Profile) -> None:
         search_policy(profile, 400_000)
     text = str(caught.value)
     assert len(text.splitlines()) <= 3
-    assert "static bytes (weights, optimizer, batch) are 300 kB" in text
+    assert "static bytes are 300 kB" in text
     reachable = int(re.findall(r"\((\d+) bytes\)", text)[0])
     assert search_policy(profile, reachable).predicted.peak_bytes == reachable
     with pytest.raises(BudgetError):
         search_policy(profile, reachable - 1)
 
 
+@pytest.mark.parametrize("budget", ["20%", "0.4MB", 400_000])
+def test_the_least_budget_is_in_the_unit_that_was_typed(profile: Profile, budget: int | str) -> None:
+    with pytest.raises(BudgetError) as caught:
+        search_policy(profile, budget)
+    advised = re.findall(r": --budget (\S+)", str(caught.value))[0]
+    assert advised.endswith("%") == str(budget).endswith("%")
+    assert (
+        search_policy(profile, advised).predicted.peak_bytes <= search_policy(profile, advised).budget_bytes
+    )
+    if advised.endswith("%"):
+        with pytest.raises(BudgetError):
+            search_policy(profile, f"{float(advised[:-1]) - 0.1:g}%")
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("40", "40%"), ("0.4", "40%"), (60, "60%")])
+def test_a_forgotten_percent_sign_is_noticed(profile: Profile, typed: str | int, meant: str) -> None:
+    with pytest.raises(BudgetError, match=f"did you mean --budget {meant}"):
+        search_policy(profile, typed)
+
+
 def test_the_batch_size_that_would_fit_fits_and_no_larger_one_does(profile: Profile) -> None:
     budget = 700_000
     with pytest.raises(BudgetError) as caught:
         search_policy(profile, budget, batch_size=64)
-    fits = int(str(caught.value).split("--batch-size ")[1].split(")")[0])
+    fits = int(str(caught.value).split("--batch-size ")[1])
     assert 1 <= fits < 64
     assert search_policy(profile, budget, batch_size=fits).predicted.peak_bytes <= budget
     with pytest.raises(BudgetError):

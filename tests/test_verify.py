@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from mesa_tune import ops
 from mesa_tune.cli import run
+from mesa_tune.commands.verify import describe
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler import meter, verification
@@ -156,6 +157,14 @@ class TestDocument:
         assert document["policy"]["gradient_noise_ratio"] is None
         assert document["predicted"]["peak_bytes"] == 50
 
+    def test_of_times_only_the_ratio_is_predicted(self) -> None:
+        found = replace(self.FOUND, predicted=Prediction(20, 50, 0.1, 30.0))
+        beside = found.predicted_beside(20.0)
+        assert beside == Prediction(20, 50, 0.1, 7.5)
+        (line,) = [line for line in describe(found, 20.0) if line.startswith("step time")]
+        assert line.split() == ["step", "time", "5.00", "ms", "7.50", "ms", "6.00", "ms"]
+        assert self.FOUND.predicted_beside(20.0) == self.FOUND.predicted
+
     @pytest.mark.parametrize("change", [{}, {"step_ratio": None, "predicted": None, "gradient_errors": ()}])
     def test_loads_as_it_was_saved(self, tmp_path: Path, change: dict[str, Any]) -> None:
         found = replace(self.FOUND, **change)
@@ -198,6 +207,33 @@ class TestCommand:
         assert max(map(len, table)) <= 80
         assert any("predicted" in line and "measured" in line for line in lines)
         assert Verification.load(folder / "verify.json").batch_size == 128
+
+    def test_names_the_budget_that_the_policy_is_for(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        header = replace(Policy.uniform(level=16).header, budget="6.00 GB")
+        (folder / "policy.txt").write_text(replace(Policy.uniform(level=16), header=header).dumps())
+        assert self.verify(folder) == 0
+        assert "for a budget of 6.00 GB, batch 128: 1 step of each, in turn" in capsys.readouterr().out
+
+    def test_after_force_the_same_is_the_same(self, folder: Path) -> None:
+        header = replace(Policy.uniform(level=16).header, budget="6.00 GB")
+        (folder / "policy.txt").write_text(replace(Policy.uniform(level=16), header=header).dumps())
+        path = str(folder / "policy.txt")
+        assert self.verify(folder, "--policy", path, "--force") == 0
+        assert self.verify(folder, "--policy", path) == 0
+        assert self.verify(folder) == 0
+
+    def test_says_what_keeps_resident_memory_high(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+        monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+        assert self.verify(folder) == 0
+        assert "MALLOC_MMAP_THRESHOLD_=65536" in capsys.readouterr().out
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+        assert self.verify(folder) == 0
+        assert "MALLOC" not in capsys.readouterr().out
 
     def test_json_is_the_document(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.verify(folder, "--json") == 0

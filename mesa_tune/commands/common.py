@@ -7,12 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from mesa_tune.commands.run_folder import DEFAULT_RUN, Run, digest, dump_json, write_atomically
-from mesa_tune.units import Budget, format_bytes, format_time, parse_bytes
+from mesa_tune.commands.run_folder import DEFAULT_RUN, Origin, Run, digest, dump_json, write_atomically
+from mesa_tune.errors import RunError
+from mesa_tune.units import Budget, counted, format_bytes, format_time, parse_bytes, shorten
+
+if TYPE_CHECKING:
+    from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiler.workload import Workload
 
 __all__ = [
     "DEFAULT_RUN",
@@ -21,16 +26,19 @@ __all__ = [
     "DeviceOption",
     "ForceOption",
     "JsonOption",
+    "Origin",
     "Output",
     "QuietOption",
     "Run",
     "RunOption",
+    "counted",
     "digest",
     "document_alone",
     "dump_json",
     "format_bytes",
     "format_table",
     "format_time",
+    "load_workload",
     "parse_bytes",
     "write_atomically",
 ]
@@ -95,9 +103,15 @@ class Output:
             print(document, end="", file=_documents.get() or sys.stdout, flush=True)
 
 
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table with aligned columns: the first to the left, the others to the right."""
-    table = [header, *rows]
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 80) -> list[str]:
+    """Lines of a table with aligned columns: the first to the left, the others to the right.
+
+    Texts of the first column lose their middle where a line would have more than `width` columns.
+    """
+    table = [list(header), *map(list, rows)]
+    others = sum(2 + max(len(row[column]) for row in table) for column in range(1, len(header)))
+    for row in table:
+        row[0] = shorten(row[0], max(width - others, 9))
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     return [_aligned(row, widths) for row in table]
 
@@ -106,3 +120,32 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
     first, *others = zip(row, widths, strict=True)
     cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
     return "  ".join(cells).rstrip()
+
+
+def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
+    """The workload that `profile` was made of, from its model file; RunError if that is gone or changed.
+
+    `without`: what can be done without the file.
+    """
+    from mesa_tune.profiler.workload import Workload
+
+    if profile.model is None:
+        raise RunError(f"the profile was made in Python, so it names no model file\n{without}")
+    if not Path(profile.model).is_file():
+        raise RunError(
+            f"{profile.model}: no such file, though it was profiled\n"
+            f"put it back, or `mesa-tune profile model.py --force{folder.option}` where it is now\n{without}"
+        )
+    workload = Workload.load(
+        profile.model,
+        batch_size=profile.batch_size,
+        device=profile.device,
+        autocast=profile.autocast or "none",
+        seed=profile.seed,
+    )
+    if workload.fingerprint != profile.fingerprint:
+        raise RunError(
+            f"{profile.model}: changed since it was profiled\n"
+            f"profile it again: `mesa-tune profile {profile.model} --force{folder.option}`"
+        )
+    return workload

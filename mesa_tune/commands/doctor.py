@@ -9,7 +9,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from mesa_tune.commands.common import DebugOption, JsonOption, Output, QuietOption
+from mesa_tune.commands.common import DebugOption, JsonOption, Output, QuietOption, counted
 
 _PACKAGES = {
     "optuna": "the study of `mesa-tune search`",
@@ -56,7 +56,7 @@ def _device_note(device: str) -> str:
 
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _python() -> Finding:

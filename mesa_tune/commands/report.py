@@ -13,6 +13,7 @@ from mesa_tune.commands.common import (
     DebugOption,
     ForceOption,
     JsonOption,
+    Origin,
     Output,
     QuietOption,
     Run,
@@ -58,12 +59,12 @@ def report(
     for note in results.missing:
         output.line(note)
     files = _files(folder, results, form)
-    # Made from whatever the run holds at the time, so only another profile makes another report.
-    inputs = digest("report", results.profile.model, results.profile.layers_fingerprint)
+    # Made from whatever the run holds at the time.
+    origin = Origin(digest("report", results.profile.layers_fingerprint), derived=True)
     for path in files:
-        folder.check(path, inputs)
+        folder.check(path, origin)
     for path, content in files.items():
-        folder.write(path, content, inputs)
+        folder.write(path, content, origin)
         output.line(f"written: {path}")
     output.document("report", {"files": [str(path) for path in files], "missing": results.missing})
 
@@ -79,7 +80,7 @@ def load_results(folder: Run) -> tuple[Results, list[str]]:
     plan = Plan.load(folder.plan) if folder.plan.is_file() else None
     found = Verification.load(folder.verify) if folder.verify.is_file() else None
     notes = []
-    if plan is not None and not _made_for(plan.policy.header.fingerprint, profile.layers_fingerprint):
+    if plan is not None and not plan.policy.header.is_for(profile.layers_fingerprint):
         raise RunError(
             f"{folder.plan}: was made for another model than {folder.profile}\n"
             "search again: `mesa-tune search --budget 40% --force`"
@@ -88,10 +89,6 @@ def load_results(folder: Run) -> tuple[Results, list[str]]:
         notes.append(f"{folder.verify} measured another policy than {folder.plan} holds: left out")
         found = None
     return Results(profile, plan, found), notes
-
-
-def _made_for(beginning: str | None, fingerprint: str) -> bool:
-    return beginning is None or fingerprint.startswith(beginning)
 
 
 def _files(folder: Run, results: Results, form: Format) -> dict[Path, str | bytes]:

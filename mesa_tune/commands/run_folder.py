@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,27 @@ _NOTE_KEYS = {"inputs", "sha256"}
 _REMEDY = "--force overwrites it; --run DIR writes to another folder"
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a file is made from.
+
+    `inputs`: a `digest` of all of it; `about`: its parts in words, so that a refusal can say what differs;
+    `derived`: made from other files of the run alone, so that it is remade when they are others now;
+    `remedy`: what to do instead of overwriting.
+    """
+
+    inputs: str
+    about: Mapping[str, str] = field(default_factory=dict)
+    derived: bool = False
+    remedy: str = _REMEDY
+
+
 class Run:
     """The folder of a run: its paths, and writing to it without destroying what is the user's.
 
-    `inputs`, where a method takes it, is a `digest` of all that a file is made from. Files are replaced
-    whole or not at all. RunError for a file that may not be overwritten and for a folder or disk that
-    cannot be written.
+    `inputs`, where a method takes it, is a `digest` of all that a file is made from, or an `Origin` that says
+    more. Files are replaced whole or not at all. RunError for a file that may not be overwritten and for a
+    folder or disk that cannot be written.
     """
 
     def __init__(self, folder: Path, *, force: bool = False) -> None:
@@ -75,16 +91,17 @@ class Run:
             raise RunError(f"{path}: no such file\nrun `{command}` first, or name another run with --run DIR")
         return path
 
-    def check(self, path: Path, inputs: str) -> None:
+    def check(self, path: Path, inputs: str | Origin) -> None:
         """Raise RunError unless `path` can be written and is new or ours, of the same inputs and unedited."""
+        origin = _origin(inputs)
         self._require_writable()
         if self.force or not path.exists():
             return
         note = self._notes().get(self._key(path))
         if note is None:
             raise RunError(f"{path}: was there before, and this run did not write it\n{_REMEDY}")
-        if note["inputs"] != inputs:
-            raise RunError(f"{path}: was made from other inputs\n{_REMEDY}")
+        if note["inputs"] != origin.inputs and not origin.derived:
+            raise RunError(f"{path}: is of other inputs{_differences(note, origin)}\n{origin.remedy}")
         if note["sha256"] is not None and note["sha256"] != _hash(path):
             raise RunError(f"{path}: was edited after it was written\n{_REMEDY}")
 
@@ -98,23 +115,32 @@ class Run:
                 f"{there}: cannot be written\nchange its permissions, or name another with --run DIR"
             )
 
-    def claim(self, path: Path, inputs: str) -> None:
+    def claim(self, path: Path, inputs: str | Origin) -> None:
         """Note, after `check`, that `path` is being written from `inputs`, piece by piece, by other code.
 
         Until `seal`, or for good (a database), its content may change without counting as edited by hand.
         """
         self.check(path, inputs)
-        self._note(path, {"inputs": inputs, "sha256": None})
+        origin = _origin(inputs)
+        self._note(path, {"inputs": origin.inputs, "about": dict(origin.about), "sha256": None})
 
     def seal(self, path: Path) -> None:
         """Note the content of a claimed `path` as ours: what changes from here on was edited by hand."""
-        self._note(path, {"inputs": self._notes()[self._key(path)]["inputs"], "sha256": _hash(path)})
+        self._note(path, {**self._notes()[self._key(path)], "sha256": _hash(path)})
 
-    def write(self, path: Path, content: str | bytes, inputs: str) -> Path:
+    def write(self, path: Path, content: str | bytes, inputs: str | Origin) -> Path:
         """Write `content` to `path`, whole or not at all, and note it as ours. Returns `path`."""
         self.claim(path, inputs)
         write_atomically(path, content)
         self.seal(path)
+        return path
+
+    def adopt(self, path: Path, source: Path) -> Path:
+        """Copy `source`, a file of another run, to `path`, as much ours as it was there. Returns `path`."""
+        content = source.read_bytes()
+        if not (path.is_file() and path.read_bytes() == content):
+            note = Run(source.parent)._notes().get(source.name, {"inputs": digest("copy", content)})
+            self.write(path, content, Origin(note["inputs"], note.get("about", {})))
         return path
 
     def _key(self, path: Path) -> str:
@@ -127,10 +153,26 @@ class Run:
             # Without readable notes nothing is known to be ours, which is the safe side.
             return {}
         pairs = notes.items() if isinstance(notes, dict) else ()
-        return {name: note for name, note in pairs if isinstance(note, dict) and note.keys() == _NOTE_KEYS}
+        return {name: note for name, note in pairs if isinstance(note, dict) and note.keys() >= _NOTE_KEYS}
 
     def _note(self, path: Path, note: dict[str, Any]) -> None:
         write_atomically(self.folder / _NOTES, dump_json({**self._notes(), self._key(path): note}))
+
+
+def _origin(inputs: str | Origin) -> Origin:
+    return inputs if isinstance(inputs, Origin) else Origin(inputs)
+
+
+def _differences(note: Mapping[str, Any], origin: Origin) -> str:
+    """` (budget 6.00 GB, now 35.3 MB)`; empty where the parts that are known do not differ."""
+    before = note.get("about")
+    known = before if isinstance(before, dict) else {}
+    parts = [
+        f"{name} {known[name]}, now {value}"
+        for name, value in origin.about.items()
+        if name in known and known[name] != value
+    ]
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def digest(*parts: object) -> str:

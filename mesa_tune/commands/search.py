@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +15,7 @@ from mesa_tune.commands.common import (
     DebugOption,
     ForceOption,
     JsonOption,
+    Origin,
     Output,
     QuietOption,
     Run,
@@ -19,6 +24,7 @@ from mesa_tune.commands.common import (
     dump_json,
     format_bytes,
     format_time,
+    load_workload,
     parse_bytes,
 )
 from mesa_tune.commands.memory import advising
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from mesa_tune.search import Plan
 
 _PROFILE = "mesa-tune profile model.py"
+_WITHOUT = "--trials 0 plans from the profile alone, without the model"
 
 BudgetOption = Annotated[
     str, typer.Option("--budget", metavar="BYTES", help="Peak of the whole step: 6GB, 6GiB, 40% or bytes.")
@@ -59,6 +66,62 @@ StorageOption = Annotated[
     str | None,
     typer.Option("--storage", metavar="URL", help="Database of the study; default: study.db of the run."),
 ]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="profile.json of another run, to be copied into this."),
+]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What was typed, by the names of `search_policy`; None where nothing was."""
+
+    budget: str
+    batch_size: int | None
+    trials: int | None
+    timeout: float | None
+    seed: int
+    max_slowdown: float | None
+    max_saved: str | None
+
+    def plan(
+        self,
+        profile: Profile,
+        workload: Workload | None = None,
+        study: str | Path | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> Plan:
+        from mesa_tune.search import search_policy
+
+        return search_policy(profile, workload=workload, storage=study, progress=progress, **vars(self))
+
+    def origin(self, run: Run, profile: Profile, plan: Plan) -> Origin:
+        """Of plan and policy: the same for the same limits, however they were typed."""
+        source = digest(profile.to_dict())
+        limits = (plan.budget_bytes, plan.batch_size, self.max_slowdown, plan.max_saved, self.seed)
+        about = {
+            "budget": format_bytes(plan.budget_bytes),
+            "batch size": str(plan.batch_size),
+            "max-saved": "none" if plan.max_saved is None else format_bytes(plan.max_saved),
+            "max-slowdown": "none" if self.max_slowdown is None else f"{self.max_slowdown:g}",
+            "seed": str(self.seed),
+            "profile": source[:6],
+        }
+        return Origin(digest("search", source, *limits), about, remedy=self._keeping_both(run))
+
+    def _keeping_both(self, run: Run) -> str:
+        options = {
+            "seed": self.seed or None,
+            **{name: value for name, value in vars(self).items() if name != "seed"},
+        }
+        typed = " ".join(
+            f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value is not None
+        )
+        beside = f"{run.folder}-{re.sub(r'[^0-9A-Za-z.]', '', self.budget)}"
+        return (
+            "--force overwrites it; or keep both, from the same profile:\n"
+            f"mesa-tune search {typed} --profile {run.profile} --run {beside}"
+        )
 
 
 def search(
@@ -70,6 +133,7 @@ def search(
     max_slowdown: SlowdownOption = None,
     max_saved: SavedOption = None,
     storage: StorageOption = None,
+    profile_path: ProfileOption = None,
     run_folder: RunOption = Path("mesa-run"),
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -80,74 +144,60 @@ def search(
 
     Best is the least gradient error. The budget is the peak of the whole step.
     """
-    from mesa_tune.profiler.profile import Profile
-    from mesa_tune.search import search_policy
-
     parse_bytes(budget)
+    asked = _Asked(budget, batch_size, trials, timeout, seed, max_slowdown, max_saved)
     output, run = Output(json=json, quiet=quiet), Run(run_folder, force=force)
-    profile = Profile.load(run.require(run.profile, _PROFILE))
-    inputs = digest("search", profile.to_dict(), budget, batch_size, max_slowdown, max_saved, seed)
-
-    def plan_with(workload: Workload | None, study: str | Path | None) -> Plan:
-        return search_policy(
-            profile,
-            budget,
-            workload=workload,
-            trials=trials,
-            timeout=timeout,
-            batch_size=batch_size,
-            max_saved=max_saved,
-            max_slowdown=max_slowdown,
-            seed=seed,
-            storage=study,
-            progress=output.status,
-        )
-
+    profile = _profile(run, profile_path)
     # From the profile alone first: what cannot be planned is refused before anything is written or deleted.
-    plan = plan_with(None, None)
-    workload = None if trials == 0 else _workload(run, profile)
+    plan = asked.plan(profile)
+    workload = None if trials == 0 else load_workload(run, profile, _WITHOUT)
+    origin = asked.origin(run, profile, plan)
     for path in (run.plan, run.policy):
-        run.check(path, inputs)
+        run.check(path, origin)
+    if profile_path is not None:
+        run.adopt(run.profile, profile_path)
     output.device(profile.device)
-    if workload is not None:
-        study = _study(run, profile, storage)
-        command = f"mesa-tune profile {profile.model} --force{run.option} --batch-size"
-        # The study takes plain steps of the profiled batch, which fits more often than the planned one.
-        with advising(profile, profile.batch_size, {}, lambda fits: f"`{command} {fits}`"):
-            plan = plan_with(workload, study)
-    output.status("")
-    _write(run, plan, inputs)
-    for line in summary(plan.at(run.policy), profile):
+    if workload is not None and plan.predicted.gradient_error:
+        output.line(f"solved from the profile; a study tries plans around it: {_limits(asked)}")
+        plan = _studied(asked, run, profile, workload, _study(run, profile, storage), output)
+    plan = plan.at(run.policy)
+    _write(run, plan, origin)
+    for line in summary(plan, profile):
         output.line(line)
-    output.document("search", _document(plan.at(run.policy)))
+    output.document("search", _document(plan))
 
 
-def _workload(run: Run, profile: Profile) -> Workload:
-    """The workload that was profiled. RunError where its file is gone or another now."""
-    from mesa_tune.profiler.workload import Workload
+def _profile(run: Run, elsewhere: Path | None) -> Profile:
+    from mesa_tune.profiler.profile import Profile
 
-    if profile.model is None:
-        raise RunError(
-            "the profile names no model file, so nothing can be measured\n--trials 0 solves without it"
-        )
-    if not Path(profile.model).is_file():
-        raise RunError(
-            f"{profile.model}: no such file, though it was profiled\n"
-            "restore it, or use --trials 0, which needs no model"
-        )
-    workload = Workload.load(
-        profile.model,
-        batch_size=profile.batch_size,
-        device=profile.device,
-        autocast=profile.autocast or "none",
-        seed=profile.seed,
+    if elsewhere is None:
+        return Profile.load(run.require(run.profile, _PROFILE))
+    if not elsewhere.is_file():
+        raise RunError(f"{elsewhere}: no such file\n--profile takes the profile.json that `{_PROFILE}` made")
+    return Profile.load(elsewhere)
+
+
+def _limits(asked: _Asked) -> str:
+    from mesa_tune.search.api import TIMEOUT, TRIALS
+
+    if asked.trials is None and asked.timeout is None:
+        return f"up to {TRIALS} in {TIMEOUT:.0f} s"
+    if asked.timeout is None:
+        return f"{asked.trials}"
+    return (
+        f"for {asked.timeout:g} s" if asked.trials is None else f"up to {asked.trials} in {asked.timeout:g} s"
     )
-    if workload.fingerprint != profile.fingerprint:
-        raise RunError(
-            f"{profile.model}: changed since it was profiled\n"
-            f"profile it again with `mesa-tune profile {profile.model} --force{run.option}`"
-        )
-    return workload
+
+
+def _studied(
+    asked: _Asked, run: Run, profile: Profile, workload: Workload, study: str | Path, output: Output
+) -> Plan:
+    command = f"mesa-tune profile {profile.model} --force{run.option} --batch-size"
+    # The study takes plain steps of the profiled batch, which fits more often than the planned one.
+    with advising(profile, profile.batch_size, {}, lambda fits: f"`{command} {fits}`"):
+        plan = asked.plan(profile, workload, study, output.status)
+    output.status("")
+    return plan
 
 
 def _study(run: Run, profile: Profile, storage: str | None) -> str | Path:
@@ -162,12 +212,12 @@ def _study(run: Run, profile: Profile, storage: str | None) -> str | Path:
     return run.study
 
 
-def _write(run: Run, plan: Plan, inputs: str) -> None:
+def _write(run: Run, plan: Plan, origin: Origin) -> None:
     for path in (run.plan, run.policy):
-        run.claim(path, inputs)
+        run.claim(path, origin)
     plan.policy.save(run.policy, force=True)
     run.seal(run.policy)
-    run.write(run.plan, dump_json(plan.at(run.policy).to_dict()), inputs)
+    run.write(run.plan, dump_json(plan.to_dict()), origin)
 
 
 def _document(plan: Plan) -> dict[str, object]:
@@ -182,11 +232,18 @@ def summary(plan: Plan, profile: Profile) -> list[str]:
         f"  saved           {_change(plan.baseline.saved_bytes, plan.predicted.saved_bytes)}",
         *_errors(plan),
         *_step(plan, profile),
-        f"study: {plan.won}" if plan.trials else plan.won,
+        *textwrap.wrap(f"study: {plan.won}" if plan.trials else plan.won, 80, subsequent_indent="       "),
+        *_next(plan, profile),
+    ]
+
+
+def _next(plan: Plan, profile: Profile) -> list[str]:
+    if not plan.policy.rules:
+        return [f"wrote {plan.policy_path}, which stores everything exactly: train as you are"]
+    return [
         f"wrote {plan.policy_path}; in your training:",
         "",
-        "    import mesa_tune as mt",
-        f'    mt.convert(model, mt.Policy.load("{plan.policy_path}"))',
+        *(f"    {line}" for line in plan.training(profile)),
     ]
 
 
@@ -200,13 +257,20 @@ def _change(before: int, after: int) -> str:
 
 
 def _errors(plan: Plan) -> list[str]:
-    lines = [
-        f"  gradient error  {plan.predicted.gradient_error:.2e} predicted; no plan is below {plan.bound:.2e}"
-    ]
+    error = plan.predicted.gradient_error
+    if not error:
+        return ["  gradient error  0"]
+    # The sum of errors can be proven least only to the solver's own tolerance.
+    least = "no plan predicts less" if _nearly(error, plan.bound) else f"no plan is below {plan.bound:.2e}"
+    lines = [f"  gradient error  {error:.2e} predicted; {least}"]
     if plan.measured is not None:
         mean, spread = plan.measured.gradient_error, plan.measured.standard_error
         lines.append(f"                  {mean:.2e} ± {spread:.1e} measured on fresh batches")
     return lines
+
+
+def _nearly(error: float, bound: float) -> bool:
+    return error <= 1.001 * bound
 
 
 def _step(plan: Plan, profile: Profile) -> list[str]:

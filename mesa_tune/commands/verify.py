@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +14,21 @@ import typer
 from mesa_tune.commands.common import (
     DEFAULT_RUN,
     DebugOption,
-    ForceOption,
     JsonOption,
+    Origin,
     Output,
     QuietOption,
     Run,
     RunOption,
+    counted,
     digest,
     dump_json,
     format_bytes,
     format_table,
     format_time,
+    load_workload,
 )
 from mesa_tune.commands.memory import advising
-from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
     from mesa_tune.policy import Policy
@@ -42,6 +45,13 @@ StepsOption = Annotated[
 SeedsOption = Annotated[
     int, typer.Option("--seeds", min=1, metavar="N", help="Rounding seeds of the gradient error.")
 ]
+ForceOption = Annotated[
+    bool,
+    typer.Option("--force", help="Overwrite verify.json whatever it is; apply a policy of another model."),
+]
+
+_FOREIGN = "make one for this model with `mesa-tune search`; --force applies it anyway, where it fits"
+_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 
 
 def verify(
@@ -59,57 +69,43 @@ def verify(
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.verification import verify as measure
 
-    folder = Run(run, force=force)
+    folder, output = Run(run, force=force), Output(json=as_json, quiet=quiet)
     profile = Profile.load(folder.require(folder.profile, "mesa-tune profile model.py"))
-    chosen = Policy.load(policy or folder.require(folder.policy, "mesa-tune search --budget 40%"))
-    if force:
-        # Of another model: without its header nothing says so, and what fits is applied.
-        chosen = replace(chosen, header=Header())
-    workload = load_workload(folder, profile)
+    path = policy or folder.require(folder.policy, "mesa-tune search --budget 40%")
+    chosen = Policy.load(path)
+    workload = load_workload(folder, profile, "mesa_tune.verify(workload, policy) does it in Python, without")
     expected, workload = _expectation(folder, profile, chosen, workload)
-    inputs = digest("verify", profile.fingerprint, workload.batch_size, chosen.dumps())
-    folder.check(folder.verify, inputs)
-    output = Output(json=as_json, quiet=quiet)
+    origin = _origin(profile, chosen, workload.batch_size, own=policy is None)
+    foreign = not chosen.header.is_for(profile.layers_fingerprint)
+    if foreign and force:
+        # Without its header nothing says whose it is, and what fits is applied.
+        chosen = replace(chosen, header=Header())
+    chosen.require_model(profile.layers_fingerprint, _FOREIGN)
+    folder.check(folder.verify, origin)
     output.device(workload.device)
-    output.line(f"policy {policy or folder.policy}, batch {workload.batch_size}: {steps} steps each, in turn")
+    for line in _first_lines(path, chosen, workload.batch_size, steps, foreign):
+        output.line(line)
     planned, assignment = workload.batch_size, profile.assignment(chosen)
     with advising(profile, planned, assignment, lambda fits: _advice(folder, profile, planned, fits)):
         found = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds)
-    folder.write(folder.verify, dump_json(found.to_dict()), inputs)
-    for line in describe(found):
+    folder.write(folder.verify, dump_json(found.to_dict()), origin)
+    for line in describe(found, profile.plain_ms(found.batch_size)):
         output.line(line)
     output.line(f"written: {folder.verify}")
     output.document("verify", found.to_dict())
 
 
-def load_workload(folder: Run, profile: Profile) -> Workload:
-    """The workload that `profile` was made of, from its model file; RunError if that is gone or changed."""
-    from mesa_tune.profiler.workload import Workload
+def _origin(profile: Profile, policy: Policy, batch_size: int, own: bool) -> Origin:
+    """Of verify.json. Made of the run's own policy it follows that; another policy is another input."""
+    text = policy.dumps()
+    about = {"policy": digest(text)[:6], "batch size": str(batch_size)}
+    return Origin(digest("verify", profile.fingerprint, batch_size, text), about, derived=own)
 
-    if profile.model is None:
-        raise RunError(
-            "the profile was made in Python, so no file names its model\n"
-            "call mesa_tune.verify(workload, policy) there, or profile a model file"
-        )
-    if not Path(profile.model).is_file():
-        raise RunError(
-            f"{profile.model}: no such file, and the profile was made of it\n"
-            "put it back, or profile the model where it is now: "
-            f"`mesa-tune profile model.py --force{folder.option}`"
-        )
-    workload = Workload.load(
-        profile.model,
-        batch_size=profile.batch_size,
-        device=profile.device,
-        autocast=profile.autocast or "none",
-        seed=profile.seed,
-    )
-    if workload.fingerprint != profile.fingerprint:
-        raise RunError(
-            f"{profile.model}: changed since it was profiled\n"
-            f"profile it again: `mesa-tune profile {profile.model} --force{folder.option}`"
-        )
-    return workload
+
+def _first_lines(path: Path, policy: Policy, batch_size: int, steps: int, foreign: bool) -> list[str]:
+    budget = f"for a budget of {policy.header.budget}, " if policy.header.budget else ""
+    note = ["of another model: applied because of --force, where it fits"] if foreign else []
+    return [f"policy {path}", *note, f"{budget}batch {batch_size}: {counted(steps, 'step')} of each, in turn"]
 
 
 def _expectation(
@@ -134,10 +130,13 @@ def _advice(folder: Run, profile: Profile, failed: int, fits: int) -> str:
     return f"`mesa-tune {what} --force{folder.option}`"
 
 
-def describe(found: Verification) -> list[str]:
-    """The verification as a table of at most 80 columns."""
+def describe(found: Verification, profiled_ms: float | None = None) -> list[str]:
+    """The verification as a table of at most 80 columns.
+
+    `profiled_ms`: the plain step in the profile that the prediction was made from.
+    """
     rows = [
-        [label, *_cells(form, quantity, found)]
+        [label, *_cells(form, quantity, found, profiled_ms)]
         for label, quantity, form in (
             ("saved bytes", "saved_bytes", format_bytes),
             ("peak bytes", "peak_bytes", format_bytes),
@@ -152,13 +151,25 @@ def describe(found: Verification) -> list[str]:
         lines.append(f"a step takes {ratio.median:.2f} times the plain one ({spread})")
     if found.baseline.peak_bytes is None:
         lines.append("the plain step does not fit in memory, so nothing stands beside it")
-    return lines
+    return [*lines, *_resident(found.device)]
 
 
-def _cells(form: Callable[[float], str], quantity: str, found: Verification) -> list[str]:
-    values = found.to_dict()
+def _resident(device: str) -> list[str]:
+    """What to set so that freed memory leaves the process: glibc keeps more and more of it otherwise."""
+    if device != "cpu" or platform.libc_ver()[0] != "glibc" or _THRESHOLD in os.environ:
+        return []
+    return [
+        "these are bytes of tensors: glibc hands what is freed back to the system only",
+        f"with {_THRESHOLD}=65536 in the environment of your training",
+    ]
+
+
+def _cells(
+    form: Callable[[float], str], quantity: str, found: Verification, profiled_ms: float | None
+) -> list[str]:
+    values, predicted = found.to_dict(), found.predicted_beside(profiled_ms)
     plain = {"gradient_error": 0.0, **values["baseline"]}
-    columns = (plain, values["predicted"] or {}, values["policy"])
+    columns = (plain, predicted.to_dict() if predicted else {}, values["policy"])
     known = [column.get(quantity) for column in columns]
     return ["–" if value is None else form(value) for value in known]
 

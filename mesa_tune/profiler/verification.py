@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +70,17 @@ class Verification:
     def gradient_error(self) -> float | None:
         """Mean over the rounding seeds; None where the plain step did not fit."""
         return statistics.fmean(self.gradient_errors) if self.gradient_errors else None
+
+    def predicted_beside(self, profiled_ms: float | None) -> Prediction | None:
+        """What was predicted, with the step's time on the clock of the measured plain step.
+
+        `profiled_ms`: the plain step's time in the profile. The machine may have been busier then: of times
+        only the ratio is predicted.
+        """
+        predicted, plain_ms = self.predicted, self.baseline.step_ms
+        if predicted is None or predicted.step_ms is None or plain_ms is None or not profiled_ms:
+            return predicted
+        return replace(predicted, step_ms=predicted.step_ms / profiled_ms * plain_ms)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document `mesa-tune.verify/1`."""
