@@ -231,5 +231,7 @@ def test_with_gact() -> None:
         grad = model[3].weight.detach().sum(0).expand(64, 128)
         expected = grad.T @ dropped(hidden[-1], 0.9)
         torch.testing.assert_close(model[2].weight.grad, expected, rtol=1e-4, atol=1e-4)
+        controller.adapt(lambda: model(x).sum().backward())
+        assert list(controller.bits) == ["1"]  # what DropIT has taken has no bits to place
     finally:
         controller.uninstall_hook()

@@ -88,7 +88,7 @@ class Controller:
         estimate = Estimate([parameter for parameter in self.model.parameters() if parameter.requires_grad])
         with _untouched(self.model), observing(estimate):
             get_grad()
-        groups = estimate.groups()
+        groups = [group for group in estimate.groups() if not self._drops(group.layers[0])]
         if not groups:
             raise ValueError(
                 "get_grad() must run a forward and a backward of the model, but nothing was seen"
@@ -101,6 +101,12 @@ class Controller:
         self.policy = self._uniform(self._placed())
         self._leave()
         self._apply()
+
+    def _drops(self, layer: str) -> bool:
+        """Whether DropIT has `layer`: it has no bits to place."""
+        conversion = conversion_of(self.model)
+        spec = None if conversion is None else conversion.specs.get(layer)
+        return spec is not None and spec.drop > 0
 
     def _placed(self) -> tuple[Rule, ...]:
         conversions = (conversion_of(self.model), self._losses)
