@@ -7,32 +7,21 @@ were not tried take the nearest option's error, scaled with 1 / (level − 1)².
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mesa_tune.documents import read_document, schema, typed, write_document
-from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, TensorEntry, Tie
-from mesa_tune.profiler.timeline import Assignment, Kept, Slot, Timeline, stored_as
+from mesa_tune.profiler.entries import LayerEntry, Option, TensorEntry, Tie
+from mesa_tune.profiler.timeline import Assignment, Kept, Slot, Timeline
 from mesa_tune.settings import EXACT, LayerSettings
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "Derivation",
-    "Kept",
-    "LayerEntry",
-    "Option",
-    "Prediction",
-    "Profile",
-    "Slot",
-    "TensorEntry",
-    "Tie",
-    "Timeline",
-]
+__all__ = ["Kept", "LayerEntry", "Option", "Prediction", "Profile", "Slot", "TensorEntry", "Tie", "Timeline"]
 
 _REMEDY = "make it again with `mesa-tune profile model.py --force`"
 
@@ -95,7 +84,6 @@ class Profile:
     ties: tuple[Tie, ...] = ()
     notes: tuple[str, ...] = ()
     resume: str = ""
-    derivations: tuple[Derivation, ...] = ()
 
     def predict(self, policy: SettingsSource, *, batch_size: int | None = None) -> Prediction:
         """Saved and peak bytes, gradient error and step time under `policy`, without running the model.
@@ -126,42 +114,33 @@ class Profile:
 
     def gradient_error(self, assignment: Assignment) -> float | None:
         """Sum of the layers' gradient errors; None if one of them is not known."""
-        active = self.active(assignment)
         total = 0.0
         for layer in self.layers:
             settings = assignment.get(layer.name)
-            if settings is None or settings.exact or layer.name in active.free:
+            if settings is None or settings.exact:
                 continue
-            derivation = active.by_layer.get(layer.name)
-            if derivation is not None:
-                error = self._stored_error(derivation, settings)
-            else:
-                error = self.layer_error(layer, settings)
+            error = self.layer_error(layer, settings)
             if error is None:
                 return None
-            total += error if derivation is not None else error * self._ratio(layer, assignment)
+            total += error * self._ratio(layer, assignment)
         return total
-
-    def active(self, assignment: Assignment) -> Active:
-        """The derivations that take place under `assignment`."""
-        used = self.timeline.at().compressed(assignment)
-        return Active.of(
-            [one for one in self.derivations if _takes_place(one, used)],
-            {name for item in self.timeline.kept for name in self.timeline.at().derivers(item, used)},
-        )
-
-    def _stored_error(self, derivation: Derivation, settings: LayerSettings) -> float | None:
-        return 0.0 if settings.store == "offload" else derivation.error(stored_as(settings))
 
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
         """The gradient error of one layer alone, scaled from the nearest option where not tried."""
-        used = stored_as(self._effective(layer, settings))
-        return 0.0 if used.exact or used.store == "offload" else layer.error(used)
+        used = self._effective(layer, settings)
+        if used.exact or used.store == "offload":
+            return 0.0
+        position = layer.nearest(used)
+        if position is None or (error := layer.options[position].gradient_error) is None:
+            return None
+        if used.drop:  # most of the error is what is not there, at any level
+            return error
+        known = layer.options[position].settings.level
+        return error * ((known - 1) / (used.level - 1)) ** 2
 
     def predicted_ms(self, assignment: Assignment) -> float:
         """Time of a step at the profiled batch size: the plain one and what encoding and decoding add."""
-        active = self.active(assignment)
-        return self.step_ms + sum(self._layer_ms(layer, assignment, active) for layer in self.layers)
+        return self.step_ms + sum(self._layer_ms(layer, assignment.get(layer.name)) for layer in self.layers)
 
     def plain_ms(self, batch_size: int) -> float:
         """Time of a plain step at `batch_size`, in proportion to the profiled one."""
@@ -202,7 +181,6 @@ class Profile:
             "layers": [layer.to_dict() for layer in self.layers],
             "timeline": self.timeline.to_dict(),
             "ties": [dict(vars(tie)) for tie in self.ties],
-            "derivations": [one.to_dict() for one in self.derivations],
         }
 
     @classmethod
@@ -218,7 +196,6 @@ class Profile:
             "timeline": Timeline.from_dict(values["timeline"]),
             "ties": tuple(Tie.from_dict(tie) for tie in values["ties"]),
             "notes": tuple(values["notes"]),
-            "derivations": tuple(Derivation.from_dict(one) for one in values.get("derivations", ())),
         }
         made = typed(cls, {**plain, **parts})
         if made.batch_size < 1 or made.step_ms <= 0:
@@ -253,38 +230,16 @@ class Profile:
         tie = self._tie_of.get(layer.name)
         if tie is None or len({assignment.get(name) for name in tie.layers}) > 1:
             return 1.0
-        return tie.ratio(layer.nearest(stored_as(self._effective(layer, assignment[layer.name]))))
+        return tie.ratio(layer.nearest(self._effective(layer, assignment[layer.name])))
 
     def _effective(self, layer: LayerEntry, settings: LayerSettings) -> LayerSettings:
         """Settings as they take effect: a layer stored by hooks has 256 levels at least."""
         return settings.hooked if layer.name in self.timeline.hooked else settings
 
-    def _layer_ms(self, layer: LayerEntry, assignment: Assignment, active: Active) -> float:
-        settings = assignment.get(layer.name)
-        if settings is None or settings.exact or layer.name in active.free:
+    def _layer_ms(self, layer: LayerEntry, settings: LayerSettings | None) -> float:
+        if settings is None or settings.exact:
             return 0.0
-        used = stored_as(self._effective(layer, settings))
-        return active.by_layer.get(layer.name, layer).ms(used)
-
-
-@dataclass(frozen=True)
-class Active:
-    """Derivations that take place: by the first of their layers, and the layers that add nothing to them."""
-
-    by_layer: Mapping[str, Derivation]
-    free: frozenset[str]
-
-    @staticmethod
-    def of(derivations: Sequence[Derivation], derivers: set[str]) -> Active:
-        stored = {name for one in derivations for name in one.layers}
-        later = {name for one in derivations for name in one.layers[1:]}
-        takers = {name for one in derivations for name in one.takers}
-        return Active(
-            {one.layers[0]: one for one in derivations}, frozenset(later | ((takers & derivers) - stored))
+        position = layer.nearest(self._effective(layer, settings))
+        return (
+            0.0 if position is None else layer.options[position].encode_ms + layer.options[position].decode_ms
         )
-
-
-def _takes_place(derivation: Derivation, used: Mapping[str, LayerSettings]) -> bool:
-    return all(name in used for name in derivation.sources) and all(
-        name in used and used[name].store == "derive" for name in derivation.takers
-    )
