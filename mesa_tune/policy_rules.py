@@ -31,7 +31,7 @@ class Place(NamedTuple):
     def says(self, what: str) -> str:
         """`what`, with file and line number in front and the line's text behind."""
         text = "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in self.text.rstrip())
-        shown = text if len(text) <= 100 else text[:99] + "…"
+        shown = text if len(text) <= 50 else text[:49] + "…"
         return f'{self.source}:{self.number}: {what} in "{shown}"'
 
     def refuse(self, what: str, remedy: str) -> PolicyError:

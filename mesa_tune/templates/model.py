@@ -32,8 +32,9 @@ def batch(batch_size):
     """Returns one batch of training data: tensors, alone or in tuples, lists, dicts or dataclasses.
 
     Real data measures best: what a layer keeps depends on shapes, but what rounding does depends on values.
-    The random generators are seeded before each call, so random choices repeat. Tensors are moved to the
-    device for you.
+    Torch's, NumPy's and Python's random generators are seeded before each call: with the same seed for the
+    same batch once more, with another one for another batch. So choose samples at random. Tensors are moved
+    to the device for you.
     """
     images = torch.randn(batch_size, 64)
     labels = torch.randint(0, 10, (batch_size,))
