@@ -273,9 +273,24 @@ def convert(
     policy.require_available()
     for text in (*policy.warnings, *overruled):
         warn_once(text)
+    for text in _hard_to_reach(model):
+        warn_once(text)
     revert(model)
     install(model, Conversion(policy, catalog, torch.initial_seed() if seed is None else seed, min_elements))
     return model
+
+
+def _hard_to_reach(model: nn.Module) -> Iterator[str]:
+    """Texts on modules of torch whose kernels keep what no function of ours can keep for them."""
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for name, module in named_layers(model):
+        if isinstance(module, nn.RNNBase):
+            yield (
+                f"mesa-tune: {name!r} ({type(module).__name__}) is stored by hooks, at 8 bits, and tensors of "
+                "single time steps that are too small to encode stay as they are."
+            )
+        if isinstance(module, nn.SyncBatchNorm) and grouped and torch.distributed.get_world_size() > 1:
+            yield f"mesa-tune: {name!r} (SyncBatchNorm) across processes is left uncompressed."
 
 
 def install(model: nn.Module, conversion: Conversion) -> None:

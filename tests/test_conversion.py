@@ -225,3 +225,9 @@ def test_data_workers_are_not_affected() -> None:
     loader = torch.utils.data.DataLoader(_Data(), batch_size=2, num_workers=1)
     for batch in loader:
         assert float(_grads(model, batch)["0.weight"].square().sum()) > 0
+
+
+def test_recurrent_layers_are_named() -> None:
+    model = nn.ModuleDict({"memory": nn.LSTM(8, 8)})
+    with pytest.warns(UserWarning, match=r"'memory' \(LSTM\) is stored by hooks, at 8 bits"):
+        mt.convert(model, Policy.uniform(level=16))

@@ -22,14 +22,15 @@ NARROW, WIDE = ROWS * WIDTH, ROWS * 4 * WIDTH
 class Mlp(nn.Module):
     """LayerNorm, Linear, GELU, Linear, and the way around them."""
 
-    def __init__(self, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
+    def __init__(self, activation: Callable[[Tensor], Tensor] = F.gelu, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.activation = activation
+        self.activation, self.dropout = activation, dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.activation(self.first(self.norm(x))))
+        h = F.dropout(self.activation(self.first(self.norm(x))), self.dropout)
+        y: Tensor = self.second(h)
         return x + y
 
 
@@ -78,6 +79,7 @@ def converted(plain: nn.Module, store: str, level: int = 256) -> Any:
 def step(
     network: Callable[[Tensor], Tensor], x: Tensor, weights: list[nn.Parameter]
 ) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
     y = network(x)
     weight = torch.linspace(-1, 1, y.numel()).view(y.shape)
     for each in weights:
@@ -100,6 +102,7 @@ def saved(network: nn.Module, x: Tensor) -> int:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "gelu": (lambda: model(Mlp()), rows, NARROW + WIDE),
+    "dropout": (lambda: model(Mlp(F.gelu, 0.1)), rows, NARROW + WIDE),
     "silu": (lambda: model(Mlp(F.silu)), rows, NARROW + WIDE),
     "relu": (lambda: model(Mlp(F.relu)), rows, NARROW),
     "gated": (lambda: model(Gated()), rows, 2 * NARROW + 2 * WIDE),
@@ -203,14 +206,14 @@ def test_without_a_producer_to_derive_from_the_layer_stores() -> None:
 
 
 def test_only_layers_that_ask_derive() -> None:
-    text = "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 256\n\n    by_index: 2\n    store: derive\n"
-    text += "\non layernorm gelu:\n    by_index: all\n    level: 256\n"
+    first = "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 256\n"
+    text = f"{first}\n    by_index: 2\n    store: derive\n\non layernorm gelu:\n    by_index: all\n    level: 256\n"
     plain, x = model(Mlp()), rows()
-    both = [
+    derived, stored = (
         saved(mt.convert(copy.deepcopy(plain), Policy.parse(each), min_elements=1024), x)
         for each in (text, text.replace("store: derive", "store: quantize"))
-    ]
-    assert both[1] - both[0] == ops.packed_bytes(WIDE, 8)
+    )
+    assert stored - derived == ops.packed_bytes(WIDE, 8)
 
 
 def test_a_second_backward_gives_the_same() -> None:

@@ -56,6 +56,23 @@ class Spec(NamedTuple):
             settings.store == "derive",
         )
 
+    def grouped(self, size: int) -> "Spec":
+        """This spec with `size` consecutive elements a group; not by `_replace`, which cannot be traced."""
+        return Spec(
+            self.codec,
+            self.bits,
+            self.levels,
+            size,
+            self.quant_groups,
+            self.stochastic,
+            self.min_elements,
+            self.drop,
+            self.ema_decay,
+            self.exact,
+            self.derive,
+            self.serves,
+        )
+
     @property
     def remembers(self) -> bool:
         """Whether the codec wants a memory from step to step."""

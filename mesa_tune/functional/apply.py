@@ -156,7 +156,9 @@ class Apply(torch.autograd.Function):
         if plan.gives is None:
             return result.output
         given = [part for stored, meta in zip(parts, kept, strict=True) if _is_fresh(meta) for part in stored]
-        given += [each for place in plan.gives for each in result.exact[place : place + 1] if each is not None]
+        given += [
+            each for place in plan.gives for each in result.exact[place : place + 1] if each is not None
+        ]
         ctx.mark_non_differentiable(*given)
         return (result.output, *given)
 

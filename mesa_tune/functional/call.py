@@ -190,6 +190,13 @@ class Call:
         """A call for one part of this one, which `plain` runs as PyTorch would."""
         return Call(self.layer, self.spec, self.key, self.is_static, plain, None, self.links)
 
+    def grouped(self, size: int) -> "Call":
+        """This call with `size` consecutive elements a group."""
+        spec = self.spec.grouped(size)
+        made = Call(self.layer, spec, self.key, self.is_static, self.plain, self.memory, self.links)
+        made.hooked = self.hooked
+        return made
+
     def refuse(self, why: str) -> Any:
         """Runs the call as PyTorch would, with a warning that names the layer (Rule 9)."""
         warn_once(f"mesa-tune: {self.layer!r} is left uncompressed: {why}.")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mesa_tune import ops
 from mesa_tune.functional.bits import GATES
 from mesa_tune.functional.curves import CURVES
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Routes, Static
@@ -84,6 +85,21 @@ def product(
     return lossy[0] * lossy[1]
 
 
+def scaled(static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors) -> Tensor:
+    """x times a statistic by row, which is there anyway."""
+    (statistic,) = references
+    assert statistic is not None
+    return lossy[0] * statistic
+
+
+def dropped(
+    static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
+) -> Tensor:
+    """The input, made again, where the mask of the forward lets it through."""
+    (x,), (mask,) = inputs, exact
+    return x * ops.unpack_bits(mask, x.shape).to(x.dtype).div_(1 - static[0])
+
+
 def itself(static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors) -> Tensor:
     """What is kept is the output."""
     return lossy[0]
@@ -102,6 +118,11 @@ def _keeps_both(static: Static, needs: Needs) -> bool:
     return needs[0] and needs[1] and not in_place
 
 
+def _is_plain_dropout(static: Static, needs: Needs) -> bool:
+    _, feature, alpha, _ = static
+    return not (feature or alpha)
+
+
 REBUILDS: dict[str, Rebuild] = {
     "layer_norm": Rebuild(row_norm, references=(1, 2), when=_normalizes),
     "rms_norm": Rebuild(row_norm, references=(1,)),
@@ -110,6 +131,8 @@ REBUILDS: dict[str, Rebuild] = {
     "pointwise_input": Rebuild(pointwise_input, kept_is_input=True),
     "gate": Rebuild(gate, kept=(), inputs=(0,)),
     "mul": Rebuild(product, kept=(0, 1), kept_is_input=True, when=_keeps_both),
+    "scale": Rebuild(scaled, kept_is_input=True, references=(1,), when=lambda static, needs: needs[1]),
+    "dropout": Rebuild(dropped, kept=(), exact=(0,), inputs=(0,), when=_is_plain_dropout),
     "softmax": Rebuild(itself, when=lambda static, needs: static[1] is None),
 }
 
