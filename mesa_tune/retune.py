@@ -32,7 +32,7 @@ from mesa_tune.units import parse_bytes
 
 OPTIONS = tuple(LayerSettings(level=2**bits) for bits in (1, 2, 4, 8))
 FEW_SAMPLES, MOST_SAMPLES = 4, 8
-SHARE = 4
+SHARE = 8
 """A slice is at most this part of the batch: a measurement must cost far less than the steps between two."""
 HIDDEN = 0.02
 
