@@ -183,6 +183,7 @@ RUNS = {
     "policy of another model": verifying(
         together(policy_of_another_model("other.txt"), fresh()),
         "other.txt:2: made for another model",
+        "--force applies it anyway",
         options=OTHER,
     ),
     "search, model changed": searching(CHANGED, "model.py: changed since it was profiled", "--force"),

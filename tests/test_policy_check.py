@@ -171,7 +171,7 @@ def test_another_models_policy_is_refused_with_its_line() -> None:
     first, second = str(caught.value).splitlines()
     assert first.startswith("policy.txt:2: made for another model (this model's layers are 1234abcd)")
     assert "model deit_tiny (layers 8f3c0a…)" in first
-    assert "--force" in second
+    assert "with force=True" in second
     assert HEADED.check(LAYERS, fingerprint="1234abcd", force=True) == (str(caught.value),)
 
 

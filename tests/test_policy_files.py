@@ -63,7 +63,7 @@ def test_an_edited_or_foreign_file_is_kept_unless_forced(edit: str, path: Path) 
     POLICY.save(path)
     path.write_text(EDITS[edit](path.read_text()))
     before = path.read_bytes()
-    with pytest.raises(PolicyError, match=r"edited or is not a policy of mesa-tune's\n.*--force"):
+    with pytest.raises(PolicyError, match=r"edited or is not a policy of mesa-tune's\n.*force=True"):
         OTHER.save(path)
     assert path.read_bytes() == before
     OTHER.save(path, force=True)
@@ -72,7 +72,7 @@ def test_an_edited_or_foreign_file_is_kept_unless_forced(edit: str, path: Path) 
 
 def test_a_binary_file_is_kept_unless_forced(path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PolicyError, match="--force"):
+    with pytest.raises(PolicyError, match="force=True"):
         POLICY.save(path)
     POLICY.save(path, force=True)
     assert Policy.load(path) == POLICY
