@@ -97,7 +97,7 @@ def test_rule_2_catches_settings_that_do_not_pay(monkeypatch: Patch) -> None:
         rules.check_rule_2(LINEAR)
 
 
-def _each_by_itself(tensor: Tensor, spec: Spec, key: Tensor, memory: Any = None) -> list[Tensor]:
+def _each_by_itself(tensor: Tensor, spec: Spec, key: Tensor, *_: Any) -> list[Tensor]:
     return CODECS[spec.codec].encode(tensor, spec, key)
 
 
@@ -112,7 +112,7 @@ def test_rule_3_catches_a_stale_copy(monkeypatch: Patch, by: str) -> None:
     copies: dict[int, list[Tensor]] = {}
     held: list[Tensor] = []
 
-    def stale(tensor: Tensor, spec: Spec, key: Tensor, memory: Any = None) -> list[Tensor]:
+    def stale(tensor: Tensor, spec: Spec, key: Tensor, *_: Any) -> list[Tensor]:
         place = tensor.data_ptr() + (tensor._version << 50 if by == "address" else 0)
         if by != "address":
             held.append(tensor)  # an address in use is never another's

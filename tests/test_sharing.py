@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from typing import Any
 
 import pytest
@@ -134,3 +135,24 @@ def test_other_settings_make_their_own_copy_in_any_order() -> None:
     four, two = (ops.packed_bytes(x.shape, bits) for bits in (4, 2))
     assert sizes["1.q"] == one + two
     assert both == one - four + two
+
+
+def test_views_of_all_of_a_storage_share_a_copy(counting: _Counting) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.reduce = nn.Linear(64, 64), nn.Conv2d(64, 64, 2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 2
+            image = x.permute(0, 2, 1).view(2, 64, 16, 16)
+            return self.query(x).sum() + self.reduce(image).square().mean()
+
+    torch.manual_seed(0)
+    plain, x = Model(), torch.randn(2, 256, 64, requires_grad=True)
+    model = _convert(plain, Policy.uniform(level=256))
+    loss = model(x)
+    assert [shape for shape in counting.encoded if math.prod(shape) == x.numel()] == [(2, 256, 64)]
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    for one, other in zip(found, torch.autograd.grad(plain(x), list(plain.parameters())), strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()

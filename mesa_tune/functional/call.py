@@ -85,7 +85,9 @@ class Call:
         found = {}
         for place in sorted(places):
             tensor = tensors[place]
-            source = None if tensor is None else find(tensor, self.links.traced)
+            if tensor is None or tensor.numel() <= self.spec.min_elements:
+                continue
+            source = find(tensor, self.links.traced)
             if source is not None:
                 found[place] = source
         return found
@@ -165,7 +167,7 @@ class Call:
     def _kept(
         self, plan: Plan, tensors: Sequence[Tensor | None], sources: dict[int, Source], fresh: list[Tensor]
     ) -> list[tuple[Meta | Recipe, list[Tensor]]]:
-        """How each kept tensor is restored, with the tensors for it; `fresh` are the parts of those encoded."""
+        """How each kept tensor is restored, and from what; `fresh` are the parts of those encoded."""
         rebuild = REBUILDS[plan.name]
         pairs: list[tuple[Meta | Recipe | None, Tensor, list[Tensor]]] = []
         for place in rebuild.kept:

@@ -154,8 +154,8 @@ def find(tensor: Tensor, traced: Traced | None) -> Source | None:
     return Source(found.recipe.seen_as(tensor), tensors)
 
 
-_OPERATORS = {f"__i{name}__" for name in "add sub mul div truediv floordiv mod pow and or xor".split()}
-_OPERATORS |= {"__setitem__"}
+_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")}
+_OPERATORS |= {"__iand__", "__ior__", "__ixor__", "__setitem__"}
 
 
 def _writes(name: str) -> bool:

@@ -20,13 +20,17 @@ from mesa_tune.notice import warn_once
 
 
 class Meta(NamedTuple):
-    """How to rebuild a kept tensor from its parts; `coded` False: the part is the tensor itself."""
+    """How to rebuild a kept tensor from its parts; `coded` False: the part is the tensor itself.
+
+    `strides`: it was encoded in the order of memory, and comes back in its layout.
+    """
 
     parts: int
     coded: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
     expanded: tuple[int, ...] | None
+    strides: tuple[int, ...] | None = None
 
 
 _FIRST_LIMIT = 1024
@@ -65,8 +69,24 @@ def keep(
         expanded = tuple(tensor.shape)
         tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     coded = not raw and spec.levels > 0 and pays(tensor, spec) and is_possible(tensor, spec, layer)
-    parts = _encode_once(tensor, spec, key, memory) if coded else [tensor]
-    return parts, Meta(len(parts), coded, tuple(tensor.shape), tensor.dtype, expanded)
+    strides = tuple(tensor.stride()) if coded and _is_one_run(tensor, spec) else None
+    parts = _encode_once(tensor, spec, key, memory, strides is not None) if coded else [tensor]
+    return parts, Meta(len(parts), coded, tuple(tensor.shape), tensor.dtype, expanded, strides)
+
+
+def _is_one_run(tensor: Tensor, spec: Spec) -> bool:
+    """Whether groups may follow the order of memory, so that all dense views of a storage share a copy."""
+    if torch.compiler.is_compiling() or spec.codec != "quantize" or spec.quant_groups:
+        return False
+    # Who makes an output again knows the shape of what is kept, not its layout.
+    return tensor.is_contiguous() or (
+        not spec.serves and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+    )
+
+
+def _run(tensor: Tensor) -> Tensor:
+    """The elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
@@ -89,14 +109,22 @@ def is_possible(tensor: Tensor, spec: Spec, layer: str) -> bool:
 
 def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:
     """The kept tensor: bitwise if it was kept raw, as decoded otherwise."""
-    tensor = CODECS[spec.codec].decode(parts, meta.shape, meta.dtype, spec) if meta.coded else parts[0]
+    if meta.strides is not None:
+        run = CODECS[spec.codec].decode(parts, (torch.Size(meta.shape).numel(),), meta.dtype, spec)
+        tensor = run.as_strided(meta.shape, meta.strides)
+    else:
+        tensor = CODECS[spec.codec].decode(parts, meta.shape, meta.dtype, spec) if meta.coded else parts[0]
     return tensor if meta.expanded is None else tensor.expand(meta.expanded)
 
 
-def _encode_once(tensor: Tensor, spec: Spec, key: Tensor, memory: Memory | None) -> list[Tensor]:
+def _encode_once(
+    tensor: Tensor, spec: Spec, key: Tensor, memory: Memory | None, as_run: bool
+) -> list[Tensor]:
     if torch.compiler.is_compiling():  # equal functional ops are merged by the compiler
         return CODECS[spec.codec].encode(tensor, spec, key)
-    return _once(tensor, spec, lambda: CODECS[spec.codec].encode(tensor, spec, key, memory))
+    run = _run(tensor) if as_run else tensor
+    given = tensor if tensor.is_contiguous() else run
+    return _once(run, spec, lambda: CODECS[spec.codec].encode(given, spec, key, memory))
 
 
 def pack_once(mask: Tensor) -> Tensor:
