@@ -231,14 +231,12 @@ def _won(outcome: Outcome | None) -> str:
     if outcome is None:
         return "no study: solved from the profile alone"
     measured, short = outcome.measured, outcome.asked is not None and outcome.trials < outcome.asked
-    trials = (
-        f"{outcome.trials} of {outcome.asked} trials, then time was up:"
-        if short
-        else f"{counted(outcome.trials, 'trial')}:"
-    )
+    trials = counted(outcome.trials, "trial")
+    if short:
+        trials = f"{outcome.trials} of {outcome.asked} trials (time was up)"
     goes_on = "; the same command goes on with it" if short else ""
     if not outcome.won:
-        return f"{trials} nothing better on fresh batches, so the solved plan stays{goes_on}"
+        return f"{trials} found nothing better on fresh batches, so the solved plan stays{goes_on}"
     part = measured.gain / measured.solved
     error = measured.gain_error / measured.solved
     return f"{trials} won {part:.1%} ± {error:.1%} of gradient error on fresh batches{goes_on}"

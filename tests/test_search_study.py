@@ -90,6 +90,14 @@ def test_luck_wins_nothing(profile: Profile) -> None:
     assert "nothing" in plan.won
 
 
+def test_a_study_that_ran_out_of_time_says_so(profile: Profile) -> None:
+    ended = search_policy(profile, BUDGET, objective=Weighted(profile, {}), trials=10_000, timeout=0.2)
+    assert f"{ended.trials} of 10000 trials (time was up) found nothing better" in ended.won
+    assert ended.won.endswith("the same command goes on with it")
+    whole = search_policy(profile, BUDGET, objective=Weighted(profile, {}), trials=1)
+    assert whole.won == "1 trial found nothing better on fresh batches, so the solved plan stays"
+
+
 def test_what_confirms_was_never_used_before(profile: Profile) -> None:
     objective = Weighted(profile, {})
     study(profile, objective, 3)

@@ -58,12 +58,11 @@ def demo(
 
 def find_example() -> Path:
     """The example's model file: in the current folder's checkout, or in the one that runs."""
-    roots = (Path.cwd(), Path(__file__).resolve().parents[2])
-    for root in roots:
+    for root in (Path(), Path(__file__).resolve().parents[2]):
         if (root / EXAMPLE).is_file():
             return root / EXAMPLE
     raise RunError(
-        f"{EXAMPLE}: not in {roots[0]}, and the installed package does not carry it\n"
+        f"{EXAMPLE}: not in {Path.cwd()}, and the installed package does not carry it\n"
         "run `mesa-tune demo` in a clone of the source, or profile your own: `mesa-tune init`"
     )
 
