@@ -317,7 +317,7 @@ def test_an_interrupted_profile_is_whole_and_taken_up_again(tmp_path: Path) -> N
     assert not whole.partial
     assert all(layer.options for layer in whole.layers)
     left = [unit for unit in seen_units(whole) if not set(unit) <= set(done)]
-    assert len(again) == len(left) + 1
+    assert len([text for text in again if "layer" in text]) == len(left)
     assert whole.layer(done[0]).options == partial.layer(done[0]).options
     assert Profile.load(path) == whole
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from mesa_tune.profiler.entries import Derivation
 from mesa_tune.profiler.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timeline import Timeline
+from mesa_tune.search.objective import JointError
 from tests.test_deriving import Gated
 from tests.test_profile import MODELS, image_batch, loss, text_batch
 
 BATCH, WIDTH = 8, 64
+DIGITS = Path(__file__).parents[1] / "examples" / "digits_vit.py"
 # Groups as wide as the rows, with which norms composed by hand store what they keep.
 DERIVE = mt.Policy.uniform(level=16, group_size=64, store="derive")
 
@@ -36,9 +42,27 @@ class Llama(nn.Module):
         return logits
 
 
+class Dropped(nn.Module):
+    """Dropout between what is derived from and who derives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.act, self.drop = nn.GELU(), nn.Dropout(0.2)
+        self.second, self.head = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(self.embed(x)))
+        x = self.second(self.drop(self.act(self.first(x))))
+        logits: Tensor = self.head(F.gelu(x).mean(1))
+        return logits
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     **{name: case for name, case in MODELS.items() if case[1] in (text_batch, image_batch)},
     "llama": (Llama, text_batch),
+    "dropped": (Dropped, text_batch),
 }
 
 
@@ -124,3 +148,89 @@ def test_gradients_of_the_batch_are_not_disturbed_by_looking(profiles: dict[str,
     mt.profile(kept, options=[])
     assert all(parameter.grad is None for parameter in model.parameters())
     assert F.mse_loss(torch.get_rng_state().float(), state.float()) == 0
+
+
+FOUR, EXACT = mt.LayerSettings(level=16), mt.LayerSettings(enable=False)
+LEVELS = (4, 16, 256)
+
+
+@pytest.fixture(scope="module", name="priced")
+def _priced() -> dict[str, Profile]:
+    options = [mt.LayerSettings(level=level) for level in LEVELS]
+    return {name: mt.profile(workload(name), options=options, seeds=4) for name in CASES}
+
+
+def joint_error(work: mt.Workload, policy: mt.Policy, seeds: int = 8) -> float:
+    return statistics.fmean(JointError(work).errors(policy, [(0, seed) for seed in range(seeds)]))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_of_all_that_derives_is_that_of_whole_backwards(
+    priced: dict[str, Profile], name: str, level: int
+) -> None:
+    policy = mt.Policy.uniform(level=level, store="derive")
+    predicted, found = priced[name].predict(policy).gradient_error, joint_error(workload(name), policy)
+    assert predicted is not None
+    assert found / 1.5 < predicted < found * 1.5
+
+
+def test_the_error_of_a_real_vision_transformer_that_derives() -> None:
+    work = mt.Workload.load(DIGITS, batch_size=4)
+    profile = mt.profile(work, options=[FOUR], seeds=1)
+    policy = mt.Policy.uniform(level=16, store="derive")
+    predicted, found = profile.predict(policy).gradient_error, joint_error(work, policy, 4)
+    assert predicted is not None
+    assert found / 1.5 < predicted < found * 1.5
+    assert len(profile.derivations) == 18
+
+
+def only(profile: Profile, one: Derivation, settings: mt.LayerSettings) -> mt.Policy:
+    """One derivation takes place, and everything else stores exactly."""
+    ways = dict.fromkeys(one.layers, settings) | dict.fromkeys(one.takers, replace(settings, store="derive"))
+    return mt.Policy.from_assignments(
+        (layer.tag, layer.index, layer.name, ways.get(layer.name, EXACT)) for layer in profile.layers
+    )
+
+
+@pytest.mark.parametrize("level", [4, 16])
+@pytest.mark.parametrize("name", ["transformer", "class token"])
+def test_each_price_is_that_of_whole_backwards(priced: dict[str, Profile], name: str, level: int) -> None:
+    settings = mt.LayerSettings(level=level)
+    for one in priced[name].derivations:
+        policy = only(priced[name], one, settings)
+        predicted = one.error(settings)
+        assert predicted is not None
+        assert priced[name].predict(policy).gradient_error == pytest.approx(predicted)
+        assert predicted == pytest.approx(joint_error(workload(name), policy, 16), rel=0.5), one.layers
+
+
+def test_what_is_priced_together(priced: dict[str, Profile]) -> None:
+    found = {one.layers: (one.takers, one.sources) for one in priced["llama"].derivations}
+    way = ("body.1.silu.0", "body.1.mul.2")
+    assert found["body.1.silu.0",] == found["body.1.mul.2",] == (("body.1.mul.2", "body.1.down"), way)
+    convolutions = {one.layers: (one.takers, one.sources) for one in priced["convolutions"].derivations}
+    assert convolutions["bn1",] == (("conv2",), ("relu", "bn1"))
+    names = [name for one in priced["transformer"].derivations for name in one.takers]
+    assert not [name for name in names if "matmul" in name or "softmax" in name]
+
+
+def test_layers_that_derive_only_err_by_what_is_stored(priced: dict[str, Profile]) -> None:
+    profile = priced["transformer"]
+    stored = {"blocks.0.norm2": FOUR, "blocks.0.fc1": replace(FOUR, store="derive")}
+    alone = profile.gradient_error({"blocks.0.norm2": FOUR})
+    both = profile.gradient_error(stored)
+    assert alone is not None
+    assert both is not None
+    coarse = profile.gradient_error(stored | {"blocks.0.fc1": replace(FOUR, level=4, store="derive")})
+    assert alone < both == coarse
+    parted = profile.gradient_error({**stored, "blocks.0.norm2": EXACT})
+    assert parted == profile.gradient_error({"blocks.0.fc1": FOUR})
+
+
+def test_a_profile_of_before_has_no_derivations(priced: dict[str, Profile], tmp_path: Path) -> None:
+    priced["llama"].save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == priced["llama"]
+    values = json.loads((tmp_path / "profile.json").read_text("utf-8"))
+    del values["derivations"]
+    assert Profile.from_dict(values).derivations == ()

@@ -177,3 +177,8 @@ def test_layers_that_derive_and_their_producers_have_temporaries_of_their_own() 
     assert traced.at().work({"a": FOUR, "b": DERIVE}).tolist() == [50] * 4
     assert traced.at().work({"a": FOUR, "b": FOUR}).tolist() == [30] * 4
     assert traced.at().work({"b": DERIVE}).tolist() == [10, 30, 30, 10]
+
+
+def test_small_tensors_are_not_derived() -> None:
+    both = timeline(coded("a"), coded("b"), replace(derivable("b"), size=(4096, 4096)))
+    assert both.saved_bytes({"a": FOUR, "b": DERIVE}) == 2 * ops.packed_bytes(BIG, 4) + 4 * 4096

@@ -47,6 +47,11 @@ class Option:
     encode_ms: float
     decode_ms: float
 
+    @property
+    def ms(self) -> float:
+        """Milliseconds of encoding and decoding."""
+        return self.encode_ms + self.decode_ms
+
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "settings": self.settings.to_dict()}
 
@@ -55,19 +60,9 @@ class Option:
         return typed(Option, {**values, "settings": LayerSettings.from_dict(values["settings"])})
 
 
-@dataclass(frozen=True)
-class LayerEntry:
-    """A layer and its options. `bytes`: all that it keeps; `own_bytes`: tensors that it owns."""
+class Ways:
+    """Something with options: to find the one for some settings."""
 
-    name: str
-    tag: str
-    index: int
-    module: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    own_bytes: int
-    shared_with: tuple[str, ...]
     options: tuple[Option, ...]
 
     @cached_property
@@ -95,6 +90,42 @@ class LayerEntry:
             key=lambda position: _distance(self.options[position].settings, settings),
             default=None,
         )
+
+    def error(self, settings: LayerSettings) -> float | None:
+        """The gradient error, scaled with 1 / (level − 1)² from the nearest option where not tried.
+
+        Zero for what cannot be stored in any other way than exactly; None where no error is known.
+        """
+        if self.options and all(option.settings.exact for option in self.options):
+            return 0.0
+        position = self.nearest(settings)
+        if position is None or (error := self.options[position].gradient_error) is None:
+            return None
+        if settings.drop:  # most of the error is what is not there, at any level
+            return error
+        known = self.options[position].settings.level
+        return error * ((known - 1) / (settings.level - 1)) ** 2
+
+    def ms(self, settings: LayerSettings) -> float:
+        """Milliseconds of encoding and decoding under the nearest option."""
+        position = self.nearest(settings)
+        return 0.0 if position is None else self.options[position].ms
+
+
+@dataclass(frozen=True)
+class LayerEntry(Ways):
+    """A layer and its options. `bytes`: all that it keeps; `own_bytes`: tensors that it owns."""
+
+    name: str
+    tag: str
+    index: int
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    own_bytes: int
+    shared_with: tuple[str, ...]
+    options: tuple[Option, ...]
 
     def to_dict(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -129,6 +160,29 @@ class Tie:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Tie:
         return Tie(tuple(values["layers"]), tuple(float(ratio) for ratio in values["joint"]))
+
+
+@dataclass(frozen=True)
+class Derivation(Ways):
+    """What `layers` (one alone, or sharers) store while all `takers` make what they keep again.
+
+    `sources`: all layers whose kept tensors that takes. `options` are the ways to store, with the gradient
+    error of all backwards that the rounding gets into: own ones and those of the takers that derive from it.
+    """
+
+    layers: tuple[str, ...]
+    takers: tuple[str, ...]
+    sources: tuple[str, ...]
+    options: tuple[Option, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**fields, "options": [option.to_dict() for option in self.options]}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Derivation:
+        names = {key: tuple(values[key]) for key in ("layers", "takers", "sources")}
+        return Derivation(**names, options=tuple(Option.from_dict(option) for option in values["options"]))
 
 
 def _distance(known: LayerSettings, wanted: LayerSettings) -> tuple[bool, float, bool, float, int, float]:

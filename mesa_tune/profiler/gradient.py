@@ -11,7 +11,7 @@ down.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,7 +142,8 @@ class Sensitivity:
         if not routed:
             return hooked, [1.0] * len(options)
         calls = {
-            layer: [_Call(replay) for replay in self.recording.replays.get(layer, [])] for layer in routed
+            layer: [RecordedCall(replay) for replay in self.recording.replays.get(layer, [])]
+            for layer in routed
         }
         draws: dict[str, dict[LayerSettings, list[Draw]]] = {layer: {} for layer in routed}
         for option in options:
@@ -156,7 +157,16 @@ class Sensitivity:
         }
         return prices, [1.0 if ratio is None else ratio for ratio in joint]
 
-    def _draw(self, calls: dict[str, list[_Call]], option: LayerSettings, seed: int) -> dict[str, Draw]:
+    def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
+        """The price of each option for all that `calls` take, as if they were one layer's."""
+        draws: dict[LayerSettings, list[Draw]] = {}
+        for option in options:
+            draws[option] = [self._draw({"": calls}, option, seed)[""] for seed in range(self.seeds)]
+        return [self._price(draws, option) for option in options]
+
+    def _draw(
+        self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings, seed: int
+    ) -> dict[str, Draw]:
         spec, key = _spec(option), torch.tensor([seed], dtype=torch.int64)
         cache: Cache = {}
         draws: dict[str, Draw] = {}
@@ -262,15 +272,14 @@ class Sensitivity:
         return found
 
 
-class _Call:
+class RecordedCall:
     """One call's backward, exact, and its differences under other ways of storing."""
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Replay, coded: list[bool] | None = None) -> None:
         self.replay = replay
-        raw = replay.raw
-        self.coded = [
-            not flag and tensor.numel() > MIN_ELEMENTS for flag, tensor in zip(raw, replay.lossy, strict=True)
-        ]
+        self.lossy = list(replay.lossy)
+        raw = zip(replay.raw, replay.lossy, strict=True)
+        self.coded = coded or [not flag and tensor.numel() > MIN_ELEMENTS for flag, tensor in raw]
         alone = any(self.coded) and self.coded[0] and not any(self.coded[1:])
         skip = FORMULAS[replay.name].independent if alone else ()
         self.needs = tuple(need and place not in skip for place, need in enumerate(replay.needs))
@@ -290,26 +299,28 @@ class _Call:
         """Adds to `final` the changes of parameter gradients, to `sent` those of input gradients."""
         if not any(self.coded):
             return
-        lossy = self._stored(spec, key, cache, draw)
+        self._store(spec, key, cache, draw)
         with torch.no_grad():
             if self.exact is None:
                 self.exact = self.replay.run(self.replay.lossy, self.needs)
-            changed = self.replay.run(lossy, self.needs)
+            changed = self.replay.run(self.lossy, self.needs)
             for edge, new, old in zip(self.edges, changed, self.exact, strict=True):
                 if edge is not None and edge[0] is not None and new is not None and old is not None:
                     _sort(edge, new - old, final, sent)
 
-    def _stored(self, spec: Spec, key: Tensor, cache: Cache, draw: Draw) -> list[Tensor]:
-        """The kept tensors as decoded from `spec`, small and raw ones as they are."""
-        lossy = list(self.replay.lossy)
-        changes = sizes = 0.0
-        for place in (place for place, coded in enumerate(self.coded) if coded):
-            copy = _cached(lossy[place], spec, key, cache)
-            lossy[place] = copy.tensor
-            changes, sizes = changes + copy.change, sizes + copy.size
-            draw.encode_ms, draw.decode_ms = draw.encode_ms + copy.encode_ms, draw.decode_ms + copy.decode_ms
+    def _store(self, spec: Spec, key: Tensor, cache: Cache, draw: Draw) -> None:
+        """Puts the kept tensors as decoded from `spec` into `lossy`; small and raw ones stay as they are."""
+        places = [place for place, coded in enumerate(self.coded) if coded]
+        found = [self._one(place, spec, key, cache, draw) for place in places]
+        changes, sizes = sum(change for change, _ in found), sum(size for _, size in found)
         draw.tensor_error = max(draw.tensor_error, changes / sizes if sizes else 0.0)
-        return lossy
+
+    def _one(self, place: int, spec: Spec, key: Tensor, cache: Cache, draw: Draw) -> tuple[float, float]:
+        """One of them; the squares of its change and of itself."""
+        copy = cached_copy(self.replay.lossy[place], spec, key, cache)
+        self.lossy[place] = copy.tensor
+        draw.encode_ms, draw.decode_ms = draw.encode_ms + copy.encode_ms, draw.decode_ms + copy.decode_ms
+        return copy.change, copy.size
 
 
 def _sort(edge: Any, delta: Tensor, final: Difference, sent: list[tuple[GradientEdge, Tensor]]) -> None:
@@ -330,7 +341,7 @@ def stored(tensor: Tensor, spec: Spec, key: Tensor) -> tuple[Tensor, float, floa
     return copy, 1e3 * (middle - start), 1e3 * (_now(tensor) - middle)
 
 
-def _cached(tensor: Tensor, spec: Spec, key: Tensor, cache: Cache) -> _Copy:
+def cached_copy(tensor: Tensor, spec: Spec, key: Tensor, cache: Cache) -> _Copy:
     """The stored copy; free of charge for a tensor met before (Rule 3)."""
     place = (tensor.data_ptr(), tensor.shape, tensor.stride())
     if place in cache:

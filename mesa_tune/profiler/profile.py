@@ -1,8 +1,9 @@
 """`Profile`: what a training step keeps, and what each way of storing it costs; and what a policy would do.
 
 Predictions need no model. Bytes are exact arithmetic over the timeline. Gradient errors of layers add up
-(measured: within a few per cent down to 3 bits), those of tied layers after a measured ratio; settings that
-were not tried take the nearest option's error, scaled with 1 / (level − 1)².
+(measured: within a few per cent down to 3 bits), those of tied layers after a measured ratio, and where
+layers derive, those of what is stored, with all that derives from it. Settings that were not tried take the
+nearest option's error, scaled with 1 / (level − 1)².
 """
 
 from __future__ import annotations
@@ -14,14 +15,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mesa_tune.documents import read_document, schema, typed, write_document
-from mesa_tune.profiler.entries import LayerEntry, Option, TensorEntry, Tie
-from mesa_tune.profiler.timeline import Assignment, Kept, Slot, Timeline
+from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, TensorEntry, Tie
+from mesa_tune.profiler.timeline import Assignment, Kept, Slot, Timeline, stored_as
 from mesa_tune.settings import EXACT, LayerSettings
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Kept", "LayerEntry", "Option", "Prediction", "Profile", "Slot", "TensorEntry", "Tie", "Timeline"]
+__all__ = [
+    "Derivation",
+    "Kept",
+    "LayerEntry",
+    "Option",
+    "Prediction",
+    "Profile",
+    "Slot",
+    "TensorEntry",
+    "Tie",
+    "Timeline",
+]
 
 _REMEDY = "make it again with `mesa-tune profile model.py --force`"
 
@@ -60,7 +72,8 @@ class Profile:
 
     `model` is the model file's path, None for a workload made in Python; `fingerprint` its content's
     SHA-256; `layers_fingerprint` that of module names and classes. `partial`: interrupted; layers without
-    options were not measured yet, and `resume` says for what request. The budget's words: `peak_bytes` of
+    options were not measured yet, and `resume` says for what request. `derivations`: prices of what is stored
+    while others make their own tensors again from it (`store: derive`). The budget's words: `peak_bytes` of
     the plain step at `batch_size`, `saved_bytes` alive when its forward ends, `static_bytes` there before
     it begins.
     """
@@ -84,6 +97,7 @@ class Profile:
     ties: tuple[Tie, ...] = ()
     notes: tuple[str, ...] = ()
     resume: str = ""
+    derivations: tuple[Derivation, ...] = ()
 
     def predict(self, policy: SettingsSource, *, batch_size: int | None = None) -> Prediction:
         """Saved and peak bytes, gradient error and step time under `policy`, without running the model.
@@ -114,33 +128,47 @@ class Profile:
 
     def gradient_error(self, assignment: Assignment) -> float | None:
         """Sum of the layers' gradient errors; None if one of them is not known."""
+        active = self.active(assignment)
         total = 0.0
         for layer in self.layers:
             settings = assignment.get(layer.name)
-            if settings is None or settings.exact:
+            if settings is None or settings.exact or layer.name in active.free:
                 continue
-            error = self.layer_error(layer, settings)
+            derivation = active.by_layer.get(layer.name)
+            if derivation is not None:
+                error = self._stored_error(derivation, settings)
+            else:
+                error = self.layer_error(layer, settings)
             if error is None:
                 return None
-            total += error * self._ratio(layer, assignment)
+            total += error if derivation is not None else error * self._ratio(layer, assignment)
         return total
+
+    def active(self, assignment: Assignment) -> Active:
+        """The derivations that take place under `assignment`."""
+        if all(settings.store != "derive" for settings in assignment.values()):
+            return Active({}, frozenset())
+        sized = self.timeline.at()
+        used = sized.compressed(assignment)
+        here = [one for one in self.derivations if _takes_place(one, used)]
+        derivers = {name for item in sized.derivable for name in sized.derivers(item, used)}
+        takers = {name for one in here for name in one.takers} & derivers
+        stored = {name for one in self.derivations for name in one.layers}
+        later = {name for one in here for name in one.layers[1:]}
+        return Active({one.layers[0]: one for one in here}, frozenset(later | (takers - stored)))
+
+    def _stored_error(self, derivation: Derivation, settings: LayerSettings) -> float | None:
+        return 0.0 if settings.store == "offload" else derivation.error(stored_as(settings))
 
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
         """The gradient error of one layer alone, scaled from the nearest option where not tried."""
-        used = self._effective(layer, settings)
-        if used.exact or used.store == "offload":
-            return 0.0
-        position = layer.nearest(used)
-        if position is None or (error := layer.options[position].gradient_error) is None:
-            return None
-        if used.drop:  # most of the error is what is not there, at any level
-            return error
-        known = layer.options[position].settings.level
-        return error * ((known - 1) / (used.level - 1)) ** 2
+        used = stored_as(self._effective(layer, settings))
+        return 0.0 if used.exact or used.store == "offload" else layer.error(used)
 
     def predicted_ms(self, assignment: Assignment) -> float:
         """Time of a step at the profiled batch size: the plain one and what encoding and decoding add."""
-        return self.step_ms + sum(self._layer_ms(layer, assignment.get(layer.name)) for layer in self.layers)
+        active = self.active(assignment)
+        return self.step_ms + sum(self._layer_ms(layer, assignment, active) for layer in self.layers)
 
     def plain_ms(self, batch_size: int) -> float:
         """Time of a plain step at `batch_size`, in proportion to the profiled one."""
@@ -181,6 +209,7 @@ class Profile:
             "layers": [layer.to_dict() for layer in self.layers],
             "timeline": self.timeline.to_dict(),
             "ties": [dict(vars(tie)) for tie in self.ties],
+            "derivations": [one.to_dict() for one in self.derivations],
         }
 
     @classmethod
@@ -196,6 +225,7 @@ class Profile:
             "timeline": Timeline.from_dict(values["timeline"]),
             "ties": tuple(Tie.from_dict(tie) for tie in values["ties"]),
             "notes": tuple(values["notes"]),
+            "derivations": tuple(Derivation.from_dict(one) for one in values.get("derivations", ())),
         }
         made = typed(cls, {**plain, **parts})
         if made.batch_size < 1 or made.step_ms <= 0:
@@ -230,16 +260,29 @@ class Profile:
         tie = self._tie_of.get(layer.name)
         if tie is None or len({assignment.get(name) for name in tie.layers}) > 1:
             return 1.0
-        return tie.ratio(layer.nearest(self._effective(layer, assignment[layer.name])))
+        return tie.ratio(layer.nearest(stored_as(self._effective(layer, assignment[layer.name]))))
 
     def _effective(self, layer: LayerEntry, settings: LayerSettings) -> LayerSettings:
         """Settings as they take effect: a layer stored by hooks has 256 levels at least."""
         return settings.hooked if layer.name in self.timeline.hooked else settings
 
-    def _layer_ms(self, layer: LayerEntry, settings: LayerSettings | None) -> float:
-        if settings is None or settings.exact:
+    def _layer_ms(self, layer: LayerEntry, assignment: Assignment, active: Active) -> float:
+        settings = assignment.get(layer.name)
+        if settings is None or settings.exact or layer.name in active.free:
             return 0.0
-        position = layer.nearest(self._effective(layer, settings))
-        return (
-            0.0 if position is None else layer.options[position].encode_ms + layer.options[position].decode_ms
-        )
+        used = stored_as(self._effective(layer, settings))
+        return active.by_layer.get(layer.name, layer).ms(used)
+
+
+@dataclass(frozen=True)
+class Active:
+    """Derivations that take place, by the first of their layers; `free`: layers that add nothing to them."""
+
+    by_layer: Mapping[str, Derivation]
+    free: frozenset[str]
+
+
+def _takes_place(derivation: Derivation, used: Mapping[str, LayerSettings]) -> bool:
+    return all(name in used for name in derivation.sources) and all(
+        name in used and used[name].store == "derive" for name in derivation.takers
+    )

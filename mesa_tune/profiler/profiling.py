@@ -7,7 +7,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from mesa_tune.catalog import Catalog
 from mesa_tune.errors import RunError, WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.clock import median_ms
-from mesa_tune.profiler.entries import LayerEntry, Option, Tie
+from mesa_tune.profiler.derivation import Derivable, Links
+from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, Tie
 from mesa_tune.profiler.gradient import Price, Sensitivity
 from mesa_tune.profiler.ledger import TracedPair, tensor_entries, timeline
 from mesa_tune.profiler.meter import bytes_of, tensors_in
@@ -29,7 +31,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rows import Rows
 from mesa_tune.profiler.session import RawConversion, session
 from mesa_tune.profiler.trace import StepTrace, observing, trace_step
-from mesa_tune.profiler.user_code import is_out_of_memory, located
+from mesa_tune.profiler.user_code import is_out_of_memory, located, seeded
 from mesa_tune.profiler.workload import Workload
 from mesa_tune.settings import EXACT, LayerSettings
 
@@ -123,10 +125,12 @@ class _Profiling:
         with preserved(self.model, self.optimizer):
             found = self._traced_profile()
         self.known = self._resumed(found)
+        self.derivations: tuple[Derivation, ...] = ()
         try:
             with preserved(self.model, self.optimizer):
                 for done in self._measured(found):
                     self.known = done
+                self.derivations = tuple(self._derivations(found))
         except KeyboardInterrupt:
             self._save(self._assembled(found, partial=True))
             raise
@@ -248,12 +252,49 @@ class _Profiling:
                 saved = time.monotonic()
             yield known
 
-    def _recorded(self) -> Sensitivity:
+    def _derivations(self, found: Profile) -> Iterator[Derivation]:
+        """Prices of what is stored while others derive from it; all others store exactly."""
+        if not self.options or not any(item.sources for item in self.timeline.kept):
+            return
+        made = self._links().made
+        producers = {name for one in made.values() for name in one.recipe.layers()}
+        sensitivity = self._recorded(producers)
+        step = Derivable(sensitivity.recording.replays, made)
+        tied = {name: tie.layers for tie in found.ties for name in tie.layers}
+        groups = dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in found.layers)
+        reaches = list(step.reaches(groups))
+        for count, reach in enumerate(reaches, 1):
+            grid = self._grid(reach.layers)
+            prices = sensitivity.together(step.calls(reach), grid)
+            entry = found.layer(reach.layers[0])
+            options = [self._option(entry, *pair) for pair in zip(grid, prices, strict=True)]
+            yield Derivation(reach.layers, reach.takers, reach.sources, tuple(options))
+            self.show(f"errors of what is derived, {count} of {len(reaches)}", count / len(reaches))
+
+    def _links(self) -> Links:
+        """Which kept tensors a step that derives all it can makes again, and of what."""
+        batch, links = self.workload.make_batch(), Links()
+        policy = Policy.uniform(level=16, store="derive")
+        with session(self.workload, self.model, policy) as running:
+            running.loss(batch).backward()
+            with self._dice(), observing(links):
+                running.loss(batch)
+        return links
+
+    def _dice(self) -> AbstractContextManager[None]:
+        """The random state of the recorded step: dropout masks of one step must fit another's."""
+        return seeded(self.workload.seed, self.workload.device)
+
+    def _recorded(self, producers: Collection[str] = ()) -> Sensitivity:
+        """The exact step, recorded; `producers` keep in it what they keep when others derive from them."""
         batch = self.workload.make_batch()
         sensitivity = Sensitivity(self.model.parameters(), self.seeds)
         running = session(self.workload, self.model, Policy.parse(""), kind=RawConversion)
         with running as raw, observing(sensitivity.recording):
-            loss = raw.loss(batch)
+            for conversion in (raw.conversion, raw.losses):
+                conversion.producers.update(producers)
+            with self._dice():
+                loss = raw.loss(batch)
         sensitivity.record(loss)
         if not sensitivity.norm:
             raise WorkloadError(
@@ -313,7 +354,9 @@ class _Profiling:
     def _assembled(self, found: Profile, *, partial: bool) -> Profile:
         layers = [replace(layer, options=self.known.get(layer.name, ((), ()))[0]) for layer in found.layers]
         ties = [replace(tie, joint=self.known.get(tie.layers[0], ((), ()))[1]) for tie in found.ties]
-        return replace(found, layers=tuple(layers), ties=tuple(ties), partial=partial)
+        return replace(
+            found, layers=tuple(layers), ties=tuple(ties), derivations=self.derivations, partial=partial
+        )
 
     def _resumed(self, found: Profile) -> Known:
         """What an earlier, interrupted run of the same request has measured."""

@@ -21,12 +21,15 @@ RAW = Spec("quantize", 8, 0, 256, 0, True, 0)
 
 
 class RawConversion(Conversion):
-    """Every layer goes through our functions, and nothing is encoded."""
+    """Every layer goes through our functions, and nothing is encoded.
+
+    Layers named in `producers` keep what they keep when others derive from them.
+    """
 
     def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:
         self.catalog.index(layer, tag, module)
-        self.specs[layer] = RAW
-        return RAW
+        self.specs[layer] = RAW._replace(serves=layer in self.producers)
+        return self.specs[layer]
 
 
 @dataclass

@@ -166,6 +166,11 @@ class SizedTimeline:
             dtype=np.int64,
         )
         self.sizes = [timeline.scaled(item.size, batch_size) for item in timeline.kept]
+        self.derivable = [
+            item
+            for item, size in zip(timeline.kept, self.sizes, strict=True)
+            if item.sources and size > timeline.min_elements
+        ]
         self.forward_end = max(
             (n for n, slot in enumerate(timeline.slots) if slot.phase == "forward"), default=-1
         )
@@ -208,13 +213,13 @@ class SizedTimeline:
     def links(self, used: Mapping[str, LayerSettings]) -> set[str]:
         """The layers that make kept tensors again, and those from whose they do."""
         found: set[str] = set()
-        for item in self.timeline.kept:
+        for item in self.derivable:
             derivers = self.derivers(item, used)
             found |= {*derivers, *item.sources} if derivers else set()
         return found
 
     def derivers(self, item: Kept, used: Mapping[str, LayerSettings]) -> list[str]:
-        """The keepers of `item` that make it again instead of storing it."""
+        """The keepers of `item`, one of `derivable`, that make it again instead of storing it."""
         if not item.sources or any(source not in used for source in item.sources):
             return []
         return [
@@ -259,11 +264,12 @@ class SizedTimeline:
         return size
 
     def _coded_bytes(self, item: Kept, size: int, used: Mapping[str, LayerSettings]) -> int:
-        derivers = self.derivers(item, used)
+        is_small = size <= self.timeline.min_elements
+        derivers = [] if is_small else self.derivers(item, used)
         distinct = {
             stored_as(used[layer]) for layer in item.layers if layer in used and layer not in derivers
         }
-        if distinct and size <= self.timeline.min_elements:
+        if distinct and is_small:
             return size * item.itemsize
         samples = self.timeline.scaled(item.samples, self.batch_size)
         return sum(settings_bytes(size, settings, item.itemsize, samples) for settings in distinct)
