@@ -68,8 +68,17 @@ def policy_of(arguments: argparse.Namespace) -> tuple[str, mt.Policy]:
     if arguments.policy:
         return Path(arguments.policy).stem, mt.Policy.load(arguments.policy)
     if arguments.derive:
-        return "uniform 16, derive", mt.Policy.uniform(level=16, store="derive")
+        return "derive", deriving()
     return "uniform 16", mt.Policy.uniform(level=16)
+
+
+def deriving() -> mt.Policy:
+    """Uniform 16 with `store: derive`; what activations keep serves two layers, and gets 64 levels."""
+    text = mt.Policy.uniform(level=16, store="derive").dumps()
+    for tag in ("gelu", "silu"):
+        section = text[text.index(f"on {tag}:") :].split("\non ")[0]
+        text = text.replace(section, section.replace("level: 16", "level: 64"))
+    return mt.Policy.parse(text)
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -73,9 +73,10 @@ def pointwise_input(
 
 
 def gate(static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors) -> Tensor:
-    """ReLU and its kind, of the input made again."""
+    """ReLU and its kind, of the input made again; what ReLU shut is known exactly."""
     kind, _, parameters = static
-    return GATES[kind].value(inputs[0], *parameters)
+    y = GATES[kind].value(inputs[0], *parameters)
+    return y.masked_fill(ops.unpack_bits(exact[0], y.shape), 0) if kind == "relu" else y
 
 
 def product(
@@ -129,7 +130,7 @@ REBUILDS: dict[str, Rebuild] = {
     "batch_norm": Rebuild(channel_norm, references=(1, 2), when=_batch_normalizes),
     "group_norm": Rebuild(channel_norm, references=(1, 2), when=_normalizes),
     "pointwise_input": Rebuild(pointwise_input, kept_is_input=True),
-    "gate": Rebuild(gate, kept=(), inputs=(0,)),
+    "gate": Rebuild(gate, kept=(), exact=(0,), inputs=(0,)),
     "mul": Rebuild(product, kept=(0, 1), kept_is_input=True, when=_keeps_both),
     "scale": Rebuild(scaled, kept_is_input=True, references=(1,), when=lambda static, needs: needs[1]),
     "dropout": Rebuild(dropped, kept=(), exact=(0,), inputs=(0,), when=_is_plain_dropout),
