@@ -92,12 +92,7 @@ class Ways:
         )
 
     def error(self, settings: LayerSettings) -> float | None:
-        """The gradient error, scaled with 1 / (level − 1)² from the nearest option where not tried.
-
-        Zero for what cannot be stored in any other way than exactly; None where no error is known.
-        """
-        if self.options and all(option.settings.exact for option in self.options):
-            return 0.0
+        """The gradient error, scaled with 1 / (level − 1)² from the nearest option where not tried."""
         position = self.nearest(settings)
         if position is None or (error := self.options[position].gradient_error) is None:
             return None

@@ -163,7 +163,10 @@ class Profile:
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
         """The gradient error of one layer alone, scaled from the nearest option where not tried."""
         used = stored_as(self._effective(layer, settings))
-        return 0.0 if used.exact or used.store == "offload" else layer.error(used)
+        if used.exact or used.store == "offload":
+            return 0.0
+        error = layer.error(used)
+        return 0.0 if error is None and self._stays(layer) else error
 
     def predicted_ms(self, assignment: Assignment) -> float:
         """Time of a step at the profiled batch size: the plain one and what encoding and decoding add."""
@@ -254,6 +257,16 @@ class Profile:
     @cached_property
     def _tie_of(self) -> dict[str, Tie]:
         return {name: tie for tie in self.ties for name in tie.layers}
+
+    def _stays(self, layer: LayerEntry) -> bool:
+        """Whether a layer of a profile with errors has no other way than to store exactly."""
+        only_exact = bool(layer.options) and all(option.settings.exact for option in layer.options)
+        return only_exact and self._has_errors
+
+    @cached_property
+    def _has_errors(self) -> bool:
+        options = (option for layer in self.layers for option in layer.options)
+        return any(not option.settings.exact and option.gradient_error is not None for option in options)
 
     def _ratio(self, layer: LayerEntry, assignment: Assignment) -> float:
         """The tie's ratio where its layers have equal settings; with unequal ones each has its own noise."""
