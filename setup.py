@@ -12,7 +12,7 @@ from typing import Any
 
 from setuptools import find_packages, setup
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 MAPPED = ("search", "reports")
 STABLE_ABI = "0x020a000000000000"  # torch 2.10: one build serves this and every later one
 PYTHON_ABI = "cp310"
