@@ -228,6 +228,25 @@ def test_layers_stored_by_hooks_have_the_errors_of_whole_backwards(profiles: dic
         assert measured / 1.5 < error < measured * 1.5, layer.name
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        mt.LayerSettings(level=16, group_size=64),
+        mt.LayerSettings(level=64),
+        mt.LayerSettings(level=16, group_size=None, quant_groups=4),
+    ],
+    ids=["small-groups", "six-bits", "by-channels"],
+)
+def test_options_without_a_reference_among_them_have_errors_too(settings: mt.LayerSettings) -> None:
+    work = workload("reused")
+    profile = mt.profile(work, options=[settings], seeds=8)
+    for name in ("act", "norm"):
+        error = profile.gradient_error({name: settings})
+        measured = alone_error(work, profile, (name,), settings)
+        assert error is not None
+        assert measured / 1.5 < error < measured * 1.5
+
+
 def test_own_bytes_sum_to_the_saved_bytes(profiles: dict[str, Profile]) -> None:
     for profile in profiles.values():
         assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes

@@ -10,6 +10,7 @@ down.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,8 @@ from mesa_tune.profiler.trace import observing
 from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
 
 REFERENCES = (1, 2, 4)
-"""Bits at which differences of input gradients are really sent down, in groups of `REFERENCE_GROUP`."""
+"""Bits at which differences of input gradients are really sent down, in groups of `REFERENCE_GROUP`; where
+these are not among the options, at the nearest that are."""
 REFERENCE_GROUP = 256
 
 Difference = dict[nn.Parameter, Tensor]
@@ -123,6 +125,7 @@ class Sensitivity:
         self.loss: Tensor | None = None
         self.exact: Difference = {}
         self.norm = 0.0
+        self.references: frozenset[LayerSettings] = frozenset()
 
     def record(self, loss: Tensor) -> None:
         """Runs the exact backward of `loss`, keeping its graph."""
@@ -145,6 +148,7 @@ class Sensitivity:
             layer: [RecordedCall(replay) for replay in self.recording.replays.get(layer, [])]
             for layer in routed
         }
+        self.references = _references(options)
         draws: dict[str, dict[LayerSettings, list[Draw]]] = {layer: {} for layer in routed}
         for option in options:
             for seed in range(self.seeds):
@@ -159,6 +163,7 @@ class Sensitivity:
 
     def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
         """The price of each option for all that `calls` take, as if they were one layer's."""
+        self.references = _references(options)
         draws: dict[LayerSettings, list[Draw]] = {}
         for option in options:
             draws[option] = [self._draw({"": calls}, option, seed)[""] for seed in range(self.seeds)]
@@ -181,7 +186,7 @@ class Sensitivity:
             draw.sent = sum(_norm(delta) for _, delta in sent)
             if not sent:
                 draw.total = draw.local
-            elif _is_reference(option):
+            elif option in self.references:
                 below = self._backward([edge for edge, _ in sent], [delta for _, delta in sent])
                 draw.below = _square(below)
                 _add(final, below)
@@ -351,9 +356,28 @@ def cached_copy(tensor: Tensor, spec: Spec, key: Tensor, cache: Cache) -> _Copy:
     return cache[place]
 
 
-def _is_reference(option: LayerSettings) -> bool:
-    """Whether the option's own differences are sent down: what is dropped is like no other option's error."""
-    return option.drop > 0 or (option.bits in REFERENCES and option.group_size == REFERENCE_GROUP)
+def _references(options: Sequence[LayerSettings]) -> frozenset[LayerSettings]:
+    """The options whose own differences are sent down: what is dropped is like no other option's error.
+
+    Of the others, those of the group size and the bits that are nearest to the wanted ones.
+    """
+    dropped = {option for option in options if option.drop}
+    rest = [option for option in options if not option.drop]
+    group = min((_group(option) for option in rest), key=_from_reference, default=0)
+    same = [option for option in rest if _group(option) == group]
+    bits = {
+        min((one.bits for one in same), key=lambda one: abs(one - wanted), default=0) for wanted in REFERENCES
+    }
+    return frozenset(dropped | {option for option in same if option.bits in bits})
+
+
+def _group(option: LayerSettings) -> int:
+    # Along channels a group spans the batch: larger than any group of consecutive elements.
+    return option.group_size or 1 << 20
+
+
+def _from_reference(group: int) -> float:
+    return abs(math.log2(group / REFERENCE_GROUP))
 
 
 def _reference(draws: dict[LayerSettings, list[Draw]], option: LayerSettings, seed: int) -> Draw:

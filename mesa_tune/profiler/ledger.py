@@ -8,7 +8,7 @@ what that takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -155,14 +155,17 @@ def _spans(pair: TracedPair) -> Iterator[_Span]:
             samples,
             sources.get(first, ()),
         )
+    twins = _twins(plain, packed)
+    stay = _staying(pair, twins)
     for number, layer in packed.side.items():
+        if number in stay:
+            continue
         size = packed.lives[number].bytes
         yield _Span("side", (layer,), size, 1, _alive(packed, number), size)
-    twins = _twins(plain, packed)
     aligned = _aligned(plain, packed)
     for number, item in plain.plain.items():
         size, twin = plain.lives[number].bytes, twins.get(number)
-        if twin is not None and packed.stays(twin):
+        if twin is not None and (twin in stay or packed.stays(twin)):
             yield _Span("always", tuple(item.layers), size, 1, _alive(packed, twin), size)
         else:
             where = _extension(pair, number, twin, aligned)
@@ -171,6 +174,13 @@ def _spans(pair: TracedPair) -> Iterator[_Span]:
     if unexplained > 0:
         end = max(place for place, slot in enumerate(packed.slots) if slot.phase == "forward")
         yield _Span("always", (), unexplained, 1, (end, end + 1), unexplained)
+
+
+def _staying(pair: TracedPair, twins: Mapping[int, int]) -> set[int]:
+    """Storages that a layer keeps as they are whether it compresses or not (a norm's statistics)."""
+    kept = pair.plain.plain.items()
+    side = pair.packed.side
+    return {twin for number, item in kept if (twin := twins.get(number)) and side.get(twin) in item.layers}
 
 
 def _sources(pair: TracedPair) -> dict[int, tuple[str, ...]]:
