@@ -59,7 +59,7 @@ class JointError:
         noise = draw * _SPREAD + seed
         convert(self.model, policy, seed=noise)
         try:
-            if _needs_indices(policy):
+            if _needs_a_forward(policy):
                 self._settle(policy, batch, draw)
             error = squared(self._gradient(batch, draw, policy, noise), exact) / size
             return error if math.isfinite(error) else math.inf
@@ -67,7 +67,9 @@ class JointError:
             revert(self.model)
 
     def _settle(self, policy: Policy, batch: Any, draw: int) -> None:
-        """One forward, after which calls of functions have the indices that `policy` names them by."""
+        """One forward, after which calls of functions have the indices that `policy` names them by, and it
+        is known who derives from whom.
+        """
         with self._undisturbed(draw), compress_saved(policy, seed=0):
             self.workload.compute_loss(self.model, batch)
 
@@ -126,6 +128,9 @@ def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None]) -
     return total
 
 
-def _needs_indices(policy: Policy) -> bool:
-    """True if rules tell layers apart by index alone, which calls of functions only have after a forward."""
-    return any(rule.indices != "all" and rule.names is None for rule in policy.rules)
+def _needs_a_forward(policy: Policy) -> bool:
+    """True if layers are first stored in another way than later: if rules tell calls of functions apart by
+    index alone, or what layers derive shows in a forward.
+    """
+    by_index = any(rule.indices != "all" and rule.names is None for rule in policy.rules)
+    return by_index or any(dict(rule.keys).get("store") == "derive" for rule in policy.rules)

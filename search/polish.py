@@ -44,11 +44,13 @@ def _best(
 ) -> tuple[int, ...]:
     """`chosen`, with the choice for one unit that keeps the fewest bytes, of those that cost no more."""
     choices, now = space.units[number].choices, chosen[number]
+    # A cluster derives as a whole, or not at all: other choices of that are for the solver.
     # A link is not in `saved`, so this only leaves out what cannot save anything.
     rivals = [
         place
         for place, choice in enumerate(choices)
         if place != now
+        and choice.derived == choices[now].derived
         and allowed[place]
         and costs[place] <= costs[now]
         and choice.saved <= choices[now].saved

@@ -172,13 +172,16 @@ class Program:
         return [row for row in _local_maxima(self.space.live(chosen), limits.peak) if row not in rows]
 
     def _structure(self, extra: int) -> Any:
-        """One choice a unit; a link at least as large as each of its units' exact choice."""
+        """One choice a unit; a link at least as large as each of its units' exact choice; a cluster derives
+        as a whole.
+        """
         from scipy.optimize import LinearConstraint
         from scipy.sparse import lil_array
 
         pairs = [(number, unit) for number, link in enumerate(self.space.links) for unit in link.units]
+        alike = [(units[0], other) for units in self.space.clusters for other in units[1:]]
         count = len(self.space.units)
-        matrix = lil_array((count + len(pairs), self._width + extra))
+        matrix = lil_array((count + len(pairs) + len(alike), self._width + extra))
         for row, (start, unit) in enumerate(zip(self._starts, self.space.units, strict=True)):
             matrix[[row], start : start + len(unit.choices)] = 1.0
         for row, (number, place) in enumerate(pairs, count):
@@ -186,9 +189,16 @@ class Program:
             exact = self.space.units[place].exact
             if exact is not None:
                 matrix[row, self._starts[place] + exact] = -1.0
-        low = np.append(np.ones(count), np.zeros(len(pairs)))
-        high = np.append(np.ones(count), np.full(len(pairs), np.inf))
+        for row, (one, other) in enumerate(alike, count + len(pairs)):
+            matrix[[row], self._derived_columns(one)] = 1.0
+            matrix[[row], self._derived_columns(other)] = -1.0
+        low = np.append(np.ones(count), np.zeros(len(pairs) + len(alike)))
+        high = np.concatenate([np.ones(count), np.full(len(pairs), np.inf), np.zeros(len(alike))])
         return LinearConstraint(matrix.tocsr(), low, high)
+
+    def _derived_columns(self, number: int) -> list[int]:
+        choices = self.space.units[number].choices
+        return [self._starts[number] + place for place, choice in enumerate(choices) if choice.derived]
 
     def _budget_rows(self, rows: Sequence[int], limits: Limits) -> list[Any]:
         from scipy.optimize import LinearConstraint

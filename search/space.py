@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.profiler.entries import LayerEntry
-from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.profile import NOTHING, Profile
 from mesa_tune.profiler.timeline import Kept, SizedTimeline
+from mesa_tune.search.clusters import Cluster, clusters
 from mesa_tune.settings import EXACT, LayerSettings
 
 Pins = Mapping[str, LayerSettings]
@@ -28,13 +29,17 @@ Pins = Mapping[str, LayerSettings]
 
 @dataclass(frozen=True)
 class Choice:
-    """One setting for all layers of a unit. `live`: bytes it adds to each slot; `saved`: to saved bytes."""
+    """One setting for all layers of a unit. `live`: bytes it adds to each slot; `saved`: to saved bytes.
+
+    `derived`: everything in the unit's cluster is derived that can be.
+    """
 
     settings: LayerSettings
     error: float
     ms: float
     live: NDArray[np.int64]
     saved: int
+    derived: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Space:
-    """All units of a profile at one batch size; `base` bytes a slot and `base_saved` whatever is chosen."""
+    """All units of a profile at one batch size; `base` bytes a slot and `base_saved` whatever is chosen.
+
+    Of each of `clusters` (units by number) all choices are `derived`, or none is.
+    """
 
     units: tuple[Unit, ...]
     links: tuple[Link, ...]
@@ -70,6 +78,12 @@ class Space:
     base_saved: int
     base_ms: float
     batch_size: int
+    clusters: tuple[tuple[int, ...], ...] = ()
+
+    def is_consistent(self, chosen: Sequence[int]) -> bool:
+        """Whether each cluster derives as a whole or not at all."""
+        derived = [choice.derived for choice in self.picked(chosen)]
+        return all(len({derived[unit] for unit in units}) == 1 for units in self.clusters)
 
     def assignment(self, chosen: Sequence[int]) -> dict[str, LayerSettings]:
         """Settings by layer name, for one position a unit."""
@@ -104,9 +118,12 @@ class Space:
         return [link for link in self.links if any(exact[unit] for unit in link.units)]
 
 
-def make_space(profile: Profile, batch_size: int | None = None, pins: Pins | None = None) -> Space:
+def make_space(
+    profile: Profile, batch_size: int | None = None, pins: Pins | None = None, *, derive: bool = True
+) -> Space:
     """The decisions that `profile` leaves at `batch_size`, less choices that another one beats in everything.
 
+    `derive` False leaves out what is derived, except where pins say so.
     RunError for a profile without gradient errors; PolicyError for a pin that no layer has; BudgetError for a
     batch size that cannot be planned for.
     """
@@ -116,14 +133,17 @@ def make_space(profile: Profile, batch_size: int | None = None, pins: Pins | Non
     unit_of = {name: number for number, names in enumerate(groups) for name in names}
     parts = _Parts(profile, sized, unit_of)
     pinned = _pinned(profile, pins or {})
-    units = tuple(parts.unit(number, names, pinned) for number, names in enumerate(groups))
+    units = [parts.unit(number, names, pinned) for number, names in enumerate(groups)]
+    found = clusters(profile, sized, groups) if derive else ()
+    joined = tuple(cluster.units for cluster in found if parts.extend(units, cluster, pinned))
     return Space(
-        units,
+        tuple(units),
         tuple(parts.links),
         parts.base,
         parts.base_saved,
         profile.step_ms * parts.scale,
         sized.batch_size,
+        joined,
     )
 
 
@@ -174,6 +194,32 @@ class _Parts:
         choices = [self._choice(number, layers, one) for one in settings]
         return Unit(names, layers[0].tag, tuple(_undominated(choices, number in self.linked)))
 
+    def extend(self, units: list[Unit], cluster: Cluster, pinned: Mapping[str, LayerSettings]) -> bool:
+        """Adds the choices of a cluster that derives to its `units`; False where one of them has none."""
+        found = {
+            number: self._derived(number, units[number].layers, cluster, pinned) for number in cluster.units
+        }
+        if not all(found.values()):
+            return False
+        for number, choices in found.items():
+            unit = units[number]
+            plain = () if unit.choices[0].settings.store == "derive" else unit.choices
+            units[number] = replace(unit, choices=(*plain, *_undominated(choices, False)))
+        return True
+
+    def _derived(
+        self, number: int, names: Sequence[str], cluster: Cluster, pinned: Mapping[str, LayerSettings]
+    ) -> list[Choice]:
+        """The unit's choices while the cluster derives."""
+        layers = [self.profile.layer(name) for name in names]
+        pins = [pinned[name] for name in names if name in pinned]
+        if number in cluster.takers and pins and pins[-1].store != "derive":
+            return []
+        own = [cluster.own(number, one) for one in pins[-1:] or self._settings(layers)]
+        return [
+            self._choice(number, layers, one, cluster) for one in own if one is not None and not one.exact
+        ]
+
     def _settings(self, layers: Sequence[LayerEntry]) -> list[LayerSettings]:
         """Exact, then the settings that every layer of the unit has a known error for, finest first.
 
@@ -193,8 +239,16 @@ class _Parts:
     def _effective(self, settings: LayerSettings, layers: Sequence[LayerEntry]) -> LayerSettings:
         return self.sized.compressed({layers[0].name: settings}).get(layers[0].name, settings)
 
-    def _choice(self, number: int, layers: Sequence[LayerEntry], settings: LayerSettings) -> Choice:
-        assignment = {layer.name: settings for layer in layers}
+    def _choice(
+        self,
+        number: int,
+        layers: Sequence[LayerEntry],
+        settings: LayerSettings,
+        cluster: Cluster | None = None,
+    ) -> Choice:
+        assignment = dict(cluster.assignment) if cluster else {}
+        assignment |= {layer.name: settings for layer in layers}
+        active, linked = (cluster.active, cluster.linked) if cluster else (NOTHING, frozenset[str]())
         used = self.sized.compressed(assignment)
         live = np.zeros_like(self.base)
         saved = 0
@@ -203,12 +257,18 @@ class _Parts:
             live[item.first : item.last + 1] += count
             saved += count if self.sized.is_saved(item) else 0
         for place in self.slots.get(number, []):
-            live[place] += (self.sized.exact if settings.exact else self.sized.packed)[place]
-        error = self.profile.gradient_error(assignment)
+            live[place] += self._work(place, settings, linked)
+        error = self.profile.error_of(layers, assignment, active)
         if error is None:
             raise RunError(f"{layers[0].name}: no gradient error is known for {settings.label}\n{_AGAIN}")
-        ms = (self.profile.predicted_ms(assignment) - self.profile.step_ms) * self.scale
-        return Choice(settings, error, ms, live, saved)
+        ms = self.profile.ms_of(layers, assignment, active) * self.scale
+        return Choice(settings, error, ms, live, saved, cluster is not None)
+
+    def _work(self, place: int, settings: LayerSettings, linked: Collection[str]) -> int:
+        if settings.exact:
+            return int(self.sized.exact[place])
+        derives = self.profile.timeline.slots[place].layer in linked
+        return int((self.sized.derived if derives else self.sized.packed)[place])
 
 
 def _order(settings: LayerSettings) -> tuple[int, int, int, str]:

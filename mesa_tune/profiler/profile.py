@@ -8,7 +8,7 @@ nearest option's error, scaled with 1 / (level − 1)².
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -128,9 +128,12 @@ class Profile:
 
     def gradient_error(self, assignment: Assignment) -> float | None:
         """Sum of the layers' gradient errors; None if one of them is not known."""
-        active = self.active(assignment)
+        return self.error_of(self.layers, assignment, self.active(assignment))
+
+    def error_of(self, layers: Iterable[LayerEntry], assignment: Assignment, active: Active) -> float | None:
+        """The part of `layers` in the gradient error; `active` is what `assignment` makes so."""
         total = 0.0
-        for layer in self.layers:
+        for layer in layers:
             settings = assignment.get(layer.name)
             if settings is None or settings.exact or layer.name in active.free:
                 continue
@@ -147,7 +150,7 @@ class Profile:
     def active(self, assignment: Assignment) -> Active:
         """The derivations that take place under `assignment`."""
         if all(settings.store != "derive" for settings in assignment.values()):
-            return Active({}, frozenset())
+            return NOTHING
         sized = self.timeline.at()
         used = sized.compressed(assignment)
         here = [one for one in self.derivations if _takes_place(one, used)]
@@ -170,8 +173,11 @@ class Profile:
 
     def predicted_ms(self, assignment: Assignment) -> float:
         """Time of a step at the profiled batch size: the plain one and what encoding and decoding add."""
-        active = self.active(assignment)
-        return self.step_ms + sum(self._layer_ms(layer, assignment, active) for layer in self.layers)
+        return self.step_ms + self.ms_of(self.layers, assignment, self.active(assignment))
+
+    def ms_of(self, layers: Iterable[LayerEntry], assignment: Assignment, active: Active) -> float:
+        """What encoding and decoding for `layers` adds to a step; `active` as `assignment` makes it."""
+        return sum(self._layer_ms(layer, assignment, active) for layer in layers)
 
     def plain_ms(self, batch_size: int) -> float:
         """Time of a plain step at `batch_size`, in proportion to the profiled one."""
@@ -293,6 +299,9 @@ class Active:
 
     by_layer: Mapping[str, Derivation]
     free: frozenset[str]
+
+
+NOTHING = Active({}, frozenset())
 
 
 def _takes_place(derivation: Derivation, used: Mapping[str, LayerSettings]) -> bool:

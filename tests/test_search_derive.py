@@ -1,0 +1,250 @@
+"""Plans in which layers derive what they keep: `store: derive` where it pays, never where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mesa_tune as mt
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.entries import Derivation, Option
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.timeline import Kept, Slot, Timeline
+from mesa_tune.search import search_policy
+from mesa_tune.search.objective import JointError, Pair
+from mesa_tune.search.solver import Limits, Program
+from mesa_tune.search.space import Space, make_space
+from mesa_tune.settings import EXACT, LayerSettings
+from tests.synthetic import COARSE, synthetic_profile
+from tests.test_profile_derive import DIGITS, workload
+
+FOUR = LayerSettings(level=16)
+DERIVE = replace(FOUR, store="derive")
+TAKERS = ("blocks.0.q", "blocks.0.k", "blocks.0.v")
+NORM = "blocks.0.norm"
+
+
+def deriving(profile: Profile, factor: float) -> Profile:
+    """q, k and v can derive from the norm, whose error is then `factor` times its own; with temporaries."""
+    own = profile.layer(NORM).options
+    options = tuple(replace(one, gradient_error=factor * (one.gradient_error or 0.0)) for one in own)
+    return replace(
+        profile,
+        timeline=_linked(profile.timeline),
+        derivations=(Derivation((NORM,), TAKERS, (NORM,), _compressing(options)),),
+    )
+
+
+def _compressing(options: Sequence[Option]) -> tuple[Option, ...]:
+    return tuple(one for one in options if not one.settings.exact)
+
+
+def _linked(timeline: Timeline) -> Timeline:
+    def kept(item: Kept) -> Kept:
+        return replace(item, sources=(NORM,)) if item.kind == "coded" and item.layers == TAKERS else item
+
+    def slot(one: Slot) -> Slot:
+        return replace(one, derived=(one.packed[0] + 3000, one.packed[1] + 1500))
+
+    return replace(timeline, kept=tuple(map(kept, timeline.kept)), slots=tuple(map(slot, timeline.slots)))
+
+
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> Profile:
+    return deriving(synthetic_profile(1, grid=COARSE, seed=3), 3.0)
+
+
+def everything(space: Space) -> Iterator[tuple[int, ...]]:
+    every = product(*(range(len(unit.choices)) for unit in space.units))
+    return (chosen for chosen in every if space.is_consistent(chosen))
+
+
+def names(space: Space, cluster: Sequence[int]) -> set[str]:
+    return {name for unit in cluster for name in space.units[unit].layers}
+
+
+def test_units_that_derive_from_one_another_are_a_cluster(profile: Profile) -> None:
+    space = make_space(profile)
+    assert [names(space, units) for units in space.clusters] == [{NORM, *TAKERS}]
+    assert not make_space(profile, derive=False).clusters
+
+
+def test_who_derives_keeps_nothing_and_errs_by_what_it_derives_from(profile: Profile) -> None:
+    unit = next(unit for unit in make_space(profile).units if unit.layers == TAKERS)
+    derived = [choice for choice in unit.choices if choice.derived]
+    assert [(choice.saved, choice.error, choice.settings.store) for choice in derived] == [(0, 0.0, "derive")]
+    norm = next(unit for unit in make_space(profile).units if unit.layers == (NORM,))
+    errors = {(choice.settings, choice.derived): choice.error for choice in norm.choices}
+    both = [one for one in COARSE if (one, True) in errors and (one, False) in errors]
+    assert both
+    assert all(errors[one, True] == pytest.approx(3 * errors[one, False]) for one in both)
+
+
+@pytest.mark.parametrize("batch_size", [8, 5, 21])
+def test_the_space_adds_up_to_the_prediction(profile: Profile, batch_size: int) -> None:
+    space = make_space(profile, batch_size)
+    for chosen in list(everything(space))[::37]:
+        assignment = space.assignment(chosen)
+        assert space.live(chosen).tolist() == profile.timeline.live(assignment, batch_size).tolist()
+        predicted = profile.predict_assignment(assignment, batch_size=batch_size)
+        assert space.saved(chosen) == predicted.saved_bytes
+        assert space.error(chosen) == pytest.approx(predicted.gradient_error)
+        assert space.ms(chosen) == pytest.approx(predicted.step_ms)
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0, 100.0])
+def test_solutions_are_those_of_brute_force(factor: float) -> None:
+    space = make_space(deriving(synthetic_profile(1, grid=COARSE, seed=4), factor))
+    every = list(everything(space))
+    peaks, saved = (
+        sorted(each) for each in zip(*((space.live(c).max(), space.saved(c)) for c in every), strict=True)
+    )
+    compared = 0
+    for place, peak in enumerate(np.linspace(peaks[0], peaks[-1], 8, dtype=int)):
+        limits = Limits(int(peak), saved[len(saved) // 3] if place % 2 else None)
+        errors = [space.error(chosen) for chosen in every if limits.kept(space, chosen)]
+        solved = Program(space).solve(limits)
+        assert (solved is None) is (not errors)
+        if solved is not None:
+            assert space.is_consistent(solved.chosen)
+            assert limits.kept(space, solved.chosen)
+            assert solved.cost == pytest.approx(min(errors), rel=1e-6)
+            compared += 1
+    assert compared >= 4
+    lowest = Program(space).smallest_peak(Limits())
+    assert lowest is not None
+    assert lowest.cost == peaks[0]
+    assert Program(space).smallest_saved() == saved[0]
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0, 100.0])
+def test_never_worse_than_without(factor: float) -> None:
+    profile = deriving(synthetic_profile(2, grid=COARSE, seed=5), factor)
+    free, bound = (Program(make_space(profile, derive=derive)) for derive in (True, False))
+    lowest = bound.smallest_peak(Limits())
+    assert lowest is not None
+    gains = []
+    for peak in np.linspace(lowest.cost, profile.peak_bytes, 6, dtype=int):
+        better, other = free.solve(Limits(int(peak))), bound.solve(Limits(int(peak)))
+        assert better is not None
+        assert other is not None
+        assert better.cost <= other.cost * (1 + 1e-5)
+        gains.append(better.cost < 0.99 * other.cost)
+    assert any(gains)
+
+
+def only(space: Space, layer: str) -> list[tuple[LayerSettings, bool]]:
+    unit = next(unit for unit in space.units if layer in unit.layers)
+    return [(choice.settings, choice.derived) for choice in unit.choices]
+
+
+def test_a_pin_can_ask_for_it(profile: Profile) -> None:
+    space = make_space(profile, pins={"blocks.0.[qkv]": DERIVE})
+    assert only(space, "blocks.0.q") == [(DERIVE, True)]
+    solved = Program(space).solve(Limits())
+    assert solved is not None
+    assert not space.assignment(solved.chosen)[NORM].exact
+    both = make_space(profile, pins={"blocks.0.[qkv]": DERIVE, NORM: FOUR})
+    assert (FOUR, True) in only(both, NORM)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"blocks.0.q": FOUR}, {NORM: EXACT}], ids=["taker-stores", "exact-producer"]
+)
+def test_a_pin_can_rule_it_out(profile: Profile, pins: dict[str, LayerSettings]) -> None:
+    space = make_space(profile, pins=pins)
+    assert not space.clusters
+    assert not any(choice.derived for unit in space.units for choice in unit.choices)
+
+
+def test_a_pin_that_cannot_take_place_stores(profile: Profile) -> None:
+    space = make_space(profile, pins={"blocks.0.[qkv]": DERIVE, NORM: EXACT})
+    assert only(space, "blocks.0.q") == [(DERIVE, False)]
+    chosen = next(everything(space))
+    assert space.saved(chosen) == profile.predict_assignment(space.assignment(chosen)).saved_bytes
+
+
+def test_a_batch_whose_tensors_are_too_small_derives_nothing(profile: Profile) -> None:
+    assert make_space(profile, 8).clusters
+    assert not make_space(profile, 2).clusters
+
+
+class Noted:
+    """An objective that remembers whom it was asked about, and likes the latest best."""
+
+    def __init__(self) -> None:
+        self.policies: list[Policy] = []
+
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+        self.policies.append(policy)
+        return [1.0 / len(self.policies) for _ in pairs]
+
+
+def test_a_study_tries_whole_clusters_only() -> None:
+    profile = deriving(synthetic_profile(2, grid=COARSE, seed=5), 1.2)
+    noted = Noted()
+    search_policy(profile, "55%", objective=noted, trials=12)
+    stores = []
+    for policy in noted.policies:
+        assignment = profile.assignment(policy)
+        derives = {assignment[name].store == "derive" for name in TAKERS}
+        assert len(derives) == 1
+        assert not (derives == {True} and assignment[NORM].exact)
+        stores.append(derives == {True})
+    assert any(stores)
+
+
+def test_the_policy_says_who_derives(profile: Profile) -> None:
+    plan = search_policy(deriving(synthetic_profile(1, grid=COARSE, seed=3), 0.5), "52%")
+    again = Policy.parse(plan.policy.dumps())
+    assert all(again.settings("fc", None, name).store == "derive" for name in TAKERS)
+    assert again.settings("layernorm", 0, NORM).store == "quantize"
+    assert profile.predict(again).peak_bytes == plan.predicted.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["transformer", "llama", "dropped"])
+def test_a_plan_that_derives_keeps_its_word(name: str) -> None:
+    work = workload(name)
+    options = [LayerSettings(level=level, group_size=64) for level in (4, 16, 256)]
+    profile = mt.profile(work, options=options, seeds=4)
+    least = Program(make_space(profile, derive=False)).smallest_saved()
+    plan = search_policy(profile, profile.peak_bytes, max_saved=least - 1)
+    assert "store: derive" in plan.policy.dumps()
+    found = mt.verify(work, plan.policy, steps=1, seeds=1).policy
+    assert found.saved_bytes == plan.predicted.saved_bytes
+    assert found.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
+    error = np.mean(JointError(work).errors(plan.policy, [(0, seed) for seed in range(8)]))
+    assert plan.predicted.gradient_error is not None
+    assert error / 1.5 < plan.predicted.gradient_error < error * 1.5
+
+
+@pytest.fixture(scope="module", name="digits")
+def _digits() -> tuple[mt.Workload, Profile]:
+    work = mt.Workload.load(Path(DIGITS), batch_size=8)
+    options = [LayerSettings(level=level) for level in (4, 8, 16, 256)]
+    return work, mt.profile(work, options=options, seeds=1)
+
+
+@pytest.mark.parametrize("part", [0.45, 0.4])
+def test_a_vision_transformer_errs_less_at_the_same_peak(
+    digits: tuple[mt.Workload, Profile], part: float
+) -> None:
+    work, profile = digits
+    budget = Limits(int(part * profile.peak_bytes))
+    errors = []
+    for derive in (True, False):
+        space = make_space(profile, derive=derive)
+        solved = Program(space).solve(budget)
+        assert solved is not None
+        chosen = space.assignment(solved.chosen)
+        rows = ((layer.tag, layer.index, layer.name, chosen[layer.name]) for layer in profile.layers)
+        policy = Policy.from_assignments(rows)
+        errors.append((solved.cost, float(np.mean(JointError(work).errors(policy, [(0, 0), (0, 1)])))))
+    (predicted, measured), (predicted_without, measured_without) = errors
+    assert predicted < 0.8 * predicted_without
+    assert measured < measured_without
