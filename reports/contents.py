@@ -140,10 +140,11 @@ def _pareto(results: Results) -> pd.DataFrame:
     smallest = program.smallest_peak(Limits())
     least = int(smallest.cost) if smallest else results.plain.peak_bytes
     budgets = frames.budgets_between(least, results.plain.peak_bytes)
-    if results.budget is not None and least <= results.budget < results.plain.peak_bytes:
+    chosen = results.budget
+    if chosen is not None and least <= chosen < results.plain.peak_bytes:
         # So that the chosen policy has the front beside it, not a line between other budgets' points.
-        nearest = min(budgets[1:], key=lambda budget: abs(budget - results.budget))
-        budgets[budgets.index(nearest)] = results.budget
+        nearest = min(budgets[1:], key=lambda budget: abs(budget - chosen))
+        budgets[budgets.index(nearest)] = chosen
     return frames.pareto_frame(solve, budgets, frames.uniform_predictions(profile, size), _marked(results))
 
 

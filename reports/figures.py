@@ -60,34 +60,46 @@ def memory_by_layer(frame: pd.DataFrame) -> Figure:
 
 def bits_along_depth(frame: pd.DataFrame, mean: float) -> Figure:
     """Bits an element of every layer that keeps something, along the depth; colour is the tag."""
-    exact = int(frame["exact"].sum())
+    made_again = _made_again(frame)
     title = (
         "Every layer keeps its tensors exactly"
         if isnan(mean)
-        else f"Compressed layers take {mean:.2g} bits an element, ranges included"
+        else f"Compressed layers take {mean:.2g} bits an element on average, ranges included"
     )
     with style.styled():
-        figure, axes = style.sheet(
-            4.2,
-            title,
-            f"{len(frame)} layers keep something, {exact} of them exactly; a larger mark holds more bytes",
-        )
+        figure, axes = style.sheet(4.2, title, _bits_subtitle(frame))
         largest = max(float(frame["before"].max()), 1.0)
         shrink = min(1.0, 110 / max(len(frame), 1))
-        tags = list(dict.fromkeys(frame["tag"]))
-        for number, tag in enumerate(tags):
+        heights = frame["bits"].where(~frame["exact"].astype(bool), EXACT_ROW).where(~made_again, 0)
+        for number, tag in enumerate(dict.fromkeys(frame["tag"])):
             part = frame[frame["tag"] == tag]
             sizes = shrink * (18 + 150 * part["before"] / largest)
-            heights = part["bits"].where(~part["exact"].astype(bool), EXACT_ROW)
             color, marker = style.CATEGORIES[number % 8], style.MARKERS[(number + number // 8) % 8]
-            axes.scatter(part["depth"], heights, s=sizes, color=color, marker=marker, alpha=0.85,
+            axes.scatter(part["depth"], heights[part.index], s=sizes, color=color, marker=marker, alpha=0.85,
                          linewidths=0, label=tag)  # fmt: skip
-        axes.set_yticks([1, 2, 3, 4, 6, 8, EXACT_ROW], ["1", "2", "3", "4", "6", "8", "exact"])
-        axes.set_ylim(0.3, EXACT_ROW + 0.6)
+        again: dict[float, str] = {0: "made again"} if made_again.any() else {}
+        rows: dict[float, str] = {
+            **again,
+            **{bits: str(bits) for bits in (1, 2, 3, 4, 6, 8)},
+            EXACT_ROW: "exact",
+        }
+        axes.set_yticks(list(rows), list(rows.values()))
+        axes.set_ylim(-0.6 if again else 0.3, EXACT_ROW + 0.6)
         axes.set_ylabel("bits an element")
         _label_depth(axes, frame)
         _legend_beside(axes)
         return figure
+
+
+def _made_again(frame: pd.DataFrame) -> pd.Series[Any]:
+    """Layers that keep nothing of their own any more: what they need is computed from their neighbours'."""
+    return (frame["after"] == 0) & ~frame["exact"].astype(bool)
+
+
+def _bits_subtitle(frame: pd.DataFrame) -> str:
+    exact, again = int(frame["exact"].sum()), int(_made_again(frame).sum())
+    made = f", {again} are made again in the backward" if again else ""
+    return f"{len(frame)} layers keep something, {exact} of them exactly{made}; a larger mark held more bytes"
 
 
 def pareto_front(frame: pd.DataFrame, baseline_peak: int, budget: int | None = None) -> Figure:

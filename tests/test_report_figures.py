@@ -79,6 +79,17 @@ def test_bits_along_depth_has_a_mark_for_every_layer(profile: Profile) -> None:
     assert "4.2 bits" in texts(figure)
 
 
+def test_bits_along_depth_tells_what_is_made_again(profile: Profile) -> None:
+    frame = frames.bits_frame(profile, four_bits(profile))
+    assert "made again" not in texts(figures.bits_along_depth(frame, 4.25))
+    frame.loc[0, "after"] = 0
+    figure = drawn(figures.bits_along_depth(frame, 4.25))
+    assert "1 are made again in the backward" in texts(figure)
+    marks: list[Any] = list(figure.axes[0].collections)
+    heights = [height for mark in marks for _, height in mark.get_offsets()]
+    assert heights.count(0.0) == 1
+
+
 def test_bits_along_depth_of_an_exact_policy() -> None:
     frame = frames.bits_frame(PROFILES["3 layers"], {})
     assert "exactly" in texts(figures.bits_along_depth(frame, float("nan")))

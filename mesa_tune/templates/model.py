@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 # How many samples a training step has. --batch-size overrides it.
-BATCH_SIZE = 128
+BATCH_SIZE = 1024
 
 # Uncomment to train under torch.autocast. --autocast overrides it.
 # AUTOCAST = "bfloat16"
@@ -18,14 +18,8 @@ BATCH_SIZE = 128
 
 def model():
     """Returns the model, ready for training. Moving it to the device is done for you."""
-    return nn.Sequential(
-        nn.Linear(64, 256),
-        nn.LayerNorm(256),
-        nn.GELU(),
-        nn.Linear(256, 256),
-        nn.GELU(),
-        nn.Linear(256, 10),
-    )
+    hidden = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())]
+    return nn.Sequential(nn.Linear(64, 256), *hidden, nn.Linear(256, 10))
 
 
 def batch(batch_size):
