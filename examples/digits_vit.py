@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 32
 IMAGE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 4, 64, 2, 6, 10
-STEPS = 300
+STEPS = 340
 LEARNING_RATE = 3e-3
 WARMUP = 0.1  # share of the steps in which the learning rate rises
 TEST_SAMPLES = 360
