@@ -169,7 +169,7 @@ def test_init_writes_a_model_file_that_works(capsys: pytest.CaptureFixture[str])
     assert cli.run(["init"]) == 0
     assert "mesa-tune profile model.py" in capsys.readouterr().out
     loaded = Workload.load("model.py", device="cpu")
-    assert loaded.batch_size == 128
+    assert loaded.batch_size == 1024
     loaded.compute_loss(loaded.build(), loaded.make_batch(4)).backward()
 
 
