@@ -25,7 +25,8 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     # Both only by hooks: the first keeps floats, the second where each maximum was.
     highest = model(batch[0]).logcumsumexp(-1).cummax(-1).values
     # Cutting a column off copies the class numbers, which are born in the step.
-    return (highest.gather(-1, batch[1][:, 1:, None].contiguous()) ** 2).mean()
+    value: Tensor = (highest.gather(-1, batch[1][:, 1:, None].contiguous()) ** 2).mean()
+    return value
 
 
 WORK = mt.Workload(made, batch, loss, batch_size=16)
