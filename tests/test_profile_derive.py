@@ -59,10 +59,27 @@ class Dropped(nn.Module):
         return logits
 
 
+class Silu(nn.Module):
+    """Convolution, batch norm, SiLU, twice: the SiLU's own input can be derived as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv3, self.head = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.bn1(self.conv1(x)))
+        x = x + F.silu(self.bn2(self.conv2(x)))
+        logits: Tensor = self.head(self.conv3(x).mean((2, 3)))
+        return logits
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     **{name: case for name, case in MODELS.items() if case[1] in (text_batch, image_batch)},
     "llama": (Llama, text_batch),
     "dropped": (Dropped, text_batch),
+    "silu": (Silu, image_batch),
 }
 
 
@@ -110,6 +127,19 @@ def test_only_layers_that_ask_derive(profiles: dict[str, Profile]) -> None:
     policy = mt.Policy.parse(rules)
     found = measured(workload("transformer"), policy, BATCH)
     assert profiles["transformer"].predict(policy).saved_bytes == found.saved_bytes
+
+
+@pytest.mark.parametrize("layers", [("silu.0",), ("conv2",), ("silu.0", "conv2")], ids="-".join)
+def test_an_activation_derives_its_input_only_for_others(
+    profiles: dict[str, Profile], layers: tuple[str, ...]
+) -> None:
+    four, derive = mt.LayerSettings(level=16), mt.LayerSettings(level=16, store="derive")
+    policy = mt.Policy.from_assignments(
+        (layer.tag, layer.index, layer.name, derive if layer.name in layers else four)
+        for layer in profiles["silu"].layers
+    )
+    found = measured(workload("silu"), policy, BATCH)
+    assert profiles["silu"].predict(policy).saved_bytes == found.saved_bytes
 
 
 def test_without_the_producer_a_layer_stores(profiles: dict[str, Profile]) -> None:

@@ -207,7 +207,7 @@ def test_the_policy_says_who_derives(profile: Profile) -> None:
     assert profile.predict(again).peak_bytes == plan.predicted.peak_bytes
 
 
-@pytest.mark.parametrize("name", ["transformer", "llama", "dropped"])
+@pytest.mark.parametrize("name", ["transformer", "llama", "dropped", "reused"])
 def test_a_plan_that_derives_keeps_its_word(name: str) -> None:
     work = workload(name)
     options = [LayerSettings(level=level, group_size=64) for level in (4, 16, 256)]

@@ -182,3 +182,13 @@ def test_layers_that_derive_and_their_producers_have_temporaries_of_their_own() 
 def test_small_tensors_are_not_derived() -> None:
     both = timeline(coded("a"), coded("b"), replace(derivable("b"), size=(4096, 4096)))
     assert both.saved_bytes({"a": FOUR, "b": DERIVE}) == 2 * ops.packed_bytes(BIG, 4) + 4 * 4096
+
+
+def test_an_activation_derives_its_input_only_for_others() -> None:
+    inner = derivable("b")
+    outer = replace(derivable("c"), first=1, sources=("a", "b"))
+    both = replace(timeline(coded("a"), inner, outer), serving=("b",))
+    four = ops.packed_bytes(BIG, 4)
+    assert both.saved_bytes({"a": FOUR, "b": DERIVE, "c": DERIVE}) == four
+    assert both.saved_bytes({"a": FOUR, "b": DERIVE, "c": FOUR}) == 3 * four
+    assert replace(both, serving=()).saved_bytes({"a": FOUR, "b": DERIVE, "c": FOUR}) == 2 * four

@@ -90,6 +90,7 @@ def timeline(large: TracedPair, small: TracedPair) -> Timeline:
             for span, twin in zip(spans, other, strict=True)
         ),
         hooked=tuple(sorted(large.packed.hooked)),
+        serving=tuple(sorted(large.derived.serving)),
     )
 
 

@@ -76,7 +76,8 @@ class Timeline:
     """One training step, traced at two batch sizes; every size is a pair, in the order of `batch_sizes`.
 
     `static`: weights, gradients that exist when the step begins, optimizer state, buffers, batch. `hooked`:
-    layers stored by hooks, which never get fewer than 256 levels.
+    layers stored by hooks, which never get fewer than 256 levels. `serving`: layers that derive what they
+    keep only if others derive from them, too; else they keep something else (an activation its derivative).
     """
 
     batch_sizes: Pair
@@ -85,6 +86,7 @@ class Timeline:
     kept: tuple[Kept, ...]
     hooked: tuple[str, ...] = ()
     min_elements: int = MIN_ELEMENTS
+    serving: tuple[str, ...] = ()
 
     def saved_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
         """Bytes of all kept things alive when the forward ends."""
@@ -133,6 +135,7 @@ class Timeline:
             "kept": [vars(item) for item in self.kept],
             "hooked": self.hooked,
             "min_elements": self.min_elements,
+            "serving": self.serving,
         }
 
     @staticmethod
@@ -145,6 +148,7 @@ class Timeline:
             kept=tuple(_kept(**item) for item in values["kept"]),
             hooked=tuple(values["hooked"]),
             min_elements=int(values["min_elements"]),
+            serving=tuple(values.get("serving", ())),
         )
 
 
@@ -175,6 +179,7 @@ class SizedTimeline:
             (n for n, slot in enumerate(timeline.slots) if slot.phase == "forward"), default=-1
         )
         self._hooked = frozenset(timeline.hooked)
+        self._serving = frozenset(timeline.serving)
         self.small = self._small()
 
     def _small(self) -> frozenset[str]:
@@ -226,7 +231,13 @@ class SizedTimeline:
             layer
             for layer in item.layers
             if layer in used and used[layer].store == "derive" and layer not in item.sources
+            if layer not in self._serving or self._serves(layer, item, used)
         ]
+
+    def _serves(self, layer: str, item: Kept, used: Mapping[str, LayerSettings]) -> bool:
+        """Whether a later tensor than `item` is derived from what `layer` keeps."""
+        later = (one for one in self.derivable if one.first > item.first and layer in one.sources)
+        return any(self.derivers(one, used) for one in later)
 
     def peak_bytes(self, assignment: Assignment) -> int:
         """The highest number of bytes alive in the step."""

@@ -70,7 +70,8 @@ class StepTrace:
     """All that was seen in one step; storages go by number.
 
     `places`: the first part of each tensor stored in parts; `derived`: of each that is made again instead,
-    the layers whose kept tensors that takes.
+    the layers whose kept tensors that takes; `serving`: layers that keep their input for that, else something
+    else.
     """
 
     lives: dict[int, Life] = field(default_factory=dict)
@@ -83,6 +84,7 @@ class StepTrace:
     hooked: set[str] = field(default_factory=set)
     places: dict[Place, int] = field(default_factory=dict)
     derived: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+    serving: set[str] = field(default_factory=set)
     saved_bytes: int = 0
 
     def alive(self, number: int, slot: SlotTrace) -> bool:
@@ -181,6 +183,7 @@ class Tracer:
         for place, tensor, how, stored in zip(places, lossy, kept, parts, strict=True):
             if isinstance(how, Recipe):
                 self.trace.derived[place] = tuple(dict.fromkeys(how.layers()))
+                self.trace.serving.update(_serving(how))
             elif how.coded:
                 self._coded(place, how, stored)
                 self._encoded(layer, tensor)
@@ -260,6 +263,15 @@ def observing(observer: Any) -> Iterator[None]:
         yield
     finally:
         watch.observer = before
+
+
+def _serving(recipe: Recipe) -> Iterator[str]:
+    """The layers of a recipe that would keep something else if nobody derived from them."""
+    if recipe.name == "pointwise_input":
+        yield recipe.layer
+    for below in (*recipe.kept, *recipe.inputs):
+        if isinstance(below, Recipe):
+            yield from _serving(below)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
