@@ -286,8 +286,8 @@ def _hard_to_reach(model: nn.Module) -> Iterator[str]:
     for name, module in named_layers(model):
         if isinstance(module, nn.RNNBase):
             yield (
-                f"mesa-tune: {name!r} ({type(module).__name__}) is stored by hooks, at 8 bits, and tensors of "
-                "single time steps that are too small to encode stay as they are."
+                f"mesa-tune: {name!r} ({type(module).__name__}) is stored by hooks, at 8 bits, and tensors "
+                "of single time steps that are too small to encode stay as they are."
             )
         if isinstance(module, nn.SyncBatchNorm) and grouped and torch.distributed.get_world_size() > 1:
             yield f"mesa-tune: {name!r} (SyncBatchNorm) across processes is left uncompressed."

@@ -86,7 +86,7 @@ class Rule:
         return any(self.binds(None, name[:end]) for end in ends)
 
     def begins(self, name: str) -> bool:
-        """True if the rule, of tag `module`, names the module `name`, and, by a glob, none that it lies in."""
+        """True if the rule names the module `name`, and, if by a glob, no module that it lies in."""
         plain, _ = _plain_and_globs(self.names or ())
         above = name.rpartition(".")[0] if "." in name else None
         return name in plain or (self.binds(None, name) and not (above is not None and self.holds(above)))

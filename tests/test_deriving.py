@@ -97,7 +97,7 @@ def saved(network: nn.Module, x: Tensor) -> int:
     network(x)  # who makes whose output again shows in the first forward
     with Meter() as meter:
         y = network(x)
-        return int(meter.live_bytes) - y.untyped_storage().nbytes()
+        return int(meter.live_bytes) - int(y.untyped_storage().nbytes())
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {

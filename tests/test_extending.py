@@ -4,6 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class Waves(nn.Linear):
 def saved(model: nn.Module, x: Tensor) -> int:
     with Meter() as meter:
         y = model(x)
-        return int(meter.live_bytes) - y.untyped_storage().nbytes()
+        return int(meter.live_bytes) - int(y.untyped_storage().nbytes())
 
 
 def error(model: nn.Module, plain: nn.Module, x: Tensor) -> float:
@@ -69,8 +70,9 @@ def test_the_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = example("function", tmp_path)
-    for table, more in ((FORMULAS, family.FORMULAS), (ROUTES, family.ROUTES), (LAYERS, family.LAYERS)):
-        for key, value in more.items():
+    tables: dict[str, dict[Any, Any]] = {"FORMULAS": FORMULAS, "ROUTES": ROUTES, "LAYERS": LAYERS}
+    for name, table in tables.items():
+        for key, value in getattr(family, name).items():
             monkeypatch.setitem(table, key, value)
     plain, x = Waves(64, 64), torch.randn(256, 64)
     model = Waves(64, 64)

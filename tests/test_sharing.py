@@ -146,7 +146,8 @@ def test_views_of_all_of_a_storage_share_a_copy(counting: _Counting) -> None:
         def forward(self, x: Tensor) -> Tensor:
             x = x * 2
             image = x.permute(0, 2, 1).view(2, 64, 16, 16)
-            return self.query(x).sum() + self.reduce(image).square().mean()
+            loss: Tensor = self.query(x).sum() + self.reduce(image).square().mean()
+            return loss
 
     torch.manual_seed(0)
     plain, x = Model(), torch.randn(2, 256, 64, requires_grad=True)
