@@ -59,8 +59,8 @@ ONE = 64 * 64 + 8 * 16
     ],
 )
 def test_copies_kept(function: Callable[[Tensor], Tensor], copies: int) -> None:
-    rows = 4 * 64  # what is exact: a number a row
-    assert copies * ONE <= _kept(function) <= copies * ONE + 2 * rows
+    rows = 4 * 64  # what is exact: a number a row; and where groups end with rows, a range for each
+    assert copies * ONE <= _kept(function) <= copies * ONE + 3 * rows
 
 
 def test_a_parameter_is_kept_by_reference() -> None:
