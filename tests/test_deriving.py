@@ -236,3 +236,45 @@ def test_a_second_backward_gives_the_same() -> None:
     y, weights = network(x).square().sum(), list(network.parameters())
     first = torch.autograd.grad(y, weights, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y, weights), strict=True))
+
+
+class Nothing(torch.autograd.Function):
+    """Passes its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+
+def test_an_output_without_a_gradient_gives_none() -> None:
+    class Blind(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = Nothing.apply(self.norm(x))  # type: ignore[no-untyped-call]
+            return y + x
+
+    plain, x = model(Blind()), rows()
+    weight = [plain.get_parameter("0.weight")]
+    _, exact = step(plain, x, weight)
+    network = converted(plain, "derive")
+    for _ in range(2):
+        _, found = step(network, x, [network.get_parameter("0.weight")])
+        assert error(found, exact) < 1e-3
+        norm = network.get_parameter("1.norm.weight").grad
+        assert norm is None or not norm.any()
+
+
+def test_backward_makes_no_zeros_for_the_parts_given_out() -> None:
+    plain, x = model(Mlp()), rows()
+    peaks = []
+    for store in ("quantize", "derive"):
+        network = converted(plain, store)
+        y = network(x)
+        y = network(x)
+        with Meter() as meter:
+            y.sum().backward()
+        peaks.append(meter.high_water)
+    assert peaks[1] - peaks[0] <= 4 * WIDE  # what is made again, and no more

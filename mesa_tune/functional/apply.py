@@ -160,10 +160,11 @@ class Apply(torch.autograd.Function):
             each for place in plan.gives for each in result.exact[place : place + 1] if each is not None
         ]
         ctx.mark_non_differentiable(*given)
+        ctx.set_materialize_grads(False)  # zeros in the shape of every part would double them in backward
         return (result.output, *given)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         call: _Kept = ctx.call
         plan = call.plan
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -174,6 +175,8 @@ class Apply(torch.autograd.Function):
             )
         if not torch.compiler.is_compiling():
             watch.backwards += 1
+        if grads[0] is None:  # somebody's Function had no gradient for the output
+            return (None,) * (3 + len(plan.needs) + call.extra)
         saved = ctx.saved_tensors
         exact, parts = saved[: call.exact], list(saved[call.exact :])
         lossy = [restored(kept, take(parts, kept.parts), plan.spec) for kept in call.kept]
