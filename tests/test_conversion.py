@@ -80,12 +80,13 @@ def test_small_tensors_stay_exact() -> None:
 
 
 def test_without_gradients_the_mode_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mt.convert(_mlp(), Policy.uniform())
+    plain = _mlp()
+    model = mt.convert(copy.deepcopy(plain), Policy.uniform())
     monkeypatch.setattr(routing, "enter", None)
     with torch.no_grad():
-        model(X)
+        assert torch.equal(model(X), plain(X))
     with torch.inference_mode():
-        model(X)
+        assert torch.equal(model(X), plain(X))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)

@@ -37,4 +37,5 @@ def test_running_ranges_of_mesas_files_are_not_warned_of() -> None:
     policy = mt.Policy.parse("on fc:\n    by_index: all\n    enable: True\n", source="mesa.txt")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mt.convert(nn.Sequential(nn.Linear(4, 4)), policy)
+        model = mt.convert(nn.Sequential(nn.Linear(4, 4)), policy)
+    assert "forward" in model.__dict__

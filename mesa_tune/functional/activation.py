@@ -2,6 +2,7 @@
 one copy:  dx = y (g − Σ g y). It takes nothing but y, so no exact statistic meets a rounded tensor (Rule 7).
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,16 +32,17 @@ def softmax_backward(
 SOFTMAX = Formula(softmax_forward, softmax_backward, "the output")
 
 
-def softmax(
-    call: "Call", input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **unknown: Any
+def along(
+    name: str, call: "Call", input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **unknown: Any
 ) -> Any:
-    """`torch.softmax`, `Tensor.softmax`, `torch.special.softmax`."""
+    """Formula `name` along a dimension, as torch and the method are called."""
     if unknown or not isinstance(dim, int):
-        return call.refuse("softmax has a formula only for a numbered `dim`, and none with `out`")
-    return call.apply("softmax", (dim, dtype, input.dtype), input)
+        return call.refuse(f"{name} has a formula only for a numbered `dim`, and none with `out`")
+    return call.apply(name, (dim, dtype, input.dtype), input)
 
 
-def functional_softmax(
+def functional_along(
+    name: str,
     call: "Call",
     input: Tensor,
     dim: int | None = None,
@@ -48,9 +50,13 @@ def functional_softmax(
     dtype: torch.dtype | None = None,
     **unknown: Any,
 ) -> Any:
-    """`F.softmax`."""
-    return softmax(call, input, dim, dtype, **unknown)
+    """The same, as `torch.nn.functional` is called."""
+    return along(name, call, input, dim, dtype, **unknown)
 
+
+# Partial functions, unlike closures, pickle, and a converted model's routes go with it.
+softmax = partial(along, "softmax")
+functional_softmax = partial(functional_along, "softmax")
 
 FORMULAS = {"softmax": SOFTMAX}
 _SOFTMAX = Route("softmax", "softmax", softmax)

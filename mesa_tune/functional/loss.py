@@ -10,12 +10,14 @@ where the targets themselves want a gradient, log p, are the logits kept.
 A log-softmax likewise keeps p, not its output:  dz = g − p Σ g. What follows it, nll_loss, keeps indices.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mesa_tune.functional.activation import along, functional_along
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
 
 if TYPE_CHECKING:
@@ -173,25 +175,8 @@ def cross_entropy(
     return call.apply("cross_entropy", (reduction, ignore_index, label_smoothing), input, target, weight)
 
 
-def log_softmax(
-    call: "Call", input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **unknown: Any
-) -> Any:
-    """`torch.log_softmax`, `Tensor.log_softmax`, `torch.special.log_softmax`."""
-    if unknown or not isinstance(dim, int):
-        return call.refuse("log_softmax has a formula only for a numbered `dim`, and none with `out`")
-    return call.apply("log_softmax", (dim, dtype, input.dtype), input)
-
-
-def functional_log_softmax(
-    call: "Call",
-    input: Tensor,
-    dim: int | None = None,
-    _stacklevel: int = 3,
-    dtype: torch.dtype | None = None,
-    **unknown: Any,
-) -> Any:
-    """`F.log_softmax`."""
-    return log_softmax(call, input, dim, dtype, **unknown)
+log_softmax = partial(along, "log_softmax")
+functional_log_softmax = partial(functional_along, "log_softmax")
 
 
 def nll_loss(
