@@ -42,6 +42,8 @@ STORES: Final = ("quantize", "exact", "derive", "recompute", "offload")
 
 MIN_ELEMENTS: Final = 4096
 """Tensors of up to so many elements stay exact: they save nothing and hurt most."""
+SCRAP: Final = 8
+"""A small tensor that views a storage so many times as large is copied: else it would hold all of it."""
 HOOKED_LEVELS: Final = 256
 """Hooks know no formula, so Rule 7 cannot hold for them: they never store fewer than 8 bits."""
 

@@ -75,10 +75,15 @@ def test_small_tensors_beside_large_ones_stay_raw(elements: int, expected: int) 
     assert both.saved_bytes({"a": FOUR}) == ops.packed_bytes(BIG, 4) + expected
 
 
-def test_a_layer_of_small_tensors_keeps_what_pytorch_keeps() -> None:
-    view_of_large = Kept("plain", ("a",), (9_000_000, 4_500_000), 1, 0, 3)
-    both = timeline(coded("a", size=(4096, 4096)), view_of_large)
-    assert both.saved_bytes({"a": FOUR}) == 9_000_000
+@pytest.mark.parametrize(
+    ("storage", "kept"),
+    [(16384, 16384), (8 * 16384 - 1, 8 * 16384 - 1), (8 * 16384, 16384), (9_000_000, 16384)],
+    ids=["whole", "large-part", "scrap", "small-scrap"],
+)
+def test_a_layer_of_small_tensors_keeps_what_pytorch_keeps_or_copies_scraps(storage: int, kept: int) -> None:
+    both = timeline(coded("a", size=(4096, 4096)), Kept("plain", ("a",), (storage, storage), 1, 0, 3))
+    assert both.saved_bytes({}) == storage
+    assert both.saved_bytes({"a": FOUR}) == kept
 
 
 def test_side_things_live_with_their_compressed_layer() -> None:

@@ -10,7 +10,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Apply, Memories, Plan
 from mesa_tune.functional.deriving import Recipe, Source, Traced, find, geometry, remember, take
 from mesa_tune.functional.formula import Needs, Static, autocast_dtype
-from mesa_tune.functional.keeping import Meta, is_possible, pays
+from mesa_tune.functional.keeping import Meta, is_possible, is_scrap, pays
 from mesa_tune.functional.rebuilding import REBUILDS
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.notice import warn_once
@@ -212,7 +212,9 @@ class Call:
         return self.hooked()
 
     def small(self, *tensors: Tensor) -> bool:
-        """Whether no tensor is worth encoding: too small, or no smaller under these settings."""
+        """Whether no tensor is worth encoding, or copying out of a large storage: too small, or no smaller
+        under these settings.
+        """
         return not self._pays(tensors)
 
     def _pays(self, tensors: Sequence[Tensor | None]) -> bool:
@@ -221,7 +223,8 @@ class Call:
         given = [tensor for tensor in tensors if tensor is not None]
         # PyTorch may keep the copy that autocast makes, which is smaller than the tensor itself.
         return any(
-            pays(tensor, self.spec, _kept_size(tensor)) and is_possible(tensor, self.spec, self.layer)
+            (pays(tensor, self.spec, _kept_size(tensor)) and is_possible(tensor, self.spec, self.layer))
+            or (is_scrap(tensor, self.spec) and not self.is_static(tensor))
             for tensor in given
         )
 

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Memory, Spec, refusal
 from mesa_tune.notice import warn_once
+from mesa_tune.settings import SCRAP
 
 
 class Meta(NamedTuple):
@@ -61,8 +62,8 @@ def forget_copies() -> None:
 def keep(
     tensor: Tensor, spec: Spec, key: Tensor, raw: bool, layer: str = "", memory: Memory | None = None
 ) -> tuple[list[Tensor], Meta]:
-    """What to save for `tensor` of `layer`: its encoded parts, or itself when `raw`, small, or no smaller
-    encoded.
+    """What to save for `tensor` of `layer`: its encoded parts; a copy if it is a scrap; or itself when `raw`,
+    small, or no smaller encoded.
     """
     expanded = None
     if any(stride == 0 for stride in tensor.stride()) and not raw:
@@ -70,7 +71,12 @@ def keep(
         tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     coded = not raw and spec.levels > 0 and pays(tensor, spec) and is_possible(tensor, spec, layer)
     strides = tuple(tensor.stride()) if coded and _is_one_run(tensor, spec) else None
-    parts = _encode_once(tensor, spec, key, memory, strides is not None) if coded else [tensor]
+    if coded:
+        parts = _encode_once(tensor, spec, key, memory, strides is not None)
+    elif not raw and is_scrap(tensor, spec):
+        parts = _once(tensor, None, lambda: [tensor.clone()])
+    else:
+        parts = [tensor]
     return parts, Meta(len(parts), coded, tuple(tensor.shape), tensor.dtype, expanded, strides)
 
 
@@ -97,6 +103,14 @@ def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
         return False
     size = tensor.element_size() if element_size is None else element_size
     return CODECS[spec.codec].packed_bytes(tensor.shape, spec, size) < tensor.numel() * size
+
+
+def is_scrap(tensor: Tensor, spec: Spec) -> bool:
+    """Whether `tensor` is too small to encode but a view of a large storage, all of which it would hold."""
+    if torch.compiler.is_compiling() or not tensor.is_floating_point():
+        return False
+    size = tensor.numel() * tensor.element_size()
+    return 0 < tensor.numel() <= spec.min_elements and size * SCRAP <= tensor.untyped_storage().nbytes()
 
 
 def is_possible(tensor: Tensor, spec: Spec, layer: str) -> bool:

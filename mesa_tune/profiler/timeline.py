@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mesa_tune.codecs import CODECS, Spec, memory_bytes
 from mesa_tune.errors import BudgetError
-from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
+from mesa_tune.settings import MIN_ELEMENTS, SCRAP, LayerSettings
 
 Pair = tuple[int, int]
 Assignment = Mapping[str, LayerSettings]
@@ -183,15 +183,24 @@ class SizedTimeline:
         self.small = self._small()
 
     def _small(self) -> frozenset[str]:
-        """Layers whose tensors are all too small to be encoded: they go PyTorch's way, whatever the policy.
-
-        What they keep may then be a small view of a large storage, which stays whole.
+        """Layers whose tensors are all too small to be encoded, and no scraps of large storages, which are
+        copied: they go PyTorch's way, whatever the policy.
         """
         most: dict[str, int] = {}
+        least: dict[str, int] = {}
+        whole: dict[str, int] = {}
         for item, size in zip(self.timeline.kept, self.sizes, strict=True):
-            for name in item.layers if item.kind == "coded" else ():
-                most[name] = max(most.get(name, 0), size)
-        return frozenset(name for name, size in most.items() if size <= self.timeline.min_elements)
+            for name in item.layers:
+                if item.kind == "coded":
+                    most[name] = max(most.get(name, 0), size)
+                    least[name] = min(least.get(name, size * item.itemsize), size * item.itemsize)
+                elif item.kind == "plain" and name not in self._hooked:
+                    whole[name] = max(whole.get(name, 0), size)
+        return frozenset(
+            name
+            for name, size in most.items()
+            if size <= self.timeline.min_elements and whole.get(name, 0) < SCRAP * least[name]
+        )
 
     def live(self, assignment: Assignment) -> NDArray[np.int64]:
         """Bytes alive in each slot, static ones included; shape [slots]."""
