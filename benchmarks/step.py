@@ -95,7 +95,7 @@ def checkpoint_blocks(model: nn.Module, block: str) -> None:
 KINDS: dict[str, Kind] = {
     "plain": Kind(),
     "uniform 16": Kind(mt.Policy.uniform(level=16)),
-    "uniform 16, attention exact": Kind(attention_exact()),
+    "uniform 16; attention exact": Kind(attention_exact()),
     "checkpoint per block": Kind(change=checkpoint_blocks),
     "save_on_cpu": Kind(around=torch.autograd.graph.save_on_cpu),
 }

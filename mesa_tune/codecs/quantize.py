@@ -8,10 +8,13 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.codecs.spec import Memory, Spec
 
+_QUANTIZE = torch.ops.mesa_tune.quantize.default
+_DEQUANTIZE = torch.ops.mesa_tune.dequantize.default
+
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
     """Packed levels (uint8) and the range of every group (float32, `[groups, 2]`)."""
-    data, ranges = torch.ops.mesa_tune.quantize(
+    data, ranges = _QUANTIZE(
         x, spec.bits, spec.levels, spec.group_size, spec.quant_groups, spec.stochastic, key
     )
     return [data, ranges]
@@ -20,7 +23,7 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
     """The tensor whose packed levels and ranges `parts` hold."""
     data, ranges = parts
-    result: Tensor = torch.ops.mesa_tune.dequantize(
+    result: Tensor = _DEQUANTIZE(
         data, ranges, shape, dtype, spec.bits, spec.levels, spec.group_size, spec.quant_groups
     )
     return result

@@ -107,9 +107,9 @@ class _Watch:
 watch = _Watch()
 
 
-def _same(tensor: Tensor, given: Tensor | None) -> bool:
+def _same(tensor: Tensor, given: Tensor) -> bool:
     """Whether `tensor` is `given` or, as far as that can be asked, a view of it."""
-    if tensor is given or given is None or torch.compiler.is_compiling():
+    if tensor is given or torch.compiler.is_compiling():
         return tensor is given
     strided = tensor.layout is given.layout is torch.strided
     return strided and tensor.untyped_storage()._cdata == given.untyped_storage()._cdata
@@ -130,15 +130,14 @@ class Apply(torch.autograd.Function):
         result = FORMULAS[plan.name].forward(plan.static, plan.needs, *own)
         if result.in_place:
             ctx.mark_dirty(own[0])
-        found = _by_input(plan, extra)
+        found = _by_input(plan, extra) if extra else {}
+        static = [given for flag, given in zip(plan.raw, own, strict=True) if flag and given is not None]
         parts: list[list[Tensor]] = []
         kept: list[Meta | Recipe] = []
         never: list[bool] = []
         for place, tensor in enumerate(result.lossy):
-            never.append(
-                any(flag and _same(tensor, given) for flag, given in zip(plan.raw, own, strict=True))
-            )
-            source = next((found[i] for i in found if tensor is own[i]), None)
+            never.append(True in [_same(tensor, given) for given in static])
+            source = next((found[i] for i in found if tensor is own[i]), None) if found else None
             if source is None:
                 remembered = None if memory is None else memory.setdefault(place, {})
                 stored, meta = keep(tensor, plan.spec, key, never[-1], plan.layer, remembered)
