@@ -5,7 +5,9 @@
 #include <cstdlib>
 #include <cstring>
 
-#define MESA_TUNE_INLINE inline __attribute__((always_inline))
+// A function that is not inlined, or a lambda, would be compiled for the default instruction set.
+#define MESA_TUNE_FLATTEN __attribute__((always_inline))
+#define MESA_TUNE_INLINE inline MESA_TUNE_FLATTEN
 
 #if defined(__x86_64__)
 
