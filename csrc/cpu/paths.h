@@ -5,9 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
-// A function that is not inlined, or a lambda, would be compiled for the default instruction set.
-#define MESA_TUNE_FLATTEN __attribute__((always_inline))
-#define MESA_TUNE_INLINE inline MESA_TUNE_FLATTEN
+#include "inline.h"
 
 #if defined(__x86_64__)
 
