@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#define MESA_TUNE_INLINE inline __attribute__((always_inline))
+#include "inline.h"
 
 #if defined(__x86_64__)
 

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "paths.h"
+#include "inline.h"
 
-namespace mesa_tune::cpu {
+namespace mesa_tune {
 
 template <class To, class From>
 MESA_TUNE_INLINE To bit_cast(From from) {
@@ -57,4 +57,4 @@ struct Half {
   }
 };
 
-}  // namespace mesa_tune::cpu
+}  // namespace mesa_tune

@@ -1,0 +1,132 @@
+// Ranges, noise and positions of one group, on every device. Each operation and its order are those of
+// mesa_tune/reference.py.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "convert.h"
+
+namespace mesa_tune {
+
+constexpr float kQuarter = 0.25f;
+constexpr float kWide = 0x1p124f;
+constexpr float kSmallestStep = 0x1p-126f;
+constexpr uint32_t kMix1 = 0x21F0AAAD, kMix2 = 0x735A2D97;
+constexpr uint32_t kLane1 = 0x2545F491, kLane2 = 0x6A09E667, kCarry = 0x27D4EB2F;
+
+// Smallest and largest of some floats, in the integer order of their bits: NaN of either sign lies outside
+// the infinities, so extremes show whether all numbers were finite, and the order of elements never matters.
+struct Extremes {
+  int32_t low = std::numeric_limits<int32_t>::max();
+  int32_t high = std::numeric_limits<int32_t>::min();
+
+  static MESA_TUNE_INLINE int32_t ordered(float value) {
+    const int32_t bits = bit_cast<int32_t>(value);
+    return bits ^ static_cast<int32_t>(static_cast<uint32_t>(bits >> 31) >> 1);
+  }
+  static MESA_TUNE_INLINE float value(int32_t key) {
+    return bit_cast<float>(key ^ static_cast<int32_t>(static_cast<uint32_t>(key >> 31) >> 1));
+  }
+  MESA_TUNE_INLINE void include(const float* values, int64_t n) {
+    int32_t least = low, most = high;
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t key = ordered(values[i]);
+      least = std::min(least, key);
+      most = std::max(most, key);
+    }
+    low = least;
+    high = most;
+  }
+  MESA_TUNE_INLINE void include(const Extremes& other) {
+    low = std::min(low, other.low);
+    high = std::max(high, other.high);
+  }
+  MESA_TUNE_INLINE bool finite() const {
+    constexpr int32_t infinity = 0x7F800000;
+    return (high < infinity) & (low > ~infinity);
+  }
+};
+
+// The two stored numbers of a group: the value of code 0, and the step between codes. A range too wide for
+// fp32 has a quarter of its step, negated; one that holds NaN or Inf has NaN in both.
+struct Range {
+  float zero;
+  float step;
+
+  MESA_TUNE_INLINE bool wide() const { return step < 0; }
+  MESA_TUNE_INLINE bool valid() const { return step == step; }
+};
+
+// Without branches, so that a loop over groups vectorizes.
+MESA_TUNE_INLINE Range measure(const Extremes& extremes, int64_t levels) {
+  constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+  const bool finite = extremes.finite();
+  const float low = Extremes::value(extremes.low) + 0.0f;  // -0 and 0 are one minimum
+  const float high = Extremes::value(extremes.high);
+  const bool wide = high * kQuarter - low * kQuarter > kWide;
+  const float factor = wide ? kQuarter : 1.0f;
+  const float base = low * factor, end = high * factor;
+  const float span = end - base, top = static_cast<float>(levels - 1);
+  const float even = span / top;
+  float step = span > 0 ? (even > kSmallestStep ? even : kSmallestStep) : 0.0f;
+  for (int round = 0; round < 4; ++round)
+    step = bit_cast<float>(bit_cast<int32_t>(step) + (base + top * step < end ? 1 : 0));
+  return {finite ? low : nan, finite ? (wide ? -step : step) : nan};
+}
+
+MESA_TUNE_INLINE uint32_t mix(uint32_t h) {
+  h = (h ^ (h >> 16)) * kMix1;
+  h = (h ^ (h >> 15)) * kMix2;
+  return h ^ (h >> 15);
+}
+
+struct Keys {
+  uint32_t one = kLane1;
+  uint32_t two = kLane2;
+
+  MESA_TUNE_INLINE void absorb(uint32_t word) {
+    one = mix(one ^ word);
+    two = mix(two ^ word);
+  }
+  MESA_TUNE_INLINE void absorb(int64_t word) {
+    absorb(static_cast<uint32_t>(word));
+    absorb(static_cast<uint32_t>(word >> 32));
+  }
+  MESA_TUNE_INLINE Keys of_group(int64_t group, const Range& range) const {
+    Keys keys = *this;
+    keys.absorb(group);
+    keys.absorb(bit_cast<uint32_t>(range.zero));
+    keys.absorb(bit_cast<uint32_t>(range.step));
+    return keys;
+  }
+};
+
+// 32 random bits; the upper 24 are an element's noise.
+MESA_TUNE_INLINE uint32_t noise_bits(uint32_t counter, uint32_t key) {
+  const uint32_t h = (counter ^ (counter >> 16)) * kMix1 + key;
+  return (h ^ (h >> 15)) * kMix2;
+}
+
+// Uniform in [0, 1), a multiple of 2^-24.
+MESA_TUNE_INLINE float noise(uint32_t counter, uint32_t key) {
+  return static_cast<float>(static_cast<int32_t>(noise_bits(counter, key) >> 8)) * 0x1p-24f;
+}
+
+// Where a value lies between code 0 and the top one.
+struct Scale {
+  float base, inverse, top;
+
+  MESA_TUNE_INLINE Scale(const Range& range, int64_t levels) : top(static_cast<float>(levels - 1)) {
+    const float step = range.wide() ? -range.step : range.step;
+    base = range.wide() ? range.zero * kQuarter : range.zero;
+    inverse = step > 0 ? 1.0f / step : 0.0f;
+  }
+  MESA_TUNE_INLINE float position(float value) const {
+    const float position = (value - base) * inverse;
+    return position < top ? position : top;
+  }
+};
+
+}  // namespace mesa_tune
