@@ -136,7 +136,8 @@ def describe(case: dict[str, Any]) -> str:
     """One function's figures in a line."""
     added, own = case["added_us"], case["added_us"]["median"] - case["codec_us"]
     return (
-        f"{case['function']:12} {case['kind']:12} +{added['median']:6.1f} µs [{added['low']:.1f}, {added['high']:.1f}]"
+        f"{case['function']:12} {case['kind']:12} +{added['median']:6.1f} µs "
+        f"[{added['low']:.1f}, {added['high']:.1f}]"
         f", of which codec {case['codec_us']:.1f}; own {own:.1f}, asked {ASKED[case['kind']]:.0f}"
     )
 

@@ -103,29 +103,35 @@ struct Keys {
   }
 };
 
-// 32 random bits; the upper 24 are an element's noise.
-MESA_TUNE_INLINE uint32_t noise_bits(uint32_t counter, uint32_t key) {
+// One multiplication short of 32 random bits, whose upper 24 are an element's noise.
+MESA_TUNE_INLINE uint32_t stirred(uint32_t counter, uint32_t key) {
   const uint32_t h = (counter ^ (counter >> 16)) * kMix1 + key;
-  return (h ^ (h >> 15)) * kMix2;
+  return h ^ (h >> 15);
 }
 
 // Uniform in [0, 1), a multiple of 2^-24.
 MESA_TUNE_INLINE float noise(uint32_t counter, uint32_t key) {
-  return static_cast<float>(static_cast<int32_t>(noise_bits(counter, key) >> 8)) * 0x1p-24f;
+  const uint32_t h = stirred(counter, key) * kMix2;
+  return static_cast<float>(static_cast<int32_t>(h >> 8)) * 0x1p-24f;
 }
 
-// Where a value lies between code 0 and the top one.
+// Where a value lies between code 0 and the top one; always at 0 where the range holds NaN.
 struct Scale {
   float base, inverse, top;
 
-  MESA_TUNE_INLINE Scale(const Range& range, int64_t levels) : top(static_cast<float>(levels - 1)) {
+  MESA_TUNE_INLINE Scale(const Range& range, int64_t levels)
+      : top(range.valid() ? static_cast<float>(levels - 1) : 0.0f) {
     const float step = range.wide() ? -range.step : range.step;
     base = range.wide() ? range.zero * kQuarter : range.zero;
     inverse = step > 0 ? 1.0f / step : 0.0f;
   }
   MESA_TUNE_INLINE float position(float value) const {
     const float position = (value - base) * inverse;
+#ifdef __CUDA_ARCH__
+    return fminf(position, top);  // one instruction; `top`, too, where the position is NaN
+#else
     return position < top ? position : top;
+#endif
   }
 };
 

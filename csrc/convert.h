@@ -7,6 +7,11 @@
 
 #include "inline.h"
 
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
 namespace mesa_tune {
 
 template <class To, class From>
@@ -20,22 +25,35 @@ MESA_TUNE_INLINE To bit_cast(From from) {
 struct Float {
   using Storage = float;
   static MESA_TUNE_INLINE float load(float value) { return value; }
-  static MESA_TUNE_INLINE float store(float value) { return value; }
+  static MESA_TUNE_INLINE float store(float value) {
+#ifdef __CUDA_ARCH__
+    return value == value ? value : bit_cast<float>(0x7FC00000);  // a GPU's own NaN has other bits
+#else
+    return value;
+#endif
+  }
 };
 
 struct BFloat16 {
   using Storage = uint16_t;
   static MESA_TUNE_INLINE float load(uint16_t value) { return bit_cast<float>(uint32_t{value} << 16); }
   static MESA_TUNE_INLINE uint16_t store(float value) {
+#ifdef __CUDA_ARCH__
+    return value == value ? __bfloat16_as_ushort(__float2bfloat16_rn(value)) : uint16_t{0x7FC0};
+#else
     const uint32_t bits = bit_cast<uint32_t>(value);
     const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     return static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+#endif
   }
 };
 
 struct Half {
   using Storage = uint16_t;
   static MESA_TUNE_INLINE float load(uint16_t value) {
+#ifdef __CUDA_ARCH__
+    return __half2float(__ushort_as_half(value));  // exact, and one instruction
+#else
     const uint32_t sign = uint32_t{value & 0x8000u} << 16;
     const uint32_t rest = uint32_t{value & 0x7FFFu} << 13;
     const uint32_t exponent = rest & (0x1Fu << 23);
@@ -43,8 +61,12 @@ struct Half {
     // A denormal half is a multiple of 2^-24: put it behind the one of 2^-14, then take that away.
     const float tiny = bit_cast<float>(rest + (113u << 23)) - bit_cast<float>(113u << 23);
     return bit_cast<float>(sign | (exponent == 0 ? bit_cast<uint32_t>(tiny) : normal));
+#endif
   }
   static MESA_TUNE_INLINE uint16_t store(float value) {
+#ifdef __CUDA_ARCH__
+    return value == value ? __half_as_ushort(__float2half_rn(value)) : uint16_t{0x7E00};
+#else
     const uint32_t bits = bit_cast<uint32_t>(value);
     const uint32_t rest = bits & 0x7FFFFFFF;
     const uint32_t normal = (rest - (112u << 23) + 0xFFF + ((rest >> 13) & 1)) >> 13;
@@ -54,6 +76,7 @@ struct Half {
     half = rest >= 0x47800000 ? 0x7C00 : half;
     half = rest > 0x7F800000 ? 0x7E00 : half;
     return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000));
+#endif
   }
 };
 

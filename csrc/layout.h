@@ -2,10 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 
 #include "geometry.h"
+#include "inline.h"
 
 namespace mesa_tune {
 
@@ -13,6 +13,14 @@ struct Axis {
   int64_t size;
   int64_t stride;
 };
+
+// Whole quotient of numbers that are not negative. A GPU divides 64 bits many times slower than 32.
+MESA_TUNE_INLINE int64_t quotient(int64_t a, int64_t b) {
+#ifdef __CUDA_ARCH__
+  if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+#endif
+  return a / b;
+}
 
 // Element i of group g lies at g * group_step + the offset of i in row-major order over the axes. Groups of
 // consecutive elements share one set of axes, the whole tensor's, and group_step is 0: i counts through.
@@ -49,13 +57,22 @@ class Layout {
     }
   }
 
+  // Where one element lies.
+  MESA_TUNE_INLINE int64_t offset(int64_t group, int64_t index) const {
+    const int64_t base = group * group_step;
+    if (count_ == 0) return base;
+    const Axis last = axes_[count_ - 1];
+    const int64_t row = quotient(index, last.size);
+    return base + row_offset(row) + (index - row * last.size) * last.stride;
+  }
+
   int64_t group_step = 0;
 
  private:
-  int64_t row_offset(int64_t row) const {
+  MESA_TUNE_INLINE int64_t row_offset(int64_t row) const {
     int64_t offset = 0;
     for (int axis = count_ - 2; axis > 0 && row > 0; --axis) {
-      const int64_t next = row / axes_[axis].size;
+      const int64_t next = quotient(row, axes_[axis].size);
       offset += (row - next * axes_[axis].size) * axes_[axis].stride;
       row = next;
     }
@@ -63,7 +80,7 @@ class Layout {
   }
 
   // Fewer than 2^63 elements cannot have more axes that are longer than 1.
-  std::array<Axis, 64> axes_{};
+  Axis axes_[64] = {};
   int count_ = 0;
 };
 

@@ -1,8 +1,12 @@
-// Gives the CPU's kernels to the operators that mesa_tune/ops.py defines. Checks what memory safety needs;
-// what users may get wrong is checked, and explained, there.
+// Gives the kernels of the CPU, and of CUDA where it was built, to the operators that mesa_tune/ops.py
+// defines. Checks what memory safety needs; what users may get wrong is checked, and explained, there.
 
 #include "quantize.h"
 
+#ifdef MESA_TUNE_CUDA
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -25,8 +29,26 @@ Dtype dtype_of(ScalarType type) {
   return Dtype::kBFloat16;
 }
 
+// Runs the kernels of the device that `x` is on: CUDA's on its current stream.
+template <class OnCpu, class OnCuda>
+void dispatch(const Tensor& x, const OnCpu& on_cpu, [[maybe_unused]] const OnCuda& on_cuda) {
+  if (x.is_cpu()) return on_cpu();
+#ifdef MESA_TUNE_CUDA
+  STD_TORCH_CHECK(x.is_cuda(), "expected a tensor on the CPU or on a CUDA device");
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  on_cuda(stream);
+#else
+  STD_TORCH_CHECK(false, "expected a tensor on the CPU");
+#endif
+}
+
+bool together(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+}
+
 void check(const Settings& s, const Tensor& x) {
-  STD_TORCH_CHECK(x.is_cpu(), "expected a tensor on the CPU");
   STD_TORCH_CHECK(s.bits >= 1 && s.bits <= 8, "expected 1 to 8 bits, but got ", s.bits);
   STD_TORCH_CHECK(s.levels >= 2 && s.levels <= int64_t{1} << s.bits, "expected 2 to 2**bits levels, but got ",
                   s.levels);
@@ -44,38 +66,48 @@ Strided strided(const Tensor& x, void* data, const Settings& s) {
   return {data, dtype_of(x.scalar_type()), make_layout(x.sizes(), x.strides(), x.dim(), s), x.numel()};
 }
 
-void check_packed(const Tensor& data, const Tensor& ranges, const Split& parts, int64_t bits) {
-  STD_TORCH_CHECK(data.is_cpu() && data.scalar_type() == ScalarType::Byte && data.is_contiguous() &&
-                      data.numel() == parts.bytes(bits),
-                  "expected contiguous data of ", parts.bytes(bits), " bytes (uint8), but got ",
-                  data.numel());
-  STD_TORCH_CHECK(ranges.is_cpu() && ranges.scalar_type() == ScalarType::Float && ranges.is_contiguous() &&
+void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, const Split& parts,
+                  int64_t bits) {
+  STD_TORCH_CHECK(together(x, data) && together(x, ranges),
+                  "expected data and ranges on the tensor's device");
+  STD_TORCH_CHECK(
+      data.scalar_type() == ScalarType::Byte && data.is_contiguous() && data.numel() == parts.bytes(bits),
+      "expected contiguous data of ", parts.bytes(bits), " bytes (uint8), but got ", data.numel());
+  STD_TORCH_CHECK(ranges.scalar_type() == ScalarType::Float && ranges.is_contiguous() &&
                       ranges.numel() == 2 * parts.groups(),
                   "expected contiguous float32 ranges of ", parts.groups(), " groups, but got ",
                   ranges.numel(), " numbers");
 }
 
-int64_t read_seed(const std::optional<Tensor>& seed, bool stochastic) {
-  if (!stochastic) return 0;
-  STD_TORCH_CHECK(
-      seed.has_value() && seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
-      "stochastic rounding needs a seed: an int64 tensor of one element on the CPU");
-  return *static_cast<const int64_t*>(seed->const_data_ptr());
+Noise noise_of(const Tensor& x, bool stochastic, const std::optional<Tensor>& seed) {
+  if (!stochastic) return {false, 0};
+  STD_TORCH_CHECK(seed.has_value() && (seed->is_cpu() || together(*seed, x)) &&
+                      seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
+                  "stochastic rounding needs a seed: an int64 tensor of one element on the CPU or on the "
+                  "tensor's device");
+  const auto* number = static_cast<const int64_t*>(seed->const_data_ptr());
+  return seed->is_cpu() ? Noise{true, *number} : Noise{true, 0, number};
 }
 
 void encode(const Tensor& x, const Settings& s, bool stochastic, const std::optional<Tensor>& seed,
             const Tensor& data, const Tensor& ranges) {
   const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()),
                       static_cast<float*>(ranges.mutable_data_ptr())};
-  const Noise noise{stochastic, read_seed(seed, stochastic)};
-  cpu::quantize(strided(x, const_cast<void*>(x.const_data_ptr()), s), s, noise, packed);
+  const Noise noise = noise_of(x, stochastic, seed);
+  const Strided from = strided(x, const_cast<void*>(x.const_data_ptr()), s);
+  dispatch(
+      x, [&] { cpu::quantize(from, s, noise, packed); },
+      [&](auto stream) { cuda::quantize(from, s, noise, packed, stream); });
 }
 
 void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
-  check_packed(data, ranges, split(out.numel(), s), s.bits);
+  check_packed(out, data, ranges, split(out.numel(), s), s.bits);
   const Packed packed{const_cast<uint8_t*>(static_cast<const uint8_t*>(data.const_data_ptr())),
                       const_cast<float*>(static_cast<const float*>(ranges.const_data_ptr()))};
-  cpu::dequantize(packed, s, strided(out, out.mutable_data_ptr(), s));
+  const Strided to = strided(out, out.mutable_data_ptr(), s);
+  dispatch(
+      out, [&] { cpu::dequantize(packed, s, to); },
+      [&](auto stream) { cuda::dequantize(packed, s, to, stream); });
 }
 
 std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
@@ -93,7 +125,7 @@ void quantize_out(Tensor x, int64_t bits, int64_t levels, int64_t group_size, in
                   bool stochastic, std::optional<Tensor> seed, Tensor data, Tensor ranges) {
   const Settings s{bits, levels, group_size, quant_groups};
   check(s, x);
-  check_packed(data, ranges, split(x.numel(), s), bits);
+  check_packed(x, data, ranges, split(x.numel(), s), bits);
   encode(x, s, stochastic, seed, data, ranges);
 }
 
@@ -117,35 +149,51 @@ void dequantize_out(Tensor data, Tensor ranges, int64_t bits, int64_t levels, in
 }
 
 Tensor pack_bits(Tensor mask) {
-  STD_TORCH_CHECK(mask.is_cpu() && mask.scalar_type() == ScalarType::Bool,
-                  "expected a bool tensor on the CPU");
+  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "expected a bool tensor");
   const Tensor dense = torch::stable::contiguous(mask);
   const int64_t bytes = plane_bytes(dense.numel());
   Tensor data = torch::stable::new_empty(dense, std::vector<int64_t>{bytes}, ScalarType::Byte);
-  cpu::pack_bits(static_cast<const uint8_t*>(dense.const_data_ptr()), dense.numel(),
-                 static_cast<uint8_t*>(data.mutable_data_ptr()));
+  const auto* from = static_cast<const uint8_t*>(dense.const_data_ptr());
+  auto* to = static_cast<uint8_t*>(data.mutable_data_ptr());
+  dispatch(
+      mask, [&] { cpu::pack_bits(from, dense.numel(), to); },
+      [&](auto stream) { cuda::pack_bits(from, dense.numel(), to, stream); });
   return data;
 }
 
 Tensor unpack_bits(Tensor data, std::vector<int64_t> shape) {
   Tensor mask = torch::stable::new_empty(data, shape, ScalarType::Bool);
-  STD_TORCH_CHECK(data.is_cpu() && data.scalar_type() == ScalarType::Byte && data.is_contiguous() &&
+  STD_TORCH_CHECK(data.scalar_type() == ScalarType::Byte && data.is_contiguous() &&
                       data.numel() == plane_bytes(mask.numel()),
                   "expected contiguous data of ", plane_bytes(mask.numel()), " bytes (uint8), but got ",
                   data.numel());
-  cpu::unpack_bits(static_cast<const uint8_t*>(data.const_data_ptr()), mask.numel(),
-                   static_cast<uint8_t*>(mask.mutable_data_ptr()));
+  const auto* from = static_cast<const uint8_t*>(data.const_data_ptr());
+  auto* to = static_cast<uint8_t*>(mask.mutable_data_ptr());
+  dispatch(
+      data, [&] { cpu::unpack_bits(from, mask.numel(), to); },
+      [&](auto stream) { cuda::unpack_bits(from, mask.numel(), to, stream); });
   return mask;
+}
+
+template <class Library>
+void add_kernels(Library& m) {
+  m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("quantize_out", TORCH_BOX(&quantize_out));
+  m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("dequantize_out", TORCH_BOX(&dequantize_out));
+  m.impl("pack_bits", TORCH_BOX(&pack_bits));
+  m.impl("unpack_bits", TORCH_BOX(&unpack_bits));
 }
 
 }  // namespace
 }  // namespace mesa_tune
 
 STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CPU, m) {
-  m.impl("quantize", TORCH_BOX(&mesa_tune::quantize));
-  m.impl("quantize_out", TORCH_BOX(&mesa_tune::quantize_out));
-  m.impl("dequantize", TORCH_BOX(&mesa_tune::dequantize));
-  m.impl("dequantize_out", TORCH_BOX(&mesa_tune::dequantize_out));
-  m.impl("pack_bits", TORCH_BOX(&mesa_tune::pack_bits));
-  m.impl("unpack_bits", TORCH_BOX(&mesa_tune::unpack_bits));
+  mesa_tune::add_kernels(m);
 }
+
+#ifdef MESA_TUNE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CUDA, m) {
+  mesa_tune::add_kernels(m);
+}
+#endif

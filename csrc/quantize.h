@@ -26,6 +26,7 @@ struct Packed {
 struct Noise {
   bool stochastic;
   int64_t seed;
+  const int64_t* seed_on_device = nullptr;  // where it lies if the host cannot read it
 };
 
 namespace cpu {
@@ -36,4 +37,15 @@ void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
 
 }  // namespace cpu
+
+// On the current device; `stream` is a cudaStream_t.
+namespace cuda {
+
+void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
+              void* stream);
+void dequantize(const Packed& packed, const Settings& settings, const Strided& out, void* stream);
+void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data, void* stream);
+void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask, void* stream);
+
+}  // namespace cuda
 }  // namespace mesa_tune

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "extremes.cuh"
 #include "launch.cuh"
 #include "planes.cuh"
 #include "rounding.cuh"
@@ -33,64 +34,59 @@ struct Dense {
   }
 };
 
-// NaN if either is.
-__device__ inline float lesser(float a, float b) {
-#ifdef __CUDA_ARCH__
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(a) : "f"(a), "f"(b));
-  return a;
-#else
-  return a < b || a != a ? a : b;
-#endif
-}
+// What a lane has of a group: 16 bytes of each run.
+template <class Type>
+struct Raw {
+  uint32_t words[8][4];
 
-template <int kCount>
-__device__ inline Range range_of(const float (&values)[8][kCount], const Dense& d) {
-  float low = values[0][0], high = -values[0][0];
+  __device__ Raw(const uint4* from, int lanes) {
 #pragma unroll
-  for (int i = 1; i < 8 * kCount; ++i) {
-    low = lesser(low, values[i / kCount][i % kCount]);
-    high = lesser(high, -values[i / kCount][i % kCount]);
+    for (int run = 0; run < 8; ++run) {
+      const uint4 read = from[run * lanes];
+      words[run][0] = read.x, words[run][1] = read.y, words[run][2] = read.z, words[run][3] = read.w;
+    }
   }
-  for (int distance = d.lanes() / 2; distance > 0; distance /= 2) {
-    low = lesser(low, __shfl_xor_sync(kAllLanes, low, distance));
-    high = lesser(high, __shfl_xor_sync(kAllLanes, high, distance));
+  __device__ float value(int run, int column) const {
+    constexpr int each = kPairs<Type> ? 2 : 1;
+    return number_of<Type>(words[run][column / each], column % each);
   }
-  return measure({Extremes::ordered(low), Extremes::ordered(-high)}, d.levels);
-}
+};
 
 template <class Type>
-__device__ inline void load(const uint4* from, int lanes, float (&values)[8][kColumns<Type>]) {
-  uint4 raw[8];
+__device__ inline Range range_of(const Raw<Type>& raw, const Dense& d) {
+  uint32_t lows = raw.words[0][0], highs = lows;
 #pragma unroll
-  for (int run = 0; run < 8; ++run) raw[run] = from[run * lanes];
-#pragma unroll
-  for (int run = 0; run < 8; ++run) {
-    typename Type::Storage parts[kColumns<Type>];
-    std::memcpy(parts, &raw[run], sizeof(parts));
-#pragma unroll
-    for (int i = 0; i < kColumns<Type>; ++i) values[run][i] = Type::load(parts[i]);
+  for (int i = 1; i < 32; ++i) {
+    lows = lesser(Type(), lows, raw.words[i / 4][i % 4]);
+    highs = greater(Type(), highs, raw.words[i / 4][i % 4]);
   }
+  for (int distance = d.lanes() / 2; distance > 0; distance /= 2) {
+    lows = lesser(Type(), lows, __shfl_xor_sync(kAllLanes, lows, distance));
+    highs = greater(Type(), highs, __shfl_xor_sync(kAllLanes, highs, distance));
+  }
+  return measure(extremes_within<Type>(lows, highs), d.levels);
 }
 
 template <class Type>
 __device__ inline uint4 pack(const Values& value, const uint32_t (&codes)[kWords<Type>]) {
   typename Type::Storage parts[kColumns<Type>];
 #pragma unroll
-  for (int i = 0; i < kColumns<Type>; ++i)
-    parts[i] = Type::store(value(codes[i / 4] >> (i % 4 * 8) & 0xFF));
+  for (int i = 0; i < kColumns<Type>; ++i) parts[i] = Type::store(value(codes[i / 4] >> (i % 4 * 8) & 0xFF));
   uint4 raw;
   std::memcpy(&raw, parts, sizeof(raw));
   return raw;
 }
 
-// Four neighbours' codes, a byte each.
-template <bool kStochastic>
-__device__ inline uint32_t four_codes(const float* values, const Scale& scale, uint32_t counter,
-                                      uint32_t key) {
+// The codes of four neighbours from `column` on, a byte each.
+template <bool kStochastic, class Type>
+__device__ inline uint32_t four_codes(const Raw<Type>& raw, int run, int column, const Scale& scale,
+                                      float factor, uint32_t counter, uint32_t key) {
   uint32_t codes[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    codes[i] = rounded(scale.position(values[i]), kStochastic ? slack(counter + i, key) : kNearestSlack);
+  for (int i = 0; i < 4; ++i) {
+    const float position = scale.position(raw.value(run, column + i) * factor);
+    codes[i] = rounded(position, kStochastic ? slack(counter + i, key) : kNearestSlack);
+  }
   return __byte_perm(__byte_perm(codes[0], codes[1], 0x73), __byte_perm(codes[2], codes[3], 0x73), 0x5410);
 }
 
@@ -110,26 +106,21 @@ __device__ inline int64_t plane_index(const Dense& d, int64_t group, int plane) 
 }
 
 template <class Type, int kPlanes, bool kStochastic>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 3)
     encode_dense(const uint4* x, const Dense d, const Noise noise, const Packed packed) {
   constexpr int words = kWords<Type>;
   auto* const planes = reinterpret_cast<Bytes<words>*>(packed.data);
   const Keys seed = seed_keys(noise);
   for (int64_t turn = thread_number(); d.any(turn); turn += thread_count()) {
     const int64_t group = d.group(turn);
-    float values[8][kColumns<Type>];
-    load<Type>(x + group * 8 * d.lanes() + d.lane(), d.lanes(), values);
-    const Range range = range_of(values, d);
+    const Raw<Type> raw(x + group * 8 * d.lanes() + d.lane(), d.lanes());
+    const Range range = range_of(raw, d);
     if (d.lane() == 0) {
       packed.ranges[2 * group] = range.zero;
       packed.ranges[2 * group + 1] = range.step;
     }
-    if (range.wide()) {
-#pragma unroll
-      for (int i = 0; i < 8 * kColumns<Type>; ++i)
-        values[i / kColumns<Type>][i % kColumns<Type>] *= kQuarter;
-    }
     const Scale scale(range, d.levels);
+    const float factor = range.wide() ? kQuarter : 1.0f;
     const Keys keys = seed.of_group(group, range);
     Bytes<words> bytes[kPlanes];
 #pragma unroll
@@ -138,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int run = 0; run < 8; ++run) {
         const auto element = static_cast<uint32_t>((run * d.lanes() + d.lane()) * kColumns<Type> + 4 * word);
-        rows[run] = four_codes<kStochastic>(&values[run][4 * word], scale, element + keys.one, keys.two);
+        rows[run] = four_codes<kStochastic>(raw, run, 4 * word, scale, factor, element + keys.one, keys.two);
       }
       to_planes<kPlanes>(rows);
 #pragma unroll
@@ -151,8 +142,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <class Type, int kPlanes>
-__global__ void __launch_bounds__(kThreads, 2)
-    decode_dense(const Packed packed, const Dense d, uint4* out) {
+__global__ void __launch_bounds__(kThreads, 3) decode_dense(const Packed packed, const Dense d, uint4* out) {
   constexpr int words = kWords<Type>;
   const auto* const planes = reinterpret_cast<const Bytes<words>*>(packed.data);
   for (int64_t turn = thread_number(); d.any(turn); turn += thread_count()) {

@@ -2,12 +2,16 @@
 // planes is 1, 2, 4 or 8, so that rounds of swaps whose bits are known to be zero need not be done.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
 
 namespace mesa_tune::cuda {
 
 template <int kDistance>
-constexpr uint32_t kLower = kDistance == 4 ? 0x0F0F0F0F : kDistance == 2 ? 0x33333333 : 0x55555555;
+constexpr uint32_t kLower = kDistance == 4   ? 0x0F0F0F0F
+                            : kDistance == 2 ? 0x33333333
+                                             : 0x55555555;
 
 // Swaps the upper bits of the rows without `kDistance` in their number and the lower bits of those with it.
 template <int kDistance, int kRows>

@@ -1,6 +1,8 @@
 // Rounding to codes and back for one element: the results of csrc/cpu/rounding.h, by what a GPU does fast.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include "arithmetic.h"
 #include "quantize.h"
 
@@ -13,10 +15,15 @@ __device__ inline Keys seed_keys(const Noise& noise) {
   return keys;
 }
 
+// The counter has 32 bits; where the element's number leaves them, the carry starts another sequence.
+__device__ inline uint32_t counter_of(int64_t element, const Keys& keys) {
+  return static_cast<uint32_t>(element) + keys.one + static_cast<uint32_t>(element >> 32) * kCarry;
+}
+
 // What an element's fraction, in units of 2^-24, lacks at most for the next code: it goes up if it exceeds
 // its noise, or one half.
 __device__ inline uint32_t slack(uint32_t counter, uint32_t key) {
-  return ~noise_bits(counter, key) >> 8;
+  return (stirred(counter, key) * (0 - kMix2) - 1) >> 8;  // ~(h * m) in one instruction
 }
 constexpr uint32_t kNearestSlack = 0x7FFFFF;
 

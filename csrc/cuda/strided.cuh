@@ -1,0 +1,128 @@
+// Groups of any size and layout. Their extremes are collected in the memory of the ranges, by atomics, whose
+// order does not matter; then each thread encodes or decodes one column of eight elements.
+#pragma once
+
+#include "launch.cuh"
+#include "planes.cuh"
+#include "rounding.cuh"
+
+namespace mesa_tune::cuda {
+
+constexpr int64_t kPiece = 2048;  // elements of one group that a warp measures
+
+// Groups of one size. Passed by reference to constant memory: layouts are too large for registers.
+struct Groups {
+  Layout layout;
+  Settings settings;
+  Span span;
+
+  __device__ int64_t offset(int64_t group, int64_t index) const {
+    if (settings.quant_groups > 0) return layout.offset(group, index);
+    return layout.offset(0, span.element + (group - span.first) * span.size + index);
+  }
+  __device__ uint8_t* planes(const Packed& packed, int64_t group) const {
+    return packed.data + span.byte + (group - span.first) * settings.bits * span.plane();
+  }
+};
+
+__device__ inline Range stored_range(const Packed& packed, int64_t group) {
+  return {packed.ranges[2 * group], packed.ranges[2 * group + 1]};
+}
+
+__device__ inline Extremes* extremes_of(const Packed& packed, int64_t group) {
+  return reinterpret_cast<Extremes*>(packed.ranges) + group;
+}
+
+static __global__ void clear_extremes(const Span span, const Packed packed) {
+  for (int64_t i = thread_number(); i < span.count; i += thread_count())
+    *extremes_of(packed, span.first + i) = Extremes();
+}
+
+// A warp a piece.
+template <class Type>
+__global__ void measure_pieces(const typename Type::Storage* x, const __grid_constant__ Groups groups,
+                               const Packed packed) {
+  const Span& span = groups.span;
+  const int64_t each = (span.size + kPiece - 1) / kPiece;
+  for (int64_t turn = thread_number(); turn / kWarp < span.count * each; turn += thread_count()) {
+    const int64_t piece = turn / kWarp, number = quotient(piece, each), group = span.first + number;
+    const int64_t begin = (piece - number * each) * kPiece, end = std::min(begin + kPiece, span.size);
+    Extremes found;
+    for (int64_t i = begin + turn % kWarp; i < end; i += kWarp) {
+      const float value = Type::load(x[groups.offset(group, i)]);
+      found.include(&value, 1);
+    }
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+      const int low = __shfl_xor_sync(kAllLanes, found.low, distance);
+      const int high = __shfl_xor_sync(kAllLanes, found.high, distance);
+      found.include(Extremes{low, high});
+    }
+    if (turn % kWarp == 0) {
+      atomicMin(&extremes_of(packed, group)->low, found.low);
+      atomicMax(&extremes_of(packed, group)->high, found.high);
+    }
+  }
+}
+
+static __global__ void keep_ranges(const Span span, int64_t levels, const Packed packed) {
+  for (int64_t i = thread_number(); i < span.count; i += thread_count()) {
+    const int64_t group = span.first + i;
+    const Range range = measure(*extremes_of(packed, group), levels);
+    packed.ranges[2 * group] = range.zero;
+    packed.ranges[2 * group + 1] = range.step;
+  }
+}
+
+template <class Type>
+__global__ void encode_columns(const typename Type::Storage* x, const __grid_constant__ Groups groups,
+                               const Noise noise, const Packed packed) {
+  const Span& span = groups.span;
+  const Settings& s = groups.settings;
+  const Keys seed = seed_keys(noise);
+  for (int64_t turn = thread_number(); turn < span.count * span.plane(); turn += thread_count()) {
+    const int64_t number = quotient(turn, span.plane()), column = turn - number * span.plane();
+    const int64_t group = span.first + number;
+    const Range range = stored_range(packed, group);
+    const Scale scale(range, s.levels);
+    const Keys keys = seed.of_group(group, range);
+    const float factor = range.wide() ? kQuarter : 1.0f;
+    uint64_t codes = 0;
+    for (int run = 0; run < 8; ++run) {
+      const int64_t element = run * span.plane() + column;
+      if (element >= span.size) break;
+      const float value = Type::load(x[groups.offset(group, element)]) * factor;
+      const uint32_t counter = counter_of(element, keys);
+      const uint32_t code =
+          rounded(scale.position(value), noise.stochastic ? slack(counter, keys.two) : kNearestSlack) >> 24;
+      codes |= uint64_t{code} << (8 * run);
+    }
+    const uint64_t bytes = transposed(codes);
+    uint8_t* const planes = groups.planes(packed, group) + column;
+    for (int plane = 0; plane < s.bits; ++plane)
+      planes[plane * span.plane()] = static_cast<uint8_t>(bytes >> (8 * plane));
+  }
+}
+
+template <class Type>
+__global__ void decode_columns(const Packed packed, const __grid_constant__ Groups groups,
+                               typename Type::Storage* out) {
+  const Span& span = groups.span;
+  for (int64_t turn = thread_number(); turn < span.count * span.plane(); turn += thread_count()) {
+    const int64_t number = quotient(turn, span.plane()), column = turn - number * span.plane();
+    const int64_t group = span.first + number;
+    const uint8_t* const planes = groups.planes(packed, group) + column;
+    uint64_t bytes = 0;
+    for (int plane = 0; plane < groups.settings.bits; ++plane)
+      bytes |= uint64_t{planes[plane * span.plane()]} << (8 * plane);
+    const uint64_t codes = transposed(bytes);
+    const Values value(stored_range(packed, group));
+    for (int run = 0; run < 8; ++run) {
+      const int64_t element = run * span.plane() + column;
+      if (element >= span.size) break;
+      out[groups.offset(group, element)] =
+          Type::store(value(static_cast<uint32_t>(codes >> (8 * run)) & 0xFF));
+    }
+  }
+}
+
+}  // namespace mesa_tune::cuda

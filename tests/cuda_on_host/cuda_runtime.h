@@ -1,0 +1,158 @@
+// What the kernels use of CUDA, on a host: each thread of a block is a fiber, and lanes that exchange values
+// wait for each other. For tests of csrc/cuda where there is no GPU.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x = 1;
+  dim3(unsigned x = 1) : x(x) {}
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline dim3 gridDim, blockIdx, threadIdx;
+
+namespace fibers {
+
+constexpr int kWarp = 32;
+constexpr size_t kStack = 1 << 16;
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(kStack);
+  bool done;
+  int exchanges;
+  uint32_t value;
+};
+inline std::vector<Fiber> block;
+inline ucontext_t scheduler;
+inline unsigned running;
+inline std::function<void()> body;
+
+inline void run() {
+  body();
+  block[running].done = true;
+  swapcontext(&block[running].context, &scheduler);
+}
+
+inline void wait_for_others() {
+  const unsigned me = running;
+  swapcontext(&block[me].context, &scheduler);
+  running = threadIdx.x = me;
+}
+
+inline void run_block(unsigned threads) {
+  block.resize(threads);
+  for (Fiber& fiber : block) {
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = kStack;
+    fiber.done = false;
+    fiber.exchanges = 0;
+    makecontext(&fiber.context, run, 0);
+  }
+  for (bool busy = true; busy;) {
+    busy = false;
+    for (unsigned i = 0; i < threads; ++i) {
+      if (block[i].done) continue;
+      running = threadIdx.x = i;
+      swapcontext(&scheduler, &block[i].context);
+      busy = true;
+    }
+  }
+}
+
+// The values of all lanes of the warp, which must all be at the same exchange.
+inline std::vector<uint32_t> exchange(uint32_t value) {
+  Fiber& own = block[running];
+  own.value = value;
+  ++own.exchanges;
+  wait_for_others();
+  const unsigned first = running / kWarp * kWarp;
+  std::vector<uint32_t> values;
+  for (unsigned i = first; i < first + kWarp; ++i) {
+    if (block[i].exchanges != own.exchanges || block[i].done) {
+      std::fprintf(stderr, "lanes %u and %u of a warp have parted\n", running, i);
+      std::abort();
+    }
+    values.push_back(block[i].value);
+  }
+  wait_for_others();
+  return values;
+}
+
+}  // namespace fibers
+
+template <class Value>
+Value __shfl_xor_sync(unsigned, Value value, int distance) {
+  const unsigned lane = threadIdx.x % fibers::kWarp;
+  const uint32_t found =
+      fibers::exchange(static_cast<uint32_t>(value))[lane ^ static_cast<unsigned>(distance)];
+  return static_cast<Value>(found);
+}
+
+inline uint32_t __ballot_sync(unsigned, bool set) {
+  const auto values = fibers::exchange(set);
+  uint32_t bits = 0;
+  for (int lane = 0; lane < fibers::kWarp; ++lane) bits |= values[lane] << lane;
+  return bits;
+}
+
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i)
+    out |= static_cast<uint32_t>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
+  return out;
+}
+
+inline uint32_t __float2uint_ru(float value) {
+  return static_cast<uint32_t>(std::ceil(value));
+}
+
+inline void atomicMin(int32_t* address, int32_t value) {
+  *address = std::min(*address, value);
+}
+inline void atomicMax(int32_t* address, int32_t value) {
+  *address = std::max(*address, value);
+}
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess };
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream;
+};
+
+inline const char* cudaGetErrorString(cudaError_t) {
+  return "";
+}
+
+inline cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t) {
+  std::memset(address, value, bytes);
+  return cudaSuccess;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  fibers::body = [&] { kernel(arguments...); };
+  gridDim = config->gridDim;
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) fibers::run_block(config->blockDim.x);
+  return cudaSuccess;
+}

@@ -1,0 +1,39 @@
+// csrc/cuda for Python's ctypes.
+
+#include "quantize.h"
+
+namespace {
+
+struct Problem {
+  void* tensor;
+  const int64_t *sizes, *strides;
+  int64_t dims, numel;
+  mesa_tune::Dtype dtype;
+  mesa_tune::Settings settings;
+  mesa_tune::Packed packed;
+};
+
+mesa_tune::Strided strided(const Problem& p) {
+  return {p.tensor, p.dtype, mesa_tune::make_layout(p.sizes, p.strides, p.dims, p.settings), p.numel};
+}
+
+}  // namespace
+
+extern "C" {
+
+void quantize(const Problem* p, bool stochastic, const int64_t* seed) {
+  mesa_tune::cuda::quantize(strided(*p), p->settings, {stochastic, 0, seed}, p->packed, nullptr);
+}
+
+void dequantize(const Problem* p) {
+  mesa_tune::cuda::dequantize(p->packed, p->settings, strided(*p), nullptr);
+}
+
+void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data) {
+  mesa_tune::cuda::pack_bits(mask, numel, data, nullptr);
+}
+
+void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask) {
+  mesa_tune::cuda::unpack_bits(data, numel, mask, nullptr);
+}
+}
