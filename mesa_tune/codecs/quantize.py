@@ -7,8 +7,10 @@ from torch import Tensor
 
 from mesa_tune import ops
 from mesa_tune.codecs.spec import Memory, Spec
+from mesa_tune.maps import KINDS, Mapped
 
 _QUANTIZE = torch.ops.mesa_tune.quantize.default
+_QUANTIZE_MAP = torch.ops.mesa_tune.quantize_map.default
 _DEQUANTIZE = torch.ops.mesa_tune.dequantize.default
 
 
@@ -16,6 +18,26 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
     """Packed levels (uint8) and the range of every group (float32, `[groups, 2]`)."""
     data, ranges = _QUANTIZE(
         x, spec.bits, spec.levels, spec.group_size, spec.quant_groups, spec.stochastic, key
+    )
+    return [data, ranges]
+
+
+def encode_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> list[Tensor]:
+    """What `encode` makes of a tensor that is made on the way; groups run along its memory."""
+    if spec.quant_groups:
+        return encode(mapped.make(), spec, key)
+    kind, inner = KINDS[mapped.kind], mapped.inner
+    data, ranges = _QUANTIZE_MAP(
+        mapped.source,
+        kind,
+        mapped.mean,
+        mapped.rstd,
+        inner,
+        spec.bits,
+        spec.levels,
+        spec.group_size,
+        spec.stochastic,
+        key,
     )
     return [data, ranges]
 

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Memory, Spec, refusal
+from mesa_tune.maps import Mapped
 from mesa_tune.notice import warn_once
 from mesa_tune.settings import SCRAP
 
@@ -81,6 +82,18 @@ def keep(
     else:
         parts = [tensor]
     return parts, Meta(len(parts), coded, tuple(tensor.shape), tensor.dtype, expanded, strides)
+
+
+def encodes(mapped: Mapped, spec: Spec) -> bool:
+    """Whether the codec makes `mapped` while encoding it."""
+    possible = hasattr(CODECS[spec.codec], "encode_mapped") and spec.levels > 0
+    return possible and pays(mapped.source, spec) and refusal(mapped.source, spec) is None
+
+
+def keep_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> tuple[list[Tensor], Meta]:
+    """`keep` for a tensor that is made while it is encoded."""
+    parts: list[Tensor] = CODECS[spec.codec].encode_mapped(mapped, spec, key)  # type: ignore[attr-defined]
+    return parts, Meta(len(parts), True, tuple(mapped.source.shape), mapped.source.dtype, None)
 
 
 def _is_one_run(tensor: Tensor, spec: Spec) -> bool:
