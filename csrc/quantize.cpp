@@ -1,48 +1,17 @@
 // Gives the CPU's kernels to the operators that mesa_tune/ops.py defines. Checks what memory safety needs;
 // what users may get wrong is checked, and explained, there.
 
-#include "quantize.h"
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <optional>
 #include <tuple>
 #include <vector>
+
+#include "arguments.h"
 
 namespace mesa_tune {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-Dtype dtype_of(ScalarType type) {
-  if (type == ScalarType::Float) return Dtype::kFloat;
-  if (type == ScalarType::Half) return Dtype::kHalf;
-  STD_TORCH_CHECK(type == ScalarType::BFloat16, "expected float32, float16 or bfloat16");
-  return Dtype::kBFloat16;
-}
-
-void check(const Settings& s, const Tensor& x) {
-  STD_TORCH_CHECK(x.is_cpu(), "expected a tensor on the CPU");
-  STD_TORCH_CHECK(s.bits >= 1 && s.bits <= 8, "expected 1 to 8 bits, but got ", s.bits);
-  STD_TORCH_CHECK(s.levels >= 2 && s.levels <= int64_t{1} << s.bits, "expected 2 to 2**bits levels, but got ",
-                  s.levels);
-  STD_TORCH_CHECK(s.quant_groups >= 0, "expected no negative quant_groups, but got ", s.quant_groups);
-  if (s.quant_groups == 0) {
-    STD_TORCH_CHECK(s.group_size >= 1, "expected a positive group_size, but got ", s.group_size);
-    return;
-  }
-  const int64_t dims = x.dim();
-  const int64_t extent = dims == 0 ? 1 : x.size(dims == 4 || dims == 5 ? 1 : dims - 1);
-  STD_TORCH_CHECK(extent % s.quant_groups == 0, "quant_groups ", s.quant_groups, " does not divide ", extent);
-}
-
-Strided strided(const Tensor& x, void* data, const Settings& s) {
-  return {data, dtype_of(x.scalar_type()), make_layout(x.sizes(), x.strides(), x.dim(), s), x.numel()};
-}
 
 void check_packed(const Tensor& data, const Tensor& ranges, const Split& parts, int64_t bits) {
   STD_TORCH_CHECK(data.is_cpu() && data.scalar_type() == ScalarType::Byte && data.is_contiguous() &&
@@ -55,20 +24,12 @@ void check_packed(const Tensor& data, const Tensor& ranges, const Split& parts, 
                   ranges.numel(), " numbers");
 }
 
-int64_t read_seed(const std::optional<Tensor>& seed, bool stochastic) {
-  if (!stochastic) return 0;
-  STD_TORCH_CHECK(
-      seed.has_value() && seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
-      "stochastic rounding needs a seed: an int64 tensor of one element on the CPU");
-  return *static_cast<const int64_t*>(seed->const_data_ptr());
-}
-
 void encode(const Tensor& x, const Settings& s, bool stochastic, const std::optional<Tensor>& seed,
             const Tensor& data, const Tensor& ranges) {
   const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()),
                       static_cast<float*>(ranges.mutable_data_ptr())};
-  const Noise noise{stochastic, read_seed(seed, stochastic)};
-  cpu::quantize(strided(x, const_cast<void*>(x.const_data_ptr()), s), s, noise, packed);
+  const Noise noise = read_noise(stochastic, seed);
+  cpu::quantize(strided(x, s), s, noise, packed);
 }
 
 void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
@@ -81,7 +42,7 @@ void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const T
 std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
                                     int64_t quant_groups, bool stochastic, std::optional<Tensor> seed) {
   const Settings s{bits, levels, group_size, quant_groups};
-  check(s, x);
+  check_settings(s, x);
   const Split parts = split(x.numel(), s);
   Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
   Tensor ranges = torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float);
@@ -92,7 +53,7 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int6
 void quantize_out(Tensor x, int64_t bits, int64_t levels, int64_t group_size, int64_t quant_groups,
                   bool stochastic, std::optional<Tensor> seed, Tensor data, Tensor ranges) {
   const Settings s{bits, levels, group_size, quant_groups};
-  check(s, x);
+  check_settings(s, x);
   check_packed(data, ranges, split(x.numel(), s), bits);
   encode(x, s, stochastic, seed, data, ranges);
 }
@@ -101,7 +62,7 @@ Tensor dequantize(Tensor data, Tensor ranges, std::vector<int64_t> shape, Scalar
                   int64_t levels, int64_t group_size, int64_t quant_groups) {
   const Settings s{bits, levels, group_size, quant_groups};
   Tensor out = torch::stable::new_empty(ranges, shape, dtype);
-  check(s, out);
+  check_settings(s, out);
   decode(data, ranges, s, out);
   return out;
 }
@@ -109,7 +70,7 @@ Tensor dequantize(Tensor data, Tensor ranges, std::vector<int64_t> shape, Scalar
 void dequantize_out(Tensor data, Tensor ranges, int64_t bits, int64_t levels, int64_t group_size,
                     int64_t quant_groups, Tensor out) {
   const Settings s{bits, levels, group_size, quant_groups};
-  check(s, out);
+  check_settings(s, out);
   for (int64_t d = 0; d < out.dim(); ++d)
     STD_TORCH_CHECK(out.size(d) <= 1 || out.stride(d) != 0,
                     "expected an out whose elements have their own memory");
