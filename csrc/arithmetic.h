@@ -47,6 +47,15 @@ struct Extremes {
     constexpr int32_t infinity = 0x7F800000;
     return (high < infinity) & (low > ~infinity);
   }
+  // Minimum and maximum as PyTorch counts them: NaN if there is one. There is one zero, 0.
+  MESA_TUNE_INLINE float least() const { return holds_nan() ? value(kNan) : value(low) + 0.0f; }
+  MESA_TUNE_INLINE float most() const { return holds_nan() ? value(kNan) : value(high) + 0.0f; }
+  MESA_TUNE_INLINE bool holds_nan() const {
+    constexpr int32_t infinity = 0x7F800000;
+    return (high > infinity) | (low < ~infinity);
+  }
+
+  static constexpr int32_t kNan = 0x7FC00000;
 };
 
 // The two stored numbers of a group: the value of code 0, and the step between codes. A range too wide for

@@ -1,33 +1,21 @@
 // Gives the kernels of the CPU, and of CUDA where it was built, to the operators that mesa_tune/ops.py
 // defines. Checks what memory safety needs; what users may get wrong is checked, and explained, there.
 
-#include "quantize.h"
-
 #ifdef MESA_TUNE_CUDA
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #endif
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <optional>
 #include <tuple>
 #include <vector>
+
+#include "arguments.h"
 
 namespace mesa_tune {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-Dtype dtype_of(ScalarType type) {
-  if (type == ScalarType::Float) return Dtype::kFloat;
-  if (type == ScalarType::Half) return Dtype::kHalf;
-  STD_TORCH_CHECK(type == ScalarType::BFloat16, "expected float32, float16 or bfloat16");
-  return Dtype::kBFloat16;
-}
 
 // Runs the kernels of the device that `x` is on: CUDA's on its current stream.
 template <class OnCpu, class OnCuda>
@@ -46,24 +34,6 @@ void dispatch(const Tensor& x, const OnCpu& on_cpu, [[maybe_unused]] const OnCud
 
 bool together(const Tensor& a, const Tensor& b) {
   return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
-}
-
-void check(const Settings& s, const Tensor& x) {
-  STD_TORCH_CHECK(s.bits >= 1 && s.bits <= 8, "expected 1 to 8 bits, but got ", s.bits);
-  STD_TORCH_CHECK(s.levels >= 2 && s.levels <= int64_t{1} << s.bits, "expected 2 to 2**bits levels, but got ",
-                  s.levels);
-  STD_TORCH_CHECK(s.quant_groups >= 0, "expected no negative quant_groups, but got ", s.quant_groups);
-  if (s.quant_groups == 0) {
-    STD_TORCH_CHECK(s.group_size >= 1, "expected a positive group_size, but got ", s.group_size);
-    return;
-  }
-  const int64_t dims = x.dim();
-  const int64_t extent = dims == 0 ? 1 : x.size(dims == 4 || dims == 5 ? 1 : dims - 1);
-  STD_TORCH_CHECK(extent % s.quant_groups == 0, "quant_groups ", s.quant_groups, " does not divide ", extent);
-}
-
-Strided strided(const Tensor& x, void* data, const Settings& s) {
-  return {data, dtype_of(x.scalar_type()), make_layout(x.sizes(), x.strides(), x.dim(), s), x.numel()};
 }
 
 void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, const Split& parts,
@@ -94,7 +64,7 @@ void encode(const Tensor& x, const Settings& s, bool stochastic, const std::opti
   const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()),
                       static_cast<float*>(ranges.mutable_data_ptr())};
   const Noise noise = noise_of(x, stochastic, seed);
-  const Strided from = strided(x, const_cast<void*>(x.const_data_ptr()), s);
+  const Strided from = strided(x, s);
   dispatch(
       x, [&] { cpu::quantize(from, Map{}, s, noise, packed); },
       [&](auto stream) { cuda::quantize(from, s, noise, packed, stream); });
@@ -113,7 +83,7 @@ void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const T
 std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
                                     int64_t quant_groups, bool stochastic, std::optional<Tensor> seed) {
   const Settings s{bits, levels, group_size, quant_groups};
-  check(s, x);
+  check_settings(s, x);
   const Split parts = split(x.numel(), s);
   Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
   Tensor ranges = torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float);
@@ -123,10 +93,7 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int6
 
 const float* floats(const std::optional<Tensor>& values, int64_t count) {
   if (!values.has_value()) return nullptr;
-  STD_TORCH_CHECK(values->is_cpu() && values->scalar_type() == ScalarType::Float && values->is_contiguous() &&
-                      values->numel() == count,
-                  "expected contiguous float32 statistics of ", count, " elements on the CPU");
-  return static_cast<const float*>(values->const_data_ptr());
+  return static_cast<const float*>(dense(*values, ScalarType::Float, count, "float32 statistics"));
 }
 
 Map map_of(int64_t kind, const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd,
@@ -145,22 +112,21 @@ std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Ten
                                         int64_t levels, int64_t group_size, bool stochastic,
                                         std::optional<Tensor> seed) {
   const Settings s{bits, levels, group_size, 0};
-  check(s, x);
+  check_settings(s, x);
   STD_TORCH_CHECK(x.is_cpu(), "expected a tensor on the CPU");
   const Split parts = split(x.numel(), s);
   Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
   Tensor ranges = torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float);
   const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()),
                       static_cast<float*>(ranges.mutable_data_ptr())};
-  cpu::quantize(strided(x, const_cast<void*>(x.const_data_ptr()), s), map_of(map, mean, rstd, inner), s,
-                noise_of(x, stochastic, seed), packed);
+  cpu::quantize(strided(x, s), map_of(map, mean, rstd, inner), s, noise_of(x, stochastic, seed), packed);
   return {data, ranges};
 }
 
 void quantize_out(Tensor x, int64_t bits, int64_t levels, int64_t group_size, int64_t quant_groups,
                   bool stochastic, std::optional<Tensor> seed, Tensor data, Tensor ranges) {
   const Settings s{bits, levels, group_size, quant_groups};
-  check(s, x);
+  check_settings(s, x);
   check_packed(x, data, ranges, split(x.numel(), s), bits);
   encode(x, s, stochastic, seed, data, ranges);
 }
@@ -169,7 +135,7 @@ Tensor dequantize(Tensor data, Tensor ranges, std::vector<int64_t> shape, Scalar
                   int64_t levels, int64_t group_size, int64_t quant_groups) {
   const Settings s{bits, levels, group_size, quant_groups};
   Tensor out = torch::stable::new_empty(ranges, shape, dtype);
-  check(s, out);
+  check_settings(s, out);
   decode(data, ranges, s, out);
   return out;
 }
@@ -177,7 +143,7 @@ Tensor dequantize(Tensor data, Tensor ranges, std::vector<int64_t> shape, Scalar
 void dequantize_out(Tensor data, Tensor ranges, int64_t bits, int64_t levels, int64_t group_size,
                     int64_t quant_groups, Tensor out) {
   const Settings s{bits, levels, group_size, quant_groups};
-  check(s, out);
+  check_settings(s, out);
   for (int64_t d = 0; d < out.dim(); ++d)
     STD_TORCH_CHECK(out.size(d) <= 1 || out.stride(d) != 0,
                     "expected an out whose elements have their own memory");

@@ -1,6 +1,7 @@
-// quantize on the CPU. Groups that fit the first-level cache are measured, rounded and packed in one pass.
-// Larger ones are measured by pieces, then rounded and packed by tiles, so that a single group still keeps
-// every thread busy. Which thread does what changes nothing: noise depends on positions alone.
+// quantize, quantize_within and extents on the CPU. Groups that fit the first-level cache are measured,
+// rounded and packed in one pass. Larger ones are measured by pieces, then rounded and packed by tiles, so
+// that a single group still keeps every thread busy. Which thread does what changes nothing: noise depends on
+// positions alone.
 
 #include "quantize.h"
 
@@ -20,11 +21,19 @@ struct Encode {
   const Settings& settings;
   const Noise& noise;
   const Packed& packed;
+  bool given;  // the ranges are there, and values may lie outside
   Keys keys;
 };
 
-// A wide group's values are quartered first, so that no difference overflows.
-MESA_TUNE_INLINE const float* quarter(const Range& range, const float* values, int64_t n, float* buffer) {
+// The values as they are rounded: not below a given range, and quartered in a wide one, so that no difference
+// overflows. Above a range the rounding itself ends at the top level; one of a single value has code 0 alone.
+MESA_TUNE_INLINE const float* fit(const Encode& task, const Range& range, const float* values, int64_t n,
+                                  float* buffer) {
+  if (task.given) {
+    const float most = range.step == 0 ? range.zero : std::numeric_limits<float>::infinity();
+    for (int64_t i = 0; i < n; ++i) buffer[i] = std::min(std::max(values[i], range.zero), most);
+    values = buffer;
+  }
   if (!range.wide()) return values;
   for (int64_t i = 0; i < n; ++i) buffer[i] = values[i] * kQuarter;
   return buffer;
@@ -43,6 +52,16 @@ struct Batch {
   MESA_TUNE_INLINE void measure_all(int64_t count, int64_t levels) {
     for (int64_t i = 0; i < count; ++i) {
       const Range range = measure({low[i], high[i]}, levels);
+      zero[i] = range.zero;
+      step[i] = range.step;
+    }
+  }
+  MESA_TUNE_INLINE void keep_ranges(const Packed& packed, int64_t first, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) keep_range(packed, first + i, {zero[i], step[i]});
+  }
+  MESA_TUNE_INLINE void read_ranges(const Packed& packed, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      const Range range = range_of(packed, first + i);
       zero[i] = range.zero;
       step[i] = range.step;
     }
@@ -72,7 +91,7 @@ MESA_TUNE_INLINE void encode_group(const Encode& task, const Span& span, int64_t
     return;
   }
   const Encoder encoder(range, s.levels, task.noise.stochastic, keys);
-  encoder.encode(quarter(range, values, span.size, buffer), span.size, 0, codes);
+  encoder.encode(fit(task, range, values, span.size, buffer), span.size, 0, codes);
   for (int64_t i = span.size; i < 8 * span.plane(); ++i) codes[i] = 0;
   transpose_rows(codes, span.plane(), 8, planes, span.plane(), s.bits, span.plane());
 }
@@ -88,15 +107,20 @@ MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_
       const int64_t in = layout_group(task.settings, first + i);
       batch.values[i] =
           take(task, in, start(task.settings, span, first + i), span.size, buffer + i * span.size);
+      if (task.given) continue;
       Extremes extremes;
       extremes.include(batch.values[i], span.size);
       batch.low[i] = extremes.low;
       batch.high[i] = extremes.high;
     }
-    batch.measure_all(count, task.settings.levels);
+    if (task.given) {
+      batch.read_ranges(task.packed, first, count);
+    } else {
+      batch.measure_all(count, task.settings.levels);
+      batch.keep_ranges(task.packed, first, count);
+    }
     batch.mix_keys(count, task.keys, first);
     for (int64_t i = 0; i < count; ++i) {
-      keep_range(task.packed, first + i, {batch.zero[i], batch.step[i]});
       encode_group(task, span, first + i, batch.values[i], {batch.one[i], batch.two[i]},
                    buffer + i * span.size);
     }
@@ -134,7 +158,7 @@ MESA_TUNE_INLINE void encode_tile(const Encode& task, const Span& span, int64_t 
     for (int64_t run = 0; run < 8; ++run) {
       const int64_t first = run * span.plane() + column, n = run_length(span, first, columns);
       const float* values = take(task, layout_group(s, group), start(s, span, group) + first, n, buffer);
-      encoder.encode(quarter(range, values, n, buffer), n, first, codes + run * kRun);
+      encoder.encode(fit(task, range, values, n, buffer), n, first, codes + run * kRun);
       for (int64_t i = n; i < columns; ++i) codes[run * kRun + i] = 0;
     }
   }
@@ -150,17 +174,19 @@ MESA_TUNE_INLINE void encode_tiles(const Encode& task, const Span& span, int64_t
 MESA_TUNE_PATHS(encode_tiles, (const Encode& task, const Span& span, int64_t from, int64_t to),
                 (task, span, from, to))
 
-void measure_span(const Encode& task, const Span& span) {
+// The extremes of every group of a span.
+std::vector<Extremes> measure_span(const Encode& task, const Span& span) {
   const int64_t each = pieces(span.size, kTile);
   std::vector<Extremes> found(static_cast<size_t>(span.count * each));
-  parallel(span.count * each, kTile, [&](int64_t from, int64_t to) {
+  parallel(span.count * each, std::min(span.size, kTile), [&](int64_t from, int64_t to) {
     measure_pieces_paths[path()](task, span, found.data(), from, to);
   });
-  for (int64_t group = 0; group < span.count; ++group) {
+  for (int64_t group = 0; each > 1 && group < span.count; ++group) {
     Extremes all;
     for (int64_t piece = group * each; piece < (group + 1) * each; ++piece) all.include(found[piece]);
-    keep_range(task.packed, span.first + group, measure(all, task.settings.levels));
+    found[group] = all;
   }
+  return found;
 }
 
 void encode_span(const Encode& task, const Span& span) {
@@ -170,21 +196,50 @@ void encode_span(const Encode& task, const Span& span) {
       encode_groups_paths[path()](task, span, span.first + from, span.first + to);
     });
   }
-  measure_span(task, span);
+  if (!task.given) {
+    const std::vector<Extremes> found = measure_span(task, span);
+    for (int64_t group = 0; group < span.count; ++group)
+      keep_range(task.packed, span.first + group, measure(found[group], task.settings.levels));
+  }
   parallel(span.count * pieces(span.plane(), kRun), kTile,
            [&](int64_t from, int64_t to) { encode_tiles_paths[path()](task, span, from, to); });
+}
+
+void encode(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
+            const Packed& packed, bool given) {
+  Encode task{x, map, settings, noise, packed, given, {}};
+  task.keys.absorb(noise.seed);
+  const Split parts = split(x.numel, settings);
+  encode_span(task, parts.whole);
+  encode_span(task, parts.rest);
 }
 
 }  // namespace
 
 void quantize(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
               const Packed& packed) {
-  Encode task{x, map, settings, noise, packed, {}};
-  task.keys.absorb(noise.seed);
+  if (x.numel == 0) std::fill_n(packed.ranges, 2 * split(0, settings).groups(), 0.0f);
+  encode(x, map, settings, noise, packed, false);
+}
+
+void quantize_within(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed) {
+  encode(x, {}, settings, noise, packed, true);
+}
+
+void extents(const Strided& x, const Settings& settings, float* ends) {
+  const Map none;
+  const Encode task{x, none, settings, {}, {}, false, {}};
   const Split parts = split(x.numel, settings);
-  if (x.numel == 0) std::fill_n(packed.ranges, 2 * parts.groups(), 0.0f);
-  encode_span(task, parts.whole);
-  encode_span(task, parts.rest);
+  if (x.numel == 0) std::fill_n(ends, 2 * parts.groups(), 0.0f);
+  for (const Span& span : {parts.whole, parts.rest}) {
+    if (span.count == 0 || span.size == 0) continue;
+    const std::vector<Extremes> found = measure_span(task, span);
+    for (int64_t group = 0; group < span.count; ++group) {
+      float* own = ends + 2 * (span.first + group);
+      own[0] = found[group].least();
+      own[1] = found[group].most();
+    }
+  }
 }
 
 }  // namespace mesa_tune::cpu
