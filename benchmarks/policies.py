@@ -1,10 +1,10 @@
-"""Policies that a search places, for `models.py --derive`: so few saved bytes that one rule for all is too coarse.
+"""Policies that a search places layer by layer, for `models.py --derive`.
 
     python benchmarks/policies.py [--models deit_s,gpt2] [--run DIR]
 
-Each model is profiled at a small batch (minutes), and `mt.search_policy` then places bits, groups and
-`store: derive` layer by layer, so that a step at batch 8 keeps at most the given share of plain's saved
-bytes. Writes `policies/<model>.txt`. The profile stays in DIR, where the same command takes it up again.
+Each model is profiled at a small batch, and `mt.search_policy` then places bits, groups and `store: derive`
+so that a step at batch 8 keeps at most the given share of plain's saved bytes, by as small a gradient error
+as it can. Writes `policies/<model>.txt`. Profiles stay in DIR, where the same command takes them up again.
 """
 
 from __future__ import annotations
