@@ -31,6 +31,8 @@ import mesa_tune as mt
 LEVELS = (256, 16, 4)
 SEEDS = 3
 SHOWN = 12
+SERVING = {"layernorm": 32, "gelu": 64, "silu": 64}
+"""Levels of the tags whose outputs others derive, in a policy of one rule."""
 
 
 def main() -> None:
@@ -40,7 +42,9 @@ def main() -> None:
     parser.add_argument("--error-batch", type=int, default=2, help="of the gradient's error and exactness")
     parser.add_argument("--scale", choices=("published", "tiny"), default="published")
     parser.add_argument("--bf16", action="store_true", help="under autocast to bfloat16")
-    parser.add_argument("--derive", action="store_true", help="the policy of `policies.py`")
+    parser.add_argument(
+        "--derive", action="store_true", help="with `store: derive`: searched for some, else one rule"
+    )
     parser.add_argument("--policy", help="a policy file in place of uniform 16")
     parser.add_argument("--bytes-only", action="store_true", help="neither errors nor exactness")
     parser.add_argument("--docs", action="store_true", help="write docs/models.md from the latest results")
@@ -74,11 +78,18 @@ def policy_of(name: str, arguments: argparse.Namespace) -> tuple[str, mt.Policy]
 
 
 def deriving(name: str, scale: str) -> mt.Policy:
-    """What `policies.py` found for the published model; for others uniform 16 that derives what it can."""
+    """What a search found for the published model (`policies.py`), or else one rule for all models.
+
+    That is uniform 16 with `store: derive`, and finer where others derive from what is kept.
+    """
     path = POLICIES / f"{name}.txt"
     if scale == "published" and path.is_file():
         return mt.Policy.load(path)
-    return mt.Policy.uniform(level=16, store="derive")
+    text = mt.Policy.uniform(level=16, store="derive").dumps()
+    for tag, level in SERVING.items():
+        section = text[text.index(f"on {tag}:") :].split("\non ")[0]
+        text = text.replace(section, section.replace("level: 16", f"level: {level}"))
+    return mt.Policy.parse(text)
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:

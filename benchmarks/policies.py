@@ -1,6 +1,6 @@
 """Policies that a search places layer by layer, for `models.py --derive`.
 
-    python benchmarks/policies.py [--models deit_s,gpt2] [--run DIR]
+    python benchmarks/policies.py [--models deit_s,resnet_50] [--run DIR]
 
 Each model is profiled at a small batch, and `mt.search_policy` then places bits, groups and `store: derive`
 so that a step at batch 8 keeps at most the given share of plain's saved bytes, by as small a gradient error
@@ -17,7 +17,7 @@ from zoo import workload
 import mesa_tune as mt
 
 POLICIES = Path(__file__).with_name("policies")
-SHARES = {"deit_s": "8.7%", "resnet_50": "12.5%", "bert_base": "6.5%", "gpt2": "8%", "llama": "8.5%"}
+SHARES = {"deit_s": "8.7%", "resnet_50": "12.5%"}
 PROFILED, PLANNED = 2, 8
 OPTIONS = [mt.LayerSettings(level=level, group_size=size) for level in (8, 16, 64) for size in (256, 1024)]
 

@@ -102,7 +102,7 @@ def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
     if tensor.numel() <= spec.min_elements or not tensor.is_floating_point():
         return False
     size = tensor.element_size() if element_size is None else element_size
-    return CODECS[spec.codec].packed_bytes(tensor.shape, spec, size) < tensor.numel() * size
+    return CODECS[spec.codec].packed_bytes(tensor.shape, spec, tensor.element_size()) < tensor.numel() * size
 
 
 def is_scrap(tensor: Tensor, spec: Spec) -> bool:
