@@ -119,13 +119,15 @@ def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
         return False
     size = tensor.element_size() if element_size is None else element_size
     if torch.compiler.is_compiling():
-        return CODECS[spec.codec].packed_bytes(tensor.shape, spec, size) < tensor.numel() * size
-    return _gets_smaller(tensor.shape, spec, size)
+        return (
+            CODECS[spec.codec].packed_bytes(tensor.shape, spec, tensor.element_size()) < tensor.numel() * size
+        )
+    return _gets_smaller(tensor.shape, spec, tensor.element_size(), size)
 
 
 @lru_cache(maxsize=1 << 12)
-def _gets_smaller(shape: torch.Size, spec: Spec, size: int) -> bool:
-    return CODECS[spec.codec].packed_bytes(shape, spec, size) < shape.numel() * size
+def _gets_smaller(shape: torch.Size, spec: Spec, own: int, size: int) -> bool:
+    return CODECS[spec.codec].packed_bytes(shape, spec, own) < shape.numel() * size
 
 
 def is_scrap(tensor: Tensor, spec: Spec) -> bool:
