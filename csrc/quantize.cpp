@@ -150,6 +150,20 @@ void dequantize_out(Tensor data, Tensor ranges, int64_t bits, int64_t levels, in
   decode(data, ranges, s, out);
 }
 
+Tensor dequantize_mul(Tensor data, Tensor ranges, Tensor factor, int64_t bits, int64_t levels,
+                      int64_t group_size) {
+  const Settings s{bits, levels, group_size, 0};
+  const Tensor dense_factor = torch::stable::contiguous(factor);
+  Tensor out = torch::stable::empty_like(dense_factor);
+  check_settings(s, out);
+  check_packed(out, data, ranges, split(out.numel(), s), bits);
+  const void* numbers = dense(dense_factor, ScalarType::Float, out.numel(), "float32 factor");
+  const Packed packed{const_cast<uint8_t*>(static_cast<const uint8_t*>(data.const_data_ptr())),
+                      const_cast<float*>(static_cast<const float*>(ranges.const_data_ptr()))};
+  cpu::dequantize(packed, s, strided(out, out.mutable_data_ptr(), s), static_cast<const float*>(numbers));
+  return out;
+}
+
 Tensor pack_bits(Tensor mask) {
   STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "expected a bool tensor");
   const Tensor dense = torch::stable::contiguous(mask);
@@ -193,6 +207,7 @@ void add_kernels(Library& m) {
 STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CPU, m) {
   mesa_tune::add_kernels(m);
   m.impl("quantize_map", TORCH_BOX(&mesa_tune::quantize_map));
+  m.impl("dequantize_mul", TORCH_BOX(&mesa_tune::dequantize_mul));
 }
 
 #ifdef MESA_TUNE_CUDA

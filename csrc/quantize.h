@@ -47,7 +47,9 @@ void quantize(const Strided& x, const Map& map, const Settings& settings, const 
 void quantize_within(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed);
 // Minimum and maximum of every group.
 void extents(const Strided& x, const Settings& settings, float* ends);
-void dequantize(const Packed& packed, const Settings& settings, const Strided& out);
+// Times `factor`, if there is one: dense float32, as `out` then is.
+void dequantize(const Packed& packed, const Settings& settings, const Strided& out,
+                const float* factor = nullptr);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
 

@@ -40,8 +40,8 @@ def kept(
 ) -> Tensor | Mapped:
     """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
     statistics = [each for each in (mean, rstd) if each is not None]
-    alone = torch.compiler.is_compiling() or not (source.is_cpu and source.is_contiguous())
-    if alone or source.numel() == 0 or any(each.dtype != torch.float32 for each in statistics):
+    dense = source.is_cpu and source.is_contiguous() and source.numel() > 0
+    if not dense or True in [each.dtype != torch.float32 for each in (source, *statistics)]:
         return make()
     return Mapped(source, kind, make, mean, rstd, inner)
 

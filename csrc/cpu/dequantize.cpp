@@ -12,11 +12,24 @@ struct Decode {
   const Packed& packed;
   const Settings& settings;
   const Strided& out;
+  const float* factor;  // dense, as `out`; null: 1
 };
 
 MESA_TUNE_INLINE void expand(const Range& range, const uint8_t* codes, int64_t n, float* values) {
   if (range.wide()) return decode_wide(range, codes, n, values);
   decode(range, codes, n, values);
+}
+
+// Elements from `index` on, to where they belong.
+MESA_TUNE_INLINE void put(const Decode& task, const Range& range, const uint8_t* codes, int64_t in,
+                          int64_t index, int64_t n, float* buffer) {
+  if (direct(task.out) && task.factor == nullptr)
+    return expand(range, codes, n, address(task.out, in, index));
+  expand(range, codes, n, buffer);
+  if (task.factor == nullptr) return store(buffer, in, index, n, task.out);
+  const float* __restrict factor = task.factor + index;
+  float* __restrict out = address(task.out, in, index);
+  for (int64_t i = 0; i < n; ++i) out[i] = factor[i] * buffer[i];
 }
 
 MESA_TUNE_INLINE void decode_groups(const Decode& task, const Span& span, int64_t from, int64_t to) {
@@ -28,12 +41,7 @@ MESA_TUNE_INLINE void decode_groups(const Decode& task, const Span& span, int64_
     const int64_t index = start(s, span, group), in = layout_group(s, group);
     transpose_rows(planes_of(task.packed, s, span, group), span.plane(), s.bits, codes, span.plane(), 8,
                    span.plane());
-    if (direct(task.out)) {
-      expand(range, codes, span.size, address(task.out, in, index));
-    } else {
-      expand(range, codes, span.size, buffer);
-      store(buffer, in, index, span.size, task.out);
-    }
+    put(task, range, codes, in, index, span.size, buffer);
   }
 }
 MESA_TUNE_PATHS(decode_groups, (const Decode& task, const Span& span, int64_t from, int64_t to),
@@ -50,12 +58,7 @@ MESA_TUNE_INLINE void decode_tile(const Decode& task, const Span& span, int64_t 
   for (int64_t run = 0; run < 8; ++run) {
     const int64_t first = run * span.plane() + column, n = run_length(span, first, columns);
     const int64_t index = start(s, span, group) + first, in = layout_group(s, group);
-    if (direct(task.out)) {
-      expand(range, codes + run * kRun, n, address(task.out, in, index));
-    } else {
-      expand(range, codes + run * kRun, n, buffer);
-      store(buffer, in, index, n, task.out);
-    }
+    put(task, range, codes + run * kRun, in, index, n, buffer);
   }
 }
 
@@ -80,8 +83,8 @@ void decode_span(const Decode& task, const Span& span) {
 
 }  // namespace
 
-void dequantize(const Packed& packed, const Settings& settings, const Strided& out) {
-  const Decode task{packed, settings, out};
+void dequantize(const Packed& packed, const Settings& settings, const Strided& out, const float* factor) {
+  const Decode task{packed, settings, out, factor};
   const Split parts = split(out.numel, settings);
   decode_span(task, parts.whole);
   decode_span(task, parts.rest);

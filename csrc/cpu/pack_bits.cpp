@@ -9,22 +9,10 @@
 namespace mesa_tune::cpu {
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;                 // bytes of packed mask that are worth a thread
-constexpr uint64_t kSpread = 0x0101010101010101;    // a byte into all eight
-constexpr uint64_t kDiagonal = 0x8040201008040201;  // bit i of byte i
+constexpr int64_t kGrain = 1 << 15;  // bytes of packed mask that are worth a thread
 
-MESA_TUNE_INLINE void pack(const uint8_t* __restrict mask, uint8_t* __restrict data, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; ++i) data[i] = gather_bits(mask + 8 * i);
-}
 MESA_TUNE_PATHS(pack, (const uint8_t* mask, uint8_t* data, int64_t bytes), (mask, data, bytes))
 
-MESA_TUNE_INLINE void unpack(const uint8_t* __restrict data, uint8_t* __restrict mask, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; ++i) {
-    const uint64_t bits = data[i] * kSpread & kDiagonal;
-    const uint64_t word = ((bits + 0x7F * kSpread) >> 7) & kSpread;
-    std::memcpy(mask + 8 * i, &word, 8);
-  }
-}
 MESA_TUNE_PATHS(unpack, (const uint8_t* data, uint8_t* mask, int64_t bytes), (data, mask, bytes))
 
 }  // namespace

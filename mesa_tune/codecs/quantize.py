@@ -12,10 +12,11 @@ from torch import Tensor
 
 from mesa_tune import reference
 from mesa_tune.codecs.spec import Memory, Spec
+from mesa_tune.fused_ops import DEQUANTIZE_MUL, QUANTIZE_MAP
 from mesa_tune.maps import KINDS, Mapped
 
 _QUANTIZE = torch.ops.mesa_tune.quantize.default
-_QUANTIZE_MAP = torch.ops.mesa_tune.quantize_map.default
+_DEQUANTIZE_OUT = torch.ops.mesa_tune.dequantize_out.default
 _DEQUANTIZE = torch.ops.mesa_tune.dequantize.default
 
 
@@ -34,11 +35,11 @@ def in_single(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
 
 
 def encode_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> list[Tensor]:
-    """What `encode` makes of a float32 tensor that is made on the way; groups run along its memory."""
-    if spec.quant_groups or mapped.source.dtype != torch.float32:
+    """What `encode` makes of a tensor that is made on the way; groups run along its memory."""
+    if spec.quant_groups:
         return encode(mapped.make(), spec, key)
     kind, inner = KINDS[mapped.kind], mapped.inner
-    data, ranges = _QUANTIZE_MAP(
+    data, ranges = QUANTIZE_MAP(
         mapped.source,
         kind,
         mapped.mean,
@@ -62,6 +63,25 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
         data, ranges, shape, dtype, spec.bits, spec.levels, spec.group_size, spec.quant_groups
     )
     return result
+
+
+def decode_times(parts: Sequence[Tensor], factor: Tensor, spec: Spec) -> Tensor | None:
+    """What `parts` hold times `factor`, of its shape, in one pass; None where that is not possible."""
+    data, ranges = parts
+    if ranges.dtype != torch.float32 or factor.dtype != torch.float32 or spec.quant_groups:
+        return None
+    product: Tensor = DEQUANTIZE_MUL(data, ranges, factor, spec.bits, spec.levels, spec.group_size)
+    return product
+
+
+def decode_run(parts: Sequence[Tensor], first: int, count: int, spec: Spec, out: Tensor) -> None:
+    """Elements `[first, first + count)` into `out`; they begin with a group, and end with one or with all."""
+    data, ranges = parts
+    size = spec.group_size
+    begin, end = first // size, (first + count + size - 1) // size
+    width = spec.bits * reference.plane_bytes(size)
+    own = ranges[begin:end] if ranges.dtype == torch.float32 else _between(ranges[begin:end], spec.levels)
+    _DEQUANTIZE_OUT(data[begin * width : end * width], own, spec.bits, spec.levels, size, 0, out)
 
 
 def _ends(ranges: Tensor, levels: int, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from mesa_tune.codecs import Memory, Spec
 from mesa_tune.errors import RunError
 from mesa_tune.functional.deriving import Recipe, Source, restored, take
 from mesa_tune.functional.formula import Needs, Static
-from mesa_tune.functional.keeping import Meta, encodes, keep, keep_mapped
+from mesa_tune.functional.keeping import Held, Meta, encodes, keep, keep_mapped
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.maps import Mapped
 
@@ -19,7 +19,13 @@ Memories = dict[int, Memory]
 
 
 class Observer(Protocol):
-    """Whoever wants to see what is kept and restored (the profiler); eager only."""
+    """Whoever wants to see what is kept and restored (the profiler); eager only.
+
+    `wants_tensors`: what a step avoids to make is made for it.
+    """
+
+    @property
+    def wants_tensors(self) -> bool: ...
 
     def begin(self, layer: str | None, given: Any) -> None:
         """A torch call begins; `layer` is None for a call that is not routed."""
@@ -32,7 +38,7 @@ class Observer(Protocol):
     def kept(
         self,
         layer: str,
-        lossy: tuple[Tensor, ...],
+        lossy: tuple[Tensor | Mapped, ...],
         kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
@@ -159,8 +165,7 @@ class Apply(torch.autograd.Function):
         ctx.call = _Kept(plan, tuple(kept), tuple(never), present, len(result.exact), len(tensors) - len(own))
         if watch.observer is not None:
             known = [each for each in result.exact if each is not None]
-            seen = tuple(each for each in lossy if isinstance(each, Tensor))
-            watch.observer.kept(plan.layer, seen, tuple(kept), tuple(parts), known)
+            watch.observer.kept(plan.layer, tuple(lossy), tuple(kept), tuple(parts), known)
         if plan.gives is None:
             return result.output
         given = [part for stored, meta in zip(parts, kept, strict=True) if _is_fresh(meta) for part in stored]
@@ -187,11 +192,32 @@ class Apply(torch.autograd.Function):
             return (None,) * (3 + len(plan.needs) + call.extra)
         saved = ctx.saved_tensors
         exact, parts = saved[: call.exact], list(saved[call.exact :])
-        lossy = [restored(kept, take(parts, kept.parts), plan.spec) for kept in call.kept]
-        if watch.observer is not None:
-            watch.observer.backward(Replay(ctx, call, lossy, exact, grads[:1]))
-        found = FORMULAS[plan.name].backward(plan.static, plan.needs, lossy, exact, grads[0])
+        found = _piecewise(call, exact, parts, grads[0])
+        if found is None:
+            lossy = [restored(kept, take(parts, kept.parts), plan.spec) for kept in call.kept]
+            if watch.observer is not None:
+                watch.observer.backward(Replay(ctx, call, lossy, exact, grads[:1]))
+            found = FORMULAS[plan.name].backward(plan.static, plan.needs, lossy, exact, grads[0])
         return (None, None, None, *found, *(None,) * call.extra)
+
+
+def _watched() -> bool:
+    """Whether somebody wants to see every tensor."""
+    return watch.observer is not None and watch.observer.wants_tensors
+
+
+def _piecewise(
+    call: _Kept, exact: Sequence[Tensor], parts: list[Tensor], grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """The gradients without whole decoded copies; None where the formula cannot, or somebody watches."""
+    plan, formula = call.plan, FORMULAS[call.plan.name]
+    if formula.piecewise is None or torch.compiler.is_compiling() or _watched():
+        return None
+    if not all(isinstance(kept, Meta) for kept in call.kept):
+        return None
+    left = list(parts)
+    held = [Held(take(left, kept.parts), kept, plan.spec) for kept in call.kept]  # type: ignore[arg-type]
+    return formula.piecewise(plan.static, plan.needs, held, exact, grad)
 
 
 def _by_input(plan: Plan, extra: Sequence[Tensor | None]) -> dict[int, Source]:
@@ -206,7 +232,7 @@ def _by_input(plan: Plan, extra: Sequence[Tensor | None]) -> dict[int, Source]:
 
 def _settled(each: Tensor | Mapped, spec: Spec) -> Tensor | Mapped:
     """`each`, made unless the encoder can make it and nobody wants to see it."""
-    if isinstance(each, Mapped) and (watch.observer is not None or not encodes(each, spec)):
+    if isinstance(each, Mapped) and (_watched() or not encodes(each, spec)):
         return each.make()
     return each
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from mesa_tune import ops
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.fused_ops import GATE as GATED
+from mesa_tune.fused_ops import PACK_AT_MOST
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -60,7 +62,10 @@ GATES: dict[str, Gate] = {
 def forward(static: Static, needs: Needs, x: Tensor) -> Result:
     kind, in_place, parameters = static
     gate = GATES[kind]
-    shut = ops.pack_bits(gate.shut(x, *parameters))
+    if kind in ("relu", "threshold") and x.dtype == torch.float32:
+        shut = PACK_AT_MOST(x, parameters[0] if parameters else 0.0)
+    else:
+        shut = ops.pack_bits(gate.shut(x, *parameters))
     if in_place and gate.in_place is not None:
         gate.in_place(x, *parameters)
         # A tracer wants the very input back.
@@ -72,10 +77,11 @@ def backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor | None]:
     kind, _, parameters = static
+    slope = parameters[0] if kind == "leaky_relu" else 0.0
+    if grad.dtype == torch.float32 and grad.is_contiguous():
+        return (GATED(grad, exact[0], slope),)
     shut = ops.unpack_bits(exact[0], grad.shape)
-    if kind == "leaky_relu":
-        return (torch.where(shut, grad * parameters[0], grad),)
-    return (grad.masked_fill(shut, 0),)
+    return (torch.where(shut, grad * slope, grad) if slope else grad.masked_fill(shut, 0),)
 
 
 GATE = Formula(

@@ -6,6 +6,7 @@ Bilinear, y_k = a Wₖ bᵀ + b_k, keeps both inputs; the gradient of W multipli
 independent.
 """
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +25,14 @@ from mesa_tune.functional.formula import (
     cast,
     unviewed,
 )
+from mesa_tune.functional.keeping import Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
+
+
+LARGE, PIECES = 1 << 20, 8
+"""An input of at least so many elements is decoded in so many pieces: it is never there as a whole."""
 
 
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
@@ -51,7 +57,30 @@ def _rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
-LINEAR = Formula(forward, backward, "the input, where the weight wants a gradient", independent=(0,))
+def piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """dW as a sum over rows of x, a part of which is decoded at a time."""
+    rows = _rows(grad)
+    large = needs[1] and rows.shape[0] * math.prod(held[0].meta.shape[-1:]) >= LARGE
+    pieces = held[0].rows(PIECES) if large and held[0].meta.dtype == grad.dtype else None
+    if pieces is None:
+        return None
+    dw = None
+    for first, x in pieces:
+        g = rows[first : first + x.shape[0]].t()
+        dw = g @ x if dw is None else dw.addmm_(g, x)
+    dx = grad @ held[-1].whole() if needs[0] else None
+    return dx, dw, rows.sum(0) if needs[2] else None
+
+
+LINEAR = Formula(
+    forward,
+    backward,
+    "the input, where the weight wants a gradient",
+    independent=(0,),
+    piecewise=piecewise,
+)
 
 
 def bilinear_forward(

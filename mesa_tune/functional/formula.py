@@ -37,7 +37,8 @@ class Formula:
     and `exact` are what the forward named, in the same order, `lossy` as decoded. `keeps` says in words what
     is kept. `independent` lists inputs whose gradient does not involve the lossy tensors as long as the other
     inputs are parameters (a linear layer's input): the profiler skips those. `lossless`: nothing is lossy,
-    whatever the settings.
+    whatever the settings. `piecewise` is the same backward without whole decoded copies, over what is held in
+    place of `lossy`; it may return None, and `backward` then has its turn.
     """
 
     forward: Callable[..., Result]
@@ -45,6 +46,7 @@ class Formula:
     keeps: str
     independent: tuple[int, ...] = ()
     lossless: bool = False
+    piecewise: Callable[..., tuple[Tensor | None, ...] | None] | None = None
 
 
 class Route(NamedTuple):

@@ -5,9 +5,10 @@ place operation changes a tensor without moving it. A copy is therefore found by
 only while both the storage and the packed parts are alive.
 """
 
+import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -154,6 +155,62 @@ def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:
     else:
         tensor = CODECS[spec.codec].decode(parts, meta.shape, meta.dtype, spec) if meta.coded else parts[0]
     return tensor if meta.expanded is None else tensor.expand(meta.expanded)
+
+
+class Held(NamedTuple):
+    """A kept tensor that is still packed."""
+
+    parts: list[Tensor]
+    meta: Meta
+    spec: Spec
+
+    @property
+    def codec(self) -> Any:
+        """The codec that packed it; None if it was kept raw, expanded, or by a rule of its own."""
+        return CODECS[self.spec.codec] if self.meta.coded and self.meta.expanded is None else None
+
+    def whole(self) -> Tensor:
+        """The tensor, decoded."""
+        return restore(self.parts, self.meta, self.spec)
+
+    def times(self, factor: Tensor) -> Tensor | None:
+        """The tensor times `factor` of the same shape, in one pass; None where that is not possible."""
+        times = getattr(self.codec, "decode_times", None)
+        known = self.meta.dtype == factor.dtype and self.meta.shape == tuple(factor.shape)
+        if times is None or not known or not self._is_row_major():
+            return None
+        product: Tensor | None = times(self.parts, factor, self.spec)
+        return product
+
+    def rows(self, pieces: int) -> Iterator[tuple[int, Tensor]] | None:
+        """The tensor as a matrix, some rows at a time, each with its first row's number, in the same memory.
+
+        None where that is not possible. What is given out is overwritten by the next.
+        """
+        if not hasattr(self.codec, "decode_run") or not self._is_row_major() or self.spec.quant_groups:
+            return None
+        width, rows = self.meta.shape[-1], math.prod(self.meta.shape[:-1])
+        step = self.spec.group_size // math.gcd(self.spec.group_size, width)
+        each = -(-rows // pieces + step - 1) // step * step
+        return self._rows(width, rows, -(-rows // (pieces * step)) * step) if each < rows else None
+
+    def _rows(self, width: int, rows: int, each: int) -> Iterator[tuple[int, Tensor]]:
+        buffer = self.parts[0].new_empty(min(each, rows) * width, dtype=self.meta.dtype)
+        for first in range(0, rows, each):
+            count = min(each, rows - first)
+            out = buffer[: count * width]
+            self.codec.decode_run(self.parts, first * width, count * width, self.spec, out)
+            yield first, out.view(count, width)
+
+    def _is_row_major(self) -> bool:
+        if self.meta.strides is None:
+            return True
+        count = 1
+        for size, stride in zip(reversed(self.meta.shape), reversed(self.meta.strides), strict=True):
+            if size > 1 and stride != count:
+                return False
+            count *= size
+        return True
 
 
 def _encode_once(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mesa_tune import maps
 from mesa_tune.functional.curves import CURVES
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.keeping import Held
 from mesa_tune.functional.rowwise import aligned, is_statistic
 
 if TYPE_CHECKING:
@@ -40,7 +41,23 @@ def backward(
     return (CURVES[kind].back(grad, lossy[0]).to(dtype),)
 
 
-POINTWISE = Formula(forward, backward, "the derivative at the input; the output of sigmoid, tanh and exp")
+def piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
+) -> tuple[Tensor | None] | None:
+    """Where what is kept is the derivative, it is multiplied as it is decoded."""
+    kind, _, _, dtype = static
+    if CURVES[kind].back is not torch.mul or dtype != grad.dtype:
+        return None
+    product = held[0].times(grad)
+    return None if product is None else (product,)
+
+
+POINTWISE = Formula(
+    forward,
+    backward,
+    "the derivative at the input; the output of sigmoid, tanh and exp",
+    piecewise=piecewise,
+)
 
 
 _NORMALIZING = ("sqrt", "rsqrt", "reciprocal", "pow", "over")

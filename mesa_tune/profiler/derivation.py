@@ -44,6 +44,8 @@ class Made(NamedTuple):
 class Links:
     """Observer of a step that derives: which kept tensors are made again, and of what."""
 
+    wants_tensors = False
+
     def __init__(self) -> None:
         self.turns = Turns()
         self.known: dict[int, Place] = {}
@@ -63,7 +65,7 @@ class Links:
     def kept(
         self,
         layer: str,
-        lossy: tuple[Tensor, ...],
+        lossy: tuple[Any, ...],
         kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],

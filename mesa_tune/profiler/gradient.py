@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,7 @@ class _Recording:
     hooked: dict[str, list[Tensor]] = field(default_factory=dict)
     open: bool = True
     changed: tuple[str, Spec, Tensor] | None = None
+    wants_tensors: ClassVar[bool] = True
 
     def begin(self, layer: str | None, given: Any) -> None: ...
 
@@ -94,7 +95,7 @@ class _Recording:
     def kept(
         self,
         layer: str,
-        lossy: tuple[Tensor, ...],
+        lossy: tuple[Any, ...],
         kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],

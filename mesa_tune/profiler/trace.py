@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from mesa_tune.functional.apply import Replay, watch
 from mesa_tune.functional.deriving import Recipe
 from mesa_tune.functional.keeping import Meta
+from mesa_tune.maps import Mapped
 from mesa_tune.profiler.meter import Meter
 
 NEVER = 1 << 62
@@ -152,6 +153,8 @@ class Turns:
 class Tracer:
     """The observer that fills a `StepTrace`."""
 
+    wants_tensors = False
+
     def __init__(self, recorder: Recorder, is_static: Callable[[Tensor], bool]) -> None:
         self.recorder = recorder
         self.trace = recorder.trace
@@ -173,7 +176,7 @@ class Tracer:
     def kept(
         self,
         layer: str,
-        lossy: tuple[Tensor, ...],
+        lossy: tuple[Tensor | Mapped, ...],
         kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
@@ -186,7 +189,8 @@ class Tracer:
                 self.trace.serving.update(_serving(how))
             elif how.coded:
                 self._coded(place, how, stored)
-                self._encoded(layer, tensor)
+                if isinstance(tensor, Tensor):
+                    self._encoded(layer, tensor)
             else:
                 aside += stored
         for tensor in aside:

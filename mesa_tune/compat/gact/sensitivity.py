@@ -10,7 +10,7 @@ so a batch that just fits still fits.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class Estimate:
     copies: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     sending: bool = False
+    wants_tensors: ClassVar[bool] = True
 
     def begin(self, layer: str | None, given: Any) -> None: ...
 

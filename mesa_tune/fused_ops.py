@@ -1,0 +1,102 @@
+"""Ops that spare a pass over memory: something is made while it is encoded, or used while it is decoded.
+
+Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul, pack_at_most, gate}`. They
+are pure; their default kernels, in PyTorch, give the same bytes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mesa_tune import maps, ops
+
+_SIZES = "int bits, int levels, int group_size"
+_MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
+_SCHEMAS = {
+    "quantize_map": f"(Tensor x, {_MAP}, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor, Tensor)",
+    "dequantize_mul": f"(Tensor data, Tensor ranges, Tensor factor, {_SIZES}) -> Tensor",
+    "pack_at_most": "(Tensor x, float limit) -> Tensor",
+    "gate": "(Tensor grad, Tensor data, float slope) -> Tensor",
+}
+
+
+def quantize_map(
+    x: Tensor,
+    map: int,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    inner: int,
+    bits: int,
+    levels: int,
+    group_size: int,
+    stochastic: bool,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`quantize` of map number `map` (`maps.apply`) of x."""
+    made = maps.apply(x, map, mean, rstd, inner)
+    sizes = (bits, levels, group_size, 0)
+    parts: tuple[Tensor, Tensor] = torch.ops.mesa_tune.quantize.default(made, *sizes, stochastic, seed)
+    return parts
+
+
+def dequantize_mul(
+    data: Tensor, ranges: Tensor, factor: Tensor, bits: int, levels: int, group_size: int
+) -> Tensor:
+    """What was quantized, in the shape of the float32 `factor`, times that; contiguous."""
+    sizes = (bits, levels, group_size, 0)
+    decoded: Tensor = torch.ops.mesa_tune.dequantize.default(data, ranges, factor.shape, factor.dtype, *sizes)
+    return decoded.mul_(factor)
+
+
+def pack_at_most(x: Tensor, limit: float) -> Tensor:
+    """Where the float32 x is at most `limit`, one bit an element."""
+    return ops.pack_bits(x <= limit)
+
+
+def gate(grad: Tensor, data: Tensor, slope: float) -> Tensor:
+    """The float32 `grad`, times `slope` where the bit is set (0 if that is 0); contiguous."""
+    shut, grad = ops.unpack_bits(data, grad.shape), grad.contiguous()
+    return torch.where(shut, grad * slope, grad) if slope else grad.masked_fill(shut, 0)
+
+
+def _fake_quantize_map(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+    bits, levels, group_size, *noise = arguments[4:]
+    return ops.fake_quantize(x, bits, levels, group_size, 0, *noise)  # type: ignore[arg-type]
+
+
+def _fake_like_factor(data: Tensor, ranges: Tensor, factor: Tensor, *sizes: int) -> Tensor:
+    return factor.new_empty(factor.shape)
+
+
+def _fake_pack(x: Tensor, limit: float) -> Tensor:
+    return x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
+
+
+def _fake_gate(grad: Tensor, data: Tensor, slope: float) -> Tensor:
+    return grad.new_empty(grad.shape)
+
+
+_KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+    "quantize_map": (quantize_map, _fake_quantize_map),
+    "dequantize_mul": (dequantize_mul, _fake_like_factor),
+    "pack_at_most": (pack_at_most, _fake_pack),
+    "gate": (gate, _fake_gate),
+}
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library("mesa_tune", "FRAGMENT")
+    for name, (default, fake) in _KERNELS.items():
+        library.define(name + _SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, default, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mesa_tune::{name}", fake, lib=library)
+    return library
+
+
+_library = _define()
+
+QUANTIZE_MAP = torch.ops.mesa_tune.quantize_map.default
+DEQUANTIZE_MUL = torch.ops.mesa_tune.dequantize_mul.default
+PACK_AT_MOST = torch.ops.mesa_tune.pack_at_most.default
+GATE = torch.ops.mesa_tune.gate.default
