@@ -1,17 +1,21 @@
-"""How fast do the CPU kernels encode and decode, beside the reference and a `copy_` of the same source?
+"""How fast do the CPU kernels encode and decode, beside a `copy_` of the same source?
 
-    python benchmarks/quantize.py [--bits 1 2 4 8] [--sizes 22 25] [--rounds 15]
+    python benchmarks/quantize.py [--bits 4 8] [--dtypes float32] [--paths avx512 avx2] [--rounds 9]
 
-Correctness comes first: the kernels must give the reference's bytes at every size and width that is timed.
-Then everything takes turns (copy, encode, decode, and the reference in every fifth round), into memory that
-has been touched; only ratios within a round count on a shared machine. Bandwidth is bytes read plus bytes
-written over time, as a fraction of what `copy_` reaches.
+Correctness comes first: the kernels must give the reference's bytes at every width, dtype and vector path
+that is timed. Then copy, encode and decode take turns, into memory that has been touched, and each round is
+set against its own copy: only ratios mean something on a shared machine. Vector paths are chosen as torch's
+own are, by ATEN_CPU_CAPABILITY, each in a process of its own; they are compared by their ratios to `copy_`,
+which is bound by memory on all of them. Every figure stands beside its bound.
 """
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,28 +25,64 @@ from torch import Tensor
 from mesa_tune import ops, reference
 
 GROUP_SIZE = 256
-REFERENCE_EVERY = 5
+CHECKED = 1 << 20  # elements of the check, the last group a part of one
 SEED = torch.tensor([1])
+PATHS = {"AVX512": ("avx512", "avx2", "default"), "AVX2": ("avx2", "default")}
+# Times `copy_` of float32; twice that for 16-bit numbers, whose copy moves half as much.
+ENCODE, ENCODE_ELSE = {2: 2.5, 4: 2.2, 8: 2.5}, 3.5
+DECODE, DECODE_ELSE = {4: 1.6, 8: 1.6}, 2.2
+AVX2_BOUND = 2.0  # times the AVX-512 path
+Case = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[22, 25], help="log2 of the elements (float32)"
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
+    arguments = parse()
     if not ops.native():
         sys.exit("the native kernels are not loaded: `mesa-tune doctor` says how to build them")
-    cases = []
-    for size in arguments.sizes:
-        x = torch.randn(1 << size)
+    if arguments.here:
+        json.dump(list(cases(arguments)), sys.stdout)
+        return
+    found: dict[str, list[Case]] = {}
+    for path in arguments.paths:
+        found[path] = in_process(path)
+        for case, widest in zip(found[path], found[arguments.paths[0]], strict=True):
+            print(describe(case, widest), flush=True)
+    result = {"subject": "quantize and dequantize", "elements": f"2^{arguments.size}", "paths": found}
+    print(f"appended to {append('quantize', result)}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    paths = PATHS.get(torch.backends.cpu.get_cpu_capability(), ("default",))
+    parser.add_argument("--bits", type=int, nargs="+", default=list(range(1, 9)))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--paths", nargs="+", choices=paths, default=list(paths))
+    parser.add_argument("--size", type=int, default=25, help="log2 of the elements")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--here", action="store_true", help="time this process's path; JSON to stdout")
+    return parser.parse_args()
+
+
+def in_process(path: str) -> list[Case]:
+    """The cases, timed by a process that takes this vector path."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": path}
+    command = [sys.executable, *sys.argv, "--here"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    cases: list[Case] = json.loads(done.stdout)
+    return [{"path": path, **case} for case in cases]
+
+
+def cases(arguments: argparse.Namespace) -> Sequence[Case]:
+    """One result a dtype and width, measured here."""
+    found = []
+    for name in arguments.dtypes:
+        x = torch.randn(1 << arguments.size).to(getattr(torch, name))
         for bits in arguments.bits:
-            check(x, bits)
-            cases.append({"log2_elements": size, "bits": bits, **measure(x, bits, arguments.rounds)})
-            print(describe(cases[-1]), flush=True)
-    print(f"appended to {append('quantize', {'subject': 'quantize and dequantize', 'cases': cases})}")
+            check(x[: CHECKED - 7], bits)
+            found.append({"dtype": name, "bits": bits, **measure(x, bits, arguments.rounds)})
+    return found
 
 
 def check(x: Tensor, bits: int) -> None:
@@ -53,35 +93,26 @@ def check(x: Tensor, bits: int) -> None:
     decoded = torch.ops.mesa_tune.dequantize(data, ranges, x.shape, x.dtype, *sizes)
     same = torch.equal(data, expected[0]) and torch.equal(ranges, expected[1])
     if not same or not torch.equal(decoded, reference.dequantize(data, ranges, x.shape, x.dtype, *sizes)):
-        sys.exit(f"kernel and reference differ at {bits} bits and {x.numel()} elements")
+        sys.exit(f"kernel and reference differ at {bits} bits, {x.dtype}")
 
 
-def measure(x: Tensor, bits: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds, speed-ups over the reference and bandwidth as a fraction of copy's, with their spread."""
+def measure(x: Tensor, bits: int, rounds: int) -> Case:
+    """Milliseconds, and times the copy of the same round; medians with their spread."""
     packed, out = ops.quantize(x, bits, GROUP_SIZE, seed=SEED), torch.zeros_like(x)
-    sizes = (bits, 1 << bits, GROUP_SIZE, 0)
-    native: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], Any]] = {
         "copy": lambda: out.copy_(x),
         "encode": lambda: ops.quantize(x, bits, GROUP_SIZE, seed=SEED, out=packed),
         "decode": lambda: ops.dequantize(packed, out=out),
     }
-    plain: dict[str, Callable[[], Any]] = {
-        "reference encode": lambda: reference.quantize(x, *sizes, True, SEED),
-        "reference decode": lambda: reference.dequantize(
-            packed.data, packed.ranges, x.shape, x.dtype, *sizes
-        ),
-    }
-    times: dict[str, list[float]] = {name: [] for name in (*native, *plain)}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-1, rounds):
-        due = native if turn % REFERENCE_EVERY else {**native, **plain}
-        for name, call in due.items():
+        for name, call in calls.items():
             elapsed = timed(call)
             if turn >= 0:  # the first round warms up
                 times[name].append(elapsed)
     return {
         "ms": {name: spread(values)._asdict() for name, values in times.items()},
-        "times_the_reference": {name: speedup(times, name) for name in ("encode", "decode")},
-        "of_copy_bandwidth": {name: bandwidth(times, name, x, packed) for name in ("encode", "decode")},
+        "times_copy": {name: ratios(times["copy"], times[name])._asdict() for name in ("encode", "decode")},
     }
 
 
@@ -91,28 +122,34 @@ def timed(call: Callable[[], Any]) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def speedup(times: Mapping[str, list[float]], name: str) -> dict[str, float]:
-    """The reference's time over the kernel's in the rounds that have both."""
-    return ratios(times[name][::REFERENCE_EVERY], times[f"reference {name}"])._asdict()
+def bounds(case: Mapping[str, Any]) -> dict[str, float]:
+    """How many times `copy_` each direction may take on the widest path."""
+    factor = 1.0 if case["dtype"] == "float32" else 2.0
+    return {
+        "encode": factor * ENCODE.get(case["bits"], ENCODE_ELSE),
+        "decode": factor * DECODE.get(case["bits"], DECODE_ELSE),
+    }
 
 
-def bandwidth(
-    times: Mapping[str, list[float]], name: str, x: Tensor, packed: ops.Quantized
-) -> dict[str, float]:
-    """Bytes moved a second over those of `copy_`, round by round."""
-    moved = (x.nbytes + packed.nbytes) / (2 * x.nbytes)
-    return {key: moved * value for key, value in ratios(times[name], times["copy"])._asdict().items()}
+def describe(case: Mapping[str, Any], widest: Mapping[str, Any]) -> str:
+    """One line for people: each figure, its bound, and whether it holds."""
+    parts = [
+        f"{case['path']}, {case['dtype']}, {case['bits']} bits: copy {case['ms']['copy']['median']:.1f} ms"
+    ]
+    for name, bound in bounds(case).items():
+        times = case["times_copy"][name]["median"]
+        text = f"{name} {case['ms'][name]['median']:.1f} ms, {times:.2f} times copy"
+        if case["path"] == widest["path"] != "default":
+            text += verdict(times, bound)
+        elif case["path"] == "avx2":
+            beside = times / widest["times_copy"][name]["median"]
+            text += f", {beside:.2f} times {widest['path']}" + verdict(beside, AVX2_BOUND)
+        parts.append(text)
+    return "; ".join(parts)
 
 
-def describe(case: Mapping[str, Any]) -> str:
-    """One line for people."""
-    parts = [f"2^{case['log2_elements']} elements, {case['bits']} bits:"]
-    for name in ("encode", "decode"):
-        faster = case["times_the_reference"][name]["median"]
-        share = case["of_copy_bandwidth"][name]["median"]
-        milliseconds = case["ms"][name]["median"]
-        parts.append(f"{name} {milliseconds:.1f} ms ({faster:.0f} times the reference, {share:.2f} of copy)")
-    return " ".join(parts)
+def verdict(times: float, bound: float) -> str:
+    return f" (at most {bound:.1f}: {'holds' if times <= bound else 'DOES NOT HOLD'})"
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Layout {
     const int64_t base = group * group_step;
     if (count_ == 0) return visit(base, 1, n);
     const Axis last = axes_[count_ - 1];
-    int64_t row = index / last.size;
+    int64_t row = count_ == 1 ? 0 : index / last.size;
     int64_t column = index - row * last.size;
     while (n > 0) {
       const int64_t count = std::min(n, last.size - column);

@@ -1,33 +1,22 @@
 // Gives the kernels of the CPU, and of CUDA where it was built, to the operators that mesa_tune/ops.py
 // defines. Checks what memory safety needs; what users may get wrong is checked, and explained, there.
 
-#include "quantize.h"
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
 
 #ifdef MESA_TUNE_CUDA
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #endif
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include <optional>
-#include <tuple>
-#include <vector>
 
 namespace mesa_tune {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-Dtype dtype_of(ScalarType type) {
-  if (type == ScalarType::Float) return Dtype::kFloat;
-  if (type == ScalarType::Half) return Dtype::kHalf;
-  STD_TORCH_CHECK(type == ScalarType::BFloat16, "expected float32, float16 or bfloat16");
-  return Dtype::kBFloat16;
-}
 
 // Runs the kernels of the device that `x` is on: CUDA's on its current stream.
 template <class OnCpu, class OnCuda>
@@ -44,64 +33,26 @@ void dispatch(const Tensor& x, const OnCpu& on_cpu, [[maybe_unused]] const OnCud
 #endif
 }
 
-bool together(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
-}
-
-void check(const Settings& s, const Tensor& x) {
-  STD_TORCH_CHECK(s.bits >= 1 && s.bits <= 8, "expected 1 to 8 bits, but got ", s.bits);
-  STD_TORCH_CHECK(s.levels >= 2 && s.levels <= int64_t{1} << s.bits, "expected 2 to 2**bits levels, but got ",
-                  s.levels);
-  STD_TORCH_CHECK(s.quant_groups >= 0, "expected no negative quant_groups, but got ", s.quant_groups);
-  if (s.quant_groups == 0) {
-    STD_TORCH_CHECK(s.group_size >= 1, "expected a positive group_size, but got ", s.group_size);
-    return;
-  }
-  const int64_t dims = x.dim();
-  const int64_t extent = dims == 0 ? 1 : x.size(dims == 4 || dims == 5 ? 1 : dims - 1);
-  STD_TORCH_CHECK(extent % s.quant_groups == 0, "quant_groups ", s.quant_groups, " does not divide ", extent);
-}
-
-Strided strided(const Tensor& x, void* data, const Settings& s) {
-  return {data, dtype_of(x.scalar_type()), make_layout(x.sizes(), x.strides(), x.dim(), s), x.numel()};
-}
-
-void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, const Split& parts,
-                  int64_t bits) {
-  STD_TORCH_CHECK(together(x, data) && together(x, ranges),
-                  "expected data and ranges on the tensor's device");
-  STD_TORCH_CHECK(
-      data.scalar_type() == ScalarType::Byte && data.is_contiguous() && data.numel() == parts.bytes(bits),
-      "expected contiguous data of ", parts.bytes(bits), " bytes (uint8), but got ", data.numel());
-  STD_TORCH_CHECK(ranges.scalar_type() == ScalarType::Float && ranges.is_contiguous() &&
-                      ranges.numel() == 2 * parts.groups(),
-                  "expected contiguous float32 ranges of ", parts.groups(), " groups, but got ",
-                  ranges.numel(), " numbers");
-}
-
-Noise noise_of(const Tensor& x, bool stochastic, const std::optional<Tensor>& seed) {
-  if (!stochastic) return {false, 0};
-  STD_TORCH_CHECK(seed.has_value() && (seed->is_cpu() || together(*seed, x)) &&
-                      seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
-                  "stochastic rounding needs a seed: an int64 tensor of one element on the CPU or on the "
-                  "tensor's device");
-  const auto* number = static_cast<const int64_t*>(seed->const_data_ptr());
-  return seed->is_cpu() ? Noise{true, *number} : Noise{true, 0, number};
+void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, const Settings& s) {
+  const Split parts = split(x.numel(), s);
+  dense(data, x, ScalarType::Byte, parts.bytes(s.bits), "data");
+  dense(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges");
 }
 
 void encode(const Tensor& x, const Settings& s, bool stochastic, const std::optional<Tensor>& seed,
             const Tensor& data, const Tensor& ranges) {
+  check_packed(x, data, ranges, s);
   const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()),
                       static_cast<float*>(ranges.mutable_data_ptr())};
-  const Noise noise = noise_of(x, stochastic, seed);
-  const Strided from = strided(x, const_cast<void*>(x.const_data_ptr()), s);
+  const Noise noise = read_noise(x, stochastic, seed);
+  const Strided from = strided(x, s);
   dispatch(
       x, [&] { cpu::quantize(from, s, noise, packed); },
       [&](auto stream) { cuda::quantize(from, s, noise, packed, stream); });
 }
 
 void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
-  check_packed(out, data, ranges, split(out.numel(), s), s.bits);
+  check_packed(out, data, ranges, s);
   const Packed packed{const_cast<uint8_t*>(static_cast<const uint8_t*>(data.const_data_ptr())),
                       const_cast<float*>(static_cast<const float*>(ranges.const_data_ptr()))};
   const Strided to = strided(out, out.mutable_data_ptr(), s);
@@ -113,7 +64,7 @@ void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const T
 std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
                                     int64_t quant_groups, bool stochastic, std::optional<Tensor> seed) {
   const Settings s{bits, levels, group_size, quant_groups};
-  check(s, x);
+  check_settings(s, x);
   const Split parts = split(x.numel(), s);
   Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
   Tensor ranges = torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float);
@@ -124,8 +75,7 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int6
 void quantize_out(Tensor x, int64_t bits, int64_t levels, int64_t group_size, int64_t quant_groups,
                   bool stochastic, std::optional<Tensor> seed, Tensor data, Tensor ranges) {
   const Settings s{bits, levels, group_size, quant_groups};
-  check(s, x);
-  check_packed(x, data, ranges, split(x.numel(), s), bits);
+  check_settings(s, x);
   encode(x, s, stochastic, seed, data, ranges);
 }
 
@@ -133,7 +83,7 @@ Tensor dequantize(Tensor data, Tensor ranges, std::vector<int64_t> shape, Scalar
                   int64_t levels, int64_t group_size, int64_t quant_groups) {
   const Settings s{bits, levels, group_size, quant_groups};
   Tensor out = torch::stable::new_empty(ranges, shape, dtype);
-  check(s, out);
+  check_settings(s, out);
   decode(data, ranges, s, out);
   return out;
 }
@@ -141,7 +91,7 @@ Tensor dequantize(Tensor data, Tensor ranges, std::vector<int64_t> shape, Scalar
 void dequantize_out(Tensor data, Tensor ranges, int64_t bits, int64_t levels, int64_t group_size,
                     int64_t quant_groups, Tensor out) {
   const Settings s{bits, levels, group_size, quant_groups};
-  check(s, out);
+  check_settings(s, out);
   for (int64_t d = 0; d < out.dim(); ++d)
     STD_TORCH_CHECK(out.size(d) <= 1 || out.stride(d) != 0,
                     "expected an out whose elements have their own memory");

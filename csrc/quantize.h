@@ -32,6 +32,10 @@ struct Noise {
 namespace cpu {
 
 void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed);
+// The same for ranges that are given; values outside take the nearest end.
+void quantize_within(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed);
+// Minimum and maximum of every group.
+void extents(const Strided& x, const Settings& settings, float* ends);
 void dequantize(const Packed& packed, const Settings& settings, const Strided& out);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);

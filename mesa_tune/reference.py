@@ -131,7 +131,7 @@ def round_rows(rows: Tensor, ranges: Tensor, levels: int | Tensor, seed: Tensor 
     inverse = torch.where(step > 0, 1.0 / step, 0.0)
     position = ((rows * factor - base) * inverse).clamp_min(0.0)
     position = position.minimum(torch.zeros_like(step) + (levels - 1))
-    position = torch.where(torch.isnan(step), 0.0, position)
+    position = torch.where(step > 0, position, 0.0)
     whole = position.trunc()
     element = torch.arange(rows.shape[1], device=rows.device)
     threshold = noise(seed, first, ranges, element) if seed is not None else 0.5

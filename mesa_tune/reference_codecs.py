@@ -18,13 +18,13 @@ _MAGNITUDES = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF), 8: (torch
 
 
 def extents(x: Tensor, group_size: int, quant_groups: int) -> Tensor:
-    """Minimum and maximum of every group of x, fp32 `[groups, 2]`."""
+    """Minimum and maximum of every group of x, fp32 `[groups, 2]`; zeros are positive."""
     numel = x.numel()
     flat = as_groups(x.detach(), quant_groups)
     found = flat.new_zeros(group_count(numel, group_size, quant_groups), 2, dtype=torch.float32)
     for first, groups, elements, _ in reference.pieces(numel, group_size, quant_groups, 1, flat.device):
         rows = flat[elements].view(groups, -1)
-        found[first : first + groups] = torch.stack([rows.amin(1), rows.amax(1)], 1)
+        found[first : first + groups] = torch.stack([rows.amin(1), rows.amax(1)], 1) + 0.0
     return found
 
 

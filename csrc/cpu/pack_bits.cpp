@@ -3,23 +3,18 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "paths.h"
+#include "bits.h"
 #include "quantize.h"
 
 namespace mesa_tune::cpu {
 namespace {
 
 constexpr int64_t kGrain = 1 << 15;                 // bytes of packed mask that are worth a thread
-constexpr uint64_t kGather = 0x0102040810204080;    // brings the low bits of eight bytes into the top byte
 constexpr uint64_t kSpread = 0x0101010101010101;    // a byte into all eight
 constexpr uint64_t kDiagonal = 0x8040201008040201;  // bit i of byte i
 
 MESA_TUNE_INLINE void pack(const uint8_t* __restrict mask, uint8_t* __restrict data, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; ++i) {
-    uint64_t word;
-    std::memcpy(&word, mask + 8 * i, 8);
-    data[i] = static_cast<uint8_t>((word * kGather) >> 56);
-  }
+  for (int64_t i = 0; i < bytes; ++i) data[i] = gather_bits(mask + 8 * i);
 }
 MESA_TUNE_PATHS(pack, (const uint8_t* mask, uint8_t* data, int64_t bytes), (mask, data, bytes))
 

@@ -1,120 +1,126 @@
-// quantize and dequantize on the CPU. Groups that fit the first-level cache are measured, rounded and packed
-// in one pass. Larger ones are measured by pieces, then rounded and packed by tiles, so that a single group
-// still keeps every thread busy. Which thread does what changes nothing: noise depends on positions alone.
+// quantize, quantize_within and extents on the CPU. Groups that fit the first-level cache are measured,
+// rounded and packed in one pass. Larger ones are measured by pieces, then rounded and packed by tiles, so
+// that a single group still keeps every thread busy. Which thread does what changes nothing: noise depends on
+// positions alone.
 
 #include "quantize.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <vector>
 
+#include "groups.h"
 #include "planes.h"
 #include "rounding.h"
-#include "tile.h"
 
 namespace mesa_tune::cpu {
 namespace {
-
-constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
 
 struct Encode {
   const Strided& x;
   const Settings& settings;
   const Noise& noise;
   const Packed& packed;
+  bool given;  // the ranges are there, and values may lie outside
   Keys keys;
 };
 
-struct Decode {
-  const Packed& packed;
-  const Settings& settings;
-  const Strided& out;
-};
-
-// Where elements of a group are in a layout's count: groups of consecutive elements count through the tensor.
-MESA_TUNE_INLINE int64_t start(const Settings& settings, const Span& span, int64_t group) {
-  return settings.quant_groups > 0 ? 0 : span.element + (group - span.first) * span.size;
-}
-
-MESA_TUNE_INLINE int64_t layout_group(const Settings& settings, int64_t group) {
-  return settings.quant_groups > 0 ? group : 0;
-}
-
-MESA_TUNE_INLINE uint8_t* planes_of(const Packed& packed, const Settings& settings, const Span& span,
-                                    int64_t group) {
-  return packed.data + span.byte + (group - span.first) * settings.bits * span.plane();
-}
-
-MESA_TUNE_INLINE Range range_of(const Packed& packed, int64_t group) {
-  return {packed.ranges[2 * group], packed.ranges[2 * group + 1]};
-}
-
-MESA_TUNE_INLINE void keep_range(const Packed& packed, int64_t group, const Range& range) {
-  packed.ranges[2 * group] = range.zero;
-  packed.ranges[2 * group + 1] = range.step;
-}
-
-// A wide group's values are quartered first, so that no difference overflows.
-MESA_TUNE_INLINE const float* quarter(const Range& range, const float* values, int64_t n, float* buffer) {
+// The values as they are rounded: not below a given range, and quartered in a wide one, so that no difference
+// overflows. Above a range the rounding itself ends at the top level; one of a single value has code 0 alone.
+MESA_TUNE_INLINE const float* fit(const Encode& task, const Range& range, const float* values, int64_t n,
+                                  float* buffer) {
+  if (task.given) {
+    const float most = range.step == 0 ? range.zero : std::numeric_limits<float>::infinity();
+    for (int64_t i = 0; i < n; ++i) buffer[i] = std::min(std::max(values[i], range.zero), most);
+    values = buffer;
+  }
   if (!range.wide()) return values;
   for (int64_t i = 0; i < n; ++i) buffer[i] = values[i] * kQuarter;
   return buffer;
 }
 
-MESA_TUNE_INLINE void expand(const Range& range, const uint8_t* codes, int64_t n, float* values) {
-  if (range.wide()) return decode_wide(range, codes, n, values);
-  decode(range, codes, n, values);
+// Ranges and keys of some groups. They take as long as the rounding of sixty elements, one by one; side by
+// side, as vectors, next to nothing.
+struct Batch {
+  static constexpr int64_t kMost = 64;
+
+  MESA_TUNE_INLINE void measure_all(int64_t count, int64_t levels) {
+    for (int64_t i = 0; i < count; ++i) {
+      const Range range = measure({low[i], high[i]}, levels);
+      zero[i] = range.zero;
+      step[i] = range.step;
+    }
+  }
+  MESA_TUNE_INLINE void keep_ranges(const Packed& packed, int64_t first, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) keep_range(packed, first + i, {zero[i], step[i]});
+  }
+  MESA_TUNE_INLINE void read_ranges(const Packed& packed, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      const Range range = range_of(packed, first + i);
+      zero[i] = range.zero;
+      step[i] = range.step;
+    }
+  }
+  MESA_TUNE_INLINE void mix_keys(int64_t count, const Keys& keys, int64_t group) {
+    for (int64_t i = 0; i < count; ++i) {
+      const Keys own = keys.of_group(group + i, {zero[i], step[i]});
+      one[i] = own.one;
+      two[i] = own.two;
+    }
+  }
+
+  const float* values[kMost];
+  int32_t low[kMost], high[kMost];
+  float zero[kMost], step[kMost];
+  uint32_t one[kMost], two[kMost];
+};
+
+MESA_TUNE_INLINE void encode_group(const Encode& task, const Span& span, int64_t group, const float* values,
+                                   const Keys& keys, float* buffer) {
+  alignas(64) uint8_t codes[kTile];
+  const Settings& s = task.settings;
+  const Range range = range_of(task.packed, group);
+  uint8_t* planes = planes_of(task.packed, s, span, group);
+  if (!range.valid()) {
+    std::memset(planes, 0, static_cast<size_t>(s.bits * span.plane()));
+    return;
+  }
+  const Encoder encoder(range, s.levels, task.noise.stochastic, keys);
+  encoder.encode(fit(task, range, values, span.size, buffer), span.size, 0, codes);
+  for (int64_t i = span.size; i < 8 * span.plane(); ++i) codes[i] = 0;
+  transpose_rows(codes, span.plane(), 8, planes, span.plane(), s.bits, span.plane());
 }
 
 // Whole groups [from, to) of a span.
 MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_t from, int64_t to) {
   alignas(64) float buffer[kTile];
-  alignas(64) uint8_t codes[kTile];
-  const Settings& s = task.settings;
-  for (int64_t group = from; group < to; ++group) {
-    const float* values = load(task.x, layout_group(s, group), start(s, span, group), span.size, buffer);
-    Extremes extremes;
-    extremes.include(values, span.size);
-    const Range range = measure(extremes, s.levels);
-    keep_range(task.packed, group, range);
-    uint8_t* planes = planes_of(task.packed, s, span, group);
-    if (!range.valid()) {
-      std::memset(planes, 0, static_cast<size_t>(s.bits * span.plane()));
-      continue;
+  Batch batch;
+  const int64_t most = std::clamp<int64_t>(kTile / span.size, 1, Batch::kMost);
+  for (int64_t first = from; first < to; first += most) {
+    const int64_t count = std::min(most, to - first);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t in = layout_group(task.settings, first + i);
+      batch.values[i] =
+          load(task.x, in, start(task.settings, span, first + i), span.size, buffer + i * span.size);
+      if (task.given) continue;
+      Extremes extremes;
+      extremes.include(batch.values[i], span.size);
+      batch.low[i] = extremes.low;
+      batch.high[i] = extremes.high;
     }
-    const Encoder encoder(range, s.levels, task.noise.stochastic, task.keys.of_group(group, range));
-    encoder.encode(quarter(range, values, span.size, buffer), span.size, 0, codes);
-    for (int64_t i = span.size; i < 8 * span.plane(); ++i) codes[i] = 0;
-    transpose_rows(codes, span.plane(), 8, planes, span.plane(), s.bits, span.plane());
+    if (task.given) {
+      batch.read_ranges(task.packed, first, count);
+    } else {
+      batch.measure_all(count, task.settings.levels);
+      batch.keep_ranges(task.packed, first, count);
+    }
+    batch.mix_keys(count, task.keys, first);
+    for (int64_t i = 0; i < count; ++i) {
+      encode_group(task, span, first + i, batch.values[i], {batch.one[i], batch.two[i]},
+                   buffer + i * span.size);
+    }
   }
 }
 MESA_TUNE_PATHS(encode_groups, (const Encode& task, const Span& span, int64_t from, int64_t to),
                 (task, span, from, to))
-
-MESA_TUNE_INLINE void decode_groups(const Decode& task, const Span& span, int64_t from, int64_t to) {
-  alignas(64) float buffer[kTile];
-  alignas(64) uint8_t codes[kTile];
-  const Settings& s = task.settings;
-  for (int64_t group = from; group < to; ++group) {
-    const Range range = range_of(task.packed, group);
-    const int64_t index = start(s, span, group), in = layout_group(s, group);
-    transpose_rows(planes_of(task.packed, s, span, group), span.plane(), s.bits, codes, span.plane(), 8,
-                   span.plane());
-    if (direct(task.out)) {
-      expand(range, codes, span.size, address(task.out, in, index));
-    } else {
-      expand(range, codes, span.size, buffer);
-      store(buffer, in, index, span.size, task.out);
-    }
-  }
-}
-MESA_TUNE_PATHS(decode_groups, (const Decode& task, const Span& span, int64_t from, int64_t to),
-                (task, span, from, to))
-
-constexpr int64_t pieces(int64_t size, int64_t piece) {
-  return (size + piece - 1) / piece;
-}
 
 // Extremes of pieces [from, to), counted through the groups of a span.
 MESA_TUNE_INLINE void measure_pieces(const Encode& task, const Span& span, Extremes* found, int64_t from,
@@ -132,11 +138,6 @@ MESA_TUNE_PATHS(measure_pieces,
                 (const Encode& task, const Span& span, Extremes* found, int64_t from, int64_t to),
                 (task, span, found, from, to))
 
-// Elements of run `run` of a tile that begins at column `column`.
-MESA_TUNE_INLINE int64_t run_length(const Span& span, int64_t first, int64_t columns) {
-  return std::clamp<int64_t>(span.size - first, 0, columns);
-}
-
 MESA_TUNE_INLINE void encode_tile(const Encode& task, const Span& span, int64_t group, int64_t column) {
   alignas(64) float buffer[kRun];
   alignas(64) uint8_t codes[kTile];
@@ -150,7 +151,7 @@ MESA_TUNE_INLINE void encode_tile(const Encode& task, const Span& span, int64_t 
     for (int64_t run = 0; run < 8; ++run) {
       const int64_t first = run * span.plane() + column, n = run_length(span, first, columns);
       const float* values = load(task.x, layout_group(s, group), start(s, span, group) + first, n, buffer);
-      encoder.encode(quarter(range, values, n, buffer), n, first, codes + run * kRun);
+      encoder.encode(fit(task, range, values, n, buffer), n, first, codes + run * kRun);
       for (int64_t i = n; i < columns; ++i) codes[run * kRun + i] = 0;
     }
   }
@@ -166,50 +167,19 @@ MESA_TUNE_INLINE void encode_tiles(const Encode& task, const Span& span, int64_t
 MESA_TUNE_PATHS(encode_tiles, (const Encode& task, const Span& span, int64_t from, int64_t to),
                 (task, span, from, to))
 
-MESA_TUNE_INLINE void decode_tile(const Decode& task, const Span& span, int64_t group, int64_t column) {
-  alignas(64) float buffer[kRun];
-  alignas(64) uint8_t codes[kTile];
-  const Settings& s = task.settings;
-  const Range range = range_of(task.packed, group);
-  const int64_t columns = std::min(kRun, span.plane() - column);
-  transpose_rows(planes_of(task.packed, s, span, group) + column, span.plane(), s.bits, codes, kRun, 8,
-                 columns);
-  for (int64_t run = 0; run < 8; ++run) {
-    const int64_t first = run * span.plane() + column, n = run_length(span, first, columns);
-    const int64_t index = start(s, span, group) + first, in = layout_group(s, group);
-    if (direct(task.out)) {
-      expand(range, codes + run * kRun, n, address(task.out, in, index));
-    } else {
-      expand(range, codes + run * kRun, n, buffer);
-      store(buffer, in, index, n, task.out);
-    }
-  }
-}
-
-MESA_TUNE_INLINE void decode_tiles(const Decode& task, const Span& span, int64_t from, int64_t to) {
-  const int64_t each = pieces(span.plane(), kRun);
-  for (int64_t tile = from; tile < to; ++tile)
-    decode_tile(task, span, span.first + tile / each, tile % each * kRun);
-}
-MESA_TUNE_PATHS(decode_tiles, (const Decode& task, const Span& span, int64_t from, int64_t to),
-                (task, span, from, to))
-
-template <class Work>
-void parallel(int64_t count, int64_t elements_each, const Work& work) {
-  torch::stable::parallel_for(0, count, std::max<int64_t>(1, kGrain / elements_each), work);
-}
-
-void measure_span(const Encode& task, const Span& span) {
+// The extremes of every group of a span.
+std::vector<Extremes> measure_span(const Encode& task, const Span& span) {
   const int64_t each = pieces(span.size, kTile);
   std::vector<Extremes> found(static_cast<size_t>(span.count * each));
-  parallel(span.count * each, kTile, [&](int64_t from, int64_t to) {
+  parallel(span.count * each, std::min(span.size, kTile), [&](int64_t from, int64_t to) {
     measure_pieces_paths[path()](task, span, found.data(), from, to);
   });
-  for (int64_t group = 0; group < span.count; ++group) {
+  for (int64_t group = 0; each > 1 && group < span.count; ++group) {
     Extremes all;
     for (int64_t piece = group * each; piece < (group + 1) * each; ++piece) all.include(found[piece]);
-    keep_range(task.packed, span.first + group, measure(all, task.settings.levels));
+    found[group] = all;
   }
+  return found;
 }
 
 void encode_span(const Encode& task, const Span& span) {
@@ -219,38 +189,48 @@ void encode_span(const Encode& task, const Span& span) {
       encode_groups_paths[path()](task, span, span.first + from, span.first + to);
     });
   }
-  measure_span(task, span);
+  if (!task.given) {
+    const std::vector<Extremes> found = measure_span(task, span);
+    for (int64_t group = 0; group < span.count; ++group)
+      keep_range(task.packed, span.first + group, measure(found[group], task.settings.levels));
+  }
   parallel(span.count * pieces(span.plane(), kRun), kTile,
            [&](int64_t from, int64_t to) { encode_tiles_paths[path()](task, span, from, to); });
 }
 
-void decode_span(const Decode& task, const Span& span) {
-  if (span.count == 0 || span.size == 0) return;
-  if (span.size <= kTile) {
-    return parallel(span.count, span.size, [&](int64_t from, int64_t to) {
-      decode_groups_paths[path()](task, span, span.first + from, span.first + to);
-    });
-  }
-  parallel(span.count * pieces(span.plane(), kRun), kTile,
-           [&](int64_t from, int64_t to) { decode_tiles_paths[path()](task, span, from, to); });
+void encode(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
+            bool given) {
+  Encode task{x, settings, noise, packed, given, {}};
+  task.keys.absorb(noise.seed);
+  const Split parts = split(x.numel, settings);
+  encode_span(task, parts.whole);
+  encode_span(task, parts.rest);
 }
 
 }  // namespace
 
 void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed) {
-  Encode task{x, settings, noise, packed, {}};
-  task.keys.absorb(noise.seed);
-  const Split parts = split(x.numel, settings);
-  if (x.numel == 0) std::fill_n(packed.ranges, 2 * parts.groups(), 0.0f);
-  encode_span(task, parts.whole);
-  encode_span(task, parts.rest);
+  if (x.numel == 0) std::fill_n(packed.ranges, 2 * split(0, settings).groups(), 0.0f);
+  encode(x, settings, noise, packed, false);
 }
 
-void dequantize(const Packed& packed, const Settings& settings, const Strided& out) {
-  const Decode task{packed, settings, out};
-  const Split parts = split(out.numel, settings);
-  decode_span(task, parts.whole);
-  decode_span(task, parts.rest);
+void quantize_within(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed) {
+  encode(x, settings, noise, packed, true);
+}
+
+void extents(const Strided& x, const Settings& settings, float* ends) {
+  const Encode task{x, settings, {}, {}, false, {}};
+  const Split parts = split(x.numel, settings);
+  if (x.numel == 0) std::fill_n(ends, 2 * parts.groups(), 0.0f);
+  for (const Span& span : {parts.whole, parts.rest}) {
+    if (span.count == 0 || span.size == 0) continue;
+    const std::vector<Extremes> found = measure_span(task, span);
+    for (int64_t group = 0; group < span.count; ++group) {
+      float* own = ends + 2 * (span.first + group);
+      own[0] = found[group].least();
+      own[1] = found[group].most();
+    }
+  }
 }
 
 }  // namespace mesa_tune::cpu

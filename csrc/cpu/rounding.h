@@ -26,10 +26,10 @@ class Encoder {
  private:
   MESA_TUNE_INLINE void encode_stochastic(const float* __restrict values, int64_t n, uint32_t counter,
                                           uint8_t* __restrict codes) const {
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = 0; i < n; ++i, ++counter) {  // a counter of its own: vectors of 32 bits, not 64
       const float at = scale_.position(values[i]);
       const int32_t whole = static_cast<int32_t>(at);
-      const bool up = at - static_cast<float>(whole) > noise(counter + static_cast<uint32_t>(i), keys_.two);
+      const bool up = at - static_cast<float>(whole) > noise(counter, keys_.two);
       codes[i] = static_cast<uint8_t>(whole + up);
     }
   }

@@ -16,28 +16,30 @@ constexpr int64_t kRun = kTile / 8;
 template <class Type>
 MESA_TUNE_INLINE void gather(const Strided& x, int64_t group, int64_t index, int64_t n, float* values) {
   const auto* data = static_cast<const typename Type::Storage*>(x.data);
-  x.layout.for_each_run(group, index, n, [&](int64_t offset, int64_t stride, int64_t count) {
+  const auto run = [&](int64_t offset, int64_t stride, int64_t count) MESA_TUNE_FLATTEN {
     if (stride == 1) {
       for (int64_t i = 0; i < count; ++i) values[i] = Type::load(data[offset + i]);
     } else {
       for (int64_t i = 0; i < count; ++i) values[i] = Type::load(data[offset + i * stride]);
     }
     values += count;
-  });
+  };
+  x.layout.for_each_run(group, index, n, run);
 }
 
 template <class Type>
 MESA_TUNE_INLINE void scatter(const float* values, int64_t group, int64_t index, int64_t n,
                               const Strided& out) {
   auto* data = static_cast<typename Type::Storage*>(out.data);
-  out.layout.for_each_run(group, index, n, [&](int64_t offset, int64_t stride, int64_t count) {
+  const auto run = [&](int64_t offset, int64_t stride, int64_t count) MESA_TUNE_FLATTEN {
     if (stride == 1) {
       for (int64_t i = 0; i < count; ++i) data[offset + i] = Type::store(values[i]);
     } else {
       for (int64_t i = 0; i < count; ++i) data[offset + i * stride] = Type::store(values[i]);
     }
     values += count;
-  });
+  };
+  out.layout.for_each_run(group, index, n, run);
 }
 
 // True if float32 neighbours can be read or written where they are.

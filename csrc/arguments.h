@@ -1,0 +1,74 @@
+// Tensors as kernels take them.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+
+#include "quantize.h"
+
+namespace mesa_tune {
+
+inline Dtype dtype_of(torch::headeronly::ScalarType type) {
+  using torch::headeronly::ScalarType;
+  if (type == ScalarType::Float) return Dtype::kFloat;
+  if (type == ScalarType::Half) return Dtype::kHalf;
+  STD_TORCH_CHECK(type == ScalarType::BFloat16, "expected float32, float16 or bfloat16");
+  return Dtype::kBFloat16;
+}
+
+inline Strided strided(const torch::stable::Tensor& x, void* data, const Settings& s) {
+  return {data, dtype_of(x.scalar_type()), make_layout(x.sizes(), x.strides(), x.dim(), s), x.numel()};
+}
+
+// A tensor that is only read.
+inline Strided strided(const torch::stable::Tensor& x, const Settings& s) {
+  return strided(x, const_cast<void*>(x.const_data_ptr()), s);
+}
+
+inline void check_on_cpu(const torch::stable::Tensor& x) {
+  STD_TORCH_CHECK(x.is_cpu(), "expected a tensor on the CPU");
+}
+
+inline void check_settings(const Settings& s, const torch::stable::Tensor& x) {
+  STD_TORCH_CHECK(s.bits >= 1 && s.bits <= 8, "expected 1 to 8 bits, but got ", s.bits);
+  STD_TORCH_CHECK(s.levels >= 2 && s.levels <= int64_t{1} << s.bits, "expected 2 to 2**bits levels, but got ",
+                  s.levels);
+  STD_TORCH_CHECK(s.quant_groups >= 0, "expected no negative quant_groups, but got ", s.quant_groups);
+  if (s.quant_groups == 0) {
+    STD_TORCH_CHECK(s.group_size >= 1, "expected a positive group_size, but got ", s.group_size);
+    return;
+  }
+  const int64_t dims = x.dim();
+  const int64_t extent = dims == 0 ? 1 : x.size(dims == 4 || dims == 5 ? 1 : dims - 1);
+  STD_TORCH_CHECK(extent % s.quant_groups == 0, "quant_groups ", s.quant_groups, " does not divide ", extent);
+}
+
+inline bool together(const torch::stable::Tensor& a, const torch::stable::Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+}
+
+// `data` if it lies where `like` does, as `count` neighbours of this type.
+inline const void* dense(const torch::stable::Tensor& data, const torch::stable::Tensor& like,
+                         torch::headeronly::ScalarType type, int64_t count, const char* name) {
+  STD_TORCH_CHECK(
+      together(data, like) && data.scalar_type() == type && data.is_contiguous() && data.numel() == count,
+      "expected contiguous ", name, " of ", count, " elements on the tensor's device, but got ",
+      data.numel());
+  return data.const_data_ptr();
+}
+
+// The noise for encoding `x`; a seed on a device is not read here.
+inline Noise read_noise(const torch::stable::Tensor& x, bool stochastic,
+                        const std::optional<torch::stable::Tensor>& seed) {
+  if (!stochastic) return {false, 0};
+  STD_TORCH_CHECK(seed.has_value(), "stochastic rounding needs a seed");
+  const auto* number = static_cast<const int64_t*>(
+      dense(*seed, seed->is_cpu() ? *seed : x, torch::headeronly::ScalarType::Long, 1, "seed"));
+  return seed->is_cpu() ? Noise{true, *number} : Noise{true, 0, number};
+}
+
+}  // namespace mesa_tune

@@ -1,0 +1,54 @@
+// Gives the CPU's kernels to `sparsify` and `densify` of mesa_tune/codec_ops.py.
+
+#include "sparsify.h"
+
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
+
+namespace mesa_tune {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+int64_t width_of(const Tensor& x) {
+  const auto width = static_cast<int64_t>(x.element_size());
+  STD_TORCH_CHECK(width == 2 || width == 4 || width == 8, "expected numbers of 2, 4 or 8 bytes");
+  return width;
+}
+
+std::tuple<Tensor, Tensor> sparsify(Tensor x, int64_t count) {
+  check_on_cpu(x);
+  STD_TORCH_CHECK(count >= 0 && count <= x.numel(), "expected 0 to ", x.numel(), " survivors, but got ",
+                  count);
+  const Tensor flat = torch::stable::contiguous(x);
+  const std::vector<int64_t> bytes{plane_bytes(x.numel())};
+  Tensor bitmap = torch::stable::new_empty(flat, bytes, ScalarType::Byte);
+  Tensor survivors = torch::stable::new_empty(flat, std::vector<int64_t>{count});
+  cpu::sparsify(flat.const_data_ptr(), width_of(x), x.numel(), count,
+                static_cast<uint8_t*>(bitmap.mutable_data_ptr()), survivors.mutable_data_ptr());
+  return {bitmap, survivors};
+}
+
+Tensor densify(Tensor bitmap, Tensor survivors, std::vector<int64_t> shape) {
+  check_on_cpu(survivors);
+  Tensor out = torch::stable::new_empty(survivors, shape);
+  const auto* bits =
+      static_cast<const uint8_t*>(dense(bitmap, out, ScalarType::Byte, plane_bytes(out.numel()), "bitmap"));
+  const void* values = dense(survivors, out, survivors.scalar_type(), survivors.numel(), "survivors");
+  const int64_t set =
+      cpu::densify(bits, values, width_of(survivors), out.numel(), survivors.numel(), out.mutable_data_ptr());
+  STD_TORCH_CHECK(set == survivors.numel(), "expected a survivor for each of the bitmap's ", set,
+                  " bits, but got ", survivors.numel());
+  return out;
+}
+
+}  // namespace
+}  // namespace mesa_tune
+
+STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CPU, m) {
+  m.impl("sparsify", TORCH_BOX(&mesa_tune::sparsify));
+  m.impl("densify", TORCH_BOX(&mesa_tune::densify));
+}

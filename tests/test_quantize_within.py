@@ -1,0 +1,67 @@
+"""Quantization in given ranges, and the extents it begins with: kernels, and clamping."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesa_tune import ops, reference, reference_codecs
+from mesa_tune.codec_ops import RAW
+from tests.test_ops_kernels import needs_library, same_bytes, same_numbers, tensors
+
+SEED = torch.tensor([3])
+
+
+def given_ranges(x: torch.Tensor, levels: int, group_size: int, groups: int, narrower: float) -> torch.Tensor:
+    own = reference_codecs.extents(x, group_size, groups)
+    low, width = own[:, 0], (own[:, 1] - own[:, 0]).nan_to_num(1.0, 1.0, 1.0)
+    low = low.nan_to_num(0.0, 0.0, 0.0) + narrower * width
+    return reference.ranges_of(low, low + (1 - 2 * narrower) * width, levels)
+
+
+@needs_library
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_kernels_give_the_references_bytes(data: st.DataObject) -> None:
+    x = data.draw(tensors())
+    bits = data.draw(st.integers(1, 8))
+    levels = data.draw(st.integers(2, 2**bits))
+    extent = (x.shape or (1,))[1 if x.dim() in (4, 5) else -1]
+    groups = data.draw(st.sampled_from([0, *(d for d in range(1, extent + 1) if extent % d == 0)]))
+    group_size = data.draw(st.sampled_from([1, 7, 64, 256, 5000, 10**6]))
+    assert same_numbers(RAW.extents(x, group_size, groups), reference_codecs.extents(x, group_size, groups))
+    x = x.nan_to_num(0.0, 0.0, 0.0)  # what is not finite is stored with ranges that are not
+    ranges = given_ranges(x, levels, group_size, groups, data.draw(st.sampled_from([-0.3, 0.0, 0.2])))
+    arguments = (x, ranges, bits, levels, group_size, groups, data.draw(st.booleans()), SEED)
+    assert same_bytes(RAW.quantize_within(*arguments), reference_codecs.quantize_within(*arguments))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+@pytest.mark.parametrize(("group_size", "groups"), [(256, 0), (4097, 0), (10**6, 0), (1, 3)])
+def test_kernels_on_groups_of_every_kind(dtype: torch.dtype, group_size: int, groups: int) -> None:
+    x = torch.randn(2, 6, 37, 41, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0])
+    for layout in (x, x.to(memory_format=torch.channels_last)):
+        own = RAW.extents(layout, group_size, groups)
+        assert same_numbers(own, reference_codecs.extents(layout, group_size, groups))
+        finite = layout.nan_to_num(0.0, 0.0, 0.0)
+        ranges = given_ranges(finite, 8, group_size, groups, 0.1)
+        ranges[0] = torch.nan
+        arguments = (finite, ranges, 3, 8, group_size, groups, True, SEED)
+        assert same_bytes(RAW.quantize_within(*arguments), reference_codecs.quantize_within(*arguments))
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_values_outside_take_the_nearest_end(stochastic: bool) -> None:
+    x = torch.tensor([-5.0, -1.0, 0.0, 1.0, 2.0, 7.0])
+    ranges = reference.ranges_of(torch.tensor([-1.0]), torch.tensor([2.0]), 4)
+    data = RAW.quantize_within(x, ranges, 2, 4, 6, 0, stochastic, SEED)
+    decoded = torch.ops.mesa_tune.dequantize(data, ranges, x.shape, x.dtype, 2, 4, 6, 0)
+    assert decoded.tolist() == [-1.0, -1.0, 0.0, 1.0, 2.0, 2.0]
+
+
+@needs_library
+def test_ranges_of_another_number_of_groups_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="expected contiguous ranges of 4 elements"):
+        RAW.quantize_within(torch.zeros(512), torch.zeros(3, 2), 4, 16, 256, 0, True, SEED)

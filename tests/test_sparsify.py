@@ -1,0 +1,64 @@
+"""The largest magnitudes and their places: kernels, ties, and bitmaps that do not fit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mesa_tune import ops, reference_codecs
+from mesa_tune.codec_ops import RAW
+from tests.test_ops_kernels import needs_library, same_bytes
+
+DTYPES = (*ops.DTYPES, torch.float64, torch.int16, torch.int32)
+
+
+def assert_kernels_agree(x: Tensor, count: int) -> None:
+    bitmap, survivors = RAW.sparsify(x, count)
+    expected = reference_codecs.sparsify(x, count)
+    assert same_bytes(bitmap, expected[0])
+    assert same_bytes(survivors, expected[1])
+    dense = RAW.densify(bitmap, survivors, x.shape)
+    assert same_bytes(dense, reference_codecs.densify(bitmap, survivors, x.shape))
+
+
+@needs_library
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_any_tensor(data: st.DataObject) -> None:
+    numel = data.draw(st.integers(0, 3000))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    x = torch.randn(numel, generator=generator) * 10.0 ** data.draw(st.integers(-42, 36))
+    coarse = data.draw(st.sampled_from([0.0, 0.5, 4.0]))  # ties
+    x = (x / coarse).round() * coarse if coarse else x
+    assert_kernels_agree(x.to(data.draw(st.sampled_from(DTYPES))), data.draw(st.integers(0, numel)))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_tensors_of_many_blocks(dtype: torch.dtype, share: float) -> None:
+    x = (torch.randn(5, 20_011, generator=torch.Generator().manual_seed(0)) * 40).to(dtype)
+    assert_kernels_agree(x, int(share * x.numel()))
+    assert_kernels_agree(x.t(), int(share * x.numel()))
+    assert_kernels_agree(torch.ones_like(x), int(share * x.numel()))
+
+
+@needs_library
+def test_nan_and_infinity_are_the_largest() -> None:
+    x = torch.randn(1000)
+    x[[17, 500, 999]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    assert_kernels_agree(x, 1)
+    assert_kernels_agree(x, 3)
+    assert RAW.sparsify(x, 3)[1].isfinite().sum() == 0
+
+
+@needs_library
+def test_a_bitmap_of_another_number_of_bits_is_refused() -> None:
+    bitmap, survivors = RAW.sparsify(torch.randn(100), 30)
+    with pytest.raises(
+        RuntimeError, match="expected a survivor for each of the bitmap's 30 bits, but got 29"
+    ):
+        RAW.densify(bitmap, survivors[:29], (100,))
+    with pytest.raises(RuntimeError, match="expected 0 to 100 survivors, but got 101"):
+        RAW.sparsify(torch.randn(100), 101)
