@@ -48,7 +48,7 @@ lint: .venv/.kernels
 	$(bin)/ruff check .
 	$(bin)/mypy
 	$(bin)/pyright
-	@files=$$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'); \
+	@files=$$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'); \
 	echo "clang-format --dry-run -Werror $$files"; $(bin)/clang-format --dry-run -Werror $$files
 
 cuda-check: .venv/.packages
@@ -57,7 +57,7 @@ cuda-check: .venv/.packages
 format: .venv/.packages
 	$(bin)/ruff format .
 	$(bin)/ruff check --fix .
-	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(bin)/clang-format -i
+	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(bin)/clang-format -i
 
 bench: .venv/.kernels
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(bin)/python "$$file"; done

@@ -29,6 +29,7 @@ def one_pass(bits: int, dtype: torch.dtype) -> Iterator[Case]:
         x = randn(3 * group_size + 17, seed=bits).to(dtype)
         yield Case(x, (bits, 2**bits, group_size, 0), bits - 4)
         yield Case(x, (bits, max(2, 2**bits - 1), group_size, 0), None)
+    yield Case(randn(700 * 64 + 9).to(dtype), (bits, 2**bits, 64, 0), 5)  # more threads than two blocks have
 
 
 def layouts(dtype: torch.dtype) -> Iterator[Case]:
