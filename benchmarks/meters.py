@@ -7,6 +7,8 @@ whose allocator gives large blocks back at once. A policy of None is the plain m
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import re
@@ -77,6 +79,7 @@ class Births(TorchDispatchMode):
         """Bytes alive now, each storage once, except those of `without`."""
         excluded = {tensor.untyped_storage().data_ptr() for tensor in without} | self.given
         copies = {place: size for place, size in _living(self.copies).items() if place not in excluded}
+        excluded |= copies.keys()  # a copy's views are no others
         others = {place: size for place, size in _living(self.seen).items() if place not in excluded}
         return Saved(sum(others.values()), sum(copies.values()))
 
@@ -122,15 +125,17 @@ def in_own_process(command: Sequence[str], policy: mt.Policy | None) -> dict[str
 
 
 def resident_growth(workload: mt.Workload, path: str) -> dict[str, int]:
-    """Growth of this process's resident memory over its first step: after the forward, and at its peak.
+    """Growth of this process's resident memory over its second step: after the forward, and at its peak.
 
     `path`: the policy's file, or `plain`.
     """
     policy = None if path == "plain" else mt.Policy.load(path)
+    # Libraries' own memory for what runs the first time, or in new shapes, is nobody's activation.
     warm = model_under(workload, policy)
-    # Libraries' own first-use memory is nobody's activation.
-    loss_under(workload, policy)(warm, workload.make_batch(1)).backward()
+    loss_under(workload, policy)(warm, workload.make_batch()).backward()
     del warm
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what was small and freed would be used again, unseen
     model, batch = model_under(workload, policy), workload.make_batch()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")

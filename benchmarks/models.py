@@ -22,6 +22,7 @@ import exactness
 from common import append
 from meters import in_own_process, resident_growth, storages_after_forward
 from models_page import write
+from policies import POLICIES
 from uncompressed import left_uncompressed
 from zoo import ZOO, workload
 
@@ -30,6 +31,8 @@ import mesa_tune as mt
 LEVELS = (256, 16, 4)
 SEEDS = 3
 SHOWN = 12
+SERVING = {"layernorm": 32, "gelu": 64, "silu": 64}
+"""Levels of the tags whose outputs others derive, in a policy of one rule."""
 
 
 def main() -> None:
@@ -39,7 +42,9 @@ def main() -> None:
     parser.add_argument("--error-batch", type=int, default=2, help="of the gradient's error and exactness")
     parser.add_argument("--scale", choices=("published", "tiny"), default="published")
     parser.add_argument("--bf16", action="store_true", help="under autocast to bfloat16")
-    parser.add_argument("--derive", action="store_true", help="uniform 16 with `store: derive`")
+    parser.add_argument(
+        "--derive", action="store_true", help="with `store: derive`: searched for some, else one rule"
+    )
     parser.add_argument("--policy", help="a policy file in place of uniform 16")
     parser.add_argument("--bytes-only", action="store_true", help="neither errors nor exactness")
     parser.add_argument("--docs", action="store_true", help="write docs/models.md from the latest results")
@@ -63,28 +68,34 @@ def _workload(name: str, batch: int, arguments: argparse.Namespace, **more: Any)
     return workload(name, batch, scale=arguments.scale, autocast=autocast, **more)
 
 
-def policy_of(arguments: argparse.Namespace) -> tuple[str, mt.Policy]:
+def policy_of(name: str, arguments: argparse.Namespace) -> tuple[str, mt.Policy]:
     """The policy to measure, and what the table calls it."""
     if arguments.policy:
         return Path(arguments.policy).stem, mt.Policy.load(arguments.policy)
     if arguments.derive:
-        return "derive", deriving()
+        return "derive", deriving(name, arguments.scale)
     return "uniform 16", mt.Policy.uniform(level=16)
 
 
-def deriving() -> mt.Policy:
-    """Uniform 16 with `store: derive`; what activations keep serves two layers, and gets 64 levels."""
+def deriving(name: str, scale: str) -> mt.Policy:
+    """What a search found for the published model (`policies.py`), or else one rule for all models.
+
+    That is uniform 16 with `store: derive`, and finer where others derive from what is kept.
+    """
+    path = POLICIES / f"{name}.txt"
+    if scale == "published" and path.is_file():
+        return mt.Policy.load(path)
     text = mt.Policy.uniform(level=16, store="derive").dumps()
-    for tag in ("gelu", "silu"):
+    for tag, level in SERVING.items():
         section = text[text.index(f"on {tag}:") :].split("\non ")[0]
-        text = text.replace(section, section.replace("level: 16", "level: 64"))
+        text = text.replace(section, section.replace("level: 16", f"level: {level}"))
     return mt.Policy.parse(text)
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures of one model under the chosen policy."""
     start = time.perf_counter()
-    label, policy = policy_of(arguments)
+    label, policy = policy_of(name, arguments)
     result: dict[str, Any] = {
         "subject": name,
         "policy": label,

@@ -23,8 +23,10 @@ Generated: `python benchmarks/models.py` measures, `python benchmarks/models.py 
 * Models are built from transformers' configurations at their published sizes; the U-Net is our own
   (`benchmarks/zoo.py`). Weights and batches are random; images are 224 × 224 (128 × 128 for the U-Net), texts
   256 long; dropout is as published. Models in italics show what happens to models that nobody tuned for.
-* Policy **derive** is uniform 16 with `store: derive`: outputs of norms, activations and gates are made again
-  from what their producers keep; what GELU and SiLU keep then serves two layers, and has 64 levels.
+* Policy **derive** has `store: derive`: outputs of norms, activations and gates are made again from what
+  their producers keep. For DeiT-S and ResNet-50 a search placed bits layer by layer within a share of plain's
+  bytes, on two samples (`python benchmarks/policies.py` writes `benchmarks/policies/`); for the others it is
+  uniform 16, with 32 levels for what layer norms keep and 64 for GELU and SiLU, which then serve two layers.
 * **storages** and **resident** are saved bytes in % of the plain model's, by two meters that share no code:
   storages born in the forward and alive after it, and the growth of the process. Parameters, buffers, the
   batch and autocast's copies of parameters are left out. **asked** is the most that they may be.

@@ -47,7 +47,7 @@ void encode(const Tensor& x, const Settings& s, bool stochastic, const std::opti
   const Noise noise = read_noise(x, stochastic, seed);
   const Strided from = strided(x, s);
   dispatch(
-      x, [&] { cpu::quantize(from, s, noise, packed); },
+      x, [&] { cpu::quantize(from, Map{}, s, noise, packed); },
       [&](auto stream) { cuda::quantize(from, s, noise, packed, stream); });
 }
 
@@ -69,6 +69,38 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int6
   Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
   Tensor ranges = torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float);
   encode(x, s, stochastic, seed, data, ranges);
+  return {data, ranges};
+}
+
+const float* floats(const Tensor& x, const std::optional<Tensor>& values, int64_t count) {
+  if (!values.has_value()) return nullptr;
+  return static_cast<const float*>(dense(*values, x, ScalarType::Float, count, "float32 statistics"));
+}
+
+Map map_of(const Tensor& x, int64_t kind, const std::optional<Tensor>& mean,
+           const std::optional<Tensor>& rstd, int64_t inner) {
+  STD_TORCH_CHECK(kind >= Map::kNormalize && kind <= Map::kSilu, "expected a map from 1 to 4, but got ",
+                  kind);
+  if (kind != Map::kNormalize) return {static_cast<Map::Kind>(kind)};
+  STD_TORCH_CHECK(rstd.has_value() && rstd->numel() > 0 && inner > 0,
+                  "to normalize takes a reciprocal deviation and a positive number of neighbours");
+  const int64_t count = rstd->numel();
+  return {Map::kNormalize, floats(x, mean, count), floats(x, rstd, count), inner, count};
+}
+
+std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Tensor> mean,
+                                        std::optional<Tensor> rstd, int64_t inner, int64_t bits,
+                                        int64_t levels, int64_t group_size, bool stochastic,
+                                        std::optional<Tensor> seed) {
+  const Settings s{bits, levels, group_size, 0};
+  check_on_cpu(x);
+  check_settings(s, x);
+  const Split parts = split(x.numel(), s);
+  Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
+  Tensor ranges = torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float);
+  const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()),
+                      static_cast<float*>(ranges.mutable_data_ptr())};
+  cpu::quantize(strided(x, s), map_of(x, map, mean, rstd, inner), s, read_noise(x, stochastic, seed), packed);
   return {data, ranges};
 }
 
@@ -140,6 +172,7 @@ void add_kernels(Library& m) {
 
 STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CPU, m) {
   mesa_tune::add_kernels(m);
+  m.impl("quantize_map", TORCH_BOX(&mesa_tune::quantize_map));
 }
 
 #ifdef MESA_TUNE_CUDA

@@ -18,6 +18,16 @@ struct Strided {
   int64_t numel;
 };
 
+// What is encoded in place of the elements: a function of each (mesa_tune/maps.py).
+struct Map {
+  enum Kind { kNone, kNormalize, kGelu, kGeluTanh, kSilu };
+  Kind kind = kNone;
+  const float* mean = nullptr;  // 0 if there is none
+  const float* rstd = nullptr;
+  int64_t inner = 1;
+  int64_t count = 1;
+};
+
 struct Packed {
   uint8_t* data;
   float* ranges;  // two a group
@@ -31,7 +41,8 @@ struct Noise {
 
 namespace cpu {
 
-void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed);
+void quantize(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
+              const Packed& packed);
 // The same for ranges that are given; values outside take the nearest end.
 void quantize_within(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed);
 // Minimum and maximum of every group.

@@ -22,16 +22,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mesa_tune import reference
+from mesa_tune import maps, reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LIBRARY = Path(__file__).with_name("_C.abi3.so")
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the private count over all 64 bits of a seed
 
 _SIZES = "int bits, int levels, int group_size, int quant_groups"
+_MAP = "int map, Tensor? mean, Tensor? rstd, int inner, int bits, int levels, int group_size"
 _NOISE = "bool stochastic, Tensor? seed"
 _SCHEMAS = (
     f"quantize(Tensor x, {_SIZES}, {_NOISE}) -> (Tensor data, Tensor ranges)",
+    f"quantize_map(Tensor x, {_MAP}, {_NOISE}) -> (Tensor data, Tensor ranges)",
     f"quantize_out(Tensor x, {_SIZES}, {_NOISE}, Tensor(a!) data, Tensor(b!) ranges) -> ()",
     f"dequantize(Tensor data, Tensor ranges, SymInt[] shape, ScalarType dtype, {_SIZES}) -> Tensor",
     f"dequantize_out(Tensor data, Tensor ranges, {_SIZES}, Tensor(a!) out) -> ()",
@@ -219,6 +221,25 @@ def _fresh_seed(like: Tensor) -> Tensor:
     return torch.full((1,), value, dtype=torch.int64, device=like.device)
 
 
+def _quantize_map(
+    x: Tensor,
+    map: int,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    inner: int,
+    bits: int,
+    levels: int,
+    group_size: int,
+    stochastic: bool,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    made = maps.apply(x, map, mean, rstd, inner)
+    parts: tuple[Tensor, Tensor] = torch.ops.mesa_tune.quantize.default(
+        made, bits, levels, group_size, 0, stochastic, seed
+    )
+    return parts
+
+
 def _quantize_out(
     x: Tensor,
     bits: int,
@@ -257,6 +278,21 @@ def _fake_quantize(
     return data, x.new_empty(reference.group_count(numel, group_size, quant_groups), 2, dtype=torch.float32)
 
 
+def _fake_quantize_map(
+    x: Tensor,
+    map: int,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    inner: int,
+    bits: int,
+    levels: int,
+    group_size: int,
+    stochastic: bool,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, bits, levels, group_size, 0, stochastic, seed)
+
+
 def _fake_dequantize(
     data: Tensor, ranges: Tensor, shape: Sequence[int], dtype: torch.dtype, *sizes: int
 ) -> Tensor:
@@ -281,6 +317,7 @@ def _nothing(*arguments: object) -> None:
 
 _KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "quantize": (reference.quantize, _fake_quantize),
+    "quantize_map": (_quantize_map, _fake_quantize_map),
     "quantize_out": (_quantize_out, _nothing),
     "dequantize": (reference.dequantize, _fake_dequantize),
     "dequantize_out": (_dequantize_out, _nothing),

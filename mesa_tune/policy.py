@@ -126,6 +126,14 @@ class Policy:
         rules = [rule for rule in self.module_rules() if dict(rule.keys).get("store") == "recompute"]
         return settings if any(rule.begins(name) for rule in rules) else None
 
+    def reruns(self, layers: Iterable[str]) -> list[str]:
+        """The modules around `layers` that run again in backward (`store: recompute`)."""
+        if not self.module_rules():
+            return []
+        ends = ((name, [*(place for place, c in enumerate(name) if c == "."), len(name)]) for name in layers)
+        modules = dict.fromkeys(name[:end] for name, places in ends for end in places)
+        return [module for module in modules if self.recomputed(module) is not None]
+
     def bind_attention(self) -> Policy:
         """The policy for a model that calls scaled_dot_product_attention.
 

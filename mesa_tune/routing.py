@@ -118,6 +118,10 @@ class _State(threading.local):
 state = _State()
 
 
+_push_hooks = _autograd._push_saved_tensors_default_hooks
+_pop_hooks = _autograd._pop_saved_tensors_default_hooks
+
+
 def _top_hooks() -> Any:
     top = _autograd._top_saved_tensors_default_hooks(True)
     return None if top is None else top[0]  # type: ignore[redundant-expr]
@@ -236,18 +240,22 @@ class RoutingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling() or not state.frames:
-            output = _run(func, args, kwargs)
-            if func in sums.ADDITIONS:
-                sums.note(output, args, kwargs)
-            return output
-        if func is torch.Tensor.unflatten:
-            func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
-        traced = state.frames[-1].links.traced
-        known = len(traced)
-        result = _run(func, args, kwargs)
-        changed(func, args, kwargs, traced, known)
-        return result
+        if torch.compiler.is_compiling() and state.frames:
+            return _traced(func, args, kwargs)
+        output = _run(func, args, kwargs)
+        if func in sums.ADDITIONS:
+            sums.note(output, args, kwargs)
+        return output
+
+
+def _traced(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is torch.Tensor.unflatten:
+        func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
+    traced = state.frames[-1].links.traced
+    known = len(traced)
+    result = _run(func, args, kwargs)
+    changed(func, args, kwargs, traced, known)
+    return result
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -256,16 +264,16 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return _serve(route, func, args, kwargs)
     state.function = func
     try:
-        return _observed(None, lambda: func(*args, **kwargs), args, kwargs)
+        return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
     finally:
         state.function = None
 
 
-def _observed(layer: str | None, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    if watch.observer is None:
-        return run()
+def _observed(layer: str | None, func: Any, args: Any, kwargs: Any, call: Call | None = None) -> Any:
+    """`func` under the eyes of the observer; with a `call` before its arguments, if one is given."""
+    assert watch.observer is not None
     watch.observer.begin(layer, (args, kwargs))
-    output = run()
+    output = func(*args, **kwargs) if call is None else func(call, *args, **kwargs)
     watch.observer.end(layer, output)
     return output
 
@@ -275,29 +283,43 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     frame = state.frames[-1]
     layer = frame.layer(route)
+    observed = watch.observer is not None
     if not torch.is_grad_enabled() or not frame.surrounds():
-        return _observed(None, lambda: func(*args, **kwargs), args, kwargs)
+        return _observed(None, func, args, kwargs) if observed else func(*args, **kwargs)
     spec = frame.host.spec(layer, route.tag, frame.module)
     paused, state.paused, state.function = state.paused, True, layer
+    # Nothing in there is for our hooks, except to show the observer what PyTorch keeps.
+    unhooked = frame.hooks is _pack and not observed
+    if unhooked:
+        _pop_hooks()
     try:
         if spec is None:
-            return _observed(layer, lambda: func(*args, **kwargs), args, kwargs)
+            return _observed(layer, func, args, kwargs) if observed else func(*args, **kwargs)
         memory = frame.host.memory(layer) if spec.remembers else None
         call = Call(
             layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, frame.links
         )
-        call.hooked = lambda: _hooked(func, args, kwargs)
-        return _observed(layer, lambda: route.serve(call, *args, **kwargs), args, kwargs)
+        call.hooked = lambda: _hooked(frame, func, args, kwargs)
+        if observed:
+            return _observed(layer, route.serve, args, kwargs, call)
+        return route.serve(call, *args, **kwargs)
     finally:
+        if unhooked:
+            _push_hooks(_pack, _unpack)
         state.paused, state.function = paused, None
 
 
-def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
+def _hooked(frame: Frame, func: Any, args: Any, kwargs: Any) -> Any:
     """The call with our hooks on, under the name and settings of its layer."""
     before, state.paused = state.paused, False
+    missing = frame.hooks is _pack and _top_hooks() is None
+    if missing:
+        _push_hooks(_pack, _unpack)
     try:
         return func(*args, **kwargs)
     finally:
+        if missing:
+            _pop_hooks()
         state.paused = before
 
 

@@ -56,7 +56,7 @@ def test_four_bit_survivors_at_ninety_percent_take_less_than_1_6_bits(dtype: tor
     x = torch.randn(32, 64, 128).to(dtype)
     parts = drop.encode(x, spec(drop=0.9, level=16), KEY)
     stored = sum(part.untyped_storage().nbytes() for part in parts)
-    assert stored == drop.packed_bytes(x.shape, spec(drop=0.9, level=16))
+    assert stored == drop.packed_bytes(x.shape, spec(drop=0.9, level=16), x.element_size())
     assert 8 * stored / x.numel() < 1.6
     decoded = drop.decode(parts, x.shape, x.dtype, spec(drop=0.9, level=16))
     wanted = min_k(x, 0.9)

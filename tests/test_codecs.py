@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.codec_ops import RAW
-from mesa_tune.codecs import CODECS, Memory, Spec, refusal
+from mesa_tune.codecs import CODECS, Memory, Spec, quantize, refusal
 from mesa_tune.ops import DTYPES
 from mesa_tune.settings import LayerSettings
 
@@ -120,6 +120,33 @@ def test_shape_dtype_bytes_and_values(
         span = (x.max() - x.min()).float()
         kept = decoded != 0 if spec.drop else torch.ones_like(decoded, dtype=torch.bool)
         assert ((decoded - x).abs().float()[kept] <= span * 1.01 + 1e-6).all()
+
+
+HALF = [dtype for dtype in DTYPES if dtype.itemsize == 2]
+
+
+@pytest.mark.parametrize("level", [2, 4, 10, 256])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4, math.inf], ids=["tiny", "one", "large", "largest"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_ends_in_half_precision_say_what_ranges_in_single_do(
+    dtype: torch.dtype, scale: float, level: int
+) -> None:
+    spec = spec_of(LayerSettings(level=level, group_size=64))
+    limit = torch.finfo(dtype).max
+    x = (torch.randn(40, 64, dtype=torch.double) + torch.randn(40, 1)) * min(scale, limit)
+    x = x.clamp(-limit, limit).to(dtype)
+    x[3] = x[3, 0]
+    parts, decoded = round_trip(x, spec)
+    wide = quantize.in_single(x, spec, KEY)
+    assert torch.equal(parts[0], wide[0])
+    assert parts[1].nbytes == wide[1].nbytes // 2
+    # From ends to ranges and back, a step may change in its last bit, and so what is rounded to `dtype`.
+    nearby = quantize.decode(wide, x.shape, dtype, spec).double()
+    step = (x.double().amax(1, keepdim=True) - x.double().amin(1, keepdim=True)) * torch.finfo(dtype).eps
+    assert ((decoded.double() - nearby).abs() <= step + nearby.abs() * torch.finfo(dtype).eps).all()
+    low, high = x.double().aminmax(dim=1, keepdim=True)
+    assert (decoded.double() >= low).all()
+    assert (decoded.double() <= high).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -207,6 +207,24 @@ def test_a_profile_of_one_size_predicts_no_other(profile: Profile) -> None:
         single.predict(Policy(), batch_size=9)
 
 
+RERUN = "# mesa-tune policy 1\non module:\n    by_name: {}\n    level: 16\n    store: {}\n"
+
+
+@pytest.mark.parametrize(("names", "named"), [("blocks.0", "'blocks.0'"), ("blocks.*", "'blocks.0'")])
+def test_what_runs_again_in_backward_is_not_predicted(profile: Profile, names: str, named: str) -> None:
+    with pytest.raises(RunError, match="mesa-tune verify") as error:
+        profile.predict(Policy.parse(RERUN.format(names, "recompute")))
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize(("names", "store"), [("elsewhere.*", "recompute"), ("blocks.0", "exact")])
+def test_rules_for_whole_modules_that_run_once_are_predicted(
+    profile: Profile, names: str, store: str
+) -> None:
+    policy = Policy.parse(RERUN.format(names, store).replace("    level: 16\n", ""))
+    assert profile.predict(policy) == profile.predict(Policy())
+
+
 def test_the_table_has_a_row_for_each_layer_and_option(profile: Profile) -> None:
     table = profile.frame()
     assert len(table) == sum(len(layer.options) for layer in profile.layers)

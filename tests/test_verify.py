@@ -208,6 +208,18 @@ class TestCommand:
         assert any("predicted" in line and "measured" in line for line in lines)
         assert Verification.load(folder / "verify.json").batch_size == 128
 
+    def test_predicts_nothing_for_modules_that_run_again(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rule = "# mesa-tune policy 1\non module:\n    by_name: *\n    store: recompute\n"
+        (folder / "policy.txt").write_text(rule)
+        assert self.verify(folder) == 0
+        out = capsys.readouterr().out
+        assert "nothing is predicted: blocks" in out
+        (saved,) = [line for line in out.splitlines() if line.startswith("saved bytes")]
+        assert "–" in saved
+        assert Verification.load(folder / "verify.json").predicted is None
+
     def test_names_the_budget_that_the_policy_is_for(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

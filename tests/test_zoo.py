@@ -87,6 +87,22 @@ def test_nothing_large_is_left_uncompressed(bench: Any, name: str) -> None:
     assert abs(ours - left.coded_bytes - left.bytes) < 0.02 * plain
 
 
+def test_autocasts_copies_of_weights_are_counted_once_and_apart(bench: Any) -> None:
+    rows, width = 100, 64
+    workload = mt.Workload(
+        lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))),
+        lambda n: torch.randn(n, rows, width),
+        lambda model, x: model(x).float().square().mean(),
+        batch_size=4,
+        autocast="bfloat16",
+    )
+    found = bench.meters.storages_after_forward(workload, None)
+    # The first layer's weight is not kept: its input wants no gradient.
+    assert found.weight_copies == 2 * width * width
+    # Both layers' inputs in half precision, and in single what is squared.
+    assert found.bytes == (2 + 2 + 4) * 4 * rows * width
+
+
 class Changing(nn.Module):
     """A model of which no two forwards are the same."""
 

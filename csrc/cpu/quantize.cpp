@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "groups.h"
+#include "map.h"
 #include "planes.h"
 #include "rounding.h"
 
@@ -16,6 +17,7 @@ namespace {
 
 struct Encode {
   const Strided& x;
+  const Map& map;
   const Settings& settings;
   const Noise& noise;
   const Packed& packed;
@@ -35,6 +37,11 @@ MESA_TUNE_INLINE const float* fit(const Encode& task, const Range& range, const 
   if (!range.wide()) return values;
   for (int64_t i = 0; i < n; ++i) buffer[i] = values[i] * kQuarter;
   return buffer;
+}
+
+// Elements [index, index + n) of a layout's count, as they are encoded.
+MESA_TUNE_INLINE const float* take(const Encode& task, int64_t in, int64_t index, int64_t n, float* buffer) {
+  return mapped(task.map, load(task.x, in, index, n, buffer), index, n, buffer);
 }
 
 // Ranges and keys of some groups. They take as long as the rounding of sixty elements, one by one; side by
@@ -99,7 +106,7 @@ MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_
     for (int64_t i = 0; i < count; ++i) {
       const int64_t in = layout_group(task.settings, first + i);
       batch.values[i] =
-          load(task.x, in, start(task.settings, span, first + i), span.size, buffer + i * span.size);
+          take(task, in, start(task.settings, span, first + i), span.size, buffer + i * span.size);
       if (task.given) continue;
       Extremes extremes;
       extremes.include(batch.values[i], span.size);
@@ -131,7 +138,7 @@ MESA_TUNE_INLINE void measure_pieces(const Encode& task, const Span& span, Extre
     const int64_t group = span.first + piece / each, begin = piece % each * kTile;
     const int64_t n = std::min(kTile, span.size - begin);
     const int64_t in = layout_group(task.settings, group);
-    found[piece].include(load(task.x, in, start(task.settings, span, group) + begin, n, buffer), n);
+    found[piece].include(take(task, in, start(task.settings, span, group) + begin, n, buffer), n);
   }
 }
 MESA_TUNE_PATHS(measure_pieces,
@@ -150,7 +157,7 @@ MESA_TUNE_INLINE void encode_tile(const Encode& task, const Span& span, int64_t 
     const Encoder encoder(range, s.levels, task.noise.stochastic, task.keys.of_group(group, range));
     for (int64_t run = 0; run < 8; ++run) {
       const int64_t first = run * span.plane() + column, n = run_length(span, first, columns);
-      const float* values = load(task.x, layout_group(s, group), start(s, span, group) + first, n, buffer);
+      const float* values = take(task, layout_group(s, group), start(s, span, group) + first, n, buffer);
       encoder.encode(fit(task, range, values, n, buffer), n, first, codes + run * kRun);
       for (int64_t i = n; i < columns; ++i) codes[run * kRun + i] = 0;
     }
@@ -198,9 +205,9 @@ void encode_span(const Encode& task, const Span& span) {
            [&](int64_t from, int64_t to) { encode_tiles_paths[path()](task, span, from, to); });
 }
 
-void encode(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
-            bool given) {
-  Encode task{x, settings, noise, packed, given, {}};
+void encode(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
+            const Packed& packed, bool given) {
+  Encode task{x, map, settings, noise, packed, given, {}};
   task.keys.absorb(noise.seed);
   const Split parts = split(x.numel, settings);
   encode_span(task, parts.whole);
@@ -209,17 +216,19 @@ void encode(const Strided& x, const Settings& settings, const Noise& noise, cons
 
 }  // namespace
 
-void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed) {
+void quantize(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
+              const Packed& packed) {
   if (x.numel == 0) std::fill_n(packed.ranges, 2 * split(0, settings).groups(), 0.0f);
-  encode(x, settings, noise, packed, false);
+  encode(x, map, settings, noise, packed, false);
 }
 
 void quantize_within(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed) {
-  encode(x, settings, noise, packed, true);
+  encode(x, {}, settings, noise, packed, true);
 }
 
 void extents(const Strided& x, const Settings& settings, float* ends) {
-  const Encode task{x, settings, {}, {}, false, {}};
+  const Map none;
+  const Encode task{x, none, settings, {}, {}, false, {}};
   const Split parts = split(x.numel, settings);
   if (x.numel == 0) std::fill_n(ends, 2 * parts.groups(), 0.0f);
   for (const Span& span : {parts.whole, parts.rest}) {

@@ -42,12 +42,12 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-    """Bytes of bitmap and survivors; exact ones have `element_size` bytes each."""
+    """Bytes of bitmap and survivors; `element_size` is that of the tensor."""
     numel = _numel(shape)
     count = survivors(numel, spec.drop)
     stored = count * element_size
     if not spec.exact:
-        stored = quantize.packed_bytes((count,), _grouped(spec, count))
+        stored = quantize.packed_bytes((count,), _grouped(spec, count), element_size)
     return reference.plane_bytes(numel) + stored
 
 

@@ -1,18 +1,54 @@
-"""Quantization to 1 to 8 bits by groups: ActNN (arXiv 2104.14129), section 4; Mesa (2111.11124)."""
+"""Quantization to 1 to 8 bits by groups: ActNN (arXiv 2104.14129), section 4; Mesa (2111.11124).
 
+A group's range is two numbers of 32 bits. Where the tensor has 16, so have its least and greatest elements:
+these two are then stored instead, and nothing is lost but half of the ranges' bytes.
+"""
+
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mesa_tune import ops
+from mesa_tune import reference
 from mesa_tune.codecs.spec import Memory, Spec
+from mesa_tune.maps import KINDS, Mapped
+
+_QUANTIZE = torch.ops.mesa_tune.quantize.default
+_QUANTIZE_MAP = torch.ops.mesa_tune.quantize_map.default
+_DEQUANTIZE = torch.ops.mesa_tune.dequantize.default
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
-    """Packed levels (uint8) and the range of every group (float32, `[groups, 2]`)."""
-    data, ranges = torch.ops.mesa_tune.quantize(
+    """Packed levels (uint8) and each group's range: float32 `[groups, 2]`; its ends where x has 16 bits."""
+    data, ranges = in_single(x, spec, key)
+    return [data, ranges if x.element_size() > 2 else _ends(ranges, spec.levels, x.dtype)]
+
+
+def in_single(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+    """Packed levels and each group's range in float32, whatever the dtype of x."""
+    data, ranges = _QUANTIZE(
         x, spec.bits, spec.levels, spec.group_size, spec.quant_groups, spec.stochastic, key
+    )
+    return [data, ranges]
+
+
+def encode_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> list[Tensor]:
+    """What `encode` makes of a float32 tensor that is made on the way; groups run along its memory."""
+    if spec.quant_groups or mapped.source.dtype != torch.float32:
+        return encode(mapped.make(), spec, key)
+    kind, inner = KINDS[mapped.kind], mapped.inner
+    data, ranges = _QUANTIZE_MAP(
+        mapped.source,
+        kind,
+        mapped.mean,
+        mapped.rstd,
+        inner,
+        spec.bits,
+        spec.levels,
+        spec.group_size,
+        spec.stochastic,
+        key,
     )
     return [data, ranges]
 
@@ -20,12 +56,36 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
     """The tensor whose packed levels and ranges `parts` hold."""
     data, ranges = parts
-    result: Tensor = torch.ops.mesa_tune.dequantize(
+    if ranges.dtype != torch.float32:
+        ranges = _between(ranges, spec.levels)
+    result: Tensor = _DEQUANTIZE(
         data, ranges, shape, dtype, spec.bits, spec.levels, spec.group_size, spec.quant_groups
     )
     return result
 
 
+def _ends(ranges: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    """The values of the lowest and the highest level, `[groups, 2]`.
+
+    Steps were rounded up, and values between an element and the next number of its dtype become the element.
+    """
+    factor, base, step = reference.unpack_ranges(ranges)
+    high = ((base + (levels - 1) * step) / factor).clamp_max(torch.finfo(dtype).max)
+    return torch.cat([ranges[:, :1], high], 1).to(dtype)
+
+
+def _between(ends: Tensor, levels: int) -> Tensor:
+    """The ranges from end to end, as `reference.ranges_of` has them but for the last bit of a step."""
+    low, high = ends.float().unbind(1)
+    quarter = high * reference.QUARTER - low * reference.QUARTER
+    wide = quarter > reference.WIDE
+    step = torch.where(wide, -quarter, high - low) / (levels - 1)
+    return torch.stack([low, step], 1)
+
+
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-    """Bytes of packed levels and ranges together."""
-    return ops.packed_bytes(shape, spec.bits, spec.group_size or 256, spec.quant_groups or None)
+    """Bytes of packed levels and ranges together; ends have `element_size` bytes, 4 at most."""
+    numel = math.prod(shape)
+    groups = reference.group_count(numel, spec.group_size, spec.quant_groups)
+    data = reference.data_bytes(numel, spec.bits, spec.group_size, spec.quant_groups)
+    return data + 2 * min(element_size, 4) * groups

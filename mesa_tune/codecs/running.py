@@ -33,7 +33,7 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
     if memory is None:
         if torch.compiler.is_compiling():
             warn_once(_COMPILED)
-        return quantize.encode(x, spec, key)
+        return quantize.in_single(x, spec, key)
     own = RAW.extents(x, spec.group_size, spec.quant_groups)
     used = _updated(own, spec.ema_decay, memory) if not _in_backward() else _known(own, memory)
     ranges = reference.ranges_of(used[:, 0], used[:, 1], spec.levels)

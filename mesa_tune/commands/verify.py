@@ -85,6 +85,9 @@ def verify(
     output.device(workload.device)
     for line in _first_lines(path, chosen, workload.batch_size, steps, foreign):
         output.line(line)
+    if expected is None:
+        again = ", ".join(chosen.reruns(layer.name for layer in profile.layers))
+        output.line(f"nothing is predicted: {again} run again in backward, which no profile knows")
     planned, assignment = workload.batch_size, profile.assignment(chosen)
     with advising(profile, planned, assignment, lambda fits: _advice(folder, profile, planned, fits)):
         found = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds)
@@ -110,14 +113,19 @@ def _first_lines(path: Path, policy: Policy, batch_size: int, steps: int, foreig
 
 def _expectation(
     folder: Run, profile: Profile, policy: Policy, workload: Workload
-) -> tuple[Prediction, Workload]:
-    """What is predicted for `policy`, and the workload at the batch size that it was planned for."""
+) -> tuple[Prediction | None, Workload]:
+    """What is predicted for `policy`, and the workload at the batch size that it was planned for.
+
+    Nothing, where modules run again in backward: of what these keep, a profile knows nothing.
+    """
     from mesa_tune.search.plan import Plan
 
     if folder.plan.is_file():
         plan = Plan.load(folder.plan)
         if plan.policy == policy:
             return plan.predicted, workload.with_batch_size(plan.batch_size)
+    if policy.reruns(layer.name for layer in profile.layers):
+        return None, workload
     return profile.predict(policy), workload
 
 

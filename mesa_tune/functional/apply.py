@@ -10,8 +10,9 @@ from mesa_tune.codecs import Memory, Spec
 from mesa_tune.errors import RunError
 from mesa_tune.functional.deriving import Recipe, Source, restored, take
 from mesa_tune.functional.formula import Needs, Static
-from mesa_tune.functional.keeping import Meta, keep
+from mesa_tune.functional.keeping import Meta, encodes, keep, keep_mapped
 from mesa_tune.functional.table import FORMULAS
+from mesa_tune.maps import Mapped
 
 Memories = dict[int, Memory]
 """What codecs remember of one layer, by the place of the kept tensor in `Result.lossy`."""
@@ -107,9 +108,9 @@ class _Watch:
 watch = _Watch()
 
 
-def _same(tensor: Tensor, given: Tensor | None) -> bool:
+def _same(tensor: Tensor, given: Tensor) -> bool:
     """Whether `tensor` is `given` or, as far as that can be asked, a view of it."""
-    if tensor is given or given is None or torch.compiler.is_compiling():
+    if tensor is given or torch.compiler.is_compiling():
         return tensor is given
     strided = tensor.layout is given.layout is torch.strided
     return strided and tensor.untyped_storage()._cdata == given.untyped_storage()._cdata
@@ -130,15 +131,21 @@ class Apply(torch.autograd.Function):
         result = FORMULAS[plan.name].forward(plan.static, plan.needs, *own)
         if result.in_place:
             ctx.mark_dirty(own[0])
-        found = _by_input(plan, extra)
+        found = _by_input(plan, extra) if extra else {}
+        static = [given for flag, given in zip(plan.raw, own, strict=True) if flag and given is not None]
         parts: list[list[Tensor]] = []
         kept: list[Meta | Recipe] = []
         never: list[bool] = []
-        for place, tensor in enumerate(result.lossy):
-            never.append(
-                any(flag and _same(tensor, given) for flag, given in zip(plan.raw, own, strict=True))
-            )
-            source = next((found[i] for i in found if tensor is own[i]), None)
+        lossy = [_settled(each, plan.spec) for each in result.lossy]
+        for place, tensor in enumerate(lossy):
+            if isinstance(tensor, Mapped):
+                stored, meta = keep_mapped(tensor, plan.spec, key)
+                never.append(False)
+                kept.append(meta)
+                parts.append(stored)
+                continue
+            never.append(True in [_same(tensor, given) for given in static])
+            source = next((found[i] for i in found if tensor is own[i]), None) if found else None
             if source is None:
                 remembered = None if memory is None else memory.setdefault(place, {})
                 stored, meta = keep(tensor, plan.spec, key, never[-1], plan.layer, remembered)
@@ -152,7 +159,8 @@ class Apply(torch.autograd.Function):
         ctx.call = _Kept(plan, tuple(kept), tuple(never), present, len(result.exact), len(tensors) - len(own))
         if watch.observer is not None:
             known = [each for each in result.exact if each is not None]
-            watch.observer.kept(plan.layer, result.lossy, tuple(kept), tuple(parts), known)
+            seen = tuple(each for each in lossy if isinstance(each, Tensor))
+            watch.observer.kept(plan.layer, seen, tuple(kept), tuple(parts), known)
         if plan.gives is None:
             return result.output
         given = [part for stored, meta in zip(parts, kept, strict=True) if _is_fresh(meta) for part in stored]
@@ -194,6 +202,13 @@ def _by_input(plan: Plan, extra: Sequence[Tensor | None]) -> dict[int, Source]:
         for place, recipe in enumerate(plan.recipes)
         if recipe is not None
     }
+
+
+def _settled(each: Tensor | Mapped, spec: Spec) -> Tensor | Mapped:
+    """`each`, made unless the encoder can make it and nobody wants to see it."""
+    if isinstance(each, Mapped) and (watch.observer is not None or not encodes(each, spec)):
+        return each.make()
+    return each
 
 
 def _is_fresh(kept: Meta | Recipe) -> bool:

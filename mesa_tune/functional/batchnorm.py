@@ -5,12 +5,14 @@ see `norm`. A batch norm with fixed statistics has dx = r ĝ, and keeps x̂ only
 instance norm is the batch norm of one sample that has every sample's channels.
 """
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mesa_tune import maps
 from mesa_tune.functional.formula import (
     Formula,
     Layers,
@@ -49,7 +51,14 @@ def batch_norm_forward(
         mean, rstd = running_mean, (running_var + eps).rsqrt()
     if not (training or needs[1]):
         return Result(y, exact=(rstd, weight))
-    normalized = (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x)).to(x.dtype)
+    normalized = maps.kept(
+        x,
+        "normalize",
+        lambda: (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x)).to(x.dtype),
+        mean,
+        rstd,
+        math.prod(x.shape[2:]),
+    )
     return Result(y, lossy=(normalized,), exact=(rstd, weight))
 
 

@@ -56,16 +56,18 @@ class Call:
         smaller.
         """
         tensors = (tensor, *others)
-        needs = tuple(given is not None and given.requires_grad for given in tensors)
-        if not any(needs):
+        needs = tuple([given is not None and given.requires_grad for given in tensors])
+        if True not in needs:
             return self.plain()
-        if any(given is not None and _odd(given) for given in tensors):
+        if True in [given is not None and _odd(given) for given in tensors]:
             return self.refuse("complex, sparse and nested tensors have no formula")
         if not (FORMULAS[name].lossless or self._pays(tensors)):
             return self.plain()
-        raw = tuple(given is None or self.is_static(given) for given in tensors)
-        linking = self.spec.derive or self.spec.serves
-        sources = self._sources(name, tensors, raw) if linking else {}
+        raw = tuple([given is None or self.is_static(given) for given in tensors])
+        if not (self.spec.derive or self.spec.serves):
+            plan = Plan(self.layer, name, static, needs, raw, self.spec, (), None)
+            return Apply.apply(plan, self.key(tensor.device), self.memory, *tensors)  # type: ignore[no-untyped-call]
+        sources = self._sources(name, tensors, raw)
         gives = self._gives(name, static, needs, tensors, sources) if self.spec.serves else None
         used = self._used(sources)
         recipes = tuple(used[place].recipe if place in used else None for place in range(len(tensors)))
@@ -220,13 +222,13 @@ class Call:
     def _pays(self, tensors: Sequence[Tensor | None]) -> bool:
         if self.spec.levels == 0:
             return any(given is not None and given.numel() > self.spec.min_elements for given in tensors)
-        given = [tensor for tensor in tensors if tensor is not None]
+        return True in [tensor is not None and self._is_worth(tensor) for tensor in tensors]
+
+    def _is_worth(self, tensor: Tensor) -> bool:
         # PyTorch may keep the copy that autocast makes, which is smaller than the tensor itself.
-        return any(
-            (pays(tensor, self.spec, _kept_size(tensor)) and is_possible(tensor, self.spec, self.layer))
-            or (is_scrap(tensor, self.spec) and not self.is_static(tensor))
-            for tensor in given
-        )
+        if pays(tensor, self.spec, _kept_size(tensor)):
+            return is_possible(tensor, self.spec, self.layer)
+        return is_scrap(tensor, self.spec) and not self.is_static(tensor)
 
 
 def _kept_size(tensor: Tensor) -> int:

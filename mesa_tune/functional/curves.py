@@ -35,6 +35,7 @@ class Curve(NamedTuple):
     kept: Callable[..., Tensor]
     of_output: bool = False
     back: Callable[[Tensor, Tensor], Tensor] = torch.mul
+    map: Callable[..., str] | None = None
 
 
 _OUTS = ("grad_input", "out")
@@ -42,7 +43,7 @@ _OUTS = ("grad_input", "out")
 
 def _at_ones(backward: Any, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
     """The derivative, as aten's backward of an incoming gradient of ones."""
-    ones = torch.ones_like(x)
+    ones = torch.ones_like(x)  # one number in all places would take aten's slow path: 4 times as long
     traced = torch.compiler.is_compiling()
     out = None if traced else next((name for name in _OUTS if name in backward.overloads()), None)
     if out is None:
@@ -75,6 +76,10 @@ def _gelu_derivative(x: Tensor, y: Tensor, approximate: str) -> Tensor:
     return _at_ones(aten.gelu_backward, x, x, approximate=approximate)
 
 
+def _gelu_map(approximate: str) -> str:
+    return "gelu" if approximate == "none" else "gelu_tanh"
+
+
 def _softplus_derivative(x: Tensor, y: Tensor, beta: float, threshold: float) -> Tensor:
     return _at_ones(aten.softplus_backward, x, x, beta, threshold)
 
@@ -98,8 +103,8 @@ def _plain_derivative(backward: Any) -> Callable[[Tensor, Tensor], Tensor]:
 _SELU = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 CURVES: dict[str, Curve] = {
-    "gelu": Curve(_gelu, None, _gelu_derivative),
-    "silu": Curve(aten.silu, aten.silu_, _plain_derivative(aten.silu_backward)),
+    "gelu": Curve(_gelu, None, _gelu_derivative, map=_gelu_map),
+    "silu": Curve(aten.silu, aten.silu_, _plain_derivative(aten.silu_backward), map=lambda: "silu"),
     "mish": Curve(aten.mish, aten.mish_, _plain_derivative(aten.mish_backward)),
     "hardswish": Curve(aten.hardswish, aten.hardswish_, _plain_derivative(aten.hardswish_backward)),
     "hardsigmoid": Curve(aten.hardsigmoid, aten.hardsigmoid_, _plain_derivative(aten.hardsigmoid_backward)),

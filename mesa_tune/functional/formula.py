@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mesa_tune.maps import Mapped
+
 Static = tuple[Any, ...]
 """Everything about a call that is not a tensor: hashable, constant under `torch.compile`."""
 
@@ -22,7 +24,7 @@ class Result(NamedTuple):
     """What a forward gives back: its output, what may be stored in fewer bits, and what must stay exact."""
 
     output: Tensor
-    lossy: tuple[Tensor, ...] = ()
+    lossy: tuple[Tensor | Mapped, ...] = ()
     exact: tuple[Tensor | None, ...] = ()
     in_place: bool = False
 

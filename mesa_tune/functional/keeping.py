@@ -8,6 +8,7 @@ only while both the storage and the packed parts are alive.
 import threading
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Memory, Spec, refusal
+from mesa_tune.maps import Mapped
 from mesa_tune.notice import warn_once
 from mesa_tune.settings import SCRAP
 
@@ -65,19 +67,33 @@ def keep(
     """What to save for `tensor` of `layer`: its encoded parts; a copy if it is a scrap; or itself when `raw`,
     small, or no smaller encoded.
     """
+    if raw:
+        return [tensor], Meta(1, False, tuple(tensor.shape), tensor.dtype, None)
     expanded = None
-    if any(stride == 0 for stride in tensor.stride()) and not raw:
+    if 0 in tensor.stride():
         expanded = tuple(tensor.shape)
         tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    coded = not raw and spec.levels > 0 and pays(tensor, spec) and is_possible(tensor, spec, layer)
+    coded = spec.levels > 0 and pays(tensor, spec) and is_possible(tensor, spec, layer)
     strides = tuple(tensor.stride()) if coded and _is_one_run(tensor, spec) else None
     if coded:
         parts = _encode_once(tensor, spec, key, memory, strides is not None)
-    elif not raw and is_scrap(tensor, spec):
-        parts = _once(tensor, None, lambda: [tensor.clone()])
+    elif is_scrap(tensor, spec):
+        parts = _once(tensor, (tensor.shape, tensor.stride()), None, lambda: [tensor.clone()])
     else:
         parts = [tensor]
     return parts, Meta(len(parts), coded, tuple(tensor.shape), tensor.dtype, expanded, strides)
+
+
+def encodes(mapped: Mapped, spec: Spec) -> bool:
+    """Whether the codec makes `mapped` while encoding it."""
+    possible = hasattr(CODECS[spec.codec], "encode_mapped") and spec.levels > 0
+    return possible and pays(mapped.source, spec) and refusal(mapped.source, spec) is None
+
+
+def keep_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> tuple[list[Tensor], Meta]:
+    """`keep` for a tensor that is made while it is encoded."""
+    parts: list[Tensor] = CODECS[spec.codec].encode_mapped(mapped, spec, key)  # type: ignore[attr-defined]
+    return parts, Meta(len(parts), True, tuple(mapped.source.shape), mapped.source.dtype, None)
 
 
 def _is_one_run(tensor: Tensor, spec: Spec) -> bool:
@@ -102,7 +118,16 @@ def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
     if tensor.numel() <= spec.min_elements or not tensor.is_floating_point():
         return False
     size = tensor.element_size() if element_size is None else element_size
-    return CODECS[spec.codec].packed_bytes(tensor.shape, spec, size) < tensor.numel() * size
+    if torch.compiler.is_compiling():
+        return (
+            CODECS[spec.codec].packed_bytes(tensor.shape, spec, tensor.element_size()) < tensor.numel() * size
+        )
+    return _gets_smaller(tensor.shape, spec, tensor.element_size(), size)
+
+
+@lru_cache(maxsize=1 << 12)
+def _gets_smaller(shape: torch.Size, spec: Spec, own: int, size: int) -> bool:
+    return CODECS[spec.codec].packed_bytes(shape, spec, own) < shape.numel() * size
 
 
 def is_scrap(tensor: Tensor, spec: Spec) -> bool:
@@ -136,33 +161,28 @@ def _encode_once(
 ) -> list[Tensor]:
     if torch.compiler.is_compiling():  # equal functional ops are merged by the compiler
         return CODECS[spec.codec].encode(tensor, spec, key)
-    run = _run(tensor) if as_run else tensor
-    given = tensor if tensor.is_contiguous() else run
-    return _once(run, spec, lambda: CODECS[spec.codec].encode(given, spec, key, memory))
+    geometry = (tensor.numel(), 1) if as_run else (tensor.shape, tensor.stride())
+    given = _run(tensor) if as_run and not tensor.is_contiguous() else tensor
+    return _once(tensor, geometry, spec.alone, lambda: CODECS[spec.codec].encode(given, spec, key, memory))
 
 
 def pack_once(mask: Tensor) -> Tensor:
     """The bits of `mask`, packed once however many layers keep them."""
     if torch.compiler.is_compiling():
         return ops.pack_bits(mask)
-    return _once(mask, None, lambda: [ops.pack_bits(mask)])[0]
+    return _once(mask, (mask.shape, mask.stride()), None, lambda: [ops.pack_bits(mask)])[0]
 
 
-def _once(tensor: Tensor, spec: Spec | None, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+def _once(
+    tensor: Tensor, geometry: tuple[Any, Any], spec: Spec | None, make: Callable[[], list[Tensor]]
+) -> list[Tensor]:
+    """What `make` makes of `tensor`, or made of it before; `geometry` and `spec` say what that depends on."""
     storage = tensor.untyped_storage()
-    place = (
-        storage._cdata,
-        tensor._version,
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        None if spec is None else spec.alone,
-    )
+    place = (storage._cdata, tensor._version, tensor.storage_offset(), geometry, tensor.dtype, spec)
     found = _copies.known.get(place)
     if found is not None and not found[0].expired():
         parts = [reference() for reference in found[1]]
-        if all(part is not None for part in parts):
+        if None not in parts:
             return parts  # type: ignore[return-value]
     fresh = make()
     _copies.purge()

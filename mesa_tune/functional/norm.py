@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mesa_tune import maps
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, layout_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ def layer_norm_forward(
     y, mean, rstd = torch.native_layer_norm(given, shape, weight, bias, eps)
     if not (needs[0] or needs[1]):
         return Result(y)
-    normalized = (given - mean).mul_(rstd).to(x.dtype)
+    normalized = maps.kept(
+        given, "normalize", lambda: (given - mean).mul_(rstd).to(x.dtype), mean, rstd, math.prod(shape)
+    )
     return Result(y, lossy=(normalized,), exact=(rstd, weight, bias))
 
 
@@ -75,7 +78,10 @@ def rms_norm_forward(static: Static, needs: Needs, x: Tensor, weight: Tensor | N
     y, rstd = torch.ops.aten._fused_rms_norm(given, shape, weight if alike else None, eps)
     if not alike:
         y = torch.rms_norm(given, shape, weight, eps)
-    return Result(y, lossy=((given * rstd).to(x.dtype),), exact=(rstd, weight))
+    normalized = maps.kept(
+        given, "normalize", lambda: (given * rstd).to(x.dtype), None, rstd, math.prod(shape)
+    )
+    return Result(y, lossy=(normalized,), exact=(rstd, weight))
 
 
 def rms_norm_backward(
@@ -110,9 +116,20 @@ def group_norm_forward(
     y, mean, rstd = torch.native_group_norm(given, weight, bias, *_sizes(given), groups, eps)
     if not (needs[0] or needs[1]):
         return Result(y)
-    apart = given.unflatten(1, (groups, -1))
-    normalized = (apart - _by_group(mean, apart)).mul_(_by_group(rstd, apart)).flatten(1, 2)
-    return Result(y, lossy=(normalized.to(x.dtype),), exact=(rstd, weight))
+    normalized = maps.kept(
+        given,
+        "normalize",
+        lambda: _normalized_groups(given, mean, rstd).to(x.dtype),
+        mean,
+        rstd,
+        given.numel() // max(1, rstd.numel()),
+    )
+    return Result(y, lossy=(normalized,), exact=(rstd, weight))
+
+
+def _normalized_groups(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    apart: Tensor = x.unflatten(1, (rstd.shape[1], -1))
+    return (apart - _by_group(mean, apart)).mul_(_by_group(rstd, apart)).flatten(1, 2)
 
 
 def group_norm_backward(

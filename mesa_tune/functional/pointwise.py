@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mesa_tune import maps
 from mesa_tune.functional.curves import CURVES
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
 from mesa_tune.functional.rowwise import aligned, is_statistic
@@ -24,7 +25,12 @@ def forward(static: Static, needs: Needs, x: Tensor) -> Result:
         # A tracer wants the very input back.
         return Result(x, lossy=(x if kept is None else kept,), in_place=True)
     y = curve.value(x, *parameters)
-    return Result(y, lossy=(curve.kept(x.to(y.dtype), y, *parameters),))
+    given = x.to(y.dtype)
+    if curve.map is None:
+        return Result(y, lossy=(curve.kept(given, y, *parameters),))
+    return Result(
+        y, lossy=(maps.kept(given, curve.map(*parameters), lambda: curve.kept(given, y, *parameters)),)
+    )
 
 
 def backward(

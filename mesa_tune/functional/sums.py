@@ -58,6 +58,8 @@ def note(output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Remembers that `output` is the sum of `args`, if they are much smaller."""
     if kwargs or len(args) != 2 or torch.compiler.is_compiling():
         return
+    if getattr(args[0], "shape", None) == getattr(args[1], "shape", None):
+        return
     if not all(isinstance(each, Tensor) and each.layout is torch.strided for each in (*args, output)):
         return
     if output.numel() < _WORTH * sum(each.numel() for each in args):

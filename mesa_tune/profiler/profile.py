@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mesa_tune.documents import read_document, schema, typed, write_document
+from mesa_tune.errors import RunError
 from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, TensorEntry, Tie
 from mesa_tune.profiler.timeline import Assignment, Kept, Slot, Timeline, stored_as
 from mesa_tune.settings import EXACT, LayerSettings
@@ -43,6 +44,10 @@ class SettingsSource(Protocol):
 
     def settings(self, tag: str, index: int | None, name: str) -> LayerSettings:
         """The settings of one layer."""
+        ...
+
+    def reruns(self, layers: Iterable[str]) -> list[str]:
+        """The modules around `layers` that keep their inputs alone and run again in backward."""
         ...
 
 
@@ -103,8 +108,15 @@ class Profile:
         """Saved and peak bytes, gradient error and step time under `policy`, without running the model.
 
         At a batch size that was not profiled bytes follow the timeline, times grow in proportion, and the
-        gradient error is that of the profiled batch. BudgetError where that batch size cannot be planned for.
+        gradient error is that of the profiled batch. BudgetError where that batch size cannot be planned for;
+        RunError for a policy with modules that run again in backward, whose inputs no profile knows.
         """
+        again = policy.reruns(layer.name for layer in self.layers)
+        if again:
+            raise RunError(
+                f"`store: recompute` of {', '.join(map(repr, again))}: no profile tells what modules keep "
+                "that run again in backward\nmeasure it with `mesa-tune verify` or mt.verify"
+            )
         return self.predict_assignment(self.assignment(policy), batch_size=batch_size)
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:

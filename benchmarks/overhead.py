@@ -1,0 +1,146 @@
+"""What Python of ours costs a call, in microseconds: eager mode, tensors so small that nothing else counts.
+
+    python benchmarks/overhead.py [--calls 2000] [--rounds 9]
+
+A block of calls in a plain module and the same in a converted one, in turn; processor time, so that other
+programs count little. Routed calls go forward and backward, with everything stored as settings say; the cost
+of encoding and decoding the few elements themselves is measured apart and taken off. Correctness first:
+outputs must be bitwise the plain ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import append, spread
+from torch import Tensor, nn
+
+import mesa_tune as mt
+
+WIDTH = 16
+ASKED = {"routed": 25.0, "not routed": 4.0}
+SETTINGS = (4, 16, 256, 0)
+
+
+class Calls(nn.Module):
+    """`count` calls of one function, each on the module's input."""
+
+    def __init__(self, call: Callable[..., Tensor], count: int) -> None:
+        super().__init__()
+        self.call, self.count = call, count
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.call(self, x) for _ in range(self.count)]
+
+
+def linear(module: Calls, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight, module.scale)
+
+
+def layer_norm(module: Calls, x: Tensor) -> Tensor:
+    return F.layer_norm(x, (WIDTH,), module.scale, module.scale)
+
+
+def gelu(module: Calls, x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+def relu(module: Calls, x: Tensor) -> Tensor:
+    return F.relu(x)
+
+
+def add(module: Calls, x: Tensor) -> Tensor:
+    return torch.add(x, x)
+
+
+def shape(module: Calls, x: Tensor) -> Tensor:
+    x.shape  # noqa: B018
+    return x
+
+
+ROUTED: dict[str, Callable[..., Tensor]] = {
+    "linear": linear,
+    "layer_norm": layer_norm,
+    "gelu": gelu,
+    "relu": relu,
+}
+NOT_ROUTED: dict[str, Callable[..., Tensor]] = {"add": add, "shape": shape}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = []
+    for kind, group in (("routed", ROUTED), ("not routed", NOT_ROUTED)):
+        for name, call in group.items():
+            cases.append({"function": name, "kind": kind, **measure(call, arguments.calls, arguments.rounds)})
+            print(describe(cases[-1]), flush=True)
+    print(f"appended to {append('overhead', {'subject': 'Python a call', 'cases': cases})}")
+
+
+def measure(call: Callable[..., Tensor], calls: int, rounds: int) -> dict[str, Any]:
+    """Microseconds that a converted module adds to each call: in all, and without encoding and decoding."""
+    plain = Calls(call, calls)
+    converted = Calls(call, calls)
+    converted.load_state_dict(plain.state_dict())
+    mt.convert(converted, mt.Policy.uniform(level=16), seed=0, min_elements=0)
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    # A leaf counts as batch or parameter; what a module meets is the output of another.
+    given = (x * 1.0).detach().requires_grad_() * 1.0
+    pairs = zip(plain(given), converted(given), strict=True)
+    if not all(torch.equal(one, other) for one, other in pairs):
+        raise SystemExit(f"{call.__name__}: the forward is not exact")
+    added = []
+    for turn in range(rounds + 1):
+        times = [run(module, x) for module in (plain, converted)]
+        if turn:
+            added.append(1e6 * (times[1] - times[0]) / calls)
+    return {
+        "added_us": spread(added)._asdict(),
+        "codec_us": codec_us(calls) if call in ROUTED.values() else 0.0,
+    }
+
+
+def run(module: Calls, x: Tensor) -> float:
+    """Seconds of processor time for all calls, forward and backward."""
+    given = x * 1.0
+    start = time.process_time()
+    outputs = module(given)
+    if outputs[0] is not given:
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    return time.process_time() - start
+
+
+def codec_us(calls: int) -> float:
+    """Microseconds of one encode and one decode, called straight."""
+    x, key = torch.randn(8, WIDTH), torch.zeros(1, dtype=torch.int64)
+    quantize, dequantize = torch.ops.mesa_tune.quantize.default, torch.ops.mesa_tune.dequantize.default
+    start = time.process_time()
+    for _ in range(calls):
+        data, ranges = quantize(x, *SETTINGS, True, key)
+        dequantize(data, ranges, x.shape, x.dtype, *SETTINGS)
+    return 1e6 * (time.process_time() - start) / calls
+
+
+def describe(case: dict[str, Any]) -> str:
+    """One function's figures in a line."""
+    added, own = case["added_us"], case["added_us"]["median"] - case["codec_us"]
+    return (
+        f"{case['function']:12} {case['kind']:12} +{added['median']:6.1f} µs "
+        f"[{added['low']:.1f}, {added['high']:.1f}]"
+        f", of which codec {case['codec_us']:.1f}; own {own:.1f}, asked {ASKED[case['kind']]:.0f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What is encoded in place of a tensor's elements: a function of each, which nobody else ever needs.
+
+A tensor in memory would cost more than the arithmetic; a kernel makes each piece in the first-level cache as
+it encodes it. These are the same functions in plain PyTorch, for devices without such a kernel, operation by
+operation in float32 (no fused multiply-add), so that kernel and reference give the same bytes.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+KINDS = {"normalize": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+"""Maps by name, and the numbers by which kernels know them."""
+
+
+class Mapped(NamedTuple):
+    """A tensor to be kept that need not be made: `kind` of `source`, elementwise; `make` makes it.
+
+    `normalize`: (source - mean) * rstd, where `inner` neighbours share a mean (none: 0) and a deviation, in
+    turn. Others are the derivatives of what they are named after.
+    """
+
+    source: Tensor
+    kind: str
+    make: Callable[[], Tensor]
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    inner: int = 1
+
+
+def kept(
+    source: Tensor,
+    kind: str,
+    make: Callable[[], Tensor],
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    inner: int = 1,
+) -> Tensor | Mapped:
+    """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
+    statistics = [each for each in (mean, rstd) if each is not None]
+    alone = torch.compiler.is_compiling() or not (source.is_cpu and source.is_contiguous())
+    if alone or source.numel() == 0 or any(each.dtype != torch.float32 for each in statistics):
+        return make()
+    return Mapped(source, kind, make, mean, rstd, inner)
+
+
+def apply(x: Tensor, kind: int, mean: Tensor | None, rstd: Tensor | None, inner: int) -> Tensor:
+    """The map numbered `kind` of `x`, float32 and contiguous."""
+    values = x.detach().to(torch.float32).contiguous()
+    if kind != KINDS["normalize"]:
+        return _CURVES[kind](values)
+    assert rstd is not None
+    flat = values.view(-1, rstd.numel(), inner)
+    middle = flat if mean is None else flat - mean.reshape(-1, 1)
+    return (middle * rstd.reshape(-1, 1)).view(x.shape)
+
+
+def exponential(x: Tensor) -> Tensor:
+    """exp(x) for x up to 88, 0 below -87: 2**n times a polynomial (Cephes' coefficients)."""
+    most = torch.where(x > -87.0, x, -87.0)
+    shifted = most * 1.44269504088896341 + 12582912.0  # 1.5 * 2**23: the integer comes to lie in the low bits
+    n = shifted - 12582912.0
+    r = (most - n * 0.693359375) - n * -2.12194440e-4
+    p = r * 1.9875691500e-4 + 1.3981999507e-3
+    for coefficient in (8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * r + coefficient
+    p = (p * (r * r) + r) + 1.0
+    power = (shifted.view(torch.int32) - 0x4B400000 + 127) << 23
+    value = p * power.view(torch.float32)
+    return torch.where(x > -87.0, value, torch.where(torch.isnan(x), x, 0.0))
+
+
+def gelu_derivative(x: Tensor) -> Tensor:
+    """d/dx of x Φ(x); Φ by Abramowitz and Stegun 7.1.26, whose error is below 1e-7."""
+    e = exponential(x * x * -0.5)
+    t = 1.0 / (x.abs() * 0.231641900 + 1.0)
+    p = t * 0.5307027145 + -0.7265760135
+    for coefficient in (0.7107068705, -0.142248368, 0.127414796):
+        p = p * t + coefficient
+    tail = p * t * e
+    return torch.where(x < 0.0, tail, 1.0 - tail) + x * e * 0.398942280
+
+
+def gelu_tanh_derivative(x: Tensor) -> Tensor:
+    """d/dx of GELU by tanh: with s = (1 + tanh u) / 2 and u = √(2/π) (x + 0.044715 x³)."""
+    square = x * x
+    inner = x * (square * 0.0356774081 + 0.797884561)
+    inner = torch.where(inner < 40.0, inner, 40.0)
+    inner = torch.where(inner > -40.0, inner, -40.0)
+    s = 1.0 / (exponential(inner * -2.0) + 1.0)
+    return s + x * (s * (1.0 - s)) * 2.0 * (square * 0.107032224 + 0.797884561)
+
+
+def silu_derivative(x: Tensor) -> Tensor:
+    """d/dx of x σ(x)."""
+    s = 1.0 / (exponential(-torch.where(x > -80.0, x, -80.0)) + 1.0)
+    return s * (x * (1.0 - s) + 1.0)
+
+
+_CURVES: dict[int, Callable[[Tensor], Tensor]] = {
+    KINDS["gelu"]: gelu_derivative,
+    KINDS["gelu_tanh"]: gelu_tanh_derivative,
+    KINDS["silu"]: silu_derivative,
+}
