@@ -20,12 +20,13 @@ sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 core := $(wildcard $(addprefix tests/,test_quantize.py test_pack_bits.py test_ops*.py test_functional*.py test_nn.py \
 	test_conformance.py test_conversion.py test_keeping.py test_sharing.py))
 
-.PHONY: help demo test lint bench format install
+.PHONY: help demo test lint cuda-check bench format install
 
 help:
 	@echo 'make demo     profile, search, verify, train and report on real data; writes mesa-run/report.html'
 	@echo 'make test     every test, and the core again without the native kernels'
 	@echo 'make lint     ruff, mypy, pyright, clang-format'
+	@echo 'make cuda-check   compile the CUDA kernels, where there is nvcc, and look for spilled registers'
 	@echo 'make bench    every benchmark; adds to benchmarks/results/'
 	@echo 'make format   let ruff and clang-format rewrite the layout'
 	@echo 'make install  only .venv, its packages and the kernels'
@@ -47,13 +48,16 @@ lint: .venv/.kernels
 	$(bin)/ruff check .
 	$(bin)/mypy
 	$(bin)/pyright
-	@files=$$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'); \
+	@files=$$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'); \
 	echo "clang-format --dry-run -Werror $$files"; $(bin)/clang-format --dry-run -Werror $$files
+
+cuda-check: .venv/.packages
+	$(bin)/python csrc/cuda/nvcc.py
 
 format: .venv/.packages
 	$(bin)/ruff format .
 	$(bin)/ruff check --fix .
-	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(bin)/clang-format -i
+	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(bin)/clang-format -i
 
 bench: .venv/.kernels
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(bin)/python "$$file"; done

@@ -7,6 +7,8 @@ Without torch, setup gives a pure wheel, and `mesa_tune.ops` then says that its 
 
 import importlib.util
 import os
+import runpy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +34,46 @@ def package_dir() -> dict[str, str]:
     return {f"mesa_tune.{name}": name for name in MAPPED if (ROOT / name / "__init__.py").exists()}
 
 
+def cuda() -> dict[str, Any] | None:
+    """How to build the CUDA kernels, where nvcc is found and torch has CUDA: csrc/cuda/nvcc.py's names."""
+    import torch
+
+    nvcc = runpy.run_path(str(ROOT / "csrc" / "cuda" / "nvcc.py"))
+    path = None if nvcc["wanted"]() == "0" else nvcc["find"]()
+    if path is None or torch.version.cuda is not None:
+        return nvcc if path else None
+    if nvcc["wanted"]() == "1":
+        warnings.warn(
+            "this torch has no CUDA and cannot load its kernels: they are only checked", stacklevel=1
+        )
+        nvcc["check"](path)
+    return None
+
+
+def sources(*patterns: str) -> list[str]:
+    """The files of csrc/ with these names."""
+    return sorted(str(path.relative_to(ROOT)) for name in patterns for path in (ROOT / "csrc").rglob(name))
+
+
 def extension() -> dict[str, Any]:
     """The native library, if torch is there to build against and there are sources."""
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
-    if importlib.util.find_spec("torch") is None or not sources:
+    if importlib.util.find_spec("torch") is None or not sources("*.cpp"):
         return {}
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
     # No fused multiply-add: the kernels give the reference's bytes. No -march: processors choose at run time.
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
-    library = CppExtension(
+    stable = f"-DTORCH_TARGET_VERSION={STABLE_ABI}"
+    nvcc = cuda()
+    library = (CUDAExtension if nvcc else CppExtension)(
         "mesa_tune._C",
-        sources,
+        sources("*.cpp", "*.cu") if nvcc else sources("*.cpp"),
         include_dirs=[str(ROOT / "csrc")],
-        depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")),
-        extra_compile_args=[*flags, f"-DTORCH_TARGET_VERSION={STABLE_ABI}"],
+        depends=sources("*.h", "*.cuh"),
+        extra_compile_args={
+            "cxx": [*flags, stable, *(nvcc["MACROS"] if nvcc else [])],
+            "nvcc": [*nvcc["FLAGS"], *nvcc["architectures"]()] if nvcc else [],
+        },
         py_limited_api=True,
     )
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))

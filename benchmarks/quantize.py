@@ -7,6 +7,9 @@ that is timed. Then copy, encode and decode take turns, into memory that has bee
 set against its own copy: only ratios mean something on a shared machine. Vector paths are chosen as torch's
 own are, by ATEN_CPU_CAPABILITY, each in a process of its own; they are compared by their ratios to `copy_`,
 which is bound by memory on all of them. Every figure stands beside its bound.
+
+On a machine with a GPU, CUDA's kernels come after that: 2^28 numbers of bfloat16 at 4 bits, timed by events;
+bytes moved a second, over those of a `copy_` on the device.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import truediv
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ PATHS = {"AVX512": ("avx512", "avx2", "default"), "AVX2": ("avx2", "default")}
 ENCODE, ENCODE_ELSE = {2: 2.5, 4: 2.2, 8: 2.5}, 3.5
 DECODE, DECODE_ELSE = {4: 1.6, 8: 1.6}, 2.2
 AVX2_BOUND = 2.0  # times the AVX-512 path
+ON_GPU, GPU_BITS, GPU_BOUND = 1 << 28, 4, 0.8  # bfloat16 numbers; least share of copy's bandwidth
 Case = dict[str, Any]
 
 
@@ -47,7 +52,9 @@ def main() -> None:
         found[path] = in_process(path)
         for case, widest in zip(found[path], found[arguments.paths[0]], strict=True):
             print(describe(case, widest), flush=True)
-    result = {"subject": "quantize and dequantize", "elements": f"2^{arguments.size}", "paths": found}
+    result: Case = {"subject": "quantize and dequantize", "elements": f"2^{arguments.size}", "paths": found}
+    if torch.cuda.is_available():
+        result["cuda"] = on_gpu(arguments.rounds)
     print(f"appended to {append('quantize', result)}")
 
 
@@ -99,27 +106,73 @@ def check(x: Tensor, bits: int) -> None:
 def measure(x: Tensor, bits: int, rounds: int) -> Case:
     """Milliseconds, and times the copy of the same round; medians with their spread."""
     packed, out = ops.quantize(x, bits, GROUP_SIZE, seed=SEED), torch.zeros_like(x)
-    calls: dict[str, Callable[[], Any]] = {
-        "copy": lambda: out.copy_(x),
-        "encode": lambda: ops.quantize(x, bits, GROUP_SIZE, seed=SEED, out=packed),
-        "decode": lambda: ops.dequantize(packed, out=out),
-    }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(-1, rounds):
-        for name, call in calls.items():
-            elapsed = timed(call)
-            if turn >= 0:  # the first round warms up
-                times[name].append(elapsed)
+    times = in_turn(x, packed, out, rounds, timed)
     return {
         "ms": {name: spread(values)._asdict() for name, values in times.items()},
         "times_copy": {name: ratios(times["copy"], times[name])._asdict() for name in ("encode", "decode")},
     }
 
 
+def in_turn(
+    x: Tensor, packed: ops.Quantized, out: Tensor, rounds: int, clock: Callable[[Callable[[], Any]], float]
+) -> dict[str, list[float]]:
+    """Milliseconds of copy, encode and decode in each round."""
+    seed = SEED.to(x.device)
+    calls: dict[str, Callable[[], Any]] = {
+        "copy": lambda: out.copy_(x),
+        "encode": lambda: ops.quantize(x, packed.bits, GROUP_SIZE, seed=seed, out=packed),
+        "decode": lambda: ops.dequantize(packed, out=out),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-1, rounds):
+        for name, call in calls.items():
+            elapsed = clock(call)
+            if turn >= 0:  # the first round warms up
+                times[name].append(elapsed)
+    return times
+
+
 def timed(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - begin)
+
+
+def timed_on_gpu(call: Callable[[], Any]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def on_gpu(rounds: int) -> Case:
+    """What CUDA's kernels take, and their share of the bandwidth of a copy, round by round."""
+    if not ops.native("cuda"):
+        sys.exit("there are no CUDA kernels in the library: `mesa-tune doctor` says how to build them")
+    x = torch.randn(ON_GPU, device="cuda", dtype=torch.bfloat16)
+    check_on_gpu(x[: CHECKED - 7])
+    packed = ops.quantize(x, GPU_BITS, GROUP_SIZE, seed=SEED)
+    times = in_turn(x, packed, torch.empty_like(x), rounds, timed_on_gpu)
+    moved = (x.nbytes + packed.nbytes) / (2 * x.nbytes)
+    found: Case = {"ms": {name: spread(values)._asdict() for name, values in times.items()}}
+    for name in ("encode", "decode"):
+        share = spread([moved * value for value in map(truediv, times["copy"], times[name])])
+        found[name] = {"of_copy_bandwidth": share._asdict()}
+        holds = "holds" if share.median >= GPU_BOUND else "DOES NOT HOLD"
+        milliseconds = found["ms"][name]["median"]
+        print(f"CUDA, bfloat16, {GPU_BITS} bits: {name} {milliseconds:.3f} ms,", end=" ")
+        print(f"{share.median:.2f} of copy's bandwidth (at least {GPU_BOUND}: {holds})", flush=True)
+    return found
+
+
+def check_on_gpu(x: Tensor) -> None:
+    """Stops unless the kernels of CPU and GPU give the same bytes and the same tensor."""
+    here, there = (ops.quantize(t, GPU_BITS, GROUP_SIZE, seed=SEED) for t in (x.cpu(), x))
+    same = torch.equal(here.data, there.data.cpu()) and torch.equal(here.ranges, there.ranges.cpu())
+    if not same or not torch.equal(ops.dequantize(here), ops.dequantize(there).cpu()):
+        sys.exit("the kernels of CPU and GPU differ")
 
 
 def bounds(case: Mapping[str, Any]) -> dict[str, float]:

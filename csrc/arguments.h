@@ -29,6 +29,10 @@ inline Strided strided(const torch::stable::Tensor& x, const Settings& s) {
   return strided(x, const_cast<void*>(x.const_data_ptr()), s);
 }
 
+inline void check_on_cpu(const torch::stable::Tensor& x) {
+  STD_TORCH_CHECK(x.is_cpu(), "expected a tensor on the CPU");
+}
+
 inline void check_settings(const Settings& s, const torch::stable::Tensor& x) {
   STD_TORCH_CHECK(s.bits >= 1 && s.bits <= 8, "expected 1 to 8 bits, but got ", s.bits);
   STD_TORCH_CHECK(s.levels >= 2 && s.levels <= int64_t{1} << s.bits, "expected 2 to 2**bits levels, but got ",
@@ -43,19 +47,28 @@ inline void check_settings(const Settings& s, const torch::stable::Tensor& x) {
   STD_TORCH_CHECK(extent % s.quant_groups == 0, "quant_groups ", s.quant_groups, " does not divide ", extent);
 }
 
-// `data` if it lies on the CPU as `count` neighbours of this type.
-inline const void* dense(const torch::stable::Tensor& data, torch::headeronly::ScalarType type, int64_t count,
-                         const char* name) {
+inline bool together(const torch::stable::Tensor& a, const torch::stable::Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+}
+
+// `data` if it lies where `like` does, as `count` neighbours of this type.
+inline const void* dense(const torch::stable::Tensor& data, const torch::stable::Tensor& like,
+                         torch::headeronly::ScalarType type, int64_t count, const char* name) {
   STD_TORCH_CHECK(
-      data.is_cpu() && data.scalar_type() == type && data.is_contiguous() && data.numel() == count,
-      "expected contiguous ", name, " of ", count, " elements on the CPU, but got ", data.numel());
+      together(data, like) && data.scalar_type() == type && data.is_contiguous() && data.numel() == count,
+      "expected contiguous ", name, " of ", count, " elements on the tensor's device, but got ",
+      data.numel());
   return data.const_data_ptr();
 }
 
-inline Noise read_noise(bool stochastic, const std::optional<torch::stable::Tensor>& seed) {
+// The noise for encoding `x`; a seed on a device is not read here.
+inline Noise read_noise(const torch::stable::Tensor& x, bool stochastic,
+                        const std::optional<torch::stable::Tensor>& seed) {
   if (!stochastic) return {false, 0};
   STD_TORCH_CHECK(seed.has_value(), "stochastic rounding needs a seed");
-  return {true, *static_cast<const int64_t*>(dense(*seed, torch::headeronly::ScalarType::Long, 1, "seed"))};
+  const auto* number = static_cast<const int64_t*>(
+      dense(*seed, seed->is_cpu() ? *seed : x, torch::headeronly::ScalarType::Long, 1, "seed"));
+  return seed->is_cpu() ? Noise{true, *number} : Noise{true, 0, number};
 }
 
 }  // namespace mesa_tune

@@ -1,15 +1,16 @@
 // Gives the kernels of the CPU, and of CUDA where it was built, to the operators that mesa_tune/ops.py
 // defines. Checks what memory safety needs; what users may get wrong is checked, and explained, there.
 
-#ifdef MESA_TUNE_CUDA
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#endif
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "arguments.h"
+
+#ifdef MESA_TUNE_CUDA
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
 
 namespace mesa_tune {
 namespace {
@@ -32,38 +33,18 @@ void dispatch(const Tensor& x, const OnCpu& on_cpu, [[maybe_unused]] const OnCud
 #endif
 }
 
-bool together(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
-}
-
-void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, const Split& parts,
-                  int64_t bits) {
-  STD_TORCH_CHECK(together(x, data) && together(x, ranges),
-                  "expected data and ranges on the tensor's device");
-  STD_TORCH_CHECK(
-      data.scalar_type() == ScalarType::Byte && data.is_contiguous() && data.numel() == parts.bytes(bits),
-      "expected contiguous data of ", parts.bytes(bits), " bytes (uint8), but got ", data.numel());
-  STD_TORCH_CHECK(ranges.scalar_type() == ScalarType::Float && ranges.is_contiguous() &&
-                      ranges.numel() == 2 * parts.groups(),
-                  "expected contiguous float32 ranges of ", parts.groups(), " groups, but got ",
-                  ranges.numel(), " numbers");
-}
-
-Noise noise_of(const Tensor& x, bool stochastic, const std::optional<Tensor>& seed) {
-  if (!stochastic) return {false, 0};
-  STD_TORCH_CHECK(seed.has_value() && (seed->is_cpu() || together(*seed, x)) &&
-                      seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
-                  "stochastic rounding needs a seed: an int64 tensor of one element on the CPU or on the "
-                  "tensor's device");
-  const auto* number = static_cast<const int64_t*>(seed->const_data_ptr());
-  return seed->is_cpu() ? Noise{true, *number} : Noise{true, 0, number};
+void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, const Settings& s) {
+  const Split parts = split(x.numel(), s);
+  dense(data, x, ScalarType::Byte, parts.bytes(s.bits), "data");
+  dense(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges");
 }
 
 void encode(const Tensor& x, const Settings& s, bool stochastic, const std::optional<Tensor>& seed,
             const Tensor& data, const Tensor& ranges) {
+  check_packed(x, data, ranges, s);
   const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()),
                       static_cast<float*>(ranges.mutable_data_ptr())};
-  const Noise noise = noise_of(x, stochastic, seed);
+  const Noise noise = read_noise(x, stochastic, seed);
   const Strided from = strided(x, s);
   dispatch(
       x, [&] { cpu::quantize(from, Map{}, s, noise, packed); },
@@ -71,7 +52,7 @@ void encode(const Tensor& x, const Settings& s, bool stochastic, const std::opti
 }
 
 void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
-  check_packed(out, data, ranges, split(out.numel(), s), s.bits);
+  check_packed(out, data, ranges, s);
   const Packed packed{const_cast<uint8_t*>(static_cast<const uint8_t*>(data.const_data_ptr())),
                       const_cast<float*>(static_cast<const float*>(ranges.const_data_ptr()))};
   const Strided to = strided(out, out.mutable_data_ptr(), s);
@@ -91,20 +72,20 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int6
   return {data, ranges};
 }
 
-const float* floats(const std::optional<Tensor>& values, int64_t count) {
+const float* floats(const Tensor& x, const std::optional<Tensor>& values, int64_t count) {
   if (!values.has_value()) return nullptr;
-  return static_cast<const float*>(dense(*values, ScalarType::Float, count, "float32 statistics"));
+  return static_cast<const float*>(dense(*values, x, ScalarType::Float, count, "float32 statistics"));
 }
 
-Map map_of(int64_t kind, const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd,
-           int64_t inner) {
+Map map_of(const Tensor& x, int64_t kind, const std::optional<Tensor>& mean,
+           const std::optional<Tensor>& rstd, int64_t inner) {
   STD_TORCH_CHECK(kind >= Map::kNormalize && kind <= Map::kSilu, "expected a map from 1 to 4, but got ",
                   kind);
   if (kind != Map::kNormalize) return {static_cast<Map::Kind>(kind)};
   STD_TORCH_CHECK(rstd.has_value() && rstd->numel() > 0 && inner > 0,
                   "to normalize takes a reciprocal deviation and a positive number of neighbours");
   const int64_t count = rstd->numel();
-  return {Map::kNormalize, floats(mean, count), floats(rstd, count), inner, count};
+  return {Map::kNormalize, floats(x, mean, count), floats(x, rstd, count), inner, count};
 }
 
 std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Tensor> mean,
@@ -112,14 +93,14 @@ std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Ten
                                         int64_t levels, int64_t group_size, bool stochastic,
                                         std::optional<Tensor> seed) {
   const Settings s{bits, levels, group_size, 0};
+  check_on_cpu(x);
   check_settings(s, x);
-  STD_TORCH_CHECK(x.is_cpu(), "expected a tensor on the CPU");
   const Split parts = split(x.numel(), s);
   Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
   Tensor ranges = torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float);
   const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()),
                       static_cast<float*>(ranges.mutable_data_ptr())};
-  cpu::quantize(strided(x, s), map_of(map, mean, rstd, inner), s, noise_of(x, stochastic, seed), packed);
+  cpu::quantize(strided(x, s), map_of(x, map, mean, rstd, inner), s, read_noise(x, stochastic, seed), packed);
   return {data, ranges};
 }
 
@@ -127,7 +108,6 @@ void quantize_out(Tensor x, int64_t bits, int64_t levels, int64_t group_size, in
                   bool stochastic, std::optional<Tensor> seed, Tensor data, Tensor ranges) {
   const Settings s{bits, levels, group_size, quant_groups};
   check_settings(s, x);
-  check_packed(x, data, ranges, split(x.numel(), s), bits);
   encode(x, s, stochastic, seed, data, ranges);
 }
 

@@ -13,7 +13,7 @@ using torch::stable::Tensor;
 
 Tensor extents(Tensor x, int64_t group_size, int64_t quant_groups) {
   const Settings s{1, 2, group_size, quant_groups};
-  STD_TORCH_CHECK(x.is_cpu(), "expected a tensor on the CPU");
+  check_on_cpu(x);
   check_settings(s, x);
   const int64_t groups = split(x.numel(), s).groups();
   Tensor found = torch::stable::new_empty(x, std::vector<int64_t>{groups, 2}, ScalarType::Float);
@@ -24,14 +24,14 @@ Tensor extents(Tensor x, int64_t group_size, int64_t quant_groups) {
 Tensor quantize_within(Tensor x, Tensor ranges, int64_t bits, int64_t levels, int64_t group_size,
                        int64_t quant_groups, bool stochastic, std::optional<Tensor> seed) {
   const Settings s{bits, levels, group_size, quant_groups};
-  STD_TORCH_CHECK(x.is_cpu(), "expected a tensor on the CPU");
+  check_on_cpu(x);
   check_settings(s, x);
   const Split parts = split(x.numel(), s);
   const auto* given =
-      static_cast<const float*>(dense(ranges, ScalarType::Float, 2 * parts.groups(), "ranges"));
+      static_cast<const float*>(dense(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges"));
   Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
   const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()), const_cast<float*>(given)};
-  cpu::quantize_within(strided(x, s), s, read_noise(stochastic, seed), packed);
+  cpu::quantize_within(strided(x, s), s, read_noise(x, stochastic, seed), packed);
   return data;
 }
 

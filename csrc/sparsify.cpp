@@ -20,7 +20,7 @@ int64_t width_of(const Tensor& x) {
 }
 
 std::tuple<Tensor, Tensor> sparsify(Tensor x, int64_t count) {
-  STD_TORCH_CHECK(x.is_cpu(), "expected a tensor on the CPU");
+  check_on_cpu(x);
   STD_TORCH_CHECK(count >= 0 && count <= x.numel(), "expected 0 to ", x.numel(), " survivors, but got ",
                   count);
   const Tensor flat = torch::stable::contiguous(x);
@@ -33,10 +33,11 @@ std::tuple<Tensor, Tensor> sparsify(Tensor x, int64_t count) {
 }
 
 Tensor densify(Tensor bitmap, Tensor survivors, std::vector<int64_t> shape) {
+  check_on_cpu(survivors);
   Tensor out = torch::stable::new_empty(survivors, shape);
   const auto* bits =
-      static_cast<const uint8_t*>(dense(bitmap, ScalarType::Byte, plane_bytes(out.numel()), "bitmap"));
-  const void* values = dense(survivors, survivors.scalar_type(), survivors.numel(), "survivors");
+      static_cast<const uint8_t*>(dense(bitmap, out, ScalarType::Byte, plane_bytes(out.numel()), "bitmap"));
+  const void* values = dense(survivors, out, survivors.scalar_type(), survivors.numel(), "survivors");
   const int64_t set =
       cpu::densify(bits, values, width_of(survivors), out.numel(), survivors.numel(), out.mutable_data_ptr());
   STD_TORCH_CHECK(set == survivors.numel(), "expected a survivor for each of the bitmap's ", set,

@@ -150,7 +150,7 @@ class Conversion:
         name = str(device)
         if name in self.keys:
             return self.keys[name]
-        made = self.keys["cpu"].to(device)
+        made = self.keys["cpu"].to(device, non_blocking=True)
         if not torch.compiler.is_compiling():
             self.keys[name] = made
         return made

@@ -2,8 +2,9 @@
 
 Importing this module defines the functional ops `torch.ops.mesa_tune.{quantize, dequantize, pack_bits,
 unpack_bits}` and two that write into existing memory, `quantize_out` and `dequantize_out`. Their default
-kernel is `mesa_tune.reference`; the native library beside this package adds the CPU's. Callers never ask
-which of the two runs: they give the same bytes. `MESA_TUNE_REFERENCE=1` leaves the library out.
+kernel is `mesa_tune.reference`; the native library beside this package adds the CPU's, and CUDA's where they
+were built. Callers never ask which of them runs: they give the same bytes. `MESA_TUNE_REFERENCE=1` leaves the
+library out.
 
 The ops are pure: equal arguments (the seed is one) give equal results, so a compiler may merge them. Only
 `fresh_seed`, by which compiled code draws from the private count, is not.
@@ -145,9 +146,9 @@ def packed_bytes(
     )
 
 
-def native() -> bool:
-    """True if the native CPU kernels are loaded."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key("mesa_tune::quantize", "CPU")
+def native(device: str = "cpu") -> bool:
+    """True if the native kernels of this kind of device (`cpu` or `cuda`) are loaded."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("mesa_tune::quantize", device.upper())
 
 
 def _check(x: Tensor, bits: int, levels: int | None, group_size: int, quant_groups: int | None) -> int:

@@ -220,6 +220,15 @@ def test_doctor_says_how_to_build_the_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert "pip install --no-build-isolation" in finding.remedy
 
 
+def test_doctor_says_how_to_build_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert doctor_module._cuda_kernels().good
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    finding = doctor_module._cuda_kernels()
+    assert not finding.good
+    assert "CUDA 13.0 toolkit (nvcc) on PATH, MESA_TUNE_CUDA=1 pip install" in finding.remedy
+
+
 def test_doctor_says_when_the_kernels_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     from mesa_tune import ops
 

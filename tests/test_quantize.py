@@ -306,13 +306,3 @@ def test_sizes_past_32_bits_on_the_meta_device(shape: tuple[int, ...]) -> None:
     assert q.ranges.shape == (groups, 2)
     assert q.nbytes == ops.packed_bytes(shape, 3, 64)
     assert ops.dequantize(q).shape == shape
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"quant_groups": 4}, {"stochastic": False}], ids=str)
-def test_the_gpu_gives_the_bytes_of_the_cpu(options: dict[str, Any]) -> None:
-    x = torch.randn(8, 12, 33, 5)
-    here, there = (ops.quantize(t, 4, seed=3, **options) for t in (x, x.cuda()))
-    assert torch.equal(here.data, there.data.cpu())
-    assert torch.equal(here.ranges, there.ranges.cpu())
-    assert torch.equal(ops.dequantize(here), ops.dequantize(there).cpu())

@@ -16,9 +16,10 @@ constexpr unsigned kAllLanes = 0xFFFFFFFF;
 constexpr int64_t kMostBlocks = 1 << 20;  // from there on, threads take several turns
 
 inline void check(cudaError_t error) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string("a CUDA kernel of mesa-tune did not start: ") +
-                             cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // told here, and not again by whoever asks next
+  throw std::runtime_error(std::string("a CUDA kernel of mesa-tune did not start: ") +
+                           cudaGetErrorString(error));
 }
 
 // Starts enough blocks for that many threads; none for none.

@@ -40,7 +40,7 @@ def doctor(as_json: JsonOption = False, quiet: QuietOption = False, debug: Debug
     output = Output(json=as_json, quiet=quiet)
     device = default_device()
     output.device(device, _device_note(device))
-    findings = [_python(), _torch(), _kernels(), _compiler(), *map(_package, _PACKAGES)]
+    findings = [_python(), _torch(), _kernels(), _cuda_kernels(), _compiler(), *map(_package, _PACKAGES)]
     for finding in findings:
         output.line(f"{'ok ' if finding.good else '-- '} {finding.name}: {finding.found}")
         if finding.remedy:
@@ -83,6 +83,20 @@ def _kernels() -> Finding:
         return Finding(name, "switched off: the slow reference in PyTorch is used", False, remedy)
     what = "do not load" if ops.LIBRARY.exists() else "were not built"
     return Finding(name, f"{ops.LIBRARY} {what}: the slow reference in PyTorch is used", False, _BUILD)
+
+
+def _cuda_kernels() -> Finding:
+    import torch
+
+    from mesa_tune import ops
+
+    name = "CUDA kernels"
+    if ops.native("cuda"):
+        return Finding(name, "in the library", True)
+    if torch.version.cuda is None:
+        return Finding(name, "none, as this torch has no CUDA", True)
+    remedy = f"with the CUDA {torch.version.cuda} toolkit (nvcc) on PATH, MESA_TUNE_CUDA=1 {_BUILD}"
+    return Finding(name, "none: on a GPU the slow reference in PyTorch is used", False, remedy)
 
 
 def _compiler() -> Finding:

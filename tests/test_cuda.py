@@ -1,0 +1,209 @@
+"""The CUDA kernels on a GPU: the CPU's bytes, on any stream and device, in graphs, without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune import ops, reference
+from tests import cuda_cases
+from tests.cuda_cases import Case, Sizes, randn
+from tests.test_ops_kernels import same_bytes
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (4, 16, 256, 0)
+
+
+@pytest.fixture(name="no_waiting")
+def _no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def on_gpu(x: Tensor, device: str = "cuda") -> Tensor:
+    """x with its strides and its offset, which `.cuda()` may change."""
+    elements = x.untyped_storage().nbytes() // x.element_size()
+    base = torch.as_strided(x, (elements,), (1,), 0).to(device)
+    return base.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def assert_right(x: Tensor, sizes: Sizes, seed: int | None) -> None:
+    number = torch.tensor([seed or 0])
+    here = torch.ops.mesa_tune.quantize(x, *sizes, seed is not None, number)
+    there = torch.ops.mesa_tune.quantize(on_gpu(x), *sizes, seed is not None, number.cuda())
+    assert all(same_bytes(a, b.cpu()) for a, b in zip(here, there, strict=True))
+    for dtype in ops.DTYPES:
+        decoded = torch.ops.mesa_tune.dequantize(*there, x.shape, dtype, *sizes)
+        assert same_bytes(decoded.cpu(), torch.ops.mesa_tune.dequantize(*here, x.shape, dtype, *sizes))
+
+
+def test_the_kernels_are_in_the_library() -> None:
+    assert ops.native("cuda"), "build them: MESA_TUNE_CUDA=1 pip install --no-build-isolation -e ."
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_one_pass_groups(bits: int, dtype: torch.dtype) -> None:
+    for case in cuda_cases.one_pass(bits, dtype):
+        assert_right(*case)
+
+
+@pytest.mark.parametrize("cases", [cuda_cases.layouts, cuda_cases.extremes], ids=["layouts", "extremes"])
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_other_groups(dtype: torch.dtype, cases: Callable[..., Iterator[Case]]) -> None:
+    for case in cases(dtype):
+        assert_right(*case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_16_bit_number_is_read_and_written(dtype: torch.dtype) -> None:
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    assert_right(x, (1, 2, 1, 0), seed=0)
+    values = torch.randint(-(2**31), 2**31, (2**20,), generator=torch.Generator().manual_seed(0))
+    ranges = torch.stack([values.to(torch.int32).view(torch.float32), torch.zeros(2**20)], 1)
+    data = torch.zeros(2**20, dtype=torch.uint8)
+    here, there = (
+        torch.ops.mesa_tune.dequantize(data.to(on), ranges.to(on), (2**20,), dtype, 1, 2, 1, 0)
+        for on in ("cpu", "cuda")
+    )
+    numbers = ~ranges[:, 0].isnan()
+    assert same_bytes(there.cpu()[numbers], here[numbers])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 8, 31, 1003, 2**18 + 5])
+def test_masks(numel: int) -> None:
+    mask = (randn(numel + 1) > 0)[1:]
+    packed = ops.pack_bits(on_gpu(mask))
+    assert torch.equal(packed.cpu(), ops.pack_bits(mask))
+    assert torch.equal(ops.unpack_bits(packed, mask.shape).cpu(), mask)
+
+
+def test_memory_that_is_given_is_used() -> None:
+    x, y = randn(2, 3000).cuda()
+    first = ops.quantize(x, 4, seed=1)
+    address = first.data.data_ptr()
+    second = ops.quantize(y, 4, seed=2, out=first)
+    assert second.data.data_ptr() == address
+    assert torch.equal(second.data, ops.quantize(y, 4, seed=2).data)
+    out = torch.zeros(30, 100, device="cuda").t()
+    ops.dequantize(ops.quantize(y.view(100, 30), 4, seed=2), out=out)
+    assert torch.equal(out, ops.dequantize(second).view(100, 30))
+
+
+def test_a_seed_on_the_cpu_is_the_same_seed() -> None:
+    x = randn(5000).cuda()
+    seeds = (7, torch.tensor([7]), torch.tensor([7], device="cuda"))
+    one, *others = (ops.quantize(x, 4, seed=seed).data for seed in seeds)
+    assert all(torch.equal(one, other) for other in others)
+
+
+def memory(gigabytes: int) -> None:
+    if torch.cuda.mem_get_info()[0] < gigabytes * 2**30:
+        pytest.skip(f"needs {gigabytes} GiB of GPU memory")
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    memory(16)
+    block, times = 2**20, 2**11 + 1
+    x = randn(block).bfloat16().cuda().repeat(times)
+    seed = torch.tensor([5], device="cuda")
+    data, ranges = torch.ops.mesa_tune.quantize(x, *SIZES, True, seed)
+    groups = block // 256
+    rows, last = x[-block:].view(groups, 256).float(), ranges[-groups:]
+    codes = reference.round_rows(rows, last, 16, seed, (times - 1) * groups)
+    assert torch.equal(ranges.view(times, -1), ranges[:groups].view(1, -1).expand(times, -1))
+    assert torch.equal(data.view(times, -1)[-1], reference.pack_rows(codes, 4).flatten())
+    decoded = torch.ops.mesa_tune.dequantize(data, ranges, x.shape, x.dtype, *SIZES)
+    assert torch.equal(decoded[-block:], reference.values_of(codes, last).to(x.dtype).flatten())
+
+
+def test_noise_past_element_2_to_the_32_of_one_group() -> None:
+    memory(4)
+    row = torch.linspace(0, 1, 2**16, device="cuda")
+    numel = 2**32 + 2**17
+    q = ops.quantize(row.expand(numel // 2**16, -1), 1, numel, seed=9)
+    plane = numel // 8
+    element = torch.arange(2**32 - 1000, 2**32 + 1000, device="cuda")
+    found = (q.data[element % plane] >> (element // plane)) & 1
+    noise = reference.noise(torch.tensor([9]), 0, q.ranges, element)[0]
+    assert torch.equal(found.bool(), row[element % 2**16] > noise)
+
+
+def test_work_goes_to_the_current_stream() -> None:
+    x, seed = randn(2**20).cuda(), torch.tensor([3], device="cuda")
+    late = torch.zeros_like(x)
+    wanted = ops.dequantize(ops.quantize(x, 4, seed=seed))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # on another stream the kernels would see zeros
+        late.copy_(x)
+        got = ops.dequantize(ops.quantize(late, 4, seed=seed))
+    stream.synchronize()
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_a_device_that_is_not_the_current_one() -> None:
+    x = randn(3000)
+    here, there = (ops.quantize(t, 4, seed=3) for t in (x, x.to("cuda:1")))
+    assert there.data.device == torch.device("cuda:1")
+    assert torch.equal(here.data, there.data.cpu())
+    assert torch.equal(ops.dequantize(here), ops.dequantize(there).cpu())
+
+
+def test_a_graph_sees_new_values_and_seeds() -> None:
+    x, seed = randn(2**16 + 3).cuda(), torch.tensor([1], device="cuda")
+
+    def work() -> tuple[Tensor, Tensor, Tensor]:
+        q = ops.quantize(x, 4, seed=seed)
+        columns = ops.quantize(x[:-3].view(64, -1), 3, quant_groups=4, seed=seed)
+        return q.data, ops.dequantize(q), ops.dequantize(columns)
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = work()
+    for turn in range(3):
+        x.copy_(randn(x.numel(), seed=turn))
+        seed.fill_(turn)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(made, work(), strict=True))
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_the_host_does_not_wait_for_the_kernels() -> None:
+    x = torch.zeros(64, 300, device="cuda")
+    kinds: tuple[dict[str, Any], ...] = ({}, {"seed": 1}, {"quant_groups": 3}, {"stochastic": False})
+    for options in kinds:
+        ops.dequantize(ops.quantize(x.t() if options else x, 4, **options))
+    ops.unpack_bits(ops.pack_bits(x > 0), x.shape)
+
+
+STORES = ("level: 16", "level: 16\n    quant_groups: 4", "ema_decay: 0.9", "drop: 0.9", "allocation: sample")
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_host_does_not_wait_in_a_training_step(store: str) -> None:
+    tags = "fc gelu layernorm relu softmax matmul attention"
+    layers = [nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.ReLU(), nn.Softmax(-1), nn.Linear(64, 64)]
+    model = nn.Sequential(*layers).cuda()
+    rules = "".join(f"on {tag}:\n    by_index: all\n    enable: True\n    {store}\n" for tag in tags.split())
+    mt.convert(model, mt.Policy.parse("# mesa-tune policy 1\n" + rules), seed=1, min_elements=0)
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+    model(x).square().mean().backward()  # the first step may make what later ones keep
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).square().mean().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

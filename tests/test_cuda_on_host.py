@@ -1,0 +1,140 @@
+"""The CUDA kernels give the reference's bytes, tried without a GPU: compiled for the host, threads as fibers.
+
+`tests/cuda_on_host` stands in for CUDA's runtime. What it cannot show is what a GPU does by itself: the few
+instructions under `__CUDA_ARCH__`, memory, streams. `tests/test_cuda.py` does that where there is one.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from ctypes import c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mesa_tune import ops, reference
+from tests import cuda_cases
+from tests.cuda_cases import Case, Sizes, randn
+from tests.test_ops_kernels import same_bytes, same_numbers, tensors
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("csrc/cuda/quantize.cu", "csrc/cuda/pack_bits.cu", "tests/cuda_on_host/kernels.cpp")
+FLAGS = (
+    "-std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -shared -fPIC -Itests/cuda_on_host -Icsrc -x c++"
+)
+COMPILER = os.environ.get("CXX", "c++")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which(COMPILER.split()[0]) is None, reason="needs a C++ compiler"),
+]
+
+Kernels = ctypes.CDLL
+
+
+class Problem(ctypes.Structure):
+    """A tensor, its settings and its packed memory: `Problem` of kernels.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("tensor", "sizes", "strides")),
+        *((name, c_int64) for name in ("dims", "numel")),
+        ("dtype", c_int),
+        *((name, c_int64) for name in ("bits", "levels", "group_size", "quant_groups")),
+        *((name, c_void_p) for name in ("data", "ranges")),
+    )
+
+
+@pytest.fixture(scope="module", name="kernels")
+def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    library = tmp_path_factory.mktemp("cuda_on_host") / "kernels.so"
+    command = [*COMPILER.split(), *FLAGS.split(), *SOURCES, "-o", str(library)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+def problem(x: Tensor, sizes: Sizes, data: Tensor, ranges: Tensor, call: Callable[[Any], None]) -> None:
+    """Calls with the address of the problem, whose parts live that long."""
+    shape, strides = ((c_int64 * x.dim())(*numbers) for numbers in (x.shape, x.stride()))
+    addresses = (x.data_ptr(), ctypes.addressof(shape), ctypes.addressof(strides))
+    dtype = ops.DTYPES.index(x.dtype)
+    packed = (data.data_ptr(), ranges.data_ptr())
+    call(ctypes.byref(Problem(*addresses, x.dim(), x.numel(), dtype, *sizes, *packed)))
+
+
+def encode(kernels: Kernels, x: Tensor, sizes: Sizes, seed: int | None) -> tuple[Tensor, Tensor]:
+    bits, _, group_size, groups = sizes
+    data = torch.full((reference.data_bytes(x.numel(), bits, group_size, groups),), 0xAA, dtype=torch.uint8)
+    ranges = torch.full((reference.group_count(x.numel(), group_size, groups), 2), 7.0)
+    number = ctypes.byref(c_int64(seed or 0))
+    problem(x, sizes, data, ranges, lambda p: kernels.quantize(p, seed is not None, number))
+    return data, ranges
+
+
+def decode(kernels: Kernels, data: Tensor, ranges: Tensor, out: Tensor, sizes: Sizes) -> Tensor:
+    problem(out, sizes, data, ranges, kernels.dequantize)
+    return out
+
+
+def assert_right(kernels: Kernels, x: Tensor, sizes: Sizes, seed: int | None) -> None:
+    data, ranges = encode(kernels, x, sizes, seed)
+    expected = reference.quantize(x, *sizes, seed is not None, torch.tensor([seed or 0]))
+    assert same_bytes(ranges, expected[1])
+    assert same_bytes(data, expected[0])
+    for dtype in ops.DTYPES:
+        wanted = reference.dequantize(data, ranges, x.shape, dtype, *sizes)
+        assert same_numbers(decode(kernels, data, ranges, torch.full(x.shape, 5).to(dtype), sizes), wanted)
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_one_pass_groups(kernels: Kernels, bits: int, dtype: torch.dtype) -> None:
+    for case in cuda_cases.one_pass(bits, dtype):
+        assert_right(kernels, *case)
+
+
+@pytest.mark.parametrize("cases", [cuda_cases.layouts, cuda_cases.extremes], ids=["layouts", "extremes"])
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_other_groups(kernels: Kernels, dtype: torch.dtype, cases: Callable[..., Iterator[Case]]) -> None:
+    for case in cases(dtype):
+        assert_right(kernels, *case)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_any_tensor(kernels: Kernels, data: st.DataObject) -> None:
+    x = data.draw(tensors())
+    bits = data.draw(st.integers(1, 8))
+    extent = (x.shape or (1,))[1 if x.dim() in (4, 5) else -1]
+    groups = data.draw(st.sampled_from([0, *(d for d in range(1, extent + 1) if extent % d == 0)]))
+    group_size = data.draw(st.sampled_from([1, 32, 64, 100, 256, 10**6]))
+    seed = data.draw(st.none() | st.integers(-(2**63), 2**63 - 1))
+    assert_right(kernels, x, (bits, data.draw(st.integers(2, 2**bits)), group_size, groups), seed)
+
+
+def test_strided_results_and_unaligned_data(kernels: Kernels) -> None:
+    sizes = (4, 16, 64, 0)
+    x = randn(20, 50)
+    data, ranges = encode(kernels, x.t(), sizes, 1)
+    moved = torch.empty(data.numel() + 1, dtype=torch.uint8)[1:].copy_(data)
+    wanted = reference.dequantize(data, ranges, (50, 20), x.dtype, *sizes)
+    for planes, out in ((data, torch.zeros(20, 50).t()), (moved, torch.zeros(50, 20))):
+        assert same_bytes(decode(kernels, planes, ranges, out, sizes), wanted)
+
+
+def test_masks(kernels: Kernels) -> None:
+    for numel in (0, 1, 8, 31, 1003, 2**15 + 5):
+        mask = (randn(numel + 1) > 0)[1:]
+        packed = torch.full((reference.plane_bytes(numel),), 0xAA, dtype=torch.uint8)
+        kernels.pack_bits(c_void_p(mask.data_ptr()), c_int64(numel), c_void_p(packed.data_ptr()))
+        assert torch.equal(packed, reference.pack_bits(mask))
+        back = torch.zeros(numel, dtype=torch.bool)
+        kernels.unpack_bits(c_void_p(packed.data_ptr()), c_int64(numel), c_void_p(back.data_ptr()))
+        assert torch.equal(back, mask)
