@@ -277,4 +277,4 @@ def test_backward_makes_no_zeros_for_the_parts_given_out() -> None:
         with Meter() as meter:
             y.sum().backward()
         peaks.append(meter.high_water)
-    assert peaks[1] - peaks[0] <= 4 * WIDE  # what is made again, and no more
+    assert peaks[1] - peaks[0] <= 8 * WIDE  # the decoded input and what is made of it again, and no more

@@ -99,7 +99,8 @@ def _between(ends: Tensor, levels: int) -> Tensor:
     low, high = ends.float().unbind(1)
     quarter = high * reference.QUARTER - low * reference.QUARTER
     wide = quarter > reference.WIDE
-    step = torch.where(wide, -quarter, high - low) / (levels - 1)
+    span = torch.where(wide, -quarter, high - low)
+    step = span / torch.full_like(span, levels - 1)  # a tensor: CUDA divides by a number inexactly
     return torch.stack([low, step], 1)
 
 
