@@ -14,8 +14,10 @@ using torch::stable::Tensor;
 
 Tensor pack_at_most(Tensor x, double limit) {
   const Tensor flat = torch::stable::contiguous(x);
+  check_on_cpu(flat);
   const int64_t numel = flat.numel();
-  const auto* values = static_cast<const float*>(dense(flat, ScalarType::Float, numel, "float32 tensor"));
+  const auto* values =
+      static_cast<const float*>(dense(flat, flat, ScalarType::Float, numel, "float32 tensor"));
   Tensor data = torch::stable::new_empty(flat, std::vector<int64_t>{plane_bytes(numel)}, ScalarType::Byte);
   cpu::pack_at_most(values, numel, static_cast<float>(limit), static_cast<uint8_t*>(data.mutable_data_ptr()));
   return data;
@@ -23,9 +25,11 @@ Tensor pack_at_most(Tensor x, double limit) {
 
 Tensor gate(Tensor grad, Tensor data, double slope) {
   const Tensor flat = torch::stable::contiguous(grad);
+  check_on_cpu(flat);
   const int64_t numel = flat.numel();
-  const auto* values = static_cast<const float*>(dense(flat, ScalarType::Float, numel, "float32 gradient"));
-  const void* bits = dense(data, ScalarType::Byte, plane_bytes(numel), "bits");
+  const auto* values =
+      static_cast<const float*>(dense(flat, flat, ScalarType::Float, numel, "float32 gradient"));
+  const void* bits = dense(data, flat, ScalarType::Byte, plane_bytes(numel), "bits");
   Tensor out = torch::stable::empty_like(flat);
   cpu::gate(values, static_cast<const uint8_t*>(bits), numel, static_cast<float>(slope),
             static_cast<float*>(out.mutable_data_ptr()));

@@ -51,10 +51,15 @@ void encode(const Tensor& x, const Settings& s, bool stochastic, const std::opti
       [&](auto stream) { cuda::quantize(from, s, noise, packed, stream); });
 }
 
-void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
+// What `out` is decoded from; only read.
+Packed packed_of(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
   check_packed(out, data, ranges, s);
-  const Packed packed{const_cast<uint8_t*>(static_cast<const uint8_t*>(data.const_data_ptr())),
-                      const_cast<float*>(static_cast<const float*>(ranges.const_data_ptr()))};
+  return {const_cast<uint8_t*>(static_cast<const uint8_t*>(data.const_data_ptr())),
+          const_cast<float*>(static_cast<const float*>(ranges.const_data_ptr()))};
+}
+
+void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
+  const Packed packed = packed_of(data, ranges, s, out);
   const Strided to = strided(out, out.mutable_data_ptr(), s);
   dispatch(
       out, [&] { cpu::dequantize(packed, s, to); },
@@ -133,14 +138,14 @@ void dequantize_out(Tensor data, Tensor ranges, int64_t bits, int64_t levels, in
 Tensor dequantize_mul(Tensor data, Tensor ranges, Tensor factor, int64_t bits, int64_t levels,
                       int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
-  const Tensor dense_factor = torch::stable::contiguous(factor);
-  Tensor out = torch::stable::empty_like(dense_factor);
+  const Tensor times = torch::stable::contiguous(factor);
+  Tensor out = torch::stable::empty_like(times);
+  check_on_cpu(out);
   check_settings(s, out);
-  check_packed(out, data, ranges, split(out.numel(), s), bits);
-  const void* numbers = dense(dense_factor, ScalarType::Float, out.numel(), "float32 factor");
-  const Packed packed{const_cast<uint8_t*>(static_cast<const uint8_t*>(data.const_data_ptr())),
-                      const_cast<float*>(static_cast<const float*>(ranges.const_data_ptr()))};
-  cpu::dequantize(packed, s, strided(out, out.mutable_data_ptr(), s), static_cast<const float*>(numbers));
+  const auto* numbers =
+      static_cast<const float*>(dense(times, out, ScalarType::Float, out.numel(), "float32 factor"));
+  const Packed packed = packed_of(data, ranges, s, out);
+  cpu::dequantize(packed, s, strided(out, out.mutable_data_ptr(), s), numbers);
   return out;
 }
 

@@ -1,4 +1,5 @@
-// Gates of the ReLU kind: where a number is at most some limit, one bit an element; and the gradient past them.
+// Gates of the ReLU kind: where a number is at most some limit, one bit an element; and the gradient past
+// them.
 
 #include "gate.h"
 
