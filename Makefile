@@ -21,10 +21,11 @@ core := $(wildcard $(addprefix tests/,test_quantize.py test_pack_bits.py test_op
 	test_conformance.py test_conversion.py test_keeping.py test_sharing.py))
 
 # The tests of the ops, and the two libraries that a sanitized extension needs before all others.
-ops := $(wildcard $(addprefix tests/,test_quantize*.py test_pack_bits.py test_sparsify.py test_ops*.py test_codec*.py))
+ops := $(wildcard $(addprefix tests/,test_quantize*.py test_pack_bits.py test_sparsify.py test_ops*.py test_codecs.py \
+	test_codec_drop.py test_codec_mixed.py test_codec_running.py))
 preloaded = $(shell $(or $(CXX),c++) -print-file-name=libasan.so) $(shell $(or $(CXX),c++) -print-file-name=libstdc++.so)
 
-.PHONY: help demo test lint bench sanitize format install
+.PHONY: help demo test lint bench sanitize wheel-check format install
 
 help:
 	@echo 'make demo     profile, search, verify, train and report on real data; writes mesa-run/report.html'
@@ -32,6 +33,7 @@ help:
 	@echo 'make lint     ruff, mypy, pyright, clang-format'
 	@echo 'make bench    every benchmark; adds to benchmarks/results/'
 	@echo 'make sanitize the tests of the ops on kernels built with AddressSanitizer and UBSan (gcc)'
+	@echo 'make wheel-check  builds the wheel in dist/ and uses it where there is no source, compiler or AVX'
 	@echo 'make format   let ruff and clang-format rewrite the layout'
 	@echo 'make install  only .venv, its packages and the kernels'
 	@echo 'Each makes .venv first, where it is missing or out of date. Needs Python >= 3.10 and a C++ compiler.'
@@ -74,6 +76,14 @@ sanitize: .venv/.kernels
 	export LD_PRELOAD='$(preloaded)' ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc; \
 	(cd build/sanitized/lib && ../../../$(bin)/python -c 'from mesa_tune import ops; assert ops.native(), ops.LIBRARY'); \
 	PYTHONPATH=build/sanitized/lib $(bin)/pytest --import-mode=append -p no:cacheprovider -m 'not slow' $(ops)
+
+# What an earlier build copied may be gone from the source.
+wheel-check: .venv/.kernels
+	@echo '== building the wheel'
+	rm -rf build/lib.* dist
+	$(pip) wheel --quiet --no-build-isolation --no-deps -w dist .
+	@echo '== the wheel, by itself'
+	$(bin)/python tests/check_wheel.py dist/*.whl $(ops)
 
 .venv/bin/python:
 	@[ -n '$(PYTHON)' ] && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
