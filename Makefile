@@ -20,16 +20,23 @@ sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 core := $(wildcard $(addprefix tests/,test_quantize.py test_pack_bits.py test_ops*.py test_functional*.py test_nn.py \
 	test_conformance.py test_conversion.py test_keeping.py test_sharing.py))
 
-.PHONY: help demo test lint cuda-check bench format install
+# The tests of the ops, and the two libraries that a sanitized extension needs before all others.
+ops := $(wildcard $(addprefix tests/,test_quantize*.py test_pack_bits.py test_sparsify.py test_ops*.py test_codecs.py \
+	test_codec_drop.py test_codec_mixed.py test_codec_running.py))
+preloaded = $(shell $(or $(CXX),c++) -print-file-name=libasan.so) $(shell $(or $(CXX),c++) -print-file-name=libstdc++.so)
+
+.PHONY: help demo test lint cuda-check bench sanitize wheel-check format install
 
 help:
-	@echo 'make demo     profile, search, verify, train and report on real data; writes mesa-run/report.html'
-	@echo 'make test     every test, and the core again without the native kernels'
-	@echo 'make lint     ruff, mypy, pyright, clang-format'
+	@echo 'make demo         profile, search, verify, train and report on real data; writes mesa-run/report.html'
+	@echo 'make test         every test, and the core again without the native kernels'
+	@echo 'make lint         ruff, mypy, pyright, clang-format'
 	@echo 'make cuda-check   compile the CUDA kernels, where there is nvcc, and look for spilled registers'
-	@echo 'make bench    every benchmark; adds to benchmarks/results/'
-	@echo 'make format   let ruff and clang-format rewrite the layout'
-	@echo 'make install  only .venv, its packages and the kernels'
+	@echo 'make bench        every benchmark; adds to benchmarks/results/'
+	@echo 'make sanitize     the tests of the ops on kernels built with AddressSanitizer and UBSan (gcc)'
+	@echo 'make wheel-check  builds the wheel in dist/ and uses it where there is no source, compiler or AVX'
+	@echo 'make format       let ruff and clang-format rewrite the layout'
+	@echo 'make install      only .venv, its packages and the kernels'
 	@echo 'Each makes .venv first, where it is missing or out of date. Needs Python >= 3.10 and a C++ compiler.'
 
 install: .venv/.kernels
@@ -61,6 +68,26 @@ format: .venv/.packages
 
 bench: .venv/.kernels
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(bin)/python "$$file"; done
+
+# A package of its own, so that the kernels in place stay as they are; `cd`, so that it is the one imported.
+# torch and Python never free some memory: leaks are not looked for.
+sanitize: .venv/.kernels
+	@echo '== building the kernels with AddressSanitizer and UBSan'
+	CFLAGS='-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1' \
+	LDFLAGS='-fsanitize=address,undefined' \
+	$(bin)/python setup.py -q build --build-base build/sanitized --build-lib build/sanitized/lib
+	@echo '== tests of the ops'
+	export LD_PRELOAD='$(preloaded)' ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc; \
+	(cd build/sanitized/lib && ../../../$(bin)/python -c 'from mesa_tune import ops; assert ops.native(), ops.LIBRARY'); \
+	PYTHONPATH=build/sanitized/lib $(bin)/pytest --import-mode=append -p no:cacheprovider -m 'not slow' $(ops)
+
+# What an earlier build copied may be gone from the source.
+wheel-check: .venv/.kernels
+	@echo '== building the wheel'
+	rm -rf build/lib.* dist
+	$(pip) wheel --quiet --no-build-isolation --no-deps -w dist .
+	@echo '== the wheel, by itself'
+	$(bin)/python tests/check_wheel.py dist/*.whl $(ops)
 
 .venv/bin/python:
 	@[ -n '$(PYTHON)' ] && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

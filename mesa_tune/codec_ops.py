@@ -1,7 +1,9 @@
 """Ops of the codecs, opaque to compilers so that only packed bytes are kept.
 
 Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
-quantize_samples, dequantize_samples}`. They are pure, and mean what `mesa_tune.reference_codecs` does.
+pack_windows, unpack_windows, quantize_samples, dequantize_samples}`. They are pure, and mean what
+`mesa_tune.reference_codecs` and `mesa_tune.reference_windows` do. The native library has its kernels for the
+CPU of all but the last two.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mesa_tune import reference, reference_codecs
+from mesa_tune import reference, reference_codecs, reference_windows
 
 _GROUPS = "int group_size, int quant_groups"
 _SIZES = f"int bits, int levels, {_GROUPS}"
@@ -21,6 +23,8 @@ _SCHEMAS = (
     "sparsify(Tensor x, SymInt count) -> (Tensor bitmap, Tensor survivors)",
     "densify(Tensor bitmap, Tensor survivors, SymInt[] shape) -> Tensor",
     f"quantize_samples(Tensor x, int bits, {_GROUPS}, {_NOISE}, Tensor? sensitivity) -> {_SAMPLES}",
+    "pack_windows(Tensor indices, SymInt[] windows) -> Tensor",
+    "unpack_windows(Tensor data, SymInt[] windows, SymInt[] shape) -> Tensor",
     f"dequantize_samples({_SAMPLES[1:-1]}, SymInt[] shape, ScalarType dtype, {_GROUPS}) -> Tensor",
 )
 
@@ -50,6 +54,15 @@ def _fake_densify(bitmap: Tensor, survivors: Tensor, shape: Sequence[int]) -> Te
     return survivors.new_empty(shape)
 
 
+def _fake_pack_windows(indices: Tensor, windows: Sequence[int]) -> Tensor:
+    size = reference_windows.offset_bits(windows) * reference.plane_bytes(indices.numel())
+    return indices.new_empty(size, dtype=torch.uint8)
+
+
+def _fake_unpack_windows(data: Tensor, windows: Sequence[int], shape: Sequence[int]) -> Tensor:
+    return data.new_empty(shape, dtype=torch.int64)
+
+
 def _fake_quantize_samples(
     x: Tensor, bits: int, group_size: int, quant_groups: int, *noise: object
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,6 +90,8 @@ _KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "quantize_within": (reference_codecs.quantize_within, _fake_quantize_within),
     "sparsify": (reference_codecs.sparsify, _fake_sparsify),
     "densify": (reference_codecs.densify, _fake_densify),
+    "pack_windows": (reference_windows.pack_windows, _fake_pack_windows),
+    "unpack_windows": (reference_windows.unpack_windows, _fake_unpack_windows),
     "quantize_samples": (reference_codecs.quantize_samples, _fake_quantize_samples),
     "dequantize_samples": (reference_codecs.dequantize_samples, _fake_dequantize_samples),
 }

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 import mesa_tune.functional as mf
-from mesa_tune.functional.window import Windows, pack, to_indices, to_offsets, unpack
 from mesa_tune.policy import Policy
 from tests.functional_cases import RAW, gradients, served
 
@@ -68,23 +67,6 @@ def test_indices_are_returned() -> None:
     )
     assert torch.equal(y, expected)
     assert torch.equal(indices, right)
-
-
-@given(st.integers(1, 9), st.integers(1, 40))
-@settings(deadline=None, max_examples=30)
-def test_packed_numbers_return(bits: int, count: int) -> None:
-    numbers = torch.randint(2**bits, (count,))
-    packed = pack(numbers, bits)
-    assert packed.numel() == (bits * count + 7) // 8
-    assert torch.equal(unpack(packed, bits, (count,)), numbers)
-
-
-def test_offsets_stay_within_adaptive_windows() -> None:
-    windows = (Windows(9, 4, 3, 1, 0, 0),)
-    _, indices = F.adaptive_max_pool1d(torch.randn(3, 9), 4, return_indices=True)
-    offsets = to_offsets(indices, windows)
-    assert 0 <= int(offsets.min()) <= int(offsets.max()) < 3
-    assert torch.equal(to_indices(offsets, windows), indices)
 
 
 class _Biased(nn.Module):

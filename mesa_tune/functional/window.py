@@ -1,20 +1,18 @@
 """Max pools, y = max over each window. Kept: where in its window each maximum lies, exact; dx puts g there.
 
 A window of n positions takes ceil(log2 n) bits an output (3 × 3: 4 bits), where PyTorch keeps an int64 and
-the input itself, whose shape is all that backward wants of it. Along each dimension window i starts at
-i s − p and has steps of the dilation; those of an adaptive pool start at ⌊i in / out⌋.
+the input itself, whose shape is all that backward wants of it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mesa_tune import ops
+from mesa_tune.codec_ops import RAW
 from mesa_tune.functional.formula import (
     Formula,
     Layers,
@@ -26,6 +24,7 @@ from mesa_tune.functional.formula import (
     layout_of,
     unviewed,
 )
+from mesa_tune.reference_windows import Windows, flattened
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -34,69 +33,8 @@ Size = int | Sequence[int]
 Dims = tuple[int, ...]
 
 
-class Windows(NamedTuple):
-    """The windows along one dimension of `size`: `number` of them, each `extent` positions, `step` apart."""
-
-    size: int
-    number: int
-    extent: int
-    step: int
-    stride: int
-    padding: int
-
-    def starts(self, device: torch.device) -> Tensor:
-        """The first position of each window; an adaptive pool (stride 0) shares the input out evenly."""
-        each = torch.arange(self.number, device=device)
-        return each * self.stride - self.padding if self.stride else each * self.size // self.number
-
-
-def to_offsets(indices: Tensor, windows: Sequence[Windows]) -> Tensor:
-    """Positions in the input, flattened over its last dimensions, as offsets in each one's window."""
-    offset = torch.zeros_like(indices)
-    rest = indices
-    for place, each in reversed(list(enumerate(windows))):
-        position, rest = rest % each.size, rest.div(each.size, rounding_mode="floor")
-        within = (position - _along(each.starts(indices.device), place, windows)) // each.step
-        offset += within * math.prod([later.extent for later in windows[place + 1 :]])
-    return offset
-
-
-def to_indices(offset: Tensor, windows: Sequence[Windows]) -> Tensor:
-    """What `to_offsets` took."""
-    indices = torch.zeros_like(offset)
-    for place, each in enumerate(windows):
-        within = offset // math.prod([later.extent for later in windows[place + 1 :]]) % each.extent
-        position = within * each.step + _along(each.starts(offset.device), place, windows)
-        indices = indices * each.size + position
-    return indices
-
-
-def _along(values: Tensor, place: int, windows: Sequence[Windows]) -> Tensor:
-    return values.view([-1] + [1] * (len(windows) - 1 - place))
-
-
-def pack(offset: Tensor, bits: int) -> Tensor:
-    """Numbers below 2**bits, in that many bits each: one plane a bit."""
-    places = torch.arange(bits, device=offset.device).view([-1] + [1] * offset.dim())
-    return ops.pack_bits((offset.unsqueeze(0) >> places) & 1 == 1)
-
-
-def unpack(data: Tensor, bits: int, shape: Dims) -> Tensor:
-    """What `pack` took, as int64 of `shape`."""
-    planes = ops.unpack_bits(data, (bits, *shape))
-    offset = torch.zeros(shape, dtype=torch.int64, device=data.device)
-    for place in range(bits):
-        offset += planes[place].to(torch.int64) << place
-    return offset
-
-
-def _bits(windows: Sequence[Windows]) -> int:
-    return max(1, (math.prod([each.extent for each in windows]) - 1).bit_length())
-
-
 def forward(static: Static, needs: Needs, x: Tensor, y: Tensor, indices: Tensor) -> Result:
-    windows = static[0]
-    return Result(unviewed(y), exact=(pack(to_offsets(indices, windows), _bits(windows)),))
+    return Result(unviewed(y), exact=(RAW.pack_windows(indices, flattened(static[0])),))
 
 
 def backward(
@@ -104,7 +42,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     windows, shape, layout, arguments = static
     places = len(windows)
-    indices = to_indices(unpack(exact[0], _bits(windows), tuple(grad.shape)), windows)
+    indices = RAW.unpack_windows(exact[0], flattened(windows), grad.shape)
     like = grad.new_empty(as_images(shape, places)).contiguous(memory_format=layout)
     outer = as_images(grad.shape, places)
     grad, indices = (each.reshape(outer).contiguous(memory_format=layout) for each in (grad, indices))

@@ -1,0 +1,58 @@
+// Gives the CPU's kernels to `pack_windows` and `unpack_windows` of mesa_tune/codec_ops.py.
+
+#include "pack_windows.h"
+
+#include "arguments.h"
+
+namespace mesa_tune {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Windows over the last dimensions of tensors of this shape.
+std::vector<Windows> parse(const std::vector<int64_t>& numbers, const Tensor& like) {
+  constexpr size_t fields = 6;
+  std::vector<Windows> windows;
+  for (size_t i = 0; i + fields <= numbers.size(); i += fields)
+    windows.push_back(
+        {numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3], numbers[i + 4], numbers[i + 5]});
+  const auto places = static_cast<int64_t>(windows.size());
+  STD_TORCH_CHECK(places > 0 && places <= like.dim() && numbers.size() % fields == 0,
+                  "expected six numbers for each of at most ", like.dim(), " dimensions");
+  for (int64_t d = 0; d < places; ++d) {
+    const Windows& each = windows[d];
+    STD_TORCH_CHECK(each.number == like.size(like.dim() - places + d) && each.size > 0 && each.extent > 0 &&
+                        each.step > 0,
+                    "expected as many windows as outputs, and positive sizes, extents and steps");
+  }
+  STD_TORCH_CHECK(offset_bits(windows) <= 32, "expected windows of at most 2**32 positions");
+  return windows;
+}
+
+Tensor pack_windows(Tensor indices, std::vector<int64_t> windows) {
+  const std::vector<Windows> parsed = parse(windows, indices);
+  const Tensor flat = torch::stable::contiguous(indices);
+  const auto* from = static_cast<const int64_t*>(dense(flat, ScalarType::Long, indices.numel(), "indices"));
+  const std::vector<int64_t> size{offset_bits(parsed) * plane_bytes(indices.numel())};
+  Tensor data = torch::stable::new_empty(flat, size, ScalarType::Byte);
+  cpu::pack_windows(from, indices.numel(), parsed, static_cast<uint8_t*>(data.mutable_data_ptr()));
+  return data;
+}
+
+Tensor unpack_windows(Tensor data, std::vector<int64_t> windows, std::vector<int64_t> shape) {
+  Tensor indices = torch::stable::new_empty(data, shape, ScalarType::Long);
+  const std::vector<Windows> parsed = parse(windows, indices);
+  const int64_t size = offset_bits(parsed) * plane_bytes(indices.numel());
+  const auto* from = static_cast<const uint8_t*>(dense(data, ScalarType::Byte, size, "data"));
+  cpu::unpack_windows(from, indices.numel(), parsed, static_cast<int64_t*>(indices.mutable_data_ptr()));
+  return indices;
+}
+
+}  // namespace
+}  // namespace mesa_tune
+
+STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CPU, m) {
+  m.impl("pack_windows", TORCH_BOX(&mesa_tune::pack_windows));
+  m.impl("unpack_windows", TORCH_BOX(&mesa_tune::unpack_windows));
+}
