@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,7 +65,7 @@ def test_whole_numbers_are_freed_by_no_setting(profile: Profile) -> None:
 class Recurrent(nn.Module):
     """A recurrent layer, whose kernels keep what no call takes or returns, between two linear ones."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, CLASSES)
         self.recurrent = kind(WIDTH, 2 * WIDTH, num_layers=2, batch_first=True)
@@ -73,7 +75,7 @@ class Recurrent(nn.Module):
         return y
 
 
-def recurrent(kind: type[nn.RNNBase], batch_size: int) -> mt.Workload:
+def recurrent(kind: Callable[..., nn.RNNBase], batch_size: int) -> mt.Workload:
     return mt.Workload(
         lambda: Recurrent(kind),
         lambda n: torch.randn(n, 6, WIDTH),
@@ -87,7 +89,7 @@ def recurrent(kind: type[nn.RNNBase], batch_size: int) -> mt.Workload:
 @pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_saved_bytes_of_recurrent_layers_are_those_of_a_real_step(
-    kind: type[nn.RNNBase], level: int | None
+    kind: Callable[..., nn.RNNBase], level: int | None
 ) -> None:
     work = recurrent(kind, 40)
     policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
