@@ -135,14 +135,20 @@ def resident_growth(workload: mt.Workload, path: str) -> dict[str, int]:
     loss_under(workload, policy)(warm, workload.make_batch()).backward()
     del warm
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else what was small and freed would be used again, unseen
+    _trim()  # else what was small and freed would be used again, unseen
     model, batch = model_under(workload, policy), workload.make_batch()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     loss = loss_under(workload, policy)(model, batch)
+    _trim()
     saved = resident("VmRSS") - before
     loss.backward()
     return {"saved": saved, "peak": resident("VmHWM") - before}
+
+
+def _trim() -> None:
+    """glibc hands freed memory back to the system, as it does with large blocks at once."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident(field: str) -> int:

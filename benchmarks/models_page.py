@@ -103,10 +103,12 @@ def _title(result: Mapping[str, Any]) -> str:
 
 
 def _asked(result: Mapping[str, Any]) -> str:
-    """The share of plain's bytes that the project promises at uniform 16."""
-    if result["policy"] != "uniform 16":
-        return "—"
-    return f"{BF16_ASKED if result['autocast'] else ZOO[result['subject']].asked:.0%}"
+    """The share of plain's bytes that the project promises at uniform 16, or where all is derived."""
+    model = ZOO[result["subject"]]
+    single = {"uniform 16": model.asked, "derive": model.derived}
+    half = {"uniform 16": BF16_ASKED}
+    asked = (half if result["autocast"] else single).get(result["policy"])
+    return "—" if asked is None else f"{asked:.0%}"
 
 
 def _precision(result: Mapping[str, Any]) -> str:

@@ -23,13 +23,17 @@ MIN_LENGTH = 0.5  # of a text before its padding, in parts of the longest
 
 
 class Model(NamedTuple):
-    """How to build a model and its batch, by scale, and its loss; the saved bytes asked of it, in plain's."""
+    """How to build a model and its batch, by scale, and its loss; the saved bytes asked of it, in plain's.
+
+    `derived`: what is asked with `store: derive`; None: nothing.
+    """
 
     title: str
     build: Callable[[str, float | None], nn.Module]
     batch: Callable[[str, int], Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
     asked: float = 0.14
+    derived: float | None = None
 
 
 def workload(
@@ -254,6 +258,7 @@ TUNED: dict[str, Model] = {
         _configured("DeiTConfig", "DeiTForImageClassification", _DEIT_S | _CLASSES, _TINY_VIT | _TEN),
         _images,
         _classify,
+        derived=0.09,
     ),
     "swin_t": Model(
         "Swin-T",
@@ -280,9 +285,14 @@ TUNED: dict[str, Model] = {
         partial(_images, tiny=64),
         _classify,
         asked=0.15,
+        derived=0.13,
     ),
     "bert_base": Model(
-        "BERT-base", _configured("BertConfig", "BertForMaskedLM", {}, _TINY_TEXT), _masked, _own_loss
+        "BERT-base",
+        _configured("BertConfig", "BertForMaskedLM", {}, _TINY_TEXT),
+        _masked,
+        _own_loss,
+        derived=0.1,
     ),
     "gpt2": Model(
         "GPT-2",
@@ -296,6 +306,7 @@ TUNED: dict[str, Model] = {
         ),
         _text,
         _own_loss,
+        derived=0.1,
     ),
     "llama": Model(
         "Llama-style",
@@ -307,6 +318,7 @@ TUNED: dict[str, Model] = {
         ),
         _text,
         _own_loss,
+        derived=0.1,
     ),
     "unet": Model("U-Net", partial(_unet, Double), partial(_images, size=128), _denoise, asked=0.15),
 }

@@ -37,6 +37,17 @@ NOTHING_HEAD = """
 
 For these PyTorch keeps shapes or indices, no activation: measured on a sample call.
 """
+LEFT = """
+## What stays as PyTorch has it
+
+Each with a warning that names the layer:
+
+* `scaled_dot_product_attention` with dropout under `torch.compile`. Eager code repeats the forward in
+  backward from the random state; compiled code has none to put back. It would have to take the forward's own
+  choice of weights along, which PyTorch's function does not return; calling a kernel that does is not built.
+* `SyncBatchNorm` across processes: its statistics come from all of them, and PyTorch's own runs on no CPU.
+* `RNN`, `GRU`, `LSTM` are stored by hooks. On a CPU, LSTM's kernel keeps most in a form of its own.
+"""
 
 
 class Row(NamedTuple):
@@ -86,7 +97,7 @@ def page() -> str:
     columns = ("function", "tag", "layers", "kept here", "PyTorch keeps")
     nothing = [[f"`{name}`", ", ".join(_foreign(make())) or "nothing"] for name, make in NOTHING.items()]
     table = _table(columns, (_cells(row) for row in rows()))
-    return "\n".join([HEAD, table + NOTHING_HEAD, _table(("function", "PyTorch keeps"), nothing)])
+    return "\n".join([HEAD, table + NOTHING_HEAD, _table(("function", "PyTorch keeps"), nothing) + LEFT])
 
 
 def rows() -> list[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,3 +60,47 @@ def test_whole_numbers_are_freed_by_no_setting(profile: Profile) -> None:
     assert {"loss.logcumsumexp.0", "loss.cummax.0"} & set(profile.timeline.hooked)
     one_bit = profile.predict(mt.Policy.uniform(level=2))
     assert one_bit.saved_bytes > 8 * 16 * 20 * CLASSES
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, whose kernels keep what no call takes or returns, between two linear ones."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, CLASSES)
+        self.recurrent = kind(WIDTH, 2 * WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.recurrent(self.first(x))[0].relu())
+        return y
+
+
+def recurrent(kind: Callable[..., nn.RNNBase], batch_size: int) -> mt.Workload:
+    return mt.Workload(
+        lambda: Recurrent(kind),
+        lambda n: torch.randn(n, 6, WIDTH),
+        lambda model, x: model(x).mean(),
+        batch_size=batch_size,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:mesa-tune. .* is stored by hooks")
+@pytest.mark.filterwarnings("ignore:mesa-tune. .* keeps a tensor uncompressed")
+@pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_saved_bytes_of_recurrent_layers_are_those_of_a_real_step(
+    kind: Callable[..., nn.RNNBase], level: int | None
+) -> None:
+    work = recurrent(kind, 40)
+    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
+    model = mt.convert(work.build(), policy, seed=0)
+    found = measure_step(model, work.make_batch(), work.compute_loss, work.make_optimizer(model))
+    profile = mt.profile(work, options=())
+    assert profile.predict(policy).saved_bytes == found.saved_bytes
+    assert profile.notes == ()
+
+
+@pytest.mark.filterwarnings("ignore:mesa-tune")
+def test_small_tensors_that_hooks_meet_make_an_estimate_and_a_note() -> None:
+    (note,) = mt.profile(recurrent(nn.GRU, 16), options=()).notes
+    assert "'recurrent.gru.0' are estimates" in note

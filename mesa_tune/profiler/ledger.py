@@ -236,4 +236,15 @@ def _twins(plain: StepTrace, packed: StepTrace) -> dict[int, int]:
         for number, other in zip(call, twin, strict=True):
             if number is not None and other is not None:
                 found.setdefault(number, other)
+    for number, other in _saved_alike(plain, packed):
+        found.setdefault(number, other)
     return found
+
+
+def _saved_alike(plain: StepTrace, packed: StepTrace) -> Iterator[tuple[int, int]]:
+    """What layers left to autograd save in both steps, though no call takes or returns it (LSTM's parts)."""
+    for layer, numbers in plain.saves.items():
+        others = packed.saves.get(layer, [])
+        if len(others) == len(numbers):
+            pairs = zip(numbers, others, strict=True)
+            yield from ((one, other) for one, other in pairs if one is not None and other is not None)

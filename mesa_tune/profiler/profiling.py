@@ -159,11 +159,14 @@ class _Profiling:
         return self.large
 
     def _notes(self) -> tuple[str, ...]:
-        """What was done to the batch size, in words."""
+        """What the reader should know: what was done to the batch size, and which bytes are estimates."""
         found = self.workload.batch_size
-        if found == self.wanted:
-            return ()
-        return (f"out of memory at batch size {self.wanted}: profiled at {found} instead",)
+        halved = f"out of memory at batch size {self.wanted}: profiled at {found} instead"
+        estimated = (
+            f"bytes of {layer!r} are estimates: what hooks find too small may hold more than itself"
+            for layer in self.timeline.with_scraps()
+        )
+        return (*([] if found == self.wanted else [halved]), *estimated)
 
     def _step(self, batch: Any) -> None:
         self.workload.take_step(self.model, batch, self.optimizer)

@@ -114,6 +114,13 @@ class Timeline:
     def _known(self) -> dict[int, SizedTimeline]:
         return {}
 
+    def with_scraps(self) -> list[str]:
+        """The layers stored by hooks some of whose tensors are too small to be encoded at the first batch
+        size: each may be a view, and so hold a larger storage.
+        """
+        small = (item for item in self.kept if item.kind == "coded" and 0 < item.size[0] <= self.min_elements)
+        return sorted({layer for item in small for layer in item.layers} & set(self.hooked))
+
     def scaled(self, pair: Pair, batch_size: int) -> int:
         """A size at `batch_size`: on the line through the pair, in whole units, never below 0."""
         low, high = self.batch_sizes

@@ -70,9 +70,9 @@ class PlainTrace:
 class StepTrace:
     """All that was seen in one step; storages go by number.
 
-    `places`: the first part of each tensor stored in parts; `derived`: of each that is made again instead,
-    the layers whose kept tensors that takes; `serving`: layers that keep their input for that, else something
-    else.
+    `saves`: by layer, what autograd itself saves, in its order (None: from before the step). `places`: the
+    first part of each tensor stored in parts; `derived`: of each that is made again instead, the layers whose
+    kept tensors that takes; `serving`: layers that keep their input for that, else something else.
     """
 
     lives: dict[int, Life] = field(default_factory=dict)
@@ -83,6 +83,7 @@ class StepTrace:
     plain: dict[int, PlainTrace] = field(default_factory=dict)
     encoded: set[tuple[int, str]] = field(default_factory=set)
     hooked: set[str] = field(default_factory=set)
+    saves: dict[str, list[int | None]] = field(default_factory=dict)
     places: dict[Place, int] = field(default_factory=dict)
     derived: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     serving: set[str] = field(default_factory=set)
@@ -200,6 +201,7 @@ class Tracer:
 
     def saved(self, layer: str, tensor: Tensor) -> None:
         number = self._number(tensor)
+        self.trace.saves.setdefault(layer, []).append(number)
         if number is None:
             return
         new = PlainTrace([], tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
