@@ -68,7 +68,7 @@ def _output(x: Tensor, y: Tensor, *parameters: Any) -> Tensor:
 
 
 def _gelu(x: Tensor, approximate: str) -> Tensor:
-    value: Tensor = aten.gelu(x, approximate=approximate)
+    value: Tensor = aten.gelu.default(x, approximate=approximate)
     return value
 
 

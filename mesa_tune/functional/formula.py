@@ -65,8 +65,13 @@ Layers = dict[type[nn.Module], Callable[..., Any]]
 """Modules whose own computation is one call of a routed function: that call's layer has the module's name."""
 
 
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype to which autocast would cast a matrix product of `x`; None outside autocast."""
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return None
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or not x.is_floating_point():
         return None
@@ -80,7 +85,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def unviewed(tensor: Tensor) -> Tensor:
     """`tensor`, no view to autograd: an in-place operation on a view that a Function returns would fail."""
-    result: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    result: Tensor = _UNSAFE_VIEW(tensor, tensor.shape)
     return result
 
 

@@ -239,7 +239,7 @@ def _once(
     found = _copies.known.get(place)
     if found is not None and not found[0].expired():
         parts = [reference() for reference in found[1]]
-        if None not in parts:
+        if not [part for part in parts if part is None]:  # `None in parts` would ask the tensors
             return parts  # type: ignore[return-value]
     fresh = make()
     _copies.purge()
