@@ -1,6 +1,7 @@
 """How much longer does a training step take, and what does it keep? Beside the peers, in turn.
 
     python benchmarks/step.py [--models deit_ti,resnet_50,gpt2] [--rounds 9] [--where]
+    python benchmarks/step.py --docs          # writes docs/steps.md from the latest results
 
 Uniform 4 bits (level 16), the same with attention exact, `torch.utils.checkpoint` around every block,
 `save_on_cpu`, and plain PyTorch: one step of each a round, each divided by the plain one of its round.
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from common import append, ratios, spread
 from meters import loss_under
+from steps_page import write
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, workload
@@ -80,9 +82,8 @@ class Kind(NamedTuple):
 
 def attention_exact() -> mt.Policy:
     """Uniform 16, attention as PyTorch stores it."""
-    return mt.Policy.parse(
-        mt.Policy.uniform(level=16).dumps() + "\non attention:\n    by_index: all\n        store: exact\n"
-    )
+    before, _, after = mt.Policy.uniform(level=16).dumps().partition("on attention:")
+    return mt.Policy.parse(f"{before}on attention:{after.replace('enable: True', 'enable: False', 1)}")
 
 
 def checkpoint_blocks(model: nn.Module, block: str) -> None:
@@ -95,7 +96,7 @@ def checkpoint_blocks(model: nn.Module, block: str) -> None:
 KINDS: dict[str, Kind] = {
     "plain": Kind(),
     "uniform 16": Kind(mt.Policy.uniform(level=16)),
-    "uniform 16; attention exact": Kind(attention_exact()),
+    "uniform 16, attention exact": Kind(attention_exact()),
     "checkpoint per block": Kind(change=checkpoint_blocks),
     "save_on_cpu": Kind(around=torch.autograd.graph.save_on_cpu),
 }
@@ -138,21 +139,28 @@ class Stepper:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="in turn; plain is always there")
+    parser.add_argument(
+        "--kinds", default=";".join(KINDS), help="in turn, by semicolons; plain is always there"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--where", action="store_true", help="which operations take the added time")
+    parser.add_argument("--docs", action="store_true", help="write docs/steps.md from the latest results")
     arguments = parser.parse_args()
-    kinds = {name: KINDS[name] for name in KINDS if name in ("plain", *arguments.kinds.split(","))}
+    if arguments.docs:
+        print(f"wrote {write()}")
+        return
+    kinds = {name: KINDS[name] for name in KINDS if name in ("plain", *arguments.kinds.split(";"))}
     for name in arguments.models.split(","):
         subject = SUBJECTS[name]
         print(f"\n{subject.title}", flush=True)
         rows = measure(subject, kinds, arguments.rounds)
         for kind, row in rows.items():
             print(describe(kind, row, subject.asked), flush=True)
-        if arguments.where:
-            print(where(subject))
+        added = where(subject) if arguments.where else None
+        print(added or "")
         if len(kinds) == len(KINDS):
-            append("step", {"subject": subject.title, "asked": subject.asked, "rows": rows})
+            result = {"subject": subject.title, "asked": subject.asked, "rows": rows, "where": added}
+            append("step", result)
 
 
 def measure(subject: Subject, kinds: Mapping[str, Kind], rounds: int) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,95 @@
+"""docs/steps.md, and its plot of memory against time, from the latest results of `step.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from common import RESULTS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+HEAD = """# Steps
+
+How long a training step takes, and what it needs, beside the peers. Generated: `python benchmarks/step.py`
+measures, `python benchmarks/step.py --docs` writes this page.
+
+* Kinds take turns, one step each a round; **time** is the median of the ratios to the plain step of the
+  same round, with the middle half. **saved** and **peak** are bytes of live storages, in % of plain's.
+* `uniform 16` stores everything in 4 bits; `attention exact` leaves attention as PyTorch has it, whose
+  forward is otherwise run again in backward. `checkpoint per block` is `torch.utils.checkpoint` (not
+  reentrant) around each block, `save_on_cpu` that of `torch.autograd.graph` (on a CPU it copies, and frees
+  nothing).
+* **asked** is the time that `uniform 16` may take.
+
+![Peak memory against time](steps.png)
+"""
+MARKERS = "osD^v"
+
+
+def latest() -> list[dict[str, Any]]:
+    """The last result of every subject."""
+    lines = (RESULTS / "step.jsonl").read_text("utf-8").splitlines()
+    found = {result["subject"]: result for result in map(json.loads, lines)}
+    return list(found.values())
+
+
+def write() -> Path:
+    """Writes the page and the plot; returns the page's path."""
+    results = latest()
+    plot(results, DOCS / "steps.png")
+    path = DOCS / "steps.md"
+    path.write_text("\n".join([HEAD, *(section(result) for result in results)]), "utf-8")
+    return path
+
+
+def section(result: dict[str, Any]) -> str:
+    """One subject's table, and where its time goes."""
+    machine = f"{result['hardware']['cpu']}, {result['hardware']['threads']} threads"
+    torch_version = result["versions"]["torch"]
+    lines = [
+        f"## {result['subject']}",
+        "",
+        f"{result['date'][:10]}, {machine}, torch {torch_version}, fp32.",
+        "",
+        "| kind | time | middle half | asked | saved | peak |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    plain = result["rows"]["plain"]
+    for kind, row in result["rows"].items():
+        ratio = row["step_ratio"]
+        asked = f"{result['asked']:.2f}" if kind == "uniform 16" else ""
+        saved, peak = (row[key] / plain[key] for key in ("saved_bytes", "peak_bytes"))
+        lines.append(
+            f"| {kind} | {ratio['median']:.2f} | {ratio['low']:.2f} to {ratio['high']:.2f} | {asked} "
+            f"| {saved:.0%} | {peak:.0%} |"
+        )
+    if result.get("where"):
+        lines += ["", "Milliseconds a step by operation, plain and uniform 16:", "", "```"]
+        lines += [result["where"], "```"]
+    return "\n".join([*lines, ""])
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Peak bytes against time, both relative to plain; a colour a kind, a marker a subject."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for marker, result in zip(MARKERS, results, strict=False):
+        plain = result["rows"]["plain"]["peak_bytes"]
+        for number, (kind, row) in enumerate(result["rows"].items()):
+            axes.scatter(
+                row["peak_bytes"] / plain,
+                row["step_ratio"]["median"],
+                color=f"C{number}",
+                marker=marker,
+                label=kind if result is results[0] else None,
+            )
+        axes.scatter([], [], color="grey", marker=marker, label=result["subject"])
+    axes.set(xlabel="peak of the step (plain = 1)", ylabel="time of the step (plain = 1)", xlim=(0, None))
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
