@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
 
 
-LARGE, PIECES = 1 << 20, 4
+LARGE, PIECES = 1 << 22, 4
 """An input of at least so many elements is decoded in so many pieces: it is never there as a whole."""
 
 

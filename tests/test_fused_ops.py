@@ -1,0 +1,130 @@
+"""What is made while it is encoded, or used while it is decoded: the reference's bytes, the true values."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mesa_tune as mt
+from mesa_tune import fused_ops, maps, ops
+from mesa_tune.functional import fc
+
+SEED = torch.tensor([5])
+CURVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+SIZES = (0, 1, 7, 8, 1000, 4096, 4097, 20_011)
+
+
+def tensor(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", CURVES)
+def test_derivatives_are_those_of_autograd(kind: str) -> None:
+    x = torch.cat([torch.linspace(-120, 120, 20_001), 4 * tensor(20_000)])
+    exact = x.double().requires_grad_()
+    CURVES[kind](exact).sum().backward()
+    assert exact.grad is not None
+    assert (maps.apply(x, maps.KINDS[kind], None, None, 1) - exact.grad).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("group_size", [64, 256, 10_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", CURVES)
+def test_derivatives_are_encoded_as_they_are_made(kind: str, dtype: torch.dtype, group_size: int) -> None:
+    x = (3 * tensor(20_011)).to(dtype)
+    arguments = (maps.KINDS[kind], None, None, 1, 8, 256, group_size, True, SEED)
+    for found, expected in zip(
+        fused_ops.QUANTIZE_MAP(x, *arguments), fused_ops.quantize_map(x, *arguments), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("group_size", [100, 256, 6000])
+@pytest.mark.parametrize("centred", [True, False], ids=["mean", "no-mean"])
+@pytest.mark.parametrize(
+    ("shape", "count", "inner"),
+    [((8, 50, 48), 400, 48), ((19_200,), 192, 1), ((4, 8, 7, 7), 8, 49), ((3, 5), 15, 1)],
+    ids=["rows", "last-dimension", "channels", "each"],
+)
+def test_normalized_inputs_are_encoded_as_they_are_made(
+    shape: tuple[int, ...], count: int, inner: int, centred: bool, group_size: int
+) -> None:
+    x, rstd = tensor(*shape), 0.5 + torch.rand(count)
+    mean = tensor(count) if centred else None
+    arguments = (maps.KINDS["normalize"], mean, rstd, inner, 4, 16, group_size, True, SEED)
+    for found, expected in zip(
+        fused_ops.QUANTIZE_MAP(x, *arguments), fused_ops.quantize_map(x, *arguments), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("wrong", [0, 5, -1])
+def test_an_unknown_map_is_refused(wrong: int) -> None:
+    if not ops.native():
+        pytest.skip("the kernels are not loaded")
+    with pytest.raises(RuntimeError, match="expected a map from 1 to 4"):
+        fused_ops.QUANTIZE_MAP(tensor(8), wrong, None, None, 1, 4, 16, 256, True, SEED)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+@pytest.mark.parametrize("group_size", [64, 256, 5000])
+@pytest.mark.parametrize("shape", [(0,), (1000,), (7, 4099), (64, 256)], ids=str)
+def test_decoding_and_multiplying_is_one(shape: tuple[int, ...], group_size: int, bits: int) -> None:
+    packed = ops.quantize(tensor(*shape), bits, group_size, seed=1)
+    factor = torch.randn(shape)
+    sizes = (bits, 1 << bits, group_size)
+    found = fused_ops.DEQUANTIZE_MUL(packed.data, packed.ranges, factor, *sizes)
+    assert torch.equal(found, factor * ops.dequantize(packed))
+    turned = torch.randn(tuple(reversed(shape))).permute(*reversed(range(len(shape))))
+    found = fused_ops.DEQUANTIZE_MUL(packed.data, packed.ranges, turned, *sizes)
+    assert torch.equal(found, turned * ops.dequantize(packed))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gates_pass_what_lies_above_the_limit(size: int) -> None:
+    x = tensor(size)
+    x[::5] = 0
+    if size > 8:
+        x[3], x[4] = torch.nan, torch.inf
+    for limit in (0.0, 0.25):
+        assert torch.equal(fused_ops.PACK_AT_MOST(x, limit), ops.pack_bits(x <= limit))
+    shut, grad = fused_ops.PACK_AT_MOST(x, 0.25), torch.randn(size)
+    for slope in (0.0, 0.01, -2.0):
+        expected = torch.where(x <= 0.25, grad * slope if slope else torch.zeros(()), grad)
+        assert torch.equal(fused_ops.GATE(grad, shut, slope), expected)
+
+
+@pytest.mark.parametrize("name", ["quantize_map", "dequantize_mul", "pack_at_most", "gate"])
+def test_ops_are_what_they_say_to_compilers(name: str) -> None:
+    x = tensor(6, 50)
+    packed = ops.quantize(x, 4, 64, seed=1)
+    arguments = {
+        "quantize_map": (x, 2, None, None, 1, 4, 16, 64, True, SEED),
+        "dequantize_mul": (packed.data, packed.ranges, x, 4, 16, 64),
+        "pack_at_most": (x, 0.0),
+        "gate": (x, ops.pack_bits(x <= 0), 0.1),
+    }
+    torch.library.opcheck(getattr(torch.ops.mesa_tune, name).default, arguments[name])
+
+
+@pytest.mark.parametrize("width", [48, 192, 250])
+def test_a_weight_gradient_in_pieces_is_the_whole_one(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are cut where groups end; the last piece ends with the tensor."""
+    layer = torch.nn.Linear(width, 8)
+    model = torch.nn.Sequential(layer)
+    x, gradients = torch.randn(7, 331, width, requires_grad=True), []
+    for large in (1 << 40, 1):
+        monkeypatch.setattr(fc, "LARGE", large)
+        mt.convert(model, mt.Policy.uniform(4), seed=0)
+        layer.weight.grad = None
+        (model(x * 1.0) ** 2).sum().backward()
+        assert layer.weight.grad is not None
+        gradients.append(layer.weight.grad)
+    whole, pieces = gradients
+    assert (pieces - whole).norm() < 2e-6 * whole.norm()
