@@ -96,6 +96,15 @@ MESA_TUNE_INLINE void encode_group(const Encode& task, const Span& span, int64_t
   transpose_rows(codes, span.plane(), 8, planes, span.plane(), s.bits, span.plane());
 }
 
+// Asks for a later group's elements, if they are neighbours: measuring waits for memory, rounding does not.
+MESA_TUNE_INLINE void prefetch(const Encode& task, const Span& span, int64_t group, int64_t to) {
+  if (group >= to || !task.x.layout.contiguous()) return;
+  const int64_t width = task.x.dtype == Dtype::kFloat ? 4 : 2;
+  const int64_t step = layout_group(task.settings, group) * task.x.layout.group_step;
+  const char* at = static_cast<const char*>(task.x.data) + width * (step + start(task.settings, span, group));
+  for (int64_t byte = 0; byte < width * span.size; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+}
+
 // Whole groups [from, to) of a span.
 MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_t from, int64_t to) {
   alignas(64) float buffer[kTile];
@@ -121,6 +130,7 @@ MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_
     }
     batch.mix_keys(count, task.keys, first);
     for (int64_t i = 0; i < count; ++i) {
+      prefetch(task, span, first + most + i, to);
       encode_group(task, span, first + i, batch.values[i], {batch.one[i], batch.two[i]},
                    buffer + i * span.size);
     }
