@@ -3,14 +3,15 @@
     python benchmarks/overhead.py [--calls 2000] [--rounds 9]
 
 A block of calls in a plain module and the same in a converted one, in turn; processor time, so that other
-programs count little. Routed calls go forward and backward, with everything stored as settings say; the cost
-of encoding and decoding the few elements themselves is measured apart and taken off. Correctness first:
-outputs must be bitwise the plain ones.
+programs count little. Routed calls go forward and backward, each on a tensor of its own. What is not Python
+of ours is measured apart and taken off: one encode and one decode, and PyTorch's own cost of an
+`autograd.Function` written in Python. Correctness first: outputs must be bitwise the plain ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,16 +29,39 @@ SETTINGS = (4, 16, 256, 0)
 
 
 class Calls(nn.Module):
-    """`count` calls of one function, each on the module's input."""
+    """One function, called on every tensor of a list."""
 
-    def __init__(self, call: Callable[..., Tensor], count: int) -> None:
+    def __init__(self, call: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.call, self.count = call, count
+        self.call = call
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [self.call(self, x) for _ in range(self.count)]
+    def forward(self, given: list[Tensor]) -> list[Tensor]:
+        return [self.call(self, x) for x in given]
+
+
+class Bare(torch.autograd.Function):
+    """What every function written in Python costs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        ctx.saved_tensors  # noqa: B018
+        return grad, None, None
+
+
+def bare(module: Calls, x: Tensor) -> Tensor:
+    applied: Tensor = Bare.apply(x, module.weight, module.scale)
+    return applied
+
+
+def view(module: Calls, x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def linear(module: Calls, x: Tensor) -> Tensor:
@@ -89,36 +113,44 @@ def main() -> None:
 
 
 def measure(call: Callable[..., Tensor], calls: int, rounds: int) -> dict[str, Any]:
-    """Microseconds that a converted module adds to each call: in all, and without encoding and decoding."""
-    plain = Calls(call, calls)
-    converted = Calls(call, calls)
+    """Microseconds that a converted module adds to each call, and what of them is not ours."""
+    plain, converted = Calls(call), Calls(call)
     converted.load_state_dict(plain.state_dict())
     mt.convert(converted, mt.Policy.uniform(level=16), seed=0, min_elements=0)
-    x = torch.randn(8, WIDTH, requires_grad=True)
-    # A leaf counts as batch or parameter; what a module meets is the output of another.
-    given = (x * 1.0).detach().requires_grad_() * 1.0
-    pairs = zip(plain(given), converted(given), strict=True)
-    if not all(torch.equal(one, other) for one, other in pairs):
+    given = tensors(calls)
+    if not all(torch.equal(one, other) for one, other in zip(plain(given), converted(given), strict=True)):
         raise SystemExit(f"{call.__name__}: the forward is not exact")
     added = []
     for turn in range(rounds + 1):
-        times = [run(module, x) for module in (plain, converted)]
+        times = [run(module, calls) for module in (plain, converted)]
         if turn:
             added.append(1e6 * (times[1] - times[0]) / calls)
+    routed = call in ROUTED.values()
     return {
         "added_us": spread(added)._asdict(),
-        "codec_us": codec_us(calls) if call in ROUTED.values() else 0.0,
+        "codec_us": codec_us(calls) if routed else 0.0,
+        "function_us": 1e6 * (run(Calls(bare), calls) - run(Calls(view), calls)) / calls if routed else 0.0,
     }
 
 
-def run(module: Calls, x: Tensor) -> float:
+def tensors(count: int) -> list[Tensor]:
+    """Outputs of another function, as a module meets them."""
+    leaf = torch.randn(8, WIDTH, requires_grad=True)
+    return [leaf * 1.0 for _ in range(count)]
+
+
+def run(module: Calls, calls: int) -> float:
     """Seconds of processor time for all calls, forward and backward."""
-    given = x * 1.0
+    given = tensors(calls)
+    gc.collect()
+    gc.disable()
     start = time.process_time()
     outputs = module(given)
-    if outputs[0] is not given:
+    if outputs[0] is not given[0]:
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    return time.process_time() - start
+    used = time.process_time() - start
+    gc.enable()
+    return used
 
 
 def codec_us(calls: int) -> float:
@@ -134,11 +166,12 @@ def codec_us(calls: int) -> float:
 
 def describe(case: dict[str, Any]) -> str:
     """One function's figures in a line."""
-    added, own = case["added_us"], case["added_us"]["median"] - case["codec_us"]
+    added = case["added_us"]
+    own = added["median"] - case["codec_us"] - case["function_us"]
     return (
         f"{case['function']:12} {case['kind']:12} +{added['median']:6.1f} µs "
-        f"[{added['low']:.1f}, {added['high']:.1f}]"
-        f", of which codec {case['codec_us']:.1f}; own {own:.1f}, asked {ASKED[case['kind']]:.0f}"
+        f"[{added['low']:.1f}, {added['high']:.1f}]: codec {case['codec_us']:.1f}, "
+        f"autograd.Function {case['function_us']:.1f}, own {own:.1f}, asked {ASKED[case['kind']]:.0f}"
     )
 
 

@@ -222,7 +222,7 @@ class Call:
     def _pays(self, tensors: Sequence[Tensor | None]) -> bool:
         if self.spec.levels == 0:
             return any(given is not None and given.numel() > self.spec.min_elements for given in tensors)
-        return True in [tensor is not None and self._is_worth(tensor) for tensor in tensors]
+        return any(tensor is not None and self._is_worth(tensor) for tensor in tensors)
 
     def _is_worth(self, tensor: Tensor) -> bool:
         # PyTorch may keep the copy that autocast makes, which is smaller than the tensor itself.
