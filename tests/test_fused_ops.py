@@ -1,15 +1,16 @@
 """What is made while it is encoded, or used while it is decoded: the reference's bytes, the true values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import fused_ops, maps, ops
-from mesa_tune.functional import fc
+from mesa_tune.functional import conv, fc
+from mesa_tune.functional.keeping import Held
 
 SEED = torch.tensor([5])
 CURVES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -113,18 +114,40 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.mesa_tune, name).default, arguments[name])
 
 
-@pytest.mark.parametrize("width", [48, 192, 250])
-def test_a_weight_gradient_in_pieces_is_the_whole_one(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are cut where groups end; the last piece ends with the tensor."""
-    layer = torch.nn.Linear(width, 8)
-    model = torch.nn.Sequential(layer)
-    x = torch.randn(7, 331, width, requires_grad=True)
+WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "linear-48": (nn.Linear(48, 8), (7, 331, 48)),
+    "linear-250": (nn.Linear(250, 8), (7, 331, 250)),
+    "conv": (nn.Conv2d(8, 6, 3, padding=1), (6, 8, 16, 18)),
+    "conv-same": (nn.Conv1d(6, 4, 4, padding="same"), (64, 6, 40)),
+    "conv-transposed": (nn.ConvTranspose2d(8, 6, 3, stride=2, bias=False), (5, 8, 16, 16)),
+    "conv-grouped": (nn.Conv3d(8, 4, 2, groups=2), (9, 8, 8, 4, 4)),
+}
 
-    def gradient(large: int) -> Tensor:
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_a_weight_gradient_in_pieces_is_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are cut where groups end; the last one ends with the tensor."""
+    layer, shape = WEIGHTED[name]
+    model, x = nn.Sequential(layer), torch.randn(shape, requires_grad=True)
+    used: list[int] = []
+    whole_run = Held._rows
+
+    def counted(self: Held, *sizes: int) -> Iterator[tuple[int, Tensor]]:
+        used.append(1)
+        return whole_run(self, *sizes)
+
+    monkeypatch.setattr(Held, "_rows", counted)
+
+    def gradients(large: int) -> list[Tensor]:
         monkeypatch.setattr(fc, "LARGE", large)
-        mt.convert(model, mt.Policy.uniform(4), seed=0)
-        (found,) = torch.autograd.grad((model(x * 1.0) ** 2).sum(), [layer.weight])
-        return found
+        monkeypatch.setattr(conv, "LARGE", large)
+        mt.convert(model, mt.Policy.uniform(4), seed=0, min_elements=0)
+        wanted = [*layer.parameters(), x]
+        given = x * 1.0
+        return list(torch.autograd.grad((model(given) ** 2).sum(), wanted))
 
-    whole, pieces = gradient(1 << 40), gradient(1)
-    assert (pieces - whole).norm() < 2e-6 * whole.norm()
+    whole = gradients(1 << 40)
+    assert not used
+    for one, other in zip(gradients(1), whole, strict=True):
+        assert (one - other).norm() < 3e-6 * other.norm()
+    assert used

@@ -5,6 +5,7 @@ a frozen W too; what backward needs of x then is its shape. Transposed convoluti
 arguments of that backward.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from mesa_tune.functional.formula import (
     layout_of,
     unviewed,
 )
+from mesa_tune.functional.keeping import LARGE, PIECES, Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -80,6 +82,28 @@ def backward(
     return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
 
 
+def piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """dW as a sum over samples of x, some of which are decoded at a time."""
+    shape, kernel = static[:2]
+    large = needs[1] and len(shape) == len(kernel) and math.prod(shape) >= LARGE
+    pieces = held[0].rows(PIECES, len(shape) - 1) if large and held[0].meta.dtype == grad.dtype else None
+    if pieces is None:
+        return None
+    dw = None
+    for first, x in pieces:
+        part = (x.shape[0], *shape[1:])
+        g = grad[first : first + x.shape[0]]
+        _, own, _ = backward((part, *static[1:]), (False, True, False), [x.view(part)], exact, g)
+        dw = own if dw is None or own is None else dw.add_(own)
+    if not (needs[0] or needs[2]):
+        return None, dw, None
+    weight = [held[-1].whole()] if needs[0] else []
+    dx, _, db = backward(static, (needs[0], False, needs[2]), weight, exact, grad)
+    return dx, dw, db
+
+
 def _shaped(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_zeros(()).expand(shape)
 
@@ -96,7 +120,13 @@ def _paddings(
     return [size // 2 for size in total], [size % 2 for size in total]
 
 
-CONV = Formula(forward, backward, "the input, where the weight wants a gradient", independent=(0,))
+CONV = Formula(
+    forward,
+    backward,
+    "the input, where the weight wants a gradient",
+    independent=(0,),
+    piecewise=piecewise,
+)
 
 
 def conv(

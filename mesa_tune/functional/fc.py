@@ -25,14 +25,10 @@ from mesa_tune.functional.formula import (
     cast,
     unviewed,
 )
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional.keeping import LARGE, PIECES, Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
-
-
-LARGE, PIECES = 1 << 22, 4
-"""An input of at least so many elements is decoded in so many pieces: it is never there as a whole."""
 
 
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:

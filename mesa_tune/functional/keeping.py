@@ -37,6 +37,9 @@ class Meta(NamedTuple):
     strides: tuple[int, ...] | None = None
 
 
+LARGE, PIECES = 1 << 22, 4
+"""An input of at least so many elements is decoded in so many pieces: it is never there as a whole."""
+
 _FIRST_LIMIT = 1024
 
 
@@ -182,14 +185,15 @@ class Held(NamedTuple):
         product: Tensor | None = times(self.parts, factor, self.spec)
         return product
 
-    def rows(self, pieces: int) -> Iterator[tuple[int, Tensor]] | None:
-        """The tensor as a matrix, some rows at a time, each with its first row's number, in the same memory.
+    def rows(self, pieces: int, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
+        """The tensor as a matrix whose rows are its last `axes` dimensions, some rows at a time, each time
+        with the first one's number.
 
         None where that is not possible. What is given out is overwritten by the next.
         """
         if not hasattr(self.codec, "decode_run") or not self._is_row_major() or self.spec.quant_groups:
             return None
-        width, rows = self.meta.shape[-1], math.prod(self.meta.shape[:-1])
+        width, rows = math.prod(self.meta.shape[-axes:]), math.prod(self.meta.shape[:-axes])
         step = self.spec.group_size // math.gcd(self.spec.group_size, width)
         each = -(-rows // pieces + step - 1) // step * step
         return self._rows(width, rows, -(-rows // (pieces * step)) * step) if each < rows else None
