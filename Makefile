@@ -17,7 +17,7 @@ run_tests := $(bin)/python -m pytest -n 2 --dist loadfile
 sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
 # What runs a second time without the native kernels: whatever calls them.
-core := $(wildcard $(addprefix tests/,test_quantize*.py test_pack*.py test_sparsify.py test_ops*.py test_functional*.py test_nn.py \
+core := $(wildcard $(addprefix tests/,test_quantize*.py test_pack*.py test_sparsify.py test_ops*.py test_fused*.py test_functional*.py test_nn.py \
 	test_conformance.py test_conversion.py test_keeping.py test_sharing.py))
 
 # The tests of the ops, and the two libraries that a sanitized extension needs before all others.

@@ -95,6 +95,8 @@ class _Kept(NamedTuple):
 class Keeper:
     """Observes a forward: every tensor that autograd saves, and which of them hold codes or packed bits."""
 
+    wants_tensors = False
+
     def __init__(self) -> None:
         self.derived: Counter[tuple[str, str]] = Counter()
         self._packed: dict[int, weakref.ref[UntypedStorage]] = {}

@@ -245,6 +245,10 @@ def _saved_alike(plain: StepTrace, packed: StepTrace) -> Iterator[tuple[int, int
     """What layers left to autograd save in both steps, though no call takes or returns it (LSTM's parts)."""
     for layer, numbers in plain.saves.items():
         others = packed.saves.get(layer, [])
-        if len(others) == len(numbers):
+        if [_looks(plain, one) for one in numbers] == [_looks(packed, other) for other in others]:
             pairs = zip(numbers, others, strict=True)
             yield from ((one, other) for one, other in pairs if one is not None and other is not None)
+
+
+def _looks(trace: StepTrace, number: int | None) -> tuple[tuple[int, ...], str] | None:
+    return None if number is None else (trace.plain[number].shape, trace.plain[number].dtype)
