@@ -10,7 +10,7 @@ from mesa_tune.codecs import Memory, Spec
 from mesa_tune.errors import RunError
 from mesa_tune.functional.deriving import Recipe, Source, restored, take
 from mesa_tune.functional.formula import Needs, Static
-from mesa_tune.functional.keeping import Held, Meta, encodes, keep, keep_mapped
+from mesa_tune.functional.keeping import Held, Meta, encodes, keep
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.maps import Mapped
 
@@ -144,13 +144,7 @@ class Apply(torch.autograd.Function):
         never: list[bool] = []
         lossy = [_settled(each, plan.spec) for each in result.lossy]
         for place, tensor in enumerate(lossy):
-            if isinstance(tensor, Mapped):
-                stored, meta = keep_mapped(tensor, plan.spec, key)
-                never.append(False)
-                kept.append(meta)
-                parts.append(stored)
-                continue
-            never.append(True in [_same(tensor, given) for given in static])
+            never.append(isinstance(tensor, Tensor) and True in [_same(tensor, given) for given in static])
             source = next((found[i] for i in found if tensor is own[i]), None) if found else None
             if source is None:
                 remembered = None if memory is None else memory.setdefault(place, {})

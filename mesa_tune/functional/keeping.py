@@ -66,11 +66,18 @@ def forget_copies() -> None:
 
 
 def keep(
-    tensor: Tensor, spec: Spec, key: Tensor, raw: bool, layer: str = "", memory: Memory | None = None
+    tensor: Tensor | Mapped,
+    spec: Spec,
+    key: Tensor,
+    raw: bool,
+    layer: str = "",
+    memory: Memory | None = None,
 ) -> tuple[list[Tensor], Meta]:
     """What to save for `tensor` of `layer`: its encoded parts; a copy if it is a scrap; or itself when `raw`,
-    small, or no smaller encoded.
+    small, or no smaller encoded. One that the codec `encodes` while it is made is made by it.
     """
+    if isinstance(tensor, Mapped):
+        return _keep_mapped(tensor, spec, key)
     if raw:
         return [tensor], Meta(1, False, tuple(tensor.shape), tensor.dtype, None)
     expanded = None
@@ -94,8 +101,7 @@ def encodes(mapped: Mapped, spec: Spec) -> bool:
     return possible and pays(mapped.source, spec) and refusal(mapped.source, spec) is None
 
 
-def keep_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> tuple[list[Tensor], Meta]:
-    """`keep` for a tensor that is made while it is encoded."""
+def _keep_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> tuple[list[Tensor], Meta]:
     parts: list[Tensor] = CODECS[spec.codec].encode_mapped(mapped, spec, key)  # type: ignore[attr-defined]
     return parts, Meta(len(parts), True, tuple(mapped.source.shape), mapped.source.dtype, None)
 
