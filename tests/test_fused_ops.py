@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import fused_ops, maps, ops
-from mesa_tune.functional import conv, fc
+from mesa_tune.functional import conv, fc, norm
 from mesa_tune.functional.keeping import Held
 
 SEED = torch.tensor([5])
@@ -120,12 +120,15 @@ WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "conv": (nn.Conv2d(8, 6, 3, padding=1), (6, 8, 16, 18)),
     "conv-same": (nn.Conv1d(6, 4, 4, padding="same"), (64, 6, 40)),
     "conv-transposed": (nn.ConvTranspose2d(8, 6, 3, stride=2, bias=False), (5, 8, 16, 16)),
+    "layer-norm": (nn.LayerNorm([4, 30]), (5, 67, 4, 30)),
+    "layer-norm-without-weights": (nn.LayerNorm(48, elementwise_affine=False), (7, 331, 48)),
+    "rms-norm": (nn.RMSNorm(48), (7, 331, 48)),
     "conv-grouped": (nn.Conv3d(8, 4, 2, groups=2), (9, 8, 8, 4, 4)),
 }
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_a_weight_gradient_in_pieces_is_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_in_pieces_are_the_whole_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are cut where groups end; the last one ends with the tensor."""
     layer, shape = WEIGHTED[name]
     model, x = nn.Sequential(layer), torch.randn(shape, requires_grad=True)
@@ -141,6 +144,7 @@ def test_a_weight_gradient_in_pieces_is_the_whole_one(name: str, monkeypatch: py
     def gradients(large: int) -> list[Tensor]:
         monkeypatch.setattr(fc, "LARGE", large)
         monkeypatch.setattr(conv, "LARGE", large)
+        monkeypatch.setattr(norm, "LARGE", large)
         mt.convert(model, mt.Policy.uniform(4), seed=0, min_elements=0)
         wanted = [*layer.parameters(), x]
         given = x * 1.0

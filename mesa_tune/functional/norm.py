@@ -7,6 +7,7 @@ x̂ = r x,  dx = r (ĝ − x̂ mean(ĝ x̂)). Means run over what each norm norm
 """
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from mesa_tune import maps
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, layout_of
+from mesa_tune.functional.keeping import LARGE, PIECES, Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -65,8 +67,44 @@ def layer_norm_backward(
     )
 
 
+def _plus(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    return new if old is None or new is None else old.add_(new)
+
+
+def _by_rows(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
+    """`backward` of a norm over the last dimensions, on some rows of x̂ at a time, each decoded for itself."""
+
+    def piecewise(
+        static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
+    ) -> tuple[Tensor | None, ...] | None:
+        shape, _, dtype = static
+        if dtype is not None or not held or grad.numel() < LARGE or held[0].meta.dtype != grad.dtype:
+            return None
+        pieces = held[0].rows(PIECES, len(shape))
+        if pieces is None:
+            return None
+        rstd, *rest = exact
+        assert rstd is not None
+        rows, deviations = grad.reshape(-1, *shape), rstd.reshape(-1, *[1] * len(shape))
+        dx = torch.empty_like(rows)
+        sums: list[Tensor | None] = [None] * (len(needs) - 1)
+        for first, x in pieces:
+            part = slice(first, first + x.shape[0])
+            given = (deviations[part], *rest)
+            own, *found = backward(static, needs, [x.view(-1, *shape)], given, rows[part])
+            sums = [_plus(old, new) for old, new in zip(sums, found, strict=True)]
+            if own is not None:
+                dx[part] = own
+        return (dx.view(grad.shape) if needs[0] else None, *sums)
+
+    return piecewise
+
+
 LAYER_NORM = Formula(
-    layer_norm_forward, layer_norm_backward, "the normalized input; exact: its reciprocal deviations"
+    layer_norm_forward,
+    layer_norm_backward,
+    "the normalized input; exact: its reciprocal deviations",
+    piecewise=_by_rows(layer_norm_backward),
 )
 
 
@@ -103,7 +141,9 @@ def rms_norm_backward(
     return dx, dw
 
 
-RMS_NORM = Formula(rms_norm_forward, rms_norm_backward, LAYER_NORM.keeps)
+RMS_NORM = Formula(
+    rms_norm_forward, rms_norm_backward, LAYER_NORM.keeps, piecewise=_by_rows(rms_norm_backward)
+)
 
 
 def group_norm_forward(
