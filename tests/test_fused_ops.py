@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import fused_ops, maps, ops
-from mesa_tune.functional import conv, fc, norm
+from mesa_tune.functional import keeping
 from mesa_tune.functional.keeping import Held
 
 SEED = torch.tensor([5])
@@ -142,9 +142,7 @@ def test_gradients_in_pieces_are_the_whole_ones(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(Held, "_rows", counted)
 
     def gradients(large: int) -> list[Tensor]:
-        monkeypatch.setattr(fc, "LARGE", large)
-        monkeypatch.setattr(conv, "LARGE", large)
-        monkeypatch.setattr(norm, "LARGE", large)
+        monkeypatch.setattr(keeping, "LARGE", large)
         mt.convert(model, mt.Policy.uniform(4), seed=0, min_elements=0)
         wanted = [*layer.parameters(), x]
         given = x * 1.0

@@ -38,13 +38,12 @@ def encode_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> list[Tensor]:
     """What `encode` makes of a tensor that is made on the way; groups run along its memory."""
     if spec.quant_groups:
         return encode(mapped.make(), spec, key)
-    kind, inner = KINDS[mapped.kind], mapped.inner
     data, ranges = QUANTIZE_MAP(
         mapped.source,
-        kind,
+        KINDS[mapped.kind],
         mapped.mean,
         mapped.rstd,
-        inner,
+        mapped.inner,
         spec.bits,
         spec.levels,
         spec.group_size,
@@ -56,9 +55,7 @@ def encode_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> list[Tensor]:
 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
     """The tensor whose packed levels and ranges `parts` hold."""
-    data, ranges = parts
-    if ranges.dtype != torch.float32:
-        ranges = _between(ranges, spec.levels)
+    data, ranges = parts[0], _between(parts[1], spec.levels)
     result: Tensor = _DEQUANTIZE(
         data, ranges, shape, dtype, spec.bits, spec.levels, spec.group_size, spec.quant_groups
     )
@@ -80,7 +77,7 @@ def decode_run(parts: Sequence[Tensor], first: int, count: int, spec: Spec, out:
     size = spec.group_size
     begin, end = first // size, (first + count + size - 1) // size
     width = spec.bits * reference.plane_bytes(size)
-    own = ranges[begin:end] if ranges.dtype == torch.float32 else _between(ranges[begin:end], spec.levels)
+    own = _between(ranges[begin:end], spec.levels)
     _DEQUANTIZE_OUT(data[begin * width : end * width], own, spec.bits, spec.levels, size, 0, out)
 
 
@@ -95,7 +92,12 @@ def _ends(ranges: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
 
 
 def _between(ends: Tensor, levels: int) -> Tensor:
-    """The ranges from end to end, as `reference.ranges_of` has them but for the last bit of a step."""
+    """The ranges from end to end, as `reference.ranges_of` has them but for the last bit of a step.
+
+    What is in float32 are ranges already.
+    """
+    if ends.dtype == torch.float32:
+        return ends
     low, high = ends.float().unbind(1)
     quarter = high * reference.QUARTER - low * reference.QUARTER
     wide = quarter > reference.WIDE

@@ -5,7 +5,6 @@ a frozen W too; what backward needs of x then is its shape. Transposed convoluti
 arguments of that backward.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,10 @@ from mesa_tune.functional.formula import (
     autocast_dtype,
     cast,
     layout_of,
+    plus,
     unviewed,
 )
-from mesa_tune.functional.keeping import LARGE, PIECES, Held
+from mesa_tune.functional.keeping import Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -87,16 +87,16 @@ def piecewise(
 ) -> tuple[Tensor | None, ...] | None:
     """dW as a sum over samples of x, some of which are decoded at a time."""
     shape, kernel = static[:2]
-    large = needs[1] and len(shape) == len(kernel) and math.prod(shape) >= LARGE
-    pieces = held[0].rows(PIECES, len(shape) - 1) if large and held[0].meta.dtype == grad.dtype else None
+    batched = needs[1] and len(shape) == len(kernel)
+    pieces = held[0].rows(grad.dtype, len(shape) - 1) if batched else None
     if pieces is None:
         return None
-    dw = None
+    dw: Tensor | None = None
     for first, x in pieces:
         part = (x.shape[0], *shape[1:])
         g = grad[first : first + x.shape[0]]
         _, own, _ = backward((part, *static[1:]), (False, True, False), [x.view(part)], exact, g)
-        dw = own if dw is None or own is None else dw.add_(own)
+        dw = plus(dw, own)
     if not (needs[0] or needs[2]):
         return None, dw, None
     weight = [held[-1].whole()] if needs[0] else []

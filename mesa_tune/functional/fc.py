@@ -6,7 +6,6 @@ Bilinear, y_k = a Wₖ bᵀ + b_k, keeps both inputs; the gradient of W multipli
 independent.
 """
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from mesa_tune.functional.formula import (
     cast,
     unviewed,
 )
-from mesa_tune.functional.keeping import LARGE, PIECES, Held
+from mesa_tune.functional.keeping import Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -57,12 +56,10 @@ def piecewise(
     static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...] | None:
     """dW as a sum over rows of x, a part of which is decoded at a time."""
-    rows = _rows(grad)
-    large = needs[1] and rows.shape[0] * math.prod(held[0].meta.shape[-1:]) >= LARGE
-    pieces = held[0].rows(PIECES) if large and held[0].meta.dtype == grad.dtype else None
+    pieces = held[0].rows(grad.dtype) if needs[1] else None
     if pieces is None:
         return None
-    dw = None
+    rows, dw = _rows(grad), None
     for first, x in pieces:
         g = rows[first : first + x.shape[0]].t()
         dw = g @ x if dw is None else dw.addmm_(g, x)

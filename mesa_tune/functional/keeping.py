@@ -191,18 +191,20 @@ class Held(NamedTuple):
         product: Tensor | None = times(self.parts, factor, self.spec)
         return product
 
-    def rows(self, pieces: int, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
-        """The tensor as a matrix whose rows are its last `axes` dimensions, some rows at a time, each time
-        with the first one's number.
+    def rows(self, dtype: torch.dtype, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
+        """A `LARGE` tensor as a matrix whose rows are its last `axes` dimensions, some rows at a time, each
+        time with the first one's number.
 
-        None where that is not possible. What is given out is overwritten by the next.
+        None where that is not possible, or not in `dtype`. What is given out is overwritten by the next.
         """
-        if not hasattr(self.codec, "decode_run") or not self._is_row_major() or self.spec.quant_groups:
-            return None
         width, rows = math.prod(self.meta.shape[-axes:]), math.prod(self.meta.shape[:-axes])
+        if width * rows < LARGE or self.meta.dtype != dtype or self.spec.quant_groups:
+            return None
+        if not hasattr(self.codec, "decode_run") or not self._is_row_major():
+            return None
         step = self.spec.group_size // math.gcd(self.spec.group_size, width)
-        each = -(-rows // pieces + step - 1) // step * step
-        return self._rows(width, rows, -(-rows // (pieces * step)) * step) if each < rows else None
+        each = -(-rows // (PIECES * step)) * step
+        return self._rows(width, rows, each) if each < rows else None
 
     def _rows(self, width: int, rows: int, each: int) -> Iterator[tuple[int, Tensor]]:
         buffer = self.parts[0].new_empty(min(each, rows) * width, dtype=self.meta.dtype)

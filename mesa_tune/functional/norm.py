@@ -15,8 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune import maps
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, layout_of
-from mesa_tune.functional.keeping import LARGE, PIECES, Held
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Result,
+    Route,
+    Routes,
+    Static,
+    layout_of,
+    plus,
+)
+from mesa_tune.functional.keeping import Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -67,10 +77,6 @@ def layer_norm_backward(
     )
 
 
-def _plus(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    return new if old is None or new is None else old.add_(new)
-
-
 def _by_rows(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
     """`backward` of a norm over the last dimensions, on some rows of x̂ at a time, each decoded for itself."""
 
@@ -78,9 +84,7 @@ def _by_rows(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[...
         static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
     ) -> tuple[Tensor | None, ...] | None:
         shape, _, dtype = static
-        if dtype is not None or not held or grad.numel() < LARGE or held[0].meta.dtype != grad.dtype:
-            return None
-        pieces = held[0].rows(PIECES, len(shape))
+        pieces = held[0].rows(grad.dtype, len(shape)) if held and dtype is None else None
         if pieces is None:
             return None
         rstd, *rest = exact
@@ -92,7 +96,7 @@ def _by_rows(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[...
             part = slice(first, first + x.shape[0])
             given = (deviations[part], *rest)
             own, *found = backward(static, needs, [x.view(-1, *shape)], given, rows[part])
-            sums = [_plus(old, new) for old, new in zip(sums, found, strict=True)]
+            sums = [plus(old, new) for old, new in zip(sums, found, strict=True)]
             if own is not None:
                 dx[part] = own
         return (dx.view(grad.shape) if needs[0] else None, *sums)
