@@ -39,11 +39,21 @@ void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, con
   dense(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges");
 }
 
+// Memory for what `x` is encoded to.
+std::tuple<Tensor, Tensor> new_parts(const Tensor& x, const Settings& s) {
+  const Split parts = split(x.numel(), s);
+  return {torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(s.bits)}, ScalarType::Byte),
+          torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float)};
+}
+
+Packed packed_in(const Tensor& data, const Tensor& ranges) {
+  return {static_cast<uint8_t*>(data.mutable_data_ptr()), static_cast<float*>(ranges.mutable_data_ptr())};
+}
+
 void encode(const Tensor& x, const Settings& s, bool stochastic, const std::optional<Tensor>& seed,
             const Tensor& data, const Tensor& ranges) {
   check_packed(x, data, ranges, s);
-  const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()),
-                      static_cast<float*>(ranges.mutable_data_ptr())};
+  const Packed packed = packed_in(data, ranges);
   const Noise noise = read_noise(x, stochastic, seed);
   const Strided from = strided(x, s);
   dispatch(
@@ -70,9 +80,7 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int6
                                     int64_t quant_groups, bool stochastic, std::optional<Tensor> seed) {
   const Settings s{bits, levels, group_size, quant_groups};
   check_settings(s, x);
-  const Split parts = split(x.numel(), s);
-  Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
-  Tensor ranges = torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float);
+  const auto [data, ranges] = new_parts(x, s);
   encode(x, s, stochastic, seed, data, ranges);
   return {data, ranges};
 }
@@ -100,12 +108,9 @@ std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Ten
   const Settings s{bits, levels, group_size, 0};
   check_on_cpu(x);
   check_settings(s, x);
-  const Split parts = split(x.numel(), s);
-  Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
-  Tensor ranges = torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float);
-  const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()),
-                      static_cast<float*>(ranges.mutable_data_ptr())};
-  cpu::quantize(strided(x, s), map_of(x, map, mean, rstd, inner), s, read_noise(x, stochastic, seed), packed);
+  const auto [data, ranges] = new_parts(x, s);
+  cpu::quantize(strided(x, s), map_of(x, map, mean, rstd, inner), s, read_noise(x, stochastic, seed),
+                packed_in(data, ranges));
   return {data, ranges};
 }
 

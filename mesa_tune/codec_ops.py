@@ -6,12 +6,12 @@ pack_windows, unpack_windows, quantize_samples, dequantize_samples}`. They are p
 CPU of all but the last two.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mesa_tune import reference, reference_codecs, reference_windows
+from mesa_tune import ops, reference, reference_codecs, reference_windows
 
 _GROUPS = "int group_size, int quant_groups"
 _SIZES = f"int bits, int levels, {_GROUPS}"
@@ -85,7 +85,7 @@ def _fake_dequantize_samples(
     return data.new_empty(shape, dtype=dtype)
 
 
-_KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+_KERNELS: ops.Kernels = {
     "extents": (reference_codecs.extents, _fake_extents),
     "quantize_within": (reference_codecs.quantize_within, _fake_quantize_within),
     "sparsify": (reference_codecs.sparsify, _fake_sparsify),
@@ -97,17 +97,7 @@ _KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 }
 
 
-def _define() -> torch.library.Library:
-    library = torch.library.Library("mesa_tune", "FRAGMENT")
-    for schema in _SCHEMAS:
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for name, (default, fake) in _KERNELS.items():
-        library.impl(name, default, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"mesa_tune::{name}", fake, lib=library)
-    return library
-
-
-_library = _define()
+_library = ops.define("FRAGMENT", _SCHEMAS, _KERNELS)
 
 RAW = torch.ops.mesa_tune
 """The namespace, from the module that has filled it."""

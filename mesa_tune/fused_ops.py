@@ -4,8 +4,6 @@ Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul
 are pure; their default kernels, in PyTorch, give the same bytes.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -13,12 +11,12 @@ from mesa_tune import maps, ops
 
 _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
-_SCHEMAS = {
-    "quantize_map": f"(Tensor x, {_MAP}, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor, Tensor)",
-    "dequantize_mul": f"(Tensor data, Tensor ranges, Tensor factor, {_SIZES}) -> Tensor",
-    "pack_at_most": "(Tensor x, float limit) -> Tensor",
-    "gate": "(Tensor grad, Tensor data, float slope) -> Tensor",
-}
+_SCHEMAS = (
+    f"quantize_map(Tensor x, {_MAP}, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor, Tensor)",
+    f"dequantize_mul(Tensor data, Tensor ranges, Tensor factor, {_SIZES}) -> Tensor",
+    "pack_at_most(Tensor x, float limit) -> Tensor",
+    "gate(Tensor grad, Tensor data, float slope) -> Tensor",
+)
 
 
 def quantize_map(
@@ -77,7 +75,7 @@ def _fake_gate(grad: Tensor, data: Tensor, slope: float) -> Tensor:
     return grad.new_empty(grad.shape)
 
 
-_KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+_KERNELS: ops.Kernels = {
     "quantize_map": (quantize_map, _fake_quantize_map),
     "dequantize_mul": (dequantize_mul, _fake_like_factor),
     "pack_at_most": (pack_at_most, _fake_pack),
@@ -85,16 +83,7 @@ _KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 }
 
 
-def _define() -> torch.library.Library:
-    library = torch.library.Library("mesa_tune", "FRAGMENT")
-    for name, (default, fake) in _KERNELS.items():
-        library.define(name + _SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, default, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"mesa_tune::{name}", fake, lib=library)
-    return library
-
-
-_library = _define()
+_library = ops.define("FRAGMENT", _SCHEMAS, _KERNELS)
 
 QUANTIZE_MAP = torch.ops.mesa_tune.quantize_map.default
 DEQUANTIZE_MUL = torch.ops.mesa_tune.dequantize_mul.default

@@ -41,6 +41,9 @@ _SCHEMAS = (
 )
 
 
+Kernels = dict[str, tuple[Callable[..., object], Callable[..., object]]]
+
+
 class Quantized(NamedTuple):
     """A tensor as `quantize` stores it: what `dequantize` takes.
 
@@ -279,7 +282,7 @@ def _nothing(*arguments: object) -> None:
     """What an op without results returns of a fake tensor."""
 
 
-_KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+_KERNELS: Kernels = {
     "quantize": (reference.quantize, fake_quantize),
     "quantize_out": (_quantize_out, _nothing),
     "dequantize": (reference.dequantize, _fake_dequantize),
@@ -290,12 +293,16 @@ _KERNELS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 }
 
 
-def _define() -> torch.library.Library:
-    library = torch.library.Library("mesa_tune", "DEF")
-    for schema in _SCHEMAS:
+def define(kind: str, schemas: Sequence[str], kernels: Kernels) -> torch.library.Library:
+    """Ops of the namespace, which lives as long as what is returned; `kind` is `DEF` once, then `FRAGMENT`.
+
+    `kernels`: by name, the default kernel and what an op returns of fake tensors.
+    """
+    library = torch.library.Library("mesa_tune", kind)
+    for schema in schemas:
         random = (torch.Tag.nondeterministic_seeded,) if schema.startswith("fresh_seed") else ()
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *random))
-    for name, (default, fake) in _KERNELS.items():
+    for name, (default, fake) in kernels.items():
         library.impl(name, default, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mesa_tune::{name}", fake, lib=library)
     return library
@@ -314,5 +321,5 @@ def _load() -> None:
         )
 
 
-_library = _define()
+_library = define("DEF", _SCHEMAS, _KERNELS)
 _load()
