@@ -7,7 +7,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,6 +78,18 @@ def spread(values: Sequence[float]) -> Spread:
 def ratios(before: Sequence[float], after: Sequence[float]) -> Spread:
     """after / before, pair by pair: what was measured in turn is compared in turn."""
     return spread([second / first for first, second in zip(before, after, strict=True)])
+
+
+def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each of `runs`, A B C A B C …, after a round to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import append, ratios, spread
+from common import append, in_turn, ratios, spread
 from meters import in_own_process, loss_under, model_under, resident_growth, storages_after_forward
 from torch import Tensor, nn
 
@@ -98,14 +98,7 @@ def steps_in_turn(
     for name, policy in policies.items():
         model = model_under(workload, policy)
         runs[name] = stepper(model, workload.make_optimizer(model), loss_under(workload, policy), batch)
-    times: dict[str, list[float]] = {name: [] for name in policies}
-    for turn in range(pairs + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if turn:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return times
+    return in_turn(runs, pairs)
 
 
 def stepper(

@@ -12,7 +12,6 @@ storages. `--where` says which operations take the time that a policy adds.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import append, ratios, spread
+from common import append, in_turn, ratios, spread
 from meters import loss_under
 from steps_page import write
 from torch import Tensor, nn
@@ -169,13 +168,7 @@ def measure(subject: Subject, kinds: Mapping[str, Kind], rounds: int) -> dict[st
     losses = {name: stepper.step() for name, stepper in steppers.items()}
     if len(set(losses.values())) != 1:
         raise SystemExit(f"the forward is not exact: losses {losses}")
-    times: dict[str, list[float]] = {name: [] for name in steppers}
-    for turn in range(rounds + 1):
-        for name, stepper in steppers.items():
-            start = time.perf_counter()
-            stepper.step()
-            if turn:
-                times[name].append(1e3 * (time.perf_counter() - start))
+    times = in_turn({name: stepper.step for name, stepper in steppers.items()}, rounds)
     return {name: row(times["plain"], times[name], stepper.bytes()) for name, stepper in steppers.items()}
 
 
