@@ -184,11 +184,9 @@ class Judge:
             self.workload.compute_loss(model, batch).backward()
         else:
             mt.convert(model, policy, seed=seed)
-            for _ in range(2):  # who derives from whom is settled after the first forward
-                model.zero_grad(set_to_none=True)
-                with mt.compress_saved(policy, seed=seed):
-                    value = self.workload.compute_loss(model, batch)
-                value.backward()
+            with mt.compress_saved(policy, seed=seed):
+                value = self.workload.compute_loss(model, batch)
+            value.backward()
         return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 

@@ -120,8 +120,9 @@ class Conversion:
         settings = self.policy.settings(tag, index, layer)
         found = Spec.of(settings, self.min_elements)
         if found is not None and self.derives:
-            # Who makes whose output again shows in the first forward.
-            found = found._replace(serves=self.first or layer in self.producers)
+            # Who makes whose output again shows in the first forward, unless a search has said so.
+            likely = self.first and (found.derive or not self.policy.is_searched)
+            found = found._replace(serves=likely or layer in self.producers)
         self.specs[layer] = found
         return found
 

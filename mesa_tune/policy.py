@@ -92,6 +92,11 @@ class Policy:
         """
         write_text(Path(path), self.dumps(), force=force)
 
+    @property
+    def is_searched(self) -> bool:
+        """True if a search made the policy: layers from whose packed tensors others derive say so, too."""
+        return self.header.budget is not None
+
     def settings(self, tag: str, index: int | None, name: str) -> LayerSettings:
         """The settings of the layer `name`, which has `index` within `tag`; not enabled if no rule binds it.
 

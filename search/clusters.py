@@ -28,10 +28,12 @@ class Cluster:
     active: Active
     linked: frozenset[str]
 
-    def own(self, unit: int, settings: LayerSettings) -> LayerSettings | None:
-        """`settings` as `unit` has them while the cluster derives; None where it cannot derive so."""
-        if unit not in self.takers:
-            return None if settings.exact or settings.store == "derive" else settings
+    @staticmethod
+    def own(settings: LayerSettings) -> LayerSettings | None:
+        """`settings` as units have them while the cluster derives; None where they cannot derive so.
+
+        Those that others derive from have `store: derive`, too: an activation keeps its input for others.
+        """
         return replace(settings, store="derive") if settings.store in ("quantize", "derive") else None
 
 
@@ -61,8 +63,7 @@ def _cluster(
     units: Sequence[int],
     takers: set[str],
 ) -> Cluster:
-    stores, derives = LayerSettings(), LayerSettings(store="derive")
     taking = frozenset(unit for unit in units if not takers.isdisjoint(groups[unit]))
-    assignment = {name: derives if unit in taking else stores for unit in units for name in groups[unit]}
+    assignment = {name: LayerSettings(store="derive") for unit in units for name in groups[unit]}
     linked = frozenset(sized.links(sized.compressed(assignment)))
     return Cluster(tuple(units), taking, assignment, profile.active(assignment), linked)

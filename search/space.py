@@ -215,7 +215,7 @@ class _Parts:
         pins = [pinned[name] for name in names if name in pinned]
         if number in cluster.takers and pins and pins[-1].store != "derive":
             return []
-        own = [cluster.own(number, one) for one in pins[-1:] or self._settings(layers)]
+        own = [cluster.own(one) for one in pins[-1:] or self._settings(layers)]
         return [
             self._choice(number, layers, one, cluster) for one in own if one is not None and not one.exact
         ]

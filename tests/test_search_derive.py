@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import mesa_tune as mt
-from mesa_tune.policy import Policy
+from mesa_tune.conversion import conversion_of
+from mesa_tune.policy import Header, Policy
 from mesa_tune.profiler.entries import Derivation, Option
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timeline import Kept, Slot, Timeline
@@ -80,9 +81,10 @@ def test_who_derives_keeps_nothing_and_errs_by_what_it_derives_from(profile: Pro
     assert [(choice.saved, choice.error, choice.settings.store) for choice in derived] == [(0, 0.0, "derive")]
     norm = next(unit for unit in make_space(profile).units if unit.layers == (NORM,))
     errors = {(choice.settings, choice.derived): choice.error for choice in norm.choices}
-    both = [one for one in COARSE if (one, True) in errors and (one, False) in errors]
+    pairs = [(one, replace(one, store="derive")) for one in COARSE]
+    both = [pair for pair in pairs if (pair[0], False) in errors and (pair[1], True) in errors]
     assert both
-    assert all(errors[one, True] == pytest.approx(3 * errors[one, False]) for one in both)
+    assert all(errors[other, True] == pytest.approx(3 * errors[one, False]) for one, other in both)
 
 
 @pytest.mark.parametrize("batch_size", [8, 5, 21])
@@ -150,7 +152,7 @@ def test_a_pin_can_ask_for_it(profile: Profile) -> None:
     assert solved is not None
     assert not space.assignment(solved.chosen)[NORM].exact
     both = make_space(profile, pins={"blocks.0.[qkv]": DERIVE, NORM: FOUR})
-    assert (FOUR, True) in only(both, NORM)
+    assert (replace(FOUR, store="derive"), True) in only(both, NORM)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,8 @@ def test_the_policy_says_who_derives(profile: Profile) -> None:
     plan = search_policy(deriving(synthetic_profile(1, grid=COARSE, seed=3), 0.5), "52%")
     again = Policy.parse(plan.policy.dumps())
     assert all(again.settings("fc", None, name).store == "derive" for name in TAKERS)
-    assert again.settings("layernorm", 0, NORM).store == "quantize"
+    assert again.settings("layernorm", 0, NORM).store == "derive"
+    assert again.is_searched
     assert profile.predict(again).peak_bytes == plan.predicted.peak_bytes
 
 
@@ -248,3 +251,22 @@ def test_a_vision_transformer_errs_less_at_the_same_peak(
     (predicted, measured), (predicted_without, measured_without) = errors
     assert predicted < 0.8 * predicted_without
     assert measured < measured_without
+
+
+def test_a_searched_plan_is_at_work_from_the_first_forward_on(digits: tuple[mt.Workload, Profile]) -> None:
+    work, profile = digits
+    searched = search_policy(profile, "40%").policy
+    by_hand = replace(searched, header=Header())
+    activations = [layer.name for layer in profile.layers if layer.tag == "gelu"]
+    serving = []
+    for policy in (searched, by_hand):
+        model = mt.convert(work.build(), policy, seed=0)
+        conversion = conversion_of(model)
+        assert conversion is not None
+        for _ in range(2):
+            work.compute_loss(model, work.make_batch())
+            specs = {name: conversion.specs[name] for name in activations}
+            serving.append({name for name, spec in specs.items() if spec is not None and spec.serves})
+    first, later, by_hand_first, by_hand_later = serving
+    assert first == later == by_hand_later
+    assert first < by_hand_first == set(activations)
