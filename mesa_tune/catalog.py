@@ -6,6 +6,7 @@ changes its meaning afterwards.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -48,6 +49,7 @@ class Catalog:
         self._place = {name: place for place, name in reversed(list(enumerate(modules)))}
         self._layers: dict[str, tuple[str, int]] = {name: (tag, self._place[name]) for tag, name in own}
         self._indices = self._count()
+        self._totals: Counter[str] = Counter()
         self._settled = False
 
     @staticmethod
@@ -76,7 +78,8 @@ class Catalog:
         if layer not in self._layers:
             self._layers[layer] = (tag, self._place.get(module, 0))
             if self._settled:
-                self._indices[layer] = sum(tag == other for other, _ in self._layers.values()) - 1
+                self._indices[layer] = self._totals[tag]
+                self._totals[tag] += 1
         return self._indices.get(layer)
 
     def tag(self, layer: str) -> str:
@@ -91,6 +94,7 @@ class Catalog:
             return ()
         self._settled = True
         self._indices = self._count()
+        self._totals.update(tag for tag, _ in self._layers.values())
         return policy.unmatched([(tag, self._indices[name], name) for name, (tag, _) in self._layers.items()])
 
     def _count(self) -> dict[str, int]:

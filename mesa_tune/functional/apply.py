@@ -114,11 +114,20 @@ class _Watch:
 watch = _Watch()
 
 
+def _is_raw(tensor: Tensor | Mapped, raw: Needs, own: Sequence[Tensor | None]) -> bool:
+    """Whether `tensor` is never encoded: one of `own` that is `raw`, or a view of it (eager)."""
+    if isinstance(tensor, Mapped):
+        return False
+    for flag, given in zip(raw, own, strict=True):
+        if tensor is given:
+            return flag
+    return True in [
+        flag and given is not None and _same(tensor, given) for flag, given in zip(raw, own, strict=True)
+    ]
+
+
 def _same(tensor: Tensor, given: Tensor) -> bool:
-    """Whether `tensor` is `given` or, as far as that can be asked, a view of it."""
-    if tensor is given or torch.compiler.is_compiling():
-        return tensor is given
-    strided = tensor.layout is given.layout is torch.strided
+    strided = tensor.layout is given.layout is torch.strided and not torch.compiler.is_compiling()
     return strided and tensor.untyped_storage()._cdata == given.untyped_storage()._cdata
 
 
@@ -138,13 +147,12 @@ class Apply(torch.autograd.Function):
         if result.in_place:
             ctx.mark_dirty(own[0])
         found = _by_input(plan, extra) if extra else {}
-        static = [given for flag, given in zip(plan.raw, own, strict=True) if flag and given is not None]
         parts: list[list[Tensor]] = []
         kept: list[Meta | Recipe] = []
         never: list[bool] = []
-        lossy = [_settled(each, plan.spec) for each in result.lossy]
+        lossy = [_settled(each, plan.spec) if isinstance(each, Mapped) else each for each in result.lossy]
         for place, tensor in enumerate(lossy):
-            never.append(isinstance(tensor, Tensor) and True in [_same(tensor, given) for given in static])
+            never.append(_is_raw(tensor, plan.raw, own))
             source = next((found[i] for i in found if tensor is own[i]), None) if found else None
             if source is None:
                 remembered = None if memory is None else memory.setdefault(place, {})
@@ -224,11 +232,9 @@ def _by_input(plan: Plan, extra: Sequence[Tensor | None]) -> dict[int, Source]:
     }
 
 
-def _settled(each: Tensor | Mapped, spec: Spec) -> Tensor | Mapped:
+def _settled(each: Mapped, spec: Spec) -> Tensor | Mapped:
     """`each`, made unless the encoder can make it and nobody wants to see it."""
-    if isinstance(each, Mapped) and (_watched() or not encodes(each, spec)):
-        return each.make()
-    return each
+    return each.make() if _watched() or not encodes(each, spec) else each
 
 
 def _is_fresh(kept: Meta | Recipe) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mesa_tune.functional import sums
+from mesa_tune.functional import attention_by_heads, sums
 from mesa_tune.functional.attention_traced import traced_gradients
 from mesa_tune.functional.formula import (
     Formula,
@@ -29,6 +29,7 @@ from mesa_tune.functional.formula import (
     cast,
     unviewed,
 )
+from mesa_tune.functional.keeping import Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -62,6 +63,10 @@ def backward(
     if torch.compiler.is_compiling():
         mask = _cast_mask(mask, dtype, False)
         return traced_gradients(static, needs, q, k, v, mask, grad)
+    if mask is None and _is_plain(static) and attention_by_heads.serves(q, k, v, grad):
+        samples = attention_by_heads.whole(q, k, v)
+        shapes = [tuple(each.shape) for each in (q, k, v)]
+        return _all(needs, attention_by_heads.gradients(static[2], needs, shapes, samples, grad))
     inputs = [q, k, v, *(() if mask is None else (_cast_mask(mask, dtype, needs[3]),))]
     wanted = needs[: len(inputs)]
     with _replaying(q.device, state):
@@ -70,6 +75,29 @@ def backward(
         found = iter(torch.autograd.grad(y, [each for each in again if each.requires_grad], grad))
     # What the mask is the sum of has its gradient by the mask's.
     return tuple(next(found) if want else None for want in needs)
+
+
+def piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """Some samples decoded at a time, where there is neither mask nor dropout."""
+    if not _is_plain(static) or any(each is not None for each in exact):
+        return None
+    samples = attention_by_heads.packed(held, grad)
+    if samples is None:
+        return None
+    shapes = [each.meta.shape for each in held]
+    return _all(needs, attention_by_heads.gradients(static[2], needs, shapes, samples, grad))
+
+
+def _is_plain(static: Static) -> bool:
+    dropout, causal, *_, dtype = static
+    return not dropout and not causal and dtype is None
+
+
+def _all(needs: Needs, found: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of queries, keys and values, and none of what a mask would be."""
+    return (*found, *(None for _ in needs[len(found) :]))
 
 
 def _attend(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -108,7 +136,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 ATTENTION = Formula(
-    forward, backward, "queries, keys and values; exact: the mask, and dropout's random state"
+    forward,
+    backward,
+    "queries, keys and values; exact: the mask, and dropout's random state",
+    piecewise=piecewise,
 )
 
 

@@ -59,8 +59,9 @@ class Call:
         needs = tuple([given is not None and given.requires_grad for given in tensors])
         if True not in needs:
             return self.plain()
-        if True in [given is not None and _odd(given) for given in tensors]:
-            return self.refuse("complex, sparse and nested tensors have no formula")
+        for given in tensors:
+            if given is not None and _odd(given):
+                return self.refuse("complex, sparse and nested tensors have no formula")
         if not (FORMULAS[name].lossless or self._pays(tensors)):
             return self.plain()
         raw = tuple([given is None or self.is_static(given) for given in tensors])

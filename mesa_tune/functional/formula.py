@@ -92,6 +92,13 @@ def plus(sum_: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 def unviewed(tensor: Tensor) -> Tensor:
     """`tensor`, no view to autograd: an in-place operation on a view that a Function returns would fail."""
+    if tensor._base is None and not torch.compiler.is_compiling():
+        return tensor
+    return renewed(tensor)
+
+
+def renewed(tensor: Tensor) -> Tensor:
+    """The same memory as another tensor, no view to autograd: an input must not be returned as it is."""
     result: Tensor = _UNSAFE_VIEW(tensor, tensor.shape)
     return result
 

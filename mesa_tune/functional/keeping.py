@@ -85,9 +85,11 @@ def keep(
         expanded = tuple(tensor.shape)
         tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     coded = spec.levels > 0 and pays(tensor, spec) and is_possible(tensor, spec, layer)
-    strides = tuple(tensor.stride()) if coded and _is_one_run(tensor, spec) else None
+    strides = None
     if coded:
-        parts = _encode_once(tensor, spec, key, memory, strides is not None)
+        as_run = _is_one_run(tensor, spec)
+        strides = tuple(tensor.stride()) if as_run and not tensor.is_contiguous() else None
+        parts = _encode_once(tensor, spec, key, memory, as_run)
     elif is_scrap(tensor, spec):
         parts = _once(tensor, (tensor.shape, tensor.stride()), None, lambda: [tensor.clone()])
     else:
@@ -198,13 +200,37 @@ class Held(NamedTuple):
         None where that is not possible, or not in `dtype`. What is given out is overwritten by the next.
         """
         width, rows = math.prod(self.meta.shape[-axes:]), math.prod(self.meta.shape[:-axes])
-        if width * rows < LARGE or self.meta.dtype != dtype or self.spec.quant_groups:
+        if width * rows < LARGE or not self._is_in_runs(dtype) or not self._is_row_major():
             return None
-        if not hasattr(self.codec, "decode_run") or not self._is_row_major():
-            return None
-        step = self.spec.group_size // math.gcd(self.spec.group_size, width)
+        step = self._groups_begin(width)
         each = -(-rows // (PIECES * step)) * step
         return self._rows(width, rows, each) if each < rows else None
+
+    def sample_step(self, dtype: torch.dtype) -> int | None:
+        """Each so many samples (along its first dimension) can be decoded by themselves; None: only all."""
+        width, strides = math.prod(self.meta.shape[1:]), self.meta.strides
+        if not self._is_in_runs(dtype) or (strides is not None and strides[0] != width):
+            return None
+        return self._groups_begin(width)
+
+    def samples(self, each: int) -> Iterator[Tensor]:
+        """The tensor laid out as it was, `each` samples at a time: a multiple of `sample_step`.
+
+        What is given out is overwritten by the next.
+        """
+        shape, strides = self.meta.shape, self.meta.strides
+        for _, run in self._rows(math.prod(shape[1:]), shape[0], each):
+            part = (run.shape[0], *shape[1:])
+            yield run.view(part) if strides is None else run.as_strided(part, strides)
+
+    def _is_in_runs(self, dtype: torch.dtype) -> bool:
+        """Whether a part of the memory can be decoded by itself."""
+        known = self.meta.dtype == dtype and not self.spec.quant_groups
+        return known and hasattr(self.codec, "decode_run")
+
+    def _groups_begin(self, width: int) -> int:
+        """Each so many rows of `width` elements begin with a group."""
+        return self.spec.group_size // math.gcd(self.spec.group_size, width)
 
     def _rows(self, width: int, rows: int, each: int) -> Iterator[tuple[int, Tensor]]:
         buffer = self.parts[0].new_empty(min(each, rows) * width, dtype=self.meta.dtype)

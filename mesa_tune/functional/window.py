@@ -22,7 +22,7 @@ from mesa_tune.functional.formula import (
     Routes,
     Static,
     layout_of,
-    unviewed,
+    renewed,
 )
 from mesa_tune.reference_windows import Windows, flattened
 
@@ -34,7 +34,7 @@ Dims = tuple[int, ...]
 
 
 def forward(static: Static, needs: Needs, x: Tensor, y: Tensor, indices: Tensor) -> Result:
-    return Result(unviewed(y), exact=(RAW.pack_windows(indices, flattened(static[0])),))
+    return Result(renewed(y), exact=(RAW.pack_windows(indices, flattened(static[0])),))
 
 
 def backward(
