@@ -42,9 +42,6 @@ LEFT = """
 
 Each with a warning that names the layer:
 
-* `scaled_dot_product_attention` with dropout under `torch.compile`. Eager code repeats the forward in
-  backward from the random state; compiled code has none to put back. It would have to take the forward's own
-  choice of weights along, which PyTorch's function does not return; calling a kernel that does is not built.
 * `SyncBatchNorm` across processes: its statistics come from all of them, and PyTorch's own runs on no CPU.
 * `RNN`, `GRU`, `LSTM` are stored by hooks. On a CPU, LSTM's kernel keeps most in a form of its own.
 """

@@ -93,12 +93,8 @@ def test_parts_are_decoded_by_the_sample(monkeypatch: pytest.MonkeyPatch) -> Non
     assert counts == [math.ceil(BATCH / 4)] * 3
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"is_causal": True}, {"dropout_p": 0.2}, {"attn_mask": torch.zeros(TOKENS, TOKENS)}]
-)
-def test_what_has_a_mask_or_dropout_runs_again(
-    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("arguments", [{"is_causal": True}, {"attn_mask": torch.zeros(TOKENS, TOKENS)}])
+def test_what_has_a_mask_runs_again(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*given: Any) -> Any:
         raise AssertionError
 
@@ -107,6 +103,32 @@ def test_what_has_a_mask_or_dropout_runs_again(
     gradients(Block(of_their_own, **arguments), 16, 1 << 20, monkeypatch)
     with pytest.raises(AssertionError):
         gradients(Block(of_their_own), 16, 1 << 20, monkeypatch)
+
+
+def shuts_a_row() -> Tensor:
+    mask = torch.rand(BATCH, 1, TOKENS, TOKENS) > 0.4
+    mask[2, :, 5] = False
+    return mask
+
+
+MASKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": dict,
+    "causal": lambda: {"is_causal": True},
+    "bool": lambda: {"attn_mask": shuts_a_row()},
+    "float": lambda: {"attn_mask": torch.randn(HEADS, 1, TOKENS)},
+}
+
+
+@pytest.mark.parametrize("scores", [1, TOKENS * TOKENS * HEADS * 8, 1 << 30])
+@pytest.mark.parametrize("mask", list(MASKS))
+def test_dropout_is_that_of_the_forward(mask: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    block = Block(of_their_own, dropout_p=0.2, **MASKS[mask]())
+    plain = gradients(block, None, 1, monkeypatch)
+    fine = gradients(block, 256, scores, monkeypatch)
+    assert (fine - plain).norm() < 0.02 * plain.norm()
+    coarse, at_once = (gradients(block, 16, each, monkeypatch) for each in (scores, 0))
+    assert (coarse - at_once).norm() < 2e-6 * at_once.norm()
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
@@ -119,7 +141,7 @@ def test_only_gradients_that_are_wanted_are_made(wanted: tuple[int, ...]) -> Non
     grad = torch.randn_like(y)
     plain = iter(torch.autograd.grad(y, [each for each in tensors if each.requires_grad], grad))
     lossy = [each.detach() for each in tensors]
-    found = attention.backward((0.0, False, None, False, None), needs, lossy, (None,) * 4, grad)
+    found = attention.backward((0.0, False, None, False, None), needs, lossy, (None,) * 5, grad)
     assert [each is not None for each in found] == list(needs)
     for each in found[:3]:
         if each is not None:

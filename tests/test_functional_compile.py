@@ -12,7 +12,7 @@ ALIKE = {"hardswish", "hardsigmoid", "logsigmoid", "softsign", "tanhshrink", "el
 ALIKE |= {"pow_2", "pow_root", "rpow", "rsqrt", "reciprocal", "log", "log2", "log1p", "sin", "cos", "erf"}
 ALIKE |= {"clamp_min", "clamp_max", "clamp_low", "hardshrink", "softshrink", "relu6", "threshold"}
 """Rows of tables of which other rows are traced."""
-TRACED = sorted(set(CASES) - ALIKE - {"attention_dropout", "softmax_method"})
+TRACED = sorted(set(CASES) - ALIKE - {"softmax_method"})
 
 
 @pytest.mark.parametrize("name", TRACED)

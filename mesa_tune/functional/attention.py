@@ -1,12 +1,14 @@
-"""y = softmax(s q kᵀ + m) v. Kept: q, k and v; exact: the mask m, and the random state if there is dropout.
+"""y = softmax(s q kᵀ + m) v. Kept: q, k and v; exact: the mask m, and what dropout let through, in a bit an
+element where PyTorch makes the softmax whole (CPU, traced code), else by the random state.
 
 Backward runs the forward again on the decoded q, k and v (Rule 7): with a saved log-sum-exp, an error of q
 would appear exponentiated in weights that no longer sum to one. A mask that was made by repeating two smaller
 ones in a sum is kept as those (`sums`). The random state of dropout is put back, then
-left as it was found. Traced code, which can neither differentiate inside a backward nor read a random state,
-takes `attention_traced` instead.
+left as it was found. Traced code, which cannot differentiate inside a backward, takes `attention_traced`
+instead, and the CPU, where that is faster, `attention_by_heads`.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mesa_tune import ops
 from mesa_tune.functional import attention_by_heads, sums
-from mesa_tune.functional.attention_traced import traced_gradients
+from mesa_tune.functional.attention_by_heads import Scores
+from mesa_tune.functional.attention_traced import traced_gradients, written_out
 from mesa_tune.functional.formula import (
     Formula,
     Layers,
@@ -46,27 +50,51 @@ def forward(
     second: Tensor | None = None,
 ) -> Result:
     *_, dtype = static
-    state = _random_state(q.device) if static[0] > 0 else None
     given = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-    y = _attend(static, *given, _cast_mask(mask, dtype, needs[3]))
-    return Result(unviewed(y), lossy=(q, k, v), exact=(mask if first is None else None, state, first, second))
+    added = _cast_mask(mask, dtype, needs[3])
+    state = bits = None
+    if static[0] > 0 and _keeps_bits(q):
+        y, bits = _dropped(static, *given, added)
+    else:
+        state = _random_state(q.device) if static[0] > 0 else None
+        y = _attend(static, *given, added)
+    kept = mask if first is None else None
+    return Result(unviewed(y), lossy=(q, k, v), exact=(kept, state, bits, first, second))
+
+
+def _keeps_bits(q: Tensor) -> bool:
+    """Whether P is there as a whole in PyTorch's own forward with dropout, or no random state can be read."""
+    return q.is_cpu or torch.compiler.is_compiling()
+
+
+def _dropped(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output as PyTorch makes it where no fused kernel has dropout, and what dropout let through."""
+    dropout, causal, scale, grouped, _ = static
+    bias = None if mask is None else attention_by_heads.as_bias(mask, q.dtype)
+    with torch.autocast(q.device.type, enabled=False):  # what is inside would be cast once more
+        y, p = torch.ops.aten._scaled_dot_product_attention_math(
+            q, k, v, bias, dropout, causal, None, scale=scale, enable_gqa=grouped
+        )
+    return y, ops.pack_bits(p != 0)
 
 
 def backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     *_, dtype = static
-    mask, state, first, second = exact
-    if first is not None and second is not None:
-        mask = first + second
+    kept, state, bits, first, second = exact
+    mask = first + second if first is not None and second is not None else kept
     q, k, v = (cast(each, dtype) for each in lossy)
+    scores = _scores(static, q.shape[-1], mask, bits)
     if torch.compiler.is_compiling():
         mask = _cast_mask(mask, dtype, False)
-        return traced_gradients(static, needs, q, k, v, mask, grad)
-    if mask is None and _is_plain(static) and attention_by_heads.serves(q, k, v, grad):
+        return traced_gradients(scores._replace(mask=mask), needs, q, k, v, grad)
+    shapes = [tuple(each.shape) for each in (q, k, v)]
+    if not needs[3] and attention_by_heads.serves(shapes, [q, k, v, grad], scores):
         samples = attention_by_heads.whole(q, k, v)
-        shapes = [tuple(each.shape) for each in (q, k, v)]
-        return _all(needs, attention_by_heads.gradients(static[2], needs, shapes, samples, grad))
+        return _all(needs, attention_by_heads.gradients(scores, needs, shapes, samples, grad))
+    if bits is not None:
+        return written_out(scores, needs, q, k, v, grad)
     inputs = [q, k, v, *(() if mask is None else (_cast_mask(mask, dtype, needs[3]),))]
     wanted = needs[: len(inputs)]
     with _replaying(q.device, state):
@@ -80,19 +108,22 @@ def backward(
 def piecewise(
     static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...] | None:
-    """Some samples decoded at a time, where there is neither mask nor dropout."""
-    if not _is_plain(static) or any(each is not None for each in exact):
+    """Some samples decoded at a time."""
+    kept, _, bits, first, second = exact
+    shapes = [each.meta.shape for each in held]
+    mask = first + second if first is not None and second is not None else kept
+    scores = _scores(static, shapes[0][-1], mask, bits)
+    if needs[3] or static[4] is not None or not attention_by_heads.serves(shapes, [grad], scores):
         return None
-    samples = attention_by_heads.packed(held, grad)
+    samples = attention_by_heads.packed(held)
     if samples is None:
         return None
-    shapes = [each.meta.shape for each in held]
-    return _all(needs, attention_by_heads.gradients(static[2], needs, shapes, samples, grad))
+    return _all(needs, attention_by_heads.gradients(scores, needs, shapes, samples, grad))
 
 
-def _is_plain(static: Static) -> bool:
-    dropout, causal, *_, dtype = static
-    return not dropout and not causal and dtype is None
+def _scores(static: Static, width: int, mask: Tensor | None, bits: Tensor | None) -> Scores:
+    dropout, causal, scale, *_ = static
+    return Scores(1 / math.sqrt(width) if scale is None else scale, causal, mask, dropout, bits)
 
 
 def _all(needs: Needs, found: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -138,7 +169,7 @@ def _same(tensor: Tensor) -> Tensor:
 ATTENTION = Formula(
     forward,
     backward,
-    "queries, keys and values; exact: the mask, and dropout's random state",
+    "queries, keys and values; exact: the mask, and dropout's bits, or random state on CUDA",
     piecewise=piecewise,
 )
 
@@ -161,8 +192,6 @@ def scaled_dot_product_attention(
         return call.refuse(f"attention has no formula for {sorted(unknown)}")
     if call.small(query, key, value):
         return call.plain()
-    if dropout_p > 0 and torch.compiler.is_compiling():
-        return call.refuse("dropout inside attention cannot be repeated under torch.compile")
     if dropout_p > 0 and query.device.type not in ("cpu", "cuda"):
         return call.refuse(f"dropout inside attention cannot be repeated on {query.device.type}")
     static = (dropout_p, is_causal, scale, enable_gqa, autocast_dtype(query))

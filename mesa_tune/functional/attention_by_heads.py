@@ -1,30 +1,46 @@
 """Attention's gradients some heads at a time, without running its forward again.
 
-With P = softmax(s q kᵀ):  dv = Pᵀ g,  dP = g vᵀ,  dS = P (dP − Σ dP P),  dq = s dS k,  dk = s dSᵀ q (Vaswani
-et al. 2017, equation 1, differentiated). A fused backward wants the output and log-sum-exp of its forward,
-two products more; here P is made whole, of so few heads that it stays in the cache. Packed tensors are
-decoded by the sample, into memory that the next samples reuse.
+With P = softmax(s q kᵀ + m), and D what dropout multiplies it by:  dv = (P D)ᵀ g,  dP = D (g vᵀ),
+dS = P (dP − Σ dP P),  dq = s dS k,  dk = s dSᵀ q (Vaswani et al. 2017, equation 1, differentiated). A fused
+backward wants the output and log-sum-exp of its forward, two products more; here P is made whole, of so few
+heads that it stays in the cache. Packed tensors are decoded by the sample, into memory that the next reuse.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mesa_tune import ops
 from mesa_tune.functional.formula import Needs
 from mesa_tune.functional.keeping import Held
 
 SCORES = 1 << 19
-"""Elements of P at a time: of all that are tried, these are the fastest for 49 to 512 tokens on two cores."""
+"""Elements of P at a time: of all that were tried, the fastest for 49 to 512 tokens on two cores."""
 
 _MOST = 1 << 20
 """Beyond so many scores a head, a fused kernel is as fast."""
 
+Shape = tuple[int, ...]
+
+
+class Scores(NamedTuple):
+    """What makes P of q and k: a scale, a mask (bool, or added), and dropout.
+
+    `bits` has one for each element of P that dropout, of probability `dropout`, let through.
+    """
+
+    scale: float
+    causal: bool = False
+    mask: Tensor | None = None
+    dropout: float = 0.0
+    bits: Tensor | None = None
+
 
 class Samples(NamedTuple):
-    """Queries, keys and values of some samples, the first of which has number `first`."""
+    """Queries, keys and values of some samples, the first of which is number `first`."""
 
     first: int
     q: Tensor
@@ -32,76 +48,112 @@ class Samples(NamedTuple):
     v: Tensor
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> bool:
-    """Whether `gradients` are those of attention over these, without mask and dropout."""
-    shapes = [tuple(each.shape) for each in (q, k, v)]
-    return _fits(*shapes) and all(each.is_cpu and each.dtype == torch.float32 for each in (q, k, v, grad))
+def serves(shapes: Sequence[Shape], kinds: Sequence[Tensor], scores: Scores) -> bool:
+    """Whether `gradients` are those of q, k and v of these shapes, and of the dtype and device of `kinds`.
 
-
-def _fits(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
+    Without dropout, what has a mask is left to the fused kernel: its forward is cheap where a mask is causal.
+    """
+    q, k, v = shapes
     alike = len(q) == 4 and q[:2] == k[:2] == v[:2] and k[2] == v[2] and q[3] == k[3]
-    return alike and 0 < q[2] * k[2] <= _MOST and math.prod(q) > 0 < v[3]
+    if not alike or not 0 < q[2] * k[2] <= _MOST or not math.prod(q) > 0 < v[3]:
+        return False
+    plain = scores.mask is None and not scores.causal
+    return (plain or scores.bits is not None) and all(x.is_cpu and x.dtype == torch.float32 for x in kinds)
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Samples]:
     """Some samples at a time of tensors that are there."""
-    each = _samples(tuple(q.shape), k.shape[2])
+    each = _samples(tuple(q.shape), k.shape[2], 1)
     for first in range(0, q.shape[0], each):
         part = slice(first, first + each)
         yield Samples(first, q[part], k[part], v[part])
 
 
-def packed(held: list[Held], grad: Tensor) -> Iterator[Samples] | None:
+def packed(held: Sequence[Held]) -> Iterator[Samples] | None:
     """Some samples at a time of what is packed; None where that is not possible."""
-    shapes = [each.meta.shape for each in held]
-    if not (grad.is_cpu and grad.dtype == torch.float32 and _fits(*shapes)):
-        return None
-    steps = [each.sample_step(grad.dtype) for each in held]
+    steps = [each.sample_step(torch.float32) for each in held]
     if None in steps:
         return None
     step = math.lcm(*(each for each in steps if each is not None))
-    each = -(-_samples(shapes[0], shapes[1][2]) // step) * step
+    each = _samples(held[0].meta.shape, held[1].meta.shape[2], step)
     streams = zip(*(one.samples(each) for one in held), strict=True)
     return (Samples(place * each, *some) for place, some in enumerate(streams))
 
 
-def _samples(q: tuple[int, ...], keys: int) -> int:
-    return max(1, SCORES // (q[1] * q[2] * keys))
+def _samples(q: Shape, keys: int, step: int) -> int:
+    """How many samples at a time: a multiple of `step`, so that also their bits begin with a byte."""
+    step = math.lcm(step, 8 // math.gcd(8, q[1] * q[2] * keys))
+    return -(-max(1, SCORES // (q[1] * q[2] * keys)) // step) * step
 
 
 def gradients(
-    scale: float | None, needs: Needs, shapes: list[tuple[int, ...]], samples: Iterable[Samples], grad: Tensor
+    scores: Scores, needs: Needs, shapes: Sequence[Shape], samples: Iterable[Samples], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of queries, keys and values, of these `shapes` (batch, heads, tokens, width)."""
-    scale = 1 / math.sqrt(shapes[0][3]) if scale is None else scale
+    bias = _bias(scores, (*shapes[0][:3], shapes[1][2]), grad)
     found = [_laid_out(shape, grad) if want else None for shape, want in zip(shapes, needs, strict=False)]
     for some in samples:
         part = slice(some.first, some.first + some.q.shape[0])
         into = [None if each is None else each[part] for each in found]
-        _add(scale, into, some, grad[part])
+        own = scores._replace(mask=None if bias is None else bias[part])
+        _add(own, into, some, grad[part])
     return tuple(found)
 
 
-def _laid_out(shape: tuple[int, ...], grad: Tensor) -> Tensor:
+def _bias(scores: Scores, shape: Shape, grad: Tensor) -> Tensor | None:
+    """What is added to the scores, in their shape."""
+    if scores.causal:
+        return grad.new_full(shape[2:], -math.inf).triu_(1).expand(shape)
+    return None if scores.mask is None else as_bias(scores.mask, grad.dtype).expand(shape)
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as it is added: a bool one lets through where it is true."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def _laid_out(shape: Shape, grad: Tensor) -> Tensor:
     """An empty gradient, heads beside one another as the projections before attention have them."""
     batch, heads, tokens, width = shape
     return grad.new_empty(batch, tokens, heads, width).transpose(1, 2)
 
 
-def _add(scale: float, into: list[Tensor | None], some: Samples, grad: Tensor) -> None:
-    """The gradients of some samples, some heads at a time."""
-    heads, tokens, keys = grad.shape[1], some.q.shape[2], some.k.shape[2]
-    each = max(1, SCORES // (tokens * keys * grad.shape[0]))
-    for first in range(0, heads, each):
+def _add(scores: Scores, into: Sequence[Tensor | None], some: Samples, grad: Tensor) -> None:
+    """The gradients of some samples, some heads at a time; the mask is theirs, and is added."""
+    shape = (*grad.shape[:3], some.k.shape[2])
+    let = None if scores.bits is None else _let_through(scores.bits, some.first, shape)
+    each = max(1, SCORES // (shape[0] * shape[2] * shape[3]))
+    for first in range(0, shape[1], each):
         part = (slice(None), slice(first, first + each))
         q, k, v, g = (x[part].flatten(0, 1) for x in (some.q, some.k, some.v, grad))
-        q = q * scale
-        p = torch.bmm(q, k.mT).softmax(-1)
-        ds = torch.ops.aten._softmax_backward_data(torch.bmm(g, v.mT), p, -1, p.dtype)
-        dq, dk, dv = (None if each is None else each[part] for each in into)
+        bias, keep = (None if x is None else x[part].flatten(0, 1) for x in (scores.mask, let))
+        dq, dk, dv = (None if x is None else x[part] for x in into)
+        q = q * scores.scale
+        p, dp = _softmax(scores, q, k, bias), torch.bmm(g, v.mT)
+        if keep is not None:
+            dp = dp.mul_(keep).div_(1 - scores.dropout)
+        ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
         if dq is not None:
-            dq.copy_(torch.bmm(ds, k).mul_(scale).view(dq.shape))
+            dq.copy_(torch.bmm(ds, k).mul_(scores.scale).view(dq.shape))
         if dk is not None:
             dk.copy_(torch.bmm(ds.mT, q).view(dk.shape))
         if dv is not None:
+            p = p if keep is None else p.mul_(keep).div_(1 - scores.dropout)
             dv.copy_(torch.bmm(p.mT, g).view(dv.shape))
+
+
+def _softmax(scores: Scores, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return torch.bmm(q, k.mT).softmax(-1)
+    added = torch.baddbmm(bias, q, k.mT)
+    # A mask may shut out a whole row, which then is zero.
+    return added.softmax(-1) if scores.causal else torch.ops.aten._safe_softmax(added, -1)
+
+
+def _let_through(bits: Tensor, first: int, shape: Shape) -> Tensor:
+    """What dropout let through of some samples, as zeros and ones."""
+    each = math.prod(shape[1:])
+    begin, end = first * each // 8, -(-(first + shape[0]) * each // 8)
+    return ops.unpack_bits(bits[begin:end], shape)

@@ -1,8 +1,8 @@
 """Attention's gradients from q, k and v alone, in operations that torch.compile can trace.
 
 Where a fused kernel serves, its forward gives the output and log-sum-exp that its backward wants; both see
-the decoded q, k and v, as Rule 7 asks. Elsewhere, with P = softmax(s q kᵀ + m):  dv = Pᵀ g,  dP = g vᵀ, dS =
-P (dP − Σ dP P),  dq = s dS k,  dk = s dSᵀ q,  dm = dS (Vaswani et al. 2017, equation 1, differentiated).
+the decoded q, k and v, as Rule 7 asks. Elsewhere it is the formula of `attention_by_heads`, all heads at
+once, and dm = dS.
 """
 
 import math
@@ -11,20 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesa_tune.functional.formula import Needs, Static
+from mesa_tune import ops
+from mesa_tune.functional.attention_by_heads import Scores
+from mesa_tune.functional.formula import Needs
 
 Grads = tuple[Tensor | None, ...]
 
 
-def traced_gradients(
-    static: Static, needs: Needs, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor
-) -> Grads:
-    """Gradients of q, k, v and the mask that `needs` asks for; no dropout."""
-    _, causal, scale, _, _ = static
-    if mask is None and _fused_serves(causal, q, k, v):
-        found = _fused(causal, scale, q, k, v, grad)
+def traced_gradients(scores: Scores, needs: Needs, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Grads:
+    """Gradients of q, k, v and the mask that `needs` asks for."""
+    if scores.mask is None and scores.bits is None and _fused_serves(scores.causal, q, k, v):
+        found = _fused(scores.causal, scores.scale, q, k, v, grad)
         return (*(each if want else None for each, want in zip(found, needs[:3], strict=True)), None)
-    return _written_out(causal, scale, needs, q, k, v, mask, grad)
+    return written_out(scores, needs, q, k, v, grad)
 
 
 def _fused_serves(causal: bool, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -57,41 +56,39 @@ def _fused(causal: bool, scale: float | None, q: Tensor, k: Tensor, v: Tensor, g
     return found[:3]
 
 
-def _written_out(
-    causal: bool,
-    scale: float | None,
-    needs: Needs,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    grad: Tensor,
-) -> Grads:
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+def written_out(scores: Scores, needs: Needs, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Grads:
+    """The gradients by the formula, all at once: any mask, grouped heads, dropout."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grad, queries = grad.to(wide), q.to(wide)
     keys, values = _spread(k, q).to(wide), _spread(v, q).to(wide)
-    p = torch.ops.aten._safe_softmax(_scores(causal, scale, queries, keys, mask), -1)
+    p = torch.ops.aten._safe_softmax(_added(scores, queries, keys), -1)
     dp = grad @ values.mT
+    dropped = p
+    if scores.bits is not None:
+        let = ops.unpack_bits(scores.bits, p.shape).to(wide) / (1 - scores.dropout)
+        dropped, dp = p * let, dp * let
     ds = p * (dp - (dp * p).sum(-1, keepdim=True))
-    dq = (scale * (ds @ keys)).sum_to_size(q.shape) if needs[0] else None
-    dk = _gathered(scale * (ds.mT @ queries), k) if needs[1] else None
-    dv = _gathered(p.mT @ grad, v) if needs[2] else None
+    dq = (scores.scale * (ds @ keys)).sum_to_size(q.shape) if needs[0] else None
+    dk = _gathered(scores.scale * (ds.mT @ queries), k) if needs[1] else None
+    dv = _gathered(dropped.mT @ grad, v) if needs[2] else None
+    mask = scores.mask
     dm = ds.sum_to_size(mask.shape) if needs[3] and mask is not None else None
-    return tuple(
+    found = (
         None if found is None else found.to(given.dtype)
         for found, given in zip((dq, dk, dv, dm), (q, k, v, q if mask is None else mask), strict=True)
     )
+    return (*found, *(None for _ in needs[4:]))
 
 
-def _scores(causal: bool, scale: float, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    scores = scale * (q @ k.mT)
-    if causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        return scores.masked_fill(~allowed, -math.inf)
+def _added(scores: Scores, q: Tensor, k: Tensor) -> Tensor:
+    made = scores.scale * (q @ k.mT)
+    if scores.causal:
+        allowed = torch.ones(made.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        return made.masked_fill(~allowed, -math.inf)
+    mask = scores.mask
     if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        return made
+    return made.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else made + mask
 
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:
