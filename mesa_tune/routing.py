@@ -99,8 +99,9 @@ class Frame:
         """
         if self.is_loss and not tensor.requires_grad:
             return True
-        base = tensor if tensor._base is None else tensor._base
-        if isinstance(base, nn.Parameter):
+        base = tensor._base
+        base = tensor if base is None else base
+        if type(base) is not Tensor and isinstance(base, nn.Parameter):  # asking a Parameter's class is slow
             return True
         if torch.compiler.is_compiling():
             return any(base is given or tensor is given for given in self.batch)

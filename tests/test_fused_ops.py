@@ -114,6 +114,25 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.mesa_tune, name).default, arguments[name])
 
 
+class Rearranged(nn.Module):
+    """A layer on images whose channels lie next to one another."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x.contiguous(memory_format=torch.channels_last))
+        return made
+
+
+class Squared(nn.Module):
+    """A batch of products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (x.mT * 0.5)
+
+
 WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear-48": (nn.Linear(48, 8), (7, 331, 48)),
     "linear-250": (nn.Linear(250, 8), (7, 331, 250)),
@@ -123,6 +142,15 @@ WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "layer-norm": (nn.LayerNorm([4, 30]), (5, 67, 4, 30)),
     "layer-norm-without-weights": (nn.LayerNorm(48, elementwise_affine=False), (7, 331, 48)),
     "rms-norm": (nn.RMSNorm(48), (7, 331, 48)),
+    "conv-channels-last": (Rearranged(nn.Conv2d(8, 6, 3, padding=1)), (6, 8, 16, 18)),
+    "batch-norm": (nn.BatchNorm2d(8), (10, 8, 16, 18)),
+    "batch-norm-channels-last": (Rearranged(nn.BatchNorm2d(8)), (10, 8, 16, 18)),
+    "batch-norm-without-weights": (nn.BatchNorm1d(32, affine=False), (64, 32, 20)),
+    "batch-norm-fixed": (nn.BatchNorm2d(8).eval(), (10, 8, 16, 18)),
+    "group-norm": (nn.GroupNorm(4, 8), (10, 8, 16, 18)),
+    "softmax": (nn.Softmax(-1), (10, 3, 20, 32)),
+    "softmax-dim": (nn.Softmax(2), (10, 3, 20, 32)),
+    "product": (Squared(), (9, 4, 30, 32)),
     "conv-grouped": (nn.Conv3d(8, 4, 2, groups=2), (9, 8, 8, 4, 4)),
 }
 
@@ -145,8 +173,8 @@ def test_gradients_in_pieces_are_the_whole_ones(name: str, monkeypatch: pytest.M
         monkeypatch.setattr(keeping, "LARGE", large)
         mt.convert(model, mt.Policy.uniform(4), seed=0, min_elements=0)
         wanted = [*layer.parameters(), x]
-        given = x * 1.0
-        return list(torch.autograd.grad((model(given) ** 2).sum(), wanted))
+        y = model(x * 1.0)
+        return list(torch.autograd.grad((y**2 * torch.linspace(0, 1, y.numel()).view(y.shape)).sum(), wanted))
 
     whole = gradients(1 << 40)
     assert not used

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.keeping import Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -29,7 +30,21 @@ def softmax_backward(
     return (torch.ops.aten._softmax_backward_data(grad, y, dim, y.dtype).to(given),)
 
 
-SOFTMAX = Formula(softmax_forward, softmax_backward, "the output")
+def softmax_piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
+) -> tuple[Tensor | None] | None:
+    """dx of some samples at a time."""
+    dim, _, given = static
+    pieces = held[0].parts_of(grad.dtype) if dim % grad.dim() and given == grad.dtype else None
+    if pieces is None:
+        return None
+    dx, dim = torch.empty_like(grad), dim % grad.dim()
+    for part, y in pieces:
+        dx[part] = torch.ops.aten._softmax_backward_data(grad[part], y, dim, y.dtype)
+    return (dx,)
+
+
+SOFTMAX = Formula(softmax_forward, softmax_backward, "the output", piecewise=softmax_piecewise)
 
 
 def along(

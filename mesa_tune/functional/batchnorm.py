@@ -24,6 +24,7 @@ from mesa_tune.functional.formula import (
     layout_of,
     unviewed,
 )
+from mesa_tune.functional.keeping import Held
 from mesa_tune.functional.norm import kept_anyway
 
 if TYPE_CHECKING:
@@ -89,6 +90,39 @@ def batch_norm_backward(
     return (dx, dw if needs[1] else None, db if needs[2] else None, *rest)
 
 
+def batch_norm_piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """x̂ decoded some samples at a time: first for the sums over all, then for dx."""
+    training, rstd, weight = static[0], *exact
+    sums = _sums(held, grad) if held and grad.dtype == torch.float32 else None
+    if sums is None:
+        return None
+    dw, db = sums
+    dx = None
+    if needs[0] and not training:
+        dx = _scaled(grad, exact)
+    elif needs[0]:
+        assert rstd is not None
+        scale = rstd if weight is None else rstd * weight
+        count = grad.numel() // grad.shape[1]
+        shift, slope = (_by_channel(-scale * each / count, grad) for each in (db, dw))
+        dx, scale = torch.empty_like(grad), _by_channel(scale, grad)
+        for part, x in held[0].parts_of(grad.dtype) or ():
+            dx[part] = x.mul_(slope).add_(shift).addcmul_(grad[part], scale)
+    return (dx, dw if needs[1] else None, db if needs[2] else None, None, None)
+
+
+def _sums(held: list[Held], grad: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Σ g x̂ and Σ g by channel; None where x̂ has to be decoded as a whole."""
+    pieces = held[0].parts_of(grad.dtype)
+    if pieces is None:
+        return None
+    axes = [axis for axis in range(grad.dim()) if axis != 1]
+    dw = torch.stack([x.mul_(grad[part]).sum(axes) for part, x in pieces]).sum(0)
+    return dw, grad.sum(axes)
+
+
 def _scaled(grad: Tensor, exact: tuple[Tensor | None, ...]) -> Tensor:
     rstd, weight = exact
     assert rstd is not None
@@ -101,7 +135,10 @@ def _by_channel(values: Tensor, x: Tensor) -> Tensor:
 
 
 BATCH_NORM = Formula(
-    batch_norm_forward, batch_norm_backward, "the normalized input; exact: reciprocal deviations by channel"
+    batch_norm_forward,
+    batch_norm_backward,
+    "the normalized input; exact: reciprocal deviations by channel",
+    piecewise=batch_norm_piecewise,
 )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.apply import Apply, Memories, Plan
+from mesa_tune.functional.apply import Memories, Plan, applied
 from mesa_tune.functional.deriving import Recipe, Source, Traced, find, geometry, remember, take
 from mesa_tune.functional.formula import Needs, Static, autocast_dtype
 from mesa_tune.functional.keeping import Meta, is_possible, is_scrap, pays
@@ -67,15 +67,14 @@ class Call:
         raw = tuple([given is None or self.is_static(given) for given in tensors])
         if not (self.spec.derive or self.spec.serves):
             plan = Plan(self.layer, name, static, needs, raw, self.spec, (), None)
-            return Apply.apply(plan, self.key(tensor.device), self.memory, *tensors)  # type: ignore[no-untyped-call]
+            return applied(plan, self.key(tensor.device), self.memory, *tensors)
         sources = self._sources(name, tensors, raw)
         gives = self._gives(name, static, needs, tensors, sources) if self.spec.serves else None
         used = self._used(sources)
         recipes = tuple(used[place].recipe if place in used else None for place in range(len(tensors)))
         plan = Plan(self.layer, name, static, needs, raw, self.spec, recipes, gives)
         extra = [each for source in used.values() for each in source.tensors]
-        key = self.key(tensor.device)
-        given = Apply.apply(plan, key, self.memory, *tensors, *extra)  # type: ignore[no-untyped-call]
+        given = applied(plan, self.key(tensor.device), self.memory, *tensors, *extra)
         if gives is None:
             return given
         self._remember(plan, tensors, sources, given)

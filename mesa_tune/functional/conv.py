@@ -88,14 +88,13 @@ def piecewise(
     """dW as a sum over samples of x, some of which are decoded at a time."""
     shape, kernel = static[:2]
     batched = needs[1] and len(shape) == len(kernel)
-    pieces = held[0].rows(grad.dtype, len(shape) - 1) if batched else None
+    pieces = held[0].parts_of(grad.dtype) if batched else None
     if pieces is None:
         return None
     dw: Tensor | None = None
-    for first, x in pieces:
-        part = (x.shape[0], *shape[1:])
-        g = grad[first : first + x.shape[0]]
-        _, own, _ = backward((part, *static[1:]), (False, True, False), [x.view(part)], exact, g)
+    for part, x in pieces:
+        own_static = (tuple(x.shape), *static[1:])
+        _, own, _ = backward(own_static, (False, True, False), [x], exact, grad[part])
         dw = plus(dw, own)
     if not (needs[0] or needs[2]):
         return None, dw, None

@@ -223,6 +223,19 @@ class Held(NamedTuple):
             part = (run.shape[0], *shape[1:])
             yield run.view(part) if strides is None else run.as_strided(part, strides)
 
+    def parts_of(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]] | None:
+        """A `LARGE` tensor some samples at a time, each time with these samples' place, laid out as it was.
+
+        None where that is not possible, or not in `dtype`. What is given out is overwritten by the next.
+        """
+        step, count = self.sample_step(dtype), self.meta.shape[0] if self.meta.shape else 0
+        if step is None or math.prod(self.meta.shape) < LARGE:
+            return None
+        each = -(-count // (PIECES * step)) * step
+        if each >= count:
+            return None
+        return ((slice(place * each, (place + 1) * each), x) for place, x in enumerate(self.samples(each)))
+
     def _is_in_runs(self, dtype: torch.dtype) -> bool:
         """Whether a part of the memory can be decoded by itself."""
         known = self.meta.dtype == dtype and not self.spec.quant_groups

@@ -201,6 +201,26 @@ def group_norm_backward(
     return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
 
 
+def group_norm_piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """Some samples at a time."""
+    pieces = held[0].parts_of(grad.dtype) if held and static[2] is None else None
+    if pieces is None:
+        return None
+    rstd, weight = exact
+    assert rstd is not None
+    dx = torch.empty_like(grad) if needs[0] else None
+    dw: Tensor | None = None
+    db: Tensor | None = None
+    for part, x in pieces:
+        own, more_dw, more_db = group_norm_backward(static, needs, [x], (rstd[part], weight), grad[part])
+        dw, db = plus(dw, more_dw), plus(db, more_db)
+        if dx is not None and own is not None:
+            dx[part] = own
+    return dx, dw, db
+
+
 _PLAIN = torch.contiguous_format
 
 
@@ -213,7 +233,9 @@ def _by_group(values: Tensor, apart: Tensor) -> Tensor:
     return values.view(*values.shape, *[1] * (apart.dim() - 2))
 
 
-GROUP_NORM = Formula(group_norm_forward, group_norm_backward, LAYER_NORM.keeps)
+GROUP_NORM = Formula(
+    group_norm_forward, group_norm_backward, LAYER_NORM.keeps, piecewise=group_norm_piecewise
+)
 
 
 def layer_norm(

@@ -21,6 +21,7 @@ from mesa_tune.functional.formula import (
     cast,
     unviewed,
 )
+from mesa_tune.functional.keeping import Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -52,6 +53,30 @@ def backward(
     return da, db
 
 
+def piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """The products of a batch of matrices, some at a time."""
+    a_shape, b_shape, dtype = static
+    if dtype is not None or len(a_shape) < 3 or a_shape[:-2] != b_shape[:-2]:
+        return None
+    of_a, of_b = (
+        held[0].parts_of(grad.dtype) if needs[1] else None,
+        held[-1].parts_of(grad.dtype) if needs[0] else None,
+    )
+    if of_a is None and of_b is None:
+        return None
+    da = grad.new_empty(a_shape) if needs[0] else None
+    db = grad.new_empty(b_shape) if needs[1] else None
+    if da is not None:
+        for part, b in of_b or [(slice(None), held[-1].whole())]:
+            torch.matmul(grad[part], b.mT, out=da[part])
+    if db is not None:
+        for part, a in of_a or [(slice(None), held[0].whole())]:
+            torch.matmul(a.mT, grad[part], out=db[part])
+    return da, db
+
+
 def _matrix(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
     """The shape of a vector as the matrix that it is on that side of a product."""
     if len(shape) > 1:
@@ -70,7 +95,7 @@ class MatMul(nn.Module):
         return torch.matmul(input, other)
 
 
-MATMUL = Formula(forward, backward, "each operand whose partner wants a gradient")
+MATMUL = Formula(forward, backward, "each operand whose partner wants a gradient", piecewise=piecewise)
 
 
 def plus_forward(static: Static, needs: Needs, a: Tensor, b: Tensor, c: Tensor) -> Result:
