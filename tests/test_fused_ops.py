@@ -1,6 +1,7 @@
 """What is made while it is encoded, or used while it is decoded: the reference's bytes, the true values."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,18 @@ class Squared(nn.Module):
         return x @ (x.mT * 0.5)
 
 
+class Loss(nn.Module):
+    """Cross-entropy for class indices, of which some are ignored."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = torch.arange(x.numel() // x.shape[1]).view(x.shape[0], *x.shape[2:]) % x.shape[1]
+        return F.cross_entropy(x, target.masked_fill(target == 3, -100), **self.arguments)
+
+
 WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear-48": (nn.Linear(48, 8), (7, 331, 48)),
     "linear-250": (nn.Linear(250, 8), (7, 331, 250)),
@@ -150,6 +163,9 @@ WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "group-norm": (nn.GroupNorm(4, 8), (10, 8, 16, 18)),
     "softmax": (nn.Softmax(-1), (10, 3, 20, 32)),
     "softmax-dim": (nn.Softmax(2), (10, 3, 20, 32)),
+    "loss": (Loss(), (67, 48)),
+    "loss-smoothed": (Loss(label_smoothing=0.1, weight=torch.rand(16)), (13, 16, 20)),
+    "loss-each": (Loss(reduction="none"), (13, 16, 20)),
     "product": (Squared(), (9, 4, 30, 32)),
     "conv-grouped": (nn.Conv3d(8, 4, 2, groups=2), (9, 8, 8, 4, 4)),
 }
@@ -174,7 +190,7 @@ def test_gradients_in_pieces_are_the_whole_ones(name: str, monkeypatch: pytest.M
         mt.convert(model, mt.Policy.uniform(4), seed=0, min_elements=0)
         wanted = [*layer.parameters(), x]
         y = model(x * 1.0)
-        return list(torch.autograd.grad((y**2 * torch.linspace(0, 1, y.numel()).view(y.shape)).sum(), wanted))
+        return list(torch.autograd.grad((y**2 * torch.linspace(1, 2, y.numel()).view(y.shape)).sum(), wanted))
 
     whole = gradients(1 << 40)
     assert not used

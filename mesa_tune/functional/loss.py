@@ -10,6 +10,7 @@ where the targets themselves want a gradient, log p, are the logits kept.
 A log-softmax likewise keeps p, not its output:  dz = g − p Σ g. What follows it, nll_loss, keeps indices.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from mesa_tune.functional.activation import along, functional_along
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.keeping import Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -29,7 +31,7 @@ def forward(static: Static, needs: Needs, logits: Tensor, target: Tensor, weight
     y = F.cross_entropy(
         logits, target, weight, ignore_index=ignore, reduction=reduction, label_smoothing=smoothing
     )
-    kept = logits if needs[1] else torch.softmax(logits.detach(), _class_axis(logits)).to(logits.dtype)
+    kept = logits if needs[1] else torch.softmax(logits.detach(), _class_axis(logits.dim())).to(logits.dtype)
     return Result(y, lossy=(kept,), exact=(target, weight))
 
 
@@ -43,7 +45,29 @@ def backward(
     weight = None if weight is None else weight.to(wide.dtype)
     if target.is_floating_point():
         return (*_probabilities(static, needs, wide, target, weight, grad, given.dtype), None)
-    return _indices(static, wide, target, weight, grad).to(given.dtype), None, None
+    dz = _indices(static, tuple(wide.shape), lambda total: wide * total, target, weight, grad.to(wide.dtype))
+    return dz.to(given.dtype), None, None
+
+
+def piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """dz for class indices, p decoded some samples at a time."""
+    target, weight = exact
+    assert target is not None
+    pieces = None if target.is_floating_point() else held[0].parts_of(torch.float32)
+    if pieces is None:
+        return None
+    shape = held[0].meta.shape
+
+    def product(total: Tensor) -> Tensor:
+        dz = grad.new_empty(shape, dtype=torch.float32)
+        for part, p in pieces:
+            torch.mul(p, total[part], out=dz[part])
+        return dz
+
+    weight = None if weight is None else weight.to(torch.float32)
+    return _indices(static, shape, product, target, weight, grad.to(torch.float32)), None, None
 
 
 def _counts(
@@ -57,18 +81,26 @@ def _counts(
     return index, own, torch.where(counted, grad, 0)
 
 
-def _indices(static: Static, p: Tensor, target: Tensor, weight: Tensor | None, grad: Tensor) -> Tensor:
+def _indices(
+    static: Static,
+    shape: tuple[int, ...],
+    times: Callable[[Tensor], Tensor],
+    target: Tensor,
+    weight: Tensor | None,
+    grad: Tensor,
+) -> Tensor:
+    """dz for class indices; `times` multiplies p, of this shape."""
     reduction, ignore, smoothing = static
-    axis = _class_axis(p)
-    index, own, grad = _counts(target, weight, ignore, reduction, grad.to(p.dtype))
+    axis = _class_axis(len(shape))
+    index, own, grad = _counts(target, weight, ignore, reduction, grad)
     at_target = ((1 - smoothing) * own * grad).unsqueeze(axis)
-    classes = p.shape[axis]
+    classes = shape[axis]
     everywhere = (smoothing / classes * grad).unsqueeze(axis)
     total = everywhere * (classes if weight is None else weight.sum()) + at_target
-    dz: Tensor = p * total
+    dz = times(total)
     dz.scatter_add_(axis, index.unsqueeze(axis), -at_target)
     if smoothing > 0:
-        dz -= everywhere if weight is None else everywhere * _along(weight, p)
+        dz -= everywhere if weight is None else everywhere * _along(weight, len(shape))
     return dz
 
 
@@ -82,12 +114,12 @@ def _probabilities(
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
     reduction, _, smoothing = static
-    axis = _class_axis(kept)
+    axis = _class_axis(kept.dim())
     classes = kept.shape[axis]
     grad = grad.to(kept.dtype)
     grad = grad / (kept.numel() // classes) if reduction == "mean" else grad
     counts = grad.unsqueeze(axis) if grad.dim() else grad
-    counts = counts if weight is None else counts * _along(weight, kept)
+    counts = counts if weight is None else counts * _along(weight, kept.dim())
     dz = dt = None
     if needs[0]:
         q = counts * (target * (1 - smoothing) + smoothing / classes)
@@ -98,16 +130,18 @@ def _probabilities(
     return dz, dt
 
 
-def _class_axis(logits: Tensor) -> int:
-    return 0 if logits.dim() == 1 else 1
+def _class_axis(dims: int) -> int:
+    return 0 if dims == 1 else 1
 
 
-def _along(weight: Tensor, logits: Tensor) -> Tensor:
-    """Class weights, shaped to multiply logits."""
-    return weight if logits.dim() == 1 else weight.view([1, -1] + [1] * (logits.dim() - 2))
+def _along(weight: Tensor, dims: int) -> Tensor:
+    """Class weights, shaped to multiply logits of so many dimensions."""
+    return weight if dims == 1 else weight.view([1, -1] + [1] * (dims - 2))
 
 
-CROSS_ENTROPY = Formula(forward, backward, "the probabilities; exact: targets and class weights")
+CROSS_ENTROPY = Formula(
+    forward, backward, "the probabilities; exact: targets and class weights", piecewise=piecewise
+)
 
 
 def log_softmax_forward(static: Static, needs: Needs, x: Tensor) -> Result:
@@ -140,7 +174,7 @@ def nll_backward(
     assert target is not None
     index, own, grad = _counts(target, weight, ignore, reduction, grad)
     dz = grad.new_zeros(shape)
-    axis = _class_axis(dz)
+    axis = _class_axis(dz.dim())
     dz.scatter_(axis, index.unsqueeze(axis), (-own * grad).to(dz.dtype).unsqueeze(axis))
     return dz.to(dtype), None, None
 
