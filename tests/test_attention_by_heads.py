@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.functional import attention, attention_by_heads
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional.held import Held
 
 BATCH, TOKENS, HEADS, WIDTH = 9, 37, 4, 16
 

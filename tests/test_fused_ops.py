@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import fused_ops, maps, ops
-from mesa_tune.functional import keeping
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional import held
+from mesa_tune.functional.held import Held
 
 SEED = torch.tensor([5])
 CURVES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -127,6 +127,13 @@ class Rearranged(nn.Module):
         return made
 
 
+class Halved(nn.Module):
+    """The input in 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16()
+
+
 class Squared(nn.Module):
     """A batch of products."""
 
@@ -171,11 +178,15 @@ WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_gradients_in_pieces_are_the_whole_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces are cut where groups end; the last one ends with the tensor."""
-    layer, shape = WEIGHTED[name]
-    model, x = nn.Sequential(layer), torch.randn(shape, requires_grad=True)
+def gradients(
+    layer: nn.Module,
+    shape: tuple[int, ...],
+    large: int,
+    monkeypatch: pytest.MonkeyPatch,
+    level: int = 4,
+    autocast: bool = False,
+) -> tuple[list[Tensor], int]:
+    """Of the weights and the input, and how many tensors were decoded in pieces."""
     used: list[int] = []
     whole_run = Held._rows
 
@@ -183,17 +194,38 @@ def test_gradients_in_pieces_are_the_whole_ones(name: str, monkeypatch: pytest.M
         used.append(1)
         return whole_run(self, *sizes)
 
-    monkeypatch.setattr(Held, "_rows", counted)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(layer), torch.randn(shape, requires_grad=True)
+    mt.convert(model, mt.Policy.uniform(level), seed=0, min_elements=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Held, "_rows", counted)
+        patch.setattr(held, "LARGE", large)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(x * 1.0)
+        weights = torch.linspace(1, 2, y.numel()).view(y.shape)
+        found = torch.autograd.grad((y.float() ** 2 * weights).sum(), [*layer.parameters(), x])
+    return list(found), len(used)
 
-    def gradients(large: int) -> list[Tensor]:
-        monkeypatch.setattr(keeping, "LARGE", large)
-        mt.convert(model, mt.Policy.uniform(4), seed=0, min_elements=0)
-        wanted = [*layer.parameters(), x]
-        y = model(x * 1.0)
-        return list(torch.autograd.grad((y**2 * torch.linspace(1, 2, y.numel()).view(y.shape)).sum(), wanted))
 
-    whole = gradients(1 << 40)
-    assert not used
-    for one, other in zip(gradients(1), whole, strict=True):
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_gradients_in_pieces_are_the_whole_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are cut where groups end; the last one ends with the tensor."""
+    layer, shape = WEIGHTED[name]
+    whole, none = gradients(layer, shape, 1 << 40, monkeypatch)
+    found, some = gradients(layer, shape, 1, monkeypatch)
+    assert not none
+    assert some
+    for one, other in zip(found, whole, strict=True):
         assert (one - other).norm() < 3e-6 * other.norm()
-    assert used
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_and_as_good_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, shape = WEIGHTED[name]
+    given = nn.Sequential(nn.LayerNorm(shape[1:]), Halved(), layer)  # what comes in has 16 bits
+    whole, _ = gradients(given, shape, 1 << 40, monkeypatch, 256, True)
+    found, _ = gradients(given, shape, 1, monkeypatch, 256, True)
+    exact, _ = gradients(nn.Sequential(given[0], layer), shape, 1 << 40, monkeypatch, 256)
+    assert [each.dtype for each in found] == [each.dtype for each in whole]
+    for one, other, true in zip(found, whole, exact, strict=True):
+        assert (one - true).norm() < 1.2 * (other - true).norm() + 1e-3 * true.norm()

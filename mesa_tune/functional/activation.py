@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional.held import Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call

@@ -10,7 +10,8 @@ from mesa_tune.codecs import Memory, Spec
 from mesa_tune.errors import RunError
 from mesa_tune.functional.deriving import Recipe, Source, restored, take
 from mesa_tune.functional.formula import Needs, Static
-from mesa_tune.functional.keeping import Held, Meta, encodes, keep
+from mesa_tune.functional.held import Held
+from mesa_tune.functional.keeping import Meta, encodes, keep
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.maps import Mapped
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mesa_tune import ops
 from mesa_tune.functional.formula import Needs
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional.held import Held
 
 SCORES = 1 << 19
 """Elements of P at a time: of all that were tried, the fastest for 49 to 512 tokens on two cores."""

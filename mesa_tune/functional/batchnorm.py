@@ -24,7 +24,7 @@ from mesa_tune.functional.formula import (
     layout_of,
     unviewed,
 )
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional.held import Held
 from mesa_tune.functional.norm import kept_anyway
 
 if TYPE_CHECKING:

@@ -23,10 +23,9 @@ from mesa_tune.functional.formula import (
     autocast_dtype,
     cast,
     layout_of,
-    plus,
     unviewed,
 )
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional.held import Held, Total
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -91,16 +90,16 @@ def piecewise(
     pieces = held[0].parts_of(grad.dtype) if batched else None
     if pieces is None:
         return None
-    dw: Tensor | None = None
+    dw = Total()
     for part, x in pieces:
         own_static = (tuple(x.shape), *static[1:])
         _, own, _ = backward(own_static, (False, True, False), [x], exact, grad[part])
-        dw = plus(dw, own)
+        dw.add(own)
     if not (needs[0] or needs[2]):
-        return None, dw, None
+        return None, dw.value, None
     weight = [held[-1].whole()] if needs[0] else []
     dx, _, db = backward(static, (needs[0], False, needs[2]), weight, exact, grad)
-    return dx, dw, db
+    return dx, dw.value, db
 
 
 def _shaped(like: Tensor, shape: Sequence[int]) -> Tensor:

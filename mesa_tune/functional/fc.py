@@ -24,7 +24,7 @@ from mesa_tune.functional.formula import (
     cast,
     unviewed,
 )
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional.held import Held, Total
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -59,12 +59,11 @@ def piecewise(
     pieces = held[0].rows(grad.dtype) if needs[1] else None
     if pieces is None:
         return None
-    rows, dw = _rows(grad), None
+    rows, dw = _rows(grad), Total()
     for first, x in pieces:
-        g = rows[first : first + x.shape[0]].t()
-        dw = g @ x if dw is None else dw.addmm_(g, x)
-    dx = grad @ held[-1].whole() if needs[0] else None
-    return dx, dw, rows.sum(0) if needs[2] else None
+        dw.add(rows[first : first + x.shape[0]].t() @ x)
+    dx = grad @ cast(held[-1].whole(), static[0]) if needs[0] else None
+    return dx, dw.value, rows.sum(0) if needs[2] else None
 
 
 LINEAR = Formula(

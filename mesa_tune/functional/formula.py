@@ -83,13 +83,6 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None else tensor.to(dtype)
 
 
-def plus(sum_: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """`sum_` with `more` added to it in place; the one there is, if only one is."""
-    if sum_ is None or more is None:
-        return more if sum_ is None else sum_
-    return sum_.add_(more)
-
-
 def unviewed(tensor: Tensor) -> Tensor:
     """`tensor`, no view to autograd: an in-place operation on a view that a Function returns would fail."""
     if tensor._base is None and not torch.compiler.is_compiling():

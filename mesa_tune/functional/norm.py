@@ -24,9 +24,8 @@ from mesa_tune.functional.formula import (
     Routes,
     Static,
     layout_of,
-    plus,
 )
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional.held import Held, Total
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -91,15 +90,16 @@ def _by_rows(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[...
         assert rstd is not None
         rows, deviations = grad.reshape(-1, *shape), rstd.reshape(-1, *[1] * len(shape))
         dx = torch.empty_like(rows)
-        sums: list[Tensor | None] = [None] * (len(needs) - 1)
+        sums = [Total() for _ in needs[1:]]
         for first, x in pieces:
             part = slice(first, first + x.shape[0])
             given = (deviations[part], *rest)
             own, *found = backward(static, needs, [x.view(-1, *shape)], given, rows[part])
-            sums = [plus(old, new) for old, new in zip(sums, found, strict=True)]
+            for total, more in zip(sums, found, strict=True):
+                total.add(more)
             if own is not None:
                 dx[part] = own
-        return (dx.view(grad.shape) if needs[0] else None, *sums)
+        return (dx.view(grad.shape) if needs[0] else None, *(total.value for total in sums))
 
     return piecewise
 
@@ -211,14 +211,14 @@ def group_norm_piecewise(
     rstd, weight = exact
     assert rstd is not None
     dx = torch.empty_like(grad) if needs[0] else None
-    dw: Tensor | None = None
-    db: Tensor | None = None
+    dw, db = Total(), Total()
     for part, x in pieces:
         own, more_dw, more_db = group_norm_backward(static, needs, [x], (rstd[part], weight), grad[part])
-        dw, db = plus(dw, more_dw), plus(db, more_db)
+        dw.add(more_dw)
+        db.add(more_db)
         if dx is not None and own is not None:
             dx[part] = own
-    return dx, dw, db
+    return dx, dw.value, db.value
 
 
 _PLAIN = torch.contiguous_format

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mesa_tune import maps
 from mesa_tune.functional.curves import CURVES
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional.held import Held
 from mesa_tune.functional.rowwise import aligned, is_statistic
 
 if TYPE_CHECKING:

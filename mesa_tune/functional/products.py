@@ -21,7 +21,7 @@ from mesa_tune.functional.formula import (
     cast,
     unviewed,
 )
-from mesa_tune.functional.keeping import Held
+from mesa_tune.functional.held import Held
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call

@@ -1,0 +1,134 @@
+"""A kept tensor in its packed form, and ways to use it without decoding it as a whole.
+
+A decoded copy of a large tensor would stand beside the gradient that is made of it, where a step's memory
+peaks. What is decoded some rows or samples at a time lies in one small buffer instead, mostly in the cache.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mesa_tune.codecs import CODECS, Spec
+from mesa_tune.functional.keeping import Meta, restore
+
+LARGE, PIECES = 1 << 22, 4
+"""An input of at least so many elements is decoded in so many pieces: it is never there as a whole."""
+
+
+class Total:
+    """The sum of what pieces give; that of 16-bit numbers is made in 32 bits."""
+
+    def __init__(self) -> None:
+        self.sum: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+
+    def add(self, more: Tensor | None) -> None:
+        """Adds one piece's part, a tensor that nobody else needs, or nothing."""
+        if more is None:
+            return
+        self.dtype, wide = more.dtype, more.float() if more.element_size() == 2 else more
+        self.sum = wide if self.sum is None else self.sum.add_(wide)
+
+    @property
+    def value(self) -> Tensor | None:
+        """The sum in the dtype of its parts; None if there was none."""
+        return None if self.sum is None else self.sum.to(self.dtype)
+
+
+class Held(NamedTuple):
+    """A kept tensor that is still packed."""
+
+    parts: list[Tensor]
+    meta: Meta
+    spec: Spec
+
+    @property
+    def codec(self) -> Any:
+        """The codec that packed it; None if it was kept raw, expanded, or by a rule of its own."""
+        return CODECS[self.spec.codec] if self.meta.coded and self.meta.expanded is None else None
+
+    def whole(self) -> Tensor:
+        """The tensor, decoded."""
+        return restore(self.parts, self.meta, self.spec)
+
+    def times(self, factor: Tensor) -> Tensor | None:
+        """The tensor times `factor` of the same shape, in one pass; None where that is not possible."""
+        times = getattr(self.codec, "decode_times", None)
+        known = self.meta.dtype == factor.dtype and self.meta.shape == tuple(factor.shape)
+        if times is None or not known or not self._is_row_major():
+            return None
+        product: Tensor | None = times(self.parts, factor, self.spec)
+        return product
+
+    def rows(self, dtype: torch.dtype, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
+        """A `LARGE` tensor as a matrix whose rows are its last `axes` dimensions, some rows at a time, each
+        time with the first one's number.
+
+        None where that is not possible, or not in `dtype`. What is given out is overwritten by the next.
+        """
+        width, rows = math.prod(self.meta.shape[-axes:]), math.prod(self.meta.shape[:-axes])
+        if width * rows < LARGE or not self._is_in_runs(dtype) or not self._is_row_major():
+            return None
+        step = self._groups_begin(width)
+        each = -(-rows // (PIECES * step)) * step
+        return self._rows(width, rows, each) if each < rows else None
+
+    def sample_step(self, dtype: torch.dtype) -> int | None:
+        """Each so many samples (along its first dimension) can be decoded by themselves; None: only all."""
+        width, strides = math.prod(self.meta.shape[1:]), self.meta.strides
+        if not self._is_in_runs(dtype) or (strides is not None and strides[0] != width):
+            return None
+        return self._groups_begin(width)
+
+    def samples(self, each: int) -> Iterator[Tensor]:
+        """The tensor laid out as it was, `each` samples at a time: a multiple of `sample_step`.
+
+        What is given out is overwritten by the next.
+        """
+        shape, strides = self.meta.shape, self.meta.strides
+        for _, run in self._rows(math.prod(shape[1:]), shape[0], each):
+            part = (run.shape[0], *shape[1:])
+            yield run.view(part) if strides is None else run.as_strided(part, strides)
+
+    def parts_of(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]] | None:
+        """A `LARGE` tensor some samples at a time, each time with these samples' place, laid out as it was.
+
+        None where that is not possible, or not in `dtype`. What is given out is overwritten by the next.
+        """
+        step, count = self.sample_step(dtype), self.meta.shape[0] if self.meta.shape else 0
+        if step is None or math.prod(self.meta.shape) < LARGE:
+            return None
+        each = -(-count // (PIECES * step)) * step
+        if each >= count:
+            return None
+        return ((slice(place * each, (place + 1) * each), x) for place, x in enumerate(self.samples(each)))
+
+    def _is_in_runs(self, dtype: torch.dtype) -> bool:
+        """Whether a part of the memory can be decoded by itself."""
+        known = self.meta.dtype == dtype and not self.spec.quant_groups
+        return known and hasattr(self.codec, "decode_run")
+
+    def _groups_begin(self, width: int) -> int:
+        """Each so many rows of `width` elements begin with a group."""
+        return self.spec.group_size // math.gcd(self.spec.group_size, width)
+
+    def _rows(self, width: int, rows: int, each: int) -> Iterator[tuple[int, Tensor]]:
+        buffer = self.parts[0].new_empty(min(each, rows) * width, dtype=self.meta.dtype)
+        for first in range(0, rows, each):
+            count = min(each, rows - first)
+            out = buffer[: count * width]
+            self.codec.decode_run(self.parts, first * width, count * width, self.spec, out)
+            yield first, out.view(count, width)
+
+    def _is_row_major(self) -> bool:
+        if self.meta.strides is None:
+            return True
+        count = 1
+        for size, stride in zip(reversed(self.meta.shape), reversed(self.meta.strides), strict=True):
+            if size > 1 and stride != count:
+                return False
+            count *= size
+        return True
