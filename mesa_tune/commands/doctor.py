@@ -20,7 +20,6 @@ _PACKAGES = {
     "scikit-learn": "the data of the examples and of `mesa-tune demo`",
     "transformers": "examples/deit_tiny.py",
 }
-_BUILD = "pip install --no-build-isolation -e . in the source folder builds them (`make install` does it)"
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,20 @@ def _kernels() -> Finding:
         remedy = "unset MESA_TUNE_REFERENCE to use them"
         return Finding(name, "switched off: the slow reference in PyTorch is used", False, remedy)
     what = "do not load" if ops.LIBRARY.exists() else "were not built"
-    return Finding(name, f"{ops.LIBRARY} {what}: the slow reference in PyTorch is used", False, _BUILD)
+    return Finding(name, f"{ops.LIBRARY} {what}: the slow reference in PyTorch is used", False, _build())
+
+
+def _build() -> str:
+    """How to come by kernels: by building them where the sources are, else by another wheel."""
+    from mesa_tune import ops
+
+    sources = ops.LIBRARY.parents[1]
+    if (sources / "setup.py").exists():
+        return f"pip install --no-build-isolation -e {sources} builds them (`make install` does it)"
+    return (
+        "pip install --force-reinstall with a wheel built for this system, "
+        "or pip install --no-build-isolation with the folder of the sources, which builds them"
+    )
 
 
 def _cuda_kernels() -> Finding:
@@ -95,7 +107,7 @@ def _cuda_kernels() -> Finding:
         return Finding(name, "in the library", True)
     if torch.version.cuda is None:
         return Finding(name, "none, as this torch has no CUDA", True)
-    remedy = f"with the CUDA {torch.version.cuda} toolkit (nvcc) on PATH, MESA_TUNE_CUDA=1 {_BUILD}"
+    remedy = f"with the CUDA {torch.version.cuda} toolkit (nvcc) on PATH, MESA_TUNE_CUDA=1 {_build()}"
     return Finding(name, "none: on a GPU the slow reference in PyTorch is used", False, remedy)
 
 

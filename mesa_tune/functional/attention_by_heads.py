@@ -130,15 +130,14 @@ def _add(scores: Scores, into: Sequence[Tensor | None], some: Samples, grad: Ten
         q, k, v, g = (x[part].flatten(0, 1) for x in (some.q, some.k, some.v, grad))
         bias, keep = (None if x is None else x[part].flatten(0, 1) for x in (scores.mask, let))
         dq, dk, dv = (None if x is None else x[part] for x in into)
-        q = q * scores.scale
         p, dp = _softmax(scores, q, k, bias), torch.bmm(g, v.mT)
         if keep is not None:
             dp = dp.mul_(keep).div_(1 - scores.dropout)
         ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
         if dq is not None:
-            dq.copy_(torch.bmm(ds, k).mul_(scores.scale).view(dq.shape))
+            dq.copy_(_scaled(scores, ds, k).view(dq.shape))
         if dk is not None:
-            dk.copy_(torch.bmm(ds.mT, q).view(dk.shape))
+            dk.copy_(_scaled(scores, ds.mT, q).view(dk.shape))
         if dv is not None:
             p = p if keep is None else p.mul_(keep).div_(1 - scores.dropout)
             dv.copy_(torch.bmm(p.mT, g).view(dv.shape))
@@ -146,10 +145,14 @@ def _add(scores: Scores, into: Sequence[Tensor | None], some: Samples, grad: Ten
 
 def _softmax(scores: Scores, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
-        return torch.bmm(q, k.mT).softmax(-1)
-    added = torch.baddbmm(bias, q, k.mT)
+        return _scaled(scores, q, k.mT).softmax(-1)
+    added = torch.baddbmm(bias, q, k.mT, alpha=scores.scale)
     # A mask may shut out a whole row, which then is zero.
     return added.softmax(-1) if scores.causal else torch.ops.aten._safe_softmax(added, -1)
+
+
+def _scaled(scores: Scores, a: Tensor, b: Tensor) -> Tensor:
+    return torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0, alpha=scores.scale)
 
 
 def _let_through(bits: Tensor, first: int, shape: Shape) -> Tensor:
