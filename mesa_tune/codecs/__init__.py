@@ -33,9 +33,10 @@ def refusal(tensor: Tensor, spec: Spec) -> str | None:
         return str(why) if (why := refuses(tensor, spec)) else None
     if tensor.dtype not in ops.DTYPES:
         return f"its dtype is {tensor.dtype}"
-    extent = (tensor.shape or (1,))[1 if tensor.dim() in (4, 5) else -1]
-    if spec.quant_groups and extent % spec.quant_groups:
-        return f"quant_groups {spec.quant_groups} does not divide {extent}"
+    if spec.quant_groups:
+        extent = (tensor.shape or (1,))[1 if tensor.dim() in (4, 5) else -1]
+        if extent % spec.quant_groups:
+            return f"quant_groups {spec.quant_groups} does not divide {extent}"
     return None
 
 

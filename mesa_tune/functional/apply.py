@@ -151,7 +151,7 @@ class Apply(torch.autograd.Function):
         parts: list[list[Tensor]] = []
         kept: list[Meta | Recipe] = []
         never: list[bool] = []
-        lossy = [_settled(each, plan.spec) if isinstance(each, Mapped) else each for each in result.lossy]
+        lossy = [_settled(each, plan) if isinstance(each, Mapped) else each for each in result.lossy]
         for place, tensor in enumerate(lossy):
             never.append(_is_raw(tensor, plan.raw, own))
             source = next((found[i] for i in found if tensor is own[i]), None) if found else None
@@ -243,9 +243,9 @@ def _by_input(plan: Plan, extra: Sequence[Tensor | None]) -> dict[int, Source]:
     }
 
 
-def _settled(each: Mapped, spec: Spec) -> Tensor | Mapped:
+def _settled(each: Mapped, plan: Plan) -> Tensor | Mapped:
     """`each`, made unless the encoder can make it and nobody wants to see it."""
-    return each.make() if _watched() or not encodes(each, spec) else each
+    return each.make() if _watched() or not encodes(each, plan.spec, plan.layer) else each
 
 
 def _is_fresh(kept: Meta | Recipe) -> bool:

@@ -10,7 +10,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Memories, Plan, applied
 from mesa_tune.functional.deriving import Recipe, Source, Traced, find, geometry, remember, take
 from mesa_tune.functional.formula import Needs, Static, autocast_dtype
-from mesa_tune.functional.keeping import Meta, is_possible, is_scrap, pays
+from mesa_tune.functional.keeping import Meta, is_encoded, is_scrap
 from mesa_tune.functional.rebuilding import REBUILDS
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.notice import warn_once
@@ -123,7 +123,7 @@ class Call:
     def _is_encoded(self, tensor: Tensor | None) -> bool:
         if tensor is None or 0 in tensor.stride():
             return False
-        return pays(tensor, self.spec) and is_possible(tensor, self.spec, self.layer)
+        return is_encoded(tensor, self.spec, self.layer)
 
     def _remember(
         self,
@@ -226,8 +226,8 @@ class Call:
 
     def _is_worth(self, tensor: Tensor) -> bool:
         # PyTorch may keep the copy that autocast makes, which is smaller than the tensor itself.
-        if pays(tensor, self.spec, _kept_size(tensor)):
-            return is_possible(tensor, self.spec, self.layer)
+        if is_encoded(tensor, self.spec, self.layer, _kept_size(tensor)):
+            return True
         return is_scrap(tensor, self.spec) and not self.is_static(tensor)
 
 

@@ -5,6 +5,7 @@ place operation changes a tensor without moving it. A copy is therefore found by
 only while both the storage and the packed parts are alive.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -80,7 +81,7 @@ def keep(
     if 0 in tensor.stride():
         expanded = tuple(tensor.shape)
         tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    coded = spec.levels > 0 and pays(tensor, spec) and is_possible(tensor, spec, layer)
+    coded = spec.levels > 0 and is_encoded(tensor, spec, layer)
     strides = None
     if coded:
         as_run = _is_one_run(tensor, spec)
@@ -93,10 +94,10 @@ def keep(
     return parts, Meta(len(parts), coded, tuple(tensor.shape), tensor.dtype, expanded, strides)
 
 
-def encodes(mapped: Mapped, spec: Spec) -> bool:
-    """Whether the codec makes `mapped` while encoding it."""
+def encodes(mapped: Mapped, spec: Spec, layer: str) -> bool:
+    """Whether the codec makes `mapped` of `layer` while encoding it."""
     possible = hasattr(CODECS[spec.codec], "encode_mapped") and spec.levels > 0
-    return possible and pays(mapped.source, spec) and refusal(mapped.source, spec) is None
+    return possible and is_encoded(mapped.source, spec, layer)
 
 
 def _keep_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> tuple[list[Tensor], Meta]:
@@ -119,23 +120,30 @@ def _run(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def pays(tensor: Tensor, spec: Spec, element_size: int | None = None) -> bool:
-    """Whether `tensor` is encoded under `spec`: large enough, and smaller so than in `element_size` bytes
-    an element.
+def is_encoded(tensor: Tensor, spec: Spec, layer: str, element_size: int | None = None) -> bool:
+    """Whether `tensor` of `layer` is encoded under `spec`: large enough, smaller so than in `element_size`
+    bytes an element, and of a kind that the codec can take, else it says so.
     """
-    if tensor.numel() <= spec.min_elements or not tensor.is_floating_point():
+    if tensor.numel() <= spec.min_elements:
         return False
-    size = tensor.element_size() if element_size is None else element_size
-    if torch.compiler.is_compiling():
-        return (
-            CODECS[spec.codec].packed_bytes(tensor.shape, spec, tensor.element_size()) < tensor.numel() * size
-        )
-    return _gets_smaller(tensor.shape, spec, tensor.element_size(), size)
+    judge = _gets_smaller if torch.compiler.is_compiling() else _known_to_get_smaller
+    if not judge(tensor.shape, tensor.dtype, spec, element_size):
+        return False
+    why = refusal(tensor, spec)
+    if why is not None:
+        warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {why}.")
+    return why is None
 
 
-@lru_cache(maxsize=1 << 12)
-def _gets_smaller(shape: torch.Size, spec: Spec, own: int, size: int) -> bool:
-    return CODECS[spec.codec].packed_bytes(shape, spec, own) < shape.numel() * size
+def _gets_smaller(shape: torch.Size, dtype: torch.dtype, spec: Spec, element_size: int | None) -> bool:
+    if not dtype.is_floating_point:
+        return False
+    own = dtype.itemsize
+    size = own if element_size is None else element_size
+    return CODECS[spec.codec].packed_bytes(shape, spec, own) < math.prod(shape) * size
+
+
+_known_to_get_smaller = lru_cache(maxsize=1 << 12)(_gets_smaller)
 
 
 def is_scrap(tensor: Tensor, spec: Spec) -> bool:
@@ -144,14 +152,6 @@ def is_scrap(tensor: Tensor, spec: Spec) -> bool:
         return False
     size = tensor.numel() * tensor.element_size()
     return 0 < tensor.numel() <= spec.min_elements and size * SCRAP <= tensor.untyped_storage().nbytes()
-
-
-def is_possible(tensor: Tensor, spec: Spec, layer: str) -> bool:
-    """Whether the codec can take `tensor` of `layer`; says so if not."""
-    why = refusal(tensor, spec)
-    if why is not None:
-        warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {why}.")
-    return why is None
 
 
 def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:
