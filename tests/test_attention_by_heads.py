@@ -131,6 +131,12 @@ def test_dropout_is_that_of_the_forward(mask: str, scores: int, monkeypatch: pyt
     assert (coarse - at_once).norm() < 2e-6 * at_once.norm()
 
 
+@pytest.mark.parametrize("scores", [0, 1 << 30])
+def test_dropout_of_everything_gives_zeros(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    assert not gradients(Block(of_their_own, dropout_p=1.0), 16, scores, monkeypatch).any()
+
+
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_only_gradients_that_are_wanted_are_made(wanted: tuple[int, ...]) -> None:
     torch.manual_seed(0)

@@ -38,6 +38,11 @@ class Scores(NamedTuple):
     dropout: float = 0.0
     bits: Tensor | None = None
 
+    @property
+    def raised(self) -> float:
+        """What dropout multiplies by what it lets through."""
+        return 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+
 
 class Samples(NamedTuple):
     """Queries, keys and values of some samples, the first of which is number `first`."""
@@ -132,14 +137,14 @@ def _add(scores: Scores, into: Sequence[Tensor | None], some: Samples, grad: Ten
         dq, dk, dv = (None if x is None else x[part] for x in into)
         p, dp = _softmax(scores, q, k, bias), torch.bmm(g, v.mT)
         if keep is not None:
-            dp = dp.mul_(keep).div_(1 - scores.dropout)
+            dp = dp.mul_(keep).mul_(scores.raised)
         ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
         if dq is not None:
             dq.copy_(_scaled(scores, ds, k).view(dq.shape))
         if dk is not None:
             dk.copy_(_scaled(scores, ds.mT, q).view(dk.shape))
         if dv is not None:
-            p = p if keep is None else p.mul_(keep).div_(1 - scores.dropout)
+            p = p if keep is None else p.mul_(keep).mul_(scores.raised)
             dv.copy_(torch.bmm(p.mT, g).view(dv.shape))
 
 

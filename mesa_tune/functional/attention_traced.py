@@ -65,7 +65,7 @@ def written_out(scores: Scores, needs: Needs, q: Tensor, k: Tensor, v: Tensor, g
     dp = grad @ values.mT
     dropped = p
     if scores.bits is not None:
-        let = ops.unpack_bits(scores.bits, p.shape).to(wide) / (1 - scores.dropout)
+        let = ops.unpack_bits(scores.bits, p.shape).to(wide) * scores.raised
         dropped, dp = p * let, dp * let
     ds = p * (dp - (dp * p).sum(-1, keepdim=True))
     dq = (scores.scale * (ds @ keys)).sum_to_size(q.shape) if needs[0] else None
