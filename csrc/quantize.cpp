@@ -106,11 +106,15 @@ std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Ten
                                         int64_t levels, int64_t group_size, bool stochastic,
                                         std::optional<Tensor> seed) {
   const Settings s{bits, levels, group_size, 0};
-  check_on_cpu(x);
   check_settings(s, x);
+  const Map made = map_of(x, map, mean, rstd, inner);
+  const Noise noise = read_noise(x, stochastic, seed);
   const auto [data, ranges] = new_parts(x, s);
-  cpu::quantize(strided(x, s), map_of(x, map, mean, rstd, inner), s, read_noise(x, stochastic, seed),
-                packed_in(data, ranges));
+  const Packed packed = packed_in(data, ranges);
+  const Strided from = strided(x, s);
+  dispatch(
+      x, [&] { cpu::quantize(from, made, s, noise, packed); },
+      [&](auto stream) { cuda::quantize_map(from, made, s, noise, packed, stream); });
   return {data, ranges};
 }
 
@@ -145,12 +149,14 @@ Tensor dequantize_mul(Tensor data, Tensor ranges, Tensor factor, int64_t bits, i
   const Settings s{bits, levels, group_size, 0};
   const Tensor times = torch::stable::contiguous(factor);
   Tensor out = torch::stable::empty_like(times);
-  check_on_cpu(out);
   check_settings(s, out);
   const auto* numbers =
       static_cast<const float*>(dense(times, out, ScalarType::Float, out.numel(), "float32 factor"));
   const Packed packed = packed_of(data, ranges, s, out);
-  cpu::dequantize(packed, s, strided(out, out.mutable_data_ptr(), s), numbers);
+  const Strided to = strided(out, out.mutable_data_ptr(), s);
+  dispatch(
+      out, [&] { cpu::dequantize(packed, s, to, numbers); },
+      [&](auto stream) { cuda::dequantize_mul(packed, s, to, numbers, stream); });
   return out;
 }
 
@@ -189,6 +195,8 @@ void add_kernels(Library& m) {
   m.impl("dequantize_out", TORCH_BOX(&dequantize_out));
   m.impl("pack_bits", TORCH_BOX(&pack_bits));
   m.impl("unpack_bits", TORCH_BOX(&unpack_bits));
+  m.impl("quantize_map", TORCH_BOX(&quantize_map));
+  m.impl("dequantize_mul", TORCH_BOX(&dequantize_mul));
 }
 
 }  // namespace
@@ -196,8 +204,6 @@ void add_kernels(Library& m) {
 
 STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CPU, m) {
   mesa_tune::add_kernels(m);
-  m.impl("quantize_map", TORCH_BOX(&mesa_tune::quantize_map));
-  m.impl("dequantize_mul", TORCH_BOX(&mesa_tune::dequantize_mul));
 }
 
 #ifdef MESA_TUNE_CUDA

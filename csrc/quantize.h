@@ -60,7 +60,13 @@ namespace cuda {
 
 void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
               void* stream);
+// For groups of consecutive elements; `map` makes something of them.
+void quantize_map(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
+                  const Packed& packed, void* stream);
 void dequantize(const Packed& packed, const Settings& settings, const Strided& out, void* stream);
+// Times `factor`: dense float32, as `out` then is.
+void dequantize_mul(const Packed& packed, const Settings& settings, const Strided& out, const float* factor,
+                    void* stream);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data, void* stream);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask, void* stream);
 

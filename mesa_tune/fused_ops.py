@@ -1,7 +1,8 @@
 """Ops that spare a pass over memory: something is made while it is encoded, or used while it is decoded.
 
 Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul, pack_at_most, gate}`. They
-are pure; their default kernels, in PyTorch, give the same bytes.
+are pure; their default kernels, in PyTorch, give the same bytes. The first two have native kernels on the
+CPU and on CUDA, the others on the CPU.
 """
 
 import torch

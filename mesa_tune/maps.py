@@ -1,8 +1,9 @@
 """What is encoded in place of a tensor's elements: a function of each, which nobody else ever needs.
 
-A tensor in memory would cost more than the arithmetic; a kernel makes each piece in the first-level cache as
-it encodes it. These are the same functions in plain PyTorch, for devices without such a kernel, operation by
-operation in float32 (no fused multiply-add), so that kernel and reference give the same bytes.
+A tensor in memory would cost more than the arithmetic; a kernel makes each piece in the first-level cache, or
+in registers, as it encodes it. These are the same functions in plain PyTorch, for devices without such a
+kernel, operation by operation in float32 (no fused multiply-add), so that kernel and reference give the same
+bytes.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mesa_tune import ops
+
 KINDS = {"normalize": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 """Maps by name, and the numbers by which kernels know them."""
+
+_DEVICES = ("cpu", "cuda") if ops.native("cuda") else ("cpu",)  # which make them while encoding
 
 
 class Mapped(NamedTuple):
@@ -40,7 +45,7 @@ def kept(
 ) -> Tensor | Mapped:
     """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
     statistics = [each for each in (mean, rstd) if each is not None]
-    dense = source.is_cpu and source.is_contiguous() and source.numel() > 0
+    dense = source.device.type in _DEVICES and source.is_contiguous() and source.numel() > 0
     if not dense or True in [each.dtype != torch.float32 for each in (source, *statistics)]:
         return make()
     return Mapped(source, kind, make, mean, rstd, inner)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mesa_tune.maps import KINDS
+
 Sizes = tuple[int, int, int, int]  # bits, levels, group_size, quant_groups
 
 
@@ -17,6 +19,24 @@ class Case(NamedTuple):
     x: Tensor
     sizes: Sizes
     seed: int | None
+
+
+class Mapped(NamedTuple):
+    """A tensor, its map and that map's statistics, its settings, and the seed."""
+
+    x: Tensor
+    kind: str
+    mean: Tensor | None
+    rstd: Tensor | None
+    inner: int
+    sizes: tuple[int, int, int]  # bits, levels, group_size
+    seed: int | None
+
+    def arguments(self, device: str = "cpu") -> tuple[object, ...]:
+        """What `quantize_map` takes after x."""
+        mean, rstd = (None if each is None else each.to(device) for each in (self.mean, self.rstd))
+        seed = torch.tensor([self.seed or 0], device=device)
+        return KINDS[self.kind], mean, rstd, self.inner, *self.sizes, self.seed is not None, seed
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -61,3 +81,58 @@ def extremes(dtype: torch.dtype) -> Iterator[Case]:
     x = torch.tensor(groups).repeat(1, 16).to(dtype)
     for bits, group_size in itertools.product((1, 4, 8), (64, 60)):
         yield Case(x, (bits, 2**bits, group_size, 0), bits)
+
+
+def curves(kind: str) -> Iterator[Mapped]:
+    """A derivative in groups of all kinds, whose last one is shorter; of numbers of all kinds."""
+    ends = torch.tensor([0.0, -0.0, 1e-40, -87.0, 87.0, 90.0, -90.0, 1e15, -1e15])
+    beyond = torch.tensor([math.nan, math.inf, -math.inf, 3e38, -3e38])
+    for bits, group_size in itertools.product((1, 2, 3, 8), (32, 256, 1024, 100, 3000)):
+        x = torch.cat([4 * randn(3 * group_size + 17, seed=bits), ends])
+        x[2 * group_size :][: len(beyond)] = beyond
+        for seed in (bits, None):
+            yield Mapped(x, kind, None, None, 1, (bits, 2**bits, group_size), seed)
+    yield Mapped(randn(700 * 64 + 9), kind, None, None, 1, (4, 15, 64), 5)
+    yield Mapped(randn(1001)[1:], kind, None, None, 1, (4, 16, 64), 5)
+    yield Mapped(randn(40, 30).t(), kind, None, None, 1, (4, 16, 64), 5)
+    yield Mapped(torch.empty(0), kind, None, None, 1, (4, 16, 64), 5)
+    for dtype in (torch.float16, torch.bfloat16):
+        yield Mapped(randn(1000).to(dtype), kind, None, None, 1, (4, 16, 64), 5)
+
+
+def normalized() -> Iterator[Mapped]:
+    """Statistics of rows, channels, columns and all; with and without a mean."""
+    shapes = (
+        ((8, 50, 48), 400, 48),
+        ((40, 96), 96, 1),
+        ((6, 8, 7, 7), 8, 49),
+        ((9, 3, 257), 27, 257),
+        ((3, 5), 15, 1),
+        ((999,), 1, 999),
+    )
+    for (shape, count, inner), group_size in itertools.product(shapes, (32, 256, 1024, 100, 3000)):
+        x, rstd = randn(*shape), 0.5 + randn(count, seed=1).abs()
+        for mean in (randn(count, seed=2), None):
+            yield Mapped(x, "normalize", mean, rstd, inner, (4, 16, group_size), group_size - 200)
+    x = randn(64, 16)
+    x[3, 3], x[40, 2] = math.nan, math.inf
+    rstd = torch.linspace(0, 3e38, 64)
+    yield Mapped(x, "normalize", None, rstd, 16, (8, 200, 128), None)
+    yield Mapped(randn(300, 200), "normalize", randn(300), 1 + randn(300).abs(), 200, (2, 4, 128), 3)
+
+
+Product = tuple[Tensor, Sizes, Tensor]  # what is quantized, its settings, a factor
+
+
+def products() -> Iterator[Product]:
+    """Groups of all kinds, factors that allow no 16-byte accesses, and numbers that are none."""
+    for bits, group_size in itertools.product(range(1, 9), (32, 128, 1024, 100, 3000)):
+        x = randn(3 * group_size + 17, seed=bits)
+        x[2 * group_size] = math.nan
+        yield x, (bits, 2**bits, group_size, 0), randn(x.numel(), seed=9)
+    factor = randn(1025)
+    factor[5], factor[100] = math.nan, -math.inf
+    yield randn(1024), (4, 16, 64, 0), factor[1:]
+    yield 3e38 * randn(1024).clamp(-1, 1), (4, 16, 64, 0), factor[:-1]
+    yield randn(700, 64), (4, 16, 64, 0), randn(700, 64, seed=1)
+    yield torch.empty(0), (4, 16, 64, 0), torch.empty(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune import ops, reference
+from mesa_tune import fused_ops, maps, ops, reference
 from tests import cuda_cases
-from tests.cuda_cases import Case, Sizes, randn
-from tests.test_ops_kernels import same_bytes
+from tests.cuda_cases import Case, Mapped, Sizes, randn
+from tests.test_ops_kernels import same_bytes, same_numbers
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +64,44 @@ def test_one_pass_groups(bits: int, dtype: torch.dtype) -> None:
 def test_other_groups(dtype: torch.dtype, cases: Callable[..., Iterator[Case]]) -> None:
     for case in cases(dtype):
         assert_right(*case)
+
+
+def assert_mapped(case: Mapped) -> None:
+    here = fused_ops.QUANTIZE_MAP(case.x, *case.arguments())
+    there = fused_ops.QUANTIZE_MAP(on_gpu(case.x), *case.arguments("cuda"))
+    assert all(same_bytes(a, b.cpu()) for a, b in zip(here, there, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu"])
+def test_derivatives(kind: str) -> None:
+    for case in cuda_cases.curves(kind):
+        assert_mapped(case)
+
+
+def test_derivatives_of_many_numbers() -> None:
+    """Every 2**10th number of float32: each operation rounds as the CPU's does."""
+    x = torch.arange(0, 2**32, 2**10).to(torch.int32).view(torch.float32)
+    x = x[x.isfinite()].contiguous()
+    for kind, bits in itertools.product(("gelu", "gelu_tanh", "silu"), (1, 8)):
+        assert_mapped(Mapped(x, kind, None, None, 1, (bits, 2**bits, 32), None))
+
+
+def test_normalized_inputs() -> None:
+    for case in cuda_cases.normalized():
+        assert_mapped(case)
+
+
+def test_products() -> None:
+    for x, sizes, factor in cuda_cases.products():
+        parts = reference.quantize(x, *sizes, True, torch.tensor([1]))
+        here = fused_ops.DEQUANTIZE_MUL(*parts, factor, *sizes[:3])
+        there = fused_ops.DEQUANTIZE_MUL(*(part.cuda() for part in parts), on_gpu(factor), *sizes[:3])
+        assert same_numbers(there.cpu().view(-1), here.view(-1))
+
+
+def test_what_is_kept_is_described_where_a_kernel_makes_it() -> None:
+    x = torch.ones(8, device="cuda")
+    assert isinstance(maps.kept(x, "gelu", x.clone), maps.Mapped)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -165,10 +204,12 @@ def test_a_device_that_is_not_the_current_one() -> None:
 def test_a_graph_sees_new_values_and_seeds() -> None:
     x, seed = randn(2**16 + 3).cuda(), torch.tensor([1], device="cuda")
 
-    def work() -> tuple[Tensor, Tensor, Tensor]:
+    def work() -> tuple[Tensor, ...]:
         q = ops.quantize(x, 4, seed=seed)
         columns = ops.quantize(x[:-3].view(64, -1), 3, quant_groups=4, seed=seed)
-        return q.data, ops.dequantize(q), ops.dequantize(columns)
+        made = fused_ops.QUANTIZE_MAP(x, maps.KINDS["gelu"], None, None, 1, 4, 16, 256, True, seed)
+        product = fused_ops.DEQUANTIZE_MUL(*made, x, 4, 16, 256)
+        return q.data, ops.dequantize(q), ops.dequantize(columns), *made, product
 
     work()
     graph = torch.cuda.CUDAGraph()
@@ -188,6 +229,11 @@ def test_the_host_does_not_wait_for_the_kernels() -> None:
     for options in kinds:
         ops.dequantize(ops.quantize(x.t() if options else x, 4, **options))
     ops.unpack_bits(ops.pack_bits(x > 0), x.shape)
+    seed, rstd = torch.ones(1, dtype=torch.int64, device="cuda"), torch.ones(64, device="cuda")
+    for group_size in (256, 100):
+        sizes = (4, 16, group_size)
+        parts = fused_ops.QUANTIZE_MAP(x, maps.KINDS["normalize"], None, rstd, 300, *sizes, True, seed)
+        fused_ops.DEQUANTIZE_MUL(*parts, x, *sizes)
 
 
 STORES = ("level: 16", "level: 16\n    quant_groups: 4", "ema_decay: 0.9", "drop: 0.9", "allocation: sample")

@@ -19,13 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mesa_tune import ops, reference
+from mesa_tune import fused_ops, maps, ops, reference
 from tests import cuda_cases
-from tests.cuda_cases import Case, Sizes, randn
+from tests.cuda_cases import Case, Mapped, Sizes, randn
 from tests.test_ops_kernels import same_bytes, same_numbers, tensors
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("csrc/cuda/quantize.cu", "csrc/cuda/pack_bits.cu", "tests/cuda_on_host/kernels.cpp")
+SOURCES = (
+    *(f"csrc/cuda/{name}.cu" for name in ("quantize", "quantize_map", "pack_bits")),
+    "tests/cuda_on_host/kernels.cpp",
+)
 FLAGS = (
     "-std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -shared -fPIC -Itests/cuda_on_host -Icsrc -x c++"
 )
@@ -51,6 +54,16 @@ class Problem(ctypes.Structure):
     )
 
 
+class Map(ctypes.Structure):
+    """`Map` of csrc/quantize.h."""
+
+    _fields_ = (
+        ("kind", c_int),
+        *((name, c_void_p) for name in ("mean", "rstd")),
+        *((name, c_int64) for name in ("inner", "count")),
+    )
+
+
 @pytest.fixture(scope="module", name="kernels")
 def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     library = tmp_path_factory.mktemp("cuda_on_host") / "kernels.so"
@@ -69,10 +82,15 @@ def problem(x: Tensor, sizes: Sizes, data: Tensor, ranges: Tensor, call: Callabl
     call(ctypes.byref(Problem(*addresses, x.dim(), x.numel(), dtype, *sizes, *packed)))
 
 
-def encode(kernels: Kernels, x: Tensor, sizes: Sizes, seed: int | None) -> tuple[Tensor, Tensor]:
+def memory(x: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """What x is encoded to, with something else in it."""
     bits, _, group_size, groups = sizes
     data = torch.full((reference.data_bytes(x.numel(), bits, group_size, groups),), 0xAA, dtype=torch.uint8)
-    ranges = torch.full((reference.group_count(x.numel(), group_size, groups), 2), 7.0)
+    return data, torch.full((reference.group_count(x.numel(), group_size, groups), 2), 7.0)
+
+
+def encode(kernels: Kernels, x: Tensor, sizes: Sizes, seed: int | None) -> tuple[Tensor, Tensor]:
+    data, ranges = memory(x, sizes)
     number = ctypes.byref(c_int64(seed or 0))
     problem(x, sizes, data, ranges, lambda p: kernels.quantize(p, seed is not None, number))
     return data, ranges
@@ -105,6 +123,54 @@ def test_one_pass_groups(kernels: Kernels, bits: int, dtype: torch.dtype) -> Non
 def test_other_groups(kernels: Kernels, dtype: torch.dtype, cases: Callable[..., Iterator[Case]]) -> None:
     for case in cases(dtype):
         assert_right(kernels, *case)
+
+
+def assert_mapped(kernels: Kernels, case: Mapped) -> None:
+    x, rstd, sizes = case.x, case.rstd, (*case.sizes, 0)
+    data, ranges = memory(x, sizes)
+    mean, deviation = (None if each is None else each.data_ptr() for each in (case.mean, rstd))
+    count = 1 if rstd is None else rstd.numel()
+    made = ctypes.byref(Map(maps.KINDS[case.kind], mean, deviation, case.inner, count))
+    number = ctypes.byref(c_int64(case.seed or 0))
+    problem(x, sizes, data, ranges, lambda p: kernels.quantize_map(p, made, case.seed is not None, number))
+    mapped = maps.apply(x, maps.KINDS[case.kind], case.mean, rstd, case.inner)
+    expected = reference.quantize(mapped, *sizes, case.seed is not None, torch.tensor([case.seed or 0]))
+    assert same_bytes(ranges, expected[1])
+    assert same_bytes(data, expected[0])
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu"])
+def test_derivatives(kernels: Kernels, kind: str) -> None:
+    for case in cuda_cases.curves(kind):
+        assert_mapped(kernels, case)
+
+
+def test_normalized_inputs(kernels: Kernels) -> None:
+    for case in cuda_cases.normalized():
+        assert_mapped(kernels, case)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_any_statistics(kernels: Kernels, data: st.DataObject) -> None:
+    turns, count, inner = (data.draw(st.integers(1, most)) for most in (6, 40, 70))
+    bits, group_size = data.draw(st.integers(1, 8)), data.draw(st.sampled_from([1, 32, 64, 100, 256, 10**6]))
+    mean = data.draw(st.sampled_from([None, randn(count, seed=1)]))
+    x, rstd = randn(turns, count, inner), randn(count, seed=2).abs()
+    seed = data.draw(st.none() | st.integers(-(2**63), 2**63 - 1))
+    assert_mapped(kernels, Mapped(x, "normalize", mean, rstd, inner, (bits, 2**bits, group_size), seed))
+
+
+def multiplying(kernels: Kernels, factor: Tensor) -> Callable[[Any], None]:
+    return lambda p: kernels.dequantize_mul(p, c_void_p(factor.data_ptr()))
+
+
+def test_products(kernels: Kernels) -> None:
+    for x, sizes, factor in cuda_cases.products():
+        parts = reference.quantize(x, *sizes, True, torch.tensor([1]))
+        out = torch.full(x.shape, 5.0)
+        problem(out, sizes, *parts, multiplying(kernels, factor))
+        assert same_numbers(out, fused_ops.dequantize_mul(*parts, factor, *sizes[:3]))
 
 
 @given(st.data())

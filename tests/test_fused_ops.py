@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import fused_ops, maps, ops
-from mesa_tune.functional import held
+from mesa_tune.functional import held, norm
 from mesa_tune.functional.held import Held
 
 SEED = torch.tensor([5])
@@ -64,6 +64,25 @@ def test_normalized_inputs_are_encoded_as_they_are_made(
         fused_ops.QUANTIZE_MAP(x, *arguments), fused_ops.quantize_map(x, *arguments), strict=True
     ):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("forward", "sizes", "weights"),
+    [
+        (norm.layer_norm_forward, (6,), (None, None)),
+        (norm.rms_norm_forward, (6,), (None,)),
+        (norm.group_norm_forward, 4, (None, None)),
+    ],
+    ids=["layer", "rms", "group"],
+)
+def test_what_is_computed_in_more_bits_is_kept_in_those_of_the_input(
+    forward: Callable[..., Any], sizes: Any, weights: tuple[None, ...]
+) -> None:
+    x, needs = tensor(5, 8, 6), (True, True, True)
+    for dtype, kept in ((torch.float32, maps.Mapped), (torch.bfloat16, Tensor)):
+        made = forward((sizes, 1e-5, torch.float32), needs, x.to(dtype), *weights).lossy[0]
+        assert isinstance(made, kept)
+        assert (made.source if isinstance(made, maps.Mapped) else made).dtype == dtype
 
 
 @pytest.mark.parametrize("wrong", [0, 5, -1])

@@ -7,7 +7,9 @@
 
 #include "extremes.cuh"
 #include "launch.cuh"
+#include "map.cuh"
 #include "planes.cuh"
+#include "quantize.h"
 #include "rounding.cuh"
 
 namespace mesa_tune::cuda {
@@ -39,10 +41,10 @@ template <class Type>
 struct Raw {
   uint32_t words[8][4];
 
-  __device__ Raw(const uint4* from, int lanes) {
+  __device__ Raw(const uint4* from, int64_t first, int lanes) {
 #pragma unroll
     for (int run = 0; run < 8; ++run) {
-      const uint4 read = from[run * lanes];
+      const uint4 read = from[first + run * lanes];
       words[run][0] = read.x, words[run][1] = read.y, words[run][2] = read.z, words[run][3] = read.w;
     }
   }
@@ -51,6 +53,45 @@ struct Raw {
     return number_of<Type>(words[run][column / each], column % each);
   }
 };
+
+// What decoded numbers are multiplied by where there is no factor.
+struct Ones {
+  __device__ Ones(const uint4*, int64_t, int) {}
+  __device__ float value(int, int) const { return 1.0f; }
+};
+
+// A map, and how the places of a lane's elements follow one another.
+struct Mapping {
+  Map map;
+  Place column, run;
+
+  Mapping(const Map& map, int64_t columns) : map(map), column(map, 1), run(map, columns) {}
+};
+
+// What is encoded in place of a lane's elements, whose first one has number `index`.
+template <Map::Kind kKind>
+__device__ inline void apply(const Mapping& mapping, int64_t index, Raw<Float>& raw) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    uint32_t& word = raw.words[i / 4][i % 4];
+    word = bit_cast<uint32_t>(curve<kKind>(bit_cast<float>(word)));
+  }
+}
+template <>
+__device__ inline void apply<Map::kNormalize>(const Mapping& mapping, int64_t index, Raw<Float>& raw) {
+  Place first(mapping.map, index);
+#pragma unroll
+  for (int run = 0; run < 8; ++run) {
+    Place place = first;
+#pragma unroll
+    for (int column = 0; column < 4; ++column) {
+      uint32_t& word = raw.words[run][column];
+      word = bit_cast<uint32_t>(normalized(mapping.map, place, bit_cast<float>(word)));
+      place.add(mapping.map, mapping.column);
+    }
+    first.add(mapping.map, mapping.run);
+  }
+}
 
 template <class Type>
 __device__ inline Range range_of(const Raw<Type>& raw, const Dense& d) {
@@ -67,11 +108,13 @@ __device__ inline Range range_of(const Raw<Type>& raw, const Dense& d) {
   return measure(extremes_within<Type>(lows, highs), d.levels);
 }
 
-template <class Type>
-__device__ inline uint4 pack(const Values& value, const uint32_t (&codes)[kWords<Type>]) {
+template <class Type, class Factor>
+__device__ inline uint4 pack(const Values& value, const uint32_t (&codes)[kWords<Type>], const Factor& factor,
+                             int run) {
   typename Type::Storage parts[kColumns<Type>];
 #pragma unroll
-  for (int i = 0; i < kColumns<Type>; ++i) parts[i] = Type::store(value(codes[i / 4] >> (i % 4 * 8) & 0xFF));
+  for (int i = 0; i < kColumns<Type>; ++i)
+    parts[i] = Type::store(value(codes[i / 4] >> (i % 4 * 8) & 0xFF) * factor.value(run, i));
   uint4 raw;
   std::memcpy(&raw, parts, sizeof(raw));
   return raw;
@@ -105,15 +148,18 @@ __device__ inline int64_t plane_index(const Dense& d, int64_t group, int plane) 
   return ((group * d.bits + plane) << d.shift) + d.lane();
 }
 
-template <class Type, int kPlanes, bool kStochastic>
+template <class Type, int kPlanes, bool kStochastic, Map::Kind kKind>
 __global__ void __launch_bounds__(kThreads, 3)
-    encode_dense(const uint4* x, const Dense d, const Noise noise, const Packed packed) {
+    encode_dense(const uint4* x, const Mapping mapping, const Dense d, const Noise noise,
+                 const Packed packed) {
   constexpr int words = kWords<Type>;
   auto* const planes = reinterpret_cast<Bytes<words>*>(packed.data);
   const Keys seed = seed_keys(noise);
   for (int64_t turn = thread_number(); d.any(turn); turn += thread_count()) {
     const int64_t group = d.group(turn);
-    const Raw<Type> raw(x + group * 8 * d.lanes() + d.lane(), d.lanes());
+    const int64_t first = group * 8 * d.lanes() + d.lane();
+    Raw<Type> raw(x, first, d.lanes());
+    if constexpr (kKind != Map::kNone) apply<kKind>(mapping, first * kColumns<Type>, raw);
     const Range range = range_of(raw, d);
     if (d.lane() == 0) {
       packed.ranges[2 * group] = range.zero;
@@ -141,12 +187,14 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
-template <class Type, int kPlanes>
-__global__ void __launch_bounds__(kThreads, 3) decode_dense(const Packed packed, const Dense d, uint4* out) {
+template <class Type, int kPlanes, class Factor>
+__global__ void __launch_bounds__(kThreads, 3)
+    decode_dense(const Packed packed, const Dense d, const uint4* factors, uint4* out) {
   constexpr int words = kWords<Type>;
   const auto* const planes = reinterpret_cast<const Bytes<words>*>(packed.data);
   for (int64_t turn = thread_number(); d.any(turn); turn += thread_count()) {
     const int64_t group = d.group(turn);
+    const Factor factor(factors, group * 8 * d.lanes() + d.lane(), d.lanes());
     Bytes<words> bytes[kPlanes] = {};
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane)
@@ -164,8 +212,31 @@ __global__ void __launch_bounds__(kThreads, 3) decode_dense(const Packed packed,
     }
 #pragma unroll
     for (int run = 0; run < 8; ++run)
-      out[(group * 8 + run) * d.lanes() + d.lane()] = pack<Type>(value, codes[run]);
+      out[(group * 8 + run) * d.lanes() + d.lane()] = pack<Type>(value, codes[run], factor, run);
   }
+}
+
+inline bool aligned(const void* address, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(address) % bytes == 0;
+}
+
+// log2 of the lanes that share a group, or -1 where the group does not suit them.
+template <class Type>
+int dense_shift(const Strided& x, const Settings& s, const Packed& packed) {
+  if (s.quant_groups > 0 || !x.layout.contiguous()) return -1;
+  if (!aligned(x.data, 16) || !aligned(packed.data, kColumns<Type>)) return -1;
+  for (int shift = 0; 1 << shift <= kWarp; ++shift)
+    if (s.group_size == int64_t{8 * kColumns<Type>} << shift) return shift;
+  return -1;
+}
+
+// Calls visit with the number of planes, 1, 2, 4 or 8, as a type.
+template <class Visit>
+void with_planes(int bits, const Visit& visit) {
+  if (bits == 1) return visit(std::integral_constant<int, 1>());
+  if (bits == 2) return visit(std::integral_constant<int, 2>());
+  if (bits <= 4) return visit(std::integral_constant<int, 4>());
+  return visit(std::integral_constant<int, 8>());
 }
 
 }  // namespace mesa_tune::cuda

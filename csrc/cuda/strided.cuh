@@ -3,6 +3,7 @@
 #pragma once
 
 #include "launch.cuh"
+#include "map.cuh"
 #include "planes.cuh"
 #include "rounding.cuh"
 
@@ -17,8 +18,11 @@ struct Groups {
   Span span;
 
   __device__ int64_t offset(int64_t group, int64_t index) const {
-    if (settings.quant_groups > 0) return layout.offset(group, index);
-    return layout.offset(0, span.element + (group - span.first) * span.size + index);
+    return settings.quant_groups > 0 ? layout.offset(group, index) : layout.offset(0, element(group, index));
+  }
+  // Which of all elements this is, where groups follow one another.
+  __device__ int64_t element(int64_t group, int64_t index) const {
+    return span.element + (group - span.first) * span.size + index;
   }
   __device__ uint8_t* planes(const Packed& packed, int64_t group) const {
     return packed.data + span.byte + (group - span.first) * settings.bits * span.plane();
@@ -33,15 +37,23 @@ __device__ inline Extremes* extremes_of(const Packed& packed, int64_t group) {
   return reinterpret_cast<Extremes*>(packed.ranges) + group;
 }
 
+// An element as it is encoded.
+template <class Type, bool kMapped>
+__device__ inline float take(const typename Type::Storage* x, const Map& map, const Groups& groups,
+                             int64_t group, int64_t index) {
+  const float value = Type::load(x[groups.offset(group, index)]);
+  return kMapped ? mapped(map, groups.element(group, index), value) : value;
+}
+
 static __global__ void clear_extremes(const Span span, const Packed packed) {
   for (int64_t i = thread_number(); i < span.count; i += thread_count())
     *extremes_of(packed, span.first + i) = Extremes();
 }
 
 // A warp a piece.
-template <class Type>
-__global__ void measure_pieces(const typename Type::Storage* x, const __grid_constant__ Groups groups,
-                               const Packed packed) {
+template <class Type, bool kMapped>
+__global__ void measure_pieces(const typename Type::Storage* x, const Map map,
+                               const __grid_constant__ Groups groups, const Packed packed) {
   const Span& span = groups.span;
   const int64_t each = (span.size + kPiece - 1) / kPiece;
   for (int64_t turn = thread_number(); turn / kWarp < span.count * each; turn += thread_count()) {
@@ -49,7 +61,7 @@ __global__ void measure_pieces(const typename Type::Storage* x, const __grid_con
     const int64_t begin = (piece - number * each) * kPiece, end = std::min(begin + kPiece, span.size);
     Extremes found;
     for (int64_t i = begin + turn % kWarp; i < end; i += kWarp) {
-      const float value = Type::load(x[groups.offset(group, i)]);
+      const float value = take<Type, kMapped>(x, map, groups, group, i);
       found.include(&value, 1);
     }
     for (int distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -73,9 +85,10 @@ static __global__ void keep_ranges(const Span span, int64_t levels, const Packed
   }
 }
 
-template <class Type>
-__global__ void encode_columns(const typename Type::Storage* x, const __grid_constant__ Groups groups,
-                               const Noise noise, const Packed packed) {
+template <class Type, bool kMapped>
+__global__ void encode_columns(const typename Type::Storage* x, const Map map,
+                               const __grid_constant__ Groups groups, const Noise noise,
+                               const Packed packed) {
   const Span& span = groups.span;
   const Settings& s = groups.settings;
   const Keys seed = seed_keys(noise);
@@ -90,7 +103,7 @@ __global__ void encode_columns(const typename Type::Storage* x, const __grid_con
     for (int run = 0; run < 8; ++run) {
       const int64_t element = run * span.plane() + column;
       if (element >= span.size) break;
-      const float value = Type::load(x[groups.offset(group, element)]) * factor;
+      const float value = take<Type, kMapped>(x, map, groups, group, element) * factor;
       const uint32_t counter = counter_of(element, keys);
       const uint32_t code =
           rounded(scale.position(value), noise.stochastic ? slack(counter, keys.two) : kNearestSlack) >> 24;
@@ -105,7 +118,7 @@ __global__ void encode_columns(const typename Type::Storage* x, const __grid_con
 
 template <class Type>
 __global__ void decode_columns(const Packed packed, const __grid_constant__ Groups groups,
-                               typename Type::Storage* out) {
+                               const float* factor, typename Type::Storage* out) {
   const Span& span = groups.span;
   for (int64_t turn = thread_number(); turn < span.count * span.plane(); turn += thread_count()) {
     const int64_t number = quotient(turn, span.plane()), column = turn - number * span.plane();
@@ -119,8 +132,9 @@ __global__ void decode_columns(const Packed packed, const __grid_constant__ Grou
     for (int run = 0; run < 8; ++run) {
       const int64_t element = run * span.plane() + column;
       if (element >= span.size) break;
+      const float times = factor == nullptr ? 1.0f : factor[groups.element(group, element)];
       out[groups.offset(group, element)] =
-          Type::store(value(static_cast<uint32_t>(codes >> (8 * run)) & 0xFF));
+          Type::store(value(static_cast<uint32_t>(codes >> (8 * run)) & 0xFF) * times);
     }
   }
 }

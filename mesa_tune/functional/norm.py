@@ -40,14 +40,24 @@ def layer_norm_forward(
     y, mean, rstd = torch.native_layer_norm(given, shape, weight, bias, eps)
     if not (needs[0] or needs[1]):
         return Result(y)
-    normalized = maps.kept(
-        given, "normalize", lambda: (given - mean).mul_(rstd).to(x.dtype), mean, rstd, math.prod(shape)
-    )
+    normalized = _kept(x, given, lambda: (given - mean).mul_(rstd), mean, rstd, math.prod(shape))
     return Result(y, lossy=(normalized,), exact=(rstd, weight, bias))
 
 
 def _in(dtype: torch.dtype | None, tensor: Tensor | None) -> Tensor | None:
     return tensor if dtype is None or tensor is None else tensor.to(dtype)
+
+
+def _kept(
+    x: Tensor, given: Tensor, make: Callable[[], Tensor], mean: Tensor | None, rstd: Tensor, inner: int
+) -> Tensor | maps.Mapped:
+    """x̂ in the dtype of x, which is made where `given`, of which it is made, has another one."""
+
+    def made() -> Tensor:
+        return make().to(x.dtype)
+
+    same = given.dtype == x.dtype
+    return maps.kept(given, "normalize", made, mean, rstd, inner) if same else made()
 
 
 def layer_norm_backward(
@@ -120,9 +130,7 @@ def rms_norm_forward(static: Static, needs: Needs, x: Tensor, weight: Tensor | N
     y, rstd = torch.ops.aten._fused_rms_norm(given, shape, weight if alike else None, eps)
     if not alike:
         y = torch.rms_norm(given, shape, weight, eps)
-    normalized = maps.kept(
-        given, "normalize", lambda: (given * rstd).to(x.dtype), None, rstd, math.prod(shape)
-    )
+    normalized = _kept(x, given, lambda: given * rstd, None, rstd, math.prod(shape))
     return Result(y, lossy=(normalized,), exact=(rstd, weight))
 
 
@@ -160,14 +168,8 @@ def group_norm_forward(
     y, mean, rstd = torch.native_group_norm(given, weight, bias, *_sizes(given), groups, eps)
     if not (needs[0] or needs[1]):
         return Result(y)
-    normalized = maps.kept(
-        given,
-        "normalize",
-        lambda: _normalized_groups(given, mean, rstd).to(x.dtype),
-        mean,
-        rstd,
-        given.numel() // max(1, rstd.numel()),
-    )
+    inner = given.numel() // max(1, rstd.numel())
+    normalized = _kept(x, given, lambda: _normalized_groups(given, mean, rstd), mean, rstd, inner)
     return Result(y, lossy=(normalized,), exact=(rstd, weight))
 
 

@@ -25,6 +25,14 @@ void quantize(const Problem* p, bool stochastic, const int64_t* seed) {
   mesa_tune::cuda::quantize(strided(*p), p->settings, {stochastic, 0, seed}, p->packed, nullptr);
 }
 
+void quantize_map(const Problem* p, const mesa_tune::Map* map, bool stochastic, const int64_t* seed) {
+  mesa_tune::cuda::quantize_map(strided(*p), *map, p->settings, {stochastic, 0, seed}, p->packed, nullptr);
+}
+
+void dequantize_mul(const Problem* p, const float* factor) {
+  mesa_tune::cuda::dequantize_mul(p->packed, p->settings, strided(*p), factor, nullptr);
+}
+
 void dequantize(const Problem* p) {
   mesa_tune::cuda::dequantize(p->packed, p->settings, strided(*p), nullptr);
 }

@@ -1,0 +1,62 @@
+// How tensors are encoded: by which kernels, and in which order.
+#pragma once
+
+#include "dense.cuh"
+#include "quantize.h"
+#include "strided.cuh"
+
+namespace mesa_tune::cuda {
+
+template <class Visit>
+void with_type(Dtype dtype, const Visit& visit) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      return visit(Float());
+    case Dtype::kHalf:
+      return visit(Half());
+    case Dtype::kBFloat16:
+      return visit(BFloat16());
+  }
+}
+
+template <class Type, Map::Kind kKind>
+void encode_whole(const Strided& x, const Map& map, const Dense& d, const Noise& noise, const Packed& packed,
+                  void* stream) {
+  const Mapping mapping(map, int64_t{kColumns<Type>} << d.shift);
+  with_planes(d.bits, [&](auto planes) {
+    constexpr int count = decltype(planes)::value;
+    const auto kernel =
+        noise.stochastic ? encode_dense<Type, count, true, kKind> : encode_dense<Type, count, false, kKind>;
+    launch(kernel, d.groups << d.shift, stream, static_cast<const uint4*>(x.data), mapping, d, noise, packed);
+  });
+}
+
+template <class Type, bool kMapped>
+void encode_strided(const Strided& x, const Map& map, const Settings& s, const Span& span, const Noise& noise,
+                    const Packed& packed, void* stream) {
+  const auto* data = static_cast<const typename Type::Storage*>(x.data);
+  const Groups groups{x.layout, s, span};
+  const int64_t pieces = span.count * ((span.size + kPiece - 1) / kPiece);
+  launch(clear_extremes, span.count, stream, span, packed);
+  launch(measure_pieces<Type, kMapped>, pieces * kWarp, stream, data, map, groups, packed);
+  launch(keep_ranges, span.count, stream, span, s.levels, packed);
+  launch(encode_columns<Type, kMapped>, span.count * span.plane(), stream, data, map, groups, noise, packed);
+}
+
+// Maps of 16-bit numbers have 32 bits: they go the general way.
+template <class Type, Map::Kind kKind>
+void encode(const Strided& x, const Map& map, const Settings& s, const Noise& noise, const Packed& packed,
+            void* stream) {
+  constexpr bool mapped = kKind != Map::kNone;
+  const Split parts = split(x.numel, s);
+  const int shift = mapped && kPairs<Type> ? -1 : dense_shift<Type>(x, s, packed);
+  if (shift < 0) {
+    encode_strided<Type, mapped>(x, map, s, parts.whole, noise, packed, stream);
+  } else if constexpr (!mapped || !kPairs<Type>) {
+    const Dense d{parts.whole.count, shift, static_cast<int>(s.bits), s.levels};
+    encode_whole<Type, kKind>(x, map, d, noise, packed, stream);
+  }
+  encode_strided<Type, mapped>(x, map, s, parts.rest, noise, packed, stream);
+}
+
+}  // namespace mesa_tune::cuda
