@@ -241,7 +241,7 @@ def test_gradients_in_pieces_are_the_whole_ones(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_and_as_good_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, shape = WEIGHTED[name]
-    given = nn.Sequential(nn.LayerNorm(shape[1:]), Halved(), layer)  # what comes in has 16 bits
+    given = nn.Sequential(nn.LayerNorm(list(shape[1:])), Halved(), layer)  # what comes in has 16 bits
     whole, _ = gradients(given, shape, 1 << 40, monkeypatch, 256, True)
     found, _ = gradients(given, shape, 1, monkeypatch, 256, True)
     exact, _ = gradients(nn.Sequential(given[0], layer), shape, 1 << 40, monkeypatch, 256)

@@ -204,14 +204,14 @@ class Apply(torch.autograd.Function):
         return (None, None, None, *found, *(None,) * call.extra)
 
 
-_apply = super(torch.autograd.Function, Apply).apply
+_apply: Any = super(torch.autograd.Function, Apply).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def applied(*args: Any) -> Any:
     """`Apply.apply`; eager code without transforms of `torch.func` does without what looks for them."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return Apply.apply(*args)  # type: ignore[no-untyped-call]
-    return _apply(*args)  # type: ignore[no-untyped-call]
+    return _apply(*args)
 
 
 def _watched() -> bool:

@@ -94,10 +94,10 @@ def batch_norm_piecewise(
     static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...] | None:
     """x̂ decoded some samples at a time: first for the sums over all, then for dx."""
-    training, rstd, weight = static[0], *exact
     sums = _sums(held, grad) if held and grad.dtype == torch.float32 else None
     if sums is None:
         return None
+    training, rstd, weight = static[0], *exact
     dw, db = sums
     dx = None
     if needs[0] and not training:
