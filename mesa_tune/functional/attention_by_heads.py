@@ -18,7 +18,9 @@ from mesa_tune.functional.formula import Needs
 from mesa_tune.functional.held import Held
 
 SCORES = 1 << 19
-"""Elements of P at a time: of all that were tried, the fastest for 49 to 512 tokens on two cores."""
+"""Elements of P at a time: of all that were tried, the fastest for 49 to 512 tokens on two cores. But no more
+than half the queries, so that it never sets the peak of a small layer.
+"""
 
 _MOST = 1 << 20
 """Beyond so many scores a head, a fused kernel is as fast."""
@@ -88,7 +90,11 @@ def packed(held: Sequence[Held]) -> Iterator[Samples] | None:
 def _samples(q: Shape, keys: int, step: int) -> int:
     """How many samples at a time: a multiple of `step`, so that also their bits begin with a byte."""
     step = math.lcm(step, 8 // math.gcd(8, q[1] * q[2] * keys))
-    return -(-max(1, SCORES // (q[1] * q[2] * keys)) // step) * step
+    return -(-max(1, _at_once(q) // (q[1] * q[2] * keys)) // step) * step
+
+
+def _at_once(q: Shape) -> int:
+    return min(SCORES, math.prod(q) // 2)
 
 
 def gradients(
@@ -101,7 +107,7 @@ def gradients(
         part = slice(some.first, some.first + some.q.shape[0])
         into = [None if each is None else each[part] for each in found]
         own = scores._replace(mask=None if bias is None else bias[part])
-        _add(own, into, some, grad[part])
+        _add(own, into, some, grad[part], _at_once(shapes[0]))
     return tuple(found)
 
 
@@ -125,11 +131,11 @@ def _laid_out(shape: Shape, grad: Tensor) -> Tensor:
     return grad.new_empty(batch, tokens, heads, width).transpose(1, 2)
 
 
-def _add(scores: Scores, into: Sequence[Tensor | None], some: Samples, grad: Tensor) -> None:
+def _add(scores: Scores, into: Sequence[Tensor | None], some: Samples, grad: Tensor, at_once: int) -> None:
     """The gradients of some samples, some heads at a time; the mask is theirs, and is added."""
     shape = (*grad.shape[:3], some.k.shape[2])
     let = None if scores.bits is None else _let_through(scores.bits, some.first, shape)
-    each = max(1, SCORES // (shape[0] * shape[2] * shape[3]))
+    each = max(1, at_once // (shape[0] * shape[2] * shape[3]))
     for first in range(0, shape[1], each):
         part = (slice(None), slice(first, first + each))
         q, k, v, g = (x[part].flatten(0, 1) for x in (some.q, some.k, some.v, grad))
