@@ -9,7 +9,7 @@ instead, and the CPU, where that is faster, `attention_by_heads`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -82,18 +82,18 @@ def backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     *_, dtype = static
-    kept, state, bits, first, second = exact
-    mask = first + second if first is not None and second is not None else kept
+    state = exact[1]
     q, k, v = (cast(each, dtype) for each in lossy)
-    scores = _scores(static, q.shape[-1], mask, bits)
+    scores = _scores(static, q.shape[-1], exact)
+    mask = scores.mask
     if torch.compiler.is_compiling():
         mask = _cast_mask(mask, dtype, False)
         return traced_gradients(scores._replace(mask=mask), needs, q, k, v, grad)
     shapes = [tuple(each.shape) for each in (q, k, v)]
-    if not needs[3] and attention_by_heads.serves(shapes, [q, k, v, grad], scores):
+    if _by_heads(static, needs, shapes, [q, k, v, grad], exact):
         samples = attention_by_heads.whole(q, k, v)
         return _all(needs, attention_by_heads.gradients(scores, needs, shapes, samples, grad))
-    if bits is not None:
+    if scores.bits is not None:
         return written_out(scores, needs, q, k, v, grad)
     inputs = [q, k, v, *(() if mask is None else (_cast_mask(mask, dtype, needs[3]),))]
     wanted = needs[: len(inputs)]
@@ -109,20 +109,33 @@ def piecewise(
     static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...] | None:
     """Some samples decoded at a time."""
-    kept, _, bits, first, second = exact
     shapes = [each.meta.shape for each in held]
-    mask = first + second if first is not None and second is not None else kept
-    scores = _scores(static, shapes[0][-1], mask, bits)
-    if needs[3] or static[4] is not None or not attention_by_heads.serves(shapes, [grad], scores):
+    if static[4] is not None or not _by_heads(static, needs, shapes, [grad], exact):
         return None
     samples = attention_by_heads.packed(held)
     if samples is None:
         return None
+    scores = _scores(static, shapes[0][-1], exact)
     return _all(needs, attention_by_heads.gradients(scores, needs, shapes, samples, grad))
 
 
-def _scores(static: Static, width: int, mask: Tensor | None, bits: Tensor | None) -> Scores:
+def _by_heads(
+    static: Static,
+    needs: Needs,
+    shapes: Sequence[tuple[int, ...]],
+    kinds: Sequence[Tensor],
+    exact: Sequence[Tensor | None],
+) -> bool:
+    """Whether `attention_by_heads` serves; asked before a mask that is a sum is made."""
+    kept, _, bits, first, _ = exact
+    masked = static[1] or kept is not None or first is not None
+    return not needs[3] and attention_by_heads.serves(shapes, kinds, masked, bits is not None)
+
+
+def _scores(static: Static, width: int, exact: Sequence[Tensor | None]) -> Scores:
     dropout, causal, scale, *_ = static
+    kept, _, bits, first, second = exact
+    mask = first + second if first is not None and second is not None else kept
     return Scores(1 / math.sqrt(width) if scale is None else scale, causal, mask, dropout, bits)
 
 

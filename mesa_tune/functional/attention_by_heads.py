@@ -55,7 +55,7 @@ class Samples(NamedTuple):
     v: Tensor
 
 
-def serves(shapes: Sequence[Shape], kinds: Sequence[Tensor], scores: Scores) -> bool:
+def serves(shapes: Sequence[Shape], kinds: Sequence[Tensor], masked: bool, dropped: bool) -> bool:
     """Whether `gradients` are those of q, k and v of these shapes, and of the dtype and device of `kinds`.
 
     Without dropout, what has a mask is left to the fused kernel: its forward is cheap where a mask is causal.
@@ -64,8 +64,7 @@ def serves(shapes: Sequence[Shape], kinds: Sequence[Tensor], scores: Scores) -> 
     alike = len(q) == 4 and q[:2] == k[:2] == v[:2] and k[2] == v[2] and q[3] == k[3]
     if not alike or not 0 < q[2] * k[2] <= _MOST or not math.prod(q) > 0 < v[3]:
         return False
-    plain = scores.mask is None and not scores.causal
-    return (plain or scores.bits is not None) and all(x.is_cpu and x.dtype == torch.float32 for x in kinds)
+    return (dropped or not masked) and all(x.is_cpu and x.dtype == torch.float32 for x in kinds)
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Samples]:

@@ -108,7 +108,9 @@ def batch_norm_piecewise(
         count = grad.numel() // grad.shape[1]
         shift, slope = (_by_channel(-scale * each / count, grad) for each in (db, dw))
         dx, scale = torch.empty_like(grad), _by_channel(scale, grad)
-        for part, x in held[0].parts_of(grad.dtype) or ():
+        pieces = held[0].parts_of(grad.dtype)
+        assert pieces is not None
+        for part, x in pieces:
             dx[part] = x.mul_(slope).add_(shift).addcmul_(grad[part], scale)
     return (dx, dw if needs[1] else None, db if needs[2] else None, None, None)
 

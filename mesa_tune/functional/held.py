@@ -18,6 +18,12 @@ LARGE, PIECES = 1 << 22, 4
 """An input of at least so many elements is decoded in so many pieces: it is never there as a whole."""
 
 
+def _piece(rows: int, width: int, step: int) -> int | None:
+    """How many rows of a `LARGE` matrix are decoded at a time, a multiple of `step`; None: it stays whole."""
+    each = -(-rows // (PIECES * step)) * step
+    return each if width * rows >= LARGE and each < rows else None
+
+
 class Total:
     """The sum of what pieces give; that of 16-bit numbers is made in 32 bits."""
 
@@ -70,16 +76,19 @@ class Held(NamedTuple):
         None where that is not possible, or not in `dtype`. What is given out is overwritten by the next.
         """
         width, rows = math.prod(self.meta.shape[-axes:]), math.prod(self.meta.shape[:-axes])
-        if width * rows < LARGE or not self._is_in_runs(dtype) or not self._is_row_major():
+        if not self._is_in_runs(dtype) or not self._is_row_major():
             return None
-        step = self._groups_begin(width)
-        each = -(-rows // (PIECES * step)) * step
-        return self._rows(width, rows, each) if each < rows else None
+        each = _piece(rows, width, self._groups_begin(width))
+        return None if each is None else self._rows(width, rows, each)
 
     def sample_step(self, dtype: torch.dtype) -> int | None:
         """Each so many samples (along its first dimension) can be decoded by themselves; None: only all."""
         width, strides = math.prod(self.meta.shape[1:]), self.meta.strides
-        if not self._is_in_runs(dtype) or (strides is not None and strides[0] != width):
+        if (
+            not self.meta.shape
+            or not self._is_in_runs(dtype)
+            or (strides is not None and strides[0] != width)
+        ):
             return None
         return self._groups_begin(width)
 
@@ -98,11 +107,9 @@ class Held(NamedTuple):
 
         None where that is not possible, or not in `dtype`. What is given out is overwritten by the next.
         """
-        step, count = self.sample_step(dtype), self.meta.shape[0] if self.meta.shape else 0
-        if step is None or math.prod(self.meta.shape) < LARGE:
-            return None
-        each = -(-count // (PIECES * step)) * step
-        if each >= count:
+        step = self.sample_step(dtype)
+        each = None if step is None else _piece(self.meta.shape[0], math.prod(self.meta.shape[1:]), step)
+        if each is None:
             return None
         return ((slice(place * each, (place + 1) * each), x) for place, x in enumerate(self.samples(each)))
 
