@@ -26,18 +26,38 @@ MESA_TUNE_INLINE float exponential(float x) {
   return x > -87.0f ? value : (x == x ? 0.0f : x);
 }
 
-// d/dx of x Phi(x), Phi by Abramowitz and Stegun 7.1.26 (error below 1e-7).
+// exp(-z^2 / 2) for 0 <= z <= 13, as a power of two: a polynomial of the fraction, the integer in the exponent.
+MESA_TUNE_INLINE float gaussian(float z) {
+  const float t = z * z * -0.721347520f;
+  const float shifted = t + 12582912.0f;  // 1.5 * 2^23: the integer in the low bits
+  const float r = t - (shifted - 12582912.0f);
+  float p = 1.32768e-3f;
+  p = p * r + 9.67556e-3f;
+  p = p * r + 5.550712e-2f;
+  p = p * r + 2.402212e-1f;
+  p = p * r + 6.9314697e-1f;
+  p = p * r + 1.0f;
+  const uint32_t power = (bit_cast<uint32_t>(shifted) - 0x4B400000u + 127u) << 23;
+  return p * bit_cast<float>(power);
+}
+
+// d/dx of x Phi(x): with z = |x| it is 1 - q at z and q at -z, where q / exp(-z^2 / 2) is nearly a polynomial
+// (a minimax fit: 3e-7 of error). What lies beyond 13 is 1 or 0 in fp32.
 MESA_TUNE_INLINE float gelu_derivative(float x) {
-  const float z = x < 0.0f ? -x : x;
-  const float e = exponential(x * x * -0.5f);
-  const float t = 1.0f / (z * 0.231641900f + 1.0f);
-  float p = t * 0.5307027145f + -0.7265760135f;
-  p = p * t + 0.7107068705f;
-  p = p * t + -0.142248368f;
-  p = p * t + 0.127414796f;
-  const float tail = p * t * e;
-  const float whole = x < 0.0f ? tail : 1.0f - tail;
-  return whole + x * e * 0.398942280f;
+  const float size = x < 0.0f ? -x : x;
+  const float z = size > 13.0f ? 13.0f : size;
+  float p = -8.120477e-6f;
+  p = p * z + 1.52635507e-4f;
+  p = p * z + -1.2746394e-3f;
+  p = p * z + 6.39234946e-3f;
+  p = p * z + -2.22468854e-2f;
+  p = p * z + 5.95140123e-2f;
+  p = p * z + -1.31784373e-1f;
+  p = p * z + 2.49756301e-1f;
+  p = p * z + -7.97865387e-1f;
+  p = p * z + 4.9999974e-1f;
+  const float q = p * gaussian(z);
+  return x < 0.0f ? q : 1.0f - q;
 }
 
 MESA_TUNE_INLINE float gelu_tanh_derivative(float x) {

@@ -77,15 +77,44 @@ def exponential(x: Tensor) -> Tensor:
     return torch.where(x > -87.0, value, torch.where(torch.isnan(x), x, 0.0))
 
 
+def gaussian(z: Tensor) -> Tensor:
+    """exp(-z² / 2) for 0 <= z <= 13, as a power of two: a polynomial of the fraction, the integer in the
+    exponent.
+    """
+    t = z * z * -0.721347520
+    shifted = t + 12582912.0  # 1.5 * 2**23: the integer comes to lie in the low bits
+    r = t - (shifted - 12582912.0)
+    p = r * 1.32768e-3 + 9.67556e-3
+    for coefficient in (5.550712e-2, 2.402212e-1, 6.9314697e-1, 1.0):
+        p = p * r + coefficient
+    power = (shifted.view(torch.int32) - 0x4B400000 + 127) << 23
+    return p * power.view(torch.float32)
+
+
+_GELU = (
+    1.52635507e-4,
+    -1.2746394e-3,
+    6.39234946e-3,
+    -2.22468854e-2,
+    5.95140123e-2,
+    -1.31784373e-1,
+    2.49756301e-1,
+    -7.97865387e-1,
+    4.9999974e-1,
+)
+
+
 def gelu_derivative(x: Tensor) -> Tensor:
-    """d/dx of x Φ(x); Φ by Abramowitz and Stegun 7.1.26, whose error is below 1e-7."""
-    e = exponential(x * x * -0.5)
-    t = 1.0 / (x.abs() * 0.231641900 + 1.0)
-    p = t * 0.5307027145 + -0.7265760135
-    for coefficient in (0.7107068705, -0.142248368, 0.127414796):
-        p = p * t + coefficient
-    tail = p * t * e
-    return torch.where(x < 0.0, tail, 1.0 - tail) + x * e * 0.398942280
+    """d/dx of x Φ(x): with z = |x| it is 1 - q at z and q at -z, where q / exp(-z² / 2) is nearly a
+    polynomial (a minimax fit: 3e-7 of error). What lies beyond 13 is 1 or 0 in float32.
+    """
+    size = x.abs()
+    z = torch.where(size > 13.0, 13.0, size)
+    p = torch.full_like(z, -8.120477e-6)
+    for coefficient in _GELU:
+        p = p * z + coefficient
+    q = p * gaussian(z)
+    return torch.where(x < 0.0, q, 1.0 - q)
 
 
 def gelu_tanh_derivative(x: Tensor) -> Tensor:
