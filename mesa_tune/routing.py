@@ -97,7 +97,7 @@ class Frame:
 
         A loss is entered without arguments, so whatever has no gradient there counts as batch.
         """
-        if self.is_loss and not tensor.requires_grad:
+        if type(tensor) is nn.Parameter or (self.is_loss and not tensor.requires_grad):
             return True
         base = tensor._base
         base = tensor if base is None else base

@@ -91,7 +91,14 @@ def test_rule_2_catches_keeping_for_a_frozen_weight(monkeypatch: Patch) -> None:
 
 
 def test_rule_2_catches_settings_that_do_not_pay(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(keeping, "_known_to_get_smaller", lambda *_: True)
+    right = keeping._way
+
+    def always(tensor: Tensor, spec: Spec) -> keeping.Way:
+        way = right(tensor, spec)
+        return way._replace(encoded=0, coded=True, meta=way.meta._replace(coded=True))
+
+    monkeypatch.setattr(keeping, "_way", always)
+    monkeypatch.setattr(keeping, "_ways", {})
     with pytest.raises(AssertionError, match="keeps"):
         rules.check_rule_2(LINEAR)
 

@@ -22,8 +22,10 @@ _DEQUANTIZE = torch.ops.mesa_tune.dequantize.default
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
     """Packed levels (uint8) and each group's range: float32 `[groups, 2]`; its ends where x has 16 bits."""
-    data, ranges = in_single(x, spec, key)
-    return [data, ranges if x.element_size() > 2 else _ends(ranges, spec.levels, x.dtype)]
+    parts = in_single(x, spec, key)
+    if x.element_size() == 2:
+        parts[1] = _ends(parts[1], spec.levels, x.dtype)
+    return parts
 
 
 def in_single(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """The one `autograd.Function` of ours: runs a formula, stores what it keeps, and decodes it in backward."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,7 +91,7 @@ class Replay:
     ) -> None:
         plan = call.plan
         self.layer, self.name, self.static, self.needs = plan.layer, plan.name, plan.static, plan.needs
-        self.raw, self.present = call.raw, call.present
+        self.raw, self.present = node.seen
         self.node, self.lossy, self.exact, self.grads = node, lossy, exact, grads
 
     def run(self, lossy: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:
@@ -101,8 +102,6 @@ class Replay:
 class _Kept(NamedTuple):
     plan: Plan
     kept: tuple[Meta | Recipe, ...]
-    raw: Needs
-    present: Needs
     exact: int
     extra: int
 
@@ -115,10 +114,8 @@ class _Watch:
 watch = _Watch()
 
 
-def _is_raw(tensor: Tensor | Mapped, raw: Needs, own: Sequence[Tensor | None]) -> bool:
+def _is_raw(tensor: Tensor, raw: Needs, own: Sequence[Tensor | None]) -> bool:
     """Whether `tensor` is never encoded: one of `own` that is `raw`, or a view of it (eager)."""
-    if isinstance(tensor, Mapped):
-        return False
     for flag, given in zip(raw, own, strict=True):
         if tensor is given:
             return flag
@@ -147,28 +144,31 @@ class Apply(torch.autograd.Function):
         result = FORMULAS[plan.name].forward(plan.static, plan.needs, *own)
         if result.in_place:
             ctx.mark_dirty(own[0])
-        found = _by_input(plan, extra) if extra else {}
+        found = _by_input(plan, extra) if extra else None
         parts: list[list[Tensor]] = []
         kept: list[Meta | Recipe] = []
+        lossy: list[Tensor | Mapped] = []
         never: list[bool] = []
-        lossy = [_settled(each, plan) if isinstance(each, Mapped) else each for each in result.lossy]
-        for place, tensor in enumerate(lossy):
-            never.append(_is_raw(tensor, plan.raw, own))
-            source = next((found[i] for i in found if tensor is own[i]), None) if found else None
+        for place, each in enumerate(result.lossy):
+            tensor = _settled(each, plan) if isinstance(each, Mapped) else each
+            raw = not isinstance(tensor, Mapped) and _is_raw(tensor, plan.raw, own)
+            source = None if found is None else next((found[i] for i in found if tensor is own[i]), None)
             if source is None:
                 remembered = None if memory is None else memory.setdefault(place, {})
-                stored, meta = keep(tensor, plan.spec, key, never[-1], plan.layer, remembered)
+                stored, meta = keep(tensor, plan.spec, key, raw, plan.layer, remembered)
                 kept.append(meta)
             else:
                 stored = list(source.tensors)
                 kept.append(source.recipe)
             parts.append(stored)
-        ctx.save_for_backward(*result.exact, *(part for stored in parts for part in stored))
-        present = tuple(given is not None for given in own)
-        ctx.call = _Kept(plan, tuple(kept), tuple(never), present, len(result.exact), len(tensors) - len(own))
+            lossy.append(tensor)
+            never.append(raw)
+        ctx.save_for_backward(*result.exact, *chain.from_iterable(parts))
+        ctx.call = _Kept(plan, tuple(kept), len(result.exact), len(extra))
         if watch.observer is not None:
             known = [each for each in result.exact if each is not None]
             watch.observer.kept(plan.layer, tuple(lossy), tuple(kept), tuple(parts), known)
+            ctx.seen = tuple(never), tuple([given is not None for given in own])
         if plan.gives is None:
             return result.output
         given = [part for stored, meta in zip(parts, kept, strict=True) if _is_fresh(meta) for part in stored]

@@ -49,13 +49,15 @@ def _shrunk(x: Tensor, limit: float) -> Tensor:
 
 
 GATES: dict[str, Gate] = {
-    "relu": Gate(aten.relu, aten.relu_, lambda x: x <= 0),
-    "hardtanh": Gate(aten.hardtanh, aten.hardtanh_, _outside),
-    "leaky_relu": Gate(aten.leaky_relu, aten.leaky_relu_, lambda x, slope: (x > 0).logical_not_()),
-    "threshold": Gate(aten.threshold, aten.threshold_, lambda x, limit, value: x <= limit),
-    "clamp": Gate(aten.clamp, aten.clamp_, _clamped),
-    "hardshrink": Gate(aten.hardshrink, None, _shrunk),
-    "softshrink": Gate(aten.softshrink, None, _shrunk),
+    "relu": Gate(torch.relu, torch.relu_, lambda x: x <= 0),
+    "hardtanh": Gate(F.hardtanh, partial(F.hardtanh, inplace=True), _outside),
+    "leaky_relu": Gate(
+        F.leaky_relu, partial(F.leaky_relu, inplace=True), lambda x, slope: (x > 0).logical_not_()
+    ),
+    "threshold": Gate(torch.threshold, torch.threshold_, lambda x, limit, value: x <= limit),
+    "clamp": Gate(torch.clamp, torch.clamp_, _clamped),
+    "hardshrink": Gate(F.hardshrink, None, _shrunk),
+    "softshrink": Gate(F.softshrink, None, _shrunk),
 }
 
 

@@ -50,6 +50,7 @@ class Call:
         self.hooked = plain
         self.memory = memory
         self.links = links
+        self.worth = False
 
     def apply(self, name: str, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
         """Runs formula `name` on the tensors; plain where no gradient is wanted or nothing would get
@@ -59,10 +60,9 @@ class Call:
         needs = tuple([given is not None and given.requires_grad for given in tensors])
         if True not in needs:
             return self.plain()
-        for given in tensors:
-            if given is not None and _odd(given):
-                return self.refuse("complex, sparse and nested tensors have no formula")
-        if not (FORMULAS[name].lossless or self._pays(tensors)):
+        if True in [given is not None and _odd(given) for given in tensors]:
+            return self.refuse("complex, sparse and nested tensors have no formula")
+        if not (self.worth or FORMULAS[name].lossless or self._pays(tensors)):
             return self.plain()
         raw = tuple([given is None or self.is_static(given) for given in tensors])
         if not (self.spec.derive or self.spec.serves):
@@ -217,18 +217,21 @@ class Call:
         """Whether no tensor is worth encoding, or copying out of a large storage: too small, or no smaller
         under these settings.
         """
-        return not self._pays(tensors)
+        self.worth = self._pays(tensors)
+        return not self.worth
 
     def _pays(self, tensors: Sequence[Tensor | None]) -> bool:
         if self.spec.levels == 0:
             return any(given is not None and given.numel() > self.spec.min_elements for given in tensors)
-        return any(tensor is not None and self._is_worth(tensor) for tensor in tensors)
-
-    def _is_worth(self, tensor: Tensor) -> bool:
-        # PyTorch may keep the copy that autocast makes, which is smaller than the tensor itself.
-        if is_encoded(tensor, self.spec, self.layer, _kept_size(tensor)):
-            return True
-        return is_scrap(tensor, self.spec) and not self.is_static(tensor)
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            # PyTorch may keep the copy that autocast makes, which is smaller than the tensor itself.
+            if is_encoded(tensor, self.spec, self.layer, _kept_size(tensor)):
+                return True
+            if is_scrap(tensor, self.spec) and not self.is_static(tensor):
+                return True
+        return False
 
 
 def _kept_size(tensor: Tensor) -> int:
@@ -237,4 +240,4 @@ def _kept_size(tensor: Tensor) -> int:
 
 
 def _odd(tensor: Tensor) -> bool:
-    return tensor.is_complex() or tensor.layout is not torch.strided or tensor.is_nested
+    return tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_nested

@@ -15,10 +15,12 @@ Some keep a tensor that a neighbour keeps as well, since one copy of it costs le
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import log, pi, sqrt
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
@@ -68,8 +70,7 @@ def _output(x: Tensor, y: Tensor, *parameters: Any) -> Tensor:
 
 
 def _gelu(x: Tensor, approximate: str) -> Tensor:
-    value: Tensor = aten.gelu.default(x, approximate=approximate)
-    return value
+    return F.gelu(x, approximate=approximate)
 
 
 def _gelu_derivative(x: Tensor, y: Tensor, approximate: str) -> Tensor:
@@ -104,32 +105,38 @@ _SELU = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 CURVES: dict[str, Curve] = {
     "gelu": Curve(_gelu, None, _gelu_derivative, map=_gelu_map),
-    "silu": Curve(aten.silu, aten.silu_, _plain_derivative(aten.silu_backward), map=lambda: "silu"),
-    "mish": Curve(aten.mish, aten.mish_, _plain_derivative(aten.mish_backward)),
-    "hardswish": Curve(aten.hardswish, aten.hardswish_, _plain_derivative(aten.hardswish_backward)),
-    "hardsigmoid": Curve(aten.hardsigmoid, aten.hardsigmoid_, _plain_derivative(aten.hardsigmoid_backward)),
-    "softplus": Curve(aten.softplus, None, _softplus_derivative),
-    "elu": Curve(aten.elu, aten.elu_, _elu_derivative),
-    "selu": Curve(aten.selu, aten.selu_, lambda x, y: _elu_derivative(x, y, *_SELU)),
-    "celu": Curve(aten.celu, aten.celu_, lambda x, y, alpha: _elu_derivative(x, y, alpha, 1, 1 / alpha)),
-    "logsigmoid": Curve(aten.log_sigmoid, None, lambda x, y: torch.sigmoid(-x)),
+    "silu": Curve(
+        F.silu, partial(F.silu, inplace=True), _plain_derivative(aten.silu_backward), map=lambda: "silu"
+    ),
+    "mish": Curve(F.mish, partial(F.mish, inplace=True), _plain_derivative(aten.mish_backward)),
+    "hardswish": Curve(
+        F.hardswish, partial(F.hardswish, inplace=True), _plain_derivative(aten.hardswish_backward)
+    ),
+    "hardsigmoid": Curve(
+        F.hardsigmoid, partial(F.hardsigmoid, inplace=True), _plain_derivative(aten.hardsigmoid_backward)
+    ),
+    "softplus": Curve(F.softplus, None, _softplus_derivative),
+    "elu": Curve(F.elu, partial(F.elu, inplace=True), _elu_derivative),
+    "selu": Curve(torch.selu, torch.selu_, lambda x, y: _elu_derivative(x, y, *_SELU)),
+    "celu": Curve(torch.celu, torch.celu_, lambda x, y, alpha: _elu_derivative(x, y, alpha, 1, 1 / alpha)),
+    "logsigmoid": Curve(F.logsigmoid, None, lambda x, y: torch.sigmoid(-x)),
     "softsign": Curve(lambda x: x / (x.abs() + 1), None, lambda x, y: x.abs().add_(1).pow_(-2)),
     "tanhshrink": Curve(lambda x: x - x.tanh(), None, lambda x, y: x.tanh().square_()),
-    "tanh": Curve(aten.tanh, aten.tanh_, _output, True, aten.tanh_backward),
-    "sigmoid": Curve(aten.sigmoid, aten.sigmoid_, _output, True, aten.sigmoid_backward),
-    "exp": Curve(aten.exp, aten.exp_, _output, True),
-    "expm1": Curve(aten.expm1, None, _output, True, lambda g, y: g * (y + 1)),
-    "square": Curve(aten.square, None, _input, False, lambda g, x: 2 * g * x),
-    "pow": Curve(aten.pow, None, _pow_derivative),
+    "tanh": Curve(torch.tanh, torch.tanh_, _output, True, aten.tanh_backward),
+    "sigmoid": Curve(torch.sigmoid, torch.sigmoid_, _output, True, aten.sigmoid_backward),
+    "exp": Curve(torch.exp, torch.exp_, _output, True),
+    "expm1": Curve(torch.expm1, None, _output, True, lambda g, y: g * (y + 1)),
+    "square": Curve(torch.square, None, _input, False, lambda g, x: 2 * g * x),
+    "pow": Curve(torch.pow, None, _pow_derivative),
     "base": Curve(lambda x, base: torch.pow(base, x), None, lambda x, y, base: y * log(base), True),
-    "sqrt": Curve(aten.sqrt, None, lambda x, y: 0.5 / _wide(y), True),
-    "rsqrt": Curve(aten.rsqrt, None, lambda x, y: -0.5 * _wide(y).pow(3), True),
-    "reciprocal": Curve(aten.reciprocal, None, lambda x, y: -_wide(y).square(), True),
+    "sqrt": Curve(torch.sqrt, None, lambda x, y: 0.5 / _wide(y), True),
+    "rsqrt": Curve(torch.rsqrt, None, lambda x, y: -0.5 * _wide(y).pow(3), True),
+    "reciprocal": Curve(torch.reciprocal, None, lambda x, y: -_wide(y).square(), True),
     "over": Curve(_over, None, lambda x, y, number: -number * _wide(x).pow(-2)),
-    "log": Curve(aten.log, None, lambda x, y: 1 / _wide(x)),
-    "log2": Curve(aten.log2, None, lambda x, y: 1 / (_wide(x) * log(2))),
-    "log1p": Curve(aten.log1p, None, lambda x, y: 1 / (1 + _wide(x))),
-    "sin": Curve(aten.sin, None, lambda x, y: x.cos()),
-    "cos": Curve(aten.cos, None, lambda x, y: x.sin().neg_()),
-    "erf": Curve(aten.erf, None, lambda x, y: x.square().neg_().exp_().mul_(2 / sqrt(pi))),
+    "log": Curve(torch.log, None, lambda x, y: 1 / _wide(x)),
+    "log2": Curve(torch.log2, None, lambda x, y: 1 / (_wide(x) * log(2))),
+    "log1p": Curve(torch.log1p, None, lambda x, y: 1 / (1 + _wide(x))),
+    "sin": Curve(torch.sin, None, lambda x, y: x.cos()),
+    "cos": Curve(torch.cos, None, lambda x, y: x.sin().neg_()),
+    "erf": Curve(torch.erf, None, lambda x, y: x.square().neg_().exp_().mul_(2 / sqrt(pi))),
 }

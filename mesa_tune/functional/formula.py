@@ -85,9 +85,9 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def unviewed(tensor: Tensor) -> Tensor:
     """`tensor`, no view to autograd: an in-place operation on a view that a Function returns would fail."""
-    if tensor._base is None and not torch.compiler.is_compiling():
-        return tensor
-    return renewed(tensor)
+    if torch.compiler.is_compiling():
+        return renewed(tensor)
+    return tensor if tensor._base is None else tensor.data
 
 
 def renewed(tensor: Tensor) -> Tensor:

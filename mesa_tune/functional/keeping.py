@@ -5,11 +5,9 @@ place operation changes a tensor without moving it. A copy is therefore found by
 only while both the storage and the packed parts are alive.
 """
 
-import math
 import threading
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,29 +35,92 @@ class Meta(NamedTuple):
     strides: tuple[int, ...] | None = None
 
 
-_FIRST_LIMIT = 1024
+class Way(NamedTuple):
+    """How tensors of one shape, strides, dtype and device are stored under one spec.
+
+    `numel` and `encoded` (bytes; None: too small, or no number of ours) are those of what is there: of an
+    expanded tensor its part `one`. `refused`: why the codec cannot take it; `coded`: that it is encoded.
+    `scrap`: a storage of so many bytes is not held for it. `copy`: what of all that an equal copy depends on;
+    `meta` counts one part.
+    """
+
+    numel: int
+    encoded: int | None
+    refused: str | None
+    coded: bool
+    scrap: int | None
+    one: tuple[slice, ...] | None
+    copy: tuple[Any, ...]
+    meta: Meta
 
 
-class _Copies(threading.local):
-    def __init__(self) -> None:
-        self.known: dict[Any, tuple[StorageWeakRef, list[weakref.ref[Tensor]]]] = {}
-        self.limit = _FIRST_LIMIT
-
-    def purge(self) -> None:
-        """Drops copies of dead tensors, now and then: layers that stand alone never begin an outermost
-        forward.
-        """
-        if len(self.known) >= self.limit:
-            self.known = {place: copy for place, copy in self.known.items() if not copy[0].expired()}
-            self.limit = max(_FIRST_LIMIT, 2 * len(self.known))
+_KNOWN_WAYS = 1 << 12
+_ways: dict[Any, Way] = {}
 
 
-_copies = _Copies()
+def way_of(tensor: Tensor, spec: Spec) -> Way:
+    """How `tensor` is stored under `spec`; asked once for all that are alike."""
+    if torch.compiler.is_compiling():
+        return _way(tensor, spec)
+    alike = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, spec)
+    way = _ways.get(alike)
+    if way is None:
+        if len(_ways) >= _KNOWN_WAYS:
+            _ways.clear()
+        way = _ways[alike] = _way(tensor, spec)
+    return way
 
 
-def forget_copies() -> None:
-    """Empties the table of known copies; called when an outermost forward begins."""
-    _copies.known.clear()
+def _way(tensor: Tensor, spec: Spec) -> Way:
+    expanded = one = None
+    if 0 in tensor.stride():
+        expanded = tuple(tensor.shape)
+        one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+        tensor = tensor[one]
+    numel, floating = tensor.numel(), tensor.is_floating_point()
+    whole = numel * tensor.element_size()
+    encoded = refused = scrap = None
+    if floating and numel > spec.min_elements:
+        encoded = CODECS[spec.codec].packed_bytes(tensor.shape, spec, tensor.element_size())
+        refused = refusal(tensor, spec)
+    elif floating and numel > 0 and not torch.compiler.is_compiling():
+        scrap = whole * SCRAP
+    coded = spec.levels > 0 and encoded is not None and encoded < whole and refused is None
+    run = coded and _is_one_run(tensor, spec)
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    copy = ((numel, 1) if run else (shape, strides), tensor.dtype, spec.alone if coded else None)
+    laid_out = strides if run and not tensor.is_contiguous() else None
+    meta = Meta(1, coded, shape, tensor.dtype, expanded, laid_out)
+    return Way(numel, encoded, refused, coded, scrap, one, copy, meta)
+
+
+def _is_one_run(tensor: Tensor, spec: Spec) -> bool:
+    """Whether groups may follow the order of memory, so that all dense views of a storage share a copy."""
+    if torch.compiler.is_compiling() or spec.codec != "quantize" or spec.quant_groups:
+        return False
+    # Who makes an output again knows the shape of what is kept, not its layout.
+    return tensor.is_contiguous() or (
+        not spec.serves and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+    )
+
+
+def is_encoded(tensor: Tensor, spec: Spec, layer: str, element_size: int | None = None) -> bool:
+    """Whether `tensor` of `layer` is encoded under `spec`: large enough, smaller so than in `element_size`
+    bytes an element, and of a kind that the codec can take, else it says so.
+    """
+    way = way_of(tensor, spec)
+    size = tensor.element_size() if element_size is None else element_size
+    if way.encoded is None or not way.encoded < way.numel * size:
+        return False
+    if way.refused is not None:
+        warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {way.refused}.")
+    return way.refused is None
+
+
+def is_scrap(tensor: Tensor, spec: Spec) -> bool:
+    """Whether `tensor` is too small to encode but a view of a large storage, all of which it would hold."""
+    scrap = way_of(tensor, spec).scrap
+    return scrap is not None and scrap <= tensor.untyped_storage().nbytes()
 
 
 def keep(
@@ -77,21 +138,26 @@ def keep(
         return _keep_mapped(tensor, spec, key)
     if raw:
         return [tensor], Meta(1, False, tuple(tensor.shape), tensor.dtype, None)
-    expanded = None
-    if 0 in tensor.stride():
-        expanded = tuple(tensor.shape)
-        tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    coded = spec.levels > 0 and is_encoded(tensor, spec, layer)
-    strides = None
-    if coded:
-        as_run = _is_one_run(tensor, spec)
-        strides = tuple(tensor.stride()) if as_run and not tensor.is_contiguous() else None
-        parts = _encode_once(tensor, spec, key, memory, as_run)
-    elif is_scrap(tensor, spec):
-        parts = _once(tensor, (tensor.shape, tensor.stride()), None, lambda: [tensor.clone()])
-    else:
-        parts = [tensor]
-    return parts, Meta(len(parts), coded, tuple(tensor.shape), tensor.dtype, expanded, strides)
+    way = way_of(tensor, spec)
+    if way.one is not None:
+        tensor = tensor[way.one]
+    if way.coded:
+        parts = _encode_once(tensor, spec, key, memory, way)
+        stored = way.meta
+        return parts, Meta(len(parts), True, stored.shape, stored.dtype, stored.expanded, stored.strides)
+    if way.refused is not None:
+        is_encoded(tensor, spec, layer)  # which says why not
+    if way.scrap is not None and is_scrap(tensor, spec):
+        return _once(tensor, way.copy, lambda: [tensor.clone()]), way.meta
+    return [tensor], way.meta
+
+
+def _encode_once(tensor: Tensor, spec: Spec, key: Tensor, memory: Memory | None, way: Way) -> list[Tensor]:
+    encode = CODECS[spec.codec].encode
+    if torch.compiler.is_compiling():  # equal functional ops are merged by the compiler
+        return encode(tensor, spec, key)
+    given = tensor if way.meta.strides is None else tensor.as_strided((way.numel,), (1,))
+    return _once(tensor, way.copy, lambda: encode(given, spec, key, memory))
 
 
 def encodes(mapped: Mapped, spec: Spec, layer: str) -> bool:
@@ -105,53 +171,49 @@ def _keep_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> tuple[list[Tensor],
     return parts, Meta(len(parts), True, tuple(mapped.source.shape), mapped.source.dtype, None)
 
 
-def _is_one_run(tensor: Tensor, spec: Spec) -> bool:
-    """Whether groups may follow the order of memory, so that all dense views of a storage share a copy."""
-    if torch.compiler.is_compiling() or spec.codec != "quantize" or spec.quant_groups:
-        return False
-    # Who makes an output again knows the shape of what is kept, not its layout.
-    return tensor.is_contiguous() or (
-        not spec.serves and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
-    )
+def pack_once(mask: Tensor) -> Tensor:
+    """The bits of `mask`, packed once however many layers keep them."""
+    if torch.compiler.is_compiling():
+        return ops.pack_bits(mask)
+    return _once(mask, (mask.shape, mask.stride()), lambda: [ops.pack_bits(mask)])[0]
 
 
-def _run(tensor: Tensor) -> Tensor:
-    """The elements in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+class _Copies(threading.local):
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[StorageWeakRef, list[weakref.ref[Tensor]]]] = {}
+        self.limit = _FIRST_LIMIT
+
+    def purge(self) -> None:
+        """Drops copies of dead tensors, now and then: layers that stand alone never begin an outermost
+        forward.
+        """
+        self.known = {place: copy for place, copy in self.known.items() if not copy[0].expired()}
+        self.limit = max(_FIRST_LIMIT, 2 * len(self.known))
 
 
-def is_encoded(tensor: Tensor, spec: Spec, layer: str, element_size: int | None = None) -> bool:
-    """Whether `tensor` of `layer` is encoded under `spec`: large enough, smaller so than in `element_size`
-    bytes an element, and of a kind that the codec can take, else it says so.
-    """
-    if tensor.numel() <= spec.min_elements:
-        return False
-    judge = _gets_smaller if torch.compiler.is_compiling() else _known_to_get_smaller
-    if not judge(tensor.shape, tensor.dtype, spec, element_size):
-        return False
-    why = refusal(tensor, spec)
-    if why is not None:
-        warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {why}.")
-    return why is None
+_FIRST_LIMIT = 1024
+_copies = _Copies()
 
 
-def _gets_smaller(shape: torch.Size, dtype: torch.dtype, spec: Spec, element_size: int | None) -> bool:
-    if not dtype.is_floating_point:
-        return False
-    own = dtype.itemsize
-    size = own if element_size is None else element_size
-    return CODECS[spec.codec].packed_bytes(shape, spec, own) < math.prod(shape) * size
+def forget_copies() -> None:
+    """Empties the table of known copies; called when an outermost forward begins."""
+    _copies.known.clear()
 
 
-_known_to_get_smaller = lru_cache(maxsize=1 << 12)(_gets_smaller)
-
-
-def is_scrap(tensor: Tensor, spec: Spec) -> bool:
-    """Whether `tensor` is too small to encode but a view of a large storage, all of which it would hold."""
-    if torch.compiler.is_compiling() or not tensor.is_floating_point():
-        return False
-    size = tensor.numel() * tensor.element_size()
-    return 0 < tensor.numel() <= spec.min_elements and size * SCRAP <= tensor.untyped_storage().nbytes()
+def _once(tensor: Tensor, what: Any, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """What `make` makes of `tensor`, or made of it before; `what` says what that depends on."""
+    copies, storage = _copies, tensor.untyped_storage()
+    place = (storage._cdata, tensor._version, tensor.storage_offset(), what)
+    found = copies.known.get(place)
+    if found is not None and not found[0].expired():
+        parts = [reference() for reference in found[1]]
+        if not [part for part in parts if part is None]:  # `None in parts` would ask the tensors
+            return parts  # type: ignore[return-value]
+    fresh = make()
+    if len(copies.known) >= copies.limit:
+        copies.purge()
+    copies.known[place] = (StorageWeakRef(storage), [weakref.ref(part) for part in fresh])
+    return fresh
 
 
 def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:
@@ -162,37 +224,3 @@ def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:
     else:
         tensor = CODECS[spec.codec].decode(parts, meta.shape, meta.dtype, spec) if meta.coded else parts[0]
     return tensor if meta.expanded is None else tensor.expand(meta.expanded)
-
-
-def _encode_once(
-    tensor: Tensor, spec: Spec, key: Tensor, memory: Memory | None, as_run: bool
-) -> list[Tensor]:
-    if torch.compiler.is_compiling():  # equal functional ops are merged by the compiler
-        return CODECS[spec.codec].encode(tensor, spec, key)
-    geometry = (tensor.numel(), 1) if as_run else (tensor.shape, tensor.stride())
-    given = _run(tensor) if as_run and not tensor.is_contiguous() else tensor
-    return _once(tensor, geometry, spec.alone, lambda: CODECS[spec.codec].encode(given, spec, key, memory))
-
-
-def pack_once(mask: Tensor) -> Tensor:
-    """The bits of `mask`, packed once however many layers keep them."""
-    if torch.compiler.is_compiling():
-        return ops.pack_bits(mask)
-    return _once(mask, (mask.shape, mask.stride()), None, lambda: [ops.pack_bits(mask)])[0]
-
-
-def _once(
-    tensor: Tensor, geometry: tuple[Any, Any], spec: Spec | None, make: Callable[[], list[Tensor]]
-) -> list[Tensor]:
-    """What `make` makes of `tensor`, or made of it before; `geometry` and `spec` say what that depends on."""
-    storage = tensor.untyped_storage()
-    place = (storage._cdata, tensor._version, tensor.storage_offset(), geometry, tensor.dtype, spec)
-    found = _copies.known.get(place)
-    if found is not None and not found[0].expired():
-        parts = [reference() for reference in found[1]]
-        if not [part for part in parts if part is None]:  # `None in parts` would ask the tensors
-            return parts  # type: ignore[return-value]
-    fresh = make()
-    _copies.purge()
-    _copies.known[place] = (StorageWeakRef(storage), [weakref.ref(part) for part in fresh])
-    return fresh
