@@ -26,7 +26,8 @@ MESA_TUNE_INLINE float exponential(float x) {
   return x > -87.0f ? value : (x == x ? 0.0f : x);
 }
 
-// exp(-z^2 / 2) for 0 <= z <= 13, as a power of two: a polynomial of the fraction, the integer in the exponent.
+// exp(-z^2 / 2) for 0 <= z <= 13, as a power of two: a polynomial of the fraction, the integer in the
+// exponent.
 MESA_TUNE_INLINE float gaussian(float z) {
   const float t = z * z * -0.721347520f;
   const float shifted = t + 12582912.0f;  // 1.5 * 2^23: the integer in the low bits

@@ -1,8 +1,9 @@
 """Ops that spare a pass over memory: something is made while it is encoded, or used while it is decoded.
 
-Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul, pack_at_most, gate}`. They
-are pure; their default kernels, in PyTorch, give the same bytes. The first two have native kernels on the
-CPU and on CUDA, the others on the CPU.
+Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul, pack_at_most, gate,
+norm_backward}`. They are pure; their default kernels, in PyTorch, give the same bytes (`norm_backward` the
+same numbers but for the order of its sums). The first two have native kernels on the CPU and on CUDA, the
+others on the CPU.
 """
 
 import torch
@@ -12,11 +13,13 @@ from mesa_tune import maps, ops
 
 _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
+_NORM = "Tensor grad, Tensor rstd, Tensor weight, bool centered"
 _SCHEMAS = (
     f"quantize_map(Tensor x, {_MAP}, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor, Tensor)",
     f"dequantize_mul(Tensor data, Tensor ranges, Tensor factor, {_SIZES}) -> Tensor",
     "pack_at_most(Tensor x, float limit) -> Tensor",
     "gate(Tensor grad, Tensor data, float slope) -> Tensor",
+    f"norm_backward(Tensor data, Tensor ranges, {_NORM}, {_SIZES}) -> (Tensor dx, Tensor sums)",
 )
 
 
@@ -59,6 +62,31 @@ def gate(grad: Tensor, data: Tensor, slope: float) -> Tensor:
     return torch.where(shut, grad * slope, grad) if slope else grad.masked_fill(shut, 0)
 
 
+def norm_backward(
+    data: Tensor,
+    ranges: Tensor,
+    grad: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    centered: bool,
+    bits: int,
+    levels: int,
+    group_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The backward of a norm over rows of `weight.numel()` elements, whose x̂ was quantized; all float32.
+
+    Returns dx in the shape of `grad`, contiguous, and `[2, row]`: the sums over rows of grad · x̂ and of grad.
+    `rstd` has a number a row; `centered` norms subtract the mean.
+    """
+    sizes = (bits, levels, group_size, 0)
+    x = torch.ops.mesa_tune.dequantize.default(data, ranges, grad.shape, grad.dtype, *sizes)
+    rows, x = grad.reshape(-1, weight.numel()), x.view(-1, weight.numel())
+    scaled = rows * weight.view(-1)
+    middle = scaled.mean(1, keepdim=True) if centered else 0.0
+    dx = (scaled - middle - x * (scaled * x).mean(1, keepdim=True)) * rstd.view(-1, 1)
+    return dx.view(grad.shape), torch.stack([(rows * x).sum(0), rows.sum(0)])
+
+
 def _fake_quantize_map(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     bits, levels, group_size, *noise = arguments[4:]
     return ops.fake_quantize(x, bits, levels, group_size, 0, *noise)  # type: ignore[arg-type]
@@ -76,13 +104,22 @@ def _fake_gate(grad: Tensor, data: Tensor, slope: float) -> Tensor:
     return grad.new_empty(grad.shape)
 
 
+def _fake_norm_backward(
+    data: Tensor, ranges: Tensor, grad: Tensor, rstd: Tensor, weight: Tensor, *arguments: object
+) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape), grad.new_empty(2, weight.numel())
+
+
 _KERNELS: ops.Kernels = {
     "quantize_map": (quantize_map, _fake_quantize_map),
     "dequantize_mul": (dequantize_mul, _fake_like_factor),
     "pack_at_most": (pack_at_most, _fake_pack),
     "gate": (gate, _fake_gate),
+    "norm_backward": (norm_backward, _fake_norm_backward),
 }
 
+
+NAMES = tuple(_KERNELS)
 
 _library = ops.define("FRAGMENT", _SCHEMAS, _KERNELS)
 
@@ -90,3 +127,4 @@ QUANTIZE_MAP = torch.ops.mesa_tune.quantize_map.default
 DEQUANTIZE_MUL = torch.ops.mesa_tune.dequantize_mul.default
 PACK_AT_MOST = torch.ops.mesa_tune.pack_at_most.default
 GATE = torch.ops.mesa_tune.gate.default
+NORM_BACKWARD = torch.ops.mesa_tune.norm_backward.default

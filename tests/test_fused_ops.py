@@ -1,5 +1,6 @@
 """What is made while it is encoded, or used while it is decoded: the reference's bytes, the true values."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import fused_ops, maps, ops
+from mesa_tune.codecs import quantize
 from mesa_tune.functional import held, norm
 from mesa_tune.functional.held import Held
 
@@ -121,7 +123,48 @@ def test_gates_pass_what_lies_above_the_limit(size: int) -> None:
         assert torch.equal(fused_ops.GATE(grad, shut, slope), expected)
 
 
-@pytest.mark.parametrize("name", ["quantize_map", "dequantize_mul", "pack_at_most", "gate"])
+@pytest.mark.parametrize("group_size", [64, 100, 256, 4096])
+@pytest.mark.parametrize("centered", [True, False], ids=["mean", "no-mean"])
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (7, 10), (331, 48), (500, 250), (3, 5000)], ids=str)
+def test_a_norm_goes_backward_from_what_is_packed(
+    shape: tuple[int, int], centered: bool, group_size: int
+) -> None:
+    packed = ops.quantize(tensor(*shape), 3, group_size, seed=1)
+    grad, rstd, weight = torch.randn(shape), 0.5 + torch.rand(shape[0], 1), torch.randn(shape[1])
+    arguments = (packed.data, packed.ranges, grad, rstd, weight, centered, 3, 8, group_size)
+    dx, sums = fused_ops.NORM_BACKWARD(*arguments)
+    x = ops.dequantize(packed).double()
+    scaled = grad.double() * weight
+    expected = scaled - x * (scaled * x).mean(1, keepdim=True)
+    expected = (expected - scaled.mean(1, keepdim=True) if centered else expected) * rstd
+    assert (dx - expected).norm() <= 1e-6 * expected.norm()
+    for found, right in zip(sums.unbind(), [(grad * x).sum(0), grad.double().sum(0)], strict=True):
+        assert (found - right).norm() <= 1e-6 * right.norm()
+
+
+def test_a_norm_s_wide_and_unknown_ranges_decode_as_ever() -> None:
+    x = tensor(4, 64)
+    x[0, 3], x[1, 0], x[1, 1], x[3, 5] = torch.inf, 3e38, -3e38, torch.nan
+    packed = ops.quantize(x, 4, 64, seed=1)
+    rest = (torch.ones(4, 64), torch.ones(4), torch.ones(64), False, 4, 16, 64)
+    for found, right in zip(
+        fused_ops.NORM_BACKWARD(packed.data, packed.ranges, *rest),
+        fused_ops.norm_backward(packed.data, packed.ranges, *rest),
+        strict=True,
+    ):
+        assert torch.equal(found.isfinite(), right.isfinite())
+
+
+def test_a_norm_s_groups_may_not_be_larger_than_the_cache() -> None:
+    if not ops.native():
+        pytest.skip("the kernels are not loaded")
+    packed = ops.quantize(tensor(2, 5000), 4, 5000, seed=1)
+    rest = (torch.ones(2, 5000), torch.ones(2), torch.ones(5000), True, 4, 16, 5000)
+    with pytest.raises(RuntimeError, match="groups of at most 4096 elements, but got 5000"):
+        fused_ops.NORM_BACKWARD(packed.data, packed.ranges, *rest)
+
+
+@pytest.mark.parametrize("name", [*fused_ops.NAMES])
 def test_ops_are_what_they_say_to_compilers(name: str) -> None:
     x = tensor(6, 50)
     packed = ops.quantize(x, 4, 64, seed=1)
@@ -130,6 +173,7 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
         "dequantize_mul": (packed.data, packed.ranges, x, 4, 16, 64),
         "pack_at_most": (x, 0.0),
         "gate": (x, ops.pack_bits(x <= 0), 0.1),
+        "norm_backward": (packed.data, packed.ranges, x, x[:, 0].clone(), x[0], True, 4, 16, 64),
     }
     torch.library.opcheck(getattr(torch.ops.mesa_tune, name).default, arguments[name])
 
@@ -219,11 +263,45 @@ def gradients(
     with monkeypatch.context() as patch:
         patch.setattr(Held, "_rows", counted)
         patch.setattr(held, "LARGE", large)
+        patch.setattr(quantize, "LARGEST_GROUP", 0)  # norms over rows need no pieces
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = model(x * 1.0)
         weights = torch.linspace(1, 2, y.numel()).view(y.shape)
         found = torch.autograd.grad((y.float() ** 2 * weights).sum(), [*layer.parameters(), x])
     return list(found), len(used)
+
+
+NORMS = {
+    "layer": nn.LayerNorm([4, 12]),
+    "layer-without-weights": nn.LayerNorm(48, elementwise_affine=False),
+    "layer-without-bias": nn.LayerNorm(48, bias=False),
+    "rms": nn.RMSNorm(48),
+    "frozen": nn.LayerNorm(48).requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_norms_in_one_pass_are_those_in_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    fused = quantize.decode_norm
+
+    def run(possible: bool) -> list[Tensor]:
+        def counted(*arguments: Any) -> tuple[Tensor, Tensor] | None:
+            used.append(1)
+            return fused(*arguments) if possible else None
+
+        monkeypatch.setattr(quantize, "decode_norm", counted)
+        torch.manual_seed(0)
+        layer = copy.deepcopy(NORMS[name])
+        x, weights = torch.randn(7, 331, 48, requires_grad=True), torch.randn(7, 331, 48)
+        model = mt.convert(nn.Sequential(layer), mt.Policy.uniform(4), seed=0, min_elements=0)
+        given = (x * 1.0).view(7, 331, *NORMS[name].normalized_shape)  # type: ignore[misc]
+        wanted = [each for each in layer.parameters() if each.requires_grad]
+        return list(torch.autograd.grad((model(given).view(weights.shape) * weights).sum(), [*wanted, x]))
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert (one - other).norm() < 1e-6 * other.norm()
+    assert len(used) == 2
 
 
 @pytest.mark.parametrize("name", WEIGHTED)

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from mesa_tune import reference
 from mesa_tune.codecs.spec import Memory, Spec
-from mesa_tune.fused_ops import DEQUANTIZE_MUL, QUANTIZE_MAP
+from mesa_tune.fused_ops import DEQUANTIZE_MUL, NORM_BACKWARD, QUANTIZE_MAP
 from mesa_tune.maps import KINDS, Mapped
+
+LARGEST_GROUP = 4096
+"""Larger ones are nothing for `norm_backward`, which decodes some rows at a time."""
 
 _QUANTIZE = torch.ops.mesa_tune.quantize.default
 _DEQUANTIZE_OUT = torch.ops.mesa_tune.dequantize_out.default
@@ -71,6 +74,20 @@ def decode_times(parts: Sequence[Tensor], factor: Tensor, spec: Spec) -> Tensor 
         return None
     product: Tensor = DEQUANTIZE_MUL(data, ranges, factor, spec.bits, spec.levels, spec.group_size)
     return product
+
+
+def decode_norm(
+    parts: Sequence[Tensor], grad: Tensor, rstd: Tensor, weight: Tensor, centered: bool, spec: Spec
+) -> tuple[Tensor, Tensor] | None:
+    """`fused_ops.norm_backward` of the x̂ that `parts` hold; None where that is not possible."""
+    data, ranges = parts
+    if spec.quant_groups or spec.group_size > LARGEST_GROUP or not grad.is_cpu:
+        return None
+    if True in [each.dtype != torch.float32 for each in (ranges, grad, rstd, weight)]:
+        return None
+    arguments = (data, ranges, grad, rstd, weight, centered, spec.bits, spec.levels, spec.group_size)
+    found: tuple[Tensor, Tensor] = NORM_BACKWARD(*arguments)
+    return found
 
 
 def decode_run(parts: Sequence[Tensor], first: int, count: int, spec: Spec, out: Tensor) -> None:

@@ -69,6 +69,23 @@ class Held(NamedTuple):
         product: Tensor | None = times(self.parts, factor, self.spec)
         return product
 
+    def norm_backward(
+        self, grad: Tensor, rstd: Tensor, weight: Tensor, centered: bool
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Gradients of the input, the weight and the bias of a norm over rows, whose x̂ this is, in one pass.
+
+        None where that is not possible.
+        """
+        decode = getattr(self.codec, "decode_norm", None)
+        if decode is None or self.meta.shape != tuple(grad.shape) or not self._is_row_major():
+            return None
+        found = decode(self.parts, grad, rstd, weight, centered, self.spec)
+        if found is None:
+            return None
+        dx, sums = found
+        dw, db = sums.view(2, *weight.shape).unbind()
+        return dx, dw, db
+
     def rows(self, dtype: torch.dtype, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
         """A `LARGE` tensor as a matrix whose rows are its last `axes` dimensions, some rows at a time, each
         time with the first one's number.

@@ -86,39 +86,59 @@ def layer_norm_backward(
     )
 
 
-def _by_rows(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """`backward` of a norm over the last dimensions, on some rows of x̂ at a time, each decoded for itself."""
+def _packed(backward: Callable[..., tuple[Tensor | None, ...]], centered: bool) -> Callable[..., Any]:
+    """`backward` of a norm over the last dimensions on the packed x̂: in one pass, or by rows."""
 
     def piecewise(
         static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
     ) -> tuple[Tensor | None, ...] | None:
         shape, _, dtype = static
-        pieces = held[0].rows(grad.dtype, len(shape)) if held and dtype is None else None
-        if pieces is None:
+        if not held or dtype is not None:
             return None
-        rstd, *rest = exact
+        rstd, weight, *_ = exact
         assert rstd is not None
-        rows, deviations = grad.reshape(-1, *shape), rstd.reshape(-1, *[1] * len(shape))
-        dx = torch.empty_like(rows)
-        sums = [Total() for _ in needs[1:]]
-        for first, x in pieces:
-            part = slice(first, first + x.shape[0])
-            given = (deviations[part], *rest)
-            own, *found = backward(static, needs, [x.view(-1, *shape)], given, rows[part])
-            for total, more in zip(sums, found, strict=True):
-                total.add(more)
-            if own is not None:
-                dx[part] = own
-        return (dx.view(grad.shape) if needs[0] else None, *(total.value for total in sums))
+        scale = grad.new_ones(shape) if weight is None else weight
+        found = held[0].norm_backward(grad, rstd, scale, centered)
+        if found is None:
+            return _by_rows(backward, static, needs, held[0], exact, grad)
+        return tuple([each if want else None for each, want in zip(found, needs, strict=False)])
 
     return piecewise
+
+
+def _by_rows(
+    backward: Callable[..., tuple[Tensor | None, ...]],
+    static: Static,
+    needs: Needs,
+    held: Held,
+    exact: tuple[Tensor | None, ...],
+    grad: Tensor,
+) -> tuple[Tensor | None, ...] | None:
+    """`backward` on some rows of x̂ at a time, each decoded for itself."""
+    shape = static[0]
+    pieces = held.rows(grad.dtype, len(shape))
+    if pieces is None:
+        return None
+    rstd, *rest = exact
+    assert rstd is not None
+    rows, deviations = grad.reshape(-1, *shape), rstd.reshape(-1, *[1] * len(shape))
+    dx = torch.empty_like(rows)
+    sums = [Total() for _ in needs[1:]]
+    for first, x in pieces:
+        part = slice(first, first + x.shape[0])
+        own, *found = backward(static, needs, [x.view(-1, *shape)], (deviations[part], *rest), rows[part])
+        for total, more in zip(sums, found, strict=True):
+            total.add(more)
+        if own is not None:
+            dx[part] = own
+    return (dx.view(grad.shape) if needs[0] else None, *(total.value for total in sums))
 
 
 LAYER_NORM = Formula(
     layer_norm_forward,
     layer_norm_backward,
     "the normalized input; exact: its reciprocal deviations",
-    piecewise=_by_rows(layer_norm_backward),
+    piecewise=_packed(layer_norm_backward, centered=True),
 )
 
 
@@ -154,7 +174,10 @@ def rms_norm_backward(
 
 
 RMS_NORM = Formula(
-    rms_norm_forward, rms_norm_backward, LAYER_NORM.keeps, piecewise=_by_rows(rms_norm_backward)
+    rms_norm_forward,
+    rms_norm_backward,
+    LAYER_NORM.keeps,
+    piecewise=_packed(rms_norm_backward, centered=False),
 )
 
 

@@ -1,0 +1,136 @@
+// The backward of norms over rows, from their packed normalized input: some rows are decoded into the first-
+// level cache, used there, and forgotten. Sums run in lanes of a fixed number and portions of fixed rows, so
+// that neither the vector path nor the number of threads changes a bit.
+
+#include "norm.h"
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "groups.h"
+#include "planes.h"
+#include "rounding.h"
+
+namespace mesa_tune::cpu {
+namespace {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kPortions = 64;
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+
+MESA_TUNE_INLINE void read(const float* values, Lanes& lanes) {
+  std::memcpy(&lanes, values, sizeof(lanes));
+}
+
+MESA_TUNE_INLINE float total(const Lanes& lanes) {
+  float values[kLanes];
+  std::memcpy(values, &lanes, sizeof(lanes));
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) values[i] += values[i + half];
+  return values[0];
+}
+
+// Rows that are decoded at a time: about a tile, and beginning with a group where that is possible.
+int64_t rows_at_once(const NormBackward& task, const Settings& s) {
+  const int64_t most = std::max<int64_t>(1, kTile / task.inner);
+  const int64_t step = s.group_size / std::gcd(s.group_size, task.inner);
+  return step < most ? most / step * step : most;
+}
+
+int64_t rows_of_portion(const NormBackward& task, const Settings& s) {
+  const int64_t each = rows_at_once(task, s);
+  return pieces(pieces(task.rows, kPortions), each) * each;
+}
+
+// Elements [first, first + n) into `values`, which has room for a group more on either side; returns where
+// they begin.
+MESA_TUNE_INLINE const float* decoded(const Packed& packed, const Settings& s, const Split& parts,
+                                      int64_t first, int64_t n, float* values) {
+  alignas(64) uint8_t codes[kMostInGroup + 8];
+  const int64_t from = first / s.group_size, to = (first + n - 1) / s.group_size;
+  for (int64_t group = from; group <= to; ++group) {
+    const Span& span = group < parts.whole.count ? parts.whole : parts.rest;
+    float* out = values + (group - from) * s.group_size;
+    transpose_rows(planes_of(packed, s, span, group), span.plane(), s.bits, codes, span.plane(), 8,
+                   span.plane());
+    const Range range = range_of(packed, group);
+    if (range.wide()) {
+      decode_wide(range, codes, span.size, out);
+    } else {
+      decode(range, codes, span.size, out);
+    }
+  }
+  return values + (first - from * s.group_size);
+}
+
+MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const float* __restrict x,
+                                   float* __restrict dw, float* __restrict db) {
+  const int64_t inner = task.inner, even = inner - inner % kLanes;
+  const float* __restrict grad = task.grad + row * inner;
+  const float* __restrict weight = task.weight;
+  float* __restrict dx = task.dx + row * inner;
+  Lanes first = {}, second = {};
+  for (int64_t i = 0; i < even; i += kLanes) {
+    Lanes u, factor;
+    read(grad + i, u);
+    read(weight + i, factor);
+    u *= factor;
+    first += u;
+    read(x + i, factor);
+    second += u * factor;
+  }
+  float sum = 0, product = 0;
+  for (int64_t i = even; i < inner; ++i) {
+    const float u = grad[i] * weight[i];
+    sum += u;
+    product += u * x[i];
+  }
+  const float count = static_cast<float>(inner), rstd = task.rstd[row];
+  const float mean = task.centered ? (total(first) + sum) / count : 0.0f;
+  const float slope = (total(second) + product) / count;
+  for (int64_t i = 0; i < inner; ++i) {
+    const float g = grad[i], value = x[i];
+    dx[i] = (g * weight[i] - mean - value * slope) * rstd;
+    dw[i] += g * value;
+    db[i] += g;
+  }
+}
+
+MESA_TUNE_INLINE void rows_backward(const NormBackward& task, const Packed& packed, const Settings& s,
+                                    float* sums, float* values, int64_t from, int64_t to) {
+  const Split parts = split(task.rows * task.inner, s);
+  const int64_t portion = rows_of_portion(task, s), each = rows_at_once(task, s);
+  for (int64_t at = from; at < to; ++at) {
+    float *dw = sums + 2 * at * task.inner, *db = dw + task.inner;
+    const int64_t end = std::min(task.rows, (at + 1) * portion);
+    for (int64_t row = at * portion; row < end; row += each) {
+      const int64_t count = std::min(each, end - row);
+      const float* x = decoded(packed, s, parts, row * task.inner, count * task.inner, values);
+      for (int64_t i = 0; i < count; ++i) row_backward(task, row + i, x + i * task.inner, dw, db);
+    }
+  }
+}
+MESA_TUNE_PATHS(rows_backward,
+                (const NormBackward& task, const Packed& packed, const Settings& s, float* sums,
+                 float* values, int64_t from, int64_t to),
+                (task, packed, s, sums, values, from, to))
+
+}  // namespace
+
+void norm_backward(const NormBackward& task, const Packed& packed, const Settings& settings) {
+  const int64_t wide = 2 * task.inner;
+  std::fill_n(task.sums, wide, 0.0f);
+  if (task.rows * task.inner == 0) return;
+  const int64_t each = rows_of_portion(task, settings), count = pieces(task.rows, each);
+  std::vector<float> sums(static_cast<size_t>(count * wide));
+  parallel(count, each * task.inner, [&](int64_t from, int64_t to) {
+    std::vector<float> values(static_cast<size_t>(rows_at_once(task, settings) * task.inner) +
+                              2 * kMostInGroup);
+    rows_backward_paths[path()](task, packed, settings, sums.data(), values.data(), from, to);
+  });
+  for (int64_t at = 0; at < count; ++at)
+    for (int64_t i = 0; i < wide; ++i) task.sums[i] += sums[static_cast<size_t>(at * wide + i)];
+}
+
+}  // namespace mesa_tune::cpu

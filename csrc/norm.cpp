@@ -1,0 +1,54 @@
+// Gives the CPU's kernel to `norm_backward` of mesa_tune/fused_ops.py.
+
+#include "norm.h"
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
+
+namespace mesa_tune {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+const float* floats(const Tensor& x, const Tensor& like, int64_t count, const char* name) {
+  return static_cast<const float*>(dense(x, like, ScalarType::Float, count, name));
+}
+
+std::tuple<Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Tensor grad, Tensor rstd, Tensor weight,
+                                         bool centered, int64_t bits, int64_t levels, int64_t group_size) {
+  const Settings s{bits, levels, group_size, 0};
+  const Tensor given = torch::stable::contiguous(grad);
+  const int64_t numel = given.numel(), rows = rstd.numel(), inner = weight.numel();
+  check_on_cpu(given);
+  check_settings(s, given);
+  STD_TORCH_CHECK(group_size <= cpu::kMostInGroup, "expected groups of at most ", cpu::kMostInGroup,
+                  " elements, but got ", group_size);
+  STD_TORCH_CHECK(rows * inner == numel, "expected ", rows, " rows of ", inner, " elements, but got ", numel);
+  const Split parts = split(numel, s);
+  const Packed packed{static_cast<uint8_t*>(const_cast<void*>(
+                          dense(data, given, ScalarType::Byte, parts.bytes(s.bits), "data"))),
+                      const_cast<float*>(floats(ranges, given, 2 * parts.groups(), "ranges"))};
+  Tensor dx = torch::stable::empty_like(given);
+  Tensor sums = torch::stable::new_empty(given, std::vector<int64_t>{2, inner}, ScalarType::Float);
+  const NormBackward task{floats(given, given, numel, "float32 gradient"),
+                          floats(rstd, given, rows, "reciprocal deviations"),
+                          floats(weight, given, inner, "weight"),
+                          rows,
+                          inner,
+                          centered,
+                          static_cast<float*>(dx.mutable_data_ptr()),
+                          static_cast<float*>(sums.mutable_data_ptr())};
+  cpu::norm_backward(task, packed, s);
+  return {dx, sums};
+}
+
+}  // namespace
+}  // namespace mesa_tune
+
+STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CPU, m) {
+  m.impl("norm_backward", TORCH_BOX(&mesa_tune::norm_backward));
+}

@@ -1,0 +1,30 @@
+// What the dispatcher's side (norm.cpp) asks of the CPU's kernels.
+#pragma once
+
+#include "quantize.h"
+
+namespace mesa_tune {
+
+// The backward of a norm over rows: dx = r (u - mean(u) - xhat mean(u xhat)) with u = weight * grad, without
+// mean(u) where the norm subtracts none. All dense float32.
+struct NormBackward {
+  const float* grad;
+  const float* rstd;    // one a row
+  const float* weight;  // `inner` numbers
+  int64_t rows;
+  int64_t inner;
+  bool centered;
+  float* dx;
+  float* sums;  // `inner` sums over rows of grad * xhat, and as many of grad
+};
+
+namespace cpu {
+
+// Groups of at most so many elements are decoded some rows at a time.
+constexpr int64_t kMostInGroup = 4096;
+
+// xhat is what is packed, in groups of consecutive elements.
+void norm_backward(const NormBackward& task, const Packed& packed, const Settings& settings);
+
+}  // namespace cpu
+}  // namespace mesa_tune
