@@ -205,7 +205,7 @@ def test_rule_7_catches_a_norm_that_keeps_its_input(monkeypatch: Patch) -> None:
         )
 
     assert FORMULAS["layer_norm"] is norm.LAYER_NORM
-    _break_formula(monkeypatch, "layer_norm", forward=forward, backward=backward)
+    _break_formula(monkeypatch, "layer_norm", forward=forward, backward=backward, piecewise=None)
     with pytest.raises(AssertionError, match="at 2 bits"):
         rules.check_rule_7(case("LayerNorm"))
 
