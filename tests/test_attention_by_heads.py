@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -80,17 +79,21 @@ def test_the_gradients_are_those_of_the_forward_run_again(
 
 
 def test_parts_are_decoded_by_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, counts = Held._rows, []
+    samples, counts = Held.contiguous_samples, []
 
-    def counted(self: Held, width: int, count: int, each: int) -> Any:
-        counts.append(-(-count // each))
-        return rows(self, width, count, each)
+    def counted(self: Held, each: int) -> Iterator[Tensor]:
+        for place, some in enumerate(samples(self, each)):
+            assert some.is_contiguous()
+            whole = self.whole()[place * each : (place + 1) * each]
+            assert torch.equal(some, whole)
+            counts.append(whole.shape[0])
+            yield some
 
-    monkeypatch.setattr(Held, "_rows", counted)
+    monkeypatch.setattr(Held, "contiguous_samples", counted)
     torch.manual_seed(0)
     gradients(Block(of_their_own), 16, TOKENS * TOKENS * HEADS * 2, monkeypatch)
     # The 37 x 64 elements of a sample are 9.25 groups of 256: 4 samples are the fewest that begin with one.
-    assert counts == [math.ceil(BATCH / 4)] * 3
+    assert counts == [min(4, BATCH - first) for first in range(0, BATCH, 4) for _ in range(3)]
 
 
 @pytest.mark.parametrize("arguments", [{"is_causal": True}, {"attn_mask": torch.zeros(TOKENS, TOKENS)}])

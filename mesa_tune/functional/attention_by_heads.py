@@ -82,7 +82,7 @@ def packed(held: Sequence[Held]) -> Iterator[Samples] | None:
         return None
     step = math.lcm(*(each for each in steps if each is not None))
     each = _samples(held[0].meta.shape, held[1].meta.shape[2], step)
-    streams = zip(*(one.samples(each) for one in held), strict=True)
+    streams = zip(*(one.contiguous_samples(each) for one in held), strict=True)
     return (Samples(place * each, *some) for place, some in enumerate(streams))
 
 

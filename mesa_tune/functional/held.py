@@ -119,6 +119,20 @@ class Held(NamedTuple):
             part = (run.shape[0], *shape[1:])
             yield run.view(part) if strides is None else run.as_strided(part, strides)
 
+    def contiguous_samples(self, each: int) -> Iterator[Tensor]:
+        """The same, contiguous: what was encoded in another order is decoded to where it belongs."""
+        if self.meta.strides is None:
+            yield from self.samples(each)
+            return
+        (count, *rest), strides = self.meta.shape, self.meta.strides
+        order = sorted(range(len(strides)), key=lambda axis: -strides[axis])
+        buffer = self.parts[0].new_empty(min(each, count), *rest, dtype=self.meta.dtype)
+        width = math.prod(rest)
+        for first in range(0, count, each):
+            part = buffer[: min(each, count - first)]
+            self.codec.decode_run(self.parts, first * width, part.numel(), self.spec, part.permute(order))
+            yield part
+
     def parts_of(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]] | None:
         """A `LARGE` tensor some samples at a time, each time with these samples' place, laid out as it was.
 
