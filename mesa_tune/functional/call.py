@@ -227,16 +227,13 @@ class Call:
             if tensor is None:
                 continue
             # PyTorch may keep the copy that autocast makes, which is smaller than the tensor itself.
-            if is_encoded(tensor, self.spec, self.layer, _kept_size(tensor)):
+            dtype = autocast_dtype(tensor)
+            size = None if dtype is None else dtype.itemsize
+            if is_encoded(tensor, self.spec, self.layer, size):
                 return True
             if is_scrap(tensor, self.spec) and not self.is_static(tensor):
                 return True
         return False
-
-
-def _kept_size(tensor: Tensor) -> int:
-    dtype = autocast_dtype(tensor)
-    return tensor.element_size() if dtype is None else dtype.itemsize
 
 
 def _odd(tensor: Tensor) -> bool:

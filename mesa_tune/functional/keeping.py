@@ -109,6 +109,8 @@ def is_encoded(tensor: Tensor, spec: Spec, layer: str, element_size: int | None 
     bytes an element, and of a kind that the codec can take, else it says so.
     """
     way = way_of(tensor, spec)
+    if way.coded and element_size is None:
+        return True
     size = tensor.element_size() if element_size is None else element_size
     if way.encoded is None or not way.encoded < way.numel * size:
         return False
