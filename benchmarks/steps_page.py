@@ -18,7 +18,7 @@ measures, `python benchmarks/step.py --docs` writes this page.
 * Kinds take turns, one step each a round; **time** is the median of the ratios to the plain step of the
   same round, with the middle half. **saved** and **peak** are bytes of live storages, in % of plain's.
 * `uniform 16` stores everything in 4 bits; `attention exact` leaves attention as PyTorch has it, whose
-  forward is otherwise made again in backward. `checkpoint per block` is `torch.utils.checkpoint` (not
+  softmax is otherwise made again in backward. `checkpoint per block` is `torch.utils.checkpoint` (not
   reentrant) around each block, `save_on_cpu` that of `torch.autograd.graph` (on a CPU it copies, and frees
   nothing).
 * **asked** is the time that `uniform 16` may take.
