@@ -21,7 +21,7 @@ core := $(wildcard $(addprefix tests/,test_quantize*.py test_pack*.py test_spars
 	test_conformance.py test_conversion.py test_keeping.py test_sharing.py))
 
 # The tests of the ops, and the two libraries that a sanitized extension needs before all others.
-ops := $(wildcard $(addprefix tests/,test_quantize*.py test_pack*.py test_sparsify.py test_ops*.py test_codecs.py \
+ops := $(wildcard $(addprefix tests/,test_quantize*.py test_pack*.py test_sparsify.py test_ops*.py test_fused*.py test_codecs.py \
 	test_codec_drop.py test_codec_mixed.py test_codec_running.py))
 preloaded = $(shell $(or $(CXX),c++) -print-file-name=libasan.so) $(shell $(or $(CXX),c++) -print-file-name=libstdc++.so)
 
