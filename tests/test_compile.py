@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,11 +19,8 @@ X = torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 def _convert(model: nn.Module, level: int = 16) -> nn.Module:

@@ -17,7 +17,6 @@ TRACED = sorted(set(CASES) - ALIKE - {"softmax_method"})
 
 @pytest.mark.parametrize("name", TRACED)
 def test_traces_in_one_graph(name: str) -> None:
-    torch._dynamo.reset()
     case = CASES[name]
     ours, plain = fresh(case, torch.float32), fresh(case, torch.float32)
 
