@@ -4,7 +4,6 @@
 
 #include <optional>
 #include <tuple>
-#include <vector>
 
 #include "arguments.h"
 
@@ -18,8 +17,9 @@ const float* floats(const Tensor& x, const Tensor& like, int64_t count, const ch
   return static_cast<const float*>(dense(x, like, ScalarType::Float, count, name));
 }
 
-std::tuple<Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Tensor grad, Tensor rstd, Tensor weight,
-                                         bool centered, int64_t bits, int64_t levels, int64_t group_size) {
+std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Tensor grad, Tensor rstd,
+                                                 Tensor weight, bool centered, int64_t bits, int64_t levels,
+                                                 int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
   const Tensor given = torch::stable::contiguous(grad);
   const int64_t numel = given.numel(), rows = rstd.numel(), inner = weight.numel();
@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Tensor grad
                           dense(data, given, ScalarType::Byte, parts.bytes(s.bits), "data"))),
                       const_cast<float*>(floats(ranges, given, 2 * parts.groups(), "ranges"))};
   Tensor dx = torch::stable::empty_like(given);
-  Tensor sums = torch::stable::new_empty(given, std::vector<int64_t>{2, inner}, ScalarType::Float);
+  Tensor dw = torch::stable::empty_like(weight), db = torch::stable::empty_like(weight);
   const NormBackward task{floats(given, given, numel, "float32 gradient"),
                           floats(rstd, given, rows, "reciprocal deviations"),
                           floats(weight, given, inner, "weight"),
@@ -41,9 +41,10 @@ std::tuple<Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Tensor grad
                           inner,
                           centered,
                           static_cast<float*>(dx.mutable_data_ptr()),
-                          static_cast<float*>(sums.mutable_data_ptr())};
+                          static_cast<float*>(dw.mutable_data_ptr()),
+                          static_cast<float*>(db.mutable_data_ptr())};
   cpu::norm_backward(task, packed, s);
-  return {dx, sums};
+  return {dx, dw, db};
 }
 
 }  // namespace

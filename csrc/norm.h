@@ -15,7 +15,8 @@ struct NormBackward {
   int64_t inner;
   bool centered;
   float* dx;
-  float* sums;  // `inner` sums over rows of grad * xhat, and as many of grad
+  float* dw;  // sums over rows of grad * xhat
+  float* db;  // and of grad
 };
 
 namespace cpu {

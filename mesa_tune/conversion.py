@@ -1,14 +1,14 @@
 """`convert`, `revert` and `compress_saved`: a policy put to work on a model that stays as it is (Rule 8)."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage, nn
 
 from mesa_tune import routing
 from mesa_tune.catalog import Catalog, named_layers
@@ -23,6 +23,7 @@ from mesa_tune.recompute import Job, recomputed
 from mesa_tune.settings import MIN_ELEMENTS
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: the forward number runs through all 2⁶⁴ keys
+_CPU = torch.device("cpu")
 _entries = count()
 
 
@@ -42,9 +43,9 @@ class Conversion:
         self.policy = policy
         self.catalog = catalog
         self.min_elements = min_elements
-        self.keys = {"cpu": torch.tensor([_mixed(seed)], dtype=torch.int64)}
+        self.keys = {_CPU: torch.tensor([_mixed(seed)], dtype=torch.int64)}
         self.specs: dict[str, Spec | None] = {}
-        self.static: dict[int, StorageWeakRef] = {}
+        self.static: dict[int, weakref.ref[UntypedStorage]] = {}
         self.derives = any(dict(rule.keys).get("store") == "derive" for rule in policy.rules)
         self.producers: set[str] = set()
         self.memories: dict[str, Memories] = {}
@@ -70,7 +71,7 @@ class Conversion:
         forget_outputs()
         self.owed = 0
         self.root = root
-        self.static = {address: storage for address, storage in self.static.items() if not storage.expired()}
+        self.static = {address: storage for address, storage in self.static.items() if storage() is not None}
         self._never_encode(batch)
 
     def end(self) -> None:
@@ -102,16 +103,11 @@ class Conversion:
         if torch.compiler.is_compiling():
             constant: Spec | None = self._constant_spec(layer, tag, module, self.first)
             return constant
-        return self._known_spec(layer, tag, module)
+        return self.specs[layer] if layer in self.specs else self._resolve(layer, tag, module)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _constant_spec(self, layer: str, tag: str, module: str, first: bool) -> Spec | None:
-        return self._known_spec(layer, tag, module)
-
-    def _known_spec(self, layer: str, tag: str, module: str) -> Spec | None:
-        if layer in self.specs:
-            return self.specs[layer]
-        return self._resolve(layer, tag, module)
+        return self.specs[layer] if layer in self.specs else self._resolve(layer, tag, module)
 
     def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:
         if tag == "attention":
@@ -142,18 +138,15 @@ class Conversion:
         before = dict(self.specs)
         self._settle()
         self.specs.clear()
-        return any(
-            self._known_spec(name, self.catalog.tag(name), "") != spec for name, spec in before.items()
-        )
+        return any(self._resolve(name, self.catalog.tag(name), "") != spec for name, spec in before.items())
 
     def key(self, device: torch.device) -> Tensor:
         """The one-element int64 tensor that rounding noise depends on, on `device`."""
-        name = str(device)
-        if name in self.keys:
-            return self.keys[name]
-        made = self.keys["cpu"].to(device, non_blocking=True)
+        if device in self.keys:
+            return self.keys[device]
+        made = self.keys[_CPU].to(device, non_blocking=True)
         if not torch.compiler.is_compiling():
-            self.keys[name] = made
+            self.keys[device] = made
         return made
 
     def recompute_spec(self, module: str) -> Spec | None:
@@ -179,28 +172,24 @@ class Conversion:
 
     def is_static(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the storage of a parameter, a buffer or the batch."""
-        if self._is_known(tensor):
+        if tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        known = self.static.get(storage._cdata)
+        if known is not None and known() is storage:
             return True
         if tensor.requires_grad or self.root is None:
             return False
-        root, self.root = (
-            self.root,
-            None,
-        )  # parameters and buffers are looked up in the forwards that need them
+        # Parameters and buffers are looked up in the forwards that need them.
+        root, self.root = self.root, None
         self._never_encode(chain(root.parameters(), root.buffers()))
-        return self._is_known(tensor)
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        if tensor.layout is not torch.strided:
-            return False
-        known = self.static.get(tensor.untyped_storage()._cdata)
-        return known is not None and not known.expired()
+        return self.is_static(tensor)
 
     def _never_encode(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                self.static[storage._cdata] = StorageWeakRef(storage)
+                self.static[storage._cdata] = weakref.ref(storage)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "static": {}, "root": None}

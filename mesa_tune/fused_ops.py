@@ -19,7 +19,7 @@ _SCHEMAS = (
     f"dequantize_mul(Tensor data, Tensor ranges, Tensor factor, {_SIZES}) -> Tensor",
     "pack_at_most(Tensor x, float limit) -> Tensor",
     "gate(Tensor grad, Tensor data, float slope) -> Tensor",
-    f"norm_backward(Tensor data, Tensor ranges, {_NORM}, {_SIZES}) -> (Tensor dx, Tensor sums)",
+    f"norm_backward(Tensor data, Tensor ranges, {_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
 )
 
 
@@ -72,11 +72,11 @@ def norm_backward(
     bits: int,
     levels: int,
     group_size: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of a norm over rows of `weight.numel()` elements, whose x̂ was quantized; all float32.
 
-    Returns dx in the shape of `grad`, contiguous, and `[2, row]`: the sums over rows of grad · x̂ and of grad.
-    `rstd` has a number a row; `centered` norms subtract the mean.
+    Returns dx in the shape of `grad`, contiguous, and in the shape of `weight` the sums over rows of grad · x̂
+    and of grad. `rstd` has a number a row; `centered` norms subtract the mean.
     """
     sizes = (bits, levels, group_size, 0)
     x = torch.ops.mesa_tune.dequantize.default(data, ranges, grad.shape, grad.dtype, *sizes)
@@ -84,7 +84,7 @@ def norm_backward(
     scaled = rows * weight.view(-1)
     middle = scaled.mean(1, keepdim=True) if centered else 0.0
     dx = (scaled - middle - x * (scaled * x).mean(1, keepdim=True)) * rstd.view(-1, 1)
-    return dx.view(grad.shape), torch.stack([(rows * x).sum(0), rows.sum(0)])
+    return dx.view(grad.shape), (rows * x).sum(0).view(weight.shape), rows.sum(0).view(weight.shape)
 
 
 def _fake_quantize_map(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
@@ -106,8 +106,8 @@ def _fake_gate(grad: Tensor, data: Tensor, slope: float) -> Tensor:
 
 def _fake_norm_backward(
     data: Tensor, ranges: Tensor, grad: Tensor, rstd: Tensor, weight: Tensor, *arguments: object
-) -> tuple[Tensor, Tensor]:
-    return grad.new_empty(grad.shape), grad.new_empty(2, weight.numel())
+) -> tuple[Tensor, Tensor, Tensor]:
+    return grad.new_empty(grad.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
 
 
 _KERNELS: ops.Kernels = {

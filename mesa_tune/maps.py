@@ -17,7 +17,7 @@ from mesa_tune import ops
 KINDS = {"normalize": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 """Maps by name, and the numbers by which kernels know them."""
 
-_DEVICES = ("cpu", "cuda") if ops.native("cuda") else ("cpu",)  # which make them while encoding
+_ON_CUDA = ops.native("cuda")  # they are made while encoding there, too
 
 
 class Mapped(NamedTuple):
@@ -44,9 +44,10 @@ def kept(
     inner: int = 1,
 ) -> Tensor | Mapped:
     """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
-    statistics = [each for each in (mean, rstd) if each is not None]
-    dense = source.device.type in _DEVICES and source.is_contiguous() and source.numel() > 0
-    if not dense or True in [each.dtype != torch.float32 for each in (source, *statistics)]:
+    ready = (source.is_cpu or (_ON_CUDA and source.is_cuda)) and source.dtype == torch.float32
+    for each in (mean, rstd):
+        ready = ready and (each is None or each.dtype == torch.float32)
+    if not ready or not source.is_contiguous() or source.numel() == 0:
         return make()
     return Mapped(source, kind, make, mean, rstd, inner)
 

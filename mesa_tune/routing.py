@@ -74,9 +74,9 @@ class Frame:
         in the body of
         `compress_saved` sees the mode and the hooks of the forward).
         """
-        return torch.compiler.is_compiling() or (
-            _top_hooks() is self.hooks and torch._C._current_graph_task_id() == self.task
-        )
+        if torch.compiler.is_compiling():
+            return True
+        return self.hooks is _top_hooks() and torch._C._current_graph_task_id() == self.task
 
     def layer(self, route: Route) -> str:
         """The name of the layer whose call comes next."""
@@ -119,12 +119,13 @@ class _State(threading.local):
 state = _State()
 
 
+_top_saved_hooks = _autograd._top_saved_tensors_default_hooks
 _push_hooks = _autograd._push_saved_tensors_default_hooks
 _pop_hooks = _autograd._pop_saved_tensors_default_hooks
 
 
 def _top_hooks() -> Any:
-    top = _autograd._top_saved_tensors_default_hooks(True)
+    top = _top_saved_hooks(True)
     return None if top is None else top[0]  # type: ignore[redundant-expr]
 
 

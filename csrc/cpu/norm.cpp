@@ -119,18 +119,21 @@ MESA_TUNE_PATHS(rows_backward,
 }  // namespace
 
 void norm_backward(const NormBackward& task, const Packed& packed, const Settings& settings) {
-  const int64_t wide = 2 * task.inner;
-  std::fill_n(task.sums, wide, 0.0f);
+  std::fill_n(task.dw, task.inner, 0.0f);
+  std::fill_n(task.db, task.inner, 0.0f);
   if (task.rows * task.inner == 0) return;
   const int64_t each = rows_of_portion(task, settings), count = pieces(task.rows, each);
-  std::vector<float> sums(static_cast<size_t>(count * wide));
+  std::vector<float> sums(static_cast<size_t>(2 * count * task.inner));
   parallel(count, each * task.inner, [&](int64_t from, int64_t to) {
     std::vector<float> values(static_cast<size_t>(rows_at_once(task, settings) * task.inner) +
                               2 * kMostInGroup);
     rows_backward_paths[path()](task, packed, settings, sums.data(), values.data(), from, to);
   });
-  for (int64_t at = 0; at < count; ++at)
-    for (int64_t i = 0; i < wide; ++i) task.sums[i] += sums[static_cast<size_t>(at * wide + i)];
+  for (int64_t at = 0; at < count; ++at) {
+    const float *dw = sums.data() + 2 * at * task.inner, *db = dw + task.inner;
+    for (int64_t i = 0; i < task.inner; ++i) task.dw[i] += dw[i];
+    for (int64_t i = 0; i < task.inner; ++i) task.db[i] += db[i];
+  }
 }
 
 }  // namespace mesa_tune::cpu

@@ -78,15 +78,15 @@ def decode_times(parts: Sequence[Tensor], factor: Tensor, spec: Spec) -> Tensor 
 
 def decode_norm(
     parts: Sequence[Tensor], grad: Tensor, rstd: Tensor, weight: Tensor, centered: bool, spec: Spec
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """`fused_ops.norm_backward` of the x̂ that `parts` hold; None where that is not possible."""
     data, ranges = parts
     if spec.quant_groups or spec.group_size > LARGEST_GROUP or not grad.is_cpu:
         return None
-    if True in [each.dtype != torch.float32 for each in (ranges, grad, rstd, weight)]:
+    if not ranges.dtype == grad.dtype == rstd.dtype == weight.dtype == torch.float32:
         return None
-    arguments = (data, ranges, grad, rstd, weight, centered, spec.bits, spec.levels, spec.group_size)
-    found: tuple[Tensor, Tensor] = NORM_BACKWARD(*arguments)
+    sizes = (spec.bits, spec.levels, spec.group_size)
+    found: tuple[Tensor, Tensor, Tensor] = NORM_BACKWARD(data, ranges, grad, rstd, weight, centered, *sizes)
     return found
 
 

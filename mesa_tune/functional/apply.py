@@ -1,7 +1,6 @@
 """The one `autograd.Function` of ours: runs a formula, stores what it keeps, and decodes it in backward."""
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import Memory, Spec
 from mesa_tune.errors import RunError
-from mesa_tune.functional.deriving import Recipe, Source, restored, take
+from mesa_tune.functional.deriving import Recipe, Source, take
 from mesa_tune.functional.formula import Needs, Static
 from mesa_tune.functional.held import Held
 from mesa_tune.functional.keeping import Meta, encodes, keep
@@ -114,12 +113,12 @@ class _Watch:
 watch = _Watch()
 
 
-def _is_raw(tensor: Tensor, raw: Needs, own: Sequence[Tensor | None]) -> bool:
+def _is_raw(tensor: Tensor | Mapped, raw: Needs, own: Sequence[Tensor | None]) -> bool:
     """Whether `tensor` is never encoded: one of `own` that is `raw`, or a view of it (eager)."""
-    for flag, given in zip(raw, own, strict=True):
+    for place, given in enumerate(own):
         if tensor is given:
-            return flag
-    return True in [
+            return raw[place]
+    return not isinstance(tensor, Mapped) and True in [
         flag and given is not None and _same(tensor, given) for flag, given in zip(raw, own, strict=True)
     ]
 
@@ -140,38 +139,39 @@ class Apply(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
-        own, extra = tensors[: len(plan.needs)], tensors[len(plan.needs) :]
+        count = len(plan.needs)
+        own, extra = tensors[:count], tensors[count:]
         result = FORMULAS[plan.name].forward(plan.static, plan.needs, *own)
         if result.in_place:
             ctx.mark_dirty(own[0])
         found = _by_input(plan, extra) if extra else None
-        parts: list[list[Tensor]] = []
+        saved: list[Any] = list(result.exact)
+        lossy = [_settled(each, plan) if isinstance(each, Mapped) else each for each in result.lossy]
         kept: list[Meta | Recipe] = []
-        lossy: list[Tensor | Mapped] = []
-        never: list[bool] = []
-        for place, each in enumerate(result.lossy):
-            tensor = _settled(each, plan) if isinstance(each, Mapped) else each
-            raw = not isinstance(tensor, Mapped) and _is_raw(tensor, plan.raw, own)
+        for place, tensor in enumerate(lossy):
             source = None if found is None else next((found[i] for i in found if tensor is own[i]), None)
             if source is None:
+                raw = _is_raw(tensor, plan.raw, own)
                 remembered = None if memory is None else memory.setdefault(place, {})
-                stored, meta = keep(tensor, plan.spec, key, raw, plan.layer, remembered)
-                kept.append(meta)
+                parts, how = keep(tensor, plan.spec, key, raw, plan.layer, remembered)
+                saved += parts
+                kept.append(how)
             else:
-                stored = list(source.tensors)
+                saved += source.tensors
                 kept.append(source.recipe)
-            parts.append(stored)
-            lossy.append(tensor)
-            never.append(raw)
-        ctx.save_for_backward(*result.exact, *chain.from_iterable(parts))
+        ctx.save_for_backward(*saved)
         ctx.call = _Kept(plan, tuple(kept), len(result.exact), len(extra))
         if watch.observer is not None:
             known = [each for each in result.exact if each is not None]
-            watch.observer.kept(plan.layer, tuple(lossy), tuple(kept), tuple(parts), known)
-            ctx.seen = tuple(never), tuple([given is not None for given in own])
+            rest = saved[len(result.exact) :]
+            stored = tuple([take(rest, how.parts) for how in kept])
+            watch.observer.kept(plan.layer, tuple(lossy), tuple(kept), stored, known)
+            never = tuple([_is_raw(tensor, plan.raw, own) for tensor in lossy])
+            ctx.seen = never, tuple([given is not None for given in own])
         if plan.gives is None:
             return result.output
-        given = [part for stored, meta in zip(parts, kept, strict=True) if _is_fresh(meta) for part in stored]
+        rest = saved[len(result.exact) :]
+        given = [part for how in kept for part in take(rest, how.parts) if _is_fresh(how)]
         given += [
             each for place in plan.gives for each in result.exact[place : place + 1] if each is not None
         ]
@@ -182,25 +182,24 @@ class Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         call: _Kept = ctx.call
-        plan = call.plan
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RunError(
-                f"backward with create_graph=True reached {plan.layer!r}, which keeps a compressed copy.\n"
-                "Second derivatives of compressed layers are not defined; "
-                "give that layer `enable: False`, or mt.revert(model)."
-            )
-        if not torch.compiler.is_compiling():
+        plan, formula, traced = call.plan, FORMULAS[call.plan.name], torch.compiler.is_compiling()
+        if not traced:
+            if torch.is_grad_enabled():
+                raise _undefined(plan.layer)
             watch.backwards += 1
         if grads[0] is None:  # somebody's Function had no gradient for the output
             return (None,) * (3 + len(plan.needs) + call.extra)
         saved = ctx.saved_tensors
         exact, parts = saved[: call.exact], list(saved[call.exact :])
-        found = _piecewise(call, exact, parts, grads[0])
+        held = [Held(take(parts, kept.parts), kept, plan.spec) for kept in call.kept]  # type: ignore[arg-type]
+        found = None
+        if formula.piecewise is not None and not (traced or _watched() or _are_derived(call.kept)):
+            found = formula.piecewise(plan.static, plan.needs, held, exact, grads[0])
         if found is None:
-            lossy = [restored(kept, take(parts, kept.parts), plan.spec) for kept in call.kept]
+            lossy = [each.whole() for each in held]
             if watch.observer is not None:
                 watch.observer.backward(Replay(ctx, call, lossy, exact, grads[:1]))
-            found = FORMULAS[plan.name].backward(plan.static, plan.needs, lossy, exact, grads[0])
+            found = formula.backward(plan.static, plan.needs, lossy, exact, grads[0])
         return (None, None, None, *found, *(None,) * call.extra)
 
 
@@ -219,18 +218,16 @@ def _watched() -> bool:
     return watch.observer is not None and watch.observer.wants_tensors
 
 
-def _piecewise(
-    call: _Kept, exact: Sequence[Tensor], parts: list[Tensor], grad: Tensor
-) -> tuple[Tensor | None, ...] | None:
-    """The gradients without whole decoded copies; None where the formula cannot, or somebody watches."""
-    plan, formula = call.plan, FORMULAS[call.plan.name]
-    if formula.piecewise is None or torch.compiler.is_compiling() or _watched():
-        return None
-    if not all(isinstance(kept, Meta) for kept in call.kept):
-        return None
-    left = list(parts)
-    held = [Held(take(left, kept.parts), kept, plan.spec) for kept in call.kept]  # type: ignore[arg-type]
-    return formula.piecewise(plan.static, plan.needs, held, exact, grad)
+def _undefined(layer: str) -> RunError:
+    return RunError(
+        f"backward with create_graph=True reached {layer!r}, which keeps a compressed copy.\n"
+        "Second derivatives of compressed layers are not defined; "
+        "give that layer `enable: False`, or mt.revert(model)."
+    )
+
+
+def _are_derived(kept: Sequence[Meta | Recipe]) -> bool:
+    return True in [isinstance(each, Recipe) for each in kept]
 
 
 def _by_input(plan: Plan, extra: Sequence[Tensor | None]) -> dict[int, Source]:

@@ -237,4 +237,4 @@ class Call:
 
 
 def _odd(tensor: Tensor) -> bool:
-    return tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_nested
+    return tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_nested

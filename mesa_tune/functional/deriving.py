@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
 
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.formula import Needs, Static
@@ -105,7 +104,7 @@ def geometry(tensor: Tensor) -> Geometry:
 
 
 class _Known(NamedTuple):
-    storage: StorageWeakRef
+    storage: weakref.ref[UntypedStorage]
     version: int
     recipe: Recipe
     tensors: list[weakref.ref[Tensor]]
@@ -136,7 +135,7 @@ def remember(y: Tensor, source: Source, traced: Traced | None) -> None:
     if not torch.ops.aten.is_non_overlapping_and_dense(y):
         return
     storage, references = y.untyped_storage(), [weakref.ref(tensor) for tensor in source.tensors]
-    _outputs.known[storage._cdata] = _Known(StorageWeakRef(storage), y._version, source.recipe, references)
+    _outputs.known[storage._cdata] = _Known(weakref.ref(storage), y._version, source.recipe, references)
 
 
 def find(tensor: Tensor, traced: Traced | None) -> Source | None:
@@ -145,8 +144,9 @@ def find(tensor: Tensor, traced: Traced | None) -> Source | None:
         return _find_traced(tensor, traced or [])
     if tensor.layout is not torch.strided:
         return None
-    found = _outputs.known.get(tensor.untyped_storage()._cdata)
-    if found is None or found.storage.expired() or found.version != tensor._version:
+    storage = tensor.untyped_storage()
+    found = _outputs.known.get(storage._cdata)
+    if found is None or found.storage() is not storage or found.version != tensor._version:
         return None
     tensors = tuple(each for reference in found.tensors if (each := reference()) is not None)
     if len(tensors) < len(found.tensors):

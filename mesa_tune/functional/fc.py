@@ -101,7 +101,8 @@ BILINEAR = Formula(bilinear_forward, bilinear_backward, "each input whose partne
 
 def linear(call: "Call", input: Tensor, weight: Tensor, bias: Tensor | None = None, **unknown: Any) -> Any:
     """`F.linear`: input `(*, in)`, weight `(out, in)`, bias `(out,)`."""
-    if unknown or weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+    fits = weight.dim() == 2 and (bias is None or (bias.dim() == 1 and bias.size(0) == weight.size(0)))
+    if unknown or not fits:
         return call.refuse("linear has a formula only for a weight (out, in), a bias (out,) and no `out`")
     return call.apply("linear", (autocast_dtype(input),), input, weight, bias)
 

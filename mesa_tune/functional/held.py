@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from mesa_tune.codecs import CODECS, Spec
-from mesa_tune.functional.keeping import Meta, restore
+from mesa_tune.functional.deriving import restored
+from mesa_tune.functional.keeping import Meta
 
 LARGE, PIECES = 1 << 22, 4
 """An input of at least so many elements is decoded in so many pieces: it is never there as a whole."""
 
 
-def _piece(rows: int, width: int, step: int) -> int | None:
+def _piece(rows: int, step: int) -> int | None:
     """How many rows of a `LARGE` matrix are decoded at a time, a multiple of `step`; None: it stays whole."""
     each = -(-rows // (PIECES * step)) * step
-    return each if width * rows >= LARGE and each < rows else None
+    return each if each < rows else None
 
 
 class Total:
@@ -45,7 +46,7 @@ class Total:
 
 
 class Held(NamedTuple):
-    """A kept tensor that is still packed."""
+    """A kept tensor that is still packed; with a recipe in place of `meta`, only to be had as a `whole`."""
 
     parts: list[Tensor]
     meta: Meta
@@ -58,7 +59,7 @@ class Held(NamedTuple):
 
     def whole(self) -> Tensor:
         """The tensor, decoded."""
-        return restore(self.parts, self.meta, self.spec)
+        return restored(self.meta, self.parts, self.spec)
 
     def times(self, factor: Tensor) -> Tensor | None:
         """The tensor times `factor` of the same shape, in one pass; None where that is not possible."""
@@ -79,12 +80,9 @@ class Held(NamedTuple):
         decode = getattr(self.codec, "decode_norm", None)
         if decode is None or self.meta.shape != tuple(grad.shape) or not self._is_row_major():
             return None
+        found: tuple[Tensor, Tensor, Tensor] | None
         found = decode(self.parts, grad, rstd, weight, centered, self.spec)
-        if found is None:
-            return None
-        dx, sums = found
-        dw, db = sums.view(2, *weight.shape).unbind()
-        return dx, dw, db
+        return found
 
     def rows(self, dtype: torch.dtype, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
         """A `LARGE` tensor as a matrix whose rows are its last `axes` dimensions, some rows at a time, each
@@ -92,10 +90,10 @@ class Held(NamedTuple):
 
         None where that is not possible, or not in `dtype`. What is given out is overwritten by the next.
         """
-        width, rows = math.prod(self.meta.shape[-axes:]), math.prod(self.meta.shape[:-axes])
-        if not self._is_in_runs(dtype) or not self._is_row_major():
+        if not self._is_large() or not self._is_in_runs(dtype) or not self._is_row_major():
             return None
-        each = _piece(rows, width, self._groups_begin(width))
+        width, rows = math.prod(self.meta.shape[-axes:]), math.prod(self.meta.shape[:-axes])
+        each = _piece(rows, self._groups_begin(width))
         return None if each is None else self._rows(width, rows, each)
 
     def sample_step(self, dtype: torch.dtype) -> int | None:
@@ -138,11 +136,14 @@ class Held(NamedTuple):
 
         None where that is not possible, or not in `dtype`. What is given out is overwritten by the next.
         """
-        step = self.sample_step(dtype)
-        each = None if step is None else _piece(self.meta.shape[0], math.prod(self.meta.shape[1:]), step)
+        step = self.sample_step(dtype) if self._is_large() else None
+        each = None if step is None else _piece(self.meta.shape[0], step)
         if each is None:
             return None
         return ((slice(place * each, (place + 1) * each), x) for place, x in enumerate(self.samples(each)))
+
+    def _is_large(self) -> bool:
+        return math.prod(self.meta.shape) >= LARGE
 
     def _is_in_runs(self, dtype: torch.dtype) -> bool:
         """Whether a part of the memory can be decoded by itself."""

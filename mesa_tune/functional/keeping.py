@@ -8,11 +8,11 @@ only while both the storage and the packed parts are alive.
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
 
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Memory, Spec, refusal
@@ -40,8 +40,8 @@ class Way(NamedTuple):
 
     `numel` and `encoded` (bytes; None: too small, or no number of ours) are those of what is there: of an
     expanded tensor its part `one`. `refused`: why the codec cannot take it; `coded`: that it is encoded.
-    `scrap`: a storage of so many bytes is not held for it. `copy`: what of all that an equal copy depends on;
-    `meta` counts one part.
+    `scrap`: a storage of so many bytes is not held for it. `copy`: what of all that an equal copy depends on.
+    `meta` counts the parts that most codecs make; `traced`: for traced code.
     """
 
     numel: int
@@ -52,10 +52,14 @@ class Way(NamedTuple):
     one: tuple[slice, ...] | None
     copy: tuple[Any, ...]
     meta: Meta
+    traced: bool
 
 
 _KNOWN_WAYS = 1 << 12
 _ways: dict[Any, Way] = {}
+_numbers: dict[Spec, int] = {}
+"""A number for every spec, which is compared faster."""
+_next_number = count()
 
 
 def way_of(tensor: Tensor, spec: Spec) -> Way:
@@ -73,6 +77,7 @@ def way_of(tensor: Tensor, spec: Spec) -> Way:
 
 def _way(tensor: Tensor, spec: Spec) -> Way:
     expanded = one = None
+    traced = torch.compiler.is_compiling()
     if 0 in tensor.stride():
         expanded = tuple(tensor.shape)
         one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
@@ -83,15 +88,16 @@ def _way(tensor: Tensor, spec: Spec) -> Way:
     if floating and numel > spec.min_elements:
         encoded = CODECS[spec.codec].packed_bytes(tensor.shape, spec, tensor.element_size())
         refused = refusal(tensor, spec)
-    elif floating and numel > 0 and not torch.compiler.is_compiling():
+    elif floating and numel > 0 and not traced:
         scrap = whole * SCRAP
     coded = spec.levels > 0 and encoded is not None and encoded < whole and refused is None
     run = coded and _is_one_run(tensor, spec)
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    copy = ((numel, 1) if run else (shape, strides), tensor.dtype, spec.alone if coded else None)
+    alone = -1 if traced else _numbers.setdefault(spec.alone, next(_next_number))
+    copy = (numel if run else (shape, strides), tensor.dtype, alone if coded else -1)
     laid_out = strides if run and not tensor.is_contiguous() else None
-    meta = Meta(1, coded, shape, tensor.dtype, expanded, laid_out)
-    return Way(numel, encoded, refused, coded, scrap, one, copy, meta)
+    meta = Meta(2 if coded else 1, coded, shape, tensor.dtype, expanded, laid_out)
+    return Way(numel, encoded, refused, coded, scrap, one, copy, meta, traced)
 
 
 def _is_one_run(tensor: Tensor, spec: Spec) -> bool:
@@ -139,27 +145,31 @@ def keep(
     if isinstance(tensor, Mapped):
         return _keep_mapped(tensor, spec, key)
     if raw:
-        return [tensor], Meta(1, False, tuple(tensor.shape), tensor.dtype, None)
+        return [tensor], Meta(1, False, tensor.shape, tensor.dtype, None)
     way = way_of(tensor, spec)
     if way.one is not None:
         tensor = tensor[way.one]
     if way.coded:
         parts = _encode_once(tensor, spec, key, memory, way)
-        stored = way.meta
-        return parts, Meta(len(parts), True, stored.shape, stored.dtype, stored.expanded, stored.strides)
+        return parts, _counted(way.meta, len(parts))
     if way.refused is not None:
         is_encoded(tensor, spec, layer)  # which says why not
     if way.scrap is not None and is_scrap(tensor, spec):
-        return _once(tensor, way.copy, lambda: [tensor.clone()]), way.meta
+        return _once(tensor, way.copy, _cloned, tensor), way.meta
     return [tensor], way.meta
+
+
+def _counted(meta: Meta, parts: int) -> Meta:
+    """`meta` with that many parts."""
+    return meta if meta.parts == parts else Meta(parts, *meta[1:])
 
 
 def _encode_once(tensor: Tensor, spec: Spec, key: Tensor, memory: Memory | None, way: Way) -> list[Tensor]:
     encode = CODECS[spec.codec].encode
-    if torch.compiler.is_compiling():  # equal functional ops are merged by the compiler
+    if way.traced:  # equal functional ops are merged by the compiler
         return encode(tensor, spec, key)
     given = tensor if way.meta.strides is None else tensor.as_strided((way.numel,), (1,))
-    return _once(tensor, way.copy, lambda: encode(given, spec, key, memory))
+    return _once(tensor, way.copy, encode, given, spec, key, memory)
 
 
 def encodes(mapped: Mapped, spec: Spec, layer: str) -> bool:
@@ -170,26 +180,34 @@ def encodes(mapped: Mapped, spec: Spec, layer: str) -> bool:
 
 def _keep_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> tuple[list[Tensor], Meta]:
     parts: list[Tensor] = CODECS[spec.codec].encode_mapped(mapped, spec, key)  # type: ignore[attr-defined]
-    return parts, Meta(len(parts), True, tuple(mapped.source.shape), mapped.source.dtype, None)
+    return parts, Meta(len(parts), True, mapped.source.shape, mapped.source.dtype, None)
 
 
 def pack_once(mask: Tensor) -> Tensor:
     """The bits of `mask`, packed once however many layers keep them."""
     if torch.compiler.is_compiling():
         return ops.pack_bits(mask)
-    return _once(mask, (mask.shape, mask.stride()), lambda: [ops.pack_bits(mask)])[0]
+    return _once(mask, (mask.shape, mask.stride()), _packed, mask)[0]
+
+
+def _packed(mask: Tensor) -> list[Tensor]:
+    return [ops.pack_bits(mask)]
+
+
+def _cloned(tensor: Tensor) -> list[Tensor]:
+    return [tensor.clone()]
 
 
 class _Copies(threading.local):
     def __init__(self) -> None:
-        self.known: dict[Any, tuple[StorageWeakRef, list[weakref.ref[Tensor]]]] = {}
+        self.known: dict[Any, tuple[weakref.ref[UntypedStorage], list[weakref.ref[Tensor]]]] = {}
         self.limit = _FIRST_LIMIT
 
     def purge(self) -> None:
         """Drops copies of dead tensors, now and then: layers that stand alone never begin an outermost
         forward.
         """
-        self.known = {place: copy for place, copy in self.known.items() if not copy[0].expired()}
+        self.known = {place: copy for place, copy in self.known.items() if copy[0]() is not None}
         self.limit = max(_FIRST_LIMIT, 2 * len(self.known))
 
 
@@ -202,19 +220,19 @@ def forget_copies() -> None:
     _copies.known.clear()
 
 
-def _once(tensor: Tensor, what: Any, make: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """What `make` makes of `tensor`, or made of it before; `what` says what that depends on."""
+def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *given: Any) -> list[Tensor]:
+    """What `make(*given)` makes of `tensor`, or made of it before; `what` says what that depends on."""
     copies, storage = _copies, tensor.untyped_storage()
     place = (storage._cdata, tensor._version, tensor.storage_offset(), what)
     found = copies.known.get(place)
-    if found is not None and not found[0].expired():
+    if found is not None and found[0]() is storage:
         parts = [reference() for reference in found[1]]
         if not [part for part in parts if part is None]:  # `None in parts` would ask the tensors
             return parts  # type: ignore[return-value]
-    fresh = make()
+    fresh = make(*given)
     if len(copies.known) >= copies.limit:
         copies.purge()
-    copies.known[place] = (StorageWeakRef(storage), [weakref.ref(part) for part in fresh])
+    copies.known[place] = (weakref.ref(storage), [weakref.ref(part) for part in fresh])
     return fresh
 
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
 
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _WORTH = 2
@@ -23,7 +22,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class _Sum(NamedTuple):
-    storage: StorageWeakRef
+    storage: weakref.ref[UntypedStorage]
     version: int
     place: tuple[Any, ...]
     parts: list[weakref.ref[Tensor]]
@@ -31,7 +30,7 @@ class _Sum(NamedTuple):
 
     def is_known(self, total: Tensor) -> bool:
         """Whether `total` is that sum, unchanged."""
-        same = not self.storage.expired() and self.storage.cdata == total.untyped_storage()._cdata
+        same = self.storage() is total.untyped_storage()
         return same and self.version == total._version and self.place == _place(total)
 
     def found(self) -> Pair | None:
@@ -66,7 +65,7 @@ def note(output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         return
     references = [weakref.ref(each) for each in args]
     versions = [each._version for each in args]
-    storage = StorageWeakRef(output.untyped_storage())
+    storage = weakref.ref(output.untyped_storage())
     _sums.known.append(_Sum(storage, output._version, _place(output), references, versions))
 
 
