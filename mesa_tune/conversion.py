@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Conversion:
         self.memories: dict[str, Memories] = {}
         self.root: nn.Module | None = None
         self.first = True
+        self.changed = False  # settings that traced code holds: it is compiled again
         self.ended = False
         self.unseen = False
         self.waits = False
@@ -65,8 +67,7 @@ class Conversion:
             return
         if self.first and self.ended and not (self.waits and self.backwards == watch.backwards):
             self.first = False
-            self._settle()
-            self.specs.clear()
+            self.changed = self._settling_changes()
         forget_copies()
         forget_outputs()
         self.owed = 0
@@ -78,7 +79,7 @@ class Conversion:
         """An outermost forward has ended: every layer that ran with gradients is known."""
         if torch.compiler.is_compiling():
             if self.first and self._settling_changes():
-                self.first = False  # what is traced now is compiled again
+                self.first, self.changed = False, True
             return
         self.root = None
         self.ended = True
@@ -101,12 +102,12 @@ class Conversion:
     def spec(self, layer: str, tag: str, module: str) -> Spec | None:
         """How `layer` stores what it keeps; None: as PyTorch does."""
         if torch.compiler.is_compiling():
-            constant: Spec | None = self._constant_spec(layer, tag, module, self.first)
+            constant: Spec | None = self._constant_spec(layer, tag, module, self.changed)
             return constant
         return self.specs[layer] if layer in self.specs else self._resolve(layer, tag, module)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _constant_spec(self, layer: str, tag: str, module: str, first: bool) -> Spec | None:
+    def _constant_spec(self, layer: str, tag: str, module: str, changed: bool) -> Spec | None:
         return self.specs[layer] if layer in self.specs else self._resolve(layer, tag, module)
 
     def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:
@@ -196,7 +197,19 @@ class Conversion:
 
 
 class ConvertedForward:
-    """A module's forward inside a conversion. Holds the module, so that a deepcopy holds the copy."""
+    """A module's forward inside a conversion. Holds the module, so that a deepcopy holds the copy.
+
+    Each has a `__call__` with a code object of its own. torch.compile keeps what it made of a function with
+    the code, and makes only so much for one: blocks that are compiled one by one would use it up together.
+    """
+
+    def __new__(cls, *arguments: Any) -> "ConvertedForward":
+        called = cls.__call__
+        own = FunctionType(called.__code__.replace(), called.__globals__, called.__name__)
+        return object.__new__(type(cls.__name__, (cls,), {"__call__": own}))
+
+    def __reduce__(self) -> Any:
+        return _blank, (), self.__dict__
 
     def __init__(self, module: nn.Module, name: str, conversion: Conversion) -> None:
         self.module = module
@@ -235,6 +248,10 @@ class ConvertedForward:
     def __signature__(self) -> inspect.Signature:
         original = self.before or type(self.module).forward.__get__(self.module)
         return inspect.signature(original)
+
+
+def _blank() -> ConvertedForward:
+    return ConvertedForward.__new__(ConvertedForward)
 
 
 def convert(

@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _compiled_code_is_forgotten() -> Iterator[None]:
-    """All converted models share a count of recompilations, which is limited."""
+    """Cases of one test are recompilations of one function, which are limited."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

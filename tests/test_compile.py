@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import mesa_tune as mt
 from mesa_tune.policy import Policy
@@ -73,6 +75,73 @@ def test_one_graph_that_trains_and_keeps_packed_tensors_only() -> None:
     found = _saved_when_traced(model, run)
     assert 0.5 * eager < found <= 1.1 * eager, f"compiled keeps {found} bytes, eager {eager}"
     assert found < 0.3 * plain_bytes
+
+
+class Tower(nn.Module):
+    """More alike blocks than torch.compile makes graphs of one function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        each = (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.blocks = nn.ModuleList(nn.Sequential(*copy.deepcopy(each)) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_blocks_compiled_one_by_one_make_one_graph_each() -> None:
+    plain = Tower()
+    model = _convert(plain)
+    eager = _grads(model, model)
+    model = _convert(plain)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(fullgraph=True, backend=counter)
+    assert torch.equal(model(X), plain(X))
+    for name, grad in _grads(model, model).items():
+        assert relative_error({name: grad}, {name: eager[name]}) < 0.3, name
+    assert counter.frame_count == len(plain.blocks), "the settings of no layer changed"
+    assert _saved_when_traced(model, model) < 0.3 * saved_bytes(plain, X)
+
+
+def test_conversions_do_not_share_what_is_compiled() -> None:
+    limit = torch._dynamo.config.recompile_limit
+    for _ in range(limit + 1):
+        model = _convert(nn.Sequential(nn.Linear(16, 16), nn.GELU()))
+        run = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(run(X), model(X))
+
+
+class Twice(nn.Module):
+    """A function that takes the same tensor in several places, between two layers."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.before, self.after, self.function = nn.Linear(16, 16), nn.Linear(16, 16), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.after(self.function(self.before(x)))
+        return y
+
+
+SAME = {
+    "mul": lambda x: x * x,
+    "where": lambda x: torch.where(x > 0, x, x),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "einsum": lambda x: torch.einsum("bij,bij->bij", x, x),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_one_tensor_in_several_places(name: str) -> None:
+    plain = Twice(SAME[name])
+    model = _convert(plain, level=256)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(X), plain(X))
+    assert 0 < relative_error(_grads(model, run), _grads(plain, plain)) < 1e-3
+    assert _saved_when_traced(model, run) <= 1.1 * saved_bytes(model, X), "stored once"
 
 
 def test_it_learns() -> None:

@@ -65,7 +65,8 @@ class Plan(NamedTuple):
 
     `needs` and `raw` (never encoded) go by the formula's tensors, as do `recipes`: how to make a tensor again
     in place of storing it. `gives`: the exact tensors that are handed out together with the encoded parts,
-    for others to make the output again; None if nobody wants it.
+    for others to make the output again; None if nobody wants it. `places`: which of the tensors given is each
+    of them, where one is given for several (traced code gives each but once).
     """
 
     layer: str
@@ -76,6 +77,7 @@ class Plan(NamedTuple):
     spec: Spec
     recipes: tuple[Recipe | None, ...]
     gives: tuple[int, ...] | None
+    places: tuple[int, ...] | None = None
 
 
 class Replay:
@@ -140,6 +142,8 @@ class Apply(torch.autograd.Function):
         ctx: Any, plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
         count = len(plan.needs)
+        if plan.places is not None:
+            tensors = tuple([tensors[place] for place in plan.places])
         own, extra = tensors[:count], tensors[count:]
         result = FORMULAS[plan.name].forward(plan.static, plan.needs, *own)
         if result.in_place:
@@ -188,7 +192,7 @@ class Apply(torch.autograd.Function):
                 raise _undefined(plan.layer)
             watch.backwards += 1
         if grads[0] is None:  # somebody's Function had no gradient for the output
-            return (None,) * (3 + len(plan.needs) + call.extra)
+            return (None,) * (3 + _count(plan, call.extra))
         saved = ctx.saved_tensors
         exact, parts = saved[: call.exact], list(saved[call.exact :])
         held = [Held(take(parts, kept.parts), kept, plan.spec) for kept in call.kept]  # type: ignore[arg-type]
@@ -200,17 +204,49 @@ class Apply(torch.autograd.Function):
             if watch.observer is not None:
                 watch.observer.backward(Replay(ctx, call, lossy, exact, grads[:1]))
             found = formula.backward(plan.static, plan.needs, lossy, exact, grads[0])
-        return (None, None, None, *found, *(None,) * call.extra)
+        given = (*found, *(None,) * call.extra)
+        return (None, None, None, *(given if plan.places is None else _summed(given, plan.places)))
 
 
 _apply: Any = super(torch.autograd.Function, Apply).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def applied(*args: Any) -> Any:
+def applied(plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor | None) -> Any:
     """`Apply.apply`; eager code without transforms of `torch.func` does without what looks for them."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return Apply.apply(*args)  # type: ignore[no-untyped-call]
-    return _apply(*args)
+    if torch.compiler.is_compiling():
+        distinct, places = _distinct(tensors)
+        if len(distinct) < len(tensors):
+            plan, tensors = Plan(*plan[:-1], tuple(places)), tuple(distinct)
+    elif not torch._C._are_functorch_transforms_active():
+        return _apply(plan, key, memory, *tensors)
+    return Apply.apply(plan, key, memory, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
+    """Each tensor once, and the place of each there."""
+    found: list[Tensor | None] = []
+    places = []
+    for tensor in tensors:
+        known = [place for place, each in enumerate(found) if each is tensor and tensor is not None]
+        places.append(known[0] if known else len(found))
+        if not known:
+            found.append(tensor)
+    return found, places
+
+
+def _count(plan: Plan, extra: int) -> int:
+    """How many tensors were given."""
+    return len(plan.needs) + extra if plan.places is None else max(plan.places) + 1
+
+
+def _summed(grads: Sequence[Tensor | None], places: tuple[int, ...]) -> list[Tensor | None]:
+    """For each tensor given, the sum of the gradients for all that it was given for."""
+    sums: list[Tensor | None] = [None] * (max(places) + 1)
+    for grad, place in zip(grads, places, strict=True):
+        if grad is not None:
+            known = sums[place]
+            sums[place] = grad if known is None else known + grad
+    return sums
 
 
 def _watched() -> bool:
