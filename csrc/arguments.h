@@ -6,7 +6,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
+#include <vector>
 
 #include "quantize.h"
 
@@ -45,6 +47,33 @@ inline void check_settings(const Settings& s, const torch::stable::Tensor& x) {
   const int64_t dims = x.dim();
   const int64_t extent = dims == 0 ? 1 : x.size(dims == 4 || dims == 5 ? 1 : dims - 1);
   STD_TORCH_CHECK(extent % s.quant_groups == 0, "quant_groups ", s.quant_groups, " does not divide ", extent);
+}
+
+// New contiguous memory where `like` lies: straight from PyTorch, without the boxes of a call by name.
+inline torch::stable::Tensor fresh(const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
+                                   torch::headeronly::ScalarType type) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  int32_t device = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), dtype, device, like.get_device_index(),
+                                                  &made));
+  return torch::stable::Tensor(made);
+}
+
+// The same in the shape and dtype of `like`.
+inline torch::stable::Tensor fresh_like(const torch::stable::Tensor& like) {
+  std::vector<int64_t> sizes(static_cast<size_t>(like.dim()));
+  for (size_t i = 0; i < sizes.size(); ++i) sizes[i] = like.size(static_cast<int64_t>(i));
+  return fresh(like, sizes, like.scalar_type());
+}
+
+// `x`, or a contiguous copy.
+inline torch::stable::Tensor to_contiguous(const torch::stable::Tensor& x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
 inline bool together(const torch::stable::Tensor& a, const torch::stable::Tensor& b) {

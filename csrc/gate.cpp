@@ -13,24 +13,24 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 Tensor pack_at_most(Tensor x, double limit) {
-  const Tensor flat = torch::stable::contiguous(x);
+  const Tensor flat = to_contiguous(x);
   check_on_cpu(flat);
   const int64_t numel = flat.numel();
   const auto* values =
       static_cast<const float*>(dense(flat, flat, ScalarType::Float, numel, "float32 tensor"));
-  Tensor data = torch::stable::new_empty(flat, std::vector<int64_t>{plane_bytes(numel)}, ScalarType::Byte);
+  Tensor data = fresh(flat, {plane_bytes(numel)}, ScalarType::Byte);
   cpu::pack_at_most(values, numel, static_cast<float>(limit), static_cast<uint8_t*>(data.mutable_data_ptr()));
   return data;
 }
 
 Tensor gate(Tensor grad, Tensor data, double slope) {
-  const Tensor flat = torch::stable::contiguous(grad);
+  const Tensor flat = to_contiguous(grad);
   check_on_cpu(flat);
   const int64_t numel = flat.numel();
   const auto* values =
       static_cast<const float*>(dense(flat, flat, ScalarType::Float, numel, "float32 gradient"));
   const void* bits = dense(data, flat, ScalarType::Byte, plane_bytes(numel), "bits");
-  Tensor out = torch::stable::empty_like(flat);
+  Tensor out = fresh_like(flat);
   cpu::gate(values, static_cast<const uint8_t*>(bits), numel, static_cast<float>(slope),
             static_cast<float*>(out.mutable_data_ptr()));
   return out;

@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Ten
                                                  Tensor weight, bool centered, int64_t bits, int64_t levels,
                                                  int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
-  const Tensor given = torch::stable::contiguous(grad);
+  const Tensor given = to_contiguous(grad);
   const int64_t numel = given.numel(), rows = rstd.numel(), inner = weight.numel();
   check_on_cpu(given);
   check_settings(s, given);
@@ -32,8 +32,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Ten
   const Packed packed{static_cast<uint8_t*>(const_cast<void*>(
                           dense(data, given, ScalarType::Byte, parts.bytes(s.bits), "data"))),
                       const_cast<float*>(floats(ranges, given, 2 * parts.groups(), "ranges"))};
-  Tensor dx = torch::stable::empty_like(given);
-  Tensor dw = torch::stable::empty_like(weight), db = torch::stable::empty_like(weight);
+  Tensor dx = fresh_like(given);
+  Tensor dw = fresh_like(weight), db = fresh_like(weight);
   const NormBackward task{floats(given, given, numel, "float32 gradient"),
                           floats(rstd, given, rows, "reciprocal deviations"),
                           floats(weight, given, inner, "weight"),

@@ -32,17 +32,17 @@ std::vector<Windows> parse(const std::vector<int64_t>& numbers, const Tensor& li
 
 Tensor pack_windows(Tensor indices, std::vector<int64_t> windows) {
   const std::vector<Windows> parsed = parse(windows, indices);
-  const Tensor flat = torch::stable::contiguous(indices);
+  const Tensor flat = to_contiguous(indices);
   const auto* from =
       static_cast<const int64_t*>(dense(flat, flat, ScalarType::Long, indices.numel(), "indices"));
   const std::vector<int64_t> size{offset_bits(parsed) * plane_bytes(indices.numel())};
-  Tensor data = torch::stable::new_empty(flat, size, ScalarType::Byte);
+  Tensor data = fresh(flat, size, ScalarType::Byte);
   cpu::pack_windows(from, indices.numel(), parsed, static_cast<uint8_t*>(data.mutable_data_ptr()));
   return data;
 }
 
 Tensor unpack_windows(Tensor data, std::vector<int64_t> windows, std::vector<int64_t> shape) {
-  Tensor indices = torch::stable::new_empty(data, shape, ScalarType::Long);
+  Tensor indices = fresh(data, shape, ScalarType::Long);
   const std::vector<Windows> parsed = parse(windows, indices);
   const int64_t size = offset_bits(parsed) * plane_bytes(indices.numel());
   const auto* from = static_cast<const uint8_t*>(dense(data, indices, ScalarType::Byte, size, "data"));

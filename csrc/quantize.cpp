@@ -42,8 +42,8 @@ void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, con
 // Memory for what `x` is encoded to.
 std::tuple<Tensor, Tensor> new_parts(const Tensor& x, const Settings& s) {
   const Split parts = split(x.numel(), s);
-  return {torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(s.bits)}, ScalarType::Byte),
-          torch::stable::new_empty(x, std::vector<int64_t>{parts.groups(), 2}, ScalarType::Float)};
+  return {fresh(x, {parts.bytes(s.bits)}, ScalarType::Byte),
+          fresh(x, {parts.groups(), 2}, ScalarType::Float)};
 }
 
 Packed packed_in(const Tensor& data, const Tensor& ranges) {
@@ -128,7 +128,7 @@ void quantize_out(Tensor x, int64_t bits, int64_t levels, int64_t group_size, in
 Tensor dequantize(Tensor data, Tensor ranges, std::vector<int64_t> shape, ScalarType dtype, int64_t bits,
                   int64_t levels, int64_t group_size, int64_t quant_groups) {
   const Settings s{bits, levels, group_size, quant_groups};
-  Tensor out = torch::stable::new_empty(ranges, shape, dtype);
+  Tensor out = fresh(ranges, shape, dtype);
   check_settings(s, out);
   decode(data, ranges, s, out);
   return out;
@@ -147,8 +147,8 @@ void dequantize_out(Tensor data, Tensor ranges, int64_t bits, int64_t levels, in
 Tensor dequantize_mul(Tensor data, Tensor ranges, Tensor factor, int64_t bits, int64_t levels,
                       int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
-  const Tensor times = torch::stable::contiguous(factor);
-  Tensor out = torch::stable::empty_like(times);
+  const Tensor times = to_contiguous(factor);
+  Tensor out = fresh_like(times);
   check_settings(s, out);
   const auto* numbers =
       static_cast<const float*>(dense(times, out, ScalarType::Float, out.numel(), "float32 factor"));
@@ -162,9 +162,9 @@ Tensor dequantize_mul(Tensor data, Tensor ranges, Tensor factor, int64_t bits, i
 
 Tensor pack_bits(Tensor mask) {
   STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "expected a bool tensor");
-  const Tensor dense = torch::stable::contiguous(mask);
+  const Tensor dense = to_contiguous(mask);
   const int64_t bytes = plane_bytes(dense.numel());
-  Tensor data = torch::stable::new_empty(dense, std::vector<int64_t>{bytes}, ScalarType::Byte);
+  Tensor data = fresh(dense, {bytes}, ScalarType::Byte);
   const auto* from = static_cast<const uint8_t*>(dense.const_data_ptr());
   auto* to = static_cast<uint8_t*>(data.mutable_data_ptr());
   dispatch(
@@ -174,7 +174,7 @@ Tensor pack_bits(Tensor mask) {
 }
 
 Tensor unpack_bits(Tensor data, std::vector<int64_t> shape) {
-  Tensor mask = torch::stable::new_empty(data, shape, ScalarType::Bool);
+  Tensor mask = fresh(data, shape, ScalarType::Bool);
   STD_TORCH_CHECK(data.scalar_type() == ScalarType::Byte && data.is_contiguous() &&
                       data.numel() == plane_bytes(mask.numel()),
                   "expected contiguous data of ", plane_bytes(mask.numel()), " bytes (uint8), but got ",

@@ -16,7 +16,7 @@ Tensor extents(Tensor x, int64_t group_size, int64_t quant_groups) {
   check_on_cpu(x);
   check_settings(s, x);
   const int64_t groups = split(x.numel(), s).groups();
-  Tensor found = torch::stable::new_empty(x, std::vector<int64_t>{groups, 2}, ScalarType::Float);
+  Tensor found = fresh(x, {groups, 2}, ScalarType::Float);
   cpu::extents(strided(x, s), s, static_cast<float*>(found.mutable_data_ptr()));
   return found;
 }
@@ -29,7 +29,7 @@ Tensor quantize_within(Tensor x, Tensor ranges, int64_t bits, int64_t levels, in
   const Split parts = split(x.numel(), s);
   const auto* given =
       static_cast<const float*>(dense(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges"));
-  Tensor data = torch::stable::new_empty(x, std::vector<int64_t>{parts.bytes(bits)}, ScalarType::Byte);
+  Tensor data = fresh(x, {parts.bytes(bits)}, ScalarType::Byte);
   const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()), const_cast<float*>(given)};
   cpu::quantize_within(strided(x, s), s, read_noise(x, stochastic, seed), packed);
   return data;

@@ -23,10 +23,10 @@ std::tuple<Tensor, Tensor> sparsify(Tensor x, int64_t count) {
   check_on_cpu(x);
   STD_TORCH_CHECK(count >= 0 && count <= x.numel(), "expected 0 to ", x.numel(), " survivors, but got ",
                   count);
-  const Tensor flat = torch::stable::contiguous(x);
+  const Tensor flat = to_contiguous(x);
   const std::vector<int64_t> bytes{plane_bytes(x.numel())};
-  Tensor bitmap = torch::stable::new_empty(flat, bytes, ScalarType::Byte);
-  Tensor survivors = torch::stable::new_empty(flat, std::vector<int64_t>{count});
+  Tensor bitmap = fresh(flat, bytes, ScalarType::Byte);
+  Tensor survivors = fresh(flat, {count}, flat.scalar_type());
   cpu::sparsify(flat.const_data_ptr(), width_of(x), x.numel(), count,
                 static_cast<uint8_t*>(bitmap.mutable_data_ptr()), survivors.mutable_data_ptr());
   return {bitmap, survivors};
@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor> sparsify(Tensor x, int64_t count) {
 
 Tensor densify(Tensor bitmap, Tensor survivors, std::vector<int64_t> shape) {
   check_on_cpu(survivors);
-  Tensor out = torch::stable::new_empty(survivors, shape);
+  Tensor out = fresh(survivors, shape, survivors.scalar_type());
   const auto* bits =
       static_cast<const uint8_t*>(dense(bitmap, out, ScalarType::Byte, plane_bytes(out.numel()), "bitmap"));
   const void* values = dense(survivors, out, survivors.scalar_type(), survivors.numel(), "survivors");

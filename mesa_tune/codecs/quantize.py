@@ -61,10 +61,15 @@ def encode_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> list[Tensor]:
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
     """The tensor whose packed levels and ranges `parts` hold."""
     data, ranges = parts[0], _between(parts[1], spec.levels)
-    result: Tensor = _DEQUANTIZE(
-        data, ranges, shape, dtype, spec.bits, spec.levels, spec.group_size, spec.quant_groups
-    )
-    return result
+    sizes = (spec.bits, spec.levels, spec.group_size, spec.quant_groups)
+    if torch.compiler.is_compiling():
+        result: Tensor = _DEQUANTIZE(data, ranges, shape, dtype, *sizes)
+        return result
+    out = data.new_empty(
+        shape, dtype=dtype
+    )  # handing a list of sizes to an op of ours takes longer than this
+    _DEQUANTIZE_OUT(data, ranges, *sizes, out)
+    return out
 
 
 def decode_times(parts: Sequence[Tensor], factor: Tensor, spec: Spec) -> Tensor | None:
