@@ -37,6 +37,7 @@ def layer_norm_forward(
     shape, eps, dtype = static
     given, weight, bias = _in(dtype, x), _in(dtype, weight), _in(dtype, bias)
     assert given is not None
+    given = given.contiguous()  # which PyTorch would do as well
     y, mean, rstd = torch.native_layer_norm(given, shape, weight, bias, eps)
     if not (needs[0] or needs[1]):
         return Result(y)
