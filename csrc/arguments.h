@@ -66,9 +66,7 @@ inline torch::stable::Tensor fresh(const torch::stable::Tensor& like, const std:
 
 // The same in the shape and dtype of `like`.
 inline torch::stable::Tensor fresh_like(const torch::stable::Tensor& like) {
-  std::vector<int64_t> sizes(static_cast<size_t>(like.dim()));
-  for (size_t i = 0; i < sizes.size(); ++i) sizes[i] = like.size(static_cast<int64_t>(i));
-  return fresh(like, sizes, like.scalar_type());
+  return fresh(like, like.sizes().vec(), like.scalar_type());
 }
 
 // `x`, or a contiguous copy.

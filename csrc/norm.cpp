@@ -2,7 +2,6 @@
 
 #include "norm.h"
 
-#include <optional>
 #include <tuple>
 
 #include "arguments.h"

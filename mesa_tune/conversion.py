@@ -104,10 +104,13 @@ class Conversion:
         if torch.compiler.is_compiling():
             constant: Spec | None = self._constant_spec(layer, tag, module, self.changed)
             return constant
-        return self.specs[layer] if layer in self.specs else self._resolve(layer, tag, module)
+        return self._known_spec(layer, tag, module)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _constant_spec(self, layer: str, tag: str, module: str, changed: bool) -> Spec | None:
+        return self._known_spec(layer, tag, module)
+
+    def _known_spec(self, layer: str, tag: str, module: str) -> Spec | None:
         return self.specs[layer] if layer in self.specs else self._resolve(layer, tag, module)
 
     def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:

@@ -251,9 +251,9 @@ def gradients(
 ) -> tuple[list[Tensor], int]:
     """Of the weights and the input, and how many tensors were decoded in pieces."""
     used: list[int] = []
-    whole_run = Held._rows
+    whole_run = Held._decoded
 
-    def counted(self: Held, *sizes: int) -> Iterator[tuple[int, Tensor]]:
+    def counted(self: Held, *sizes: Any) -> Iterator[tuple[int, Tensor]]:
         used.append(1)
         return whole_run(self, *sizes)
 
@@ -261,7 +261,7 @@ def gradients(
     model, x = nn.Sequential(layer), torch.randn(shape, requires_grad=True)
     mt.convert(model, mt.Policy.uniform(level), seed=0, min_elements=0)
     with monkeypatch.context() as patch:
-        patch.setattr(Held, "_rows", counted)
+        patch.setattr(Held, "_decoded", counted)
         patch.setattr(held, "LARGE", large)
         patch.setattr(quantize, "LARGEST_GROUP", 0)  # norms over rows need no pieces
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -65,9 +65,8 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
     if torch.compiler.is_compiling():
         result: Tensor = _DEQUANTIZE(data, ranges, shape, dtype, *sizes)
         return result
-    out = data.new_empty(
-        shape, dtype=dtype
-    )  # handing a list of sizes to an op of ours takes longer than this
+    # Handing a list of sizes to an op of ours takes longer than this.
+    out = data.new_empty(shape, dtype=dtype)
     _DEQUANTIZE_OUT(data, ranges, *sizes, out)
     return out
 

@@ -192,7 +192,7 @@ class Apply(torch.autograd.Function):
                 raise _undefined(plan.layer)
             watch.backwards += 1
         if grads[0] is None:  # somebody's Function had no gradient for the output
-            return (None,) * (3 + _count(plan, call.extra))
+            return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
         exact, parts = saved[: call.exact], list(saved[call.exact :])
         held = [Held(take(parts, kept.parts), kept, plan.spec) for kept in call.kept]  # type: ignore[arg-type]
@@ -232,11 +232,6 @@ def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], li
         if not known:
             found.append(tensor)
     return found, places
-
-
-def _count(plan: Plan, extra: int) -> int:
-    """How many tensors were given."""
-    return len(plan.needs) + extra if plan.places is None else max(plan.places) + 1
 
 
 def _summed(grads: Sequence[Tensor | None], places: tuple[int, ...]) -> list[Tensor | None]:

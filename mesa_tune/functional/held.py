@@ -5,7 +5,7 @@ peaks. What is decoded some rows or samples at a time lies in one small buffer i
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +94,7 @@ class Held(NamedTuple):
             return None
         width, rows = math.prod(self.meta.shape[-axes:]), math.prod(self.meta.shape[:-axes])
         each = _piece(rows, self._groups_begin(width))
-        return None if each is None else self._rows(width, rows, each)
+        return None if each is None else self._decoded((rows, width), each)
 
     def sample_step(self, dtype: torch.dtype) -> int | None:
         """Each so many samples (along its first dimension) can be decoded by themselves; None: only all."""
@@ -113,23 +113,15 @@ class Held(NamedTuple):
         What is given out is overwritten by the next.
         """
         shape, strides = self.meta.shape, self.meta.strides
-        for _, run in self._rows(math.prod(shape[1:]), shape[0], each):
+        for _, run in self._decoded((shape[0], math.prod(shape[1:])), each):
             part = (run.shape[0], *shape[1:])
             yield run.view(part) if strides is None else run.as_strided(part, strides)
 
     def contiguous_samples(self, each: int) -> Iterator[Tensor]:
         """The same, contiguous: what was encoded in another order is decoded to where it belongs."""
-        if self.meta.strides is None:
-            yield from self.samples(each)
-            return
-        (count, *rest), strides = self.meta.shape, self.meta.strides
-        order = sorted(range(len(strides)), key=lambda axis: -strides[axis])
-        buffer = self.parts[0].new_empty(min(each, count), *rest, dtype=self.meta.dtype)
-        width = math.prod(rest)
-        for first in range(0, count, each):
-            part = buffer[: min(each, count - first)]
-            self.codec.decode_run(self.parts, first * width, part.numel(), self.spec, part.permute(order))
-            yield part
+        strides = self.meta.strides
+        order = None if strides is None else sorted(range(len(strides)), key=lambda axis: -strides[axis])
+        return (part for _, part in self._decoded(self.meta.shape, each, order))
 
     def parts_of(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]] | None:
         """A `LARGE` tensor some samples at a time, each time with these samples' place, laid out as it was.
@@ -154,13 +146,20 @@ class Held(NamedTuple):
         """Each so many rows of `width` elements begin with a group."""
         return self.spec.group_size // math.gcd(self.spec.group_size, width)
 
-    def _rows(self, width: int, rows: int, each: int) -> Iterator[tuple[int, Tensor]]:
-        buffer = self.parts[0].new_empty(min(each, rows) * width, dtype=self.meta.dtype)
+    def _decoded(
+        self, shape: Sequence[int], each: int, order: list[int] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The tensor in this shape, `each` of its first dimension at a time, with the first one's number.
+
+        `order`: that of the dimensions in the memory that was encoded.
+        """
+        rows, width = shape[0], math.prod(shape[1:])
+        buffer = self.parts[0].new_empty(min(each, rows), *shape[1:], dtype=self.meta.dtype)
         for first in range(0, rows, each):
-            count = min(each, rows - first)
-            out = buffer[: count * width]
-            self.codec.decode_run(self.parts, first * width, count * width, self.spec, out)
-            yield first, out.view(count, width)
+            part = buffer[: min(each, rows - first)]
+            out = part if order is None else part.permute(order)
+            self.codec.decode_run(self.parts, first * width, part.numel(), self.spec, out)
+            yield first, part
 
     def _is_row_major(self) -> bool:
         if self.meta.strides is None:

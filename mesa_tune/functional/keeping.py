@@ -93,8 +93,8 @@ def _way(tensor: Tensor, spec: Spec) -> Way:
     coded = spec.levels > 0 and encoded is not None and encoded < whole and refused is None
     run = coded and _is_one_run(tensor, spec)
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    alone = -1 if traced else _numbers.setdefault(spec.alone, next(_next_number))
-    copy = (numel if run else (shape, strides), tensor.dtype, alone if coded else -1)
+    alone = _numbers.setdefault(spec.alone, next(_next_number)) if coded and not traced else -1
+    copy = (numel if run else (shape, strides), tensor.dtype, alone)
     laid_out = strides if run and not tensor.is_contiguous() else None
     meta = Meta(2 if coded else 1, coded, shape, tensor.dtype, expanded, laid_out)
     return Way(numel, encoded, refused, coded, scrap, one, copy, meta, traced)
