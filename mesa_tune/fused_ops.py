@@ -1,10 +1,12 @@
 """Ops that spare a pass over memory: something is made while it is encoded, or used while it is decoded.
 
 Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul, pack_at_most, gate,
-norm_backward}`. They are pure; their default kernels, in PyTorch, give the same bytes (`norm_backward` the
-same numbers but for the order of its sums). The first two have native kernels on the CPU and on CUDA, the
-others on the CPU.
+norm_backward, attention_backward}`. All but the last, which writes into existing memory, are pure. Their
+default kernels, in PyTorch, give the same bytes (the last two the same numbers but for the order of sums).
+The first two have native kernels on the CPU and on CUDA, the others on the CPU.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -14,11 +16,14 @@ from mesa_tune import maps, ops
 _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
 _NORM = "Tensor grad, Tensor rstd, Tensor weight, bool centered"
+_DROPPED = "Tensor? bits, int first_bit, float scale, bool causal, float dropout"
+_ATTENTION = f"Tensor q, Tensor k, Tensor v, Tensor grad, Tensor? bias, {_DROPPED}"
 _SCHEMAS = (
     f"quantize_map(Tensor x, {_MAP}, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor, Tensor)",
     f"dequantize_mul(Tensor data, Tensor ranges, Tensor factor, {_SIZES}) -> Tensor",
     "pack_at_most(Tensor x, float limit) -> Tensor",
     "gate(Tensor grad, Tensor data, float slope) -> Tensor",
+    f"attention_backward({_ATTENTION}, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv) -> ()",
     f"norm_backward(Tensor data, Tensor ranges, {_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
 )
 
@@ -87,6 +92,44 @@ def norm_backward(
     return dx.view(grad.shape), (rows * x).sum(0).view(weight.shape), rows.sum(0).view(weight.shape)
 
 
+def attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    bias: Tensor | None,
+    bits: Tensor | None,
+    first_bit: int,
+    scale: float,
+    causal: bool,
+    dropout: float,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+) -> None:
+    """The backward of `softmax(scale q kᵀ + bias) v` into dq, dk and dv where they are wanted; all float32.
+
+    q `(samples, heads, queries, width)`, k, v, and `grad` accordingly, each dense along the width; `bias`, in
+    the shape of the scores, may shut out all keys of a query, which then gives nothing. `bits`, from number
+    `first_bit` on, say which scores dropout let through. P is made whole of as many queries as fit the cache.
+    """
+    shape = (*q.shape[:3], k.shape[2])
+    if causal:
+        shut = q.new_full(shape[2:], -math.inf).triu_(1)
+        bias = shut if bias is None else bias + shut
+    scores = scale * (q @ k.mT)
+    p = scores.softmax(-1) if bias is None else torch.ops.aten._safe_softmax(scores + bias, -1)
+    let = torch.ones((), device=q.device)
+    if bits is not None:
+        begin, end = first_bit, first_bit + math.prod(shape)
+        raised = 1 / (1 - dropout) if dropout < 1 else 0.0
+        let = ops.unpack_bits(bits, (8 * bits.numel(),))[begin:end].view(shape) * raised
+    ds = torch.ops.aten._softmax_backward_data(grad @ v.mT * let, p, -1, p.dtype) * scale
+    for out, made in ((dq, ds @ k), (dk, ds.mT @ q), (dv, (p * let).mT @ grad)):
+        if out is not None:
+            out.copy_(made)
+
+
 def _fake_quantize_map(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     bits, levels, group_size, *noise = arguments[4:]
     return ops.fake_quantize(x, bits, levels, group_size, 0, *noise)  # type: ignore[arg-type]
@@ -116,6 +159,7 @@ _KERNELS: ops.Kernels = {
     "pack_at_most": (pack_at_most, _fake_pack),
     "gate": (gate, _fake_gate),
     "norm_backward": (norm_backward, _fake_norm_backward),
+    "attention_backward": (attention_backward, ops.nothing),
 }
 
 
@@ -128,3 +172,4 @@ DEQUANTIZE_MUL = torch.ops.mesa_tune.dequantize_mul.default
 PACK_AT_MOST = torch.ops.mesa_tune.pack_at_most.default
 GATE = torch.ops.mesa_tune.gate.default
 NORM_BACKWARD = torch.ops.mesa_tune.norm_backward.default
+ATTENTION_BACKWARD = torch.ops.mesa_tune.attention_backward.default

@@ -278,15 +278,15 @@ def _fake_fresh_seed(like: Tensor) -> Tensor:
     return like.new_empty(1, dtype=torch.int64)
 
 
-def _nothing(*arguments: object) -> None:
+def nothing(*arguments: object) -> None:
     """What an op without results returns of a fake tensor."""
 
 
 _KERNELS: Kernels = {
     "quantize": (reference.quantize, fake_quantize),
-    "quantize_out": (_quantize_out, _nothing),
+    "quantize_out": (_quantize_out, nothing),
     "dequantize": (reference.dequantize, _fake_dequantize),
-    "dequantize_out": (_dequantize_out, _nothing),
+    "dequantize_out": (_dequantize_out, nothing),
     "pack_bits": (reference.pack_bits, _fake_pack_bits),
     "unpack_bits": (reference.unpack_bits, _fake_unpack_bits),
     "fresh_seed": (_fresh_seed, _fake_fresh_seed),

@@ -168,12 +168,23 @@ def test_a_norm_s_groups_may_not_be_larger_than_the_cache() -> None:
 def test_ops_are_what_they_say_to_compilers(name: str) -> None:
     x = tensor(6, 50)
     packed = ops.quantize(x, 4, 64, seed=1)
+    heads = tensor(2, 3, 5, 8)
     arguments = {
         "quantize_map": (x, 2, None, None, 1, 4, 16, 64, True, SEED),
         "dequantize_mul": (packed.data, packed.ranges, x, 4, 16, 64),
         "pack_at_most": (x, 0.0),
         "gate": (x, ops.pack_bits(x <= 0), 0.1),
         "norm_backward": (packed.data, packed.ranges, x, x[:, 0].clone(), x[0], True, 4, 16, 64),
+        "attention_backward": (
+            *[heads] * 4,
+            None,
+            None,
+            0,
+            0.3,
+            True,
+            0.0,
+            *[heads.clone() for _ in range(3)],
+        ),
     }
     torch.library.opcheck(getattr(torch.ops.mesa_tune, name).default, arguments[name])
 

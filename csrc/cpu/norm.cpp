@@ -9,27 +9,14 @@
 #include <vector>
 
 #include "groups.h"
+#include "lanes.h"
 #include "planes.h"
 #include "rounding.h"
 
 namespace mesa_tune::cpu {
 namespace {
 
-constexpr int64_t kLanes = 16;
 constexpr int64_t kPortions = 64;
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));
-
-MESA_TUNE_INLINE void read(const float* values, Lanes& lanes) {
-  std::memcpy(&lanes, values, sizeof(lanes));
-}
-
-MESA_TUNE_INLINE float total(const Lanes& lanes) {
-  float values[kLanes];
-  std::memcpy(values, &lanes, sizeof(lanes));
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) values[i] += values[i + half];
-  return values[0];
-}
 
 // Rows that are decoded at a time: about a tile, and beginning with a group where that is possible.
 int64_t rows_at_once(const NormBackward& task, const Settings& s) {

@@ -90,9 +90,9 @@ def backward(
         mask = _cast_mask(mask, dtype, False)
         return traced_gradients(scores._replace(mask=mask), needs, q, k, v, grad)
     shapes = [tuple(each.shape) for each in (q, k, v)]
-    if _by_heads(static, needs, shapes, [q, k, v, grad], exact):
-        samples = attention_by_heads.whole(q, k, v)
-        return _all(needs, attention_by_heads.gradients(scores, needs, shapes, samples, grad))
+    if not needs[3] and attention_by_heads.serves(shapes, [q, k, v, grad]):
+        whole = [attention_by_heads.Samples(0, q, k, v)]
+        return _all(needs, attention_by_heads.gradients(scores, needs, shapes, whole, grad))
     if scores.bits is not None:
         return written_out(scores, needs, q, k, v, grad)
     inputs = [q, k, v, *(() if mask is None else (_cast_mask(mask, dtype, needs[3]),))]
@@ -110,26 +110,13 @@ def piecewise(
 ) -> tuple[Tensor | None, ...] | None:
     """Some samples decoded at a time."""
     shapes = [each.meta.shape for each in held]
-    if static[4] is not None or not _by_heads(static, needs, shapes, [grad], exact):
+    if static[4] is not None or needs[3] or not attention_by_heads.serves(shapes, [grad]):
         return None
     samples = attention_by_heads.packed(held)
     if samples is None:
         return None
     scores = _scores(static, shapes[0][-1], exact)
     return _all(needs, attention_by_heads.gradients(scores, needs, shapes, samples, grad))
-
-
-def _by_heads(
-    static: Static,
-    needs: Needs,
-    shapes: Sequence[tuple[int, ...]],
-    kinds: Sequence[Tensor],
-    exact: Sequence[Tensor | None],
-) -> bool:
-    """Whether `attention_by_heads` serves; asked before a mask that is a sum is made."""
-    kept, _, bits, first, _ = exact
-    masked = static[1] or kept is not None or first is not None
-    return not needs[3] and attention_by_heads.serves(shapes, kinds, masked, bits is not None)
 
 
 def _scores(static: Static, width: int, exact: Sequence[Tensor | None]) -> Scores:

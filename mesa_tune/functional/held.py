@@ -117,12 +117,6 @@ class Held(NamedTuple):
             part = (run.shape[0], *shape[1:])
             yield run.view(part) if strides is None else run.as_strided(part, strides)
 
-    def contiguous_samples(self, each: int) -> Iterator[Tensor]:
-        """The same, contiguous: what was encoded in another order is decoded to where it belongs."""
-        strides = self.meta.strides
-        order = None if strides is None else sorted(range(len(strides)), key=lambda axis: -strides[axis])
-        return (part for _, part in self._decoded(self.meta.shape, each, order))
-
     def parts_of(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]] | None:
         """A `LARGE` tensor some samples at a time, each time with these samples' place, laid out as it was.
 
@@ -146,19 +140,13 @@ class Held(NamedTuple):
         """Each so many rows of `width` elements begin with a group."""
         return self.spec.group_size // math.gcd(self.spec.group_size, width)
 
-    def _decoded(
-        self, shape: Sequence[int], each: int, order: list[int] | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """The tensor in this shape, `each` of its first dimension at a time, with the first one's number.
-
-        `order`: that of the dimensions in the memory that was encoded.
-        """
+    def _decoded(self, shape: Sequence[int], each: int) -> Iterator[tuple[int, Tensor]]:
+        """The tensor in this shape, `each` of its first dimension at a time, with the first one's number."""
         rows, width = shape[0], math.prod(shape[1:])
         buffer = self.parts[0].new_empty(min(each, rows), *shape[1:], dtype=self.meta.dtype)
         for first in range(0, rows, each):
             part = buffer[: min(each, rows - first)]
-            out = part if order is None else part.permute(order)
-            self.codec.decode_run(self.parts, first * width, part.numel(), self.spec, out)
+            self.codec.decode_run(self.parts, first * width, part.numel(), self.spec, part)
             yield first, part
 
     def _is_row_major(self) -> bool:

@@ -1,0 +1,190 @@
+// Attention's gradients, a head at a time and of it so many queries that their scores stay in the
+// second-level cache: P = softmax(s q k^T + m), dP = g v^T, dS = P (dP - sum(dP P)), dq = s dS k, dk = s dS^T
+// q, dv = P^T g. Rows of scores are whole, so no statistics of a forward are needed. Products are PyTorch's.
+
+#include "attention.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+
+#include "curves.h"
+#include "lanes.h"
+#include "paths.h"
+
+namespace mesa_tune::cpu {
+namespace {
+
+using torch::stable::Tensor;
+
+constexpr int64_t kScores = 1 << 16;  // at a time, of
+constexpr int64_t kQueries = 64;      // at least so many queries, or products are slow
+constexpr float kLeast = -std::numeric_limits<float>::infinity();
+
+// Scores of some queries: `count` rows of `keys` numbers, `row` apart, which is a multiple of the lanes.
+struct Block {
+  float* p;
+  float* dp;
+  int64_t first;  // query
+  int64_t count;
+  int64_t keys;
+  int64_t row;
+  const float* bias;
+  int64_t bit;
+};
+
+// P in place of q k^T.
+MESA_TUNE_INLINE void softmax_row(const AttentionBackward& task, const Block& block, int64_t i,
+                                  float* __restrict p) {
+  const int64_t keys = block.keys, row = block.row;
+  if (block.bias == nullptr) {
+    for (int64_t j = 0; j < keys; ++j) p[j] *= task.scale;
+  } else {
+    const float* __restrict bias = block.bias + i * task.bias.query;
+    for (int64_t j = 0; j < keys; ++j) p[j] = p[j] * task.scale + bias[j * task.bias.key];
+  }
+  const int64_t seen = task.causal ? std::min(keys, block.first + i + 1) : keys;
+  for (int64_t j = seen; j < row; ++j) p[j] = kLeast;
+  const float most = greatest(p, row);
+  if (most == kLeast && block.bias != nullptr) {  // a mask may shut out a whole row, which then is zero
+    std::fill_n(p, row, 0.0f);
+    return;
+  }
+  for (int64_t j = 0; j < row; ++j) p[j] = exponential(p[j] - most);
+  const float factor = 1.0f / sum(p, row);
+  for (int64_t j = 0; j < row; ++j) p[j] *= factor;
+}
+
+// dS in place of dP, and what dropout makes of P in place of it.
+MESA_TUNE_INLINE void backward_row(const AttentionBackward& task, const Block& block, int64_t i,
+                                   float* __restrict p, float* __restrict dp) {
+  const int64_t keys = block.keys, row = block.row, bit = block.bit + i * task.keys;
+  for (int64_t j = keys; j < row; ++j) dp[j] = 0.0f;
+  const auto factor = [&](int64_t j) MESA_TUNE_FLATTEN {
+    return task.bits[(bit + j) >> 3] >> ((bit + j) & 7) & 1 ? task.raised : 0.0f;
+  };
+  if (task.bits != nullptr)
+    for (int64_t j = 0; j < keys; ++j) dp[j] *= factor(j);
+  const float mean = product_sum(p, dp, row);
+  for (int64_t j = 0; j < row; ++j) dp[j] = (dp[j] - mean) * p[j] * task.scale;
+  if (task.bits != nullptr)
+    for (int64_t j = 0; j < keys; ++j) p[j] *= factor(j);
+}
+
+MESA_TUNE_INLINE void softmax(const AttentionBackward& task, const Block& block) {
+  for (int64_t i = 0; i < block.count; ++i) softmax_row(task, block, i, block.p + i * block.row);
+}
+MESA_TUNE_PATHS(softmax, (const AttentionBackward& task, const Block& block), (task, block))
+
+MESA_TUNE_INLINE void backward(const AttentionBackward& task, const Block& block) {
+  for (int64_t i = 0; i < block.count; ++i)
+    backward_row(task, block, i, block.p + i * block.row, block.dp + i * block.row);
+}
+MESA_TUNE_PATHS(backward, (const AttentionBackward& task, const Block& block), (task, block))
+
+Tensor matrix(const float* data, int64_t rows, int64_t columns, int64_t row, int64_t column = 1) {
+  const int64_t sizes[] = {rows, columns}, strides[] = {row, column};
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(const_cast<float*>(data), 2, sizes, strides, 0,
+                                                            aoti_torch_dtype_float32(),
+                                                            aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+Tensor transposed(const float* data, int64_t rows, int64_t columns, int64_t row) {
+  return matrix(data, columns, rows, 1, row);
+}
+
+void product(const Tensor& out, const Tensor& a, const Tensor& b) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+}
+
+void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
+}
+
+void clear(const Heads& heads, float* data, int64_t tokens) {
+  for (int64_t i = 0; data != nullptr && i < tokens; ++i)
+    std::fill_n(data + i * heads.token, heads.width, 0.0f);
+}
+
+int64_t row_length(const AttentionBackward& task) {
+  return (task.keys + kLanes - 1) / kLanes * kLanes;
+}
+
+int64_t queries_at_once(const AttentionBackward& task) {
+  return std::max<int64_t>(1, std::min(std::max(kScores / row_length(task), kQueries), task.queries));
+}
+
+// One head of one sample.
+class Head {
+ public:
+  Head(const AttentionBackward& task, int64_t number, float* scores)
+      : task_(task), sample_(number / task.heads), head_(number % task.heads), scores_(scores) {}
+
+  void run() const {
+    clear(task_.dk, task_.dk.at(sample_, head_), task_.keys);
+    clear(task_.dv, task_.dv.at(sample_, head_), task_.keys);
+    const int64_t each = queries_at_once(task_);
+    for (int64_t first = 0; first < task_.queries; first += each)
+      run(first, std::min(each, task_.queries - first));
+  }
+
+ private:
+  void run(int64_t first, int64_t count) const {
+    const int64_t keys = task_.causal ? std::min(task_.keys, first + count) : task_.keys;
+    const int64_t row = row_length(task_);
+    const Bias& bias = task_.bias;
+    const Block block{
+        scores_,
+        scores_ + queries_at_once(task_) * row,
+        first,
+        count,
+        keys,
+        row,
+        bias.data == nullptr ? nullptr
+                             : bias.data + sample_ * bias.sample + head_ * bias.head + first * bias.query,
+        task_.first_bit + ((sample_ * task_.heads + head_) * task_.queries + first) * task_.keys};
+    const Tensor p = matrix(block.p, count, keys, row), dp = matrix(block.dp, count, keys, row);
+    const Tensor q = rows(task_.q, first, count), grad = rows(task_.grad, first, count);
+    product(p, q, columns(task_.k, keys));
+    softmax_paths[path()](task_, block);
+    product(dp, grad, columns(task_.v, keys));
+    backward_paths[path()](task_, block);
+    if (task_.dq.data != nullptr) product(rows(task_.dq, first, count), dp, rows(task_.k, 0, keys));
+    if (task_.dk.data != nullptr)
+      add_product(rows(task_.dk, 0, keys), transposed(block.dp, count, keys, row), q);
+    if (task_.dv.data != nullptr)
+      add_product(rows(task_.dv, 0, keys), transposed(block.p, count, keys, row), grad);
+  }
+
+  Tensor rows(const Heads& of, int64_t first, int64_t count) const {
+    return matrix(of.at(sample_, head_) + first * of.token, count, of.width, of.token);
+  }
+
+  Tensor columns(const Heads& of, int64_t count) const {
+    return transposed(of.at(sample_, head_), count, of.width, of.token);
+  }
+
+  const AttentionBackward& task_;
+  int64_t sample_;
+  int64_t head_;
+  float* scores_;
+};
+
+}  // namespace
+
+void attention_backward(const AttentionBackward& task) {
+  torch::stable::parallel_for(0, task.samples * task.heads, 1, [&](int64_t from, int64_t to) {
+    const auto scores =
+        std::make_unique<float[]>(static_cast<size_t>(2 * queries_at_once(task) * row_length(task)));
+    for (int64_t number = from; number < to; ++number) Head(task, number, scores.get()).run();
+  });
+}
+
+}  // namespace mesa_tune::cpu
