@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from types import FunctionType
@@ -233,13 +233,10 @@ class ConvertedForward:
             self.conversion.passed_over(inside=routing.running(self.conversion))
             return self.plain(*args, **kwargs)
         run = self.plain if self.recompute is None else self._recomputed
-        return self._entered(run, args, kwargs)
-
-    def _entered(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return routing.enter(self.conversion, self.name, self.own, self.module, run, args, kwargs)
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
-        return self._entered(self.plain, args, kwargs)
+        return routing.enter(self.conversion, self.name, self.own, self.module, self.plain, args, kwargs)
 
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         spec, frame = self.recompute, routing.state.frames[-1]

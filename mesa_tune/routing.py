@@ -43,7 +43,12 @@ class Host(Protocol):
 
 
 class Frame:
-    """One running module: its name, its own route, and how often each function was called in this run."""
+    """One running module: its name, its own route, and how often each function was called in this run.
+
+    `hooks` and `task` are the saved-tensor hooks and the backward under which it began.
+    """
+
+    __slots__ = ("batch", "counts", "hooks", "host", "is_loss", "module", "own", "task", "traced")
 
     def __init__(
         self,
@@ -52,20 +57,19 @@ class Frame:
         own: Route | None,
         batch: list[Tensor],
         traced: Traced,
+        hooks: Any,
+        task: int,
         is_loss: bool = False,
     ) -> None:
         self.host = host
-        self.is_loss = is_loss
         self.module = module
         self.own = own
         self.batch = batch
-        self.links = Links(traced, host.note)
+        self.traced = traced
+        self.hooks = hooks
+        self.task = task
+        self.is_loss = is_loss
         self.counts: dict[str, int] = {}
-        self.hooks = None
-        self.task = -1
-        if not torch.compiler.is_compiling():
-            self.hooks = _top_hooks()
-            self.task = torch._C._current_graph_task_id()
 
     def surrounds(self) -> bool:
         """Whether what runs now is this module's own run.
@@ -76,7 +80,7 @@ class Frame:
         """
         if torch.compiler.is_compiling():
             return True
-        return self.hooks is _top_hooks() and torch._C._current_graph_task_id() == self.task
+        return self.hooks is _top_hooks() and _current_task() == self.task
 
     def layer(self, route: Route) -> str:
         """The name of the layer whose call comes next."""
@@ -124,6 +128,9 @@ _push_hooks = _autograd._push_saved_tensors_default_hooks
 _pop_hooks = _autograd._pop_saved_tensors_default_hooks
 
 
+_current_task = torch._C._current_graph_task_id
+
+
 def _top_hooks() -> Any:
     top = _top_saved_hooks(True)
     return None if top is None else top[0]  # type: ignore[redundant-expr]
@@ -131,7 +138,7 @@ def _top_hooks() -> Any:
 
 def inside_backward() -> bool:
     """Whether this runs inside autograd's backward (a checkpointed part being computed again)."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and _current_task() != -1
 
 
 def running(host: Host) -> bool:
@@ -150,13 +157,34 @@ def enter(
 ) -> Any:
     """Runs `forward(*args, **kwargs)` as the module `root`, named `module`, of `host`."""
     frames = state.frames
+    if frames and frames[-1].host is host and state.active and frames[-1].surrounds():
+        above = frames[-1]
+        frames.append(Frame(host, module, own, above.batch, above.traced, above.hooks, above.task))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            frames.pop()
+    return _enter_anew(host, module, own, root, forward, args, kwargs)
+
+
+def _enter_anew(
+    host: Host,
+    module: str,
+    own: Route | None,
+    root: nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """The same as the outermost module, or below hooks or in a backward that were not there above."""
+    frames = state.frames
     outermost = not running(host)
     batch = _batch(root, args, kwargs) if outermost else frames[-1].batch
     begins = outermost and (not inside_backward() or _comes_late(host))
     if begins:
         host.begin(batch, root)
     active = _is_active()
-    frames.append(Frame(host, module, own, batch, [] if outermost else frames[-1].links.traced))
+    frames.append(Frame(host, module, own, batch, [] if outermost else frames[-1].traced, *_surroundings()))
     if active and frames[-1].hooks is not frames[-2].hooks:
         host.waits = True
     try:
@@ -168,13 +196,18 @@ def enter(
         frames.pop()
 
 
+def _surroundings() -> tuple[Any, int]:
+    """The saved-tensor hooks and the backward under which a module begins."""
+    return (None, -1) if torch.compiler.is_compiling() else (_top_hooks(), _current_task())
+
+
 def _is_active() -> bool:
     """Whether the mode is on. A backward called inside a forward may run without it, so modules in it enter
     anew.
     """
     if torch.compiler.is_compiling() or not state.active:
         return state.active
-    return state.frames[-1].task == torch._C._current_graph_task_id()
+    return state.frames[-1].task == _current_task()
 
 
 def _batch(root: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
@@ -197,7 +230,7 @@ def entered(host: Host, name: str) -> Iterator[None]:
     """The body runs as a loss named `name` of `host`."""
     host.begin([])
     active = _is_active()
-    state.frames.append(Frame(host, name, None, [], [], is_loss=True))
+    state.frames.append(Frame(host, name, None, [], [], *_surroundings(), is_loss=True))
     try:
         if active:
             yield
@@ -253,7 +286,7 @@ class RoutingMode(TorchFunctionMode):
 def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.Tensor.unflatten:
         func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
-    traced = state.frames[-1].links.traced
+    traced = state.frames[-1].traced
     known = len(traced)
     result = _run(func, args, kwargs)
     changed(func, args, kwargs, traced, known)
@@ -298,8 +331,9 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
         if spec is None:
             return _observed(layer, func, args, kwargs) if observed else func(*args, **kwargs)
         memory = frame.host.memory(layer) if spec.remembers else None
+        links = Links(frame.traced, frame.host.note) if spec.derive or spec.serves else None
         call = Call(
-            layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, frame.links
+            layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, links
         )
         call.hooked = lambda: _hooked(frame, func, args, kwargs)
         if observed:

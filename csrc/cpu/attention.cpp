@@ -13,6 +13,7 @@
 #include <limits>
 #include <memory>
 
+#include "arithmetic.h"
 #include "curves.h"
 #include "lanes.h"
 #include "paths.h"
@@ -30,7 +31,8 @@ constexpr float kLeast = -std::numeric_limits<float>::infinity();
 struct Block {
   float* p;
   float* dp;
-  int64_t first;  // query
+  float* factors;  // one a row: P is what `p` holds times that
+  int64_t first;   // query
   int64_t count;
   int64_t keys;
   int64_t row;
@@ -38,46 +40,77 @@ struct Block {
   int64_t bit;
 };
 
-// P in place of q k^T.
-MESA_TUNE_INLINE void softmax_row(const AttentionBackward& task, const Block& block, int64_t i,
-                                  float* __restrict p) {
-  const int64_t keys = block.keys, row = block.row;
-  if (block.bias == nullptr) {
-    for (int64_t j = 0; j < keys; ++j) p[j] *= task.scale;
-  } else {
-    const float* __restrict bias = block.bias + i * task.bias.query;
-    for (int64_t j = 0; j < keys; ++j) p[j] = p[j] * task.scale + bias[j * task.bias.key];
+// s q k^T + m; what is not seen, and what is beyond the keys, least.
+MESA_TUNE_INLINE void scores_row(const AttentionBackward& task, const Block& block, int64_t i,
+                                 float* __restrict p) {
+  const int64_t keys = block.keys, step = task.bias.key;
+  const float scale = task.scale;
+  for (int64_t j = 0; j < block.row; ++j) p[j] *= scale;
+  const float* __restrict bias = block.bias + (block.bias == nullptr ? 0 : i * task.bias.query);
+  if (bias != nullptr && step == 1) {
+    for (int64_t j = 0; j < keys; ++j) p[j] += bias[j];
+  } else if (bias != nullptr) {
+    for (int64_t j = 0; j < keys; ++j) p[j] += bias[j * step];
   }
   const int64_t seen = task.causal ? std::min(keys, block.first + i + 1) : keys;
-  for (int64_t j = seen; j < row; ++j) p[j] = kLeast;
-  const float most = greatest(p, row);
+  std::fill(p + seen, p + block.row, kLeast);
+}
+
+MESA_TUNE_INLINE float greatest(const float* values, int64_t n) {
+  int32_t most = std::numeric_limits<int32_t>::min();
+  for (int64_t i = 0; i < n; ++i) most = std::max(most, Extremes::ordered(values[i]));
+  return Extremes::value(most);
+}
+
+// P in place of q k^T, but for a factor, which is returned.
+MESA_TUNE_INLINE float softmax_row(const AttentionBackward& task, const Block& block, int64_t i,
+                                   float* __restrict p) {
+  scores_row(task, block, i, p);
+  const float most = greatest(p, block.row);
   if (most == kLeast && block.bias != nullptr) {  // a mask may shut out a whole row, which then is zero
-    std::fill_n(p, row, 0.0f);
-    return;
+    std::fill_n(p, block.row, 0.0f);
+    return 0.0f;
   }
-  for (int64_t j = 0; j < row; ++j) p[j] = exponential(p[j] - most);
-  const float factor = 1.0f / sum(p, row);
-  for (int64_t j = 0; j < row; ++j) p[j] *= factor;
+  Lanes sums;
+  for (int64_t j = 0; j < block.row; j += kLanes) {
+    for (int64_t lane = j; lane < j + kLanes; ++lane) p[lane] = exponential(p[lane] - most);
+    sums.add(Lanes::read(p + j));
+  }
+  return 1.0f / sums.total();
+}
+
+// Some scores of a row times what dropout multiplies them by.
+MESA_TUNE_INLINE void drop(const AttentionBackward& task, int64_t bit, int64_t keys,
+                           float* __restrict scores) {
+  const uint8_t* __restrict bits = task.bits;
+  const float raised = task.raised;
+  for (int64_t j = 0; bits != nullptr && j < keys; ++j)
+    scores[j] *= bits[(bit + j) >> 3] >> ((bit + j) & 7) & 1 ? raised : 0.0f;
 }
 
 // dS in place of dP, and what dropout makes of P in place of it.
 MESA_TUNE_INLINE void backward_row(const AttentionBackward& task, const Block& block, int64_t i,
                                    float* __restrict p, float* __restrict dp) {
-  const int64_t keys = block.keys, row = block.row, bit = block.bit + i * task.keys;
-  for (int64_t j = keys; j < row; ++j) dp[j] = 0.0f;
-  const auto factor = [&](int64_t j) MESA_TUNE_FLATTEN {
-    return task.bits[(bit + j) >> 3] >> ((bit + j) & 7) & 1 ? task.raised : 0.0f;
-  };
-  if (task.bits != nullptr)
-    for (int64_t j = 0; j < keys; ++j) dp[j] *= factor(j);
-  const float mean = product_sum(p, dp, row);
-  for (int64_t j = 0; j < row; ++j) dp[j] = (dp[j] - mean) * p[j] * task.scale;
-  if (task.bits != nullptr)
-    for (int64_t j = 0; j < keys; ++j) p[j] *= factor(j);
+  const int64_t row = block.row, bit = block.bit + i * task.keys;
+  std::fill(dp + block.keys, dp + row, 0.0f);
+  drop(task, bit, block.keys, dp);
+  Lanes sums;
+  for (int64_t j = 0; j < row; j += kLanes) {
+    Lanes product = Lanes::read(p + j);
+    product.multiply(Lanes::read(dp + j));
+    sums.add(product);
+  }
+  const float factor = block.factors[i], mean = sums.total() * factor, scale = task.scale;
+  for (int64_t j = 0; j < row; ++j) {
+    p[j] *= factor;
+    dp[j] = (dp[j] - mean) * p[j] * scale;
+  }
+  drop(task, bit, block.keys, p);
 }
 
 MESA_TUNE_INLINE void softmax(const AttentionBackward& task, const Block& block) {
-  for (int64_t i = 0; i < block.count; ++i) softmax_row(task, block, i, block.p + i * block.row);
+  for (int64_t i = 0; i < block.count; ++i)
+    block.factors[i] = softmax_row(task, block, i, block.p + i * block.row);
 }
 MESA_TUNE_PATHS(softmax, (const AttentionBackward& task, const Block& block), (task, block))
 
@@ -143,6 +176,7 @@ class Head {
     const Block block{
         scores_,
         scores_ + queries_at_once(task_) * row,
+                      scores_ + 2 * queries_at_once(task_) * row,
         first,
         count,
         keys,
@@ -181,8 +215,8 @@ class Head {
 
 void attention_backward(const AttentionBackward& task) {
   torch::stable::parallel_for(0, task.samples * task.heads, 1, [&](int64_t from, int64_t to) {
-    const auto scores =
-        std::make_unique<float[]>(static_cast<size_t>(2 * queries_at_once(task) * row_length(task)));
+    const int64_t numbers = queries_at_once(task) * (2 * row_length(task) + 1);
+    const auto scores = std::make_unique<float[]>(static_cast<size_t>(numbers));
     for (int64_t number = from; number < to; ++number) Head(task, number, scores.get()).run();
   });
 }

@@ -1,4 +1,4 @@
-// Sums and the like in a fixed number of lanes, so that every vector path gives the same bits.
+// Sums in a fixed number of lanes, so that every vector path gives the same bits.
 #pragma once
 
 #include <cstdint>
@@ -9,53 +9,35 @@
 namespace mesa_tune::cpu {
 
 constexpr int64_t kLanes = 16;
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 
-MESA_TUNE_INLINE void read(const float* values, Lanes& lanes) {
-  std::memcpy(&lanes, values, sizeof(lanes));
-}
+// In two halves: what is wider than a register of AVX2 would go through memory there.
+struct Lanes {
+  typedef float Half __attribute__((vector_size(2 * kLanes)));
 
-MESA_TUNE_INLINE float total(const Lanes& lanes) {
-  float values[kLanes];
-  std::memcpy(values, &lanes, sizeof(lanes));
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) values[i] += values[i + half];
-  return values[0];
-}
-
-// Of `n` values, a multiple of the lanes.
-MESA_TUNE_INLINE float sum(const float* values, int64_t n) {
-  Lanes sums = {}, next;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    read(values + i, next);
-    sums += next;
+  static MESA_TUNE_INLINE Lanes read(const float* values) {
+    Lanes lanes;
+    std::memcpy(&lanes.low, values, sizeof(Half));
+    std::memcpy(&lanes.high, values + kLanes / 2, sizeof(Half));
+    return lanes;
   }
-  return total(sums);
-}
-
-MESA_TUNE_INLINE float product_sum(const float* a, const float* b, int64_t n) {
-  Lanes sums = {}, left, right;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    read(a + i, left);
-    read(b + i, right);
-    sums += left * right;
+  MESA_TUNE_INLINE void add(const Lanes& other) {
+    low += other.low;
+    high += other.high;
   }
-  return total(sums);
-}
-
-// The greatest of them, of which there is one at least; NaN counts for nothing.
-MESA_TUNE_INLINE float greatest(const float* values, int64_t n) {
-  Lanes most, next;
-  read(values, most);
-  for (int64_t i = kLanes; i < n; i += kLanes) {
-    read(values + i, next);
-    most = next > most ? next : most;
+  MESA_TUNE_INLINE void multiply(const Lanes& other) {
+    low *= other.low;
+    high *= other.high;
   }
-  float found[kLanes];
-  std::memcpy(found, &most, sizeof(most));
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) found[i] = found[i] > found[i + half] ? found[i] : found[i + half];
-  return found[0];
-}
+  MESA_TUNE_INLINE float total() const {
+    const Half both = low + high;
+    float values[kLanes / 2];
+    std::memcpy(values, &both, sizeof(both));
+    for (int64_t half = kLanes / 4; half > 0; half /= 2)
+      for (int64_t i = 0; i < half; ++i) values[i] += values[i + half];
+    return values[0];
+  }
+
+  Half low = {}, high = {};
+};
 
 }  // namespace mesa_tune::cpu

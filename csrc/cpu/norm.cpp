@@ -57,15 +57,13 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
   const float* __restrict grad = task.grad + row * inner;
   const float* __restrict weight = task.weight;
   float* __restrict dx = task.dx + row * inner;
-  Lanes first = {}, second = {};
+  Lanes first, second;
   for (int64_t i = 0; i < even; i += kLanes) {
-    Lanes u, factor;
-    read(grad + i, u);
-    read(weight + i, factor);
-    u *= factor;
-    first += u;
-    read(x + i, factor);
-    second += u * factor;
+    Lanes u = Lanes::read(grad + i);
+    u.multiply(Lanes::read(weight + i));
+    first.add(u);
+    u.multiply(Lanes::read(x + i));
+    second.add(u);
   }
   float sum = 0, product = 0;
   for (int64_t i = even; i < inner; ++i) {
@@ -74,8 +72,8 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
     product += u * x[i];
   }
   const float count = static_cast<float>(inner), rstd = task.rstd[row];
-  const float mean = task.centered ? (total(first) + sum) / count : 0.0f;
-  const float slope = (total(second) + product) / count;
+  const float mean = task.centered ? (first.total() + sum) / count : 0.0f;
+  const float slope = (second.total() + product) / count;
   for (int64_t i = 0; i < inner; ++i) {
     const float g = grad[i], value = x[i];
     dx[i] = (g * weight[i] - mean - value * slope) * rstd;

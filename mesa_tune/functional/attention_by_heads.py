@@ -19,7 +19,7 @@ from mesa_tune.functional.formula import Needs
 from mesa_tune.functional.held import Held
 from mesa_tune.fused_ops import ATTENTION_BACKWARD
 
-HEADS_A_THREAD = 8
+HEADS_A_THREAD = 16
 """So many are decoded at a time, that threads end about together; but no more than half of all samples."""
 
 _NATIVE = ops.native("cpu")

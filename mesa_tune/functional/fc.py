@@ -54,16 +54,23 @@ def _rows(x: Tensor) -> Tensor:
 
 def piecewise(
     static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
-) -> tuple[Tensor | None, ...] | None:
-    """dW as a sum over rows of x, a part of which is decoded at a time."""
-    pieces = held[0].rows(grad.dtype) if needs[1] else None
+) -> tuple[Tensor | None, ...]:
+    """The same; x is gone before dx is made, and a part of a large one is decoded at a time."""
+    (dtype,) = static
+    rows = _rows(grad)
+    dw = _weight_gradient(rows, held[0], dtype) if needs[1] else None
+    dx = grad @ cast(held[-1].whole(), dtype) if needs[0] else None
+    return dx, dw, rows.sum(0) if needs[2] else None
+
+
+def _weight_gradient(rows: Tensor, held: Held, dtype: torch.dtype | None) -> Tensor | None:
+    pieces = held.rows(rows.dtype)
     if pieces is None:
-        return None
-    rows, dw = _rows(grad), Total()
+        return rows.t() @ _rows(cast(held.whole(), dtype))
+    dw = Total()
     for first, x in pieces:
         dw.add(rows[first : first + x.shape[0]].t() @ x)
-    dx = grad @ cast(held[-1].whole(), static[0]) if needs[0] else None
-    return dx, dw.value, rows.sum(0) if needs[2] else None
+    return dw.value
 
 
 LINEAR = Formula(
