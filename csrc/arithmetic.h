@@ -112,16 +112,31 @@ struct Keys {
   }
 };
 
-// One multiplication short of 32 random bits, whose upper 24 are an element's noise.
-MESA_TUNE_INLINE uint32_t stirred(uint32_t counter, uint32_t key) {
-  const uint32_t h = (counter ^ (counter >> 16)) * kMix1 + key;
-  return h ^ (h >> 15);
+// Two elements share a counter: one in the first half of this many, and the one half as many after it.
+constexpr uint32_t kNoiseBlock = 256;
+
+template <class Integer>
+MESA_TUNE_INLINE Integer pair_of(Integer element) {
+  constexpr Integer half = kNoiseBlock / 2;
+  return element / kNoiseBlock * half + element % half;
 }
 
-// Uniform in [0, 1), a multiple of 2^-24.
-MESA_TUNE_INLINE float noise(uint32_t counter, uint32_t key) {
-  const uint32_t h = stirred(counter, key) * kMix2;
-  return static_cast<float>(static_cast<int32_t>(h >> 8)) * 0x1p-24f;
+template <class Integer>
+MESA_TUNE_INLINE bool takes_upper_noise(Integer element) {
+  return (element & (kNoiseBlock / 2)) != 0;
+}
+
+// The counter has 32 bits; where the number of a pair leaves them, the carry starts another sequence.
+MESA_TUNE_INLINE uint32_t counter_of(int64_t element, const Keys& keys) {
+  const auto pair = pair_of(static_cast<uint64_t>(element));
+  return static_cast<uint32_t>(pair) + keys.one + static_cast<uint32_t>(pair >> 32) * kCarry;
+}
+
+// 16 random bits for the first of two elements, and in the upper half of the word 16 for the second.
+MESA_TUNE_INLINE uint32_t noise(uint32_t counter, uint32_t key) {
+  uint32_t h = (counter ^ (counter >> 16)) * kMix1 + key;
+  h = (h ^ (h >> 15)) * kMix2;
+  return h ^ (h >> 16);
 }
 
 // Where a value lies between code 0 and the top one; always at 0 where the range holds NaN.

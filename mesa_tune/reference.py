@@ -82,12 +82,21 @@ def group_keys(seed: Tensor, first: int, ranges: Tensor) -> tuple[Tensor, Tensor
 
 
 def noise(seed: Tensor, first: int, ranges: Tensor, element: Tensor) -> Tensor:
-    """Uniform fp32 numbers in [0, 1), multiples of 2**-24, for these elements of every group."""
+    """16 random bits (int64) for these elements of every group: of 256, each in the first half shares 32 with
+    the one 128 after it.
+    """
     one, two = group_keys(seed, first, ranges)
-    h = (element + one + (element >> 32) * CARRY) & MASK
+    pair = (element // 256) * 128 + element % 128
+    h = (pair + one + (pair >> 32) * CARRY) & MASK
     h = ((h ^ (h >> 16)) * MIX_1 + two) & MASK
     h = ((h ^ (h >> 15)) * MIX_2) & MASK
-    return (h >> 8).to(torch.float32) * 2.0**-24
+    h = h ^ (h >> 16)
+    return torch.where(element % 256 < 128, h & 0xFFFF, h >> 16)
+
+
+def round_up(position: Tensor, noise: Tensor) -> Tensor:
+    """`position` or the integer above it, as 16 bits of noise say; it counts in units of 2**-16."""
+    return ((position * 2.0**16 + 0.5).to(torch.int64) + noise) >> 16
 
 
 def measure(rows: Tensor, levels: int | Tensor) -> Tensor:
@@ -132,10 +141,11 @@ def round_rows(rows: Tensor, ranges: Tensor, levels: int | Tensor, seed: Tensor 
     position = ((rows * factor - base) * inverse).clamp_min(0.0)
     position = position.minimum(torch.zeros_like(step) + (levels - 1))
     position = torch.where(step > 0, position, 0.0)
-    whole = position.trunc()
+    if seed is None:
+        whole = position.trunc()
+        return (whole + (position - whole > 0.5)).to(torch.uint8)
     element = torch.arange(rows.shape[1], device=rows.device)
-    threshold = noise(seed, first, ranges, element) if seed is not None else 0.5
-    return (whole + (position - whole > threshold)).to(torch.uint8)
+    return round_up(position, noise(seed, first, ranges, element)).to(torch.uint8)
 
 
 def values_of(codes: Tensor, ranges: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ def test_noise_of_elements_groups_and_seeds_is_unrelated() -> None:
         "seeds": (errors[:-1], errors[1:]),
         "groups": (errors[:, :-1], errors[:, 1:]),
         "elements": (errors[..., :-1], errors[..., 1:]),
+        "pairs of a hash": (errors[..., :128], errors[..., 128:]),
     }
     for name, (one, two) in views.items():
         pair = torch.stack([one.flatten(), two.flatten()])

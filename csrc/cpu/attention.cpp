@@ -176,7 +176,7 @@ class Head {
     const Block block{
         scores_,
         scores_ + queries_at_once(task_) * row,
-                      scores_ + 2 * queries_at_once(task_) * row,
+        scores_ + 2 * queries_at_once(task_) * row,
         first,
         count,
         keys,

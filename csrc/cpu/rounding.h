@@ -14,24 +14,39 @@ class Encoder {
   // Elements [element, element + n) of the group, already quartered if its range is wide.
   MESA_TUNE_INLINE void encode(const float* values, int64_t n, int64_t element, uint8_t* codes) const {
     if (!stochastic_) return encode_nearest(values, n, codes);
-    // The counter has 32 bits; where the element's number leaves them, the carry starts another sequence.
     while (n > 0) {
-      const int64_t here = std::min(n, (int64_t{1} << 32) - (element & 0xFFFFFFFF));
-      const auto low = static_cast<uint32_t>(element), high = static_cast<uint32_t>(element >> 32);
-      encode_stochastic(values, here, low + keys_.one + high * kCarry, codes);
+      constexpr int64_t block = kNoiseBlock, half = block / 2;
+      const bool whole = element % block == 0 && n >= block;
+      const int64_t here = whole ? block : std::min(n, half - element % half);
+      const uint32_t counter = counter_of(element, keys_);
+      if (whole) {
+        encode_pairs(values, values + half, counter, codes, codes + half);
+      } else {
+        encode_half(values, here, counter, takes_upper_noise(element) ? 16 : 0, codes);
+      }
       values += here, codes += here, element += here, n -= here;
     }
   }
 
  private:
-  MESA_TUNE_INLINE void encode_stochastic(const float* __restrict values, int64_t n, uint32_t counter,
-                                          uint8_t* __restrict codes) const {
-    for (int64_t i = 0; i < n; ++i, ++counter) {  // a counter of its own: vectors of 32 bits, not 64
-      const float at = scale_.position(values[i]);
-      const int32_t whole = static_cast<int32_t>(at);
-      const bool up = at - static_cast<float>(whole) > noise(counter, keys_.two);
-      codes[i] = static_cast<uint8_t>(whole + up);
+  // The code of a value: its position in units of 2^-16, and what carries it up.
+  MESA_TUNE_INLINE uint8_t code(float value, uint32_t noise) const {
+    const auto at = static_cast<int32_t>(scale_.position(value) * 0x1p16f + 0.5f);
+    return static_cast<uint8_t>((at + static_cast<int32_t>(noise & 0xFFFF)) >> 16);
+  }
+  MESA_TUNE_INLINE void encode_pairs(const float* __restrict first, const float* __restrict second,
+                                     uint32_t counter, uint8_t* __restrict first_codes,
+                                     uint8_t* __restrict second_codes) const {
+    for (int64_t i = 0; i < int64_t{kNoiseBlock / 2};
+         ++i, ++counter) {  // a counter of 32 bits: vectors of these, not 64
+      const uint32_t both = noise(counter, keys_.two);
+      first_codes[i] = code(first[i], both);
+      second_codes[i] = code(second[i], both >> 16);
     }
+  }
+  MESA_TUNE_INLINE void encode_half(const float* __restrict values, int64_t n, uint32_t counter, int shift,
+                                    uint8_t* __restrict codes) const {
+    for (int64_t i = 0; i < n; ++i, ++counter) codes[i] = code(values[i], noise(counter, keys_.two) >> shift);
   }
   MESA_TUNE_INLINE void encode_nearest(const float* __restrict values, int64_t n,
                                        uint8_t* __restrict codes) const {

@@ -123,12 +123,14 @@ __device__ inline uint4 pack(const Values& value, const uint32_t (&codes)[kWords
 // The codes of four neighbours from `column` on, a byte each.
 template <bool kStochastic, class Type>
 __device__ inline uint32_t four_codes(const Raw<Type>& raw, int run, int column, const Scale& scale,
-                                      float factor, uint32_t counter, uint32_t key) {
+                                      float factor, uint32_t element, const Keys& keys) {
+  const uint32_t counter = pair_of(element) + keys.one;  // of the first; neighbours by four share a half
+  const uint32_t half = noise_half(element);
   uint32_t codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float position = scale.position(raw.value(run, column + i) * factor);
-    codes[i] = rounded(position, kStochastic ? slack(counter + i, key) : kNearestSlack);
+    codes[i] = kStochastic ? rounded(position, lift(counter + i, keys.two, half)) : nearest(position);
   }
   return __byte_perm(__byte_perm(codes[0], codes[1], 0x73), __byte_perm(codes[2], codes[3], 0x73), 0x5410);
 }
@@ -174,8 +176,10 @@ __global__ void __launch_bounds__(kThreads, 3)
       uint32_t rows[8];
 #pragma unroll
       for (int run = 0; run < 8; ++run) {
-        const auto element = static_cast<uint32_t>((run * d.lanes() + d.lane()) * kColumns<Type> + 4 * word);
-        rows[run] = four_codes<kStochastic>(raw, run, 4 * word, scale, factor, element + keys.one, keys.two);
+        // Not by the lane: what is the same for every group would take registers all along.
+        const auto place = static_cast<uint32_t>((first + run * d.lanes()) * kColumns<Type> + 4 * word);
+        const uint32_t element = place & (8 * d.lanes() * kColumns<Type> - 1);
+        rows[run] = four_codes<kStochastic>(raw, run, 4 * word, scale, factor, element, keys);
       }
       to_planes<kPlanes>(rows);
 #pragma unroll

@@ -15,23 +15,27 @@ __device__ inline Keys seed_keys(const Noise& noise) {
   return keys;
 }
 
-// The counter has 32 bits; where the element's number leaves them, the carry starts another sequence.
-__device__ inline uint32_t counter_of(int64_t element, const Keys& keys) {
-  return static_cast<uint32_t>(element) + keys.one + static_cast<uint32_t>(element >> 32) * kCarry;
+// Takes an element's half of a word of noise to where 16 bits count units of 2^-24, as lift's `half`.
+template <class Integer>
+__device__ inline uint32_t noise_half(Integer element) {
+  return takes_upper_noise(element) ? 0x4324 : 0x4104;
 }
 
-// What an element's fraction, in units of 2^-24, lacks at most for the next code: it goes up if it exceeds
-// its noise, or one half.
-__device__ inline uint32_t slack(uint32_t counter, uint32_t key) {
-  return (stirred(counter, key) * (0 - kMix2) - 1) >> 8;  // ~(h * m) in one instruction
+// What is added to a position in units of 2^-24 before its fraction is dropped.
+__device__ inline uint32_t lift(uint32_t counter, uint32_t key, uint32_t half) {
+  return __byte_perm(noise(counter, key), 0, half);
 }
-constexpr uint32_t kNearestSlack = 0x7FFFFF;
 
-// The code of a position, in the upper eight bits: a fraction that exceeds the noise carries into it. In
-// units of 2^-24 positions from 1 on are integers; those below 1 are rounded up, which leaves the comparison
-// with an integer as it is.
-__device__ inline uint32_t rounded(float position, uint32_t slack) {
-  return __float2uint_ru(position * 0x1p24f) + slack;
+// The code of a position, in the upper eight bits: the fraction, in units of 2^-16, and the noise carry into
+// it.
+__device__ inline uint32_t rounded(float position, uint32_t lift) {
+  return __float2uint_rz(position * 0x1p16f + 0.5f) * 256 + lift;
+}
+
+// The nearest code, in the upper eight bits: one half stays below. In units of 2^-24 positions from 1 on are
+// integers; those below 1 are rounded up, which leaves the comparison with an integer as it is.
+__device__ inline uint32_t nearest(float position) {
+  return __float2uint_ru(position * 0x1p24f) + 0x7FFFFF;
 }
 
 // The values of codes. Of a range too wide for fp32 a quarter is computed, and ends at what fits.

@@ -104,10 +104,10 @@ __global__ void encode_columns(const typename Type::Storage* x, const Map map,
       const int64_t element = run * span.plane() + column;
       if (element >= span.size) break;
       const float value = take<Type, kMapped>(x, map, groups, group, element) * factor;
-      const uint32_t counter = counter_of(element, keys);
-      const uint32_t code =
-          rounded(scale.position(value), noise.stochastic ? slack(counter, keys.two) : kNearestSlack) >> 24;
-      codes |= uint64_t{code} << (8 * run);
+      const float position = scale.position(value);
+      const uint32_t up = lift(counter_of(element, keys), keys.two, noise_half(element));
+      const uint32_t code = noise.stochastic ? rounded(position, up) : nearest(position);
+      codes |= uint64_t{code >> 24} << (8 * run);
     }
     const uint64_t bytes = transposed(codes);
     uint8_t* const planes = groups.planes(packed, group) + column;

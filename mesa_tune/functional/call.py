@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Memories, Plan, applied
@@ -32,6 +32,18 @@ class Call:
     `call.refuse(why)`.
     """
 
+    __slots__ = (
+        "hooked",
+        "is_static",
+        "key",
+        "layer",
+        "links",
+        "memory",
+        "plain",
+        "spec",
+        "worth",
+    )
+
     def __init__(
         self,
         layer: str,
@@ -57,14 +69,16 @@ class Call:
         smaller.
         """
         tensors = (tensor, *others)
-        needs = tuple([given is not None and given.requires_grad for given in tensors])
+        needs, odd = _wanted(tensors)
         if True not in needs:
             return self.plain()
-        if True in [given is not None and _odd(given) for given in tensors]:
+        if odd:
             return self.refuse("complex, sparse and nested tensors have no formula")
         if not (self.worth or FORMULAS[name].lossless or self._pays(tensors)):
             return self.plain()
-        raw = tuple([given is None or self.is_static(given) for given in tensors])
+        raw = tuple(
+            [given is None or type(given) is nn.Parameter or self.is_static(given) for given in tensors]
+        )
         if not (self.spec.derive or self.spec.serves):
             plan = Plan(self.layer, name, static, needs, raw, self.spec, (), None)
             return applied(plan, self.key(tensor.device), self.memory, *tensors)
@@ -236,5 +250,13 @@ class Call:
         return False
 
 
-def _odd(tensor: Tensor) -> bool:
-    return tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_nested
+def _wanted(tensors: Sequence[Tensor | None]) -> tuple[Needs, bool]:
+    """Which of them want a gradient, and whether one is of a kind that no formula knows."""
+    needs, odd = [], False
+    for given in tensors:
+        needs.append(given is not None and given.requires_grad)
+        if given is not None and (
+            given.layout is not torch.strided or given.dtype.is_complex or given.is_nested
+        ):
+            odd = True
+    return tuple(needs), odd

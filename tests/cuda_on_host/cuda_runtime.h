@@ -121,6 +121,10 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   return out;
 }
 
+inline uint32_t __float2uint_rz(float value) {
+  return static_cast<uint32_t>(value);
+}
+
 inline uint32_t __float2uint_ru(float value) {
   return static_cast<uint32_t>(std::ceil(value));
 }
