@@ -157,8 +157,8 @@ def enter(
 ) -> Any:
     """Runs `forward(*args, **kwargs)` as the module `root`, named `module`, of `host`."""
     frames = state.frames
-    if frames and frames[-1].host is host and state.active and frames[-1].surrounds():
-        above = frames[-1]
+    above = frames[-1] if frames and state.active and not torch.compiler.is_compiling() else None
+    if above is not None and above.host is host and above.surrounds():
         frames.append(Frame(host, module, own, above.batch, above.traced, above.hooks, above.task))
         try:
             return forward(*args, **kwargs)

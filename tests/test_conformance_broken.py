@@ -70,7 +70,7 @@ def test_formula_check_catches_a_wrong_factor(monkeypatch: Patch) -> None:
         dx, dw, db = right(*args)
         return dx, None if dw is None else dw * 1.001, db
 
-    _break_formula(monkeypatch, "linear", backward=backward)
+    _break_formula(monkeypatch, "linear", backward=backward, piecewise=None)
     with pytest.raises(AssertionError):
         rules.check_formula(LINEAR)
 

@@ -107,10 +107,6 @@ def test_training_with_a_policy_starts_from_the_same_model() -> None:
     names.model = plain_model
     assert 0 <= plain <= 1
     assert 0 <= compressed <= 1
-    gaps = [
-        (a - b).norm() / a.norm()
-        for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True)
-        if a.norm() > 1e-3
-    ]
+    one, other = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in made)
     # Eight bits change what two steps of Adam learn a little, and not at all what they started from.
-    assert 0 < max(gaps) < 0.2
+    assert 0 < (one - other).norm() < 0.01 * one.norm()

@@ -1,11 +1,11 @@
 """y = softmax(s q kᵀ + m) v. Kept: q, k and v; exact: the mask m, and what dropout let through, in a bit an
 element where PyTorch makes the softmax whole (CPU, traced code), else by the random state.
 
-Backward runs the forward again on the decoded q, k and v (Rule 7): with a saved log-sum-exp, an error of q
-would appear exponentiated in weights that no longer sum to one. A mask that was made by repeating two smaller
-ones in a sum is kept as those (`sums`). The random state of dropout is put back, then
-left as it was found. Traced code, which cannot differentiate inside a backward, takes `attention_traced`
-instead, and the CPU, where that is faster, `attention_by_heads`.
+Backward makes the softmax again of the decoded q and k (Rule 7): with a saved log-sum-exp, an error of q
+would appear exponentiated in weights that no longer sum to one. On the CPU it does so a head at a time
+(`attention_by_heads`), in traced code, which cannot differentiate inside a backward, by `attention_traced`,
+and elsewhere it runs the forward again; the random state of dropout is put back then, and left as it was
+found. A mask that was made by repeating two smaller ones in a sum is kept as those (`sums`).
 """
 
 import math
