@@ -146,12 +146,13 @@ void clear(const Heads& heads, float* data, int64_t tokens) {
     std::fill_n(data + i * heads.token, heads.width, 0.0f);
 }
 
-int64_t row_length(const AttentionBackward& task) {
-  return (task.keys + kLanes - 1) / kLanes * kLanes;
+int64_t row_length(int64_t keys) {
+  return (keys + kLanes - 1) / kLanes * kLanes;
 }
 
 int64_t queries_at_once(const AttentionBackward& task) {
-  return std::max<int64_t>(1, std::min(std::max(kScores / row_length(task), kQueries), task.queries));
+  const int64_t suits = std::max(kScores / row_length(task.keys), kQueries);
+  return std::max<int64_t>(1, std::min(suits, task.queries));
 }
 
 // One head of one sample.
@@ -171,12 +172,12 @@ class Head {
  private:
   void run(int64_t first, int64_t count) const {
     const int64_t keys = task_.causal ? std::min(task_.keys, first + count) : task_.keys;
-    const int64_t row = row_length(task_);
+    const int64_t row = row_length(keys);
     const Bias& bias = task_.bias;
     const Block block{
         scores_,
-        scores_ + queries_at_once(task_) * row,
-        scores_ + 2 * queries_at_once(task_) * row,
+        scores_ + count * row,
+        scores_ + 2 * count * row,
         first,
         count,
         keys,
@@ -215,7 +216,7 @@ class Head {
 
 void attention_backward(const AttentionBackward& task) {
   torch::stable::parallel_for(0, task.samples * task.heads, 1, [&](int64_t from, int64_t to) {
-    const int64_t numbers = queries_at_once(task) * (2 * row_length(task) + 1);
+    const int64_t numbers = queries_at_once(task) * (2 * row_length(task.keys) + 1);
     const auto scores = std::make_unique<float[]>(static_cast<size_t>(numbers));
     for (int64_t number = from; number < to; ++number) Head(task, number, scores.get()).run();
   });

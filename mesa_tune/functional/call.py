@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Memories, Plan, applied
@@ -76,9 +76,7 @@ class Call:
             return self.refuse("complex, sparse and nested tensors have no formula")
         if not (self.worth or FORMULAS[name].lossless or self._pays(tensors)):
             return self.plain()
-        raw = tuple(
-            [given is None or type(given) is nn.Parameter or self.is_static(given) for given in tensors]
-        )
+        raw = tuple([given is None or self.is_static(given) for given in tensors])
         if not (self.spec.derive or self.spec.serves):
             plan = Plan(self.layer, name, static, needs, raw, self.spec, (), None)
             return applied(plan, self.key(tensor.device), self.memory, *tensors)
