@@ -121,8 +121,7 @@ MESA_TUNE_INLINE Integer pair_of(Integer element) {
   return element / kNoiseBlock * half + element % half;
 }
 
-template <class Integer>
-MESA_TUNE_INLINE bool takes_upper_noise(Integer element) {
+MESA_TUNE_INLINE bool takes_upper_noise(int64_t element) {
   return (element & (kNoiseBlock / 2)) != 0;
 }
 

@@ -37,7 +37,7 @@ Heads written_heads(const std::optional<Tensor>& x, const Tensor& like, const ch
 
 void attention_backward(Tensor q, Tensor k, Tensor v, Tensor grad, std::optional<Tensor> bias,
                         std::optional<Tensor> bits, int64_t first_bit, double scale, bool causal,
-                        double dropout, std::optional<Tensor> dq, std::optional<Tensor> dk,
+                        double raised, std::optional<Tensor> dq, std::optional<Tensor> dk,
                         std::optional<Tensor> dv) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "expected q, k and v of four dimensions");
   const int64_t samples = q.size(0), heads = q.size(1), queries = q.size(2), keys = k.size(2);
@@ -62,7 +62,7 @@ void attention_backward(Tensor q, Tensor k, Tensor v, Tensor grad, std::optional
                          {nullptr, 0, 0, 0, 0},
                          nullptr,
                          first_bit,
-                         dropout < 1 ? static_cast<float>(1 / (1 - dropout)) : 0.0f};
+                         static_cast<float>(raised)};
   if (bias.has_value()) {
     STD_TORCH_CHECK(bias->is_cpu() && bias->scalar_type() == ScalarType::Float && bias->dim() == 4 &&
                         bias->size(0) == samples && bias->size(1) == heads && bias->size(2) == queries &&

@@ -233,10 +233,10 @@ class ConvertedForward:
             self.conversion.passed_over(inside=routing.running(self.conversion))
             return self.plain(*args, **kwargs)
         run = self.plain if self.recompute is None else self._recomputed
-        return routing.enter(self.conversion, self.name, self.own, self.module, run, args, kwargs)
+        return routing.enter(self, run, args, kwargs)
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
-        return routing.enter(self.conversion, self.name, self.own, self.module, self.plain, args, kwargs)
+        return routing.enter(self, self.plain, args, kwargs)
 
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         spec, frame = self.recompute, routing.state.frames[-1]

@@ -16,7 +16,7 @@ from mesa_tune import maps, ops
 _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
 _NORM = "Tensor grad, Tensor rstd, Tensor weight, bool centered"
-_DROPPED = "Tensor? bits, int first_bit, float scale, bool causal, float dropout"
+_DROPPED = "Tensor? bits, int first_bit, float scale, bool causal, float raised"
 _ATTENTION = f"Tensor q, Tensor k, Tensor v, Tensor grad, Tensor? bias, {_DROPPED}"
 _SCHEMAS = (
     f"quantize_map(Tensor x, {_MAP}, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor, Tensor)",
@@ -102,7 +102,7 @@ def attention_backward(
     first_bit: int,
     scale: float,
     causal: bool,
-    dropout: float,
+    raised: float,
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,
@@ -111,7 +111,8 @@ def attention_backward(
 
     q `(samples, heads, queries, width)`, k, v, and `grad` accordingly, each dense along the width; `bias`, in
     the shape of the scores, may shut out all keys of a query, which then gives nothing. `bits`, from number
-    `first_bit` on, say which scores dropout let through. P is made whole of as many queries as fit the cache.
+    `first_bit` on, say which scores dropout let through, `raised` times as large. P is made whole of as many
+    queries as fit the cache.
     """
     shape = (*q.shape[:3], k.shape[2])
     if causal:
@@ -122,7 +123,6 @@ def attention_backward(
     let = torch.ones((), device=q.device)
     if bits is not None:
         begin, end = first_bit, first_bit + math.prod(shape)
-        raised = 1 / (1 - dropout) if dropout < 1 else 0.0
         let = ops.unpack_bits(bits, (8 * bits.numel(),))[begin:end].view(shape) * raised
     ds = torch.ops.aten._softmax_backward_data(grad @ v.mT * let, p, -1, p.dtype) * scale
     for out, made in ((dq, ds @ k), (dk, ds.mT @ q), (dv, (p * let).mT @ grad)):

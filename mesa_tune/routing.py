@@ -112,6 +112,17 @@ class Frame:
         return self.host.is_static(tensor)
 
 
+class Entrant(Protocol):
+    """What enters: a module of a conversion, with its name there and its own route."""
+
+    module: nn.Module
+    name: str
+    own: Route | None
+
+    @property
+    def conversion(self) -> Host: ...
+
+
 class _State(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -146,54 +157,46 @@ def running(host: Host) -> bool:
     return bool(state.frames) and state.frames[-1].host is host
 
 
-def enter(
-    host: Host,
-    module: str,
-    own: Route | None,
-    root: nn.Module,
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """Runs `forward(*args, **kwargs)` as the module `root`, named `module`, of `host`."""
+def enter(entrant: Entrant, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs `forward(*args, **kwargs)` as the module of `entrant`."""
     frames = state.frames
-    above = frames[-1] if frames and state.active and not torch.compiler.is_compiling() else None
-    if above is not None and above.host is host and above.surrounds():
-        frames.append(Frame(host, module, own, above.batch, above.traced, above.hooks, above.task))
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            frames.pop()
-    return _enter_anew(host, module, own, root, forward, args, kwargs)
-
-
-def _enter_anew(
-    host: Host,
-    module: str,
-    own: Route | None,
-    root: nn.Module,
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """The same as the outermost module, or below hooks or in a backward that were not there above."""
-    frames = state.frames
-    outermost = not running(host)
-    batch = _batch(root, args, kwargs) if outermost else frames[-1].batch
-    begins = outermost and (not inside_backward() or _comes_late(host))
-    if begins:
-        host.begin(batch, root)
-    active = _is_active()
-    frames.append(Frame(host, module, own, batch, [] if outermost else frames[-1].traced, *_surroundings()))
-    if active and frames[-1].hooks is not frames[-2].hooks:
-        host.waits = True
+    frame, begins, active = _below(entrant), False, True
+    if frame is None:
+        frame, begins, active = _anew(entrant, args, kwargs)
+    frames.append(frame)
     try:
         result = forward(*args, **kwargs) if active else _activated(forward, args, kwargs)
         if begins:
-            host.end()
+            entrant.conversion.end()
         return result
     finally:
         frames.pop()
+
+
+def _below(entrant: Entrant) -> Frame | None:
+    """The frame of a module in the same run of one of its conversion: most are, and have it from above."""
+    if torch.compiler.is_compiling() or not (state.frames and state.active):
+        return None
+    above = state.frames[-1]
+    if above.host is not entrant.conversion or not above.surrounds():
+        return None
+    return Frame(above.host, entrant.name, entrant.own, above.batch, above.traced, above.hooks, above.task)
+
+
+def _anew(entrant: Entrant, args: Any, kwargs: Any) -> tuple[Frame, bool, bool]:
+    """The frame of any module; whether a forward of its conversion begins; whether the mode is on."""
+    host, frames = entrant.conversion, state.frames
+    outermost = not running(host)
+    batch = _batch(entrant.module, args, kwargs) if outermost else frames[-1].batch
+    begins = outermost and (not inside_backward() or _comes_late(host))
+    if begins:
+        host.begin(batch, entrant.module)
+    active = _is_active()
+    traced = [] if outermost else frames[-1].traced
+    frame = Frame(host, entrant.name, entrant.own, batch, traced, *_surroundings())
+    if active and frame.hooks is not frames[-1].hooks:
+        host.waits = True
+    return frame, begins, active
 
 
 def _surroundings() -> tuple[Any, int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mesa_tune import fused_ops, ops
+from mesa_tune.functional.attention_by_heads import Scores
 
 SHAPES = {  # samples, heads, queries, keys, width, width of the values
     "small": (3, 2, 37, 37, 16, 16),
@@ -43,7 +44,8 @@ def arguments(name: str, mask: str, dropout: float) -> list[Any]:
     first = 3 if dropout else 0
     through = torch.cat([torch.zeros(first, dtype=torch.bool), torch.rand(math.prod(shape)) > dropout])
     bits = ops.pack_bits(through) if dropout else None
-    return [q, k, v, grad, bias, bits, first, 0.3, mask == "causal", dropout]
+    raised = Scores(0.3, dropout=dropout).raised
+    return [q, k, v, grad, bias, bits, first, 0.3, mask == "causal", raised]
 
 
 def outputs(given: list[Any]) -> list[Tensor]:

@@ -182,7 +182,7 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
             0,
             0.3,
             True,
-            0.0,
+            1.0,
             *[heads.clone() for _ in range(3)],
         ),
     }

@@ -15,12 +15,11 @@ class Encoder {
   MESA_TUNE_INLINE void encode(const float* values, int64_t n, int64_t element, uint8_t* codes) const {
     if (!stochastic_) return encode_nearest(values, n, codes);
     while (n > 0) {
-      constexpr int64_t block = kNoiseBlock, half = block / 2;
-      const bool whole = element % block == 0 && n >= block;
-      const int64_t here = whole ? block : std::min(n, half - element % half);
+      const bool whole = element % kNoiseBlock == 0 && n >= 2 * kHalf;
+      const int64_t here = whole ? 2 * kHalf : std::min(n, kHalf - element % kHalf);
       const uint32_t counter = counter_of(element, keys_);
       if (whole) {
-        encode_pairs(values, values + half, counter, codes, codes + half);
+        encode_pairs(values, values + kHalf, counter, codes, codes + kHalf);
       } else {
         encode_half(values, here, counter, takes_upper_noise(element) ? 16 : 0, codes);
       }
@@ -29,6 +28,8 @@ class Encoder {
   }
 
  private:
+  static constexpr int64_t kHalf = kNoiseBlock / 2;
+
   // The code of a value: its position in units of 2^-16, and what carries it up.
   MESA_TUNE_INLINE uint8_t code(float value, uint32_t noise) const {
     const auto at = static_cast<int32_t>(scale_.position(value) * 0x1p16f + 0.5f);
@@ -37,8 +38,7 @@ class Encoder {
   MESA_TUNE_INLINE void encode_pairs(const float* __restrict first, const float* __restrict second,
                                      uint32_t counter, uint8_t* __restrict first_codes,
                                      uint8_t* __restrict second_codes) const {
-    for (int64_t i = 0; i < int64_t{kNoiseBlock / 2};
-         ++i, ++counter) {  // a counter of 32 bits: vectors of these, not 64
+    for (int64_t i = 0; i < kHalf; ++i, ++counter) {  // the counter has 32 bits: vectors of these, not 64
       const uint32_t both = noise(counter, keys_.two);
       first_codes[i] = code(first[i], both);
       second_codes[i] = code(second[i], both >> 16);

@@ -16,8 +16,7 @@ __device__ inline Keys seed_keys(const Noise& noise) {
 }
 
 // Takes an element's half of a word of noise to where 16 bits count units of 2^-24, as lift's `half`.
-template <class Integer>
-__device__ inline uint32_t noise_half(Integer element) {
+__device__ inline uint32_t noise_half(int64_t element) {
   return takes_upper_noise(element) ? 0x4324 : 0x4104;
 }
 

@@ -105,8 +105,9 @@ __global__ void encode_columns(const typename Type::Storage* x, const Map map,
       if (element >= span.size) break;
       const float value = take<Type, kMapped>(x, map, groups, group, element) * factor;
       const float position = scale.position(value);
-      const uint32_t up = lift(counter_of(element, keys), keys.two, noise_half(element));
-      const uint32_t code = noise.stochastic ? rounded(position, up) : nearest(position);
+      const uint32_t code =
+          noise.stochastic ? rounded(position, lift(counter_of(element, keys), keys.two, noise_half(element)))
+                           : nearest(position);
       codes |= uint64_t{code >> 24} << (8 * run);
     }
     const uint64_t bytes = transposed(codes);

@@ -96,7 +96,7 @@ def gradients(
             first * per_sample,
             scores.scale,
             scores.causal,
-            scores.dropout,
+            scores.raised,
             *(None if each is None else each[part] for each in found),
         )
     return tuple(found)

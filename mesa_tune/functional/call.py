@@ -32,17 +32,7 @@ class Call:
     `call.refuse(why)`.
     """
 
-    __slots__ = (
-        "hooked",
-        "is_static",
-        "key",
-        "layer",
-        "links",
-        "memory",
-        "plain",
-        "spec",
-        "worth",
-    )
+    __slots__ = ("hooked", "is_static", "key", "layer", "links", "memory", "plain", "spec", "worth")
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ peaks. What is decoded some rows or samples at a time lies in one small buffer i
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +94,7 @@ class Held(NamedTuple):
             return None
         width, rows = math.prod(self.meta.shape[-axes:]), math.prod(self.meta.shape[:-axes])
         each = _piece(rows, self._groups_begin(width))
-        return None if each is None else self._decoded((rows, width), each)
+        return None if each is None else self._decoded(rows, width, each)
 
     def sample_step(self, dtype: torch.dtype) -> int | None:
         """Each so many samples (along its first dimension) can be decoded by themselves; None: only all."""
@@ -113,7 +113,7 @@ class Held(NamedTuple):
         What is given out is overwritten by the next.
         """
         shape, strides = self.meta.shape, self.meta.strides
-        for _, run in self._decoded((shape[0], math.prod(shape[1:])), each):
+        for _, run in self._decoded(shape[0], math.prod(shape[1:]), each):
             part = (run.shape[0], *shape[1:])
             yield run.view(part) if strides is None else run.as_strided(part, strides)
 
@@ -140,10 +140,9 @@ class Held(NamedTuple):
         """Each so many rows of `width` elements begin with a group."""
         return self.spec.group_size // math.gcd(self.spec.group_size, width)
 
-    def _decoded(self, shape: Sequence[int], each: int) -> Iterator[tuple[int, Tensor]]:
-        """The tensor in this shape, `each` of its first dimension at a time, with the first one's number."""
-        rows, width = shape[0], math.prod(shape[1:])
-        buffer = self.parts[0].new_empty(min(each, rows), *shape[1:], dtype=self.meta.dtype)
+    def _decoded(self, rows: int, width: int, each: int) -> Iterator[tuple[int, Tensor]]:
+        """The tensor as a matrix, `each` of its rows at a time, with the first one's number."""
+        buffer = self.parts[0].new_empty(min(each, rows), width, dtype=self.meta.dtype)
         for first in range(0, rows, each):
             part = buffer[: min(each, rows - first)]
             self.codec.decode_run(self.parts, first * width, part.numel(), self.spec, part)
