@@ -88,6 +88,18 @@ inline const void* dense(const torch::stable::Tensor& data, const torch::stable:
   return data.const_data_ptr();
 }
 
+// What `numel` elements, in groups that are decoded some rows at a time, were packed into, where `like` lies.
+inline Packed read_packed(const torch::stable::Tensor& data, const torch::stable::Tensor& ranges,
+                          const torch::stable::Tensor& like, int64_t numel, const Settings& s) {
+  using torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(s.group_size <= cpu::kMostInGroup, "expected groups of at most ", cpu::kMostInGroup,
+                  " elements, but got ", s.group_size);
+  const Split parts = split(numel, s);
+  const void* codes = dense(data, like, ScalarType::Byte, parts.bytes(s.bits), "data");
+  const void* numbers = dense(ranges, like, ScalarType::Float, 2 * parts.groups(), "ranges");
+  return {static_cast<uint8_t*>(const_cast<void*>(codes)), static_cast<float*>(const_cast<void*>(numbers))};
+}
+
 // The noise for encoding `x`; a seed on a device is not read here.
 inline Noise read_noise(const torch::stable::Tensor& x, bool stochastic,
                         const std::optional<torch::stable::Tensor>& seed) {

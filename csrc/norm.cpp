@@ -24,13 +24,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Ten
   const int64_t numel = given.numel(), rows = rstd.numel(), inner = weight.numel();
   check_on_cpu(given);
   check_settings(s, given);
-  STD_TORCH_CHECK(group_size <= cpu::kMostInGroup, "expected groups of at most ", cpu::kMostInGroup,
-                  " elements, but got ", group_size);
   STD_TORCH_CHECK(rows * inner == numel, "expected ", rows, " rows of ", inner, " elements, but got ", numel);
-  const Split parts = split(numel, s);
-  const Packed packed{static_cast<uint8_t*>(const_cast<void*>(
-                          dense(data, given, ScalarType::Byte, parts.bytes(s.bits), "data"))),
-                      const_cast<float*>(floats(ranges, given, 2 * parts.groups(), "ranges"))};
+  const Packed packed = read_packed(data, ranges, given, numel, s);
   Tensor dx = fresh_like(given);
   Tensor dw = fresh_like(weight), db = fresh_like(weight);
   const NormBackward task{floats(given, given, numel, "float32 gradient"),

@@ -21,9 +21,6 @@ struct NormBackward {
 
 namespace cpu {
 
-// Groups of at most so many elements are decoded some rows at a time.
-constexpr int64_t kMostInGroup = 4096;
-
 // xhat is what is packed, in groups of consecutive elements.
 void norm_backward(const NormBackward& task, const Packed& packed, const Settings& settings);
 

@@ -41,6 +41,9 @@ struct Noise {
 
 namespace cpu {
 
+// Groups of at most so many elements are decoded some rows at a time.
+constexpr int64_t kMostInGroup = 4096;
+
 void quantize(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
               const Packed& packed);
 // The same for ranges that are given; values outside take the nearest end.

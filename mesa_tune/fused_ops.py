@@ -1,8 +1,9 @@
 """Ops that spare a pass over memory: something is made while it is encoded, or used while it is decoded.
 
 Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul, pack_at_most, gate,
-norm_backward, attention_backward}`. All but the last, which writes into existing memory, are pure. Their
-default kernels, in PyTorch, give the same bytes (the last two the same numbers but for the order of sums).
+norm_backward, linear_backward, attention_backward}`. All but the last two, which write into existing memory,
+are pure. Their default kernels, in PyTorch, give the same bytes (the last three the same numbers but for the
+order of sums).
 The first two have native kernels on the CPU and on CUDA, the others on the CPU.
 """
 
@@ -16,6 +17,7 @@ from mesa_tune import maps, ops
 _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
 _NORM = "Tensor grad, Tensor rstd, Tensor weight, bool centered"
+_LINEAR = "Tensor(a!)? dx, Tensor(b!) dw, Tensor(c!)? db"
 _DROPPED = "Tensor? bits, int first_bit, float scale, bool causal, float raised"
 _ATTENTION = f"Tensor q, Tensor k, Tensor v, Tensor grad, Tensor? bias, {_DROPPED}"
 _SCHEMAS = (
@@ -24,6 +26,7 @@ _SCHEMAS = (
     "pack_at_most(Tensor x, float limit) -> Tensor",
     "gate(Tensor grad, Tensor data, float slope) -> Tensor",
     f"attention_backward({_ATTENTION}, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv) -> ()",
+    f"linear_backward(Tensor data, Tensor ranges, Tensor grad, Tensor? weight, {_SIZES}, {_LINEAR}) -> ()",
     f"norm_backward(Tensor data, Tensor ranges, {_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
 )
 
@@ -90,6 +93,33 @@ def norm_backward(
     middle = scaled.mean(1, keepdim=True) if centered else 0.0
     dx = (scaled - middle - x * (scaled * x).mean(1, keepdim=True)) * rstd.view(-1, 1)
     return dx.view(grad.shape), (rows * x).sum(0).view(weight.shape), rows.sum(0).view(weight.shape)
+
+
+def linear_backward(
+    data: Tensor,
+    ranges: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    bits: int,
+    levels: int,
+    group_size: int,
+    dx: Tensor | None,
+    dw: Tensor,
+    db: Tensor | None,
+) -> None:
+    """The backward of `y = x weightᵀ + b`, whose x `(rows, in)` was quantized; all float32.
+
+    grad `(rows, out)`, each row dense, weight `(out, in)`, which only dx takes. Written where they are
+    wanted: dx `(rows, in)`, each row dense, dw `(out, in)`, dense in either order, db `(out,)`.
+    """
+    sizes = (bits, levels, group_size, 0)
+    shape = (grad.shape[0], dw.shape[1])
+    x = torch.ops.mesa_tune.dequantize.default(data, ranges, shape, grad.dtype, *sizes)
+    torch.mm(grad.t(), x, out=dw)
+    if dx is not None and weight is not None:
+        torch.mm(grad, weight, out=dx)
+    if db is not None:
+        torch.sum(grad, 0, out=db)
 
 
 def attention_backward(
@@ -159,6 +189,7 @@ _KERNELS: ops.Kernels = {
     "pack_at_most": (pack_at_most, _fake_pack),
     "gate": (gate, _fake_gate),
     "norm_backward": (norm_backward, _fake_norm_backward),
+    "linear_backward": (linear_backward, ops.nothing),
     "attention_backward": (attention_backward, ops.nothing),
 }
 
@@ -173,3 +204,4 @@ PACK_AT_MOST = torch.ops.mesa_tune.pack_at_most.default
 GATE = torch.ops.mesa_tune.gate.default
 NORM_BACKWARD = torch.ops.mesa_tune.norm_backward.default
 ATTENTION_BACKWARD = torch.ops.mesa_tune.attention_backward.default
+LINEAR_BACKWARD = torch.ops.mesa_tune.linear_backward.default

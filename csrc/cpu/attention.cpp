@@ -4,11 +4,6 @@
 
 #include "attention.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <limits>
 #include <memory>
@@ -17,6 +12,7 @@
 #include "curves.h"
 #include "lanes.h"
 #include "paths.h"
+#include "products.h"
 
 namespace mesa_tune::cpu {
 namespace {
@@ -119,27 +115,6 @@ MESA_TUNE_INLINE void backward(const AttentionBackward& task, const Block& block
     backward_row(task, block, i, block.p + i * block.row, block.dp + i * block.row);
 }
 MESA_TUNE_PATHS(backward, (const AttentionBackward& task, const Block& block), (task, block))
-
-Tensor matrix(const float* data, int64_t rows, int64_t columns, int64_t row, int64_t column = 1) {
-  const int64_t sizes[] = {rows, columns}, strides[] = {row, column};
-  AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(const_cast<float*>(data), 2, sizes, strides, 0,
-                                                            aoti_torch_dtype_float32(),
-                                                            aoti_torch_device_type_cpu(), 0, &made));
-  return Tensor(made);
-}
-
-Tensor transposed(const float* data, int64_t rows, int64_t columns, int64_t row) {
-  return matrix(data, columns, rows, 1, row);
-}
-
-void product(const Tensor& out, const Tensor& a, const Tensor& b) {
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
-}
-
-void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
-}
 
 void clear(const Heads& heads, float* data, int64_t tokens) {
   for (int64_t i = 0; data != nullptr && i < tokens; ++i)

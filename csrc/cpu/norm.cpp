@@ -5,13 +5,10 @@
 #include "norm.h"
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
-#include "groups.h"
+#include "decoded.h"
 #include "lanes.h"
-#include "planes.h"
-#include "rounding.h"
 
 namespace mesa_tune::cpu {
 namespace {
@@ -20,35 +17,12 @@ constexpr int64_t kPortions = 64;
 
 // Rows that are decoded at a time: about a tile, and beginning with a group where that is possible.
 int64_t rows_at_once(const NormBackward& task, const Settings& s) {
-  const int64_t most = std::max<int64_t>(1, kTile / task.inner);
-  const int64_t step = s.group_size / std::gcd(s.group_size, task.inner);
-  return step < most ? most / step * step : most;
+  return rows_of_groups(std::max<int64_t>(1, kTile / task.inner), task.inner, s);
 }
 
 int64_t rows_of_portion(const NormBackward& task, const Settings& s) {
   const int64_t each = rows_at_once(task, s);
   return pieces(pieces(task.rows, kPortions), each) * each;
-}
-
-// Elements [first, first + n) into `values`, which has room for a group more on either side; returns where
-// they begin.
-MESA_TUNE_INLINE const float* decoded(const Packed& packed, const Settings& s, const Split& parts,
-                                      int64_t first, int64_t n, float* values) {
-  alignas(64) uint8_t codes[kMostInGroup + 8];
-  const int64_t from = first / s.group_size, to = (first + n - 1) / s.group_size;
-  for (int64_t group = from; group <= to; ++group) {
-    const Span& span = group < parts.whole.count ? parts.whole : parts.rest;
-    float* out = values + (group - from) * s.group_size;
-    transpose_rows(planes_of(packed, s, span, group), span.plane(), s.bits, codes, span.plane(), 8,
-                   span.plane());
-    const Range range = range_of(packed, group);
-    if (range.wide()) {
-      decode_wide(range, codes, span.size, out);
-    } else {
-      decode(range, codes, span.size, out);
-    }
-  }
-  return values + (first - from * s.group_size);
 }
 
 MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const float* __restrict x,
@@ -110,8 +84,7 @@ void norm_backward(const NormBackward& task, const Packed& packed, const Setting
   const int64_t each = rows_of_portion(task, settings), count = pieces(task.rows, each);
   std::vector<float> sums(static_cast<size_t>(2 * count * task.inner));
   parallel(count, each * task.inner, [&](int64_t from, int64_t to) {
-    std::vector<float> values(static_cast<size_t>(rows_at_once(task, settings) * task.inner) +
-                              2 * kMostInGroup);
+    std::vector<float> values(static_cast<size_t>(rows_at_once(task, settings) * task.inner + kRoom));
     rows_backward_paths[path()](task, packed, settings, sums.data(), values.data(), from, to);
   });
   for (int64_t at = 0; at < count; ++at) {

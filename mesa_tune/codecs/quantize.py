@@ -12,11 +12,14 @@ from torch import Tensor
 
 from mesa_tune import reference
 from mesa_tune.codecs.spec import Memory, Spec
-from mesa_tune.fused_ops import DEQUANTIZE_MUL, NORM_BACKWARD, QUANTIZE_MAP
+from mesa_tune.fused_ops import DEQUANTIZE_MUL, LINEAR_BACKWARD, NORM_BACKWARD, QUANTIZE_MAP
 from mesa_tune.maps import KINDS, Mapped
 
 LARGEST_GROUP = 4096
-"""Larger ones are nothing for `norm_backward`, which decodes some rows at a time."""
+"""Larger ones are nothing for kernels that decode some rows at a time."""
+
+LARGEST_WEIGHT = 1 << 19
+"""Of so many elements at most, a weight's gradient stays in the cache while all rows are added to it."""
 
 _QUANTIZE = torch.ops.mesa_tune.quantize.default
 _DEQUANTIZE_OUT = torch.ops.mesa_tune.dequantize_out.default
@@ -92,6 +95,30 @@ def decode_norm(
     sizes = (spec.bits, spec.levels, spec.group_size)
     found: tuple[Tensor, Tensor, Tensor] = NORM_BACKWARD(data, ranges, grad, rstd, weight, centered, *sizes)
     return found
+
+
+def decode_linear(
+    parts: Sequence[Tensor], width: int, grad: Tensor, weight: Tensor | None, bias: bool, spec: Spec
+) -> tuple[Tensor | None, Tensor, Tensor | None] | None:
+    """`fused_ops.linear_backward` of the input, `width` wide, that `parts` hold: dx if the weight is given,
+    dw, and db if there is a `bias`; None where that is not possible.
+    """
+    data, ranges = parts
+    rows, out = grad.shape
+    if spec.quant_groups or spec.group_size > LARGEST_GROUP or out * width > LARGEST_WEIGHT:
+        return None
+    if not (grad.is_cpu and ranges.dtype == grad.dtype == torch.float32):
+        return None
+    if weight is None:
+        dx, dw = None, grad.new_empty(out, width)
+    elif weight.dtype == torch.float32:
+        dx, dw = grad.new_empty(rows, width), torch.empty_like(weight)
+    else:
+        return None
+    db = grad.new_empty(out) if bias else None
+    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    LINEAR_BACKWARD(data, ranges, grad, weight, spec.bits, spec.levels, spec.group_size, dx, dw, db)
+    return dx, dw, db
 
 
 def decode_run(parts: Sequence[Tensor], first: int, count: int, spec: Spec, out: Tensor) -> None:

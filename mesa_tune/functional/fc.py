@@ -55,9 +55,16 @@ def _rows(x: Tensor) -> Tensor:
 def piecewise(
     static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """The same; x is gone before dx is made, and a part of a large one is decoded at a time."""
+    """The same in one pass; else x is gone before dx is made, and a part of a large one is decoded at a
+    time.
+    """
     (dtype,) = static
     rows = _rows(grad)
+    if needs[1] and dtype is None:
+        found = held[0].linear_backward(rows, held[1].whole() if needs[0] else None, needs[2])
+        if found is not None:
+            dx, *rest = found
+            return None if dx is None else dx.view(held[0].meta.shape), *rest
     dw = _weight_gradient(rows, held[0], dtype) if needs[1] else None
     dx = grad @ cast(held[-1].whole(), dtype) if needs[0] else None
     return dx, dw, rows.sum(0) if needs[2] else None

@@ -84,6 +84,21 @@ class Held(NamedTuple):
         found = decode(self.parts, grad, rstd, weight, centered, self.spec)
         return found
 
+    def linear_backward(
+        self, grad: Tensor, weight: Tensor | None, bias: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor | None] | None:
+        """Gradients of the input `(rows, in)`, the weight and the bias of a linear layer, whose input this
+        is, in one pass: of the input if the weight `(out, in)` is given, of the bias if there is one.
+
+        None where that is not possible.
+        """
+        decode = getattr(self.codec, "decode_linear", None)
+        if decode is None or not self._is_row_major():
+            return None
+        found: tuple[Tensor | None, Tensor, Tensor | None] | None
+        found = decode(self.parts, self.meta.shape[-1], grad, weight, bias, self.spec)
+        return found
+
     def rows(self, dtype: torch.dtype, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
         """A `LARGE` tensor as a matrix whose rows are its last `axes` dimensions, some rows at a time, each
         time with the first one's number.

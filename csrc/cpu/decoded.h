@@ -1,0 +1,48 @@
+// Some elements out of packed groups, wherever they begin: for kernels that use them while they are in the
+// cache.
+#pragma once
+
+#include <numeric>
+
+#include "groups.h"
+#include "planes.h"
+#include "rounding.h"
+
+namespace mesa_tune::cpu {
+
+// Numbers that `decoded` needs room for beside those asked for.
+constexpr int64_t kRoom = 2 * kMostInGroup;
+
+// Each so many rows of `width` elements begin with a group; 1 where these are more than `most`.
+inline int64_t row_step(int64_t most, int64_t width, const Settings& s) {
+  const int64_t step = s.group_size / std::gcd(s.group_size, width);
+  return step <= most ? step : 1;
+}
+
+// Up to `most` rows, after which the next ones begin with a group where that is possible.
+inline int64_t rows_of_groups(int64_t most, int64_t width, const Settings& s) {
+  const int64_t step = row_step(most, width, s);
+  return most / step * step;
+}
+
+// Elements [first, first + n) into `values`; returns where they begin.
+MESA_TUNE_INLINE const float* decoded(const Packed& packed, const Settings& s, const Split& parts,
+                                      int64_t first, int64_t n, float* values) {
+  alignas(64) uint8_t codes[kMostInGroup + 8];
+  const int64_t from = first / s.group_size, to = (first + n - 1) / s.group_size;
+  for (int64_t group = from; group <= to; ++group) {
+    const Span& span = group < parts.whole.count ? parts.whole : parts.rest;
+    float* out = values + (group - from) * s.group_size;
+    transpose_rows(planes_of(packed, s, span, group), span.plane(), s.bits, codes, span.plane(), 8,
+                   span.plane());
+    const Range range = range_of(packed, group);
+    if (range.wide()) {
+      decode_wide(range, codes, span.size, out);
+    } else {
+      decode(range, codes, span.size, out);
+    }
+  }
+  return values + (first - from * s.group_size);
+}
+
+}  // namespace mesa_tune::cpu

@@ -1,0 +1,136 @@
+// A linear layer's gradients from its packed input, some rows at a time: they are decoded into the cache,
+// where the gradient's rows are read once for all three results. Products are PyTorch's.
+
+#include "linear.h"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "decoded.h"
+#include "paths.h"
+#include "products.h"
+
+namespace mesa_tune::cpu {
+namespace {
+
+constexpr int64_t kAtOnce = 1 << 17;          // elements of x and of the gradient together, in
+constexpr int64_t kFewest = 64, kMost = 256;  // so many rows
+constexpr int64_t kWork = 1 << 18;            // multiplications that are worth a thread
+
+int64_t rows_at_once(const LinearBackward& task, const Settings& s) {
+  return rows_of_groups(std::clamp(kAtOnce / (task.in + task.out), kFewest, kMost), task.in, s);
+}
+
+// How threads share the work: by rows, where each part sums up a dw of its own, as long as these take no
+// more than x decoded as a whole; beyond that by columns, whose threads all decode the same rows.
+struct Shares {
+  int64_t rows;
+  int64_t columns;
+};
+
+Shares shares(const LinearBackward& task) {
+  const int64_t threads =
+      std::clamp<int64_t>(task.rows * task.in * task.out / kWork, 1, torch::stable::get_num_threads());
+  int64_t rows = threads;
+  while (threads % rows != 0 || (rows - 1) * std::max(task.out, kFewest) > task.rows) --rows;
+  return {rows, threads / rows};
+}
+
+// Part `number` of `of` of a count.
+struct Part {
+  Part(int64_t count, int64_t number, int64_t of, int64_t step = 1) {
+    const int64_t each = pieces(pieces(count, of), step) * step;
+    first = std::min(number * each, count);
+    size = std::min(each, count - first);
+  }
+  int64_t first;
+  int64_t size;
+};
+
+// Rows of x, and the sums of what the gradient has there in some columns.
+struct Chunk {
+  int64_t first;
+  int64_t count;
+  float* values;
+  const Part& columns;
+  float* sums;
+  const float* x = nullptr;
+};
+
+MESA_TUNE_INLINE void take(const LinearBackward& task, const Packed& packed, const Settings& s,
+                           const Split& parts, Chunk& chunk) {
+  chunk.x = decoded(packed, s, parts, chunk.first * task.in, chunk.count * task.in, chunk.values);
+  float* __restrict sums = chunk.sums;
+  const int64_t n = chunk.columns.size;
+  std::fill_n(sums, task.db == nullptr ? 0 : n, 0.0f);
+  for (int64_t i = 0; task.db != nullptr && i < chunk.count; ++i) {
+    const float* __restrict grad = task.grad.at(chunk.first + i, chunk.columns.first);
+    for (int64_t j = 0; j < n; ++j) sums[j] += grad[j];
+  }
+}
+MESA_TUNE_PATHS(take,
+                (const LinearBackward& task, const Packed& packed, const Settings& s, const Split& parts,
+                 Chunk& chunk),
+                (task, packed, s, parts, chunk))
+
+// The rows and columns of one thread, into its own dw and db.
+void backward(const LinearBackward& task, const Packed& packed, const Settings& s, const Part& rows,
+              const Part& outs, const Part& ins) {
+  const Split parts = split(task.rows * task.in, s);
+  const int64_t each = rows_at_once(task, s);
+  const std::unique_ptr<float[]> values(new float[static_cast<size_t>(each * task.in + kRoom)]);
+  std::vector<float> sums(static_cast<size_t>(outs.size));
+  const auto dw = matrix(task.dw.at(outs.first, 0), outs.size, task.in, task.dw.row, task.dw.column);
+  for (int64_t first = rows.first; first < rows.first + rows.size; first += each) {
+    const int64_t count = std::min(each, rows.first + rows.size - first);
+    Chunk chunk{first, count, values.get(), outs, sums.data()};
+    take_paths[path()](task, packed, s, parts, chunk);
+    const auto x = matrix(chunk.x, count, task.in, task.in);
+    const auto grad = transposed(task.grad.at(first, outs.first), count, outs.size, task.grad.row);
+    if (first == rows.first) {
+      product(dw, grad, x);
+    } else {
+      add_product(dw, grad, x);
+    }
+    if (task.dx.data != nullptr) {
+      const auto dx = matrix(task.dx.at(first, ins.first), count, ins.size, task.dx.row);
+      const auto weight =
+          matrix(task.weight.at(0, ins.first), task.out, ins.size, task.weight.row, task.weight.column);
+      product(dx, matrix(task.grad.at(first, 0), count, task.out, task.grad.row), weight);
+    }
+    for (int64_t j = 0; task.db != nullptr && j < outs.size; ++j) task.db[outs.first + j] += sums[j];
+  }
+}
+
+}  // namespace
+
+void linear_backward(const LinearBackward& task, const Packed& packed, const Settings& s) {
+  const int64_t numel = task.out * task.in;
+  if (task.db != nullptr) std::fill_n(task.db, task.out, 0.0f);
+  if (task.rows == 0 || numel == 0) {
+    std::fill_n(task.dw.data, numel, 0.0f);
+    return;
+  }
+  const Shares share = shares(task);
+  const int64_t step = row_step(kFewest, task.in, s), more = share.rows - 1;
+  std::vector<float> dw(static_cast<size_t>(more * numel)), db(static_cast<size_t>(more * task.out));
+  torch::stable::parallel_for(0, share.rows * share.columns, 1, [&](int64_t from, int64_t to) {
+    for (int64_t job = from; job < to; ++job) {
+      const int64_t row = job / share.columns, column = job % share.columns;
+      LinearBackward own = task;
+      if (row > 0) {
+        own.dw.data = dw.data() + (row - 1) * numel;
+        own.db = task.db == nullptr ? nullptr : db.data() + (row - 1) * task.out;
+      }
+      backward(own, packed, s, Part(task.rows, row, share.rows, step), Part(task.out, column, share.columns),
+               Part(task.in, column, share.columns));
+    }
+  });
+  for (int64_t row = 0; row < more; ++row) {
+    for (int64_t i = 0; i < numel; ++i) task.dw.data[i] += dw[row * numel + i];
+    for (int64_t i = 0; task.db != nullptr && i < task.out; ++i) task.db[i] += db[row * task.out + i];
+  }
+}
+
+}  // namespace mesa_tune::cpu

@@ -1,0 +1,37 @@
+// PyTorch's own matrix products of parts of float32 tensors; in a thread of ours they run in it alone.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cstdint>
+
+namespace mesa_tune::cpu {
+
+inline torch::stable::Tensor matrix(const float* data, int64_t rows, int64_t columns, int64_t row,
+                                    int64_t column = 1) {
+  const int64_t sizes[] = {rows, columns}, strides[] = {row, column};
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(const_cast<float*>(data), 2, sizes, strides, 0,
+                                                            aoti_torch_dtype_float32(),
+                                                            aoti_torch_device_type_cpu(), 0, &made));
+  return torch::stable::Tensor(made);
+}
+
+inline torch::stable::Tensor transposed(const float* data, int64_t rows, int64_t columns, int64_t row) {
+  return matrix(data, columns, rows, 1, row);
+}
+
+inline void product(const torch::stable::Tensor& out, const torch::stable::Tensor& a,
+                    const torch::stable::Tensor& b) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+}
+
+inline void add_product(const torch::stable::Tensor& out, const torch::stable::Tensor& a,
+                        const torch::stable::Tensor& b) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
+}
+
+}  // namespace mesa_tune::cpu

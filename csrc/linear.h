@@ -1,0 +1,35 @@
+// What the dispatcher's side (linear.cpp) asks of the CPU's kernel.
+#pragma once
+
+#include "quantize.h"
+
+namespace mesa_tune {
+
+// Float32 numbers, strides apart.
+struct Matrix {
+  float* data;
+  int64_t row;
+  int64_t column;
+
+  float* at(int64_t i, int64_t j) const { return data + i * row + j * column; }
+};
+
+// The backward of y = x w^T + b: dx = grad w, dw = grad^T x, db = sum of grad's rows. Without data, dx (then
+// the weight has none, either) and db are not wanted. Neighbours in a row of grad and dx lie side by side; dw
+// has no holes.
+struct LinearBackward {
+  Matrix grad;    // rows, out
+  Matrix weight;  // out, in
+  Matrix dx;      // rows, in
+  Matrix dw;      // out, in
+  float* db;      // out
+  int64_t rows, out, in;
+};
+
+namespace cpu {
+
+// x is what is packed, in groups of consecutive elements.
+void linear_backward(const LinearBackward& task, const Packed& packed, const Settings& settings);
+
+}  // namespace cpu
+}  // namespace mesa_tune

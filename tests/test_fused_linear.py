@@ -1,0 +1,160 @@
+"""`linear_backward`: the kernel gives the products' numbers, whatever the shapes, groups and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune import fused_ops, ops
+from mesa_tune.codecs import quantize
+
+SHAPES = {  # rows, in, out
+    "rows that begin with a group": (700, 64, 48),
+    "groups across rows": (333, 37, 50),
+    "few rows": (3, 300, 200),
+    "one row": (1, 500, 7),
+    "one column": (900, 40, 1),
+    "one feature": (900, 1, 40),
+    "wide": (150, 90, 700),  # its parts by rows would take more than its input
+}
+THREADS = (1, 2, 3, 8)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def given(name: str, group_size: int) -> tuple[ops.Quantized, Tensor, Tensor]:
+    """A packed input, a gradient and a weight."""
+    rows, width, out = SHAPES[name]
+    torch.manual_seed(0)
+    packed = ops.quantize(torch.randn(rows, width), 4, group_size, seed=1)
+    return packed, torch.randn(rows, out), torch.randn(out, width)
+
+
+def backward(packed: ops.Quantized, grad: Tensor, weight: Tensor, dw: Tensor) -> tuple[Tensor, ...]:
+    """What the kernel makes in memory full of what must not stay there."""
+    dx = torch.full((grad.shape[0], weight.shape[1]), torch.nan)
+    db = torch.full((grad.shape[1],), torch.nan)
+    sizes = (packed.bits, packed.levels, packed.group_size)
+    fused_ops.LINEAR_BACKWARD(packed.data, packed.ranges, grad, weight, *sizes, dx, dw, db)
+    return dx, dw, db
+
+
+def products(packed: ops.Quantized, grad: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    x, grad = ops.dequantize(packed).double(), grad.double()
+    return grad @ weight.double(), grad.t() @ x, grad.sum(0)
+
+
+def same(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
+    return all((own - exact).norm() <= 2e-6 * exact.norm() for own, exact in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("group_size", [64, 100, 256, 4096])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_the_kernel_gives_the_products(name: str, group_size: int, threads: None) -> None:
+    packed, grad, weight = given(name, group_size)
+    right = products(packed, grad, weight)
+    for count in THREADS:
+        torch.set_num_threads(count)
+        first = backward(packed, grad, weight, torch.full_like(weight, torch.nan))
+        assert same(first, right)
+        again = backward(packed, grad, weight, torch.full_like(weight, torch.nan))
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("count", THREADS)
+def test_any_layout_of_the_weight_serves(count: int, threads: None) -> None:
+    packed, grad, weight = given("groups across rows", 64)
+    torch.set_num_threads(count)
+    right = products(packed, grad, weight)
+    assert same(backward(packed, grad, weight.t().contiguous().t(), torch.zeros_like(weight)), right)
+    assert same(backward(packed, grad, weight.repeat(2, 3)[::2, ::3] * 0 + weight, weight.clone()), right)
+    assert same(backward(packed, grad, weight, weight.t().contiguous().t()), right)
+    padded = torch.randn(grad.shape[0], grad.shape[1] + 5)[:, 5:].copy_(grad)
+    assert same(backward(packed, padded, weight, torch.zeros_like(weight)), right)
+
+
+@pytest.mark.parametrize("rows", [0, 200])
+def test_only_what_is_wanted_is_made(rows: int) -> None:
+    packed = ops.quantize(torch.randn(rows, 30), 4, 64, seed=1)
+    grad, dw = torch.randn(rows, 20), torch.full((20, 30), torch.nan)
+    fused_ops.LINEAR_BACKWARD(packed.data, packed.ranges, grad, None, 4, 16, 64, None, dw, None)
+    assert torch.allclose(dw, grad.t() @ ops.dequantize(packed), atol=1e-4)
+
+
+def test_what_is_not_a_number_stays_in_its_place() -> None:
+    packed, grad, weight = given("rows that begin with a group", 64)
+    grad[500, 7] = torch.nan
+    dx, dw, db = backward(packed, grad, weight, torch.zeros_like(weight))
+    assert dx[500].isnan().all()
+    assert dw[7].isnan().all()
+    assert db[7].isnan()
+    for each in (dx, dw, db):
+        assert each.isnan().sum() == each[0].numel()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    if not ops.native():
+        pytest.skip("the kernels are not loaded")
+    packed, grad, weight = given("groups across rows", 64)
+
+    def refused(match: str, **other: Any) -> None:
+        arguments: dict[str, Any] = {
+            "data": packed.data,
+            "ranges": packed.ranges,
+            "grad": grad,
+            "weight": weight,
+        }
+        arguments |= {"bits": 4, "levels": 16, "group_size": 64}
+        arguments |= {"dx": torch.zeros(333, 37), "dw": torch.zeros(50, 37), "db": torch.zeros(50)}
+        with pytest.raises(RuntimeError, match=match):
+            fused_ops.LINEAR_BACKWARD(**{**arguments, **other})
+
+    refused(r"expected a gradient in float32 on the CPU of shape \(333, 50\)", grad=grad.double())
+    refused("expected rows of neighbours in the gradient", grad=grad.t().contiguous().t())
+    refused(r"expected a weight in float32 on the CPU of shape \(50, 37\)", weight=weight[:, 1:])
+    refused("expected a weight for dx", weight=None)
+    refused("expected dw without holes", dw=torch.zeros(50, 74)[:, ::2])
+    refused(r"expected dx .* of shape \(333, 37\)", dx=torch.zeros(333, 38))
+    refused("expected contiguous db of 50 elements", db=torch.zeros(49))
+    refused("expected contiguous data", data=packed.data[1:])
+    refused("expected groups of at most 4096 elements", group_size=5000)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["input", "no-input"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("dims", [(), (9,), (4, 50)], ids=str)
+def test_a_linear_layer_is_never_decoded_whole(
+    dims: tuple[int, ...], bias: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backward_of(decode: Any) -> list[Tensor]:
+        layer = nn.Linear(300, 70, bias=bias)
+        layer.load_state_dict(state)
+        model = mt.convert(nn.Sequential(layer), mt.Policy.uniform(), seed=0, min_elements=0)
+        x = given_x * 1.0 if frozen else leaf * 1.0
+        with monkeypatch.context() as patched:
+            patched.setattr(*decode)
+            model(x).pow(2).sum().backward()
+        made = [] if frozen else [leaf.grad.clone()]  # type: ignore[union-attr]
+        leaf.grad = None
+        return [*made, *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None)]
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("decoded whole")
+
+    given_x = torch.randn(*dims, 300)
+    leaf = given_x.clone().requires_grad_()
+    state = nn.Linear(300, 70, bias=bias).state_dict()
+    whole = backward_of((quantize, "decode_linear", lambda *_: None))
+    for own, right in zip(backward_of((quantize, "decode", refuse)), whole, strict=True):
+        assert own.shape == right.shape
+        assert (own - right).norm() <= 2e-6 * right.norm()
