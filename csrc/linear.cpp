@@ -3,6 +3,8 @@
 #include "linear.h"
 
 #include <optional>
+#include <tuple>
+#include <vector>
 
 #include "arguments.h"
 
@@ -12,57 +14,52 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-void check_matrix(const Tensor& x, int64_t rows, int64_t columns, const char* name) {
-  STD_TORCH_CHECK(x.is_cpu() && x.scalar_type() == ScalarType::Float && x.dim() == 2 && x.size(0) == rows &&
-                      x.size(1) == columns,
-                  "expected ", name, " in float32 on the CPU of shape (", rows, ", ", columns, ")");
+const float* floats(const Tensor& x, const Tensor& like, int64_t count, const char* name) {
+  return static_cast<const float*>(dense(x, like, ScalarType::Float, count, name));
 }
 
-void check_dense_rows(const Tensor& x, const char* name) {
-  STD_TORCH_CHECK(x.stride(1) == 1 || x.size(1) <= 1, "expected rows of neighbours in ", name);
+// What is written, or a tensor without elements.
+Tensor made(const Tensor& like, bool wanted, std::vector<int64_t> sizes) {
+  return fresh(like, wanted ? sizes : std::vector<int64_t>{0}, ScalarType::Float);
 }
 
-Matrix matrix_of(const Tensor& x, void* data) {
-  return {static_cast<float*>(data), x.stride(0), x.stride(1)};
+float* written(const Tensor& x, bool wanted) {
+  return wanted ? static_cast<float*>(x.mutable_data_ptr()) : nullptr;
 }
 
-Matrix read_matrix(const Tensor& x) {
-  return matrix_of(x, const_cast<void*>(x.const_data_ptr()));
-}
-
-void linear_backward(Tensor data, Tensor ranges, Tensor grad, std::optional<Tensor> weight, int64_t bits,
-                     int64_t levels, int64_t group_size, std::optional<Tensor> dx, Tensor dw,
-                     std::optional<Tensor> db) {
-  STD_TORCH_CHECK(grad.dim() == 2 && dw.dim() == 2, "expected a gradient and a dw of two dimensions");
+std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor data, Tensor ranges, Tensor grad,
+                                                   std::optional<Tensor> weight, int64_t width, bool bias,
+                                                   int64_t bits, int64_t levels, int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
-  const int64_t rows = grad.size(0), out = grad.size(1), in = dw.size(1);
-  check_settings(s, grad);
-  check_matrix(grad, rows, out, "a gradient");
-  check_dense_rows(grad, "the gradient");
-  check_matrix(dw, out, in, "dw");
-  STD_TORCH_CHECK((dw.stride(0) == in && dw.stride(1) == 1) || (dw.stride(0) == 1 && dw.stride(1) == out),
-                  "expected dw without holes");
-  LinearBackward task{read_matrix(grad),
-                      {nullptr, 0, 0},
-                      {nullptr, 0, 0},
-                      matrix_of(dw, dw.mutable_data_ptr()),
-                      nullptr,
-                      rows,
-                      out,
-                      in};
-  if (dx.has_value()) {
-    STD_TORCH_CHECK(weight.has_value(), "expected a weight for dx");
-    check_matrix(*weight, out, in, "a weight");
-    task.weight = read_matrix(*weight);
-    check_matrix(*dx, rows, in, "dx");
-    check_dense_rows(*dx, "dx");
-    task.dx = matrix_of(*dx, dx->mutable_data_ptr());
+  const Tensor given = to_contiguous(grad);
+  check_on_cpu(given);
+  check_settings(s, given);
+  STD_TORCH_CHECK(given.dim() > 0 && width >= 0, "expected a gradient of rows, and a width");
+  std::vector<int64_t> sizes = given.sizes().vec();
+  const int64_t out = sizes.back();
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];
+  sizes.back() = width;
+  Matrix weights{nullptr, 0, 0};
+  if (weight.has_value()) {
+    STD_TORCH_CHECK(together(*weight, given) && weight->scalar_type() == ScalarType::Float &&
+                        weight->dim() == 2 && weight->size(0) == out && weight->size(1) == width,
+                    "expected a float32 weight of shape (", out, ", ", width, ")");
+    weights = {static_cast<const float*>(weight->const_data_ptr()), weight->stride(0), weight->stride(1)};
   }
-  if (db.has_value()) {
-    const void* sums = dense(*db, grad, ScalarType::Float, out, "db");
-    task.db = static_cast<float*>(const_cast<void*>(sums));
-  }
-  cpu::linear_backward(task, read_packed(data, ranges, grad, rows * in, s), s);
+  const Packed packed = read_packed(data, ranges, given, rows * width, s);
+  Tensor dx = made(given, weight.has_value(), sizes), dw = made(given, true, {out, width});
+  Tensor db = made(given, bias, {out});
+  const LinearBackward task{floats(given, given, rows * out, "float32 gradient"),
+                            weights,
+                            written(dx, weight.has_value()),
+                            written(dw, true),
+                            written(db, bias),
+                            rows,
+                            out,
+                            width};
+  cpu::linear_backward(task, packed, s);
+  return {dx, dw, db};
 }
 
 }  // namespace

@@ -7,22 +7,19 @@ namespace mesa_tune {
 
 // Float32 numbers, strides apart.
 struct Matrix {
-  float* data;
+  const float* data;
   int64_t row;
   int64_t column;
-
-  float* at(int64_t i, int64_t j) const { return data + i * row + j * column; }
 };
 
 // The backward of y = x w^T + b: dx = grad w, dw = grad^T x, db = sum of grad's rows. Without data, dx (then
-// the weight has none, either) and db are not wanted. Neighbours in a row of grad and dx lie side by side; dw
-// has no holes.
+// the weight has none, either) and db are not wanted. What has no strides is dense.
 struct LinearBackward {
-  Matrix grad;    // rows, out
-  Matrix weight;  // out, in
-  Matrix dx;      // rows, in
-  Matrix dw;      // out, in
-  float* db;      // out
+  const float* grad;  // rows, out
+  Matrix weight;      // out, in
+  float* dx;          // rows, in
+  float* dw;          // out, in
+  float* db;          // out
   int64_t rows, out, in;
 };
 

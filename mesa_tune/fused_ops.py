@@ -1,10 +1,9 @@
 """Ops that spare a pass over memory: something is made while it is encoded, or used while it is decoded.
 
 Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul, pack_at_most, gate,
-norm_backward, linear_backward, attention_backward}`. All but the last two, which write into existing memory,
-are pure. Their default kernels, in PyTorch, give the same bytes (the last three the same numbers but for the
-order of sums).
-The first two have native kernels on the CPU and on CUDA, the others on the CPU.
+norm_backward, linear_backward, attention_backward}`. All but the last, which writes into existing memory, are
+pure. Their default kernels, in PyTorch, give the same bytes (the last three the same numbers but for the
+order of sums). The first two have native kernels on the CPU and on CUDA, the others on the CPU.
 """
 
 import math
@@ -17,7 +16,7 @@ from mesa_tune import maps, ops
 _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
 _NORM = "Tensor grad, Tensor rstd, Tensor weight, bool centered"
-_LINEAR = "Tensor(a!)? dx, Tensor(b!) dw, Tensor(c!)? db"
+_LINEAR = "Tensor grad, Tensor? weight, int width, bool bias"
 _DROPPED = "Tensor? bits, int first_bit, float scale, bool causal, float raised"
 _ATTENTION = f"Tensor q, Tensor k, Tensor v, Tensor grad, Tensor? bias, {_DROPPED}"
 _SCHEMAS = (
@@ -26,8 +25,8 @@ _SCHEMAS = (
     "pack_at_most(Tensor x, float limit) -> Tensor",
     "gate(Tensor grad, Tensor data, float slope) -> Tensor",
     f"attention_backward({_ATTENTION}, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv) -> ()",
-    f"linear_backward(Tensor data, Tensor ranges, Tensor grad, Tensor? weight, {_SIZES}, {_LINEAR}) -> ()",
     f"norm_backward(Tensor data, Tensor ranges, {_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
+    f"linear_backward(Tensor data, Tensor ranges, {_LINEAR}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
 )
 
 
@@ -100,26 +99,21 @@ def linear_backward(
     ranges: Tensor,
     grad: Tensor,
     weight: Tensor | None,
+    width: int,
+    bias: bool,
     bits: int,
     levels: int,
     group_size: int,
-    dx: Tensor | None,
-    dw: Tensor,
-    db: Tensor | None,
-) -> None:
-    """The backward of `y = x weightᵀ + b`, whose x `(rows, in)` was quantized; all float32.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of `y = x weightᵀ + b`, whose x `(*, width)` was quantized; all float32.
 
-    grad `(rows, out)`, each row dense, weight `(out, in)`, which only dx takes. Written where they are
-    wanted: dx `(rows, in)`, each row dense, dw `(out, in)`, dense in either order, db `(out,)`.
+    grad `(*, out)`, weight `(out, width)`. Returns, contiguous, dx in the shape of x, dw in that of the
+    weight, db `(out,)`; without a weight or a bias, nothing `(0,)` in place of dx or db.
     """
-    sizes = (bits, levels, group_size, 0)
-    shape = (grad.shape[0], dw.shape[1])
-    x = torch.ops.mesa_tune.dequantize.default(data, ranges, shape, grad.dtype, *sizes)
-    torch.mm(grad.t(), x, out=dw)
-    if dx is not None and weight is not None:
-        torch.mm(grad, weight, out=dx)
-    if db is not None:
-        torch.sum(grad, 0, out=db)
+    sizes, rows = (bits, levels, group_size, 0), grad.reshape(-1, grad.shape[-1])
+    x = torch.ops.mesa_tune.dequantize.default(data, ranges, (rows.shape[0], width), grad.dtype, *sizes)
+    dx = grad.new_empty(0) if weight is None else grad.contiguous() @ weight
+    return dx, rows.t() @ x, rows.sum(0) if bias else grad.new_empty(0)
 
 
 def attention_backward(
@@ -183,13 +177,27 @@ def _fake_norm_backward(
     return grad.new_empty(grad.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
 
 
+def _fake_linear_backward(
+    data: Tensor,
+    ranges: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    width: int,
+    bias: bool,
+    *sizes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = grad.shape[-1]
+    dx = grad.new_empty(0 if weight is None else (*grad.shape[:-1], width))
+    return dx, grad.new_empty(out, width), grad.new_empty(out if bias else 0)
+
+
 _KERNELS: ops.Kernels = {
     "quantize_map": (quantize_map, _fake_quantize_map),
     "dequantize_mul": (dequantize_mul, _fake_like_factor),
     "pack_at_most": (pack_at_most, _fake_pack),
     "gate": (gate, _fake_gate),
     "norm_backward": (norm_backward, _fake_norm_backward),
-    "linear_backward": (linear_backward, ops.nothing),
+    "linear_backward": (linear_backward, _fake_linear_backward),
     "attention_backward": (attention_backward, ops.nothing),
 }
 

@@ -175,10 +175,7 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
         "pack_at_most": (x, 0.0),
         "gate": (x, ops.pack_bits(x <= 0), 0.1),
         "norm_backward": (packed.data, packed.ranges, x, x[:, 0].clone(), x[0], True, 4, 16, 64),
-        "linear_backward": (
-            *(packed.data, packed.ranges, x, tensor(50, 50), 4, 16, 64),
-            *(x.clone(), tensor(50, 50), x[0].clone()),
-        ),
+        "linear_backward": (packed.data, packed.ranges, x, tensor(50, 50), 50, True, 4, 16, 64),
         "attention_backward": (
             *[heads] * 4,
             None,

@@ -65,7 +65,7 @@ MESA_TUNE_INLINE void take(const LinearBackward& task, const Packed& packed, con
   const int64_t n = chunk.columns.size;
   std::fill_n(sums, task.db == nullptr ? 0 : n, 0.0f);
   for (int64_t i = 0; task.db != nullptr && i < chunk.count; ++i) {
-    const float* __restrict grad = task.grad.at(chunk.first + i, chunk.columns.first);
+    const float* __restrict grad = task.grad + (chunk.first + i) * task.out + chunk.columns.first;
     for (int64_t j = 0; j < n; ++j) sums[j] += grad[j];
   }
 }
@@ -81,23 +81,24 @@ void backward(const LinearBackward& task, const Packed& packed, const Settings& 
   const int64_t each = rows_at_once(task, s);
   const std::unique_ptr<float[]> values(new float[static_cast<size_t>(each * task.in + kRoom)]);
   std::vector<float> sums(static_cast<size_t>(outs.size));
-  const auto dw = matrix(task.dw.at(outs.first, 0), outs.size, task.in, task.dw.row, task.dw.column);
+  const auto dw = matrix(task.dw + outs.first * task.in, outs.size, task.in, task.in);
   for (int64_t first = rows.first; first < rows.first + rows.size; first += each) {
     const int64_t count = std::min(each, rows.first + rows.size - first);
     Chunk chunk{first, count, values.get(), outs, sums.data()};
     take_paths[path()](task, packed, s, parts, chunk);
     const auto x = matrix(chunk.x, count, task.in, task.in);
-    const auto grad = transposed(task.grad.at(first, outs.first), count, outs.size, task.grad.row);
+    const float* grads = task.grad + first * task.out;
+    const auto grad = transposed(grads + outs.first, count, outs.size, task.out);
     if (first == rows.first) {
       product(dw, grad, x);
     } else {
       add_product(dw, grad, x);
     }
-    if (task.dx.data != nullptr) {
-      const auto dx = matrix(task.dx.at(first, ins.first), count, ins.size, task.dx.row);
-      const auto weight =
-          matrix(task.weight.at(0, ins.first), task.out, ins.size, task.weight.row, task.weight.column);
-      product(dx, matrix(task.grad.at(first, 0), count, task.out, task.grad.row), weight);
+    if (task.dx != nullptr) {
+      const Matrix& w = task.weight;
+      product(matrix(task.dx + first * task.in + ins.first, count, ins.size, task.in),
+              matrix(grads, count, task.out, task.out),
+              matrix(w.data + ins.first * w.column, task.out, ins.size, w.row, w.column));
     }
     for (int64_t j = 0; task.db != nullptr && j < outs.size; ++j) task.db[outs.first + j] += sums[j];
   }
@@ -109,7 +110,7 @@ void linear_backward(const LinearBackward& task, const Packed& packed, const Set
   const int64_t numel = task.out * task.in;
   if (task.db != nullptr) std::fill_n(task.db, task.out, 0.0f);
   if (task.rows == 0 || numel == 0) {
-    std::fill_n(task.dw.data, numel, 0.0f);
+    std::fill_n(task.dw, numel, 0.0f);
     return;
   }
   const Shares share = shares(task);
@@ -120,7 +121,7 @@ void linear_backward(const LinearBackward& task, const Packed& packed, const Set
       const int64_t row = job / share.columns, column = job % share.columns;
       LinearBackward own = task;
       if (row > 0) {
-        own.dw.data = dw.data() + (row - 1) * numel;
+        own.dw = dw.data() + (row - 1) * numel;
         own.db = task.db == nullptr ? nullptr : db.data() + (row - 1) * task.out;
       }
       backward(own, packed, s, Part(task.rows, row, share.rows, step), Part(task.out, column, share.columns),
@@ -128,7 +129,7 @@ void linear_backward(const LinearBackward& task, const Packed& packed, const Set
     }
   });
   for (int64_t row = 0; row < more; ++row) {
-    for (int64_t i = 0; i < numel; ++i) task.dw.data[i] += dw[row * numel + i];
+    for (int64_t i = 0; i < numel; ++i) task.dw[i] += dw[row * numel + i];
     for (int64_t i = 0; task.db != nullptr && i < task.out; ++i) task.db[i] += db[row * task.out + i];
   }
 }

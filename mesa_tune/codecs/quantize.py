@@ -98,27 +98,19 @@ def decode_norm(
 
 
 def decode_linear(
-    parts: Sequence[Tensor], width: int, grad: Tensor, weight: Tensor | None, bias: bool, spec: Spec
-) -> tuple[Tensor | None, Tensor, Tensor | None] | None:
-    """`fused_ops.linear_backward` of the input, `width` wide, that `parts` hold: dx if the weight is given,
-    dw, and db if there is a `bias`; None where that is not possible.
-    """
+    parts: Sequence[Tensor], grad: Tensor, weight: Tensor | None, width: int, bias: bool, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`fused_ops.linear_backward` of the input that `parts` hold; None where that is not possible."""
     data, ranges = parts
-    rows, out = grad.shape
-    if spec.quant_groups or spec.group_size > LARGEST_GROUP or out * width > LARGEST_WEIGHT:
+    if spec.quant_groups or spec.group_size > LARGEST_GROUP or grad.shape[-1] * width > LARGEST_WEIGHT:
         return None
     if not (grad.is_cpu and ranges.dtype == grad.dtype == torch.float32):
         return None
-    if weight is None:
-        dx, dw = None, grad.new_empty(out, width)
-    elif weight.dtype == torch.float32:
-        dx, dw = grad.new_empty(rows, width), torch.empty_like(weight)
-    else:
+    if weight is not None and weight.dtype != torch.float32:
         return None
-    db = grad.new_empty(out) if bias else None
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    LINEAR_BACKWARD(data, ranges, grad, weight, spec.bits, spec.levels, spec.group_size, dx, dw, db)
-    return dx, dw, db
+    sizes = (spec.bits, spec.levels, spec.group_size)
+    found: tuple[Tensor, Tensor, Tensor] = LINEAR_BACKWARD(data, ranges, grad, weight, width, bias, *sizes)
+    return found
 
 
 def decode_run(parts: Sequence[Tensor], first: int, count: int, spec: Spec, out: Tensor) -> None:

@@ -59,15 +59,18 @@ def piecewise(
     time.
     """
     (dtype,) = static
-    rows = _rows(grad)
     if needs[1] and dtype is None:
-        found = held[0].linear_backward(rows, held[1].whole() if needs[0] else None, needs[2])
+        found = held[0].linear_backward(grad, held[1].whole() if needs[0] else None, needs[2])
         if found is not None:
-            dx, *rest = found
-            return None if dx is None else dx.view(held[0].meta.shape), *rest
-    dw = _weight_gradient(rows, held[0], dtype) if needs[1] else None
-    dx = grad @ cast(held[-1].whole(), dtype) if needs[0] else None
-    return dx, dw, rows.sum(0) if needs[2] else None
+            dx, dw, db = found
+            return dx if needs[0] else None, dw, db if needs[2] else None
+    rows = _rows(grad)
+    own = _weight_gradient(rows, held[0], dtype) if needs[1] else None
+    return (
+        grad @ cast(held[-1].whole(), dtype) if needs[0] else None,
+        own,
+        rows.sum(0) if needs[2] else None,
+    )
 
 
 def _weight_gradient(rows: Tensor, held: Held, dtype: torch.dtype | None) -> Tensor | None:

@@ -86,17 +86,17 @@ class Held(NamedTuple):
 
     def linear_backward(
         self, grad: Tensor, weight: Tensor | None, bias: bool
-    ) -> tuple[Tensor | None, Tensor, Tensor | None] | None:
-        """Gradients of the input `(rows, in)`, the weight and the bias of a linear layer, whose input this
-        is, in one pass: of the input if the weight `(out, in)` is given, of the bias if there is one.
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Gradients of the input, the weight and the bias of a linear layer, whose input `(*, in)` this is,
+        in one pass: of the input if the weight `(out, in)` is given, of the bias if there is one.
 
         None where that is not possible.
         """
         decode = getattr(self.codec, "decode_linear", None)
         if decode is None or not self._is_row_major():
             return None
-        found: tuple[Tensor | None, Tensor, Tensor | None] | None
-        found = decode(self.parts, self.meta.shape[-1], grad, weight, bias, self.spec)
+        found: tuple[Tensor, Tensor, Tensor] | None
+        found = decode(self.parts, grad, weight, self.meta.shape[-1], bias, self.spec)
         return found
 
     def rows(self, dtype: torch.dtype, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
