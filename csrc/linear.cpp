@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor data, Tensor ranges, T
   const Tensor given = to_contiguous(grad);
   check_on_cpu(given);
   check_settings(s, given);
-  STD_TORCH_CHECK(given.dim() > 0 && width >= 0, "expected a gradient of rows, and a width");
+  STD_TORCH_CHECK(given.dim() > 0 && width > 0, "expected a gradient of rows, and an input of a width");
   std::vector<int64_t> sizes = given.sizes().vec();
   const int64_t out = sizes.back();
   int64_t rows = 1;

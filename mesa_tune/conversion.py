@@ -17,6 +17,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Memories, watch
 from mesa_tune.functional.deriving import forget_outputs
 from mesa_tune.functional.keeping import forget_copies
+from mesa_tune.functional.settled import Settled
 from mesa_tune.functional.table import own_route
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
@@ -46,6 +47,7 @@ class Conversion:
         self.min_elements = min_elements
         self.keys = {_CPU: torch.tensor([_mixed(seed)], dtype=torch.int64)}
         self.specs: dict[str, Spec | None] = {}
+        self.settled: dict[str, Settled] = {}
         self.static: dict[int, weakref.ref[UntypedStorage]] = {}
         self.derives = any(dict(rule.keys).get("store") == "derive" for rule in policy.rules)
         self.producers: set[str] = set()
@@ -196,7 +198,7 @@ class Conversion:
                 self.static[storage._cdata] = weakref.ref(storage)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "static": {}, "root": None}
+        return {**self.__dict__, "static": {}, "settled": {}, "root": None}
 
 
 class ConvertedForward:

@@ -24,6 +24,7 @@ from mesa_tune.functional.call import Call, Links
 from mesa_tune.functional.deriving import Traced, changed
 from mesa_tune.functional.formula import Route
 from mesa_tune.functional.keeping import Meta, keep, restore
+from mesa_tune.functional.settled import Settled, likeness
 from mesa_tune.functional.table import ROUTES
 
 
@@ -32,6 +33,7 @@ class Host(Protocol):
 
     owed: int
     waits: bool
+    settled: dict[str, Settled]
 
     def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None: ...
     def end(self) -> None: ...
@@ -333,19 +335,40 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
     try:
         if spec is None:
             return _observed(layer, func, args, kwargs) if observed else func(*args, **kwargs)
-        memory = frame.host.memory(layer) if spec.remembers else None
-        links = Links(frame.traced, frame.host.note) if spec.derive or spec.serves else None
-        call = Call(
-            layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, links
-        )
-        call.hooked = lambda: _hooked(frame, func, args, kwargs)
         if observed:
-            return _observed(layer, route.serve, args, kwargs, call)
-        return route.serve(call, *args, **kwargs)
+            return _observed(layer, route.serve, args, kwargs, _call(frame, layer, spec, func, args, kwargs))
+        return _served(route, frame, layer, spec, func, args, kwargs)
     finally:
         if unhooked:
             _push_hooks(_pack, _unpack)
         state.paused, state.function = paused, None
+
+
+def _call(frame: Frame, layer: str, spec: Spec, func: Any, args: Any, kwargs: Any) -> Call:
+    memory = frame.host.memory(layer) if spec.remembers else None
+    links = Links(frame.traced, frame.host.note) if spec.derive or spec.serves else None
+    call = Call(layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, links)
+    call.hooked = lambda: _hooked(frame, func, args, kwargs)
+    return call
+
+
+def _served(route: Route, frame: Frame, layer: str, spec: Spec, func: Any, args: Any, kwargs: Any) -> Any:
+    """The call as the layer's last one was served, if they are alike; else by its route."""
+    if torch.compiler.is_compiling() or not route.settles:
+        return route.serve(_call(frame, layer, spec, func, args, kwargs), *args, **kwargs)
+    host = frame.host
+    known = host.settled.get(layer)
+    alike = None if known is None else likeness(args, kwargs, frame.is_static)
+    if known is not None and known.alike == alike and known.plan.spec == spec:
+        return known.again(host.key, args, kwargs)
+    call = _call(frame, layer, spec, func, args, kwargs)
+    output = route.serve(call, *args, **kwargs)
+    if call.served is not None:
+        alike = alike or likeness(args, kwargs, frame.is_static)
+        now = Settled.of(args, kwargs, alike, call.served, output)
+        if now is not None:
+            host.settled[layer] = now
+    return output
 
 
 def _hooked(frame: Frame, func: Any, args: Any, kwargs: Any) -> Any:

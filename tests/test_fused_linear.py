@@ -115,6 +115,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
     refused("expected contiguous float32 gradient", grad=grad.double())
     refused("expected a gradient of rows", grad=torch.tensor(1.0))
+    refused("expected .* an input of a width", width=0)
     refused(r"expected a float32 weight of shape \(50, 37\)", weight=weight[:, 1:])
     refused(r"expected a float32 weight of shape \(50, 37\)", weight=weight.double())
     refused("expected contiguous data", data=packed.data[1:])

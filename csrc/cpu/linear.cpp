@@ -109,7 +109,7 @@ void backward(const LinearBackward& task, const Packed& packed, const Settings& 
 void linear_backward(const LinearBackward& task, const Packed& packed, const Settings& s) {
   const int64_t numel = task.out * task.in;
   if (task.db != nullptr) std::fill_n(task.db, task.out, 0.0f);
-  if (task.rows == 0 || numel == 0) {
+  if (task.rows == 0) {
     std::fill_n(task.dw, numel, 0.0f);
     return;
   }

@@ -32,7 +32,7 @@ class Call:
     `call.refuse(why)`.
     """
 
-    __slots__ = ("hooked", "is_static", "key", "layer", "links", "memory", "plain", "spec", "worth")
+    __slots__ = ("hooked", "is_static", "key", "layer", "links", "memory", "plain", "served", "spec", "worth")
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Call:
         self.memory = memory
         self.links = links
         self.worth = False
+        self.served: tuple[Plan, Sequence[Tensor | None]] | None = None
 
     def apply(self, name: str, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
         """Runs formula `name` on the tensors; plain where no gradient is wanted or nothing would get
@@ -69,6 +70,8 @@ class Call:
         raw = tuple([given is None or self.is_static(given) for given in tensors])
         if not (self.spec.derive or self.spec.serves):
             plan = Plan(self.layer, name, static, needs, raw, self.spec, (), None)
+            if self.memory is None:
+                self.served = plan, tensors
             return applied(plan, self.key(tensor.device), self.memory, *tensors)
         sources = self._sources(name, tensors, raw)
         gives = self._gives(name, static, needs, tensors, sources) if self.spec.serves else None

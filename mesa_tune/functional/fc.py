@@ -143,7 +143,7 @@ def bilinear(
 FORMULAS = {"linear": LINEAR, "bilinear": BILINEAR}
 _BILINEAR = Route("bilinear", "fc", bilinear)
 ROUTES: Routes = {
-    F.linear: Route("linear", "fc", linear),
+    F.linear: Route("linear", "fc", linear, settles=True),
     F.bilinear: _BILINEAR,
     torch.bilinear: _BILINEAR,
 }

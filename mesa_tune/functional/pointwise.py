@@ -165,8 +165,8 @@ _SPELLED = (
 _ROUND = ("sin", "cos", "erf")
 _POW = Route("pow", "pointwise", power)
 ROUTES: Routes = {
-    F.gelu: Route("gelu", "gelu", gelu),
-    F.silu: Route("silu", "silu", partial(simple, "silu")),
+    F.gelu: Route("gelu", "gelu", gelu, settles=True),
+    F.silu: Route("silu", "silu", partial(simple, "silu"), settles=True),
     F.mish: Route("mish", "pointwise", partial(simple, "mish")),
     F.hardswish: Route("hardswish", "pointwise", partial(simple, "hardswish")),
     F.hardsigmoid: Route("hardsigmoid", "pointwise", partial(simple, "hardsigmoid")),

@@ -1,0 +1,196 @@
+"""Calls that are served as their layer's last one was: when they may be, and that it makes no difference."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.conversion import conversion_of
+from mesa_tune.functional.table import ROUTES
+
+X = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """A call of each function that settles; what the calls are given can be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 24)
+        self.no_bias = nn.Linear(24, 12, bias=False)
+        self.norm = nn.LayerNorm(12)
+        self.rms = nn.RMSNorm(12)
+        self.groups = nn.GroupNorm(4, 16)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(12, 12))
+        self.detached = self.in_place = self.spread = False
+        self.eps = 1e-5
+        self.shape: Any = (12,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight[0]
+        y = y.detach() if self.detached else y
+        y = y.mT.contiguous().mT if self.spread else y
+        y = self.no_bias(F.gelu(self.linear(y)))
+        y = F.layer_norm(self.norm(y), self.shape, self.weight[0], eps=self.eps)
+        y = F.silu(y * 1.0, inplace=self.in_place)
+        y = self.conv(self.groups(self.rms(y)))
+        y = torch.addmm(self.weight[0], y.flatten(0, 1), self.weight).view_as(y) @ self.weight
+        return torch.bmm(y, y.mT) + torch.mm(y[0], self.weight).sum()
+
+
+FUNCTIONS = (
+    *(F.linear, F.gelu, F.layer_norm, F.silu, F.rms_norm, F.group_norm, F.conv1d),
+    *(torch.addmm, Tensor.__matmul__, torch.bmm, torch.mm),
+)
+
+
+@contextmanager
+def routes(**changed: Any) -> Iterator[None]:
+    """Every route with other properties."""
+    with pytest.MonkeyPatch.context() as patch:
+        for function in FUNCTIONS:
+            patch.setitem(ROUTES, function, ROUTES[function]._replace(**changed))
+        yield
+
+
+def converted(**settings: Any) -> Net:
+    torch.manual_seed(0)
+    made = mt.convert(Net(), mt.Policy.uniform(level=16, **settings), seed=1, min_elements=0)
+    assert isinstance(made, Net)
+    return made
+
+
+def step(model: nn.Module, x: Tensor = X) -> list[Tensor | None]:
+    """The output and all gradients of a step."""
+    model.zero_grad(set_to_none=True)
+    y = model(x)
+    y.square().mean().backward()
+    return [y.detach(), *[parameter.grad for parameter in model.parameters()]]
+
+
+def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return all(
+        a is b is None or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("asked again")
+
+
+def test_a_step_like_the_last_one_asks_no_route() -> None:
+    model, twin = converted(), converted()
+    for turn in range(3):
+        with routes(settles=False):
+            right = step(twin)
+        with routes(serve=refuse) if turn else nullcontext():
+            assert same(step(model), right)
+    with routes(serve=refuse, settles=False), pytest.raises(AssertionError, match="asked again"):
+        twin(X)
+
+
+def halve(model: nn.Module) -> None:
+    model.bfloat16()
+
+
+def freeze(model: nn.Module) -> None:
+    for layer in ("linear", "norm", "conv"):
+        getattr(model, layer).requires_grad_(False)
+
+
+def widen(model: nn.Module) -> None:
+    assert isinstance(model, Net)
+    model.linear.weight.data = torch.ones(48, 12)
+    model.linear.bias.data = torch.ones(48)
+    model.no_bias.weight.data = torch.ones(12, 48)
+
+
+def double(model: nn.Module) -> None:
+    model.double()
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "nothing": lambda model: None,
+    "frozen": freeze,
+    "wider": widen,
+    "16 bits": halve,
+    "64 bits": double,
+    "no gradient of the input": lambda model: setattr(model, "detached", True),
+    "other strides": lambda model: setattr(model, "spread", True),
+    "in place": lambda model: setattr(model, "in_place", True),
+    "a list": lambda model: setattr(model, "shape", [12]),
+    "another number": lambda model: setattr(model, "eps", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_what_changes_is_seen(name: str) -> None:
+    model, twin = converted(), converted()
+    for turn in range(5):
+        if turn == 2:
+            for each in (model, twin):
+                CHANGES[name](each)
+        x = X.to(model.weight.dtype)
+        x = x[:4] if turn == 3 else x
+        with routes(settles=False):
+            right = step(twin, x)
+        assert same(step(model, x), right)
+
+
+def test_autocast_is_seen() -> None:
+    model, twin = converted(), converted()
+    for enabled in (False, True, True, False, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            with routes(settles=False):
+                right = step(twin)
+            assert same(step(model), right)
+
+
+def test_the_batch_is_not_encoded_where_the_last_input_was() -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 5)
+
+        def forward(self, x: Tensor, times: float) -> Tensor:
+            y: Tensor = self.linear(x if times == 1 else x * times)
+            return y
+
+    model = First()
+    mt.convert(model, mt.Policy.uniform(level=2), seed=0, min_elements=0)
+    for times in (2, 2, 1, 1, 2):
+        model.zero_grad()
+        model(X, times).sum().backward()
+        found, exact = model.linear.weight.grad, (X * times).sum((0, 1)).expand(5, 12)
+        assert found is not None
+        assert torch.allclose(found, exact, atol=1e-3) == (times == 1)
+
+
+@pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, {"drop": 0.9}, {"group_size": 64}], ids=str)
+def test_other_codecs_settle_or_not_but_give_the_same(settings: dict[str, Any]) -> None:
+    model, twin = converted(**settings), converted(**settings)
+    for _ in range(4):
+        with routes(settles=False):
+            right = step(twin)
+        assert same(step(model), right)
+
+
+def test_copies_settle_for_themselves() -> None:
+    model = converted()
+    step(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        conversion = conversion_of(other)
+        assert conversion is not None
+        assert not conversion.settled
+        assert same(step(other), step(copy.deepcopy(model)))
