@@ -14,6 +14,7 @@ from torch import Tensor, UntypedStorage, nn
 from mesa_tune import routing
 from mesa_tune.catalog import Catalog, named_layers
 from mesa_tune.codecs import Spec
+from mesa_tune.frames import running, state
 from mesa_tune.functional.apply import Memories, watch
 from mesa_tune.functional.deriving import forget_outputs
 from mesa_tune.functional.keeping import forget_copies
@@ -232,7 +233,7 @@ class ConvertedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            self.conversion.passed_over(inside=routing.running(self.conversion))
+            self.conversion.passed_over(inside=running(self.conversion))
             return self.plain(*args, **kwargs)
         run = self.plain if self.recompute is None else self._recomputed
         return routing.enter(self, run, args, kwargs)
@@ -241,7 +242,7 @@ class ConvertedForward:
         return routing.enter(self, self.plain, args, kwargs)
 
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
-        spec, frame = self.recompute, routing.state.frames[-1]
+        spec, frame = self.recompute, state.frames[-1]
         assert spec is not None
         job = Job(self.name, self.module, spec, self.plain, self._again, frame.is_static, self.conversion.key)
         return recomputed(job, args, kwargs)

@@ -6,8 +6,7 @@ module's forward enters here anew with its own name, and a call is left alone wh
 tensor hooks lie above the module's own, which is how a checkpointed bare function looks from inside.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,100 +17,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.codecs import Spec
+from mesa_tune.frames import (
+    Frame,
+    Host,
+    current_task,
+    inside_backward,
+    running,
+    state,
+    surroundings,
+    top_hooks,
+)
 from mesa_tune.functional import sums
-from mesa_tune.functional.apply import Memories, watch
+from mesa_tune.functional.apply import watch
 from mesa_tune.functional.call import Call, Links
-from mesa_tune.functional.deriving import Traced, changed
+from mesa_tune.functional.deriving import changed
 from mesa_tune.functional.formula import Route
 from mesa_tune.functional.keeping import Meta, keep, restore
 from mesa_tune.functional.settled import Settled, likeness
 from mesa_tune.functional.table import ROUTES
-
-
-class Host(Protocol):
-    """What routing needs of a conversion."""
-
-    owed: int
-    waits: bool
-    settled: dict[str, Settled]
-
-    def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None: ...
-    def end(self) -> None: ...
-    def spec(self, layer: str, tag: str, module: str) -> Spec | None: ...
-    def key(self, device: torch.device) -> Tensor: ...
-    def note(self, layer: str) -> None: ...
-    def memory(self, layer: str) -> Memories | None: ...
-    def is_static(self, tensor: Tensor) -> bool: ...
-
-
-class Frame:
-    """One running module: its name, its own route, and how often each function was called in this run.
-
-    `hooks` and `task` are the saved-tensor hooks and the backward under which it began.
-    """
-
-    __slots__ = ("batch", "counts", "hooks", "host", "is_loss", "module", "own", "task", "traced")
-
-    def __init__(
-        self,
-        host: Host,
-        module: str,
-        own: Route | None,
-        batch: list[Tensor],
-        traced: Traced,
-        hooks: Any,
-        task: int,
-        is_loss: bool = False,
-    ) -> None:
-        self.host = host
-        self.module = module
-        self.own = own
-        self.batch = batch
-        self.traced = traced
-        self.hooks = hooks
-        self.task = task
-        self.is_loss = is_loss
-        self.counts: dict[str, int] = {}
-
-    def surrounds(self) -> bool:
-        """Whether what runs now is this module's own run.
-
-        It is not below somebody else's saved-tensor hooks, nor in a backward that began since (one called
-        in the body of
-        `compress_saved` sees the mode and the hooks of the forward).
-        """
-        if torch.compiler.is_compiling():
-            return True
-        return self.hooks is _top_hooks() and _current_task() == self.task
-
-    def layer(self, route: Route) -> str:
-        """The name of the layer whose call comes next."""
-        if self.own is not None and self.own.name == route.name:
-            self.own = None
-            return self.module
-        return self.numbered(route.name)
-
-    def numbered(self, function: str) -> str:
-        """`module.function.position`; counts the call."""
-        position = self.counts.get(function, 0)
-        self.counts[function] = position + 1
-        return f"{self.module}.{function}.{position}" if self.module else f"{function}.{position}"
-
-    def is_static(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is (a view of) a parameter, a buffer or part of the batch: never encoded, never
-        counted.
-
-        A loss is entered without arguments, so whatever has no gradient there counts as batch.
-        """
-        if type(tensor) is nn.Parameter or (self.is_loss and not tensor.requires_grad):
-            return True
-        base = tensor._base
-        base = tensor if base is None else base
-        if type(base) is not Tensor and isinstance(base, nn.Parameter):  # asking a Parameter's class is slow
-            return True
-        if torch.compiler.is_compiling():
-            return any(base is given or tensor is given for given in self.batch)
-        return self.host.is_static(tensor)
 
 
 class Entrant(Protocol):
@@ -125,38 +48,8 @@ class Entrant(Protocol):
     def conversion(self) -> Host: ...
 
 
-class _State(threading.local):
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.active = False
-        self.paused = False
-        self.function: Any = None
-
-
-state = _State()
-
-
-_top_saved_hooks = _autograd._top_saved_tensors_default_hooks
 _push_hooks = _autograd._push_saved_tensors_default_hooks
 _pop_hooks = _autograd._pop_saved_tensors_default_hooks
-
-
-_current_task = torch._C._current_graph_task_id
-
-
-def _top_hooks() -> Any:
-    top = _top_saved_hooks(True)
-    return None if top is None else top[0]  # type: ignore[redundant-expr]
-
-
-def inside_backward() -> bool:
-    """Whether this runs inside autograd's backward (a checkpointed part being computed again)."""
-    return not torch.compiler.is_compiling() and _current_task() != -1
-
-
-def running(host: Host) -> bool:
-    """Whether a module of `host` is running in this thread."""
-    return bool(state.frames) and state.frames[-1].host is host
 
 
 def enter(entrant: Entrant, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -195,15 +88,10 @@ def _anew(entrant: Entrant, args: Any, kwargs: Any) -> tuple[Frame, bool, bool]:
         host.begin(batch, entrant.module)
     active = _is_active()
     traced = [] if outermost else frames[-1].traced
-    frame = Frame(host, entrant.name, entrant.own, batch, traced, *_surroundings())
+    frame = Frame(host, entrant.name, entrant.own, batch, traced, *surroundings())
     if active and frame.hooks is not frames[-1].hooks:
         host.waits = True
     return frame, begins, active
-
-
-def _surroundings() -> tuple[Any, int]:
-    """The saved-tensor hooks and the backward under which a module begins."""
-    return (None, -1) if torch.compiler.is_compiling() else (_top_hooks(), _current_task())
 
 
 def _is_active() -> bool:
@@ -212,7 +100,7 @@ def _is_active() -> bool:
     """
     if torch.compiler.is_compiling() or not state.active:
         return state.active
-    return state.frames[-1].task == _current_task()
+    return state.frames[-1].task == current_task()
 
 
 def _batch(root: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
@@ -227,7 +115,7 @@ def _comes_late(host: Host) -> bool:
     """Whether this run in backward is the first with gradients: reentrant checkpointing around the whole
     model.
     """
-    return host.owed > 0 and _top_hooks() is None
+    return host.owed > 0 and top_hooks() is None
 
 
 @contextmanager
@@ -235,7 +123,7 @@ def entered(host: Host, name: str) -> Iterator[None]:
     """The body runs as a loss named `name` of `host`."""
     host.begin([])
     active = _is_active()
-    state.frames.append(Frame(host, name, None, [], [], *_surroundings(), is_loss=True))
+    state.frames.append(Frame(host, name, None, [], [], *surroundings(), is_loss=True))
     try:
         if active:
             yield
@@ -259,7 +147,7 @@ def _activation() -> Iterator[None]:
                 yield
             else:
                 with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
-                    state.frames[-1].hooks = _top_hooks()
+                    state.frames[-1].hooks = top_hooks()
                     yield
     finally:
         state.active = before
@@ -272,7 +160,7 @@ def _activated(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def hooks_possible() -> bool:
     """Whether our hooks may be installed: never above those of somebody else, who would lose tensors."""
-    return _autograd._saved_tensors_hooks_is_enabled() and _top_hooks() is None  # type: ignore[attr-defined]
+    return _autograd._saved_tensors_hooks_is_enabled() and top_hooks() is None  # type: ignore[attr-defined]
 
 
 class RoutingMode(TorchFunctionMode):
@@ -374,7 +262,7 @@ def _served(route: Route, frame: Frame, layer: str, spec: Spec, func: Any, args:
 def _hooked(frame: Frame, func: Any, args: Any, kwargs: Any) -> Any:
     """The call with our hooks on, under the name and settings of its layer."""
     before, state.paused = state.paused, False
-    missing = frame.hooks is _pack and _top_hooks() is None
+    missing = frame.hooks is _pack and top_hooks() is None
     if missing:
         _push_hooks(_pack, _unpack)
     try:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune import notice, routing
 from mesa_tune.conversion import conversion_of
+from mesa_tune.frames import state
 from mesa_tune.policy import Policy
 from tests.conformance.running import relative_error, saved_bytes
 from tests.models import Functions, ViT
@@ -26,8 +27,8 @@ def _fresh() -> Iterator[None]:
     notice._given.clear()
     torch.manual_seed(0)
     yield
-    assert routing.state.frames == []
-    assert not routing.state.active
+    assert state.frames == []
+    assert not state.active
 
 
 def _mlp() -> nn.Module:
@@ -151,7 +152,7 @@ def test_compress_saved_names_the_calls_of_a_loss() -> None:
     policy = _parse("on loss:\n    by_name: loss.cross_entropy.0\n    level: 16\n")
     logits = torch.randn(64, 512).requires_grad_()
     with mt.compress_saved(policy, seed=3):
-        conversion = routing.state.frames[-1].host
+        conversion = state.frames[-1].host
         loss = _loss(logits)
     loss.backward()
     found = logits.grad
@@ -197,17 +198,17 @@ def test_a_converted_model_inside_keeps_its_policy_and_an_unconverted_one_is_los
 
 def _stops(outer: object) -> None:
     with mt.compress_saved(Policy.uniform(level=4)):
-        assert routing.state.frames[-1].host is not outer
+        assert state.frames[-1].host is not outer
         raise ValueError("stop")
 
 
 def test_compress_saved_nests_and_survives_exceptions() -> None:
     logits = torch.randn(64, 512).requires_grad_()
     with mt.compress_saved(Policy.uniform(level=256)):
-        outer = routing.state.frames[-1].host
+        outer = state.frames[-1].host
         with pytest.raises(ValueError, match="stop"):
             _stops(outer)
-        assert routing.state.frames[-1].host is outer
+        assert state.frames[-1].host is outer
         _loss(logits).backward()
     assert logits.grad is not None
 
@@ -217,7 +218,7 @@ class _Data(torch.utils.data.Dataset[Tensor]):
         return 4
 
     def __getitem__(self, index: int) -> Tensor:
-        assert routing.state.frames == []
+        assert state.frames == []
         return F.gelu(torch.full((64, 64), float(index)).requires_grad_()).detach()
 
 

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
-from mesa_tune import notice, routing
+from mesa_tune import notice
 from mesa_tune.catalog import Catalog, named_layers
 from mesa_tune.conversion import conversion_of
+from mesa_tune.frames import state
 from mesa_tune.functional.table import own_route
 from mesa_tune.policy import Policy
 from tests.conformance.running import relative_error
@@ -33,9 +34,9 @@ def _fresh() -> Iterator[None]:
     notice._given.clear()
     torch.manual_seed(0)
     yield
-    assert routing.state.frames == []
-    assert not routing.state.active
-    assert not routing.state.paused
+    assert state.frames == []
+    assert not state.active
+    assert not state.paused
 
 
 def convert(model: nn.Module, policy: Policy | str | None = None) -> nn.Module:
@@ -331,7 +332,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
     model = convert(nn.Sequential(nn.Linear(64, 64), Fails(64, 64)))
     with pytest.raises(ValueError, match="three"):
         model(X[:3])
-    assert routing.state.frames == []
+    assert state.frames == []
     with pytest.raises(RuntimeError, match="shapes"):
         model(X[..., :5])
     assert model(X).shape == X.shape
@@ -347,7 +348,7 @@ def test_two_models_in_two_threads() -> None:
         model = convert(copy.deepcopy(plain))
         for _ in range(8):
             error = relative_error(grads(model, X), right)
-            if not 0 < error < 1e-2 or routing.state.frames:
+            if not 0 < error < 1e-2 or state.frames:
                 errors.append(error)
 
     threads = [threading.Thread(target=train) for _ in range(2)]
@@ -363,7 +364,7 @@ def test_a_thread_beside_a_converted_forward_is_not_routed() -> None:
 
     class Spawns(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            thread = threading.Thread(target=lambda: seen.append(routing.state.active))
+            thread = threading.Thread(target=lambda: seen.append(state.active))
             thread.start()
             thread.join()
             return super().forward(input)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mesa_tune import routing
 from mesa_tune.codecs import Spec
+from mesa_tune.frames import state
 from mesa_tune.functional.apply import Memories
 from mesa_tune.functional.call import Call
 from mesa_tune.functional.table import ROUTES
@@ -89,7 +89,7 @@ class StandingAlone(TorchFunctionMode):
 
 def policy_at_work() -> bool:
     """Whether this runs inside a converted model or `compress_saved`."""
-    return routing.state.active
+    return state.active
 
 
 def _is_parameter(tensor: Tensor) -> bool:
