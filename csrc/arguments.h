@@ -88,16 +88,20 @@ inline const void* dense(const torch::stable::Tensor& data, const torch::stable:
   return data.const_data_ptr();
 }
 
+inline const float* floats(const torch::stable::Tensor& x, const torch::stable::Tensor& like, int64_t count,
+                           const char* name) {
+  return static_cast<const float*>(dense(x, like, torch::headeronly::ScalarType::Float, count, name));
+}
+
 // What `numel` elements, in groups that are decoded some rows at a time, were packed into, where `like` lies.
 inline Packed read_packed(const torch::stable::Tensor& data, const torch::stable::Tensor& ranges,
                           const torch::stable::Tensor& like, int64_t numel, const Settings& s) {
-  using torch::headeronly::ScalarType;
   STD_TORCH_CHECK(s.group_size <= cpu::kMostInGroup, "expected groups of at most ", cpu::kMostInGroup,
                   " elements, but got ", s.group_size);
   const Split parts = split(numel, s);
-  const void* codes = dense(data, like, ScalarType::Byte, parts.bytes(s.bits), "data");
-  const void* numbers = dense(ranges, like, ScalarType::Float, 2 * parts.groups(), "ranges");
-  return {static_cast<uint8_t*>(const_cast<void*>(codes)), static_cast<float*>(const_cast<void*>(numbers))};
+  const void* codes = dense(data, like, torch::headeronly::ScalarType::Byte, parts.bytes(s.bits), "data");
+  return {static_cast<uint8_t*>(const_cast<void*>(codes)),
+          const_cast<float*>(floats(ranges, like, 2 * parts.groups(), "ranges"))};
 }
 
 // The noise for encoding `x`; a seed on a device is not read here.

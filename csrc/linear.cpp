@@ -14,10 +14,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-const float* floats(const Tensor& x, const Tensor& like, int64_t count, const char* name) {
-  return static_cast<const float*>(dense(x, like, ScalarType::Float, count, name));
-}
-
 // What is written, or a tensor without elements.
 Tensor made(const Tensor& like, bool wanted, std::vector<int64_t> sizes) {
   return fresh(like, wanted ? sizes : std::vector<int64_t>{0}, ScalarType::Float);

@@ -12,10 +12,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-const float* floats(const Tensor& x, const Tensor& like, int64_t count, const char* name) {
-  return static_cast<const float*>(dense(x, like, ScalarType::Float, count, name));
-}
-
 std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Tensor grad, Tensor rstd,
                                                  Tensor weight, bool centered, int64_t bits, int64_t levels,
                                                  int64_t group_size) {

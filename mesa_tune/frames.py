@@ -66,9 +66,8 @@ class Frame:
     def surrounds(self) -> bool:
         """Whether what runs now is this module's own run.
 
-        It is not below somebody else's saved-tensor hooks, nor in a backward that began since (one called
-        in the body of
-        `compress_saved` sees the mode and the hooks of the forward).
+        It is not below somebody else's saved-tensor hooks, nor in a backward that began since (one called in
+        the body of `compress_saved` sees the mode and the hooks of the forward).
         """
         if torch.compiler.is_compiling():
             return True

@@ -35,6 +35,14 @@ def _compiled_code_is_forgotten() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The test may set the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", name="made")
 def _made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A folder in which a model was profiled, searched and verified, and a copy of it to start from."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ SHAPES = {  # rows, in, out
     "wide": (150, 90, 700),  # its parts by rows would take more than its input
 }
 THREADS = (1, 2, 3, 8)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def given(name: str, group_size: int) -> tuple[ops.Quantized, Tensor, Tensor]:

@@ -100,32 +100,23 @@ def test_a_step_like_the_last_one_asks_no_route() -> None:
         twin(X)
 
 
-def halve(model: nn.Module) -> None:
-    model.bfloat16()
+def freeze(model: Net) -> None:
+    for layer in (model.linear, model.norm, model.conv):
+        layer.requires_grad_(False)
 
 
-def freeze(model: nn.Module) -> None:
-    for layer in ("linear", "norm", "conv"):
-        getattr(model, layer).requires_grad_(False)
-
-
-def widen(model: nn.Module) -> None:
-    assert isinstance(model, Net)
+def widen(model: Net) -> None:
     model.linear.weight.data = torch.ones(48, 12)
     model.linear.bias.data = torch.ones(48)
     model.no_bias.weight.data = torch.ones(12, 48)
-
-
-def double(model: nn.Module) -> None:
-    model.double()
 
 
 CHANGES: dict[str, Callable[[Net], Any]] = {
     "nothing": lambda model: None,
     "frozen": freeze,
     "wider": widen,
-    "16 bits": halve,
-    "64 bits": double,
+    "16 bits": lambda model: model.bfloat16(),
+    "64 bits": lambda model: model.double(),
     "no gradient of the input": lambda model: setattr(model, "detached", True),
     "other strides": lambda model: setattr(model, "spread", True),
     "in place": lambda model: setattr(model, "in_place", True),

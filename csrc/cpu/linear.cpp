@@ -128,10 +128,12 @@ void linear_backward(const LinearBackward& task, const Packed& packed, const Set
                Part(task.in, column, share.columns));
     }
   });
-  for (int64_t row = 0; row < more; ++row) {
-    for (int64_t i = 0; i < numel; ++i) task.dw[i] += dw[row * numel + i];
-    for (int64_t i = 0; task.db != nullptr && i < task.out; ++i) task.db[i] += db[row * task.out + i];
-  }
+  parallel(numel, 1, [&](int64_t from, int64_t to) {
+    for (int64_t row = 0; row < more; ++row)
+      for (int64_t i = from; i < to; ++i) task.dw[i] += dw[row * numel + i];
+  });
+  for (int64_t row = 0; task.db != nullptr && row < more; ++row)
+    for (int64_t i = 0; i < task.out; ++i) task.db[i] += db[row * task.out + i];
 }
 
 }  // namespace mesa_tune::cpu

@@ -83,14 +83,19 @@ def decode_times(parts: Sequence[Tensor], factor: Tensor, spec: Spec) -> Tensor 
     return product
 
 
+def _is_for_rows(spec: Spec, grad: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel that decodes some rows at a time can take these groups and tensors."""
+    if spec.quant_groups or spec.group_size > LARGEST_GROUP or not grad.is_cpu:
+        return False
+    return False not in [each is None or each.dtype == torch.float32 for each in (grad, *others)]
+
+
 def decode_norm(
     parts: Sequence[Tensor], grad: Tensor, rstd: Tensor, weight: Tensor, centered: bool, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`fused_ops.norm_backward` of the x̂ that `parts` hold; None where that is not possible."""
     data, ranges = parts
-    if spec.quant_groups or spec.group_size > LARGEST_GROUP or not grad.is_cpu:
-        return None
-    if not ranges.dtype == grad.dtype == rstd.dtype == weight.dtype == torch.float32:
+    if not _is_for_rows(spec, grad, ranges, rstd, weight):
         return None
     sizes = (spec.bits, spec.levels, spec.group_size)
     found: tuple[Tensor, Tensor, Tensor] = NORM_BACKWARD(data, ranges, grad, rstd, weight, centered, *sizes)
@@ -102,11 +107,7 @@ def decode_linear(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`fused_ops.linear_backward` of the input that `parts` hold; None where that is not possible."""
     data, ranges = parts
-    if spec.quant_groups or spec.group_size > LARGEST_GROUP or grad.shape[-1] * width > LARGEST_WEIGHT:
-        return None
-    if not (grad.is_cpu and ranges.dtype == grad.dtype == torch.float32):
-        return None
-    if weight is not None and weight.dtype != torch.float32:
+    if grad.shape[-1] * width > LARGEST_WEIGHT or not _is_for_rows(spec, grad, ranges, weight):
         return None
     sizes = (spec.bits, spec.levels, spec.group_size)
     found: tuple[Tensor, Tensor, Tensor] = LINEAR_BACKWARD(data, ranges, grad, weight, width, bias, *sizes)

@@ -197,8 +197,7 @@ class Apply(torch.autograd.Function):
         exact, parts = saved[: call.exact], list(saved[call.exact :])
         held = [Held(take(parts, kept.parts), kept, plan.spec) for kept in call.kept]  # type: ignore[arg-type]
         found = None
-        whole = traced or _watched() or (call.extra > 0 and _are_derived(call.kept))
-        if formula.piecewise is not None and not whole:
+        if formula.piecewise is not None and not (traced or _watched() or _are_derived(call.kept)):
             found = formula.piecewise(plan.static, plan.needs, held, exact, grads[0])
         if found is None:
             lossy = [each.whole() for each in held]

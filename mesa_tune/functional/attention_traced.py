@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mesa_tune import ops
 from mesa_tune.functional.attention_by_heads import Scores
-from mesa_tune.functional.formula import Needs
+from mesa_tune.functional.formula import Needs, wanted
 
 Grads = tuple[Tensor | None, ...]
 
@@ -22,7 +22,7 @@ def traced_gradients(scores: Scores, needs: Needs, q: Tensor, k: Tensor, v: Tens
     """Gradients of q, k, v and the mask that `needs` asks for."""
     if scores.mask is None and scores.bits is None and _fused_serves(scores.causal, q, k, v):
         found = _fused(scores.causal, scores.scale, q, k, v, grad)
-        return (*(each if want else None for each, want in zip(found, needs[:3], strict=True)), None)
+        return (*wanted(found, needs), None)
     return written_out(scores, needs, q, k, v, grad)
 
 

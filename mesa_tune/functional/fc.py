@@ -23,6 +23,7 @@ from mesa_tune.functional.formula import (
     autocast_dtype,
     cast,
     unviewed,
+    wanted,
 )
 from mesa_tune.functional.held import Held, Total
 
@@ -62,15 +63,11 @@ def piecewise(
     if needs[1] and dtype is None:
         found = held[0].linear_backward(grad, held[1].whole() if needs[0] else None, needs[2])
         if found is not None:
-            dx, dw, db = found
-            return dx if needs[0] else None, dw, db if needs[2] else None
+            return wanted(found, needs)
     rows = _rows(grad)
-    own = _weight_gradient(rows, held[0], dtype) if needs[1] else None
-    return (
-        grad @ cast(held[-1].whole(), dtype) if needs[0] else None,
-        own,
-        rows.sum(0) if needs[2] else None,
-    )
+    dw = _weight_gradient(rows, held[0], dtype) if needs[1] else None
+    dx = grad @ cast(held[-1].whole(), dtype) if needs[0] else None
+    return dx, dw, rows.sum(0) if needs[2] else None
 
 
 def _weight_gradient(rows: Tensor, held: Held, dtype: torch.dtype | None) -> Tensor | None:

@@ -4,7 +4,7 @@ The two halves are plain functions without side effects, so that training (`appl
 runs a backward again with differently stored tensors, use the very same formula.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,6 +65,11 @@ class Route(NamedTuple):
 Routes = dict[Callable[..., Any], Route]
 Layers = dict[type[nn.Module], Callable[..., Any]]
 """Modules whose own computation is one call of a routed function: that call's layer has the module's name."""
+
+
+def wanted(grads: Sequence[Tensor | None], needs: Needs) -> tuple[Tensor | None, ...]:
+    """Of the gradients that a kernel makes all at once, for as many inputs as there are, those wanted."""
+    return tuple([each if want else None for each, want in zip(grads, needs, strict=False)])
 
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default

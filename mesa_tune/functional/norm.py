@@ -24,6 +24,7 @@ from mesa_tune.functional.formula import (
     Routes,
     Static,
     layout_of,
+    wanted,
 )
 from mesa_tune.functional.held import Held, Total
 
@@ -102,7 +103,7 @@ def _packed(backward: Callable[..., tuple[Tensor | None, ...]], centered: bool) 
         found = held[0].norm_backward(grad, rstd, scale, centered)
         if found is None:
             return _by_rows(backward, static, needs, held[0], exact, grad)
-        return tuple([each if want else None for each, want in zip(found, needs, strict=False)])
+        return wanted(found, needs)
 
     return piecewise
 
