@@ -36,6 +36,7 @@ class Calls(nn.Module):
         self.call = call
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, given: list[Tensor]) -> list[Tensor]:
         return [self.call(self, x) for x in given]
@@ -69,7 +70,7 @@ def linear(module: Calls, x: Tensor) -> Tensor:
 
 
 def layer_norm(module: Calls, x: Tensor) -> Tensor:
-    return F.layer_norm(x, (WIDTH,), module.scale, module.scale)
+    return F.layer_norm(x, (WIDTH,), module.scale, module.shift)
 
 
 def gelu(module: Calls, x: Tensor) -> Tensor:

@@ -145,7 +145,12 @@ class Conversion:
         before = dict(self.specs)
         self._settle()
         self.specs.clear()
-        return any(self._resolve(name, self.catalog.tag(name), "") != spec for name, spec in before.items())
+        changed = [
+            name for name, spec in before.items() if self._resolve(name, self.catalog.tag(name), "") != spec
+        ]
+        for name in changed:
+            self.settled.pop(name, None)
+        return bool(changed)
 
     def key(self, device: torch.device) -> Tensor:
         """The one-element int64 tensor that rounding noise depends on, on `device`."""

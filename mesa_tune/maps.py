@@ -44,10 +44,14 @@ def kept(
     inner: int = 1,
 ) -> Tensor | Mapped:
     """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
-    ready = (source.is_cpu or (_ON_CUDA and source.is_cuda)) and source.dtype == torch.float32
-    for each in (mean, rstd):
-        ready = ready and (each is None or each.dtype == torch.float32)
-    if not ready or not source.is_contiguous() or source.numel() == 0:
+    for each in (source, mean, rstd):
+        if each is not None and each.dtype != torch.float32:
+            return make()
+    if (
+        not (source.is_cpu or (_ON_CUDA and source.is_cuda))
+        or not source.is_contiguous()
+        or source.numel() == 0
+    ):
         return make()
     return Mapped(source, kind, make, mean, rstd, inner)
 

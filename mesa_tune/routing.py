@@ -33,7 +33,7 @@ from mesa_tune.functional.call import Call, Links
 from mesa_tune.functional.deriving import changed
 from mesa_tune.functional.formula import Route
 from mesa_tune.functional.keeping import Meta, keep, restore
-from mesa_tune.functional.settled import Settled, likeness
+from mesa_tune.functional.settled import Settled
 from mesa_tune.functional.table import ROUTES
 
 
@@ -211,9 +211,29 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     frame = state.frames[-1]
     layer = frame.layer(route)
-    observed = watch.observer is not None
     if not torch.is_grad_enabled() or not frame.surrounds():
-        return _observed(None, func, args, kwargs) if observed else func(*args, **kwargs)
+        return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
+    output = _served_again(frame, layer, args, kwargs) if route.settles else None
+    return _served_anew(route, frame, layer, func, args, kwargs) if output is None else output
+
+
+def _served_again(frame: Frame, layer: str, args: Any, kwargs: Any) -> Any:
+    """The output of a call that is like its layer's last one; None if it is not."""
+    if torch.compiler.is_compiling() or watch.observer is not None:
+        return None
+    known = frame.host.settled.get(layer)
+    if known is None or frame.hooks is not _pack:
+        return None if known is None else known.again(args, kwargs, frame.is_static)
+    _pop_hooks()
+    try:
+        return known.again(args, kwargs, frame.is_static)
+    finally:
+        _push_hooks(_pack, _unpack)
+
+
+def _served_anew(route: Route, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """The output of a call by the settings of its layer."""
+    observed = watch.observer is not None
     spec = frame.host.spec(layer, route.tag, frame.module)
     paused, state.paused, state.function = state.paused, True, layer
     # Nothing in there is for our hooks, except to show the observer what PyTorch keeps.
@@ -223,13 +243,24 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
     try:
         if spec is None:
             return _observed(layer, func, args, kwargs) if observed else func(*args, **kwargs)
+        call = _call(frame, layer, spec, func, args, kwargs)
         if observed:
-            return _observed(layer, route.serve, args, kwargs, _call(frame, layer, spec, func, args, kwargs))
-        return _served(route, frame, layer, spec, func, args, kwargs)
+            return _observed(layer, route.serve, args, kwargs, call)
+        output = route.serve(call, *args, **kwargs)
+        if route.settles and not torch.compiler.is_compiling():
+            _settle(frame, call, args, kwargs, output)
+        return output
     finally:
         if unhooked:
             _push_hooks(_pack, _unpack)
         state.paused, state.function = paused, None
+
+
+def _settle(frame: Frame, call: Call, args: Any, kwargs: Any, output: Any) -> None:
+    """Remembers how a call was served."""
+    now = None if call.served is None else Settled.of(args, kwargs, call.served, output, frame)
+    if now is not None:
+        frame.host.settled[call.layer] = now
 
 
 def _call(frame: Frame, layer: str, spec: Spec, func: Any, args: Any, kwargs: Any) -> Call:
@@ -238,25 +269,6 @@ def _call(frame: Frame, layer: str, spec: Spec, func: Any, args: Any, kwargs: An
     call = Call(layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, links)
     call.hooked = lambda: _hooked(frame, func, args, kwargs)
     return call
-
-
-def _served(route: Route, frame: Frame, layer: str, spec: Spec, func: Any, args: Any, kwargs: Any) -> Any:
-    """The call as the layer's last one was served, if they are alike; else by its route."""
-    if torch.compiler.is_compiling() or not route.settles:
-        return route.serve(_call(frame, layer, spec, func, args, kwargs), *args, **kwargs)
-    host = frame.host
-    known = host.settled.get(layer)
-    alike = None if known is None else likeness(args, kwargs, frame.is_static)
-    if known is not None and known.alike == alike and known.plan.spec == spec:
-        return known.again(host.key, args, kwargs)
-    call = _call(frame, layer, spec, func, args, kwargs)
-    output = route.serve(call, *args, **kwargs)
-    if call.served is not None:
-        alike = alike or likeness(args, kwargs, frame.is_static)
-        now = Settled.of(args, kwargs, alike, call.served, output)
-        if now is not None:
-            host.settled[layer] = now
-    return output
 
 
 def _hooked(frame: Frame, func: Any, args: Any, kwargs: Any) -> Any:

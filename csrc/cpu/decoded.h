@@ -2,6 +2,7 @@
 // cache.
 #pragma once
 
+#include <memory>
 #include <numeric>
 
 #include "groups.h"
@@ -10,8 +11,10 @@
 
 namespace mesa_tune::cpu {
 
-// Numbers that `decoded` needs room for beside those asked for.
-constexpr int64_t kRoom = 2 * kMostInGroup;
+// Room for `n` elements and what lies about them in their groups.
+inline std::unique_ptr<float[]> room(int64_t n, const Settings& s) {
+  return std::unique_ptr<float[]>(new float[static_cast<size_t>(n + 2 * s.group_size)]);
+}
 
 // Each so many rows of `width` elements begin with a group; 1 where these are more than `most`.
 inline int64_t row_step(int64_t most, int64_t width, const Settings& s) {

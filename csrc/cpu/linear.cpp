@@ -4,7 +4,6 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "decoded.h"
@@ -79,7 +78,7 @@ void backward(const LinearBackward& task, const Packed& packed, const Settings& 
               const Part& outs, const Part& ins) {
   const Split parts = split(task.rows * task.in, s);
   const int64_t each = rows_at_once(task, s);
-  const std::unique_ptr<float[]> values(new float[static_cast<size_t>(each * task.in + kRoom)]);
+  const auto values = room(std::min(each, rows.size) * task.in, s);
   std::vector<float> sums(static_cast<size_t>(outs.size));
   const auto dw = matrix(task.dw + outs.first * task.in, outs.size, task.in, task.in);
   for (int64_t first = rows.first; first < rows.first + rows.size; first += each) {

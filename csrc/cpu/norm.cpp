@@ -84,8 +84,8 @@ void norm_backward(const NormBackward& task, const Packed& packed, const Setting
   const int64_t each = rows_of_portion(task, settings), count = pieces(task.rows, each);
   std::vector<float> sums(static_cast<size_t>(2 * count * task.inner));
   parallel(count, each * task.inner, [&](int64_t from, int64_t to) {
-    std::vector<float> values(static_cast<size_t>(rows_at_once(task, settings) * task.inner + kRoom));
-    rows_backward_paths[path()](task, packed, settings, sums.data(), values.data(), from, to);
+    const auto values = room(std::min(task.rows, rows_at_once(task, settings)) * task.inner, settings);
+    rows_backward_paths[path()](task, packed, settings, sums.data(), values.get(), from, to);
   });
   for (int64_t at = 0; at < count; ++at) {
     const float *dw = sums.data() + 2 * at * task.inner, *db = dw + task.inner;

@@ -87,7 +87,9 @@ def _is_for_rows(spec: Spec, grad: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel that decodes some rows at a time can take these groups and tensors."""
     if spec.quant_groups or spec.group_size > LARGEST_GROUP or not grad.is_cpu:
         return False
-    return False not in [each is None or each.dtype == torch.float32 for each in (grad, *others)]
+    return grad.dtype == torch.float32 and False not in [
+        each is None or each.dtype == torch.float32 for each in others
+    ]
 
 
 def decode_norm(

@@ -1,6 +1,6 @@
 """The one `autograd.Function` of ours: runs a formula, stores what it keeps, and decodes it in backward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -9,9 +9,9 @@ from torch import Tensor
 from mesa_tune.codecs import Memory, Spec
 from mesa_tune.errors import RunError
 from mesa_tune.functional.deriving import Recipe, Source, take
-from mesa_tune.functional.formula import Needs, Static
+from mesa_tune.functional.formula import Needs, Result, Static
 from mesa_tune.functional.held import Held
-from mesa_tune.functional.keeping import Meta, encodes, keep
+from mesa_tune.functional.keeping import Meta, Way, encodes, keep, keep_again, way_of
 from mesa_tune.functional.table import FORMULAS
 from mesa_tune.maps import Mapped
 
@@ -65,8 +65,9 @@ class Plan(NamedTuple):
 
     `needs` and `raw` (never encoded) go by the formula's tensors, as do `recipes`: how to make a tensor again
     in place of storing it. `gives`: the exact tensors that are handed out together with the encoded parts,
-    for others to make the output again; None if nobody wants it. `places`: which of the tensors given is each
-    of them, where one is given for several (traced code gives each but once).
+    for others to make the output again; None if nobody wants it. `known`: for calls whose tensors are all
+    alike, how the last one kept them. `places`: which of the tensors given is each of them, where one is
+    given for several (traced code gives each but once).
     """
 
     layer: str
@@ -77,6 +78,7 @@ class Plan(NamedTuple):
     spec: Spec
     recipes: tuple[Recipe | None, ...]
     gives: tuple[int, ...] | None
+    known: "Known | None" = None
     places: tuple[int, ...] | None = None
 
 
@@ -105,6 +107,32 @@ class _Kept(NamedTuple):
     kept: tuple[Meta | Recipe, ...]
     exact: int
     extra: int
+    derived: bool
+
+
+class Known:
+    """How a call kept what its formula named, which are tensors given to it, so that a like one need not ask:
+    each in a way, or as it is (None). Nothing is known while `call` is None.
+    """
+
+    __slots__ = ("call", "ways")
+
+    def __init__(self) -> None:
+        self.call: _Kept | None = None
+        self.ways: list[Way | None] = []
+
+    def note(self, call: _Kept, lossy: Sequence[Tensor | Mapped], own: Sequence[Tensor | None]) -> None:
+        """Remembers a call that kept `lossy`, if all of that is of its `own` tensors, encoded or never so."""
+        ways: list[Way | None] = []
+        for tensor, how in zip(lossy, call.kept, strict=True):
+            source = tensor.source if isinstance(tensor, Mapped) else tensor
+            places = [place for place, each in enumerate(own) if each is source]
+            if not places or isinstance(how, Recipe) or how.expanded is not None:
+                return
+            if not (how.coded or call.plan.raw[places[0]]):
+                return
+            ways.append(way_of(source, call.plan.spec) if how.coded else None)
+        self.call, self.ways = call, ways
 
 
 class _Watch:
@@ -141,47 +169,17 @@ class Apply(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
-        count = len(plan.needs)
         if plan.places is not None:
             tensors = tuple([tensors[place] for place in plan.places])
-        own, extra = tensors[:count], tensors[count:]
+        count = len(plan.needs)
+        own = tensors[:count]
         result = FORMULAS[plan.name].forward(plan.static, plan.needs, *own)
-        if result.in_place:
-            ctx.mark_dirty(own[0])
-        found = _by_input(plan, extra) if extra else None
-        saved: list[Any] = list(result.exact)
-        lossy = [_settled(each, plan) if isinstance(each, Mapped) else each for each in result.lossy]
-        kept: list[Meta | Recipe] = []
-        for place, tensor in enumerate(lossy):
-            source = None if found is None else next((found[i] for i in found if tensor is own[i]), None)
-            if source is None:
-                raw = _is_raw(tensor, plan.raw, own)
-                remembered = None if memory is None else memory.setdefault(place, {})
-                parts, how = keep(tensor, plan.spec, key, raw, plan.layer, remembered)
-                saved += parts
-                kept.append(how)
-            else:
-                saved += source.tensors
-                kept.append(source.recipe)
-        ctx.save_for_backward(*saved)
-        ctx.call = _Kept(plan, tuple(kept), len(result.exact), len(extra))
-        if watch.observer is not None:
-            known = [each for each in result.exact if each is not None]
-            rest = saved[len(result.exact) :]
-            stored = tuple([take(rest, how.parts) for how in kept])
-            watch.observer.kept(plan.layer, tuple(lossy), tuple(kept), stored, known)
-            never = tuple([_is_raw(tensor, plan.raw, own) for tensor in lossy])
-            ctx.seen = never, tuple([given is not None for given in own])
-        if plan.gives is None:
-            return result.output
-        rest = saved[len(result.exact) :]
-        given = [part for how in kept for part in take(rest, how.parts) if _is_fresh(how)]
-        given += [
-            each for place in plan.gives for each in result.exact[place : place + 1] if each is not None
-        ]
-        ctx.mark_non_differentiable(*given)
-        ctx.set_materialize_grads(False)  # zeros in the shape of every part would double them in backward
-        return (result.output, *given)
+        known = plan.known
+        if known is None or known.call is None:
+            return _kept_anew(ctx, plan, key, memory, result, own, tensors[count:])
+        ctx.save_for_backward(*result.exact, *keep_again(result.lossy, known.ways, plan.spec, key))
+        ctx.call = known.call
+        return result.output
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -197,7 +195,7 @@ class Apply(torch.autograd.Function):
         exact, parts = saved[: call.exact], list(saved[call.exact :])
         held = [Held(take(parts, kept.parts), kept, plan.spec) for kept in call.kept]  # type: ignore[arg-type]
         found = None
-        if formula.piecewise is not None and not (traced or _watched() or _are_derived(call.kept)):
+        if not (formula.piecewise is None or call.derived or traced or _watched()):
             found = formula.piecewise(plan.static, plan.needs, held, exact, grads[0])
         if found is None:
             lossy = [each.whole() for each in held]
@@ -208,17 +206,76 @@ class Apply(torch.autograd.Function):
         return (None, None, None, *(given if plan.places is None else _summed(given, plan.places)))
 
 
-_apply: Any = super(torch.autograd.Function, Apply).apply  # pyright: ignore[reportAttributeAccessIssue]
+def _kept_anew(
+    ctx: Any,
+    plan: Plan,
+    key: Tensor,
+    memory: Memories | None,
+    result: Result,
+    own: Sequence[Tensor | None],
+    extra: Sequence[Tensor | None],
+) -> Tensor | tuple[Tensor, ...]:
+    """Stores what a formula named; returns what the call does."""
+    if result.in_place:
+        ctx.mark_dirty(own[0])
+    lossy = [_settled(each, plan) if isinstance(each, Mapped) else each for each in result.lossy]
+    kept, parts = _parts(plan, key, memory, lossy, own, _by_input(plan, extra) if extra else {})
+    ctx.save_for_backward(*result.exact, *[part for each in parts for part in each])
+    derived = True in [isinstance(how, Recipe) for how in kept]
+    ctx.call = _Kept(plan, tuple(kept), len(result.exact), len(extra), derived)
+    if plan.known is not None:
+        plan.known.note(ctx.call, lossy, own)
+    if watch.observer is not None:
+        exact = [each for each in result.exact if each is not None]
+        watch.observer.kept(plan.layer, tuple(lossy), tuple(kept), tuple(parts), exact)
+        never = tuple([_is_raw(tensor, plan.raw, own) for tensor in lossy])
+        ctx.seen = never, tuple([given is not None for given in own])
+    if plan.gives is None:
+        return result.output
+    given = [part for how, each in zip(kept, parts, strict=True) if _is_fresh(how) for part in each]
+    given += [each for place in plan.gives for each in result.exact[place : place + 1] if each is not None]
+    ctx.mark_non_differentiable(*given)
+    ctx.set_materialize_grads(False)  # zeros in the shape of every part would double them in backward
+    return (result.output, *given)
+
+
+def _parts(
+    plan: Plan,
+    key: Tensor,
+    memory: Memories | None,
+    lossy: Sequence[Tensor | Mapped],
+    own: Sequence[Tensor | None],
+    found: Mapping[int, Source],
+) -> tuple[list[Meta | Recipe], list[list[Tensor]]]:
+    """How each of `lossy` is kept, and what is saved for it; `found` may stand for some of `own`."""
+    kept: list[Meta | Recipe] = []
+    parts: list[list[Tensor]] = []
+    for place, tensor in enumerate(lossy):
+        source = next((found[i] for i in found if tensor is own[i]), None)
+        if source is None:
+            remembered = None if memory is None else memory.setdefault(place, {})
+            raw = _is_raw(tensor, plan.raw, own)
+            saved, how = keep(tensor, plan.spec, key, raw, plan.layer, remembered)
+            kept.append(how)
+            parts.append(saved)
+        else:
+            kept.append(source.recipe)
+            parts.append(list(source.tensors))
+    return kept, parts
+
+
+apply_plan: Any = super(torch.autograd.Function, Apply).apply  # pyright: ignore[reportAttributeAccessIssue]
+"""`Apply.apply` for eager code without transforms of `torch.func`: without what looks for them."""
 
 
 def applied(plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor | None) -> Any:
-    """`Apply.apply`; eager code without transforms of `torch.func` does without what looks for them."""
+    """`Apply.apply` of a plan, wherever it is called."""
     if torch.compiler.is_compiling():
         distinct, places = _distinct(tensors)
         if len(distinct) < len(tensors):
             plan, tensors = Plan(*plan[:-1], tuple(places)), tuple(distinct)
     elif not torch._C._are_functorch_transforms_active():
-        return _apply(plan, key, memory, *tensors)
+        return apply_plan(plan, key, memory, *tensors)
     return Apply.apply(plan, key, memory, *tensors)  # type: ignore[no-untyped-call]
 
 
@@ -255,10 +312,6 @@ def _undefined(layer: str) -> RunError:
         "Second derivatives of compressed layers are not defined; "
         "give that layer `enable: False`, or mt.revert(model)."
     )
-
-
-def _are_derived(kept: Sequence[Meta | Recipe]) -> bool:
-    return True in [isinstance(each, Recipe) for each in kept]
 
 
 def _by_input(plan: Plan, extra: Sequence[Tensor | None]) -> dict[int, Source]:

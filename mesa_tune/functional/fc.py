@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
     (dtype,) = static
     y = F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
-    return Result(unviewed(y), lossy=((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()))
+    return Result(unviewed(y), ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()))
 
 
 def backward(

@@ -69,6 +69,8 @@ Layers = dict[type[nn.Module], Callable[..., Any]]
 
 def wanted(grads: Sequence[Tensor | None], needs: Needs) -> tuple[Tensor | None, ...]:
     """Of the gradients that a kernel makes all at once, for as many inputs as there are, those wanted."""
+    if False not in needs:
+        return tuple(grads[: len(needs)])
     return tuple([each if want else None for each, want in zip(grads, needs, strict=False)])
 
 

@@ -64,7 +64,7 @@ class Held(NamedTuple):
     def times(self, factor: Tensor) -> Tensor | None:
         """The tensor times `factor` of the same shape, in one pass; None where that is not possible."""
         times = getattr(self.codec, "decode_times", None)
-        known = self.meta.dtype == factor.dtype and self.meta.shape == tuple(factor.shape)
+        known = self.meta.dtype == factor.dtype and self.meta.shape == factor.shape
         if times is None or not known or not self._is_row_major():
             return None
         product: Tensor | None = times(self.parts, factor, self.spec)
@@ -78,7 +78,7 @@ class Held(NamedTuple):
         None where that is not possible.
         """
         decode = getattr(self.codec, "decode_norm", None)
-        if decode is None or self.meta.shape != tuple(grad.shape) or not self._is_row_major():
+        if decode is None or self.meta.shape != grad.shape or not self._is_row_major():
             return None
         found: tuple[Tensor, Tensor, Tensor] | None
         found = decode(self.parts, grad, rstd, weight, centered, self.spec)

@@ -7,7 +7,7 @@ only while both the storage and the packed parts are alive.
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -157,6 +157,21 @@ def keep(
     if way.scrap is not None and is_scrap(tensor, spec):
         return _once(tensor, way.copy, _cloned, tensor), way.meta
     return [tensor], way.meta
+
+
+def keep_again(
+    lossy: Sequence[Tensor | Mapped], ways: Sequence[Way | None], spec: Spec, key: Tensor
+) -> list[Tensor]:
+    """What `keep` saves for each, if it goes its way, or stays as it is (None)."""
+    saved: list[Tensor] = []
+    for tensor, way in zip(lossy, ways, strict=True):
+        if isinstance(tensor, Mapped):
+            saved += CODECS[spec.codec].encode_mapped(tensor, spec, key)  # type: ignore[attr-defined]
+        elif way is None:
+            saved.append(tensor)
+        else:
+            saved += _encode_once(tensor, spec, key, None, way)
+    return saved
 
 
 def _counted(meta: Meta, parts: int) -> Meta:

@@ -36,14 +36,15 @@ def layer_norm_forward(
     static: Static, needs: Needs, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Result:
     shape, eps, dtype = static
-    given, weight, bias = _in(dtype, x), _in(dtype, weight), _in(dtype, bias)
-    assert given is not None
-    given = given.contiguous()  # which PyTorch would do as well
+    given = x.contiguous()  # which PyTorch would do as well
+    if dtype is not None:
+        given, weight, bias = given.to(dtype), _in(dtype, weight), _in(dtype, bias)
     y, mean, rstd = torch.native_layer_norm(given, shape, weight, bias, eps)
     if not (needs[0] or needs[1]):
         return Result(y)
     normalized = _kept(x, given, lambda: (given - mean).mul_(rstd), mean, rstd, math.prod(shape))
-    return Result(y, lossy=(normalized,), exact=(rstd, weight, bias))
+    # A bias is only asked for its shape and dtype, which the weight has as well.
+    return Result(y, (normalized,), (rstd, weight, bias if weight is None else None))
 
 
 def _in(dtype: torch.dtype | None, tensor: Tensor | None) -> Tensor | None:
@@ -54,12 +55,9 @@ def _kept(
     x: Tensor, given: Tensor, make: Callable[[], Tensor], mean: Tensor | None, rstd: Tensor, inner: int
 ) -> Tensor | maps.Mapped:
     """x̂ in the dtype of x, which is made where `given`, of which it is made, has another one."""
-
-    def made() -> Tensor:
+    if not x.dtype == given.dtype == torch.float32:
         return make().to(x.dtype)
-
-    same = given.dtype == x.dtype
-    return maps.kept(given, "normalize", made, mean, rstd, inner) if same else made()
+    return maps.kept(given, "normalize", make, mean, rstd, inner)
 
 
 def layer_norm_backward(
@@ -78,7 +76,7 @@ def layer_norm_backward(
         torch.zeros_like(rstd),
         torch.ones_like(rstd),
         weight,
-        bias,
+        weight if bias is None else bias,
         [needs[0], needs[1], needs[2]],
     )
     return (

@@ -1,79 +1,108 @@
 """A call that was served once is served again without asking everything anew, as long as it is alike.
 
 What a route decides, and what `Call.apply` finds out, takes longer than the call itself may. It goes by the
-arguments' kinds and values, by the geometry of tensors among them, and by the layer's settings; and a layer's
-call is mostly the twin of its last one.
+arguments' values, by the geometry of tensors among them, and by the layer's settings; and a layer's call is
+mostly the twin of its last one. Tensors are compared by the guards of `torch.compile`, all at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mesa_tune.functional.apply import Plan, applied
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # it is no public name; without it nothing settles
+    TensorGuards = None  # type: ignore[assignment, misc]
 
-Likeness = tuple[Any, ...]
+from mesa_tune.frames import Frame
+from mesa_tune.functional.apply import Known, Plan, apply_plan
+
 _CONSTANT = {int, float, bool, str, type(None), tuple, torch.Size, torch.dtype}
 
 
 class Settled(NamedTuple):
     """How a call was served: by `plan`, with the arguments at `places` (None: no tensor) as its tensors.
 
-    `alike`: what its arguments were like.
+    What its arguments were like: how many were `given`, and the `names` of keywords; `alike`, whether those
+    at `tensors` are of the same type, dtype, device, shape and strides, want gradients or do not, and meet
+    the same dispatch keys (autocast, transforms); which of them lay in a batch or a buffer (`static`;
+    parameters always do); what the `others` were.
     """
 
-    alike: Likeness
     plan: Plan
+    key: Tensor
     places: tuple[int | None, ...]
+    names: tuple[str, ...]
+    given: int
+    tensors: tuple[int, ...]
+    alike: Callable[..., bool]
+    static: tuple[tuple[int, bool], ...]
+    others: tuple[tuple[int, Any], ...]
 
-    def again(self, key: Callable[[torch.device], Tensor], args: Sequence[Any], kwargs: Any) -> Any:
-        """The output for other arguments, which are alike."""
+    def again(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        is_static: Callable[[Tensor], bool],
+    ) -> Any:
+        """The output for other arguments; None if they are not alike."""
         given = (*args, *kwargs.values()) if kwargs else args
+        if tuple(kwargs) != self.names or not self._is_like(given, is_static):
+            return None
         tensors = [None if place is None else given[place] for place in self.places]
-        return applied(self.plan, key(tensors[0].device), None, *tensors)  # type: ignore[union-attr]
+        return apply_plan(self.plan, self.key, None, *tensors)
+
+    def _is_like(self, given: Sequence[Any], is_static: Callable[[Tensor], bool]) -> bool:
+        if len(given) != self.given or not self.alike(*[given[place] for place in self.tensors]):
+            return False
+        for place, value in self.others:
+            other = given[place]
+            if other is not value and (type(other) is not type(value) or other != value):
+                return False
+        return False not in [is_static(given[place]) is static for place, static in self.static]
 
     @staticmethod
     def of(
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        alike: Likeness | None,
-        served: tuple[Plan, Sequence[Tensor | None]],
+        served: tuple[Plan, Sequence[Any]],
         output: Any,
+        frame: Frame,
     ) -> "Settled | None":
-        """A call `served` by a plan with these tensors; None if they are not its own arguments, if it worked
-        in place, or if nothing is `alike`.
+        """A call `served` by a plan with these tensors; None if they are not its own arguments, each once, if
+        it worked in place or under autocast, or if its values may change while they stay the same object.
         """
-        given, (plan, tensors) = [*args, *kwargs.values()], served
+        given, (plan, used) = [*args, *kwargs.values()], served
         found = {id(each): place for place, each in enumerate(given)}
-        if alike is None or id(output) in found:
+        if id(output) in found or any(each is not None and id(each) not in found for each in used):
             return None
-        if any(each is not None and id(each) not in found for each in tensors):
+        tensors = [place for place, each in enumerate(given) if isinstance(each, Tensor)]
+        others = [(place, each) for place, each in enumerate(given) if not isinstance(each, Tensor)]
+        if torch._C._is_any_autocast_enabled() or any(type(each) not in _CONSTANT for _, each in others):
             return None
-        return Settled(alike, plan, tuple([None if each is None else found[id(each)] for each in tensors]))
+        alike = _alike([given[place] for place in tensors])
+        if alike is None:
+            return None
+        apart = [place for place in tensors if type(given[place]) is not nn.Parameter]
+        static = tuple([(place, frame.is_static(given[place])) for place in apart])
+        return Settled(
+            plan._replace(known=Known()),
+            frame.host.key(used[0].device),
+            tuple([None if each is None else found[id(each)] for each in used]),
+            tuple(kwargs),
+            len(given),
+            tuple(tensors),
+            alike,
+            static,
+            tuple(others),
+        )
 
 
-def likeness(
-    args: Sequence[Any], kwargs: Mapping[str, Any], is_static: Callable[[Tensor], bool]
-) -> Likeness | None:
-    """What two calls that are served alike have in common; None under autocast, for tensors without strides,
-    and for values that may change while they stay the same object.
-    """
-    if torch._C._is_any_autocast_enabled():
+def _alike(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """Tells whether other tensors are alike; None if not even these are (one is there twice)."""
+    if TensorGuards is None:
         return None
-    found: list[Any] = [*kwargs]
-    for given in (*args, *kwargs.values()) if kwargs else args:
-        if type(given) in _CONSTANT:
-            found += type(given), given
-        elif not isinstance(given, Tensor) or given.layout is not torch.strided or given.is_nested:
-            return None
-        else:
-            found += (
-                given.shape,
-                given.stride(),
-                given.dtype,
-                given.device,
-                given.requires_grad,
-                is_static(given),
-            )
-    return tuple(found)
+    known = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return known.check if known.check(*tensors) else None
