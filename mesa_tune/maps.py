@@ -44,13 +44,13 @@ def kept(
     inner: int = 1,
 ) -> Tensor | Mapped:
     """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
-    for each in (source, mean, rstd):
-        if each is not None and each.dtype != torch.float32:
-            return make()
+    single = source.dtype == (source if mean is None else mean).dtype == torch.float32
+    if not single or not (rstd is None or rstd.dtype == torch.float32):
+        return make()
     if (
         not (source.is_cpu or (_ON_CUDA and source.is_cuda))
         or not source.is_contiguous()
-        or source.numel() == 0
+        or not source.numel()
     ):
         return make()
     return Mapped(source, kind, make, mean, rstd, inner)

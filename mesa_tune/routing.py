@@ -170,7 +170,8 @@ class RoutingMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() and state.frames:
             return _traced(func, args, kwargs)
-        output = _run(func, args, kwargs)
+        route = ROUTES.get(func)
+        output = _passed(func, args, kwargs) if route is None else _serve(route, func, args, kwargs)
         if func in sums.ADDITIONS:
             sums.note(output, args, kwargs)
         return output
@@ -181,15 +182,14 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
         func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
     traced = state.frames[-1].traced
     known = len(traced)
-    result = _run(func, args, kwargs)
+    route = ROUTES.get(func)
+    result = _passed(func, args, kwargs) if route is None else _serve(route, func, args, kwargs)
     changed(func, args, kwargs, traced, known)
     return result
 
 
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    route = ROUTES.get(func)
-    if route is not None:
-        return _serve(route, func, args, kwargs)
+def _passed(func: Any, args: Any, kwargs: Any) -> Any:
+    """The output of a function that has no route."""
     state.function = func
     try:
         return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)

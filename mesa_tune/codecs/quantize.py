@@ -83,13 +83,10 @@ def decode_times(parts: Sequence[Tensor], factor: Tensor, spec: Spec) -> Tensor 
     return product
 
 
-def _is_for_rows(spec: Spec, grad: Tensor, *others: Tensor | None) -> bool:
+def _is_for_rows(spec: Spec, grad: Tensor, ranges: Tensor, weight: Tensor | None) -> bool:
     """Whether a kernel that decodes some rows at a time can take these groups and tensors."""
-    if spec.quant_groups or spec.group_size > LARGEST_GROUP or not grad.is_cpu:
-        return False
-    return grad.dtype == torch.float32 and False not in [
-        each is None or each.dtype == torch.float32 for each in others
-    ]
+    single = grad.dtype == ranges.dtype == (grad if weight is None else weight).dtype == torch.float32
+    return single and grad.is_cpu and not spec.quant_groups and spec.group_size <= LARGEST_GROUP
 
 
 def decode_norm(
@@ -97,7 +94,7 @@ def decode_norm(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`fused_ops.norm_backward` of the x̂ that `parts` hold; None where that is not possible."""
     data, ranges = parts
-    if not _is_for_rows(spec, grad, ranges, rstd, weight):
+    if not _is_for_rows(spec, grad, ranges, weight):
         return None
     sizes = (spec.bits, spec.levels, spec.group_size)
     found: tuple[Tensor, Tensor, Tensor] = NORM_BACKWARD(data, ranges, grad, rstd, weight, centered, *sizes)

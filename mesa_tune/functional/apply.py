@@ -184,26 +184,39 @@ class Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         call: _Kept = ctx.call
-        plan, formula, traced = call.plan, FORMULAS[call.plan.name], torch.compiler.is_compiling()
-        if not traced:
+        if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
-                raise _undefined(plan.layer)
+                raise _undefined(call.plan.layer)
             watch.backwards += 1
         if grads[0] is None:  # somebody's Function had no gradient for the output
             return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors
-        exact, parts = saved[: call.exact], list(saved[call.exact :])
-        held = [Held(take(parts, kept.parts), kept, plan.spec) for kept in call.kept]  # type: ignore[arg-type]
-        found = None
-        if not (formula.piecewise is None or call.derived or traced or _watched()):
-            found = formula.piecewise(plan.static, plan.needs, held, exact, grads[0])
-        if found is None:
-            lossy = [each.whole() for each in held]
-            if watch.observer is not None:
-                watch.observer.backward(Replay(ctx, call, lossy, exact, grads[:1]))
-            found = formula.backward(plan.static, plan.needs, lossy, exact, grads[0])
-        given = (*found, *(None,) * call.extra)
-        return (None, None, None, *(given if plan.places is None else _summed(given, plan.places)))
+        found = _gradients(ctx, call, grads[0])
+        if call.extra:
+            found = (*found, *(None,) * call.extra)
+        return None, None, None, *(found if call.plan.places is None else _summed(found, call.plan.places))
+
+
+def _gradients(ctx: Any, call: _Kept, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of a formula's tensors."""
+    plan, formula, saved = call.plan, FORMULAS[call.plan.name], ctx.saved_tensors
+    exact, held = saved[: call.exact], _held(call, saved)
+    if not (formula.piecewise is None or call.derived or _watched() or torch.compiler.is_compiling()):
+        found = formula.piecewise(plan.static, plan.needs, held, exact, grad)
+        if found is not None:
+            return found
+    lossy = [each.whole() for each in held]
+    if watch.observer is not None:
+        watch.observer.backward(Replay(ctx, call, lossy, exact, (grad,)))
+    return formula.backward(plan.static, plan.needs, lossy, exact, grad)
+
+
+def _held(call: _Kept, saved: tuple[Tensor, ...]) -> list[Held]:
+    """What a call kept, out of all that autograd saved for it."""
+    held, first = [], call.exact
+    for how in call.kept:
+        held.append(Held(saved[first : first + how.parts], how, call.plan.spec))  # type: ignore[arg-type]
+        first += how.parts
+    return held
 
 
 def _kept_anew(

@@ -68,7 +68,7 @@ class Source(NamedTuple):
 
 def restored(kept: Meta | Recipe, parts: Sequence[Tensor], spec: Spec) -> Tensor:
     """The kept tensor, from its own parts or made again."""
-    return rebuilt(kept, parts) if isinstance(kept, Recipe) else restore(list(parts), kept, spec)
+    return rebuilt(kept, parts) if isinstance(kept, Recipe) else restore(parts, kept, spec)
 
 
 def rebuilt(recipe: Recipe, tensors: Sequence[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ peaks. What is decoded some rows or samples at a time lies in one small buffer i
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Total:
 class Held(NamedTuple):
     """A kept tensor that is still packed; with a recipe in place of `meta`, only to be had as a `whole`."""
 
-    parts: list[Tensor]
+    parts: Sequence[Tensor]
     meta: Meta
     spec: Spec
 

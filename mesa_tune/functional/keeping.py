@@ -251,7 +251,7 @@ def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *given: 
     return fresh
 
 
-def restore(parts: list[Tensor], meta: Meta, spec: Spec) -> Tensor:
+def restore(parts: Sequence[Tensor], meta: Meta, spec: Spec) -> Tensor:
     """The kept tensor: bitwise if it was kept raw, as decoded otherwise."""
     if meta.strides is not None:
         run = CODECS[spec.codec].decode(parts, (torch.Size(meta.shape).numel(),), meta.dtype, spec)
