@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -121,17 +122,21 @@ def measure(call: Callable[..., Tensor], calls: int, rounds: int) -> dict[str, A
     given = tensors(calls)
     if not all(torch.equal(one, other) for one, other in zip(plain(given), converted(given), strict=True)):
         raise SystemExit(f"{call.__name__}: the forward is not exact")
-    added = []
-    for turn in range(rounds + 1):
-        times = [run(module, calls) for module in (plain, converted)]
-        if turn:
-            added.append(1e6 * (times[1] - times[0]) / calls)
     routed = call in ROUTED.values()
+    taken = [once(plain, converted, calls, routed) for _ in range(rounds + 1)][1:]
+    added, codec, function = zip(*taken, strict=True)
     return {
-        "added_us": spread(added)._asdict(),
-        "codec_us": codec_us(calls) if routed else 0.0,
-        "function_us": 1e6 * (run(Calls(bare), calls) - run(Calls(view), calls)) / calls if routed else 0.0,
+        "added_us": spread(list(added))._asdict(),
+        "codec_us": statistics.median(codec),
+        "function_us": statistics.median(function),
     }
+
+
+def once(plain: Calls, converted: Calls, calls: int, routed: bool) -> tuple[float, float, float]:
+    """Microseconds added to a call, and, if it is `routed`, what is to be taken off."""
+    added = run(converted, calls) - run(plain, calls)
+    function = run(Calls(bare), calls) - run(Calls(view), calls) if routed else 0.0
+    return 1e6 * added / calls, codec_us(calls) if routed else 0.0, 1e6 * function / calls
 
 
 def tensors(count: int) -> list[Tensor]:

@@ -67,10 +67,8 @@ class Frame:
         """Whether what runs now is this module's own run.
 
         It is not below somebody else's saved-tensor hooks, nor in a backward that began since (one called in
-        the body of `compress_saved` sees the mode and the hooks of the forward).
+        the body of `compress_saved` sees the mode and the hooks of the forward). Not for traced code.
         """
-        if torch.compiler.is_compiling():
-            return True
         return self.hooks is top_hooks() and current_task() == self.task
 
     def layer(self, route: Route) -> str:

@@ -44,14 +44,9 @@ def kept(
     inner: int = 1,
 ) -> Tensor | Mapped:
     """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
-    single = source.dtype == (source if mean is None else mean).dtype == torch.float32
-    if not single or not (rstd is None or rstd.dtype == torch.float32):
-        return make()
-    if (
-        not (source.is_cpu or (_ON_CUDA and source.is_cuda))
-        or not source.is_contiguous()
-        or not source.numel()
-    ):
+    single = source.dtype == (source if rstd is None else rstd).dtype == torch.float32
+    here = source.is_cpu or (_ON_CUDA and source.is_cuda)
+    if not (single and here and source.is_contiguous() and source.numel()):
         return make()
     return Mapped(source, kind, make, mean, rstd, inner)
 

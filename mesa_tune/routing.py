@@ -171,7 +171,9 @@ class RoutingMode(TorchFunctionMode):
         if torch.compiler.is_compiling() and state.frames:
             return _traced(func, args, kwargs)
         route = ROUTES.get(func)
-        output = _passed(func, args, kwargs) if route is None else _serve(route, func, args, kwargs)
+        if route is not None:
+            return _serve(route, func, args, kwargs)
+        output = _passed(func, args, kwargs)
         if func in sums.ADDITIONS:
             sums.note(output, args, kwargs)
         return output
@@ -207,19 +209,21 @@ def _observed(layer: str | None, func: Any, args: Any, kwargs: Any, call: Call |
 
 
 def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
-    if state.paused or not state.frames:
+    frames = state.frames
+    if state.paused or not frames:
         return func(*args, **kwargs)
-    frame = state.frames[-1]
+    frame = frames[-1]
     layer = frame.layer(route)
-    if not torch.is_grad_enabled() or not frame.surrounds():
+    traced = torch.compiler.is_compiling()
+    if not (torch.is_grad_enabled() and (traced or frame.surrounds())):
         return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
-    output = _served_again(frame, layer, args, kwargs) if route.settles else None
+    output = _served_again(frame, layer, args, kwargs) if route.settles and not traced else None
     return _served_anew(route, frame, layer, func, args, kwargs) if output is None else output
 
 
 def _served_again(frame: Frame, layer: str, args: Any, kwargs: Any) -> Any:
     """The output of a call that is like its layer's last one; None if it is not."""
-    if torch.compiler.is_compiling() or watch.observer is not None:
+    if watch.observer is not None:
         return None
     known = frame.host.settled.get(layer)
     if known is None or frame.hooks is not _pack:

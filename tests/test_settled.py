@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from mesa_tune.codecs import quantize
 from mesa_tune.conversion import conversion_of
+from mesa_tune.functional import settled
+from mesa_tune.functional.apply import Known
 from mesa_tune.functional.table import ROUTES
 
 X = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(0))
@@ -172,6 +175,73 @@ def test_the_batch_is_not_encoded_where_the_last_input_was() -> None:
 def test_other_codecs_settle_or_not_but_give_the_same(settings: dict[str, Any]) -> None:
     model, twin = converted(**settings), converted(**settings)
     for _ in range(4):
+        with routes(settles=False):
+            right = step(twin)
+        assert same(step(model), right)
+
+
+def test_what_is_kept_is_settled_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = converted(), converted()
+    for turn in range(4):
+        if turn == 2:
+            monkeypatch.setattr(Known, "note", refuse)
+        assert same(step(model), step(twin))
+    step(model, X[:4])  # served anew
+    with pytest.raises(AssertionError, match="asked again"):
+        step(model, X[:4])
+
+
+def test_a_tensor_is_encoded_once_for_all_that_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.q.bias
+            return torch.mm(self.q(y).flatten(0, 1).T, self.k(y).flatten(0, 1))
+
+    counts: list[int] = []
+    encode = quantize.encode
+
+    def counted(*given: Any) -> list[Tensor]:
+        counts[-1] += 1
+        return encode(*given)
+
+    monkeypatch.setattr(quantize, "encode", counted)
+    model = mt.convert(Shared(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    for _ in range(4):
+        counts.append(0)
+        step(model)
+    assert counts == [counts[0]] * 4
+    assert counts[0] < 5  # y once, and the two factors of the product; not y for each layer
+
+
+def test_nothing_settles_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = converted(), converted()
+    for _ in range(3):
+        right = step(twin)
+        with monkeypatch.context() as patch:
+            patch.setattr(settled, "TensorGuards", None)
+            assert same(step(model), right)
+    conversion = conversion_of(model)
+    assert conversion is not None
+    assert not conversion.settled
+
+
+def test_a_tensor_that_is_given_twice_does_not_settle() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.layer_norm(x * self.scale, (12,), self.scale, self.scale)
+
+    plain, policy = Twice(), mt.Policy.uniform(level=16)
+    model = mt.convert(copy.deepcopy(plain), policy, seed=1, min_elements=0)
+    twin = mt.convert(plain, policy, seed=1, min_elements=0)
+    for _ in range(3):
         with routes(settles=False):
             right = step(twin)
         assert same(step(model), right)

@@ -169,17 +169,18 @@ class Apply(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
+        known, formula = plan.known, FORMULAS[plan.name]
+        if known is not None and known.call is not None:
+            result = formula.forward(plan.static, plan.needs, *tensors)
+            ctx.save_for_backward(*result.exact, *keep_again(result.lossy, known.ways, plan.spec, key))
+            ctx.call = known.call
+            return result.output
         if plan.places is not None:
             tensors = tuple([tensors[place] for place in plan.places])
         count = len(plan.needs)
         own = tensors[:count]
-        result = FORMULAS[plan.name].forward(plan.static, plan.needs, *own)
-        known = plan.known
-        if known is None or known.call is None:
-            return _kept_anew(ctx, plan, key, memory, result, own, tensors[count:])
-        ctx.save_for_backward(*result.exact, *keep_again(result.lossy, known.ways, plan.spec, key))
-        ctx.call = known.call
-        return result.output
+        result = formula.forward(plan.static, plan.needs, *own)
+        return _kept_anew(ctx, plan, key, memory, result, own, tensors[count:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
