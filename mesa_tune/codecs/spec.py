@@ -116,7 +116,8 @@ class Codec(Protocol):
     """A way to store a tensor. Modules of this package implement it with plain functions."""
 
     def encode(self, x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
-        """The stored parts of `x` (any shape); `key` is the int64 tensor that rounding noise depends on.
+        """The stored parts of `x` (any shape), as many for every tensor of that shape and dtype; `key` is the
+        int64 tensor that rounding noise depends on.
 
         `memory` is this tensor's own, to be changed in place; None where nothing can be remembered.
         """
