@@ -82,6 +82,22 @@ def relu(module: Calls, x: Tensor) -> Tensor:
     return F.relu(x)
 
 
+def mul(module: Calls, x: Tensor) -> Tensor:
+    return torch.mul(x, module.scale)
+
+
+def matmul(module: Calls, x: Tensor) -> Tensor:
+    return torch.matmul(x, module.weight)
+
+
+def softmax(module: Calls, x: Tensor) -> Tensor:
+    return F.softmax(x, -1)
+
+
+def batch_norm(module: Calls, x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, module.scale, module.shift, training=True)
+
+
 def add(module: Calls, x: Tensor) -> Tensor:
     return torch.add(x, x)
 
@@ -96,6 +112,10 @@ ROUTED: dict[str, Callable[..., Tensor]] = {
     "layer_norm": layer_norm,
     "gelu": gelu,
     "relu": relu,
+    "mul": mul,
+    "matmul": matmul,
+    "softmax": softmax,
+    "batch_norm": batch_norm,
 }
 NOT_ROUTED: dict[str, Callable[..., Tensor]] = {"add": add, "shape": shape}
 

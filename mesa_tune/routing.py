@@ -217,17 +217,17 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
     traced = torch.compiler.is_compiling()
     if not (torch.is_grad_enabled() and (traced or frame.surrounds())):
         return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
-    output = _served_again(frame, layer, args, kwargs) if route.settles and not traced else None
+    output = _served_again(frame, layer, func, args, kwargs) if route.settles and not traced else None
     return _served_anew(route, frame, layer, func, args, kwargs) if output is None else output
 
 
-def _served_again(frame: Frame, layer: str, args: Any, kwargs: Any) -> Any:
+def _served_again(frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
     """The output of a call that is like its layer's last one; None if it is not."""
-    if watch.observer is not None:
-        return None
     known = frame.host.settled.get(layer)
-    if known is None or frame.hooks is not _pack:
-        return None if known is None else known.again(args, kwargs, frame.is_static)
+    if known is None or known.func is not func or watch.observer is not None:
+        return None
+    if frame.hooks is not _pack:
+        return known.again(args, kwargs, frame.is_static)
     _pop_hooks()
     try:
         return known.again(args, kwargs, frame.is_static)
@@ -252,7 +252,7 @@ def _served_anew(route: Route, frame: Frame, layer: str, func: Any, args: Any, k
             return _observed(layer, route.serve, args, kwargs, call)
         output = route.serve(call, *args, **kwargs)
         if route.settles and not torch.compiler.is_compiling():
-            _settle(frame, call, args, kwargs, output)
+            _settle(frame, call, func, args, kwargs, output)
         return output
     finally:
         if unhooked:
@@ -260,9 +260,9 @@ def _served_anew(route: Route, frame: Frame, layer: str, func: Any, args: Any, k
         state.paused, state.function = paused, None
 
 
-def _settle(frame: Frame, call: Call, args: Any, kwargs: Any, output: Any) -> None:
+def _settle(frame: Frame, call: Call, func: Any, args: Any, kwargs: Any, output: Any) -> None:
     """Remembers how a call was served."""
-    now = None if call.served is None else Settled.of(args, kwargs, call.served, output, frame)
+    now = None if call.served is None else Settled.of(func, args, kwargs, call.served, output, frame)
     if now is not None:
         frame.host.settled[call.layer] = now
 

@@ -19,6 +19,7 @@ from mesa_tune.conversion import conversion_of
 from mesa_tune.functional import settled
 from mesa_tune.functional.apply import Known
 from mesa_tune.functional.table import ROUTES
+from tests.functional_cases import CASES, fresh, gradients
 
 X = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(0))
 
@@ -245,6 +246,37 @@ def test_a_tensor_that_is_given_twice_does_not_settle() -> None:
         with routes(settles=False):
             right = step(twin)
         assert same(step(model), right)
+
+
+class Called(nn.Module):
+    """A call of a function."""
+
+    def forward(self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_every_function_gives_the_same_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, _, kwargs = case = CASES[name]
+    policy = mt.Policy.uniform(level=16)
+    model, twin = (mt.convert(Called(), policy, seed=1, min_elements=0) for _ in range(2))
+    for turn in range(4):
+        found = []
+        for each, route in ((model, ROUTES[function]), (twin, ROUTES[function]._replace(settles=False))):
+            args = fresh(case, torch.float32, seed=turn)
+            torch.manual_seed(turn)
+            with monkeypatch.context() as patch:
+                patch.setitem(ROUTES, function, route)
+                y = each(function, args, kwargs)
+            found.append([y.detach(), *gradients(y, args)])
+        assert same(*found)
+
+
+def test_another_function_of_the_same_name_is_another() -> None:
+    model = mt.convert(Called(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    x = torch.randn(4, 4, requires_grad=True)
+    for function in (torch.clamp_min, torch.clamp_min, torch.clamp_min, torch.clamp_max, torch.clamp_min):
+        assert torch.equal(model(function, [x, 0.5], {}), function(x, 0.5))
 
 
 def test_copies_settle_for_themselves() -> None:

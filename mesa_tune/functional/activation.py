@@ -74,9 +74,9 @@ softmax = partial(along, "softmax")
 functional_softmax = partial(functional_along, "softmax")
 
 FORMULAS = {"softmax": SOFTMAX}
-_SOFTMAX = Route("softmax", "softmax", softmax)
+_SOFTMAX = Route("softmax", "softmax", softmax, settles=True)
 ROUTES: Routes = {
-    F.softmax: Route("softmax", "softmax", functional_softmax),
+    F.softmax: Route("softmax", "softmax", functional_softmax, settles=True),
     torch.softmax: _SOFTMAX,
     torch.special.softmax: _SOFTMAX,
     Tensor.softmax: _SOFTMAX,

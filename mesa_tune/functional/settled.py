@@ -23,7 +23,8 @@ _CONSTANT = {int, float, bool, str, type(None), tuple, torch.Size, torch.dtype}
 
 
 class Settled(NamedTuple):
-    """How a call was served: by `plan`, with the arguments at `places` (None: no tensor) as its tensors.
+    """How a call of `func` was served: by `plan`, with the arguments at `places` (None: no tensor) as its
+    tensors.
 
     What its arguments were like: how many were `given`, and the `names` of keywords; `alike`, whether those
     at `tensors` are of the same type, dtype, device, shape and strides, want gradients or do not, and meet
@@ -31,6 +32,7 @@ class Settled(NamedTuple):
     parameters always do); what the `others` were.
     """
 
+    func: Callable[..., Any]
     plan: Plan
     key: Tensor
     places: tuple[int | None, ...]
@@ -65,6 +67,7 @@ class Settled(NamedTuple):
 
     @staticmethod
     def of(
+        func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         served: tuple[Plan, Sequence[Any]],
@@ -88,6 +91,7 @@ class Settled(NamedTuple):
         apart = [place for place in tensors if type(given[place]) is not nn.Parameter]
         static = tuple([(place, frame.is_static(given[place])) for place in apart])
         return Settled(
+            func,
             plan._replace(known=Known()),
             frame.host.key(used[0].device),
             tuple([None if each is None else found[id(each)] for each in used]),
