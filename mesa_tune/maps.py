@@ -44,7 +44,9 @@ def kept(
     inner: int = 1,
 ) -> Tensor | Mapped:
     """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
-    single = source.dtype == (source if rstd is None else rstd).dtype == torch.float32
+    single = source.dtype == torch.float32
+    for each in (mean, rstd):
+        single = single and (each is None or each.dtype == torch.float32)
     here = source.is_cpu or (_ON_CUDA and source.is_cuda)
     if not (single and here and source.is_contiguous() and source.numel()):
         return make()

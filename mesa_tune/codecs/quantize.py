@@ -94,7 +94,7 @@ def decode_norm(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`fused_ops.norm_backward` of the x̂ that `parts` hold; None where that is not possible."""
     data, ranges = parts
-    if not _is_for_rows(spec, grad, ranges, weight):
+    if rstd.dtype != torch.float32 or not _is_for_rows(spec, grad, ranges, weight):
         return None
     sizes = (spec.bits, spec.levels, spec.group_size)
     found: tuple[Tensor, Tensor, Tensor] = NORM_BACKWARD(data, ranges, grad, rstd, weight, centered, *sizes)

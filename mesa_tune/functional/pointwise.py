@@ -147,8 +147,7 @@ def _spellings(kind: str, tag: str = "pointwise") -> Routes:
     }
     if CURVES[kind].in_place is not None:
         found |= {
-            getattr(at, f"{kind}_"): Route(kind, tag, partial(simple, kind, inplace=True), settles=True)
-            for at in places
+            getattr(at, f"{kind}_"): Route(kind, tag, partial(simple, kind, inplace=True)) for at in places
         }
     return found
 
@@ -180,13 +179,13 @@ ROUTES: Routes = {
     F.softsign: Route("softsign", "pointwise", partial(simple, "softsign"), settles=True),
     F.tanhshrink: Route("tanhshrink", "pointwise", partial(simple, "tanhshrink"), settles=True),
     F.elu: Route("elu", "pointwise", partial(elu, "elu"), settles=True),
-    F.elu_: Route("elu", "pointwise", partial(elu_, "elu"), settles=True),
+    F.elu_: Route("elu", "pointwise", partial(elu_, "elu")),
     F.celu: Route("celu", "pointwise", partial(elu, "celu"), settles=True),
     torch.celu: Route("celu", "pointwise", partial(elu, "celu"), settles=True),
-    torch.celu_: Route("celu", "pointwise", partial(elu_, "celu"), settles=True),
+    torch.celu_: Route("celu", "pointwise", partial(elu_, "celu")),
     F.selu: Route("selu", "pointwise", partial(simple, "selu"), settles=True),
     torch.selu: Route("selu", "pointwise", partial(simple, "selu"), settles=True),
-    torch.selu_: Route("selu", "pointwise", partial(simple, "selu", inplace=True), settles=True),
+    torch.selu_: Route("selu", "pointwise", partial(simple, "selu", inplace=True)),
     torch.special.expit: Route("sigmoid", "pointwise", partial(simple, "sigmoid"), settles=True),
     torch.special.erf: Route("erf", "pointwise", partial(simple, "erf"), settles=True),
     torch.pow: _POW,

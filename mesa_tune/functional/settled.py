@@ -77,15 +77,16 @@ class Settled(NamedTuple):
         """A call `served` by a plan with these tensors; None if they are not its own arguments, each once, if
         it worked in place or under autocast, or if its values may change while they stay the same object.
         """
+        if torch._C._is_any_autocast_enabled():
+            return None
         given, (plan, used) = [*args, *kwargs.values()], served
         found = {id(each): place for place, each in enumerate(given)}
         if id(output) in found or any(each is not None and id(each) not in found for each in used):
             return None
         tensors = [place for place, each in enumerate(given) if isinstance(each, Tensor)]
         others = [(place, each) for place, each in enumerate(given) if not isinstance(each, Tensor)]
-        if torch._C._is_any_autocast_enabled() or any(type(each) not in _CONSTANT for _, each in others):
-            return None
-        alike = _alike([given[place] for place in tensors])
+        constant = all(type(each) in _CONSTANT for _, each in others)
+        alike = _alike([given[place] for place in tensors]) if constant else None
         if alike is None:
             return None
         apart = [place for place in tensors if type(given[place]) is not nn.Parameter]
