@@ -24,8 +24,9 @@ float* written(const Tensor& x, bool wanted) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor data, Tensor ranges, Tensor grad,
-                                                   std::optional<Tensor> weight, int64_t width, bool bias,
-                                                   int64_t bits, int64_t levels, int64_t group_size) {
+                                                   std::optional<Tensor> weight, int64_t width,
+                                                   bool transposed, bool bias, int64_t bits, int64_t levels,
+                                                   int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
   const Tensor given = to_contiguous(grad);
   check_on_cpu(given);
@@ -36,20 +37,22 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor data, Tensor ranges, T
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];
   sizes.back() = width;
-  Matrix weights{nullptr, 0, 0};
+  const int64_t first = transposed ? width : out, second = transposed ? out : width;
+  Matrix<const float> weights{nullptr, 0, 0};
   if (weight.has_value()) {
     STD_TORCH_CHECK(together(*weight, given) && weight->scalar_type() == ScalarType::Float &&
-                        weight->dim() == 2 && weight->size(0) == out && weight->size(1) == width,
-                    "expected a float32 weight of shape (", out, ", ", width, ")");
-    weights = {static_cast<const float*>(weight->const_data_ptr()), weight->stride(0), weight->stride(1)};
+                        weight->dim() == 2 && weight->size(0) == first && weight->size(1) == second,
+                    "expected a float32 weight of shape (", first, ", ", second, ")");
+    weights = {static_cast<const float*>(weight->const_data_ptr()), weight->stride(transposed ? 1 : 0),
+               weight->stride(transposed ? 0 : 1)};
   }
   const Packed packed = read_packed(data, ranges, given, rows * width, s);
-  Tensor dx = made(given, weight.has_value(), sizes), dw = made(given, true, {out, width});
+  Tensor dx = made(given, weight.has_value(), sizes), dw = made(given, true, {first, second});
   Tensor db = made(given, bias, {out});
   const LinearBackward task{floats(given, given, rows * out, "float32 gradient"),
                             weights,
                             written(dx, weight.has_value()),
-                            written(dw, true),
+                            {written(dw, true), transposed ? 1 : width, transposed ? out : 1},
                             written(db, bias),
                             rows,
                             out,

@@ -6,8 +6,9 @@
 namespace mesa_tune {
 
 // Float32 numbers, strides apart.
+template <class Float>
 struct Matrix {
-  const float* data;
+  Float* data;
   int64_t row;
   int64_t column;
 };
@@ -15,11 +16,11 @@ struct Matrix {
 // The backward of y = x w^T + b: dx = grad w, dw = grad^T x, db = sum of grad's rows. Without data, dx (then
 // the weight has none, either) and db are not wanted. What has no strides is dense.
 struct LinearBackward {
-  const float* grad;  // rows, out
-  Matrix weight;      // out, in
-  float* dx;          // rows, in
-  float* dw;          // out, in
-  float* db;          // out
+  const float* grad;           // rows, out
+  Matrix<const float> weight;  // out, in
+  float* dx;                   // rows, in
+  Matrix<float> dw;            // out, in; without a gap
+  float* db;                   // out
   int64_t rows, out, in;
 };
 

@@ -1,9 +1,10 @@
 """Ops that spare a pass over memory: something is made while it is encoded, or used while it is decoded.
 
 Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul, pack_at_most, gate,
-norm_backward, linear_backward, attention_backward}`. All but the last, which writes into existing memory, are
-pure. Their default kernels, in PyTorch, give the same bytes (the last three the same numbers but for the
-order of sums). The first two have native kernels on the CPU and on CUDA, the others on the CPU.
+norm_backward, batch_norm_backward, softmax_backward, linear_backward, attention_backward}`. All but the last,
+which writes into existing memory, are pure. Their default kernels, in PyTorch, give the same bytes (the last
+five the same numbers but for the order of sums). The first two have native kernels on the CPU and on CUDA,
+the others on the CPU.
 """
 
 import math
@@ -13,20 +14,24 @@ from torch import Tensor
 
 from mesa_tune import maps, ops
 
+_PARTS = "Tensor data, Tensor ranges"
 _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
 _NORM = "Tensor grad, Tensor rstd, Tensor weight, bool centered"
-_LINEAR = "Tensor grad, Tensor? weight, int width, bool bias"
+_BATCH_NORM = "Tensor grad, Tensor rstd, Tensor? weight, bool last, bool fixed"
+_LINEAR = "Tensor grad, Tensor? weight, int width, bool transposed, bool bias"
 _DROPPED = "Tensor? bits, int first_bit, float scale, bool causal, float raised"
 _ATTENTION = f"Tensor q, Tensor k, Tensor v, Tensor grad, Tensor? bias, {_DROPPED}"
 _SCHEMAS = (
     f"quantize_map(Tensor x, {_MAP}, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor, Tensor)",
-    f"dequantize_mul(Tensor data, Tensor ranges, Tensor factor, {_SIZES}) -> Tensor",
+    f"dequantize_mul({_PARTS}, Tensor factor, {_SIZES}) -> Tensor",
     "pack_at_most(Tensor x, float limit) -> Tensor",
     "gate(Tensor grad, Tensor data, float slope) -> Tensor",
     f"attention_backward({_ATTENTION}, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv) -> ()",
-    f"norm_backward(Tensor data, Tensor ranges, {_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
-    f"linear_backward(Tensor data, Tensor ranges, {_LINEAR}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
+    f"norm_backward({_PARTS}, {_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
+    f"batch_norm_backward({_PARTS}, {_BATCH_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
+    f"softmax_backward({_PARTS}, Tensor grad, {_SIZES}) -> Tensor",
+    f"linear_backward({_PARTS}, {_LINEAR}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
 )
 
 
@@ -94,12 +99,55 @@ def norm_backward(
     return dx.view(grad.shape), (rows * x).sum(0).view(weight.shape), rows.sum(0).view(weight.shape)
 
 
+def batch_norm_backward(
+    data: Tensor,
+    ranges: Tensor,
+    grad: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    last: bool,
+    fixed: bool,
+    bits: int,
+    levels: int,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of a batch norm, whose x̂ was quantized in the shape of `grad`; all float32.
+
+    grad `(samples, channels, *)`, or with the channels `last`; rstd, weight `(channels,)`. `fixed`: the
+    statistics are no part of the batch. Returns dx, contiguous, in the shape of `grad`, and by channel the
+    sums of grad · x̂ and of grad.
+    """
+    sizes = (bits, levels, group_size, 0)
+    x = torch.ops.mesa_tune.dequantize.default(data, ranges, grad.shape, grad.dtype, *sizes)
+    axis = grad.dim() - 1 if last else 1
+    axes = [each for each in range(grad.dim()) if each != axis]
+    shape = [-1 if each == axis else 1 for each in range(grad.dim())]
+    dw, db = (grad * x).sum(axes), grad.sum(axes)
+    scale = (rstd if weight is None else rstd * weight).view(shape)
+    count = math.prod(grad.shape[each] for each in axes)
+    dx = grad if fixed else grad - (db / count).view(shape) - x * (dw / count).view(shape)
+    return (dx * scale).contiguous(), dw, db
+
+
+def softmax_backward(
+    data: Tensor, ranges: Tensor, grad: Tensor, bits: int, levels: int, group_size: int
+) -> Tensor:
+    """The backward of a softmax along the last dimension, whose output was quantized in the shape of `grad`,
+    float32; contiguous.
+    """
+    sizes = (bits, levels, group_size, 0)
+    y = torch.ops.mesa_tune.dequantize.default(data, ranges, grad.shape, grad.dtype, *sizes)
+    dx: Tensor = torch.ops.aten._softmax_backward_data(grad.contiguous(), y, -1, y.dtype)
+    return dx
+
+
 def linear_backward(
     data: Tensor,
     ranges: Tensor,
     grad: Tensor,
     weight: Tensor | None,
     width: int,
+    transposed: bool,
     bias: bool,
     bits: int,
     levels: int,
@@ -107,13 +155,17 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of `y = x weightᵀ + b`, whose x `(*, width)` was quantized; all float32.
 
-    grad `(*, out)`, weight `(out, width)`. Returns, contiguous, dx in the shape of x, dw in that of the
-    weight, db `(out,)`; without a weight or a bias, nothing `(0,)` in place of dx or db.
+    grad `(*, out)`, weight `(out, width)`, or, `transposed`, `(width, out)`. Returns, contiguous, dx in the
+    shape of x, dw in that of the weight, db `(out,)`; without a weight or a bias, nothing `(0,)` in place of
+    dx or db.
     """
     sizes, rows = (bits, levels, group_size, 0), grad.reshape(-1, grad.shape[-1])
     x = torch.ops.mesa_tune.dequantize.default(data, ranges, (rows.shape[0], width), grad.dtype, *sizes)
-    dx = grad.new_empty(0) if weight is None else grad.contiguous() @ weight
-    return dx, rows.t() @ x, rows.sum(0) if bias else grad.new_empty(0)
+    dx = grad.new_empty(0)
+    if weight is not None:
+        dx = grad.contiguous() @ (weight.t() if transposed else weight)
+    dw = x.t() @ rows if transposed else rows.t() @ x
+    return dx, dw, rows.sum(0) if bias else grad.new_empty(0)
 
 
 def attention_backward(
@@ -177,18 +229,26 @@ def _fake_norm_backward(
     return grad.new_empty(grad.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
 
 
+def _fake_batch_norm_backward(
+    data: Tensor, ranges: Tensor, grad: Tensor, rstd: Tensor, *arguments: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return grad.new_empty(grad.shape), rstd.new_empty(rstd.shape), rstd.new_empty(rstd.shape)
+
+
 def _fake_linear_backward(
     data: Tensor,
     ranges: Tensor,
     grad: Tensor,
     weight: Tensor | None,
     width: int,
+    transposed: bool,
     bias: bool,
     *sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = grad.shape[-1]
     dx = grad.new_empty(0 if weight is None else (*grad.shape[:-1], width))
-    return dx, grad.new_empty(out, width), grad.new_empty(out if bias else 0)
+    dw = grad.new_empty(width, out) if transposed else grad.new_empty(out, width)
+    return dx, dw, grad.new_empty(out if bias else 0)
 
 
 _KERNELS: ops.Kernels = {
@@ -197,6 +257,8 @@ _KERNELS: ops.Kernels = {
     "pack_at_most": (pack_at_most, _fake_pack),
     "gate": (gate, _fake_gate),
     "norm_backward": (norm_backward, _fake_norm_backward),
+    "batch_norm_backward": (batch_norm_backward, _fake_batch_norm_backward),
+    "softmax_backward": (softmax_backward, _fake_like_factor),
     "linear_backward": (linear_backward, _fake_linear_backward),
     "attention_backward": (attention_backward, ops.nothing),
 }
@@ -212,4 +274,6 @@ PACK_AT_MOST = torch.ops.mesa_tune.pack_at_most.default
 GATE = torch.ops.mesa_tune.gate.default
 NORM_BACKWARD = torch.ops.mesa_tune.norm_backward.default
 ATTENTION_BACKWARD = torch.ops.mesa_tune.attention_backward.default
+BATCH_NORM_BACKWARD = torch.ops.mesa_tune.batch_norm_backward.default
+SOFTMAX_BACKWARD = torch.ops.mesa_tune.softmax_backward.default
 LINEAR_BACKWARD = torch.ops.mesa_tune.linear_backward.default

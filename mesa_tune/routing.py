@@ -217,15 +217,13 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
     traced = torch.compiler.is_compiling()
     if not (torch.is_grad_enabled() and (traced or frame.surrounds())):
         return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
-    output = _served_again(frame, layer, func, args, kwargs) if route.settles and not traced else None
+    known = None if traced or watch.observer is not None else frame.host.settled.get(layer)
+    output = None if known is None or known.func is not func else _served_again(known, frame, args, kwargs)
     return _served_anew(route, frame, layer, func, args, kwargs) if output is None else output
 
 
-def _served_again(frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """The output of a call that is like its layer's last one; None if it is not."""
-    known = frame.host.settled.get(layer)
-    if known is None or known.func is not func or watch.observer is not None:
-        return None
+def _served_again(known: Settled, frame: Frame, args: Any, kwargs: Any) -> Any:
+    """The output of a call that may be like its layer's last one; None if it is not."""
     if frame.hooks is not _pack:
         return known.again(args, kwargs, frame.is_static)
     _pop_hooks()

@@ -35,7 +35,7 @@ def given(name: str, group_size: int) -> tuple[ops.Quantized, Tensor, Tensor]:
 def backward(packed: ops.Quantized, grad: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     sizes = (packed.bits, packed.levels, packed.group_size)
     found: tuple[Tensor, Tensor, Tensor] = fused_ops.LINEAR_BACKWARD(
-        packed.data, packed.ranges, grad, weight, packed.shape[-1], weight is not None, *sizes
+        packed.data, packed.ranges, grad, weight, packed.shape[-1], False, weight is not None, *sizes
     )
     return found
 
@@ -74,6 +74,17 @@ def test_any_layout_serves(count: int, threads: None) -> None:
     assert dx.shape == (9, 37, 37)
 
 
+@pytest.mark.parametrize("count", THREADS)
+def test_a_weight_may_be_transposed(count: int, threads: None) -> None:
+    packed, grad, weight = given("groups across rows", 64)
+    torch.set_num_threads(count)
+    dx, dw, db = fused_ops.LINEAR_BACKWARD(
+        packed.data, packed.ranges, grad, weight.t().contiguous(), 37, True, True, 4, 16, 64
+    )
+    assert dw.is_contiguous()
+    assert same((dx, dw.t(), db), products(packed, grad, weight))
+
+
 @pytest.mark.parametrize("rows", [0, 200])
 def test_only_what_is_wanted_is_made(rows: int) -> None:
     packed = ops.quantize(torch.randn(rows, 30), 4, 64, seed=1)
@@ -101,7 +112,15 @@ def test_what_does_not_fit_is_refused() -> None:
 
     def refused(match: str, **other: Any) -> None:
         arguments: dict[str, Any] = {"data": packed.data, "ranges": packed.ranges, "grad": grad}
-        arguments |= {"weight": weight, "width": 37, "bias": True, "bits": 4, "levels": 16, "group_size": 64}
+        arguments |= {
+            "weight": weight,
+            "width": 37,
+            "transposed": False,
+            "bias": True,
+            "bits": 4,
+            "levels": 16,
+            "group_size": 64,
+        }
         with pytest.raises(RuntimeError, match=match):
             fused_ops.LINEAR_BACKWARD(**{**arguments, **other})
 
@@ -110,6 +129,7 @@ def test_what_does_not_fit_is_refused() -> None:
     refused("expected .* an input of a width", width=0)
     refused(r"expected a float32 weight of shape \(50, 37\)", weight=weight[:, 1:])
     refused(r"expected a float32 weight of shape \(50, 37\)", weight=weight.double())
+    refused(r"expected a float32 weight of shape \(37, 50\)", transposed=True)
     refused("expected contiguous data", data=packed.data[1:])
     refused("expected contiguous ranges", ranges=packed.ranges.double())
     refused("expected groups of at most 4096 elements", group_size=5000)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -164,6 +165,66 @@ def test_a_norm_s_groups_may_not_be_larger_than_the_cache() -> None:
         fused_ops.NORM_BACKWARD(packed.data, packed.ranges, *rest)
 
 
+@pytest.mark.parametrize("group_size", [64, 100, 4096])
+@pytest.mark.parametrize("fixed", [False, True], ids=["of-batch", "fixed"])
+@pytest.mark.parametrize("last", [False, True], ids=["rows", "last"])
+@pytest.mark.parametrize(
+    "shape",
+    [(0, 8), (3, 0, 5), (1, 1), (331, 48), (6, 8, 9, 9), (3, 90, 7, 7), (2, 3, 5000), (4, 70, 1)],
+    ids=str,
+)
+def test_a_batch_norm_goes_backward_from_what_is_packed(
+    shape: tuple[int, ...], last: bool, fixed: bool, group_size: int
+) -> None:
+    packed, grad = ops.quantize(tensor(*shape), 3, group_size, seed=1), torch.randn(shape)
+    axis = len(shape) - 1 if last else 1
+    rstd, weight = 0.5 + torch.rand(shape[axis]), torch.randn(shape[axis])
+    arguments = (packed.data, packed.ranges, grad, rstd)
+    dx, *sums = fused_ops.BATCH_NORM_BACKWARD(*arguments, weight, last, fixed, 3, 8, group_size)
+    x, wide = (each.double().movedim(axis, -1) for each in (ops.dequantize(packed), grad))
+    axes = [*range(len(shape) - 1)]
+    expected = wide if fixed else wide - wide.mean(axes) - x * (wide * x).mean(axes)
+    dx, expected = dx.movedim(axis, -1), expected * rstd * weight
+    assert (dx - expected).norm() <= 1e-6 * expected.norm()
+    for found, terms in zip(sums, (wide * x, wide), strict=True):  # a sum may be small beside its terms
+        assert (found - terms.sum(axes)).norm() <= 1e-6 * terms.norm()
+    plain = fused_ops.BATCH_NORM_BACKWARD(*arguments, None, last, fixed, 3, 8, group_size)[0]
+    assert (plain.movedim(axis, -1) * weight - dx).norm() <= 1e-6 * dx.norm()
+
+
+@pytest.mark.parametrize("group_size", [64, 100, 4096])
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (1,), (7, 10), (2, 31, 197), (3, 5000)], ids=str)
+def test_a_softmax_goes_backward_from_what_is_packed(shape: tuple[int, ...], group_size: int) -> None:
+    packed, grad = ops.quantize(tensor(*shape).softmax(-1), 3, group_size, seed=1), torch.randn(shape)
+    y = ops.dequantize(packed).double()
+    right = y * (grad - (y * grad).sum(-1, keepdim=True))
+    for given in (grad, grad.mT.contiguous().mT if grad.dim() > 1 else grad):
+        found = fused_ops.SOFTMAX_BACKWARD(packed.data, packed.ranges, given, 3, 8, group_size)
+        assert found.is_contiguous()
+        assert (found - right).norm() <= 1e-6 * right.norm()
+
+
+def test_what_a_batch_norm_or_a_softmax_cannot_take_is_refused() -> None:
+    if not ops.native():
+        pytest.skip("the kernels are not loaded")
+    grad, numbers = tensor(6, 50), torch.ones(50)
+    packed = ops.quantize(grad, 4, 64, seed=1)
+    parts, sizes = (packed.data, packed.ranges), (True, False, 4, 16, 64)
+    for match, given in {
+        "reciprocal deviations of 50": (grad, numbers[1:], None),
+        "contiguous weight of 50": (grad, numbers, numbers.double()),
+        "contiguous float32 gradient": (grad.double(), numbers, None),
+        "a gradient of samples and channels": (grad[0], numbers, None),
+        "contiguous data": (grad[1:], numbers, None),
+    }.items():
+        with pytest.raises(RuntimeError, match=match):
+            fused_ops.BATCH_NORM_BACKWARD(*parts, *given, *sizes)
+    with pytest.raises(RuntimeError, match="contiguous float32 gradient"):
+        fused_ops.SOFTMAX_BACKWARD(*parts, grad.double(), 4, 16, 64)
+    with pytest.raises(RuntimeError, match="contiguous data"):
+        fused_ops.SOFTMAX_BACKWARD(*parts, grad[1:], 4, 16, 64)
+
+
 @pytest.mark.parametrize("name", [*fused_ops.NAMES])
 def test_ops_are_what_they_say_to_compilers(name: str) -> None:
     x = tensor(6, 50)
@@ -175,7 +236,9 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
         "pack_at_most": (x, 0.0),
         "gate": (x, ops.pack_bits(x <= 0), 0.1),
         "norm_backward": (packed.data, packed.ranges, x, x[:, 0].clone(), x[0], True, 4, 16, 64),
-        "linear_backward": (packed.data, packed.ranges, x, tensor(50, 50), 50, True, 4, 16, 64),
+        "batch_norm_backward": (packed.data, packed.ranges, x, x[0], x[1], True, False, 4, 16, 64),
+        "softmax_backward": (packed.data, packed.ranges, x, 4, 16, 64),
+        "linear_backward": (packed.data, packed.ranges, x, tensor(50, 50), 50, False, True, 4, 16, 64),
         "attention_backward": (
             *[heads] * 4,
             None,
@@ -214,6 +277,18 @@ class Squared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ (x.mT * 0.5)
+
+
+class Product(nn.Module):
+    """A function of the input and a matrix that is computed, or, where that is a matrix product, a weight."""
+
+    def __init__(self, function: Callable[..., Tensor], *shape: int) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(0.5 + torch.rand(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight if self.weight.shape[0] == x.shape[-1] else self.weight.cos())
 
 
 class Loss(nn.Module):
@@ -275,7 +350,7 @@ def gradients(
     with monkeypatch.context() as patch:
         patch.setattr(Held, "_decoded", counted)
         patch.setattr(held, "LARGE", large)
-        patch.setattr(quantize, "LARGEST_GROUP", 0)  # norms over rows need no pieces
+        patch.setattr(quantize, "LARGEST_GROUP", 0)  # what goes backward in one pass needs no pieces
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = model(x * 1.0)
         weights = torch.linspace(1, 2, y.numel()).view(y.shape)
@@ -283,37 +358,52 @@ def gradients(
     return list(found), len(used)
 
 
-NORMS = {
-    "layer": nn.LayerNorm([4, 12]),
-    "layer-without-weights": nn.LayerNorm(48, elementwise_affine=False),
-    "layer-without-bias": nn.LayerNorm(48, bias=False),
-    "rms": nn.RMSNorm(48),
-    "frozen": nn.LayerNorm(48).requires_grad_(False),
+FUSED: dict[str, tuple[str, nn.Module, tuple[int, ...]]] = {
+    "layer": ("decode_norm", nn.LayerNorm([4, 12]), (7, 331, 4, 12)),
+    "layer-without-weights": ("decode_norm", nn.LayerNorm(48, elementwise_affine=False), (7, 331, 48)),
+    "layer-without-bias": ("decode_norm", nn.LayerNorm(48, bias=False), (7, 331, 48)),
+    "rms": ("decode_norm", nn.RMSNorm(48), (7, 331, 48)),
+    "frozen": ("decode_norm", nn.LayerNorm(48).requires_grad_(False), (7, 331, 48)),
+    "batch": ("decode_batch_norm", nn.BatchNorm2d(8), (10, 8, 16, 18)),
+    "batch-without-weights": ("decode_batch_norm", nn.BatchNorm1d(30, affine=False), (64, 30)),
+    "batch-channels-last": ("decode_batch_norm", Rearranged(nn.BatchNorm2d(8)), (10, 8, 16, 18)),
+    "batch-fixed": ("decode_batch_norm", nn.BatchNorm2d(8).eval(), (10, 8, 16, 18)),
+    "batch-frozen": ("decode_batch_norm", nn.BatchNorm2d(8).requires_grad_(False), (10, 8, 16, 18)),
+    "instance": ("decode_batch_norm", nn.InstanceNorm2d(8, affine=True), (10, 8, 16, 18)),
+    "softmax": ("decode_softmax", nn.Softmax(-1), (10, 3, 20, 32)),
+    "softmax-of-a-row": ("decode_softmax", nn.Softmax(0), (500,)),
+    "matmul": ("decode_linear", Product(torch.matmul, 48, 30), (7, 31, 48)),
+    "addmm": ("decode_linear", Product(partial(torch.addmm, torch.ones(30), alpha=0.5), 48, 30), (77, 48)),
+    "mul": ("decode_times", Product(torch.mul, 77, 48), (77, 48)),
+    "div": ("decode_times", Product(torch.div, 77, 48), (77, 48)),
+    "addcmul": ("decode_times", Product(partial(torch.addcmul, torch.ones(48), value=0.5), 77, 48), (77, 48)),
+    "glu": ("decode_times", nn.GLU(), (77, 48)),
 }
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_gradients_of_norms_in_one_pass_are_those_in_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[int] = []
-    fused = quantize.decode_norm
+@pytest.mark.parametrize("name", FUSED)
+def test_gradients_in_one_pass_are_those_in_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[bool] = []
+    decode, layer, shape = FUSED[name]
+    fused = getattr(quantize, decode)
 
     def run(possible: bool) -> list[Tensor]:
-        def counted(*arguments: Any) -> tuple[Tensor, ...] | None:
-            used.append(1)
+        def counted(*arguments: Any) -> Any:
+            used.append(possible)
             return fused(*arguments) if possible else None
 
-        monkeypatch.setattr(quantize, "decode_norm", counted)
+        monkeypatch.setattr(quantize, decode, counted)
         torch.manual_seed(0)
-        layer = copy.deepcopy(NORMS[name])
-        x, weights = torch.randn(7, 331, 48, requires_grad=True), torch.randn(7, 331, 48)
-        model = mt.convert(nn.Sequential(layer), mt.Policy.uniform(4), seed=0, min_elements=0)
-        given = (x * 1.0).view(7, 331, *NORMS[name].normalized_shape)  # type: ignore[misc]
-        wanted = [each for each in layer.parameters() if each.requires_grad]
-        return list(torch.autograd.grad((model(given).view(weights.shape) * weights).sum(), [*wanted, x]))
+        x, own = torch.randn(shape, requires_grad=True), copy.deepcopy(layer)
+        model = mt.convert(nn.Sequential(own), mt.Policy.uniform(4), seed=0, min_elements=0)
+        y = model(x * 1.0)
+        wanted = [each for each in own.parameters() if each.requires_grad]
+        return list(torch.autograd.grad((y * torch.randn(y.shape)).sum(), [*wanted, x]))
 
     for one, other in zip(run(True), run(False), strict=True):
+        assert one.stride() == other.stride()
         assert (one - other).norm() < 1e-6 * other.norm()
-    assert len(used) == 2
+    assert used.count(True) == used.count(False) > 0
 
 
 @pytest.mark.parametrize("name", WEIGHTED)

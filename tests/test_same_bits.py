@@ -23,7 +23,7 @@ THREADS = (1, 2, 7)
 SEED = torch.tensor([5])
 WIDTHS = {(256, 0): range(1, 9), (100, 0): (1, 8), (33_000, 0): (2, 5), (1, 5): (4, 7)}
 """Bits for each kind of groups: (group_size, quant_groups)."""
-OWN_ORDER = ("norm_backward",)
+OWN_ORDER = ("norm_backward", "batch_norm_backward", "softmax_backward")
 """Ops whose kernels make sums in an order that is not the reference's, but always the same."""
 
 
@@ -73,6 +73,13 @@ def normalized(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     rest = (grad, grad[:, :1].contiguous(), grad[0].contiguous(), True, 4, 16, 256)
     for made in torch.ops.mesa_tune.norm_backward(data, ranges, *rest):
         yield "norm_backward", made
+    weight, sizes = grad[0], (4, 16, 256)
+    for last, shape in ((True, grad.shape), (False, SHAPE)):
+        channels = [each[: shape[1]].contiguous() for each in (grad[1], weight)]
+        given = (data, ranges, grad.view(shape), *channels, last, False, *sizes)
+        for made in torch.ops.mesa_tune.batch_norm_backward(*given):
+            yield "batch_norm_backward", made
+    yield "softmax_backward", torch.ops.mesa_tune.softmax_backward(data, ranges, grad, *sizes)
 
 
 def quantized(x: Tensor, bits: int, kind: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 // cache.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <numeric>
 
@@ -26,6 +27,11 @@ inline int64_t row_step(int64_t most, int64_t width, const Settings& s) {
 inline int64_t rows_of_groups(int64_t most, int64_t width, const Settings& s) {
   const int64_t step = row_step(most, width, s);
   return most / step * step;
+}
+
+// Rows that are decoded at a time: about a tile, and beginning with a group where that is possible.
+inline int64_t rows_at_once(int64_t width, const Settings& s) {
+  return rows_of_groups(std::max<int64_t>(1, kTile / std::max<int64_t>(1, width)), width, s);
 }
 
 // Elements [first, first + n) into `values`; returns where they begin.

@@ -80,7 +80,8 @@ void backward(const LinearBackward& task, const Packed& packed, const Settings& 
   const int64_t each = rows_at_once(task, s);
   const auto values = room(std::min(each, rows.size) * task.in, s);
   std::vector<float> sums(static_cast<size_t>(outs.size));
-  const auto dw = matrix(task.dw + outs.first * task.in, outs.size, task.in, task.in);
+  const auto dw =
+      matrix(task.dw.data + outs.first * task.dw.row, outs.size, task.in, task.dw.row, task.dw.column);
   for (int64_t first = rows.first; first < rows.first + rows.size; first += each) {
     const int64_t count = std::min(each, rows.first + rows.size - first);
     Chunk chunk{first, count, values.get(), outs, sums.data()};
@@ -94,7 +95,7 @@ void backward(const LinearBackward& task, const Packed& packed, const Settings& 
       add_product(dw, grad, x);
     }
     if (task.dx != nullptr) {
-      const Matrix& w = task.weight;
+      const Matrix<const float>& w = task.weight;
       product(matrix(task.dx + first * task.in + ins.first, count, ins.size, task.in),
               matrix(grads, count, task.out, task.out),
               matrix(w.data + ins.first * w.column, task.out, ins.size, w.row, w.column));
@@ -109,7 +110,7 @@ void linear_backward(const LinearBackward& task, const Packed& packed, const Set
   const int64_t numel = task.out * task.in;
   if (task.db != nullptr) std::fill_n(task.db, task.out, 0.0f);
   if (task.rows == 0) {
-    std::fill_n(task.dw, numel, 0.0f);
+    std::fill_n(task.dw.data, numel, 0.0f);
     return;
   }
   const Shares share = shares(task);
@@ -120,7 +121,7 @@ void linear_backward(const LinearBackward& task, const Packed& packed, const Set
       const int64_t row = job / share.columns, column = job % share.columns;
       LinearBackward own = task;
       if (row > 0) {
-        own.dw = dw.data() + (row - 1) * numel;
+        own.dw.data = dw.data() + (row - 1) * numel;
         own.db = task.db == nullptr ? nullptr : db.data() + (row - 1) * task.out;
       }
       backward(own, packed, s, Part(task.rows, row, share.rows, step), Part(task.out, column, share.columns),
@@ -129,7 +130,7 @@ void linear_backward(const LinearBackward& task, const Packed& packed, const Set
   });
   parallel(numel, 1, [&](int64_t from, int64_t to) {
     for (int64_t row = 0; row < more; ++row)
-      for (int64_t i = from; i < to; ++i) task.dw[i] += dw[row * numel + i];
+      for (int64_t i = from; i < to; ++i) task.dw.data[i] += dw[row * numel + i];
   });
   for (int64_t row = 0; task.db != nullptr && row < more; ++row)
     for (int64_t i = 0; i < task.out; ++i) task.db[i] += db[row * task.out + i];

@@ -15,13 +15,8 @@ namespace {
 
 constexpr int64_t kPortions = 64;
 
-// Rows that are decoded at a time: about a tile, and beginning with a group where that is possible.
-int64_t rows_at_once(const NormBackward& task, const Settings& s) {
-  return rows_of_groups(std::max<int64_t>(1, kTile / task.inner), task.inner, s);
-}
-
 int64_t rows_of_portion(const NormBackward& task, const Settings& s) {
-  const int64_t each = rows_at_once(task, s);
+  const int64_t each = rows_at_once(task.inner, s);
   return pieces(pieces(task.rows, kPortions), each) * each;
 }
 
@@ -59,7 +54,7 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
 MESA_TUNE_INLINE void rows_backward(const NormBackward& task, const Packed& packed, const Settings& s,
                                     float* sums, float* values, int64_t from, int64_t to) {
   const Split parts = split(task.rows * task.inner, s);
-  const int64_t portion = rows_of_portion(task, s), each = rows_at_once(task, s);
+  const int64_t portion = rows_of_portion(task, s), each = rows_at_once(task.inner, s);
   for (int64_t at = from; at < to; ++at) {
     float *dw = sums + 2 * at * task.inner, *db = dw + task.inner;
     const int64_t end = std::min(task.rows, (at + 1) * portion);
@@ -84,7 +79,7 @@ void norm_backward(const NormBackward& task, const Packed& packed, const Setting
   const int64_t each = rows_of_portion(task, settings), count = pieces(task.rows, each);
   std::vector<float> sums(static_cast<size_t>(2 * count * task.inner));
   parallel(count, each * task.inner, [&](int64_t from, int64_t to) {
-    const auto values = room(std::min(task.rows, rows_at_once(task, settings)) * task.inner, settings);
+    const auto values = room(std::min(task.rows, rows_at_once(task.inner, settings)) * task.inner, settings);
     rows_backward_paths[path()](task, packed, settings, sums.data(), values.get(), from, to);
   });
   for (int64_t at = 0; at < count; ++at) {

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from mesa_tune import reference
 from mesa_tune.codecs.spec import Memory, Spec
-from mesa_tune.fused_ops import DEQUANTIZE_MUL, LINEAR_BACKWARD, NORM_BACKWARD, QUANTIZE_MAP
+from mesa_tune.fused_ops import (
+    BATCH_NORM_BACKWARD,
+    DEQUANTIZE_MUL,
+    LINEAR_BACKWARD,
+    NORM_BACKWARD,
+    QUANTIZE_MAP,
+    SOFTMAX_BACKWARD,
+)
 from mesa_tune.maps import KINDS, Mapped
 
 LARGEST_GROUP = 4096
@@ -101,15 +108,52 @@ def decode_norm(
     return found
 
 
+def decode_batch_norm(
+    parts: Sequence[Tensor],
+    grad: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    last: bool,
+    fixed: bool,
+    spec: Spec,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`fused_ops.batch_norm_backward` of the x̂ that `parts` hold; None where that is not possible."""
+    data, ranges = parts
+    if rstd.dtype != torch.float32 or not _is_for_rows(spec, grad, ranges, weight):
+        return None
+    sizes = (spec.bits, spec.levels, spec.group_size)
+    found: tuple[Tensor, Tensor, Tensor] = BATCH_NORM_BACKWARD(
+        data, ranges, grad, rstd, weight, last, fixed, *sizes
+    )
+    return found
+
+
+def decode_softmax(parts: Sequence[Tensor], grad: Tensor, spec: Spec) -> Tensor | None:
+    """`fused_ops.softmax_backward` of the output that `parts` hold; None where that is not possible."""
+    data, ranges = parts
+    if not _is_for_rows(spec, grad, ranges, None):
+        return None
+    dx: Tensor = SOFTMAX_BACKWARD(data, ranges, grad, spec.bits, spec.levels, spec.group_size)
+    return dx
+
+
 def decode_linear(
-    parts: Sequence[Tensor], grad: Tensor, weight: Tensor | None, width: int, bias: bool, spec: Spec
+    parts: Sequence[Tensor],
+    grad: Tensor,
+    weight: Tensor | None,
+    width: int,
+    transposed: bool,
+    bias: bool,
+    spec: Spec,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`fused_ops.linear_backward` of the input that `parts` hold; None where that is not possible."""
     data, ranges = parts
     if grad.shape[-1] * width > LARGEST_WEIGHT or not _is_for_rows(spec, grad, ranges, weight):
         return None
     sizes = (spec.bits, spec.levels, spec.group_size)
-    found: tuple[Tensor, Tensor, Tensor] = LINEAR_BACKWARD(data, ranges, grad, weight, width, bias, *sizes)
+    found: tuple[Tensor, Tensor, Tensor] = LINEAR_BACKWARD(
+        data, ranges, grad, weight, width, transposed, bias, *sizes
+    )
     return found
 
 

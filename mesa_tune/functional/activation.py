@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
 from mesa_tune.functional.held import Held
 
 if TYPE_CHECKING:
@@ -27,18 +27,24 @@ def softmax_backward(
 ) -> tuple[Tensor | None]:
     dim, _, given = static
     y = lossy[0]
-    return (torch.ops.aten._softmax_backward_data(grad, y, dim, y.dtype).to(given),)
+    return (cast(torch.ops.aten._softmax_backward_data(grad, y, dim, y.dtype), given),)
 
 
 def softmax_piecewise(
     static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
 ) -> tuple[Tensor | None] | None:
-    """dx of some samples at a time."""
+    """In one pass along the last dimension, else dx of some samples at a time."""
     dim, _, given = static
-    pieces = held[0].parts_of(grad.dtype) if dim % grad.dim() and given == grad.dtype else None
+    if given != grad.dtype or not grad.dim():
+        return None
+    dim %= grad.dim()
+    found = held[0].softmax_backward(grad) if dim == grad.dim() - 1 else None
+    if found is not None:
+        return (found,)
+    pieces = held[0].parts_of(grad.dtype) if dim else None
     if pieces is None:
         return None
-    dx, dim = torch.empty_like(grad), dim % grad.dim()
+    dx = torch.empty_like(grad)
     for part, y in pieces:
         dx[part] = torch.ops.aten._softmax_backward_data(grad[part], y, dim, y.dtype)
     return (dx,)

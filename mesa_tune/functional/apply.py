@@ -111,8 +111,9 @@ class _Kept(NamedTuple):
 
 
 class Known:
-    """How a call kept what its formula named, which are tensors given to it, so that a like one need not ask:
-    each in a way, or as it is (None). Nothing is known while `call` is None.
+    """How a call kept what its formula named, so that a like one need not ask: each in a way, or (None) as it
+    is, if it was given or is made while it is encoded. What a formula makes of tensors that are alike is
+    alike. Nothing is known while `call` is None.
     """
 
     __slots__ = ("call", "ways")
@@ -122,16 +123,18 @@ class Known:
         self.ways: list[Way | None] = []
 
     def note(self, call: _Kept, lossy: Sequence[Tensor | Mapped], own: Sequence[Tensor | None]) -> None:
-        """Remembers a call that kept `lossy`, if all of that is of its `own` tensors, encoded or never so."""
+        """Remembers a call that kept `lossy`, if each is encoded, or one of its `own` that never is."""
         ways: list[Way | None] = []
         for tensor, how in zip(lossy, call.kept, strict=True):
-            source = tensor.source if isinstance(tensor, Mapped) else tensor
-            places = [place for place, each in enumerate(own) if each is source]
-            if not places or isinstance(how, Recipe) or how.expanded is not None:
+            if isinstance(how, Recipe) or how.expanded is not None:
                 return
-            if not (how.coded or call.plan.raw[places[0]]):
+            raw = [flag for flag, each in zip(call.plan.raw, own, strict=True) if each is tensor]
+            if not (how.coded or True in raw):
                 return
-            ways.append(way_of(source, call.plan.spec) if how.coded else None)
+            if isinstance(tensor, Mapped) or not how.coded:
+                ways.append(None)
+            else:
+                ways.append(way_of(tensor, call.plan.spec))
         self.call, self.ways = call, ways
 
 

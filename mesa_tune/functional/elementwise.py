@@ -18,17 +18,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
+from mesa_tune.functional.held import Held
 from mesa_tune.functional.rowwise import REPEATS, is_repeated, scale
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
 
 
+Lossy = list[Tensor] | list[Held]
+
+
 def _gathered(grad: Tensor, like: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
     """`grad` summed over what an operand was repeated along, in the operand's dtype."""
     shape, dtype = like
-    return (grad if grad.shape == shape else grad.sum_to_size(shape)).to(dtype)
+    return cast(grad if grad.shape == shape else grad.sum_to_size(shape), dtype)
+
+
+def _times(kept: Tensor | Held, factor: Tensor) -> Tensor:
+    """`factor` times what was kept: multiplied as it is decoded, if it is still packed."""
+    return kept.times(factor) if isinstance(kept, Held) else factor * kept
 
 
 def _like(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
@@ -43,15 +52,15 @@ def forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
 
 
 def backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+    static: Static, needs: Needs, lossy: Lossy, exact: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     _, a, b = static
-    da = _gathered(grad * lossy[-1], a) if needs[0] else None
-    db = _gathered(grad * lossy[0], b) if needs[1] else None
+    da = _gathered(_times(lossy[-1], grad), a) if needs[0] else None
+    db = _gathered(_times(lossy[0], grad), b) if needs[1] else None
     return da, db
 
 
-MUL = Formula(forward, backward, "each operand whose partner wants a gradient")
+MUL = Formula(forward, backward, "each operand whose partner wants a gradient", piecewise=backward)
 
 
 def plus_forward(static: Static, needs: Needs, a: Tensor, b: Tensor, c: Tensor) -> Result:
@@ -60,14 +69,14 @@ def plus_forward(static: Static, needs: Needs, a: Tensor, b: Tensor, c: Tensor) 
 
 
 def plus_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+    static: Static, needs: Needs, lossy: Lossy, exact: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     a, b, c, value = static
     da, db = backward((False, a, b), needs, lossy, exact, grad if value == 1 else grad * value)
     return da, db, _gathered(grad, c) if needs[2] else None
 
 
-MUL_PLUS = Formula(plus_forward, plus_backward, MUL.keeps)
+MUL_PLUS = Formula(plus_forward, plus_backward, MUL.keeps, piecewise=plus_backward)
 
 
 def over_forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
@@ -80,16 +89,19 @@ def over_forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
 
 
 def over_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
+    static: Static, needs: Needs, lossy: Lossy, exact: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     _, a, b, reference = static
-    da = grad / exact[0] if reference else grad * lossy[-1]
-    db = _gathered(-(da * lossy[0]), b) if needs[1] else None
+    da = grad / exact[0] if reference else _times(lossy[-1], grad)
+    db = _gathered(-_times(lossy[0], da), b) if needs[1] else None
     return (_gathered(da, a) if needs[0] else None), db
 
 
 DIV = Formula(
-    over_forward, over_backward, "the divisor or its inverse, and the output if that wants a gradient"
+    over_forward,
+    over_backward,
+    "the divisor or its inverse, and the output if that wants a gradient",
+    piecewise=over_backward,
 )
 
 
@@ -101,12 +113,12 @@ def glu_forward(static: Static, needs: Needs, x: Tensor) -> Result:
 
 
 def glu_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+    static: Static, needs: Needs, lossy: Lossy, exact: Any, grad: Tensor
 ) -> tuple[Tensor | None]:
-    return (torch.cat([grad * each for each in lossy], static[0]),)
+    return (torch.cat([_times(each, grad) for each in lossy], static[0]),)
 
 
-GLU = Formula(glu_forward, glu_backward, "the derivatives by both halves")
+GLU = Formula(glu_forward, glu_backward, "the derivatives by both halves", piecewise=glu_backward)
 
 
 def _worth(call: "Call", x: Tensor, size: int) -> bool:

@@ -88,8 +88,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`tensor` in `dtype`, itself if that is None."""
-    return tensor if dtype is None else tensor.to(dtype)
+    """`tensor` in `dtype`, itself if that is None (or its own: asking for that takes a microsecond)."""
+    return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
 
 
 def unviewed(tensor: Tensor) -> Tensor:

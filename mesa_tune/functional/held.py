@@ -61,14 +61,14 @@ class Held(NamedTuple):
         """The tensor, decoded."""
         return restored(self.meta, self.parts, self.spec)
 
-    def times(self, factor: Tensor) -> Tensor | None:
-        """The tensor times `factor` of the same shape, in one pass; None where that is not possible."""
+    def times(self, factor: Tensor) -> Tensor:
+        """`factor` times the tensor, in one pass where it has the same shape and the codec can."""
         times = getattr(self.codec, "decode_times", None)
-        known = self.meta.dtype == factor.dtype and self.meta.shape == factor.shape
-        if times is None or not known or not self._is_row_major():
-            return None
-        product: Tensor | None = times(self.parts, factor, self.spec)
-        return product
+        known = times is not None and self.meta.dtype == factor.dtype and self.meta.shape == factor.shape
+        product: Tensor | None = None
+        if times is not None and known and self._is_row_major():
+            product = times(self.parts, factor, self.spec)
+        return factor * self.whole() if product is None else product
 
     def norm_backward(
         self, grad: Tensor, rstd: Tensor, weight: Tensor, centered: bool
@@ -84,11 +84,42 @@ class Held(NamedTuple):
         found = decode(self.parts, grad, rstd, weight, centered, self.spec)
         return found
 
+    def batch_norm_backward(
+        self, grad: Tensor, rstd: Tensor, weight: Tensor | None, fixed: bool
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Gradients of the input, the weight and the bias of a batch norm, whose x̂ this is, in one pass;
+        `fixed`: by statistics that are no part of the batch.
+
+        None where that is not possible.
+        """
+        decode = getattr(self.codec, "decode_batch_norm", None)
+        if decode is None or self.meta.shape != grad.shape:
+            return None
+        if self._is_row_major():
+            found: tuple[Tensor, Tensor, Tensor] | None
+            found = decode(self.parts, grad, rstd, weight, False, fixed, self.spec)
+            return found
+        if not self._has_channels_last():
+            return None
+        found = decode(self.parts, grad.movedim(1, -1), rstd, weight, True, fixed, self.spec)
+        return None if found is None else (found[0].movedim(-1, 1), *found[1:])
+
+    def softmax_backward(self, grad: Tensor) -> Tensor | None:
+        """The gradient of a softmax along the last dimension, whose output this is, in one pass; None where
+        that is not possible.
+        """
+        decode = getattr(self.codec, "decode_softmax", None)
+        if decode is None or self.meta.shape != grad.shape or not self._is_row_major():
+            return None
+        dx: Tensor | None = decode(self.parts, grad, self.spec)
+        return dx
+
     def linear_backward(
-        self, grad: Tensor, weight: Tensor | None, bias: bool
+        self, grad: Tensor, weight: Tensor | None, bias: bool, transposed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Gradients of the input, the weight and the bias of a linear layer, whose input `(*, in)` this is,
-        in one pass: of the input if the weight `(out, in)` is given, of the bias if there is one.
+        in one pass: of the input if the weight is given, `(out, in)` or `transposed`, of the bias if there is
+        one.
 
         None where that is not possible.
         """
@@ -96,7 +127,7 @@ class Held(NamedTuple):
         if decode is None or not self._is_row_major():
             return None
         found: tuple[Tensor, Tensor, Tensor] | None
-        found = decode(self.parts, grad, weight, self.meta.shape[-1], bias, self.spec)
+        found = decode(self.parts, grad, weight, self.meta.shape[-1], transposed, bias, self.spec)
         return found
 
     def rows(self, dtype: torch.dtype, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
@@ -164,11 +195,21 @@ class Held(NamedTuple):
             yield first, part
 
     def _is_row_major(self) -> bool:
-        if self.meta.strides is None:
-            return True
-        count = 1
-        for size, stride in zip(reversed(self.meta.shape), reversed(self.meta.strides), strict=True):
-            if size > 1 and stride != count:
+        """Whether it lies in memory row by row."""
+        return self.meta.strides is None or self._is_packed_along(range(len(self.meta.shape)))
+
+    def _has_channels_last(self) -> bool:
+        """Whether dimension 1 lies innermost in memory, the others row by row."""
+        return self.meta.strides is not None and self._is_packed_along(
+            (0, *range(2, len(self.meta.shape)), 1)
+        )
+
+    def _is_packed_along(self, dims: Sequence[int]) -> bool:
+        """Whether its memory is dense, and its dimensions lie there in this order, the outermost first."""
+        count, strides = 1, self.meta.strides or ()
+        for dim in reversed(dims):
+            size = self.meta.shape[dim]
+            if size > 1 and strides[dim] != count:
                 return False
             count *= size
         return True

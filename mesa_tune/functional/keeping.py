@@ -162,15 +162,16 @@ def keep(
 def keep_again(
     lossy: Sequence[Tensor | Mapped], ways: Sequence[Way | None], spec: Spec, key: Tensor
 ) -> list[Tensor]:
-    """What `keep` saves for each, if it goes its way, or stays as it is (None)."""
+    """What `keep` saves for each, if it goes its way, or (None) stays as it is or is made by the codec."""
     saved: list[Tensor] = []
     for tensor, way in zip(lossy, ways, strict=True):
-        if isinstance(tensor, Mapped):
+        if way is not None:
+            made = tensor.make() if isinstance(tensor, Mapped) else tensor
+            saved += _encode_once(made, spec, key, None, way)
+        elif isinstance(tensor, Mapped):
             saved += CODECS[spec.codec].encode_mapped(tensor, spec, key)  # type: ignore[attr-defined]
-        elif way is None:
-            saved.append(tensor)
         else:
-            saved += _encode_once(tensor, spec, key, None, way)
+            saved.append(tensor)
     return saved
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mesa_tune import maps
 from mesa_tune.functional.curves import CURVES
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
 from mesa_tune.functional.held import Held
 from mesa_tune.functional.rowwise import aligned, is_statistic
 
@@ -26,7 +26,7 @@ def forward(static: Static, needs: Needs, x: Tensor) -> Result:
         # A tracer wants the very input back.
         return Result(x, lossy=(x if kept is None else kept,), in_place=True)
     y = curve.value(x, *parameters)
-    given = x.to(y.dtype)
+    given = cast(x, y.dtype)
     if curve.map is None:
         return Result(y, lossy=(curve.kept(given, y, *parameters),))
     return Result(
@@ -38,7 +38,7 @@ def backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
 ) -> tuple[Tensor | None]:
     kind, _, _, dtype = static
-    return (CURVES[kind].back(grad, lossy[0]).to(dtype),)
+    return (cast(CURVES[kind].back(grad, lossy[0]), dtype),)
 
 
 def piecewise(
@@ -46,10 +46,9 @@ def piecewise(
 ) -> tuple[Tensor | None] | None:
     """Where what is kept is the derivative, it is multiplied as it is decoded."""
     kind, _, _, dtype = static
-    if CURVES[kind].back is not torch.mul or dtype != grad.dtype:
+    if CURVES[kind].back is not torch.mul:
         return None
-    product = held[0].times(grad)
-    return None if product is None else (product,)
+    return (cast(held[0].times(grad), dtype),)
 
 
 POINTWISE = Formula(

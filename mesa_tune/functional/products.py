@@ -20,6 +20,7 @@ from mesa_tune.functional.formula import (
     autocast_dtype,
     cast,
     unviewed,
+    wanted,
 )
 from mesa_tune.functional.held import Held
 
@@ -56,9 +57,20 @@ def backward(
 def piecewise(
     static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...] | None:
-    """The products of a batch of matrices, some at a time."""
+    """The products of rows with a matrix in one pass, those of a batch of matrices some at a time."""
     a_shape, b_shape, dtype = static
-    if dtype is not None or len(a_shape) < 3 or a_shape[:-2] != b_shape[:-2]:
+    if dtype is not None or len(a_shape) < 2:
+        return None
+    if len(b_shape) == 2 and needs[1]:
+        found = held[0].linear_backward(grad, held[1].whole() if needs[0] else None, False, True)
+        return None if found is None else wanted(found, needs[:2])
+    return _by_matrices(a_shape, b_shape, needs, held, grad)
+
+
+def _by_matrices(
+    a_shape: tuple[int, ...], b_shape: tuple[int, ...], needs: Needs, held: list[Held], grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    if len(a_shape) < 3 or a_shape[:-2] != b_shape[:-2]:
         return None
     of_a, of_b = (
         held[0].parts_of(grad.dtype) if needs[1] else None,
@@ -115,7 +127,18 @@ def plus_backward(
     return da, db, dc
 
 
-MATMUL_PLUS = Formula(plus_forward, plus_backward, MATMUL.keeps)
+def plus_piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """See `piecewise`."""
+    a_shape, b_shape, c_shape, beta, alpha, dtype = static
+    found = piecewise((a_shape, b_shape, dtype), needs, held, exact, grad if alpha == 1 else grad * alpha)
+    if found is None:
+        return None
+    return *found, _summed(grad if beta == 1 else grad * beta, c_shape) if needs[2] else None
+
+
+MATMUL_PLUS = Formula(plus_forward, plus_backward, MATMUL.keeps, piecewise=plus_piecewise)
 
 
 def matmul(call: "Call", input: Tensor, other: Tensor, **unknown: Any) -> Any:

@@ -1,0 +1,33 @@
+// Gives the CPU's kernel to `softmax_backward` of mesa_tune/fused_ops.py.
+
+#include "softmax.h"
+
+#include "arguments.h"
+
+namespace mesa_tune {
+namespace {
+
+using torch::stable::Tensor;
+
+Tensor softmax_backward(Tensor data, Tensor ranges, Tensor grad, int64_t bits, int64_t levels,
+                        int64_t group_size) {
+  const Settings s{bits, levels, group_size, 0};
+  const Tensor given = to_contiguous(grad);
+  check_on_cpu(given);
+  check_settings(s, given);
+  const int64_t numel = given.numel(), dims = given.dim(), width = dims == 0 ? 1 : given.size(dims - 1);
+  const Packed packed = read_packed(data, ranges, given, numel, s);
+  Tensor dx = fresh_like(given);
+  const SoftmaxBackward task{floats(given, given, numel, "float32 gradient"),
+                             numel / std::max<int64_t>(1, width), width,
+                             static_cast<float*>(dx.mutable_data_ptr())};
+  cpu::softmax_backward(task, packed, s);
+  return dx;
+}
+
+}  // namespace
+}  // namespace mesa_tune
+
+STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CPU, m) {
+  m.impl("softmax_backward", TORCH_BOX(&mesa_tune::softmax_backward));
+}
