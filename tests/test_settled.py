@@ -93,15 +93,17 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise AssertionError("asked again")
 
 
-def test_a_step_like_the_last_one_asks_no_route() -> None:
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_a_step_like_the_last_one_asks_no_route(autocast: bool) -> None:
     model, twin = converted(), converted()
-    for turn in range(3):
-        with routes(settles=False):
-            right = step(twin)
-        with routes(serve=refuse) if turn else nullcontext():
-            assert same(step(model), right)
-    with routes(serve=refuse, settles=False), pytest.raises(AssertionError, match="asked again"):
-        twin(X)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for turn in range(3):
+            with routes(settles=False):
+                right = step(twin)
+            with routes(serve=refuse) if turn else nullcontext():
+                assert same(step(model), right)
+        with routes(serve=refuse, settles=False), pytest.raises(AssertionError, match="asked again"):
+            twin(X)
 
 
 def freeze(model: Net) -> None:
@@ -145,8 +147,11 @@ def test_what_changes_is_seen(name: str) -> None:
 
 def test_autocast_is_seen() -> None:
     model, twin = converted(), converted()
-    for enabled in (False, True, True, False, False):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+    half, brain = torch.float16, torch.bfloat16
+    for each in (model, twin):
+        each.weight.data *= 0.1  # or its products are too large for 16 bits
+    for dtype in (None, brain, brain, half, half, None, None, half):
+        with torch.autocast("cpu", dtype or half, enabled=dtype is not None):
             with routes(settles=False):
                 right = step(twin)
             assert same(step(model), right)
@@ -255,8 +260,11 @@ class Called(nn.Module):
         return function(*args, **kwargs)
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_every_function_gives_the_same_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_function_gives_the_same_again(
+    name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     function, _, kwargs = case = CASES[name]
     policy = mt.Policy.uniform(level=16)
     model, twin = (mt.convert(Called(), policy, seed=1, min_elements=0) for _ in range(2))
@@ -265,7 +273,7 @@ def test_every_function_gives_the_same_again(name: str, monkeypatch: pytest.Monk
         for each, route in ((model, ROUTES[function]), (twin, ROUTES[function]._replace(settles=False))):
             args = fresh(case, torch.float32, seed=turn)
             torch.manual_seed(turn)
-            with monkeypatch.context() as patch:
+            with monkeypatch.context() as patch, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 patch.setitem(ROUTES, function, route)
                 y = each(function, args, kwargs)
             found.append([y.detach(), *gradients(y, args)])

@@ -29,7 +29,7 @@ class Settled(NamedTuple):
     What its arguments were like: how many were `given`, and the `names` of keywords; `alike`, whether those
     at `tensors` are of the same type, dtype, device, shape and strides, want gradients or do not, and meet
     the same dispatch keys (autocast, transforms); which of them lay in a batch or a buffer (`static`;
-    parameters always do); what the `others` were.
+    parameters always do); what the `others` were. `cast`: a kind of device, and to what autocast took it.
     """
 
     func: Callable[..., Any]
@@ -42,6 +42,7 @@ class Settled(NamedTuple):
     alike: Callable[..., bool]
     static: tuple[tuple[int, bool], ...]
     others: tuple[tuple[int, Any], ...]
+    cast: tuple[str, torch.dtype] | None
 
     def again(
         self,
@@ -52,6 +53,8 @@ class Settled(NamedTuple):
         """The output for other arguments; None if they are not alike."""
         given = (*args, *kwargs.values()) if kwargs else args
         if tuple(kwargs) != self.names or not self._is_like(given, is_static):
+            return None
+        if self.cast is not None and torch.get_autocast_dtype(self.cast[0]) is not self.cast[1]:
             return None
         tensors = [None if place is None else given[place] for place in self.places]
         return apply_plan(self.plan, self.key, None, *tensors)
@@ -75,10 +78,8 @@ class Settled(NamedTuple):
         frame: Frame,
     ) -> "Settled | None":
         """A call `served` by a plan with these tensors; None if they are not its own arguments, each once, if
-        it worked in place or under autocast, or if its values may change while they stay the same object.
+        it worked in place, or if its values may change while they stay the same object.
         """
-        if torch._C._is_any_autocast_enabled():
-            return None
         given, (plan, used) = [*args, *kwargs.values()], served
         found = {id(each): place for place, each in enumerate(given)}
         if id(output) in found or any(each is not None and id(each) not in found for each in used):
@@ -91,10 +92,12 @@ class Settled(NamedTuple):
             return None
         apart = [place for place in tensors if type(given[place]) is not nn.Parameter]
         static = tuple([(place, frame.is_static(given[place])) for place in apart])
+        device = used[0].device
+        cast = torch.is_autocast_enabled(device.type)
         return Settled(
             func,
             plan._replace(known=Known()),
-            frame.host.key(used[0].device),
+            frame.host.key(device),
             tuple([None if each is None else found[id(each)] for each in used]),
             tuple(kwargs),
             len(given),
@@ -102,6 +105,7 @@ class Settled(NamedTuple):
             alike,
             static,
             tuple(others),
+            (device.type, torch.get_autocast_dtype(device.type)) if cast else None,
         )
 
 
