@@ -249,7 +249,7 @@ def _served_anew(route: Route, frame: Frame, layer: str, func: Any, args: Any, k
         if observed:
             return _observed(layer, route.serve, args, kwargs, call)
         output = route.serve(call, *args, **kwargs)
-        if route.settles and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             _settle(frame, call, func, args, kwargs, output)
         return output
     finally:

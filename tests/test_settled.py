@@ -59,11 +59,19 @@ FUNCTIONS = (
 
 
 @contextmanager
-def routes(**changed: Any) -> Iterator[None]:
-    """Every route with other properties."""
+def refusing(*functions: Any) -> Iterator[None]:
+    """The routes of these functions refuse."""
     with pytest.MonkeyPatch.context() as patch:
-        for function in FUNCTIONS:
-            patch.setitem(ROUTES, function, ROUTES[function]._replace(**changed))
+        for function in functions:
+            patch.setitem(ROUTES, function, ROUTES[function]._replace(serve=refuse))
+        yield
+
+
+@contextmanager
+def unsettled() -> Iterator[None]:
+    """Each call is served anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settled, "TensorGuards", None)
         yield
 
 
@@ -74,10 +82,10 @@ def converted(**settings: Any) -> Net:
     return made
 
 
-def step(model: nn.Module, x: Tensor = X) -> list[Tensor | None]:
+def step(model: nn.Module, x: Tensor = X, *more: Any) -> list[Tensor | None]:
     """The output and all gradients of a step."""
     model.zero_grad(set_to_none=True)
-    y = model(x)
+    y = model(x, *more)
     y.square().mean().backward()
     return [y.detach(), *[parameter.grad for parameter in model.parameters()]]
 
@@ -98,11 +106,11 @@ def test_a_step_like_the_last_one_asks_no_route(autocast: bool) -> None:
     model, twin = converted(), converted()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for turn in range(3):
-            with routes(settles=False):
+            with unsettled():
                 right = step(twin)
-            with routes(serve=refuse) if turn else nullcontext():
+            with refusing(*FUNCTIONS) if turn else nullcontext():
                 assert same(step(model), right)
-        with routes(serve=refuse, settles=False), pytest.raises(AssertionError, match="asked again"):
+        with refusing(*FUNCTIONS), unsettled(), pytest.raises(AssertionError, match="asked again"):
             twin(X)
 
 
@@ -140,7 +148,7 @@ def test_what_changes_is_seen(name: str) -> None:
                 CHANGES[name](each)
         x = X.to(model.weight.dtype)
         x = x[:4] if turn == 3 else x
-        with routes(settles=False):
+        with unsettled():
             right = step(twin, x)
         assert same(step(model, x), right)
 
@@ -152,7 +160,7 @@ def test_autocast_is_seen() -> None:
         each.weight.data *= 0.1  # or its products are too large for 16 bits
     for dtype in (None, brain, brain, half, half, None, None, half):
         with torch.autocast("cpu", dtype or half, enabled=dtype is not None):
-            with routes(settles=False):
+            with unsettled():
                 right = step(twin)
             assert same(step(model), right)
 
@@ -181,7 +189,7 @@ def test_the_batch_is_not_encoded_where_the_last_input_was() -> None:
 def test_other_codecs_settle_or_not_but_give_the_same(settings: dict[str, Any]) -> None:
     model, twin = converted(**settings), converted(**settings)
     for _ in range(4):
-        with routes(settles=False):
+        with unsettled():
             right = step(twin)
         assert same(step(model), right)
 
@@ -223,12 +231,11 @@ def test_a_tensor_is_encoded_once_for_all_that_settle(monkeypatch: pytest.Monkey
     assert counts[0] < 5  # y once, and the two factors of the product; not y for each layer
 
 
-def test_nothing_settles_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_settles_without_guards() -> None:
     model, twin = converted(), converted()
     for _ in range(3):
         right = step(twin)
-        with monkeypatch.context() as patch:
-            patch.setattr(settled, "TensorGuards", None)
+        with unsettled():
             assert same(step(model), right)
     conversion = conversion_of(model)
     assert conversion is not None
@@ -248,9 +255,64 @@ def test_a_tensor_that_is_given_twice_does_not_settle() -> None:
     model = mt.convert(copy.deepcopy(plain), policy, seed=1, min_elements=0)
     twin = mt.convert(plain, policy, seed=1, min_elements=0)
     for _ in range(3):
-        with routes(settles=False):
+        with unsettled():
             right = step(twin)
         assert same(step(model), right)
+
+
+def test_what_a_function_does_beside_its_formula_is_done_each_time() -> None:
+    plain = nn.InstanceNorm1d(16, track_running_stats=True)
+    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    for turn in range(4):
+        for each in (plain, model):
+            each((X * turn).requires_grad_())
+        for one, other in zip(plain.buffers(), model.buffers(), strict=True):
+            assert torch.equal(one, other)
+
+
+class Attending(nn.Module):
+    """Attention with a mask, given or as two that are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(12))
+
+    def forward(self, x: Tensor, masks: tuple[Tensor, ...] = ()) -> Tensor:
+        q = (x * self.scale).view(6, 16, 2, 6).transpose(1, 2)
+        mask = torch.add(*masks) if len(masks) == 2 else None
+        mask = masks[0] if len(masks) == 1 else mask
+        return F.scaled_dot_product_attention(q, q + 1, q + 2, mask)
+
+
+def test_attention_settles_unless_its_mask_may_be_a_sum() -> None:
+    plain = Attending()
+    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    twin = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    rows, columns = torch.randn(16, 1), torch.randn(1, 16)
+    for masks in ((), (), (rows + columns,), (rows + columns,), (rows, columns), (), ()):
+        with unsettled():
+            right = step(twin, X, masks)
+        assert same(step(model, X, masks), right)
+    with refusing(F.scaled_dot_product_attention):
+        step(model)
+    for masks in ((rows + columns,), (rows, columns)):
+        step(model, X, masks)
+        with refusing(F.scaled_dot_product_attention), pytest.raises(AssertionError, match="asked again"):
+            step(model, X, masks)
+
+
+@pytest.mark.parametrize(("first", "then"), [(0.0, -0.0), (0, False), (1, 1.0), (0.5, 0.25)])
+def test_numbers_that_are_equal_may_differ(first: Any, then: Any) -> None:
+    class Filled(nn.Module):
+        def forward(self, x: Tensor, number: Any) -> Tensor:
+            return x.masked_fill(x < 0, number)
+
+    model = mt.convert(Filled(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    x = torch.randn(6, 20, requires_grad=True) * 1.0
+    for number in (first, first, then, then, first):
+        found, right = model(x, number), x.masked_fill(x < 0, number)
+        assert torch.equal(found.signbit(), right.signbit())
+        assert torch.equal(found, right)
 
 
 class Called(nn.Module):
@@ -262,19 +324,16 @@ class Called(nn.Module):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_every_function_gives_the_same_again(
-    name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_function_gives_the_same_again(name: str, autocast: bool) -> None:
     function, _, kwargs = case = CASES[name]
     policy = mt.Policy.uniform(level=16)
     model, twin = (mt.convert(Called(), policy, seed=1, min_elements=0) for _ in range(2))
     for turn in range(4):
         found = []
-        for each, route in ((model, ROUTES[function]), (twin, ROUTES[function]._replace(settles=False))):
+        for each, way in ((model, nullcontext()), (twin, unsettled())):
             args = fresh(case, torch.float32, seed=turn)
             torch.manual_seed(turn)
-            with monkeypatch.context() as patch, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                patch.setitem(ROUTES, function, route)
+            with way, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 y = each(function, args, kwargs)
             found.append([y.detach(), *gradients(y, args)])
         assert same(*found)

@@ -80,9 +80,9 @@ softmax = partial(along, "softmax")
 functional_softmax = partial(functional_along, "softmax")
 
 FORMULAS = {"softmax": SOFTMAX}
-_SOFTMAX = Route("softmax", "softmax", softmax, settles=True)
+_SOFTMAX = Route("softmax", "softmax", softmax)
 ROUTES: Routes = {
-    F.softmax: Route("softmax", "softmax", functional_softmax, settles=True),
+    F.softmax: Route("softmax", "softmax", functional_softmax),
     torch.softmax: _SOFTMAX,
     torch.special.softmax: _SOFTMAX,
     Tensor.softmax: _SOFTMAX,

@@ -198,7 +198,9 @@ def scaled_dot_product_attention(
     summed = sums.parts(attn_mask)
     if summed is not None:
         return call.apply("attention", static, query, key, value, attn_mask, *summed)
-    return call.apply("attention", static, query, key, value, attn_mask)
+    output = call.apply("attention", static, query, key, value, attn_mask)
+    call.served = call.served if attn_mask is None else None  # the next mask may be a sum
+    return output
 
 
 FORMULAS = {"attention": ATTENTION}

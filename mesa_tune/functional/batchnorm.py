@@ -290,7 +290,7 @@ def _has_instances(input: Tensor, own: bool, mean: Tensor | None, var: Tensor | 
 FORMULAS = {"batch_norm": BATCH_NORM, "instance_norm": INSTANCE_NORM}
 _INSTANCE_NORM = Route("instance_norm", "instancenorm", instance_norm)
 ROUTES: Routes = {
-    F.batch_norm: Route("batch_norm", "bn", batch_norm, settles=True),
+    F.batch_norm: Route("batch_norm", "bn", batch_norm),
     F.instance_norm: _INSTANCE_NORM,
     torch.instance_norm: Route("instance_norm", "instancenorm", torch_instance_norm),
 }

@@ -200,24 +200,24 @@ def absolute(call: "Call", input: Tensor) -> Any:
 
 
 FORMULAS = {"gate": GATE, "abs": ABS}
-_RELU = Route("relu", "relu", relu, settles=True)
+_RELU = Route("relu", "relu", relu)
 _RELU_ = Route("relu", "relu", relu_)
 _HARDSHRINK = Route("hardshrink", "relu", partial(shrink, "hardshrink"))
-_CLAMP = Route("clamp", "relu", clamp, settles=True)
+_CLAMP = Route("clamp", "relu", clamp)
 _CLAMP_ = Route("clamp", "relu", partial(clamp, in_place=True))
-_CLAMP_MAX = Route("clamp", "relu", clamp_max, settles=True)
+_CLAMP_MAX = Route("clamp", "relu", clamp_max)
 _CLAMP_MAX_ = Route("clamp", "relu", partial(clamp_max, in_place=True))
-_ABS = Route("abs", "relu", absolute, settles=True)
+_ABS = Route("abs", "relu", absolute)
 ROUTES: Routes = {
     F.relu: _RELU,
     torch.relu: _RELU,
     Tensor.relu: _RELU,
     torch.relu_: _RELU_,
     Tensor.relu_: _RELU_,
-    F.relu6: Route("relu6", "relu", relu6, settles=True),
-    F.hardtanh: Route("hardtanh", "relu", hardtanh, settles=True),
+    F.relu6: Route("relu6", "relu", relu6),
+    F.hardtanh: Route("hardtanh", "relu", hardtanh),
     F.hardtanh_: Route("hardtanh", "relu", hardtanh_),
-    F.leaky_relu: Route("leaky_relu", "relu", leaky_relu, settles=True),
+    F.leaky_relu: Route("leaky_relu", "relu", leaky_relu),
     F.leaky_relu_: Route("leaky_relu", "relu", leaky_relu_),
     F.threshold: Route("threshold", "relu", threshold),
     torch.threshold: Route("threshold", "relu", threshold),

@@ -25,11 +25,20 @@ class Links(NamedTuple):
     note: Callable[[str], None]
 
 
+class Served(NamedTuple):
+    """How a formula was run: by `plan`, on `tensors`, for an `output`."""
+
+    plan: Plan
+    tensors: Sequence[Tensor | None]
+    output: Tensor
+
+
 class Call:
     """Handed to a route (`routes` of each family), which names the formula and the tensors.
 
     `plain()` is the call as PyTorch would have run it; a route that cannot serve the arguments returns
-    `call.refuse(why)`.
+    `call.refuse(why)`. `served` is how the formula was run: a route that returns its output, but goes by more
+    than the arguments' values and their tensors' geometry, or does more than that, sets it to None.
     """
 
     __slots__ = ("hooked", "is_static", "key", "layer", "links", "memory", "plain", "served", "spec", "worth")
@@ -53,7 +62,7 @@ class Call:
         self.memory = memory
         self.links = links
         self.worth = False
-        self.served: tuple[Plan, Sequence[Tensor | None]] | None = None
+        self.served: Served | None = None
 
     def apply(self, name: str, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
         """Runs formula `name` on the tensors; plain where no gradient is wanted or nothing would get
@@ -70,9 +79,9 @@ class Call:
         raw = tuple([given is None or self.is_static(given) for given in tensors])
         if not (self.spec.derive or self.spec.serves):
             plan = Plan(self.layer, name, static, needs, raw, self.spec, (), None)
-            if self.memory is None:
-                self.served = plan, tensors
-            return applied(plan, self.key(tensor.device), self.memory, *tensors)
+            output = applied(plan, self.key(tensor.device), self.memory, *tensors)
+            self.served = None if self.memory is not None else Served(plan, tensors, output)
+            return output
         sources = self._sources(name, tensors, raw)
         gives = self._gives(name, static, needs, tensors, sources) if self.spec.serves else None
         used = self._used(sources)

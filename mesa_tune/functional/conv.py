@@ -195,12 +195,12 @@ def _each(value: Size, places: int) -> tuple[int, ...]:
 
 FORMULAS = {"conv": CONV}
 ROUTES: Routes = {
-    F.conv1d: Route("conv1d", "conv", conv, settles=True),
-    F.conv2d: Route("conv2d", "conv", conv, settles=True),
-    F.conv3d: Route("conv3d", "conv", conv, settles=True),
-    F.conv_transpose1d: Route("conv_transpose1d", "conv", conv_transpose, settles=True),
-    F.conv_transpose2d: Route("conv_transpose2d", "conv", conv_transpose, settles=True),
-    F.conv_transpose3d: Route("conv_transpose3d", "conv", conv_transpose, settles=True),
+    F.conv1d: Route("conv1d", "conv", conv),
+    F.conv2d: Route("conv2d", "conv", conv),
+    F.conv3d: Route("conv3d", "conv", conv),
+    F.conv_transpose1d: Route("conv_transpose1d", "conv", conv_transpose),
+    F.conv_transpose2d: Route("conv_transpose2d", "conv", conv_transpose),
+    F.conv_transpose3d: Route("conv_transpose3d", "conv", conv_transpose),
 }
 LAYERS: Layers = {
     nn.Conv1d: F.conv1d,

@@ -192,9 +192,9 @@ def glu(call: "Call", input: Tensor, dim: int = -1) -> Any:
 
 
 FORMULAS = {"mul": MUL, "mul_plus": MUL_PLUS, "div": DIV, "glu": GLU}
-_MUL = Route("mul", "mul", mul, settles=True)
-_DIV = Route("div", "mul", div, settles=True)
-_ADDCMUL = Route("addcmul", "mul", addcmul, settles=True)
+_MUL = Route("mul", "mul", mul)
+_DIV = Route("div", "mul", div)
+_ADDCMUL = Route("addcmul", "mul", addcmul)
 ROUTES: Routes = {
     **dict.fromkeys((torch.mul, Tensor.mul, torch.multiply, Tensor.multiply), _MUL),
     **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__), _MUL),
@@ -203,6 +203,6 @@ ROUTES: Routes = {
     **dict.fromkeys((torch.true_divide, Tensor.true_divide), _DIV),
     Tensor.div_: Route("div", "mul", partial(div, in_place=True)),
     **dict.fromkeys((torch.addcmul, Tensor.addcmul), _ADDCMUL),
-    F.glu: Route("glu", "mul", glu, settles=True),
+    F.glu: Route("glu", "mul", glu),
 }
 LAYERS: Layers = {nn.GLU: F.glu}

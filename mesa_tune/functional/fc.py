@@ -140,7 +140,7 @@ def bilinear(
 FORMULAS = {"linear": LINEAR, "bilinear": BILINEAR}
 _BILINEAR = Route("bilinear", "fc", bilinear)
 ROUTES: Routes = {
-    F.linear: Route("linear", "fc", linear, settles=True),
+    F.linear: Route("linear", "fc", linear),
     F.bilinear: _BILINEAR,
     torch.bilinear: _BILINEAR,
 }

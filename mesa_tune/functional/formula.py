@@ -52,14 +52,12 @@ class Formula:
 class Route(NamedTuple):
     """Where a torch function goes: `serve(call, *args, **kwargs)` names the formula and its tensors.
 
-    `name` stands in layer names (`attn.softmax.0`), `tag` in policies. `settles`: what it does goes by the
-    arguments' values and their tensors' geometry alone, and is nothing but to name formula and tensors.
+    `name` stands in layer names (`attn.softmax.0`), `tag` in policies.
     """
 
     name: str
     tag: str
     serve: Callable[..., Any]
-    settles: bool = False
 
 
 Routes = dict[Callable[..., Any], Route]

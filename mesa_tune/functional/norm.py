@@ -332,9 +332,9 @@ def kept_anyway(call: "Call", input: Tensor) -> bool:
 
 
 FORMULAS = {"layer_norm": LAYER_NORM, "rms_norm": RMS_NORM, "group_norm": GROUP_NORM}
-_LAYER_NORM = Route("layer_norm", "layernorm", layer_norm, settles=True)
-_RMS_NORM = Route("rms_norm", "rmsnorm", rms_norm, settles=True)
-_GROUP_NORM = Route("group_norm", "groupnorm", group_norm, settles=True)
+_LAYER_NORM = Route("layer_norm", "layernorm", layer_norm)
+_RMS_NORM = Route("rms_norm", "rmsnorm", rms_norm)
+_GROUP_NORM = Route("group_norm", "groupnorm", group_norm)
 ROUTES: Routes = {
     F.layer_norm: _LAYER_NORM,
     torch.layer_norm: _LAYER_NORM,

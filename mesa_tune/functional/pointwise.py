@@ -139,11 +139,7 @@ def base_of(call: "Call", input: Tensor, other: Any) -> Any:
 def _spellings(kind: str, tag: str = "pointwise") -> Routes:
     """`torch.<kind>` and the method, and what of both is in place."""
     places = (torch, Tensor)
-    found = {
-        getattr(at, kind): Route(kind, tag, partial(simple, kind), settles=True)
-        for at in places
-        if hasattr(at, kind)
-    }
+    found = {getattr(at, kind): Route(kind, tag, partial(simple, kind)) for at in places if hasattr(at, kind)}
     if CURVES[kind].in_place is not None:
         found |= {
             getattr(at, f"{kind}_"): Route(kind, tag, partial(simple, kind, inplace=True)) for at in places
@@ -166,32 +162,32 @@ _SPELLED = (
     "log1p",
 )
 _ROUND = ("sin", "cos", "erf")
-_POW = Route("pow", "pointwise", power, settles=True)
+_POW = Route("pow", "pointwise", power)
 ROUTES: Routes = {
-    F.gelu: Route("gelu", "gelu", gelu, settles=True),
-    F.silu: Route("silu", "silu", partial(simple, "silu"), settles=True),
-    F.mish: Route("mish", "pointwise", partial(simple, "mish"), settles=True),
-    F.hardswish: Route("hardswish", "pointwise", partial(simple, "hardswish"), settles=True),
-    F.hardsigmoid: Route("hardsigmoid", "pointwise", partial(simple, "hardsigmoid"), settles=True),
-    F.softplus: Route("softplus", "pointwise", softplus, settles=True),
-    F.logsigmoid: Route("logsigmoid", "pointwise", partial(simple, "logsigmoid"), settles=True),
-    F.softsign: Route("softsign", "pointwise", partial(simple, "softsign"), settles=True),
-    F.tanhshrink: Route("tanhshrink", "pointwise", partial(simple, "tanhshrink"), settles=True),
-    F.elu: Route("elu", "pointwise", partial(elu, "elu"), settles=True),
+    F.gelu: Route("gelu", "gelu", gelu),
+    F.silu: Route("silu", "silu", partial(simple, "silu")),
+    F.mish: Route("mish", "pointwise", partial(simple, "mish")),
+    F.hardswish: Route("hardswish", "pointwise", partial(simple, "hardswish")),
+    F.hardsigmoid: Route("hardsigmoid", "pointwise", partial(simple, "hardsigmoid")),
+    F.softplus: Route("softplus", "pointwise", softplus),
+    F.logsigmoid: Route("logsigmoid", "pointwise", partial(simple, "logsigmoid")),
+    F.softsign: Route("softsign", "pointwise", partial(simple, "softsign")),
+    F.tanhshrink: Route("tanhshrink", "pointwise", partial(simple, "tanhshrink")),
+    F.elu: Route("elu", "pointwise", partial(elu, "elu")),
     F.elu_: Route("elu", "pointwise", partial(elu_, "elu")),
-    F.celu: Route("celu", "pointwise", partial(elu, "celu"), settles=True),
-    torch.celu: Route("celu", "pointwise", partial(elu, "celu"), settles=True),
+    F.celu: Route("celu", "pointwise", partial(elu, "celu")),
+    torch.celu: Route("celu", "pointwise", partial(elu, "celu")),
     torch.celu_: Route("celu", "pointwise", partial(elu_, "celu")),
-    F.selu: Route("selu", "pointwise", partial(simple, "selu"), settles=True),
-    torch.selu: Route("selu", "pointwise", partial(simple, "selu"), settles=True),
+    F.selu: Route("selu", "pointwise", partial(simple, "selu")),
+    torch.selu: Route("selu", "pointwise", partial(simple, "selu")),
     torch.selu_: Route("selu", "pointwise", partial(simple, "selu", inplace=True)),
-    torch.special.expit: Route("sigmoid", "pointwise", partial(simple, "sigmoid"), settles=True),
-    torch.special.erf: Route("erf", "pointwise", partial(simple, "erf"), settles=True),
+    torch.special.expit: Route("sigmoid", "pointwise", partial(simple, "sigmoid")),
+    torch.special.erf: Route("erf", "pointwise", partial(simple, "erf")),
     torch.pow: _POW,
     Tensor.pow: _POW,
     Tensor.__pow__: _POW,
-    Tensor.__rpow__: Route("pow", "pointwise", base_of, settles=True),
-    Tensor.__rdiv__: Route("reciprocal", "pointwise", over, settles=True),
+    Tensor.__rpow__: Route("pow", "pointwise", base_of),
+    Tensor.__rdiv__: Route("reciprocal", "pointwise", over),
     **{function: route for kind in (*_SPELLED, *_ROUND) for function, route in _spellings(kind).items()},
 }
 LAYERS: Layers = {

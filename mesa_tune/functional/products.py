@@ -192,11 +192,11 @@ def _plus(call: "Call", c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
 
 
 FORMULAS = {"matmul": MATMUL, "matmul_plus": MATMUL_PLUS}
-_MATMUL = Route("matmul", "matmul", matmul, settles=True)
-_BMM = Route("bmm", "matmul", product, settles=True)
-_MM = Route("mm", "matmul", product, settles=True)
-_ADDMM = Route("addmm", "fc", addmm, settles=True)
-_BADDBMM = Route("baddbmm", "matmul", baddbmm, settles=True)
+_MATMUL = Route("matmul", "matmul", matmul)
+_BMM = Route("bmm", "matmul", product)
+_MM = Route("mm", "matmul", product)
+_ADDMM = Route("addmm", "fc", addmm)
+_BADDBMM = Route("baddbmm", "matmul", baddbmm)
 ROUTES: Routes = {
     torch.matmul: _MATMUL,
     torch.linalg.matmul: _MATMUL,

@@ -18,8 +18,9 @@ except ImportError:  # it is no public name; without it nothing settles
 
 from mesa_tune.frames import Frame
 from mesa_tune.functional.apply import Known, Plan, apply_plan
+from mesa_tune.functional.call import Served
 
-_CONSTANT = {int, float, bool, str, type(None), tuple, torch.Size, torch.dtype}
+_CONSTANT = {int, float, bool, str, type(None), torch.Size, torch.dtype}
 
 
 class Settled(NamedTuple):
@@ -64,7 +65,7 @@ class Settled(NamedTuple):
             return False
         for place, value in self.others:
             other = given[place]
-            if other is not value and (type(other) is not type(value) or other != value):
+            if other is not value and not _is_same(value, other):
                 return False
         return False not in [is_static(given[place]) is static for place, static in self.static]
 
@@ -73,30 +74,32 @@ class Settled(NamedTuple):
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        served: tuple[Plan, Sequence[Any]],
+        served: Served,
         output: Any,
         frame: Frame,
     ) -> "Settled | None":
-        """A call `served` by a plan with these tensors; None if they are not its own arguments, each once, if
-        it worked in place, or if its values may change while they stay the same object.
+        """A call whose `output` is its formula's, as it was `served`; None if it is not, if that had tensors
+        that are not the call's own, each once, if it worked in place, or if its values may change while they
+        stay the same object.
         """
-        given, (plan, used) = [*args, *kwargs.values()], served
+        given, used = [*args, *kwargs.values()], served.tensors
         found = {id(each): place for place, each in enumerate(given)}
-        if id(output) in found or any(each is not None and id(each) not in found for each in used):
+        own = all(each is None or id(each) in found for each in used)
+        if not own or output is not served.output or id(output) in found:
             return None
         tensors = [place for place, each in enumerate(given) if isinstance(each, Tensor)]
         others = [(place, each) for place, each in enumerate(given) if not isinstance(each, Tensor)]
-        constant = all(type(each) in _CONSTANT for _, each in others)
+        constant = all(_is_constant(each) for _, each in others)
         alike = _alike([given[place] for place in tensors]) if constant else None
         if alike is None:
             return None
         apart = [place for place in tensors if type(given[place]) is not nn.Parameter]
         static = tuple([(place, frame.is_static(given[place])) for place in apart])
-        device = used[0].device
+        device = served.output.device
         cast = torch.is_autocast_enabled(device.type)
         return Settled(
             func,
-            plan._replace(known=Known()),
+            served.plan._replace(known=Known()),
             frame.host.key(device),
             tuple([None if each is None else found[id(each)] for each in used]),
             tuple(kwargs),
@@ -107,6 +110,15 @@ class Settled(NamedTuple):
             tuple(others),
             (device.type, torch.get_autocast_dtype(device.type)) if cast else None,
         )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    same: bool = type(other) is type(value) and other == value
+    return same and (value != 0 or str(other) == str(value))  # zeros have signs
+
+
+def _is_constant(value: Any) -> bool:
+    return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
 
 
 def _alike(tensors: list[Tensor]) -> Callable[..., bool] | None:
