@@ -189,6 +189,18 @@ def test_a_policy_edited_by_hand_is_kept(capsys: pytest.CaptureFixture[str]) -> 
     assert "# mine" not in path.read_text("utf-8")
 
 
+def test_a_profile_that_is_made_again_has_its_plan_made_again(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("mesa-run/profile.json")
+    before, predicted = Profile.load(path), []
+    for slower in (1, 100):
+        replace(before, step_ms=slower * before.step_ms).save(path)
+        assert search("--budget", BUDGET, "--trials", "1", "--quiet") == 0
+        predicted.append(Plan.load("mesa-run/plan.json").predicted.step_ms or 0.0)
+    assert predicted[1] > 10 * predicted[0]
+    replace(before, fingerprint="0" * 64).save(path)
+    assert_refused(["--budget", BUDGET, "--trials", "0"], capsys, ["other inputs", "workload", "--force"])
+
+
 def test_another_budget_needs_force(capsys: pytest.CaptureFixture[str]) -> None:
     assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0
     assert search("--budget", BUDGET, "--trials", "0", "--quiet") == 0

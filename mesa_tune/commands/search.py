@@ -97,7 +97,7 @@ class _Asked:
 
     def origin(self, run: Run, profile: Profile, plan: Plan) -> Origin:
         """Of plan and policy: the same for the same limits, however they were typed."""
-        source = digest(profile.to_dict())
+        source = _profiled_from(profile)
         limits = (plan.budget_bytes, plan.batch_size, self.max_slowdown, plan.max_saved, self.seed)
         about = {
             "budget": format_bytes(plan.budget_bytes),
@@ -105,7 +105,7 @@ class _Asked:
             "max-saved": "none" if plan.max_saved is None else format_bytes(plan.max_saved),
             "max-slowdown": "none" if self.max_slowdown is None else f"{self.max_slowdown:g}",
             "seed": str(self.seed),
-            "profile": source[:6],
+            "workload": source[:6],
         }
         return Origin(digest("search", source, *limits), about, remedy=self._keeping_both(run))
 
@@ -177,6 +177,12 @@ def _profile(run: Run, elsewhere: Path | None) -> Profile:
     return Profile.load(elsewhere)
 
 
+def _profiled_from(profile: Profile) -> str:
+    """The same for every profile of a workload: a plan of our own follows a profile that is made again."""
+    names = ("fingerprint", "layers_fingerprint", "device", "autocast", "batch_size", "seed")
+    return digest({name: getattr(profile, name) for name in names})
+
+
 def _limits(asked: _Asked) -> str:
     from mesa_tune.search.api import TIMEOUT, TRIALS
 
@@ -204,7 +210,7 @@ def _study(run: Run, profile: Profile, storage: str | None) -> str | Path:
     """Where the study lives; the run's own file is noted as ours, and with --force begun anew."""
     if storage is not None:
         return storage
-    inputs = digest("study", profile.to_dict())
+    inputs = digest("study", _profiled_from(profile))
     run.check(run.study, inputs)
     if run.force:
         run.study.unlink(missing_ok=True)
