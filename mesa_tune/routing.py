@@ -172,7 +172,7 @@ class RoutingMode(TorchFunctionMode):
             return _traced(func, args, kwargs)
         route = ROUTES.get(func)
         if route is not None:
-            return _serve(route, func, args, kwargs)
+            return _serve(route, func, args, kwargs, False)
         output = _passed(func, args, kwargs)
         if func in sums.ADDITIONS:
             sums.note(output, args, kwargs)
@@ -185,7 +185,7 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     traced = state.frames[-1].traced
     known = len(traced)
     route = ROUTES.get(func)
-    result = _passed(func, args, kwargs) if route is None else _serve(route, func, args, kwargs)
+    result = _passed(func, args, kwargs) if route is None else _serve(route, func, args, kwargs, True)
     changed(func, args, kwargs, traced, known)
     return result
 
@@ -208,13 +208,12 @@ def _observed(layer: str | None, func: Any, args: Any, kwargs: Any, call: Call |
     return output
 
 
-def _serve(route: Route, func: Any, args: Any, kwargs: Any) -> Any:
+def _serve(route: Route, func: Any, args: Any, kwargs: Any, traced: bool) -> Any:
     frames = state.frames
     if state.paused or not frames:
         return func(*args, **kwargs)
     frame = frames[-1]
     layer = frame.layer(route)
-    traced = torch.compiler.is_compiling()
     if not (torch.is_grad_enabled() and (traced or frame.surrounds())):
         return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
     known = None if traced or watch.observer is not None else frame.host.settled.get(layer)

@@ -53,15 +53,18 @@ class Settled(NamedTuple):
     ) -> Any:
         """The output for other arguments; None if they are not alike."""
         given = (*args, *kwargs.values()) if kwargs else args
-        if tuple(kwargs) != self.names or not self._is_like(given, is_static):
+        if len(given) != self.given or tuple(kwargs) != self.names:
             return None
-        if self.cast is not None and torch.get_autocast_dtype(self.cast[0]) is not self.cast[1]:
+        tensors = [given[place] for place in self.tensors]
+        if not (self.alike(*tensors) and self._agrees(given, is_static)):
             return None
-        tensors = [None if place is None else given[place] for place in self.places]
+        if self.places != self.tensors:
+            tensors = [None if place is None else given[place] for place in self.places]
         return apply_plan(self.plan, self.key, None, *tensors)
 
-    def _is_like(self, given: Sequence[Any], is_static: Callable[[Tensor], bool]) -> bool:
-        if len(given) != self.given or not self.alike(*[given[place] for place in self.tensors]):
+    def _agrees(self, given: Sequence[Any], is_static: Callable[[Tensor], bool]) -> bool:
+        """Whether all but the tensors' own properties is the same."""
+        if self.cast is not None and torch.get_autocast_dtype(self.cast[0]) is not self.cast[1]:
             return False
         for place, value in self.others:
             other = given[place]
