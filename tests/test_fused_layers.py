@@ -1,0 +1,193 @@
+"""Layers whose backward uses what is packed, in one pass or in pieces: the gradients of a whole copy."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.codecs import quantize
+from mesa_tune.functional import held
+from mesa_tune.functional.held import Held
+
+
+class Rearranged(nn.Module):
+    """A layer on images whose channels lie next to one another."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x.contiguous(memory_format=torch.channels_last))
+        return made
+
+
+class Halved(nn.Module):
+    """The input in 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16()
+
+
+class Squared(nn.Module):
+    """A batch of products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (x.mT * 0.5)
+
+
+class Product(nn.Module):
+    """A function of the input and a matrix that is computed, or, where that is a matrix product, a weight."""
+
+    def __init__(self, function: Callable[..., Tensor], *shape: int) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(0.5 + torch.rand(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight if self.weight.shape[0] == x.shape[-1] else self.weight.cos())
+
+
+class Loss(nn.Module):
+    """Cross-entropy for class indices, of which some are ignored."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = torch.arange(x.numel() // x.shape[1]).view(x.shape[0], *x.shape[2:]) % x.shape[1]
+        return F.cross_entropy(x, target.masked_fill(target == 3, -100), **self.arguments)
+
+
+WEIGHTED: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "linear-48": (nn.Linear(48, 8), (7, 331, 48)),
+    "linear-250": (nn.Linear(250, 8), (7, 331, 250)),
+    "conv": (nn.Conv2d(8, 6, 3, padding=1), (6, 8, 16, 18)),
+    "conv-same": (nn.Conv1d(6, 4, 4, padding="same"), (64, 6, 40)),
+    "conv-transposed": (nn.ConvTranspose2d(8, 6, 3, stride=2, bias=False), (5, 8, 16, 16)),
+    "layer-norm": (nn.LayerNorm([4, 30]), (5, 67, 4, 30)),
+    "layer-norm-without-weights": (nn.LayerNorm(48, elementwise_affine=False), (7, 331, 48)),
+    "rms-norm": (nn.RMSNorm(48), (7, 331, 48)),
+    "conv-channels-last": (Rearranged(nn.Conv2d(8, 6, 3, padding=1)), (6, 8, 16, 18)),
+    "batch-norm": (nn.BatchNorm2d(8), (10, 8, 16, 18)),
+    "batch-norm-channels-last": (Rearranged(nn.BatchNorm2d(8)), (10, 8, 16, 18)),
+    "batch-norm-without-weights": (nn.BatchNorm1d(32, affine=False), (64, 32, 20)),
+    "batch-norm-fixed": (nn.BatchNorm2d(8).eval(), (10, 8, 16, 18)),
+    "group-norm": (nn.GroupNorm(4, 8), (10, 8, 16, 18)),
+    "softmax": (nn.Softmax(-1), (10, 3, 20, 32)),
+    "softmax-dim": (nn.Softmax(2), (10, 3, 20, 32)),
+    "loss": (Loss(), (67, 48)),
+    "loss-smoothed": (Loss(label_smoothing=0.1, weight=torch.rand(16)), (13, 16, 20)),
+    "loss-each": (Loss(reduction="none"), (13, 16, 20)),
+    "product": (Squared(), (9, 4, 30, 32)),
+    "conv-grouped": (nn.Conv3d(8, 4, 2, groups=2), (9, 8, 8, 4, 4)),
+}
+
+
+def gradients(
+    layer: nn.Module,
+    shape: tuple[int, ...],
+    large: int,
+    monkeypatch: pytest.MonkeyPatch,
+    level: int = 4,
+    autocast: bool = False,
+) -> tuple[list[Tensor], int]:
+    """Of the weights and the input, and how many tensors were decoded in pieces."""
+    used: list[int] = []
+    whole_run = Held._decoded
+
+    def counted(self: Held, *sizes: Any) -> Iterator[tuple[int, Tensor]]:
+        used.append(1)
+        return whole_run(self, *sizes)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(layer), torch.randn(shape, requires_grad=True)
+    mt.convert(model, mt.Policy.uniform(level), seed=0, min_elements=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Held, "_decoded", counted)
+        patch.setattr(held, "LARGE", large)
+        patch.setattr(quantize, "LARGEST_GROUP", 0)  # what goes backward in one pass needs no pieces
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(x * 1.0)
+        weights = torch.linspace(1, 2, y.numel()).view(y.shape)
+        found = torch.autograd.grad((y.float() ** 2 * weights).sum(), [*layer.parameters(), x])
+    return list(found), len(used)
+
+
+FUSED: dict[str, tuple[str, nn.Module, tuple[int, ...]]] = {
+    "layer": ("decode_norm", nn.LayerNorm([4, 12]), (7, 331, 4, 12)),
+    "layer-without-weights": ("decode_norm", nn.LayerNorm(48, elementwise_affine=False), (7, 331, 48)),
+    "layer-without-bias": ("decode_norm", nn.LayerNorm(48, bias=False), (7, 331, 48)),
+    "rms": ("decode_norm", nn.RMSNorm(48), (7, 331, 48)),
+    "frozen": ("decode_norm", nn.LayerNorm(48).requires_grad_(False), (7, 331, 48)),
+    "batch": ("decode_batch_norm", nn.BatchNorm2d(8), (10, 8, 16, 18)),
+    "batch-without-weights": ("decode_batch_norm", nn.BatchNorm1d(30, affine=False), (64, 30)),
+    "batch-channels-last": ("decode_batch_norm", Rearranged(nn.BatchNorm2d(8)), (10, 8, 16, 18)),
+    "batch-fixed": ("decode_batch_norm", nn.BatchNorm2d(8).eval(), (10, 8, 16, 18)),
+    "batch-frozen": ("decode_batch_norm", nn.BatchNorm2d(8).requires_grad_(False), (10, 8, 16, 18)),
+    "instance": ("decode_batch_norm", nn.InstanceNorm2d(8, affine=True), (10, 8, 16, 18)),
+    "softmax": ("decode_softmax", nn.Softmax(-1), (10, 3, 20, 32)),
+    "softmax-of-a-row": ("decode_softmax", nn.Softmax(0), (500,)),
+    "matmul": ("decode_linear", Product(torch.matmul, 48, 30), (7, 31, 48)),
+    "addmm": ("decode_linear", Product(partial(torch.addmm, torch.ones(30), alpha=0.5), 48, 30), (77, 48)),
+    "mul": ("decode_times", Product(torch.mul, 77, 48), (77, 48)),
+    "div": ("decode_times", Product(torch.div, 77, 48), (77, 48)),
+    "addcmul": ("decode_times", Product(partial(torch.addcmul, torch.ones(48), value=0.5), 77, 48), (77, 48)),
+    "glu": ("decode_times", nn.GLU(), (77, 48)),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_gradients_in_one_pass_are_those_in_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[bool] = []
+    decode, layer, shape = FUSED[name]
+    fused = getattr(quantize, decode)
+
+    def run(possible: bool) -> list[Tensor]:
+        def counted(*arguments: Any) -> Any:
+            used.append(possible)
+            return fused(*arguments) if possible else None
+
+        monkeypatch.setattr(quantize, decode, counted)
+        torch.manual_seed(0)
+        x, own = torch.randn(shape, requires_grad=True), copy.deepcopy(layer)
+        model = mt.convert(nn.Sequential(own), mt.Policy.uniform(4), seed=0, min_elements=0)
+        y = model(x * 1.0)
+        wanted = [each for each in own.parameters() if each.requires_grad]
+        return list(torch.autograd.grad((y * torch.randn(y.shape)).sum(), [*wanted, x]))
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert one.stride() == other.stride()
+        assert (one - other).norm() < 1e-6 * other.norm()
+    assert used.count(True) == used.count(False) > 0
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_gradients_in_pieces_are_the_whole_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are cut where groups end; the last one ends with the tensor."""
+    layer, shape = WEIGHTED[name]
+    whole, none = gradients(layer, shape, 1 << 40, monkeypatch)
+    found, some = gradients(layer, shape, 1, monkeypatch)
+    assert not none
+    assert some
+    for one, other in zip(found, whole, strict=True):
+        assert (one - other).norm() < 3e-6 * other.norm()
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_and_as_good_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, shape = WEIGHTED[name]
+    given = nn.Sequential(nn.LayerNorm(list(shape[1:])), Halved(), layer)  # what comes in has 16 bits
+    whole, _ = gradients(given, shape, 1 << 40, monkeypatch, 256, True)
+    found, _ = gradients(given, shape, 1, monkeypatch, 256, True)
+    exact, _ = gradients(nn.Sequential(given[0], layer), shape, 1 << 40, monkeypatch, 256)
+    assert [each.dtype for each in found] == [each.dtype for each in whole]
+    for one, other, true in zip(found, whole, exact, strict=True):
+        assert (one - true).norm() < 1.2 * (other - true).norm() + 1e-3 * true.norm()
