@@ -34,12 +34,9 @@ class Conversion:
     """A policy at work on one model: settings by layer, the noise key, and what is never encoded.
 
     What is settled when: until a first forward has ended, a call of a function has no index, and the finest
-    settings
-    apply. Its backward may run parts of that forward again (checkpointing), and they must then save the
-    same. So
-    the final settings wait for the next forward and, if somebody's saved-tensor hooks or a part without
-    gradients
-    were met (`waits`), for a backward before it.
+    settings apply. Its backward may run parts of that forward again (checkpointing), and they must then save
+    the same. So the final settings wait for the next forward and, if somebody's saved-tensor hooks or a part
+    without gradients were met (`waits`), for a backward before it.
     """
 
     def __init__(self, policy: Policy, catalog: Catalog, seed: int, min_elements: int) -> None:
@@ -49,6 +46,7 @@ class Conversion:
         self.keys = {_CPU: torch.tensor([_mixed(seed)], dtype=torch.int64)}
         self.specs: dict[str, Spec | None] = {}
         self.settled: dict[str, Settled] = {}
+        self.shapes: dict[str, list[torch.Size | None]] = {}  # of each layer's tensors in its last call
         self.static: dict[int, weakref.ref[UntypedStorage]] = {}
         self.derives = any(dict(rule.keys).get("store") == "derive" for rule in policy.rules)
         self.producers: set[str] = set()
@@ -204,7 +202,7 @@ class Conversion:
                 self.static[storage._cdata] = weakref.ref(storage)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "static": {}, "settled": {}, "root": None}
+        return {**self.__dict__, "static": {}, "settled": {}, "shapes": {}, "root": None}
 
 
 class ConvertedForward:

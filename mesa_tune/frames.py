@@ -24,6 +24,7 @@ class Host(Protocol):
     owed: int
     waits: bool
     settled: dict[str, Settled]
+    shapes: dict[str, list[torch.Size | None]]
 
     def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None: ...
     def end(self) -> None: ...

@@ -258,8 +258,16 @@ def _served_anew(route: Route, frame: Frame, layer: str, func: Any, args: Any, k
 
 
 def _settle(frame: Frame, call: Call, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """Remembers how a call was served."""
-    now = None if call.served is None else Settled.of(func, args, kwargs, call.served, output, frame)
+    """Remembers how a call was served, if its layer's last one had the same shapes: to find out all that
+    makes a call like this one would take too long where shapes differ from step to step.
+    """
+    if call.served is None:
+        return
+    shapes = [None if each is None else each.shape for each in call.served.tensors]
+    if frame.host.shapes.get(call.layer) != shapes:
+        frame.host.shapes[call.layer] = shapes
+        return
+    now = Settled.of(func, args, kwargs, call.served, output, frame)
     if now is not None:
         frame.host.settled[call.layer] = now
 

@@ -105,10 +105,10 @@ def refuse(*_: Any, **__: Any) -> Any:
 def test_a_step_like_the_last_one_asks_no_route(autocast: bool) -> None:
     model, twin = converted(), converted()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for turn in range(3):
+        for turn in range(4):
             with unsettled():
                 right = step(twin)
-            with refusing(*FUNCTIONS) if turn else nullcontext():
+            with refusing(*FUNCTIONS) if turn > 1 else nullcontext():
                 assert same(step(model), right)
         with refusing(*FUNCTIONS), unsettled(), pytest.raises(AssertionError, match="asked again"):
             twin(X)
@@ -196,11 +196,12 @@ def test_other_codecs_settle_or_not_but_give_the_same(settings: dict[str, Any]) 
 
 def test_what_is_kept_is_settled_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = converted(), converted()
-    for turn in range(4):
-        if turn == 2:
+    for turn in range(5):
+        if turn == 3:
             monkeypatch.setattr(Known, "note", refuse)
         assert same(step(model), step(twin))
-    step(model, X[:4])  # served anew
+    for _ in range(2):
+        step(model, X[:4])  # served anew
     with pytest.raises(AssertionError, match="asked again"):
         step(model, X[:4])
 
@@ -229,6 +230,18 @@ def test_a_tensor_is_encoded_once_for_all_that_settle(monkeypatch: pytest.Monkey
         step(model)
     assert counts == [counts[0]] * 4
     assert counts[0] < 5  # y once, and the two factors of the product; not y for each layer
+
+
+def test_shapes_that_differ_from_step_to_step_do_not_settle() -> None:
+    model = converted()
+    conversion = conversion_of(model)
+    assert conversion is not None
+    for turn in range(6):
+        step(model, X[: 4 + turn % 2])
+    assert set(conversion.settled) == {"mm.0"}  # of one sample
+    for _ in range(2):
+        step(model, X)
+    assert len(conversion.settled) > len(FUNCTIONS)
 
 
 def test_nothing_settles_without_guards() -> None:
@@ -348,7 +361,8 @@ def test_another_function_of_the_same_name_is_another() -> None:
 
 def test_copies_settle_for_themselves() -> None:
     model = converted()
-    step(model)
+    for _ in range(3):
+        step(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         conversion = conversion_of(other)
         assert conversion is not None

@@ -1,4 +1,4 @@
-"""A call that was served once is served again without asking everything anew, as long as it is alike.
+"""A call that is like its layer's last ones is served as they were, without asking everything anew.
 
 What a route decides, and what `Call.apply` finds out, takes longer than the call itself may. It goes by the
 arguments' values, by the geometry of tensors among them, and by the layer's settings; and a layer's call is
