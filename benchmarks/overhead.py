@@ -5,7 +5,9 @@
 A block of calls in a plain module and the same in a converted one, in turn; processor time, so that other
 programs count little. Routed calls go forward and backward, each on a tensor of its own. What is not Python
 of ours is measured apart and taken off: one encode and one decode, and PyTorch's own cost of an
-`autograd.Function` written in Python. Correctness first: outputs must be bitwise the plain ones.
+`autograd.Function` written in Python. `by hand`: the same count for such a Function of the very same ops,
+written for this one function (by_hand.py); below 0 where PyTorch's own backward takes longer. Correctness
+first: outputs must be bitwise the plain ones.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from by_hand import BY_HAND
 from common import append, spread
 from torch import Tensor, nn
 
@@ -60,6 +63,12 @@ class Bare(torch.autograd.Function):
 def bare(module: Calls, x: Tensor) -> Tensor:
     applied: Tensor = Bare.apply(x, module.weight, module.scale)
     return applied
+
+
+def written(name: str) -> Callable[[Calls, Tensor], Tensor]:
+    """The function written by hand."""
+    apply, parameters = BY_HAND[name]
+    return lambda module, x: apply(x, *[getattr(module, parameter) for parameter in parameters])
 
 
 def view(module: Calls, x: Tensor) -> Tensor:
@@ -136,27 +145,35 @@ def main() -> None:
 
 def measure(call: Callable[..., Tensor], calls: int, rounds: int) -> dict[str, Any]:
     """Microseconds that a converted module adds to each call, and what of them is not ours."""
-    plain, converted = Calls(call), Calls(call)
-    converted.load_state_dict(plain.state_dict())
+    routed = call in ROUTED.values()
+    plain, converted, by_hand = Calls(call), Calls(call), Calls(written(call.__name__) if routed else call)
     mt.convert(converted, mt.Policy.uniform(level=16), seed=0, min_elements=0)
     given = tensors(calls)
-    if not all(torch.equal(one, other) for one, other in zip(plain(given), converted(given), strict=True)):
-        raise SystemExit(f"{call.__name__}: the forward is not exact")
-    routed = call in ROUTED.values()
-    taken = [once(plain, converted, calls, routed) for _ in range(rounds + 1)][1:]
-    added, codec, function = zip(*taken, strict=True)
+    for other in (converted, by_hand):
+        other.load_state_dict(plain.state_dict())
+        if not all(torch.equal(one, two) for one, two in zip(plain(given), other(given), strict=True)):
+            raise SystemExit(f"{call.__name__}: the forward is not exact")
+    taken = [once(plain, converted, by_hand, calls, routed) for _ in range(rounds + 2)][2:]
+    added, hand, codec, function = zip(*taken, strict=True)
     return {
         "added_us": spread(list(added))._asdict(),
+        "by_hand_us": statistics.median(hand),
         "codec_us": statistics.median(codec),
         "function_us": statistics.median(function),
     }
 
 
-def once(plain: Calls, converted: Calls, calls: int, routed: bool) -> tuple[float, float, float]:
-    """Microseconds added to a call, and, if it is `routed`, what is to be taken off."""
-    added = run(converted, calls) - run(plain, calls)
-    function = run(Calls(bare), calls) - run(Calls(view), calls) if routed else 0.0
-    return 1e6 * added / calls, codec_us(calls) if routed else 0.0, 1e6 * function / calls
+def once(
+    plain: Calls, converted: Calls, by_hand: Calls, calls: int, routed: bool
+) -> tuple[float, float, float, float]:
+    """Microseconds added to a call, by us and by hand, and, if it is `routed`, what is to be taken off."""
+    before = run(plain, calls)
+    added = 1e6 * (run(converted, calls) - before) / calls
+    if not routed:
+        return added, 0.0, 0.0, 0.0
+    hand = 1e6 * (run(by_hand, calls) - before) / calls
+    function = 1e6 * (run(Calls(bare), calls) - run(Calls(view), calls)) / calls
+    return added, hand, codec_us(calls), function
 
 
 def tensors(count: int) -> list[Tensor]:
@@ -193,12 +210,17 @@ def codec_us(calls: int) -> float:
 def describe(case: dict[str, Any]) -> str:
     """One function's figures in a line."""
     added = case["added_us"]
-    own = added["median"] - case["codec_us"] - case["function_us"]
-    return (
-        f"{case['function']:12} {case['kind']:12} +{added['median']:6.1f} µs "
-        f"[{added['low']:.1f}, {added['high']:.1f}]: codec {case['codec_us']:.1f}, "
-        f"autograd.Function {case['function_us']:.1f}, own {own:.1f}, asked {ASKED[case['kind']]:.0f}"
+    off = case["codec_us"] + case["function_us"]
+    line = (
+        f"{case['function']:12} +{added['median']:5.1f} µs [{added['low']:.1f}, {added['high']:.1f}]: own"
+        f" {added['median'] - off:.1f}, asked {ASKED[case['kind']]:.0f}"
     )
+    if case["kind"] == "routed":
+        line += (
+            f"; by hand {case['by_hand_us'] - off:.1f}; taken off: codec {case['codec_us']:.1f},"
+            f" autograd.Function {case['function_us']:.1f}"
+        )
+    return line
 
 
 if __name__ == "__main__":

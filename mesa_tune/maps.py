@@ -44,9 +44,8 @@ def kept(
     inner: int = 1,
 ) -> Tensor | Mapped:
     """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
-    single = source.dtype == torch.float32
-    for each in (mean, rstd):
-        single = single and (each is None or each.dtype == torch.float32)
+    single = source.dtype is torch.float32 is (source if mean is None else mean).dtype
+    single = single and (rstd is None or rstd.dtype is torch.float32)
     here = source.is_cpu or (_ON_CUDA and source.is_cuda)
     if not (single and here and source.is_contiguous() and source.numel()):
         return make()
