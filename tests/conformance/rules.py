@@ -136,9 +136,10 @@ def check_rule_3_never_stale(case: Case | None = None) -> None:
     assert all(a is b for a, b in zip(parts, same, strict=True)), "an unchanged tensor was encoded twice"
     x.mul_(-3)
     assert _near(kept(x)[0], x), "a stale copy after an in-place change"
-    held = []
-    for _ in range(20):
-        y = torch.randn(64, 64)
+    held, memory = [], bytearray(4 * 64 * 64)  # where each tensor lies in its turn
+    for _ in range(3):
+        torch.frombuffer(memory, dtype=torch.float32).copy_(torch.randn(64 * 64))
+        y = torch.frombuffer(memory, dtype=torch.float32).view(64, 64)
         decoded, parts = kept(y)
         held.append(parts)  # the copy outlives its tensor
         assert _near(decoded, y), "a stale copy at a reused address"
