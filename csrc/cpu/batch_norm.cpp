@@ -14,7 +14,7 @@
 namespace mesa_tune::cpu {
 namespace {
 
-constexpr int64_t kPortions = 64, kFewest = 64;
+constexpr int64_t kFewest = 64;  // rows of a portion: for fewer, its sums would take too much memory
 
 // dx = scale * grad + (slope * xhat + shift) in one channel.
 struct Line {
@@ -166,24 +166,20 @@ MESA_TUNE_PATHS(make_rows,
 
 void by_rows(const BatchNormBackward& task, const Packed& packed, const Settings& s) {
   const int64_t n = task.channels, each = rows_at_once(n, s);
-  const int64_t portion = pieces(std::max(kFewest, pieces(task.samples, kPortions)), each) * each;
-  const int64_t portions = pieces(task.samples, portion);
+  const int64_t portion = rows_of_portion(task.samples, kFewest, n, s);
+  const int64_t portions = pieces(task.samples, portion), space = std::min(each, task.samples) * n;
   std::vector<float> sums(static_cast<size_t>(2 * portions * n)), lines(static_cast<size_t>(3 * n));
   const Rows rows{task, portion, sums.data(), lines.data(), lines.data() + n, lines.data() + 2 * n};
   parallel(portions, portion * n, [&](int64_t from, int64_t to) {
-    sum_rows_paths[path()](rows, packed, s, room(each * n, s).get(), from, to);
+    sum_rows_paths[path()](rows, packed, s, room(space, s).get(), from, to);
   });
-  for (int64_t at = 0; at < portions; ++at) {
-    const float *dw = sums.data() + 2 * at * n, *db = dw + n;
-    for (int64_t i = 0; i < n; ++i) task.dw[i] += dw[i];
-    for (int64_t i = 0; i < n; ++i) task.db[i] += db[i];
-  }
+  add_portions(sums, n, task.dw, task.db);
   for (int64_t i = 0; i < n; ++i) {
     const Line line = line_of(task, i);
     lines[i] = line.scale, lines[n + i] = line.slope, lines[2 * n + i] = line.shift;
   }
   parallel(pieces(task.samples, each), each * n, [&](int64_t from, int64_t to) {
-    make_rows_paths[path()](rows, packed, s, room(each * n, s).get(), from * each,
+    make_rows_paths[path()](rows, packed, s, room(space, s).get(), from * each,
                             std::min(task.samples, to * each));
   });
 }

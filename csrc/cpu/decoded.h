@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
+#include <vector>
 
 #include "groups.h"
 #include "planes.h"
@@ -32,6 +33,22 @@ inline int64_t rows_of_groups(int64_t most, int64_t width, const Settings& s) {
 // Rows that are decoded at a time: about a tile, and beginning with a group where that is possible.
 inline int64_t rows_at_once(int64_t width, const Settings& s) {
   return rows_of_groups(std::max<int64_t>(1, kTile / std::max<int64_t>(1, width)), width, s);
+}
+
+// Sums over rows are made in portions, of so many rows each, whatever the number of threads: `fewest` at
+// least.
+inline int64_t rows_of_portion(int64_t rows, int64_t fewest, int64_t width, const Settings& s) {
+  constexpr int64_t kPortions = 64;
+  const int64_t each = rows_at_once(width, s);
+  return pieces(std::max(fewest, pieces(rows, kPortions)), each) * each;
+}
+
+// Adds up the portions' sums in their order: of each, `n` numbers that belong to `dw`, then those of `db`.
+inline void add_portions(const std::vector<float>& sums, int64_t n, float* dw, float* db) {
+  for (const float *own = sums.data(), *end = own + sums.size(); own != end; own += 2 * n) {
+    for (int64_t i = 0; i < n; ++i) dw[i] += own[i];
+    for (int64_t i = 0; i < n; ++i) db[i] += own[n + i];
+  }
 }
 
 // Elements [first, first + n) into `values`; returns where they begin.

@@ -13,13 +13,6 @@
 namespace mesa_tune::cpu {
 namespace {
 
-constexpr int64_t kPortions = 64;
-
-int64_t rows_of_portion(const NormBackward& task, const Settings& s) {
-  const int64_t each = rows_at_once(task.inner, s);
-  return pieces(pieces(task.rows, kPortions), each) * each;
-}
-
 MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const float* __restrict x,
                                    float* __restrict dw, float* __restrict db) {
   const int64_t inner = task.inner, even = inner - inner % kLanes;
@@ -54,7 +47,7 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
 MESA_TUNE_INLINE void rows_backward(const NormBackward& task, const Packed& packed, const Settings& s,
                                     float* sums, float* values, int64_t from, int64_t to) {
   const Split parts = split(task.rows * task.inner, s);
-  const int64_t portion = rows_of_portion(task, s), each = rows_at_once(task.inner, s);
+  const int64_t portion = rows_of_portion(task.rows, 1, task.inner, s), each = rows_at_once(task.inner, s);
   for (int64_t at = from; at < to; ++at) {
     float *dw = sums + 2 * at * task.inner, *db = dw + task.inner;
     const int64_t end = std::min(task.rows, (at + 1) * portion);
@@ -76,17 +69,13 @@ void norm_backward(const NormBackward& task, const Packed& packed, const Setting
   std::fill_n(task.dw, task.inner, 0.0f);
   std::fill_n(task.db, task.inner, 0.0f);
   if (task.rows * task.inner == 0) return;
-  const int64_t each = rows_of_portion(task, settings), count = pieces(task.rows, each);
+  const int64_t each = rows_of_portion(task.rows, 1, task.inner, settings), count = pieces(task.rows, each);
   std::vector<float> sums(static_cast<size_t>(2 * count * task.inner));
   parallel(count, each * task.inner, [&](int64_t from, int64_t to) {
     const auto values = room(std::min(task.rows, rows_at_once(task.inner, settings)) * task.inner, settings);
     rows_backward_paths[path()](task, packed, settings, sums.data(), values.get(), from, to);
   });
-  for (int64_t at = 0; at < count; ++at) {
-    const float *dw = sums.data() + 2 * at * task.inner, *db = dw + task.inner;
-    for (int64_t i = 0; i < task.inner; ++i) task.dw[i] += dw[i];
-    for (int64_t i = 0; i < task.inner; ++i) task.db[i] += db[i];
-  }
+  add_portions(sums, task.inner, task.dw, task.db);
 }
 
 }  // namespace mesa_tune::cpu

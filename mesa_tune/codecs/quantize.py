@@ -90,9 +90,9 @@ def decode_times(parts: Sequence[Tensor], factor: Tensor, spec: Spec) -> Tensor 
     return product
 
 
-def _is_for_rows(spec: Spec, grad: Tensor, ranges: Tensor, weight: Tensor | None) -> bool:
+def _is_for_rows(spec: Spec, grad: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel that decodes some rows at a time can take these groups and tensors."""
-    single = grad.dtype == ranges.dtype == (grad if weight is None else weight).dtype == torch.float32
+    single = False not in [each is None or each.dtype is torch.float32 for each in (grad, *others)]
     return single and grad.is_cpu and not spec.quant_groups and spec.group_size <= LARGEST_GROUP
 
 
@@ -101,7 +101,7 @@ def decode_norm(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`fused_ops.norm_backward` of the x̂ that `parts` hold; None where that is not possible."""
     data, ranges = parts
-    if rstd.dtype != torch.float32 or not _is_for_rows(spec, grad, ranges, weight):
+    if not _is_for_rows(spec, grad, ranges, rstd, weight):
         return None
     sizes = (spec.bits, spec.levels, spec.group_size)
     found: tuple[Tensor, Tensor, Tensor] = NORM_BACKWARD(data, ranges, grad, rstd, weight, centered, *sizes)
@@ -119,7 +119,7 @@ def decode_batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`fused_ops.batch_norm_backward` of the x̂ that `parts` hold; None where that is not possible."""
     data, ranges = parts
-    if rstd.dtype != torch.float32 or not _is_for_rows(spec, grad, ranges, weight):
+    if not _is_for_rows(spec, grad, ranges, rstd, weight):
         return None
     sizes = (spec.bits, spec.levels, spec.group_size)
     found: tuple[Tensor, Tensor, Tensor] = BATCH_NORM_BACKWARD(
@@ -131,7 +131,7 @@ def decode_batch_norm(
 def decode_softmax(parts: Sequence[Tensor], grad: Tensor, spec: Spec) -> Tensor | None:
     """`fused_ops.softmax_backward` of the output that `parts` hold; None where that is not possible."""
     data, ranges = parts
-    if not _is_for_rows(spec, grad, ranges, None):
+    if not _is_for_rows(spec, grad, ranges):
         return None
     dx: Tensor = SOFTMAX_BACKWARD(data, ranges, grad, spec.bits, spec.levels, spec.group_size)
     return dx

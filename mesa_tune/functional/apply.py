@@ -128,13 +128,12 @@ class Known:
         for tensor, how in zip(lossy, call.kept, strict=True):
             if isinstance(how, Recipe) or how.expanded is not None:
                 return
-            raw = [flag for flag, each in zip(call.plan.raw, own, strict=True) if each is tensor]
-            if not (how.coded or True in raw):
-                return
-            if isinstance(tensor, Mapped) or not how.coded:
+            if how.coded:
+                ways.append(None if isinstance(tensor, Mapped) else way_of(tensor, call.plan.spec))
+            elif True in [flag for flag, each in zip(call.plan.raw, own, strict=True) if each is tensor]:
                 ways.append(None)
             else:
-                ways.append(way_of(tensor, call.plan.spec))
+                return
         self.call, self.ways = call, ways
 
 

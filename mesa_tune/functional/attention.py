@@ -199,7 +199,8 @@ def scaled_dot_product_attention(
     if summed is not None:
         return call.apply("attention", static, query, key, value, attn_mask, *summed)
     output = call.apply("attention", static, query, key, value, attn_mask)
-    call.served = call.served if attn_mask is None else None  # the next mask may be a sum
+    if attn_mask is not None:
+        call.served = None  # the next mask may be a sum
     return output
 
 

@@ -63,11 +63,8 @@ class Held(NamedTuple):
 
     def times(self, factor: Tensor) -> Tensor:
         """`factor` times the tensor, in one pass where it has the same shape and the codec can."""
-        times = getattr(self.codec, "decode_times", None)
-        known = times is not None and self.meta.dtype == factor.dtype and self.meta.shape == factor.shape
-        product: Tensor | None = None
-        if times is not None and known and self._is_row_major():
-            product = times(self.parts, factor, self.spec)
+        times = self._by_rows("decode_times", factor) if self.meta.dtype == factor.dtype else None
+        product: Tensor | None = None if times is None else times(self.parts, factor, self.spec)
         return factor * self.whole() if product is None else product
 
     def norm_backward(
@@ -77,8 +74,8 @@ class Held(NamedTuple):
 
         None where that is not possible.
         """
-        decode = getattr(self.codec, "decode_norm", None)
-        if decode is None or self.meta.shape != grad.shape or not self._is_row_major():
+        decode = self._by_rows("decode_norm", grad)
+        if decode is None:
             return None
         found: tuple[Tensor, Tensor, Tensor] | None
         found = decode(self.parts, grad, rstd, weight, centered, self.spec)
@@ -93,25 +90,20 @@ class Held(NamedTuple):
         None where that is not possible.
         """
         decode = getattr(self.codec, "decode_batch_norm", None)
-        if decode is None or self.meta.shape != grad.shape:
+        last = not self._is_row_major()
+        if decode is None or self.meta.shape != grad.shape or (last and not self._has_channels_last()):
             return None
-        if self._is_row_major():
-            found: tuple[Tensor, Tensor, Tensor] | None
-            found = decode(self.parts, grad, rstd, weight, False, fixed, self.spec)
-            return found
-        if not self._has_channels_last():
-            return None
-        found = decode(self.parts, grad.movedim(1, -1), rstd, weight, True, fixed, self.spec)
-        return None if found is None else (found[0].movedim(-1, 1), *found[1:])
+        found: tuple[Tensor, Tensor, Tensor] | None
+        laid_out = grad.movedim(1, -1) if last else grad
+        found = decode(self.parts, laid_out, rstd, weight, last, fixed, self.spec)
+        return (found[0].movedim(-1, 1), *found[1:]) if last and found is not None else found
 
     def softmax_backward(self, grad: Tensor) -> Tensor | None:
         """The gradient of a softmax along the last dimension, whose output this is, in one pass; None where
         that is not possible.
         """
-        decode = getattr(self.codec, "decode_softmax", None)
-        if decode is None or self.meta.shape != grad.shape or not self._is_row_major():
-            return None
-        dx: Tensor | None = decode(self.parts, grad, self.spec)
+        decode = self._by_rows("decode_softmax", grad)
+        dx: Tensor | None = None if decode is None else decode(self.parts, grad, self.spec)
         return dx
 
     def linear_backward(
@@ -194,19 +186,23 @@ class Held(NamedTuple):
             self.codec.decode_run(self.parts, first * width, part.numel(), self.spec, part)
             yield first, part
 
+    def _by_rows(self, name: str, like: Tensor) -> Any:
+        """The codec's function of that name, if this lies row by row in the shape of `like`; else None."""
+        decode = getattr(self.codec, name, None)
+        return decode if self.meta.shape == like.shape and self._is_row_major() else None
+
     def _is_row_major(self) -> bool:
         """Whether it lies in memory row by row."""
         return self.meta.strides is None or self._is_packed_along(range(len(self.meta.shape)))
 
     def _has_channels_last(self) -> bool:
         """Whether dimension 1 lies innermost in memory, the others row by row."""
-        return self.meta.strides is not None and self._is_packed_along(
-            (0, *range(2, len(self.meta.shape)), 1)
-        )
+        return self._is_packed_along((0, *range(2, len(self.meta.shape)), 1))
 
     def _is_packed_along(self, dims: Sequence[int]) -> bool:
         """Whether its memory is dense, and its dimensions lie there in this order, the outermost first."""
-        count, strides = 1, self.meta.strides or ()
+        count, strides = 1, self.meta.strides
+        assert strides is not None
         for dim in reversed(dims):
             size = self.meta.shape[dim]
             if size > 1 and strides[dim] != count:

@@ -62,7 +62,8 @@ def piecewise(
     if dtype is not None or len(a_shape) < 2:
         return None
     if len(b_shape) == 2 and needs[1]:
-        found = held[0].linear_backward(grad, held[1].whole() if needs[0] else None, False, True)
+        b = held[1].whole() if needs[0] else None
+        found = held[0].linear_backward(grad, b, bias=False, transposed=True)
         return None if found is None else wanted(found, needs[:2])
     return _by_matrices(a_shape, b_shape, needs, held, grad)
 
