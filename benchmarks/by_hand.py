@@ -5,6 +5,7 @@ No name, no settings, nothing shared: what these take, no general way can save.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mesa_tune import fused_ops, maps
+from mesa_tune import fused_ops, maps, ops
 
 KEY = torch.zeros(1, dtype=torch.int64)
 SIZES = (4, 16, 256)
@@ -120,14 +121,107 @@ def batch_norm_backward(ctx: Any, grad: Tensor) -> Any:
     return fused_ops.BATCH_NORM_BACKWARD(data, ranges, grad, rstd, weight, False, False, *SIZES)
 
 
+def tanh_forward(ctx: Any, x: Tensor) -> Tensor:
+    y = torch.tanh(x)
+    ctx.save_for_backward(*quantize(1 - y * y))
+    return y
+
+
+def dropout_forward(ctx: Any, x: Tensor) -> Tensor:
+    noise = torch.empty_like(x).bernoulli_(0.9)
+    ctx.save_for_backward(ops.pack_bits(noise != 0))
+    return x * noise.div_(0.9)
+
+
+def dropout_backward(ctx: Any, grad: Tensor) -> Any:
+    noise = ops.unpack_bits(ctx.saved_tensors[0], grad.shape).to(grad.dtype)
+    return grad * noise.div_(0.9)
+
+
+def dequantize(data: Tensor, ranges: Tensor, like: Tensor) -> Tensor:
+    out = torch.empty_like(like)
+    torch.ops.mesa_tune.dequantize_out.default(data, ranges, *SIZES, 0, out)
+    return out
+
+
+def bmm_forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+    ctx.save_for_backward(*quantize(a), *quantize(b))
+    return torch.bmm(a, b)
+
+
+def bmm_backward(ctx: Any, grad: Tensor) -> Any:
+    data_a, ranges_a, data_b, ranges_b = ctx.saved_tensors
+    a, b = dequantize(data_a, ranges_a, grad), dequantize(data_b, ranges_b, grad)
+    return torch.bmm(grad, b.mT), torch.bmm(a.mT, grad)
+
+
+def conv2d_forward(ctx: Any, x: Tensor, kernel: Tensor) -> Tensor:
+    ctx.save_for_backward(kernel, *quantize(x))
+    return F.conv2d(x, kernel, None, 1, 1)
+
+
+def conv2d_backward(ctx: Any, grad: Tensor) -> Any:
+    kernel, data, ranges = ctx.saved_tensors
+    sizes, which = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1), [True, True, False]
+    x = dequantize(data, ranges, grad)
+    return torch.ops.aten.convolution_backward.default(grad, x, kernel, None, *sizes, which)[:2]
+
+
+def attention_forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    ctx.save_for_backward(*quantize(q), *quantize(k), *quantize(v))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def attention_backward(ctx: Any, grad: Tensor) -> Any:
+    parts = ctx.saved_tensors
+    q, k, v = (dequantize(parts[at], parts[at + 1], grad) for at in (0, 2, 4))
+    dq, dk, dv = (torch.empty_like(grad) for _ in range(3))
+    scale = 1 / math.sqrt(q.shape[-1])
+    fused_ops.ATTENTION_BACKWARD(q, k, v, grad, None, None, 0, scale, False, 1.0, dq, dk, dv)
+    return dq, dk, dv
+
+
+def log_softmax_forward(ctx: Any, x: Tensor) -> Tensor:
+    y = torch.log_softmax(x, -1)
+    ctx.save_for_backward(*quantize(y.exp()))
+    return y
+
+
+def log_softmax_backward(ctx: Any, grad: Tensor) -> Any:
+    data, ranges = ctx.saved_tensors
+    return grad - fused_ops.DEQUANTIZE_MUL(data, ranges, grad.sum(-1, keepdim=True).expand_as(grad), *SIZES)
+
+
+def cross_entropy_forward(ctx: Any, x: Tensor, target: Tensor) -> Tensor:
+    ctx.save_for_backward(target, *quantize(torch.softmax(x, 1)))
+    ctx.shape = x.shape
+    return F.cross_entropy(x, target)
+
+
+def cross_entropy_backward(ctx: Any, grad: Tensor) -> Any:
+    target, data, ranges = ctx.saved_tensors
+    dx = grad.new_empty(ctx.shape)
+    torch.ops.mesa_tune.dequantize_out.default(data, ranges, *SIZES, 0, dx)
+    counted = target != -100
+    each = torch.where(counted, grad / counted.sum(), 0).unsqueeze(1)
+    return dx.mul_(each).scatter_add_(1, torch.where(counted, target, 0).unsqueeze(1), -each), None
+
+
 BY_HAND: dict[str, tuple[Any, tuple[str, ...]]] = {
     "linear": (written(linear_forward, linear_backward), ("weight", "scale")),
     "layer_norm": (written(layer_norm_forward, layer_norm_backward), ("scale", "shift")),
     "gelu": (written(gelu_forward, gelu_backward), ()),
     "relu": (written(relu_forward, relu_backward), ()),
+    "tanh": (written(tanh_forward, gelu_backward), ()),
+    "dropout": (written(dropout_forward, dropout_backward), ()),
     "mul": (written(mul_forward, mul_backward), ("scale",)),
     "matmul": (written(matmul_forward, matmul_backward), ("weight",)),
+    "bmm": (written(bmm_forward, bmm_backward), ()),
     "softmax": (written(softmax_forward, softmax_backward), ()),
     "batch_norm": (written(batch_norm_forward, batch_norm_backward), ("scale", "shift")),
+    "conv2d": (written(conv2d_forward, conv2d_backward), ("kernel",)),
+    "attention": (written(attention_forward, attention_backward), ()),
+    "log_softmax": (written(log_softmax_forward, log_softmax_backward), ()),
+    "cross_entropy": (written(cross_entropy_forward, cross_entropy_backward), ("target",)),
 }
-"""Each function, and which of the module's parameters it takes after the input."""
+"""Each function, and which of the module's tensors it takes after its own."""

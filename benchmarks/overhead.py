@@ -17,7 +17,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,18 +32,34 @@ ASKED = {"routed": 25.0, "not routed": 4.0}
 SETTINGS = (4, 16, 256, 0)
 
 
-class Calls(nn.Module):
-    """One function, called on every tensor of a list."""
+Call = Callable[..., Tensor]
 
-    def __init__(self, call: Callable[..., Tensor]) -> None:
+
+class Case(NamedTuple):
+    """`call(module, *tensors)` of so many `tensors` of this `shape`, which encodes `coded` of them."""
+
+    call: Call
+    shape: tuple[int, ...] = (8, WIDTH)
+    tensors: int = 1
+    coded: int = 1
+
+
+class Calls(nn.Module):
+    """One function, called on every item of a list."""
+
+    target: Tensor
+
+    def __init__(self, call: Call) -> None:
         super().__init__()
         self.call = call
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.kernel = nn.Parameter(torch.randn(4, 4, 3, 3))
+        self.register_buffer("target", torch.arange(8))
 
-    def forward(self, given: list[Tensor]) -> list[Tensor]:
-        return [self.call(self, x) for x in given]
+    def forward(self, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        return [self.call(self, *some) for some in given]
 
 
 class Bare(torch.autograd.Function):
@@ -65,50 +81,18 @@ def bare(module: Calls, x: Tensor) -> Tensor:
     return applied
 
 
-def written(name: str) -> Callable[[Calls, Tensor], Tensor]:
+def by_hand(name: str) -> Call:
     """The function written by hand."""
-    apply, parameters = BY_HAND[name]
-    return lambda module, x: apply(x, *[getattr(module, parameter) for parameter in parameters])
-
-
-def view(module: Calls, x: Tensor) -> Tensor:
-    return x.view_as(x)
-
-
-def linear(module: Calls, x: Tensor) -> Tensor:
-    return F.linear(x, module.weight, module.scale)
-
-
-def layer_norm(module: Calls, x: Tensor) -> Tensor:
-    return F.layer_norm(x, (WIDTH,), module.scale, module.shift)
-
-
-def gelu(module: Calls, x: Tensor) -> Tensor:
-    return F.gelu(x)
-
-
-def relu(module: Calls, x: Tensor) -> Tensor:
-    return F.relu(x)
-
-
-def mul(module: Calls, x: Tensor) -> Tensor:
-    return torch.mul(x, module.scale)
-
-
-def matmul(module: Calls, x: Tensor) -> Tensor:
-    return torch.matmul(x, module.weight)
-
-
-def softmax(module: Calls, x: Tensor) -> Tensor:
-    return F.softmax(x, -1)
+    apply, more = BY_HAND[name]
+    return lambda module, *some: apply(*some, *[getattr(module, each) for each in more])
 
 
 def batch_norm(module: Calls, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, module.scale, module.shift, training=True)
 
 
-def add(module: Calls, x: Tensor) -> Tensor:
-    return torch.add(x, x)
+def attention(module: Calls, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
 
 
 def shape(module: Calls, x: Tensor) -> Tensor:
@@ -116,44 +100,58 @@ def shape(module: Calls, x: Tensor) -> Tensor:
     return x
 
 
-ROUTED: dict[str, Callable[..., Tensor]] = {
-    "linear": linear,
-    "layer_norm": layer_norm,
-    "gelu": gelu,
-    "relu": relu,
-    "mul": mul,
-    "matmul": matmul,
-    "softmax": softmax,
-    "batch_norm": batch_norm,
+ROUTED: dict[str, Case] = {
+    "linear": Case(lambda module, x: F.linear(x, module.weight, module.scale)),
+    "layer_norm": Case(lambda module, x: F.layer_norm(x, (WIDTH,), module.scale, module.shift)),
+    "gelu": Case(lambda _, x: F.gelu(x)),
+    "relu": Case(lambda _, x: F.relu(x)),
+    "tanh": Case(lambda _, x: torch.tanh(x)),
+    "dropout": Case(lambda _, x: F.dropout(x, 0.1)),
+    "mul": Case(lambda module, x: torch.mul(x, module.scale)),
+    "matmul": Case(lambda module, x: torch.matmul(x, module.weight)),
+    "bmm": Case(lambda _, a, b: torch.bmm(a, b), (2, 8, 8), 2, 2),
+    "softmax": Case(lambda _, x: F.softmax(x, -1)),
+    "batch_norm": Case(batch_norm),
+    "conv2d": Case(lambda module, x: F.conv2d(x, module.kernel, None, 1, 1), (2, 4, 4, 4)),
+    "attention": Case(attention, (1, 2, 8, 8), 3, 3),
+    "log_softmax": Case(lambda _, x: F.log_softmax(x, -1)),
+    "cross_entropy": Case(lambda module, x: F.cross_entropy(x, module.target)),
 }
-NOT_ROUTED: dict[str, Callable[..., Tensor]] = {"add": add, "shape": shape}
+NOT_ROUTED: dict[str, Case] = {
+    "add": Case(lambda _, x: torch.add(x, x), coded=0),
+    "shape": Case(shape, coded=0),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("functions", nargs="*", help="which to measure (default: all)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = []
     for kind, group in (("routed", ROUTED), ("not routed", NOT_ROUTED)):
-        for name, call in group.items():
-            cases.append({"function": name, "kind": kind, **measure(call, arguments.calls, arguments.rounds)})
+        for name, case in group.items():
+            if arguments.functions and name not in arguments.functions:
+                continue
+            measured = measure(name, case, arguments.calls, arguments.rounds)
+            cases.append({"function": name, "kind": kind, **measured})
             print(describe(cases[-1]), flush=True)
     print(f"appended to {append('overhead', {'subject': 'Python a call', 'cases': cases})}")
 
 
-def measure(call: Callable[..., Tensor], calls: int, rounds: int) -> dict[str, Any]:
+def measure(name: str, case: Case, calls: int, rounds: int) -> dict[str, Any]:
     """Microseconds that a converted module adds to each call, and what of them is not ours."""
-    routed = call in ROUTED.values()
-    plain, converted, by_hand = Calls(call), Calls(call), Calls(written(call.__name__) if routed else call)
+    plain, converted = Calls(case.call), Calls(case.call)
     mt.convert(converted, mt.Policy.uniform(level=16), seed=0, min_elements=0)
-    given = tensors(calls)
-    for other in (converted, by_hand):
+    written = Calls(by_hand(name)) if name in BY_HAND else plain
+    given = tensors(case, calls)
+    for other in (converted, written):
         other.load_state_dict(plain.state_dict())
-        if not all(torch.equal(one, two) for one, two in zip(plain(given), other(given), strict=True)):
-            raise SystemExit(f"{call.__name__}: the forward is not exact")
-    taken = [once(plain, converted, by_hand, calls, routed) for _ in range(rounds + 2)][2:]
+        if not all(map(torch.equal, outputs(plain, given), outputs(other, given))):
+            raise SystemExit(f"{name}: the forward is not exact")
+    taken = [once(plain, converted, written, case, calls) for _ in range(rounds + 2)][2:]
     added, hand, codec, function = zip(*taken, strict=True)
     return {
         "added_us": spread(list(added))._asdict(),
@@ -163,45 +161,59 @@ def measure(call: Callable[..., Tensor], calls: int, rounds: int) -> dict[str, A
     }
 
 
+def outputs(module: Calls, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The outputs, of the same random numbers each time."""
+    torch.manual_seed(0)
+    found: list[Tensor] = module(given)
+    return found
+
+
 def once(
-    plain: Calls, converted: Calls, by_hand: Calls, calls: int, routed: bool
+    plain: Calls, converted: Calls, written: Calls, case: Case, calls: int
 ) -> tuple[float, float, float, float]:
-    """Microseconds added to a call, by us and by hand, and, if it is `routed`, what is to be taken off."""
-    before = run(plain, calls)
-    added = 1e6 * (run(converted, calls) - before) / calls
-    if not routed:
+    """Microseconds added to a call, by us and by hand, and, if anything is encoded, what is to be taken
+    off.
+    """
+    before = run(plain, case, calls)
+    added = 1e6 * (run(converted, case, calls) - before) / calls
+    if not case.coded:
         return added, 0.0, 0.0, 0.0
-    hand = 1e6 * (run(by_hand, calls) - before) / calls
-    function = 1e6 * (run(Calls(bare), calls) - run(Calls(view), calls)) / calls
-    return added, hand, codec_us(calls), function
+    hand = 1e6 * (run(written, case, calls) - before) / calls
+    one = Case(bare)
+    function = 1e6 * (run(Calls(bare), one, calls) - run(Calls(view), one, calls)) / calls
+    return added, hand, codec_us(case, calls), function
 
 
-def tensors(count: int) -> list[Tensor]:
+def view(module: Calls, x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def tensors(case: Case, count: int) -> list[tuple[Tensor, ...]]:
     """Outputs of another function, as a module meets them."""
-    leaf = torch.randn(8, WIDTH, requires_grad=True)
-    return [leaf * 1.0 for _ in range(count)]
+    leaf = torch.randn(case.shape, requires_grad=True)
+    return [tuple([leaf * 1.0 for _ in range(case.tensors)]) for _ in range(count)]
 
 
-def run(module: Calls, calls: int) -> float:
+def run(module: Calls, case: Case, calls: int) -> float:
     """Seconds of processor time for all calls, forward and backward."""
-    given = tensors(calls)
+    given = tensors(case, calls)
     gc.collect()
     gc.disable()
     start = time.process_time()
-    outputs = module(given)
-    if outputs[0] is not given[0]:
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    found = module(given)
+    if found[0] is not given[0][0]:
+        torch.autograd.backward(found, [torch.ones_like(output) for output in found])
     used = time.process_time() - start
     gc.enable()
     return used
 
 
-def codec_us(calls: int) -> float:
-    """Microseconds of one encode and one decode, called straight."""
-    x, key = torch.randn(8, WIDTH), torch.zeros(1, dtype=torch.int64)
+def codec_us(case: Case, calls: int) -> float:
+    """Microseconds in which the tensors of a call are encoded and decoded, called straight."""
+    x, key = torch.randn(case.shape), torch.zeros(1, dtype=torch.int64)
     quantize, dequantize = torch.ops.mesa_tune.quantize.default, torch.ops.mesa_tune.dequantize_out.default
     start = time.process_time()
-    for _ in range(calls):
+    for _ in range(calls * case.coded):
         data, ranges = quantize(x, *SETTINGS, True, key)
         dequantize(data, ranges, *SETTINGS, x.new_empty(x.shape))
     return 1e6 * (time.process_time() - start) / calls

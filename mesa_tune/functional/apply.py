@@ -187,23 +187,24 @@ class Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         call: _Kept = ctx.call
-        if not torch.compiler.is_compiling():
+        traced = torch.compiler.is_compiling()
+        if not traced:
             if torch.is_grad_enabled():
                 raise _undefined(call.plan.layer)
             watch.backwards += 1
         if grads[0] is None:  # somebody's Function had no gradient for the output
             return (None,) * len(ctx.needs_input_grad)
-        found = _gradients(ctx, call, grads[0])
+        found = _gradients(ctx, call, grads[0], traced)
         if call.extra:
             found = (*found, *(None,) * call.extra)
         return None, None, None, *(found if call.plan.places is None else _summed(found, call.plan.places))
 
 
-def _gradients(ctx: Any, call: _Kept, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, call: _Kept, grad: Tensor, traced: bool) -> tuple[Tensor | None, ...]:
     """The gradients of a formula's tensors."""
     plan, formula, saved = call.plan, FORMULAS[call.plan.name], ctx.saved_tensors
     exact, held = saved[: call.exact], _held(call, saved)
-    if not (formula.piecewise is None or call.derived or _watched() or torch.compiler.is_compiling()):
+    if not (formula.piecewise is None or call.derived or traced or _watched()):
         found = formula.piecewise(plan.static, plan.needs, held, exact, grad)
         if found is not None:
             return found

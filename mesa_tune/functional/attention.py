@@ -108,9 +108,11 @@ def backward(
 def piecewise(
     static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...] | None:
-    """Some samples decoded at a time."""
+    """Some samples decoded at a time, if there are several."""
     shapes = [each.meta.shape for each in held]
-    if static[4] is not None or needs[3] or not attention_by_heads.serves(shapes, [grad]):
+    if len(shapes[0]) != 4 or shapes[0][0] == 1 or static[4] is not None or needs[3]:
+        return None
+    if not attention_by_heads.serves(shapes, [grad]):
         return None
     samples = attention_by_heads.packed(held)
     if samples is None:

@@ -88,16 +88,19 @@ def gradients(
         bias = as_bias(scores.mask, grad.dtype).expand(*shapes[0][:3], shapes[1][2])
     found = [_laid_out(shape, grad) if want else None for shape, want in zip(shapes, needs, strict=False)]
     for first, *some in samples:
-        part = slice(first, first + some[0].shape[0])
+        incoming, others = grad, [bias, *found]
+        if len(some[0]) < len(grad):
+            part = slice(first, first + len(some[0]))
+            incoming, others = grad[part], [None if each is None else each[part] for each in others]
         ATTENTION_BACKWARD(
-            *(_dense(each) for each in (*some, grad[part])),
-            None if bias is None else bias[part],
+            *[_dense(each) for each in (*some, incoming)],
+            others[0],
             scores.bits,
             first * per_sample,
             scores.scale,
             scores.causal,
             scores.raised,
-            *(None if each is None else each[part] for each in found),
+            *others[1:],
         )
     return tuple(found)
 
@@ -115,5 +118,5 @@ def _dense(x: Tensor) -> Tensor:
 
 def _laid_out(shape: Shape, grad: Tensor) -> Tensor:
     """An empty gradient, heads beside one another as the projections before attention have them."""
-    batch, heads, tokens, width = shape
-    return grad.new_empty(batch, tokens, heads, width).transpose(1, 2)
+    _, heads, tokens, width = shape
+    return grad.new_empty_strided(shape, (tokens * heads * width, width, heads * width, 1))

@@ -60,7 +60,7 @@ def backward(
     batched = len(shape) == len(kernel)
     both, more = _paddings(kernel, stride, padding, dilation)
     x = x if batched else x.unsqueeze(0)
-    padded = F.pad(x, [part for extra in reversed(more) for part in (0, extra)]) if any(more) else x
+    padded = F.pad(x, [part for extra in reversed(more) for part in (0, extra)]) if more else x
     dx, dw, db = torch.ops.aten.convolution_backward(
         grad if batched else grad.unsqueeze(0),
         padded,
@@ -75,7 +75,7 @@ def backward(
         [needs[0], needs[1], needs[2]],
     )
     if needs[0]:
-        for axis, size in enumerate(x.shape[2:], start=2):
+        for axis, size in enumerate(x.shape[2:] if more else (), start=2):
             dx = dx.narrow(axis, 0, size)
         dx = dx if batched else dx.squeeze(0)
     return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None
@@ -108,14 +108,15 @@ def _shaped(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _paddings(
     kernel: Sequence[int], stride: Sequence[int], padding: Any, dilation: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """The padding on both sides, and what `same` pads more at the end, by dimension."""
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The padding on both sides, and what `same` pads more at the end, by dimension (nothing: none)."""
     if padding == "valid":
-        return [0] * len(stride), [0] * len(stride)
+        return [0] * len(stride), ()
     if padding != "same":
-        return list(padding), [0] * len(stride)
+        return padding, ()
     total = [step * (size - 1) for size, step in zip(kernel[2:], dilation, strict=True)]
-    return [size // 2 for size in total], [size % 2 for size in total]
+    more = [size % 2 for size in total]
+    return [size // 2 for size in total], more if any(more) else ()
 
 
 CONV = Formula(

@@ -73,12 +73,14 @@ def piecewise(
 def _counts(
     target: Tensor, weight: Tensor | None, ignore: int, reduction: str, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Index, weight and incoming gradient of each target; the latter two are zero where it is ignored."""
+    """Each target's index, and its incoming gradient times its weight and alone, zero where it is ignored."""
     counted = target != ignore
     index = torch.where(counted, target, 0)
-    own = counted.to(grad.dtype) if weight is None else torch.where(counted, weight[index], 0)
-    grad = grad / own.sum() if reduction == "mean" else grad
-    return index, own, torch.where(counted, grad, 0)
+    own = None if weight is None else torch.where(counted, weight[index], 0)
+    if reduction == "mean":
+        grad = grad / (counted if own is None else own).sum()
+    grad = torch.where(counted, grad, 0)
+    return index, grad if own is None else own * grad, grad
 
 
 def _indices(
@@ -92,15 +94,15 @@ def _indices(
     """dz for class indices; `times` multiplies p, of this shape."""
     reduction, ignore, smoothing = static
     axis = _class_axis(len(shape))
-    index, own, grad = _counts(target, weight, ignore, reduction, grad)
-    at_target = ((1 - smoothing) * own * grad).unsqueeze(axis)
-    classes = shape[axis]
+    index, at_target, grad = _counts(target, weight, ignore, reduction, grad)
+    index, at_target = index.unsqueeze(axis), at_target.unsqueeze(axis)
+    if smoothing == 0:
+        return times(at_target).scatter_add_(axis, index, -at_target)
+    at_target, classes = at_target * (1 - smoothing), shape[axis]
     everywhere = (smoothing / classes * grad).unsqueeze(axis)
-    total = everywhere * (classes if weight is None else weight.sum()) + at_target
-    dz = times(total)
-    dz.scatter_add_(axis, index.unsqueeze(axis), -at_target)
-    if smoothing > 0:
-        dz -= everywhere if weight is None else everywhere * _along(weight, len(shape))
+    dz = times(everywhere * (classes if weight is None else weight.sum()) + at_target)
+    dz.scatter_add_(axis, index, -at_target)
+    dz -= everywhere if weight is None else everywhere * _along(weight, len(shape))
     return dz
 
 
@@ -172,10 +174,10 @@ def nll_backward(
     shape, dtype, reduction, ignore = static
     target, weight = exact
     assert target is not None
-    index, own, grad = _counts(target, weight, ignore, reduction, grad)
-    dz = grad.new_zeros(shape)
+    index, at_target, _ = _counts(target, weight, ignore, reduction, grad)
+    dz = at_target.new_zeros(shape)
     axis = _class_axis(dz.dim())
-    dz.scatter_(axis, index.unsqueeze(axis), (-own * grad).to(dz.dtype).unsqueeze(axis))
+    dz.scatter_(axis, index.unsqueeze(axis), (-at_target).unsqueeze(axis))
     return dz.to(dtype), None, None
 
 

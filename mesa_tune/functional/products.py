@@ -43,14 +43,13 @@ def backward(
     da = db = None
     if needs[0]:
         b = cast(lossy[-1], dtype)
-        da = _summed(grad @ (b.unsqueeze(0) if b.dim() == 1 else b.mT), _matrix(a_shape, 0))
-        da = da.reshape(a_shape)
+        da = _shaped(grad @ (b.unsqueeze(0) if b.dim() == 1 else b.mT), a_shape, 0)
     if needs[1]:
         a = cast(lossy[0], dtype)
         a = a.unsqueeze(0) if a.dim() == 1 else a
         if len(b_shape) <= 2 and a.dim() == grad.dim():  # one product over all rows, not one a batch to sum
             a, grad = a.flatten(0, -2), grad.flatten(0, -2)
-        db = _summed(a.mT @ grad, _matrix(b_shape, 1)).reshape(b_shape)
+        db = _shaped(a.mT @ grad, b_shape, 1)
     return da, db
 
 
@@ -90,11 +89,12 @@ def _by_matrices(
     return da, db
 
 
-def _matrix(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
-    """The shape of a vector as the matrix that it is on that side of a product."""
-    if len(shape) > 1:
-        return shape
-    return (1, *shape) if side == 0 else (*shape, 1)
+def _shaped(grad: Tensor, shape: tuple[int, ...], side: int) -> Tensor:
+    """The gradient of an operand; a vector is a matrix on its side of a product."""
+    if grad.shape == shape:
+        return grad
+    matrix = shape if len(shape) > 1 else (1, *shape) if side == 0 else (*shape, 1)
+    return _summed(grad, matrix).reshape(shape)
 
 
 def _summed(grad: Tensor, shape: tuple[int, ...]) -> Tensor:

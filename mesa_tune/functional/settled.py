@@ -6,6 +6,7 @@ mostly the twin of its last one. Tensors are compared by the guards of `torch.co
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,23 +24,26 @@ from mesa_tune.functional.call import Served
 _CONSTANT = {int, float, bool, str, type(None), torch.Size, torch.dtype}
 
 
-class Settled(NamedTuple):
-    """How a call of `func` was served: by `plan`, with the arguments at `places` (None: no tensor) as its
-    tensors.
+_Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
-    What its arguments were like: how many were `given`, and the `names` of keywords; `alike`, whether those
-    at `tensors` are of the same type, dtype, device, shape and strides, want gradients or do not, and meet
-    the same dispatch keys (autocast, transforms); which of them lay in a batch or a buffer (`static`;
-    parameters always do); what the `others` were. `cast`: a kind of device, and to what autocast took it.
+
+class Settled(NamedTuple):
+    """How a call of `func` was served: by `plan`, with the arguments that `own` picks as its tensors.
+
+    What its arguments were like: how many were `given`, and a None after them; the `names` of keywords;
+    `alike`, whether the `tensors` among them are of the same type, dtype, device, shape and strides, want
+    gradients or do not, and meet the same dispatch keys (autocast, transforms); which of them lay in a batch
+    or a buffer (`static`; parameters always do); what the `others` were. `cast`: a kind of device, and to
+    what autocast took it.
     """
 
     func: Callable[..., Any]
     plan: Plan
     key: Tensor
-    places: tuple[int | None, ...]
+    own: _Pick
     names: tuple[str, ...]
     given: int
-    tensors: tuple[int, ...]
+    tensors: _Pick
     alike: Callable[..., bool]
     static: tuple[tuple[int, bool], ...]
     others: tuple[tuple[int, Any], ...]
@@ -52,15 +56,12 @@ class Settled(NamedTuple):
         is_static: Callable[[Tensor], bool],
     ) -> Any:
         """The output for other arguments; None if they are not alike."""
-        given = (*args, *kwargs.values()) if kwargs else args
-        if len(given) != self.given or tuple(kwargs) != self.names:
+        given = (*args, *kwargs.values(), None) if kwargs else (*args, None)
+        if len(given) != self.given or (tuple(kwargs) if kwargs else ()) != self.names:
             return None
-        tensors = [given[place] for place in self.tensors]
-        if not (self.alike(*tensors) and self._agrees(given, is_static)):
+        if not (self.alike(*self.tensors(given)) and self._agrees(given, is_static)):
             return None
-        if self.places != self.tensors:
-            tensors = [None if place is None else given[place] for place in self.places]
-        return apply_plan(self.plan, self.key, None, *tensors)
+        return apply_plan(self.plan, self.key, None, *self.own(given))
 
     def _agrees(self, given: Sequence[Any], is_static: Callable[[Tensor], bool]) -> bool:
         """Whether all but the tensors' own properties is the same."""
@@ -70,7 +71,10 @@ class Settled(NamedTuple):
             other = given[place]
             if other is not value and not _is_same(value, other):
                 return False
-        return False not in [is_static(given[place]) is static for place, static in self.static]
+        for place, static in self.static:  # noqa: SIM110 (a generator would take longer)
+            if is_static(given[place]) is not static:
+                return False
+        return True
 
     @staticmethod
     def of(
@@ -86,8 +90,8 @@ class Settled(NamedTuple):
         stay the same object.
         """
         given, used = [*args, *kwargs.values()], served.tensors
-        found = {id(each): place for place, each in enumerate(given)}
-        own = all(each is None or id(each) in found for each in used)
+        found = {**{id(each): place for place, each in enumerate(given)}, id(None): len(given)}
+        own = all(id(each) in found for each in used)
         if not own or output is not served.output or id(output) in found:
             return None
         tensors = [place for place, each in enumerate(given) if isinstance(each, Tensor)]
@@ -104,15 +108,20 @@ class Settled(NamedTuple):
             func,
             served.plan._replace(known=Known()),
             frame.host.key(device),
-            tuple([None if each is None else found[id(each)] for each in used]),
+            _picking([found[id(each)] for each in used]),
             tuple(kwargs),
-            len(given),
-            tuple(tensors),
+            len(given) + 1,
+            _picking(tensors),
             alike,
             static,
             tuple(others),
             (device.type, torch.get_autocast_dtype(device.type)) if cast else None,
         )
+
+
+def _picking(places: list[int]) -> _Pick:
+    """What takes the items at these places."""
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 
 def _is_same(value: Any, other: Any) -> bool:
