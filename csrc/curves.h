@@ -77,4 +77,8 @@ MESA_TUNE_INLINE float silu_derivative(float x) {
   return s * (x * (1.0f - s) + 1.0f);
 }
 
+MESA_TUNE_INLINE float exp_derivative(float x) {
+  return exponential(x > 88.0f ? 88.0f : x);
+}
+
 }  // namespace mesa_tune

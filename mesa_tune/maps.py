@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mesa_tune import ops
 
-KINDS = {"normalize": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+KINDS = {"normalize": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4, "exp": 5}
 """Maps by name, and the numbers by which kernels know them."""
 
 _ON_CUDA = ops.native("cuda")  # they are made while encoding there, too
@@ -134,8 +134,14 @@ def silu_derivative(x: Tensor) -> Tensor:
     return s * (x * (1.0 - s) + 1.0)
 
 
+def exp_derivative(x: Tensor) -> Tensor:
+    """exp(x), what a logarithm of a probability is the logarithm of; beyond 88 as there."""
+    return exponential(torch.where(x > 88.0, 88.0, x))
+
+
 _CURVES: dict[int, Callable[[Tensor], Tensor]] = {
     KINDS["gelu"]: gelu_derivative,
     KINDS["gelu_tanh"]: gelu_tanh_derivative,
     KINDS["silu"]: silu_derivative,
+    KINDS["exp"]: exp_derivative,
 }

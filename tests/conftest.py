@@ -28,6 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _random_numbers_are_the_same_in_every_run() -> None:
+    torch.manual_seed(1234)  # not one of those that tests name
+
+
+@pytest.fixture(autouse=True)
 def _compiled_code_is_forgotten() -> Iterator[None]:
     """Cases of one test are recompilations of one function, which are limited."""
     yield

@@ -39,9 +39,11 @@ __device__ inline float curve(float value) {
     return gelu_derivative(value);
   } else if constexpr (kKind == Map::kGeluTanh) {
     return gelu_tanh_derivative(value);
-  } else {
-    static_assert(kKind == Map::kSilu);
+  } else if constexpr (kKind == Map::kSilu) {
     return silu_derivative(value);
+  } else {
+    static_assert(kKind == Map::kExp);
+    return exp_derivative(value);
   }
 }
 
@@ -58,6 +60,8 @@ __device__ inline float mapped(const Map& map, int64_t index, float value) {
       return curve<Map::kGeluTanh>(value);
     case Map::kSilu:
       return curve<Map::kSilu>(value);
+    case Map::kExp:
+      return curve<Map::kExp>(value);
   }
   return value;
 }

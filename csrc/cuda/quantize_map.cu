@@ -21,6 +21,8 @@ void with_kind(Map::Kind kind, const Visit& visit) {
       return visit(Kind<Map::kGeluTanh>());
     case Map::kSilu:
       return visit(Kind<Map::kSilu>());
+    case Map::kExp:
+      return visit(Kind<Map::kExp>());
   }
 }
 

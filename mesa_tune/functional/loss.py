@@ -7,7 +7,8 @@ stays sure: with the logits kept instead, the rounding of a large logit is expon
 of standard deviation 8 the error is 40 times larger for 10 classes, 120 times for 32,000). Only
 where the targets themselves want a gradient, log p, are the logits kept.
 
-A log-softmax likewise keeps p, not its output:  dz = g − p Σ g. What follows it, nll_loss, keeps indices.
+Where PyTorch makes log p on the way, p is made of that, while it is encoded. A log-softmax likewise keeps p,
+not its output:  dz = g − p Σ g. What follows it, nll_loss, keeps indices.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mesa_tune import maps
 from mesa_tune.functional.activation import along, functional_along
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
 from mesa_tune.functional.held import Held
@@ -28,10 +30,15 @@ if TYPE_CHECKING:
 
 def forward(static: Static, needs: Needs, logits: Tensor, target: Tensor, weight: Tensor | None) -> Result:
     reduction, ignore, smoothing = static
-    y = F.cross_entropy(
-        logits, target, weight, ignore_index=ignore, reduction=reduction, label_smoothing=smoothing
-    )
-    kept = logits if needs[1] else torch.softmax(logits.detach(), _class_axis(logits.dim())).to(logits.dtype)
+    how: Any = {"ignore_index": ignore, "reduction": reduction}
+    axis = _class_axis(logits.dim())
+    if logits.dtype == torch.float32 and smoothing == 0 and not target.is_floating_point():
+        # PyTorch takes the same two steps; those of other dtypes differ under autocast.
+        logs = torch.log_softmax(logits, axis, dtype=logits.dtype)
+        kept = maps.kept(logs, "exp", logs.exp)
+        return Result(F.nll_loss(logs, target, weight, **how), lossy=(kept,), exact=(target, weight))
+    y = F.cross_entropy(logits, target, weight, label_smoothing=smoothing, **how)
+    kept = logits if needs[1] else torch.softmax(logits, axis).to(logits.dtype)
     return Result(y, lossy=(kept,), exact=(target, weight))
 
 
@@ -149,7 +156,7 @@ CROSS_ENTROPY = Formula(
 def log_softmax_forward(static: Static, needs: Needs, x: Tensor) -> Result:
     dim, dtype, _ = static
     y = torch.log_softmax(x, dim, dtype=dtype)
-    return Result(y, lossy=(y.exp(),))
+    return Result(y, lossy=(maps.kept(y, "exp", y.exp),))
 
 
 def log_softmax_backward(
