@@ -89,8 +89,8 @@ def backward(
     if torch.compiler.is_compiling():
         mask = _cast_mask(mask, dtype, False)
         return traced_gradients(scores._replace(mask=mask), needs, q, k, v, grad)
-    shapes = [tuple(each.shape) for each in (q, k, v)]
-    if not needs[3] and attention_by_heads.serves(shapes, [q, k, v, grad]):
+    shapes = [each.shape for each in (q, k, v)]
+    if not needs[3] and attention_by_heads.serves(shapes, grad):
         whole = [attention_by_heads.Samples(0, q, k, v)]
         return _all(needs, attention_by_heads.gradients(scores, needs, shapes, whole, grad))
     if scores.bits is not None:
@@ -112,7 +112,7 @@ def piecewise(
     shapes = [each.meta.shape for each in held]
     if len(shapes[0]) != 4 or shapes[0][0] == 1 or static[4] is not None or needs[3]:
         return None
-    if not attention_by_heads.serves(shapes, [grad]):
+    if not attention_by_heads.serves(shapes, grad):
         return None
     samples = attention_by_heads.packed(held)
     if samples is None:

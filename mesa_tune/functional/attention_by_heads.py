@@ -54,15 +54,13 @@ class Samples(NamedTuple):
     v: Tensor
 
 
-def serves(shapes: Sequence[Shape], kinds: Sequence[Tensor]) -> bool:
-    """Whether `gradients` are those of q, k and v of these shapes, and of the dtype and device of `kinds`."""
-    q, k, v = shapes
+def serves(shapes: Sequence[Shape], grad: Tensor) -> bool:
+    """Whether `gradients` are those of q, k and v of these shapes, for this incoming one."""
+    q, k, v = map(tuple, shapes)
     alike = len(q) == 4 and q[:2] == k[:2] == v[:2] and k[2] == v[2] and q[3] == k[3]
     if not (_NATIVE and alike and math.prod(q) * k[2] > 0 < v[3]):
         return False
-    return q[0] * q[1] >= torch.get_num_threads() and all(
-        x.is_cpu and x.dtype == torch.float32 for x in kinds
-    )
+    return grad.is_cpu and grad.dtype == torch.float32 and q[0] * q[1] >= torch.get_num_threads()
 
 
 def packed(held: Sequence[Held]) -> Iterator[Samples] | None:
@@ -82,21 +80,21 @@ def gradients(
     scores: Scores, needs: Needs, shapes: Sequence[Shape], samples: Iterable[Samples], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of queries, keys and values, of these `shapes` (batch, heads, tokens, width)."""
-    per_sample = math.prod(shapes[0][1:3]) * shapes[1][2]
+    (batch, heads, queries, _), keys = shapes[0], shapes[1][2]
     bias = None
     if scores.mask is not None:
-        bias = as_bias(scores.mask, grad.dtype).expand(*shapes[0][:3], shapes[1][2])
+        bias = as_bias(scores.mask, grad.dtype).expand(batch, heads, queries, keys)
     found = [_laid_out(shape, grad) if want else None for shape, want in zip(shapes, needs, strict=False)]
-    for first, *some in samples:
+    for first, q, k, v in samples:
         incoming, others = grad, [bias, *found]
-        if len(some[0]) < len(grad):
-            part = slice(first, first + len(some[0]))
+        if q.shape[0] < batch:
+            part = slice(first, first + q.shape[0])
             incoming, others = grad[part], [None if each is None else each[part] for each in others]
         ATTENTION_BACKWARD(
-            *[_dense(each) for each in (*some, incoming)],
+            *[_dense(each) for each in (q, k, v, incoming)],
             others[0],
             scores.bits,
-            first * per_sample,
+            first * heads * queries * keys,
             scores.scale,
             scores.causal,
             scores.raised,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mesa_tune import maps
 from mesa_tune.functional.activation import along, functional_along
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
 from mesa_tune.functional.held import Held
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def log_softmax_backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
 ) -> tuple[Tensor | None]:
     dim, _, given = static
-    return ((grad - lossy[0] * grad.sum(dim, keepdim=True)).to(given),)
+    return (cast(torch.addcmul(grad, lossy[0], grad.sum(dim, keepdim=True), value=-1), given),)
 
 
 LOG_SOFTMAX = Formula(log_softmax_forward, log_softmax_backward, "the probabilities")

@@ -43,13 +43,13 @@ def backward(
     da = db = None
     if needs[0]:
         b = cast(lossy[-1], dtype)
-        da = _shaped(grad @ (b.unsqueeze(0) if b.dim() == 1 else b.mT), a_shape, 0)
+        da = _shaped(_product(grad, b.unsqueeze(0) if b.dim() == 1 else b.mT), a_shape, 0)
     if needs[1]:
         a = cast(lossy[0], dtype)
         a = a.unsqueeze(0) if a.dim() == 1 else a
         if len(b_shape) <= 2 and a.dim() == grad.dim():  # one product over all rows, not one a batch to sum
             a, grad = a.flatten(0, -2), grad.flatten(0, -2)
-        db = _shaped(a.mT @ grad, b_shape, 1)
+        db = _shaped(_product(a.mT, grad), b_shape, 1)
     return da, db
 
 
@@ -87,6 +87,11 @@ def _by_matrices(
         for part, a in of_a or [(slice(None), held[0].whole())]:
             torch.matmul(a.mT, grad[part], out=db[part])
     return da, db
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b; `matmul` takes longer to find out what two batches of matrices are."""
+    return torch.bmm(a, b) if a.dim() == b.dim() == 3 and len(a) == len(b) else a @ b
 
 
 def _shaped(grad: Tensor, shape: tuple[int, ...], side: int) -> Tensor:
