@@ -1,10 +1,11 @@
 """What Python of ours costs a call, in microseconds: eager mode, tensors so small that nothing else counts.
 
-    python benchmarks/overhead.py [--calls 2000] [--rounds 9]
+    python benchmarks/overhead.py [--calls 2000] [--rounds 9] [function ...]
 
-A block of calls in a plain module and the same in a converted one, in turn; processor time, so that other
-programs count little. Routed calls go forward and backward, each on a tensor of its own. What is not Python
-of ours is measured apart and taken off: one encode and one decode, and PyTorch's own cost of an
+A block of calls in a plain module and the same in a converted one, in turn; processor time, and the least
+of all rounds, since other programs can only add to it (the median of the differences is given beside it).
+Routed calls go forward and backward, each on tensors of its own. What is not Python of ours is measured
+apart and taken off: an encode and a decode of each tensor kept, and PyTorch's own cost of an
 `autograd.Function` written in Python. `by hand`: the same count for such a Function of the very same ops,
 written for this one function (by_hand.py); below 0 where PyTorch's own backward takes longer. Correctness
 first: outputs must be bitwise the plain ones.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import operator
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from by_hand import BY_HAND
-from common import append, spread
+from common import append
 from torch import Tensor, nn
 
 import mesa_tune as mt
@@ -143,45 +145,44 @@ def main() -> None:
 
 def measure(name: str, case: Case, calls: int, rounds: int) -> dict[str, Any]:
     """Microseconds that a converted module adds to each call, and what of them is not ours."""
-    plain, converted = Calls(case.call), Calls(case.call)
+    plain, converted, written = (Calls(case.call) for _ in range(3))
     mt.convert(converted, mt.Policy.uniform(level=16), seed=0, min_elements=0)
-    written = Calls(by_hand(name)) if name in BY_HAND else plain
-    given = tensors(case, calls)
+    if case.coded:
+        written.call = by_hand(name)
     for other in (converted, written):
         other.load_state_dict(plain.state_dict())
-        if not all(map(torch.equal, outputs(plain, given), outputs(other, given))):
-            raise SystemExit(f"{name}: the forward is not exact")
-    taken = [once(plain, converted, written, case, calls) for _ in range(rounds + 2)][2:]
-    added, hand, codec, function = zip(*taken, strict=True)
-    return {
-        "added_us": spread(list(added))._asdict(),
-        "by_hand_us": statistics.median(hand),
-        "codec_us": statistics.median(codec),
-        "function_us": statistics.median(function),
-    }
-
-
-def outputs(module: Calls, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """The outputs, of the same random numbers each time."""
-    torch.manual_seed(0)
-    found: list[Tensor] = module(given)
-    return found
-
-
-def once(
-    plain: Calls, converted: Calls, written: Calls, case: Case, calls: int
-) -> tuple[float, float, float, float]:
-    """Microseconds added to a call, by us and by hand, and, if anything is encoded, what is to be taken
-    off.
-    """
-    before = run(plain, case, calls)
-    added = 1e6 * (run(converted, case, calls) - before) / calls
-    if not case.coded:
-        return added, 0.0, 0.0, 0.0
-    hand = 1e6 * (run(written, case, calls) - before) / calls
+        check(name, plain, other, tensors(case, calls))
     one = Case(bare)
-    function = 1e6 * (run(Calls(bare), one, calls) - run(Calls(view), one, calls)) / calls
-    return added, hand, codec_us(case, calls), function
+    kinds: dict[str, Callable[[], float]] = {
+        "plain": lambda: run(plain, case, calls),
+        "converted": lambda: run(converted, case, calls),
+        "by hand": lambda: run(written, case, calls),
+        "codec": lambda: code(case, calls),
+        "function": lambda: run(Calls(bare), one, calls),
+        "view": lambda: run(Calls(view), one, calls),
+    }
+    rows = [[1e6 * kind() / calls for kind in kinds.values()] for _ in range(rounds + 2)]
+    taken = dict(zip(kinds, zip(*rows[2:], strict=True), strict=True))  # two calls are served anew
+    plain_us, added_us, hand_us, codec_us, function_us, view_us = map(min, taken.values())
+    median = statistics.median(map(operator.sub, taken["converted"], taken["plain"]))
+    measured = {
+        "added_us": added_us - plain_us,
+        "median_us": median,
+        "codec_us": codec_us,
+        "function_us": 0.0,
+    }
+    if case.coded:
+        measured |= {"by_hand_us": hand_us - plain_us, "function_us": function_us - view_us}
+    return measured
+
+
+def check(name: str, plain: Calls, other: Calls, given: list[tuple[Tensor, ...]]) -> None:
+    """The outputs must be the same, of the same random numbers."""
+    torch.manual_seed(0)
+    expected = plain(given)
+    torch.manual_seed(0)
+    if not all(map(torch.equal, expected, other(given))):
+        raise SystemExit(f"{name}: the forward is not exact")
 
 
 def view(module: Calls, x: Tensor) -> Tensor:
@@ -208,28 +209,27 @@ def run(module: Calls, case: Case, calls: int) -> float:
     return used
 
 
-def codec_us(case: Case, calls: int) -> float:
-    """Microseconds in which the tensors of a call are encoded and decoded, called straight."""
+def code(case: Case, calls: int) -> float:
+    """Seconds in which the tensors of all calls are encoded and decoded, called straight."""
     x, key = torch.randn(case.shape), torch.zeros(1, dtype=torch.int64)
     quantize, dequantize = torch.ops.mesa_tune.quantize.default, torch.ops.mesa_tune.dequantize_out.default
     start = time.process_time()
     for _ in range(calls * case.coded):
         data, ranges = quantize(x, *SETTINGS, True, key)
         dequantize(data, ranges, *SETTINGS, x.new_empty(x.shape))
-    return 1e6 * (time.process_time() - start) / calls
+    return time.process_time() - start
 
 
 def describe(case: dict[str, Any]) -> str:
     """One function's figures in a line."""
-    added = case["added_us"]
     off = case["codec_us"] + case["function_us"]
     line = (
-        f"{case['function']:12} +{added['median']:5.1f} µs [{added['low']:.1f}, {added['high']:.1f}]: own"
-        f" {added['median'] - off:.1f}, asked {ASKED[case['kind']]:.0f}"
+        f"{case['function']:14}+{case['added_us']:6.1f} µs (median {case['median_us']:.1f}):"
+        f" own {case['added_us'] - off:5.1f}, asked {ASKED[case['kind']]:.0f}"
     )
     if case["kind"] == "routed":
         line += (
-            f"; by hand {case['by_hand_us'] - off:.1f}; taken off: codec {case['codec_us']:.1f},"
+            f"; by hand {case['by_hand_us'] - off:5.1f}; taken off: codec {case['codec_us']:.1f},"
             f" autograd.Function {case['function_us']:.1f}"
         )
     return line
