@@ -17,7 +17,7 @@ from mesa_tune import fused_ops, maps, ops
 
 KEY = torch.zeros(1, dtype=torch.int64)
 SIZES = (4, 16, 256)
-NORMALIZE, GELU = maps.KINDS["normalize"], maps.KINDS["gelu"]
+NORMALIZE, GELU, EXP = (maps.KINDS[kind] for kind in ("normalize", "gelu", "exp"))
 Forward = Callable[..., Tensor]
 Backward = Callable[..., Any]
 
@@ -183,7 +183,7 @@ def attention_backward(ctx: Any, grad: Tensor) -> Any:
 
 def log_softmax_forward(ctx: Any, x: Tensor) -> Tensor:
     y = torch.log_softmax(x, -1)
-    ctx.save_for_backward(*quantize(y.exp()))
+    ctx.save_for_backward(*quantize_map(y, EXP))
     return y
 
 
@@ -193,18 +193,16 @@ def log_softmax_backward(ctx: Any, grad: Tensor) -> Any:
 
 
 def cross_entropy_forward(ctx: Any, x: Tensor, target: Tensor) -> Tensor:
-    ctx.save_for_backward(target, *quantize(torch.softmax(x, 1)))
-    ctx.shape = x.shape
-    return F.cross_entropy(x, target)
+    logs = torch.log_softmax(x, 1)
+    ctx.save_for_backward(target, *quantize_map(logs, EXP))
+    ctx.classes = x.shape[1]
+    return F.nll_loss(logs, target)
 
 
 def cross_entropy_backward(ctx: Any, grad: Tensor) -> Any:
     target, data, ranges = ctx.saved_tensors
-    dx = grad.new_empty(ctx.shape)
-    torch.ops.mesa_tune.dequantize_out.default(data, ranges, *SIZES, 0, dx)
-    counted = target != -100
-    each = torch.where(counted, grad / counted.sum(), 0).unsqueeze(1)
-    return dx.mul_(each).scatter_add_(1, torch.where(counted, target, 0).unsqueeze(1), -each), None
+    rest = (target, None, grad, ctx.classes, -100, True)
+    return fused_ops.CROSS_ENTROPY_BACKWARD(data, ranges, *rest, *SIZES), None
 
 
 BY_HAND: dict[str, tuple[Any, tuple[str, ...]]] = {

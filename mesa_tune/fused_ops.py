@@ -1,10 +1,10 @@
 """Ops that spare a pass over memory: something is made while it is encoded, or used while it is decoded.
 
 Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul, pack_at_most, gate,
-norm_backward, batch_norm_backward, softmax_backward, linear_backward, attention_backward}`. All but the last,
-which writes into existing memory, are pure. Their default kernels, in PyTorch, give the same bytes (the last
-five the same numbers but for the order of sums). The first two have native kernels on the CPU and on CUDA,
-the others on the CPU.
+norm_backward, batch_norm_backward, softmax_backward, cross_entropy_backward, linear_backward,
+attention_backward}`. All but the last, which writes into existing memory, are pure. Their default kernels,
+in PyTorch, give the same bytes (the last six the same numbers but for the order of sums). The first two have
+native kernels on the CPU and on CUDA, the others on the CPU.
 """
 
 import math
@@ -19,6 +19,7 @@ _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
 _NORM = "Tensor grad, Tensor rstd, Tensor weight, bool centered"
 _BATCH_NORM = "Tensor grad, Tensor rstd, Tensor? weight, bool last, bool fixed"
+_CROSS_ENTROPY = "Tensor target, Tensor? weight, Tensor grad, int classes, int ignore, bool mean"
 _LINEAR = "Tensor grad, Tensor? weight, int width, bool transposed, bool bias"
 _DROPPED = "Tensor? bits, int first_bit, float scale, bool causal, float raised"
 _ATTENTION = f"Tensor q, Tensor k, Tensor v, Tensor grad, Tensor? bias, {_DROPPED}"
@@ -31,6 +32,7 @@ _SCHEMAS = (
     f"norm_backward({_PARTS}, {_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
     f"batch_norm_backward({_PARTS}, {_BATCH_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
     f"softmax_backward({_PARTS}, Tensor grad, {_SIZES}) -> Tensor",
+    f"cross_entropy_backward({_PARTS}, {_CROSS_ENTROPY}, {_SIZES}) -> Tensor",
     f"linear_backward({_PARTS}, {_LINEAR}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
 )
 
@@ -141,6 +143,35 @@ def softmax_backward(
     return dx
 
 
+def cross_entropy_backward(
+    data: Tensor,
+    ranges: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    grad: Tensor,
+    classes: int,
+    ignore: int,
+    mean: bool,
+    bits: int,
+    levels: int,
+    group_size: int,
+) -> Tensor:
+    """The backward of a cross-entropy whose probabilities `(*target.shape, classes)` were quantized; float32.
+
+    target int64, any of them maybe `ignore`; weight `(classes,)`; grad a number for each target, or one for
+    all, of their `mean` or sum. Returns dx in the shape of the probabilities. RuntimeError for a target that
+    is no class.
+    """
+    shape, sizes = (*target.shape, classes), (bits, levels, group_size, 0)
+    dx: Tensor = torch.ops.mesa_tune.dequantize.default(data, ranges, shape, grad.dtype, *sizes)
+    counted = target != ignore
+    index = torch.where(counted, target, 0)
+    own = torch.where(counted, 1.0 if weight is None else weight[index], 0.0)
+    scale = own * torch.where(counted, grad / own.sum() if mean else grad, 0.0)
+    at_target = scale.unsqueeze(-1)
+    return dx.mul_(at_target).scatter_add_(-1, index.unsqueeze(-1), -at_target)
+
+
 def linear_backward(
     data: Tensor,
     ranges: Tensor,
@@ -235,6 +266,18 @@ def _fake_batch_norm_backward(
     return grad.new_empty(grad.shape), rstd.new_empty(rstd.shape), rstd.new_empty(rstd.shape)
 
 
+def _fake_cross_entropy_backward(
+    data: Tensor,
+    ranges: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    grad: Tensor,
+    classes: int,
+    *arguments: object,
+) -> Tensor:
+    return grad.new_empty(*target.shape, classes)
+
+
 def _fake_linear_backward(
     data: Tensor,
     ranges: Tensor,
@@ -259,6 +302,7 @@ _KERNELS: ops.Kernels = {
     "norm_backward": (norm_backward, _fake_norm_backward),
     "batch_norm_backward": (batch_norm_backward, _fake_batch_norm_backward),
     "softmax_backward": (softmax_backward, _fake_like_factor),
+    "cross_entropy_backward": (cross_entropy_backward, _fake_cross_entropy_backward),
     "linear_backward": (linear_backward, _fake_linear_backward),
     "attention_backward": (attention_backward, ops.nothing),
 }
@@ -276,4 +320,5 @@ NORM_BACKWARD = torch.ops.mesa_tune.norm_backward.default
 ATTENTION_BACKWARD = torch.ops.mesa_tune.attention_backward.default
 BATCH_NORM_BACKWARD = torch.ops.mesa_tune.batch_norm_backward.default
 SOFTMAX_BACKWARD = torch.ops.mesa_tune.softmax_backward.default
+CROSS_ENTROPY_BACKWARD = torch.ops.mesa_tune.cross_entropy_backward.default
 LINEAR_BACKWARD = torch.ops.mesa_tune.linear_backward.default

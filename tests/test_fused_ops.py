@@ -209,6 +209,48 @@ def test_a_softmax_goes_backward_from_what_is_packed(shape: tuple[int, ...], gro
         assert (found - right).norm() <= 1e-6 * right.norm()
 
 
+@pytest.mark.parametrize("group_size", [64, 100, 4096])
+@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
+@pytest.mark.parametrize("weighted", [True, False], ids=["weights", "no-weights"])
+@pytest.mark.parametrize("shape", [(0, 8), (5, 0), (9,), (6, 1), (67, 48), (3, 50_257)], ids=str)
+def test_a_cross_entropy_goes_backward_from_what_is_packed(
+    shape: tuple[int, ...], weighted: bool, mean: bool, group_size: int
+) -> None:
+    rows, classes = shape[:-1], shape[-1]
+    packed = ops.quantize(tensor(*shape).softmax(-1), 3, group_size, seed=1)
+    target = torch.randint(max(1, classes), rows)
+    target = target.masked_fill(torch.rand(rows) < (0.2 if classes else 2), -100)
+    weight = torch.rand(classes) if weighted else None
+    own = torch.zeros(rows)
+    own[target >= 0] = 1.0 if weight is None else weight[target[target >= 0]]
+    right = ops.dequantize(packed).double()
+    right[target >= 0] -= F.one_hot(target[target >= 0], max(1, classes))
+    for grad in (torch.tensor(2.5), torch.randn(()).expand(rows), torch.randn(rows)):
+        arguments = (packed.data, packed.ranges, target, weight, grad, classes, -100, mean, 3, 8, group_size)
+        found = fused_ops.CROSS_ENTROPY_BACKWARD(*arguments)
+        expected = right * (own * grad / (own.sum() if mean and own.any() else 1)).unsqueeze(-1)
+        assert found.shape == shape
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_what_a_cross_entropy_cannot_take_is_refused() -> None:
+    if not ops.native():
+        pytest.skip("the kernels are not loaded")
+    packed, target, grad = ops.quantize(tensor(6, 50), 4, 64, seed=1), torch.arange(6), tensor(6)
+    for match, (its_target, weight, its_grad) in {
+        "a target below 50, but got 50": (target + 45, None, grad),
+        "a target below 50, but got -1": (target - 1, None, grad),
+        "int64 targets of 6": (target.int(), None, grad),
+        "class weights of 50": (target, torch.ones(49), grad),
+        "float32 gradient of 6": (target, None, grad[1:]),
+        "contiguous data": (target[1:], None, grad[1:]),
+    }.items():
+        with pytest.raises(RuntimeError, match=match):
+            fused_ops.CROSS_ENTROPY_BACKWARD(
+                packed.data, packed.ranges, its_target, weight, its_grad, 50, -100, True, 4, 16, 64
+            )
+
+
 def test_what_a_batch_norm_or_a_softmax_cannot_take_is_refused() -> None:
     if not ops.native():
         pytest.skip("the kernels are not loaded")
@@ -243,6 +285,19 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
         "norm_backward": (packed.data, packed.ranges, x, x[:, 0].clone(), x[0], True, 4, 16, 64),
         "batch_norm_backward": (packed.data, packed.ranges, x, x[0], x[1], True, False, 4, 16, 64),
         "softmax_backward": (packed.data, packed.ranges, x, 4, 16, 64),
+        "cross_entropy_backward": (
+            packed.data,
+            packed.ranges,
+            torch.arange(len(x)),
+            x[0].abs(),
+            torch.ones(()),
+            x.shape[1],
+            3,
+            True,
+            4,
+            16,
+            64,
+        ),
         "linear_backward": (packed.data, packed.ranges, x, tensor(50, 50), 50, False, True, 4, 16, 64),
         "attention_backward": (
             *[heads] * 4,

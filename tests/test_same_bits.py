@@ -23,7 +23,7 @@ THREADS = (1, 2, 7)
 SEED = torch.tensor([5])
 WIDTHS = {(256, 0): range(1, 9), (100, 0): (1, 8), (33_000, 0): (2, 5), (1, 5): (4, 7)}
 """Bits for each kind of groups: (group_size, quant_groups)."""
-OWN_ORDER = ("norm_backward", "batch_norm_backward", "softmax_backward")
+OWN_ORDER = ("norm_backward", "batch_norm_backward", "softmax_backward", "cross_entropy_backward")
 """Ops whose kernels make sums in an order that is not the reference's, but always the same."""
 
 
@@ -80,6 +80,8 @@ def normalized(x: Tensor) -> Iterator[tuple[str, Tensor]]:
         for made in torch.ops.mesa_tune.batch_norm_backward(*given):
             yield "batch_norm_backward", made
     yield "softmax_backward", torch.ops.mesa_tune.softmax_backward(data, ranges, grad, *sizes)
+    given = (torch.arange(len(grad)) % 87, weight.abs(), grad[:, 1], 87, 5, True)
+    yield "cross_entropy_backward", torch.ops.mesa_tune.cross_entropy_backward(data, ranges, *given, *sizes)
 
 
 def quantized(x: Tensor, bits: int, kind: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:

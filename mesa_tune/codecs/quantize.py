@@ -14,6 +14,7 @@ from mesa_tune import reference
 from mesa_tune.codecs.spec import Memory, Spec
 from mesa_tune.fused_ops import (
     BATCH_NORM_BACKWARD,
+    CROSS_ENTROPY_BACKWARD,
     DEQUANTIZE_MUL,
     LINEAR_BACKWARD,
     NORM_BACKWARD,
@@ -134,6 +135,27 @@ def decode_softmax(parts: Sequence[Tensor], grad: Tensor, spec: Spec) -> Tensor 
     if not _is_for_rows(spec, grad, ranges):
         return None
     dx: Tensor = SOFTMAX_BACKWARD(data, ranges, grad, spec.bits, spec.levels, spec.group_size)
+    return dx
+
+
+def decode_cross_entropy(
+    parts: Sequence[Tensor],
+    target: Tensor,
+    weight: Tensor | None,
+    grad: Tensor,
+    classes: int,
+    ignore: int,
+    mean: bool,
+    spec: Spec,
+) -> Tensor | None:
+    """`fused_ops.cross_entropy_backward` of the probabilities that `parts` hold; None where that is not
+    possible.
+    """
+    data, ranges = parts
+    if target.dtype != torch.int64 or not _is_for_rows(spec, grad, ranges, weight):
+        return None
+    sizes = (spec.bits, spec.levels, spec.group_size)
+    dx: Tensor = CROSS_ENTROPY_BACKWARD(data, ranges, target, weight, grad, classes, ignore, mean, *sizes)
     return dx
 
 

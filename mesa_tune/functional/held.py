@@ -106,6 +106,20 @@ class Held(NamedTuple):
         dx: Tensor | None = None if decode is None else decode(self.parts, grad, self.spec)
         return dx
 
+    def cross_entropy_backward(
+        self, target: Tensor, weight: Tensor | None, grad: Tensor, ignore: int, mean: bool
+    ) -> Tensor | None:
+        """The gradient of a cross-entropy for class indices, whose probabilities `(*, classes)` this is, in
+        one pass; None where that is not possible.
+        """
+        decode = getattr(self.codec, "decode_cross_entropy", None)
+        shape = self.meta.shape
+        if decode is None or shape[:-1] != target.shape or not self._is_row_major():
+            return None
+        dx: Tensor | None
+        dx = decode(self.parts, target, weight, grad, shape[-1], ignore, mean, self.spec)
+        return dx
+
     def linear_backward(
         self, grad: Tensor, weight: Tensor | None, bias: bool, transposed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -59,10 +59,17 @@ def backward(
 def piecewise(
     static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...] | None:
-    """dz for class indices, p decoded some samples at a time."""
+    """dz for class indices, in one pass, or p decoded some samples at a time."""
     target, weight = exact
     assert target is not None
-    pieces = None if target.is_floating_point() else held[0].parts_of(torch.float32)
+    if target.is_floating_point():
+        return None
+    reduction, ignore, smoothing = static
+    if smoothing == 0 and len(held[0].meta.shape) <= 2:
+        found = held[0].cross_entropy_backward(target, weight, grad, ignore, reduction == "mean")
+        if found is not None:
+            return found, None, None
+    pieces = held[0].parts_of(torch.float32)
     if pieces is None:
         return None
     shape = held[0].meta.shape
