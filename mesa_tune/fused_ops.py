@@ -164,6 +164,8 @@ def cross_entropy_backward(
     """
     shape, sizes = (*target.shape, classes), (bits, levels, group_size, 0)
     dx: Tensor = torch.ops.mesa_tune.dequantize.default(data, ranges, shape, grad.dtype, *sizes)
+    if not dx.numel():
+        return dx
     counted = target != ignore
     index = torch.where(counted, target, 0)
     own = torch.where(counted, 1.0 if weight is None else weight[index], 0.0)
