@@ -189,7 +189,8 @@ def log_softmax_forward(ctx: Any, x: Tensor) -> Tensor:
 
 def log_softmax_backward(ctx: Any, grad: Tensor) -> Any:
     data, ranges = ctx.saved_tensors
-    return grad - fused_ops.DEQUANTIZE_MUL(data, ranges, grad.sum(-1, keepdim=True).expand_as(grad), *SIZES)
+    p = dequantize(data, ranges, grad)
+    return torch.addcmul(grad, p, grad.sum(-1, keepdim=True), value=-1)
 
 
 def cross_entropy_forward(ctx: Any, x: Tensor, target: Tensor) -> Tensor:

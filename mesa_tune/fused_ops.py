@@ -143,6 +143,22 @@ def softmax_backward(
     return dx
 
 
+def by_target(
+    target: Tensor, weight: Tensor | None, ignore: int, mean: bool, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each target's index, and its incoming gradient times its weight and alone, zero where it is ignored.
+
+    `grad` is that of a loss for each target, or, one for all, of their `mean` or sum.
+    """
+    counted = target != ignore
+    index = torch.where(counted, target, 0)
+    own = None if weight is None else torch.where(counted, weight[index], 0)
+    if mean:
+        grad = grad / (counted if own is None else own).sum()
+    grad = torch.where(counted, grad, 0)
+    return index, grad if own is None else own * grad, grad
+
+
 def cross_entropy_backward(
     data: Tensor,
     ranges: Tensor,
@@ -166,11 +182,8 @@ def cross_entropy_backward(
     dx: Tensor = torch.ops.mesa_tune.dequantize.default(data, ranges, shape, grad.dtype, *sizes)
     if not dx.numel():
         return dx
-    counted = target != ignore
-    index = torch.where(counted, target, 0)
-    own = torch.where(counted, 1.0 if weight is None else weight[index], 0.0)
-    scale = own * torch.where(counted, grad / own.sum() if mean else grad, 0.0)
-    at_target = scale.unsqueeze(-1)
+    index, at_target, _ = by_target(target, weight, ignore, mean, grad)
+    at_target = at_target.unsqueeze(-1)
     return dx.mul_(at_target).scatter_add_(-1, index.unsqueeze(-1), -at_target)
 
 

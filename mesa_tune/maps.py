@@ -35,6 +35,11 @@ class Mapped(NamedTuple):
     inner: int = 1
 
 
+def are_single(*tensors: Tensor | None) -> bool:
+    """Whether those that are there are float32."""
+    return False not in [each is None or each.dtype is torch.float32 for each in tensors]
+
+
 def kept(
     source: Tensor,
     kind: str,
@@ -44,10 +49,8 @@ def kept(
     inner: int = 1,
 ) -> Tensor | Mapped:
     """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
-    single = source.dtype is torch.float32 is (source if mean is None else mean).dtype
-    single = single and (rstd is None or rstd.dtype is torch.float32)
     here = source.is_cpu or (_ON_CUDA and source.is_cuda)
-    if not (single and here and source.is_contiguous() and source.numel()):
+    if not (are_single(source, mean, rstd) and here and source.is_contiguous() and source.numel()):
         return make()
     return Mapped(source, kind, make, mean, rstd, inner)
 

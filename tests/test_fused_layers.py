@@ -138,6 +138,9 @@ FUSED: dict[str, tuple[str, nn.Module, tuple[int, ...]]] = {
     "instance": ("decode_batch_norm", nn.InstanceNorm2d(8, affine=True), (10, 8, 16, 18)),
     "softmax": ("decode_softmax", nn.Softmax(-1), (10, 3, 20, 32)),
     "softmax-of-a-row": ("decode_softmax", nn.Softmax(0), (500,)),
+    "loss": ("decode_cross_entropy", Loss(), (67, 48)),
+    "loss-weighted": ("decode_cross_entropy", Loss(weight=torch.rand(48), reduction="sum"), (67, 48)),
+    "loss-of-rows": ("decode_cross_entropy", Loss(reduction="none"), (67, 48)),
     "matmul": ("decode_linear", Product(torch.matmul, 48, 30), (7, 31, 48)),
     "addmm": ("decode_linear", Product(partial(torch.addmm, torch.ones(30), alpha=0.5), 48, 30), (77, 48)),
     "mul": ("decode_times", Product(torch.mul, 77, 48), (77, 48)),
@@ -170,6 +173,15 @@ def test_gradients_in_one_pass_are_those_in_two(name: str, monkeypatch: pytest.M
         assert one.stride() == other.stride()
         assert (one - other).norm() < 1e-6 * other.norm()
     assert used.count(True) == used.count(False) > 0
+
+
+def test_classes_that_do_not_lie_last_are_not_taken_for_such() -> None:
+    """In a square, shapes do not tell."""
+    x = torch.randn(13, 16, 16, requires_grad=True)
+    model = mt.convert(nn.Sequential(Loss()), mt.Policy.uniform(256), seed=0, min_elements=0)
+    (found,) = torch.autograd.grad(model(x * 1.0), x)
+    (exact,) = torch.autograd.grad(Loss()(x), x)
+    assert (found - exact).norm() < 1e-2 * exact.norm()
 
 
 @pytest.mark.parametrize("name", WEIGHTED)

@@ -21,7 +21,7 @@ from mesa_tune.fused_ops import (
     QUANTIZE_MAP,
     SOFTMAX_BACKWARD,
 )
-from mesa_tune.maps import KINDS, Mapped
+from mesa_tune.maps import KINDS, Mapped, are_single
 
 LARGEST_GROUP = 4096
 """Larger ones are nothing for kernels that decode some rows at a time."""
@@ -93,8 +93,12 @@ def decode_times(parts: Sequence[Tensor], factor: Tensor, spec: Spec) -> Tensor 
 
 def _is_for_rows(spec: Spec, grad: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel that decodes some rows at a time can take these groups and tensors."""
-    single = False not in [each is None or each.dtype is torch.float32 for each in (grad, *others)]
-    return single and grad.is_cpu and not spec.quant_groups and spec.group_size <= LARGEST_GROUP
+    return (
+        are_single(grad, *others)
+        and grad.is_cpu
+        and not spec.quant_groups
+        and spec.group_size <= LARGEST_GROUP
+    )
 
 
 def decode_norm(

@@ -110,9 +110,8 @@ def piecewise(
 ) -> tuple[Tensor | None, ...] | None:
     """Some samples decoded at a time, if there are several."""
     shapes = [each.meta.shape for each in held]
-    if len(shapes[0]) != 4 or shapes[0][0] == 1 or static[4] is not None or needs[3]:
-        return None
-    if not attention_by_heads.serves(shapes, grad):
+    several = shapes[0][0] > 1 and static[4] is None and not needs[3]
+    if not (several and attention_by_heads.serves(shapes, grad)):
         return None
     samples = attention_by_heads.packed(held)
     if samples is None:

@@ -56,7 +56,7 @@ class Samples(NamedTuple):
 
 def serves(shapes: Sequence[Shape], grad: Tensor) -> bool:
     """Whether `gradients` are those of q, k and v of these shapes, for this incoming one."""
-    q, k, v = map(tuple, shapes)
+    q, k, v = shapes
     alike = len(q) == 4 and q[:2] == k[:2] == v[:2] and k[2] == v[2] and q[3] == k[3]
     if not (_NATIVE and alike and math.prod(q) * k[2] > 0 < v[3]):
         return False

@@ -113,11 +113,10 @@ class Held(NamedTuple):
         one pass; None where that is not possible.
         """
         decode = getattr(self.codec, "decode_cross_entropy", None)
-        shape = self.meta.shape
-        if decode is None or shape[:-1] != target.shape or not self._is_row_major():
+        if decode is None or not self._is_row_major():
             return None
         dx: Tensor | None
-        dx = decode(self.parts, target, weight, grad, shape[-1], ignore, mean, self.spec)
+        dx = decode(self.parts, target, weight, grad, self.meta.shape[-1], ignore, mean, self.spec)
         return dx
 
     def linear_backward(

@@ -23,6 +23,7 @@ from mesa_tune import maps
 from mesa_tune.functional.activation import along, functional_along
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
 from mesa_tune.functional.held import Held
+from mesa_tune.fused_ops import by_target
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -34,7 +35,7 @@ def forward(static: Static, needs: Needs, logits: Tensor, target: Tensor, weight
     axis = _class_axis(logits.dim())
     if logits.dtype == torch.float32 and smoothing == 0 and not target.is_floating_point():
         # PyTorch takes the same two steps; those of other dtypes differ under autocast.
-        logs = torch.log_softmax(logits, axis, dtype=logits.dtype)
+        logs = torch.log_softmax(logits, axis)
         kept = maps.kept(logs, "exp", logs.exp)
         return Result(F.nll_loss(logs, target, weight, **how), lossy=(kept,), exact=(target, weight))
     y = F.cross_entropy(logits, target, weight, label_smoothing=smoothing, **how)
@@ -65,14 +66,14 @@ def piecewise(
     if target.is_floating_point():
         return None
     reduction, ignore, smoothing = static
-    if smoothing == 0 and len(held[0].meta.shape) <= 2:
+    shape = held[0].meta.shape
+    if smoothing == 0 and _class_axis(len(shape)) == len(shape) - 1:
         found = held[0].cross_entropy_backward(target, weight, grad, ignore, reduction == "mean")
         if found is not None:
             return found, None, None
     pieces = held[0].parts_of(torch.float32)
     if pieces is None:
         return None
-    shape = held[0].meta.shape
 
     def product(total: Tensor) -> Tensor:
         dz = grad.new_empty(shape, dtype=torch.float32)
@@ -82,19 +83,6 @@ def piecewise(
 
     weight = None if weight is None else weight.to(torch.float32)
     return _indices(static, shape, product, target, weight, grad.to(torch.float32)), None, None
-
-
-def _counts(
-    target: Tensor, weight: Tensor | None, ignore: int, reduction: str, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Each target's index, and its incoming gradient times its weight and alone, zero where it is ignored."""
-    counted = target != ignore
-    index = torch.where(counted, target, 0)
-    own = None if weight is None else torch.where(counted, weight[index], 0)
-    if reduction == "mean":
-        grad = grad / (counted if own is None else own).sum()
-    grad = torch.where(counted, grad, 0)
-    return index, grad if own is None else own * grad, grad
 
 
 def _indices(
@@ -108,7 +96,7 @@ def _indices(
     """dz for class indices; `times` multiplies p, of this shape."""
     reduction, ignore, smoothing = static
     axis = _class_axis(len(shape))
-    index, at_target, grad = _counts(target, weight, ignore, reduction, grad)
+    index, at_target, grad = by_target(target, weight, ignore, reduction == "mean", grad)
     index, at_target = index.unsqueeze(axis), at_target.unsqueeze(axis)
     if smoothing == 0:
         return times(at_target).scatter_add_(axis, index, -at_target)
@@ -188,7 +176,7 @@ def nll_backward(
     shape, dtype, reduction, ignore = static
     target, weight = exact
     assert target is not None
-    index, at_target, _ = _counts(target, weight, ignore, reduction, grad)
+    index, at_target, _ = by_target(target, weight, ignore, reduction == "mean", grad)
     dz = at_target.new_zeros(shape)
     axis = _class_axis(dz.dim())
     dz.scatter_(axis, index.unsqueeze(axis), (-at_target).unsqueeze(axis))

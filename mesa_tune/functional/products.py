@@ -91,7 +91,7 @@ def _by_matrices(
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a b; `matmul` takes longer to find out what two batches of matrices are."""
-    return torch.bmm(a, b) if a.dim() == b.dim() == 3 and len(a) == len(b) else a @ b
+    return torch.bmm(a, b) if a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0] else a @ b
 
 
 def _shaped(grad: Tensor, shape: tuple[int, ...], side: int) -> Tensor:

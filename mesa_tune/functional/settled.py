@@ -56,8 +56,8 @@ class Settled(NamedTuple):
         is_static: Callable[[Tensor], bool],
     ) -> Any:
         """The output for other arguments; None if they are not alike."""
-        given = (*args, *kwargs.values(), None) if kwargs else (*args, None)
-        if len(given) != self.given or (tuple(kwargs) if kwargs else ()) != self.names:
+        given = (*args, *kwargs.values(), None)
+        if len(given) != self.given or tuple(kwargs) != self.names:
             return None
         if not (self.alike(*self.tensors(given)) and self._agrees(given, is_static)):
             return None
