@@ -28,9 +28,9 @@ std::vector<float> scales(const int64_t* target, const float* weight, const floa
   return scale;
 }
 
-Tensor cross_entropy_backward(Tensor data, Tensor ranges, Tensor target, std::optional<Tensor> weight,
-                              Tensor grad, int64_t classes, int64_t ignore, bool mean, int64_t bits,
-                              int64_t levels, int64_t group_size) {
+Tensor cross_entropy_backward(Tensor data, Tensor ranges, Tensor target, Tensor surplus,
+                              std::optional<Tensor> weight, Tensor grad, int64_t classes, int64_t ignore,
+                              bool mean, int64_t bits, int64_t levels, int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
   const Tensor given = to_contiguous(grad), wanted = to_contiguous(target);
   check_on_cpu(given);
@@ -40,6 +40,7 @@ Tensor cross_entropy_backward(Tensor data, Tensor ranges, Tensor target, std::op
   const auto* indices =
       static_cast<const int64_t*>(dense(wanted, given, ScalarType::Long, rows, "int64 targets"));
   const float* incoming = floats(given, given, given.numel() == 1 ? 1 : rows, "float32 gradient");
+  const float* at_target = floats(surplus, given, rows, "float32 surplus");
   const float* weights = weight.has_value() ? floats(*weight, given, classes, "class weights") : nullptr;
   const Packed packed = read_packed(data, ranges, given, rows * classes, s);
   std::vector<int64_t> sizes = wanted.sizes().vec();
@@ -48,7 +49,8 @@ Tensor cross_entropy_backward(Tensor data, Tensor ranges, Tensor target, std::op
   const std::vector<float> scale =
       scales(indices, weights, incoming, given.numel() == 1, rows, classes, ignore, mean);
   cpu::cross_entropy_backward(
-      {indices, scale.data(), rows, classes, static_cast<float*>(dx.mutable_data_ptr())}, packed, s);
+      {indices, at_target, scale.data(), rows, classes, static_cast<float*>(dx.mutable_data_ptr())}, packed,
+      s);
   return dx;
 }
 

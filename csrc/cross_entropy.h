@@ -5,10 +5,12 @@
 
 namespace mesa_tune {
 
-// The backward of a cross-entropy for class indices: dx = scale (p - 1 at the target) in each row. Dense.
+// The backward of a cross-entropy for class indices: in each row dx = scale p, at the target scale surplus.
+// Dense.
 struct CrossEntropyBackward {
   const int64_t* target;  // only looked at where the scale is not 0
-  const float* scale;     // one a row
+  const float* surplus;   // one per row: p - 1 of the target
+  const float* scale;     // one per row
   int64_t rows;
   int64_t classes;
   float* dx;

@@ -78,7 +78,11 @@ MESA_TUNE_INLINE float silu_derivative(float x) {
 }
 
 MESA_TUNE_INLINE float exp_derivative(float x) {
-  return exponential(x > 88.0f ? 88.0f : x);
+  return exponential(x > 88.0f ? 88.0f : x == x ? x : -88.0f);
+}
+
+MESA_TUNE_INLINE float definite(float x) {
+  return x == x ? x : 0.0f;
 }
 
 }  // namespace mesa_tune

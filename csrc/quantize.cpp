@@ -92,7 +92,8 @@ const float* floats(const Tensor& x, const std::optional<Tensor>& values, int64_
 
 Map map_of(const Tensor& x, int64_t kind, const std::optional<Tensor>& mean,
            const std::optional<Tensor>& rstd, int64_t inner) {
-  STD_TORCH_CHECK(kind >= Map::kNormalize && kind <= Map::kExp, "expected a map from 1 to 5, but got ", kind);
+  STD_TORCH_CHECK(kind >= Map::kNormalize && kind <= Map::kDefinite, "expected a map from 1 to 6, but got ",
+                  kind);
   if (kind != Map::kNormalize) return {static_cast<Map::Kind>(kind)};
   STD_TORCH_CHECK(rstd.has_value() && rstd->numel() > 0 && inner > 0,
                   "to normalize takes a reciprocal deviation and a positive number of neighbours");

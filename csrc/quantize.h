@@ -20,7 +20,7 @@ struct Strided {
 
 // What is encoded in place of the elements: a function of each (mesa_tune/maps.py).
 struct Map {
-  enum Kind { kNone, kNormalize, kGelu, kGeluTanh, kSilu, kExp };
+  enum Kind { kNone, kNormalize, kGelu, kGeluTanh, kSilu, kExp, kDefinite };
   Kind kind = kNone;
   const float* mean = nullptr;  // 0 if there is none
   const float* rstd = nullptr;

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mesa_tune.functional.call import Call
 from mesa_tune.functional.formula import Route
+from mesa_tune.functional.hooked import HOOKED
 from mesa_tune.functional.table import FORMULAS, LAYERS, ROUTES
 from mesa_tune.settings import TAGS
 from tests.functional_cases import CASES, EIGHT, KEY, Case, fresh
@@ -44,6 +45,22 @@ Each with a warning that names the layer:
 
 * `SyncBatchNorm` across processes: its statistics come from all of them, and PyTorch's own runs on no CPU.
 * `RNN`, `GRU`, `LSTM` are stored by hooks. On a CPU, LSTM's kernel keeps most in a form of its own.
+
+## Stored by hooks
+
+In eager mode, in 8 bits or more: functions without a formula whose backward is linear or bounded in what they
+save. What no formula and not this list knows stays exact: a backward that compares what it saved, divides by
+it or exponentiates it has no bound on its error. `profile` names such functions with their bytes.
+"""
+SENSITIVE = """
+## What is sensitive by itself
+
+`F.scaled_dot_product_attention` with a scale larger than 1 / √d on normalized queries and keys (Gemma 4,
+where it is 1) puts the rounding of q and k into an exponent: at 4 bits its gradient error is about 1 with
+random weights, and 0.03 at 8 bits. The same rounding of q and k in plain PyTorch does as much. A product of
+two batches of nearly equal vectors (CLIP's logits with random weights: cosines of 0.99) loses to rounding
+what little the vectors differ in: 0.1 at 4 bits. `profile` measures both, and a search leaves such layers
+more bits.
 """
 
 
@@ -94,7 +111,16 @@ def page() -> str:
     columns = ("function", "tag", "layers", "kept here", "PyTorch keeps")
     nothing = [[f"`{name}`", ", ".join(_foreign(make())) or "nothing"] for name, make in NOTHING.items()]
     table = _table(columns, (_cells(row) for row in rows()))
-    return "\n".join([HEAD, table + NOTHING_HEAD, _table(("function", "PyTorch keeps"), nothing) + LEFT])
+    parts = [HEAD, table + NOTHING_HEAD, _table(("function", "PyTorch keeps"), nothing) + LEFT]
+    return "\n".join([*parts, *_hooked(), SENSITIVE])
+
+
+def _hooked() -> list[str]:
+    """For each reason, the functions that the hooks store, as torch's and as methods."""
+    names: dict[str, set[str]] = {}
+    for function, reason in HOOKED.items():
+        names.setdefault(reason, set()).add(f"`{function.__name__.removeprefix('linalg_')}`")
+    return [f"* {reason}: {', '.join(sorted(found))}" for reason, found in names.items()]
 
 
 def rows() -> list[Row]:

@@ -7,6 +7,7 @@ from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.profiler.profiling import profile
 from mesa_tune.profiler.verification import Verification, verify
 from mesa_tune.profiler.workload import Workload
+from mesa_tune.resume import load_state_dict, state_dict
 from mesa_tune.retune import Retune
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.settings import LayerSettings
@@ -27,9 +28,11 @@ __all__ = [
     "WorkloadError",
     "compress_saved",
     "convert",
+    "load_state_dict",
     "profile",
     "revert",
     "search_policy",
+    "state_dict",
     "verify",
 ]
 __version__ = "0.1.0"

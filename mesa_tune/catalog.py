@@ -8,6 +8,7 @@ changes its meaning afterwards.
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -16,8 +17,14 @@ from torch.optim.swa_utils import AveragedModel
 from mesa_tune.functional.table import own_route
 from mesa_tune.policy import Policy
 
-_ALWAYS = ("_orig_mod", "_checkpoint_wrapped_module")
+_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _WRAPPERS = (DataParallel, DistributedDataParallel, AveragedModel)
+_PEFT = {
+    ("peft.peft_model", "PeftModel"): "base_model",
+    ("peft.mixed_model", "PeftMixedModel"): "base_model",
+    ("peft.tuners.tuners_utils", "BaseTuner"): "model",
+}
+"""PEFT's wrappers, which are not imported for this, and the attribute under which each has the model."""
 
 Layer = tuple[str, int | None, str]
 """Tag, index (None while unknown), name."""
@@ -25,19 +32,35 @@ Layer = tuple[str, int | None, str]
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module with its name, less the prefixes that wrappers add."""
-    wrappers = {name for name, module in model.named_modules() if isinstance(module, _WRAPPERS)}
+    wrapped: set[str] = set()
     for name, module in model.named_modules():
-        yield _unwrapped(name, wrappers), module
+        part = _wrapped_part(module)
+        if part is not None:
+            wrapped.add(f"{name}.{part}" if name else part)
+        yield _unwrapped(name, wrapped), module
 
 
-def _unwrapped(name: str, wrappers: set[str]) -> str:
+def _wrapped_part(module: nn.Module) -> str | None:
+    """The attribute under which a wrapper has the module it wraps; None for a module that is no wrapper."""
+    if isinstance(module, _WRAPPERS):
+        return "module"
+    kinds = ((kind.__module__, kind.__name__) for kind in type(module).__mro__)
+    known = (*(part for part in _PARTS if part in module._modules), *(_PEFT[k] for k in kinds if k in _PEFT))
+    return next(iter(known), None)
+
+
+def _unwrapped(name: str, wrapped: set[str]) -> str:
     parts = name.split(".") if name else []
-    kept = [
-        part
-        for place, part in enumerate(parts)
-        if part not in _ALWAYS and not (part == "module" and ".".join(parts[:place]) in wrappers)
-    ]
-    return ".".join(kept)
+    own = [part for place, part in enumerate(parts, 1) if ".".join(parts[:place]) not in wrapped]
+    return ".".join(own)
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of the class that `module` had before `torch.distributed` swapped in its own (FSDP2)."""
+    kind = type(module)
+    while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
+        kind = kind.__bases__[1]
+    return kind.__name__
 
 
 class Catalog:
@@ -58,7 +81,7 @@ class Catalog:
         named = list(named_layers(model))
         own = [(route.tag, name) for name, module in named if (route := own_route(module)) is not None]
         text = "\n".join(
-            f"{name}:{type(module).__name__}" for name, module in named if not _is_wrapper(module)
+            f"{name}:{_class_name(module)}" for name, module in named if _wrapped_part(module) is None
         )
         return Catalog([name for name, _ in named], own, hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -97,6 +120,23 @@ class Catalog:
         self._totals.update(tag for tag, _ in self._layers.values())
         return policy.unmatched([(tag, self._indices[name], name) for name, (tag, _) in self._layers.items()])
 
+    def state(self) -> dict[str, Any]:
+        """What is known of the layers, as plain values."""
+        return {
+            "fingerprint": self.fingerprint,
+            "layers": {name: list(layer) for name, layer in self._layers.items()},
+            "indices": dict(self._indices),
+            "totals": dict(self._totals),
+            "settled": self._settled,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Knows the layers that `state` names, with their indices."""
+        self._layers = {name: (tag, place) for name, (tag, place) in state["layers"].items()}
+        self._indices = dict(state["indices"])
+        self._totals = Counter(state["totals"])
+        self._settled = state["settled"]
+
     def _count(self) -> dict[str, int]:
         indices: dict[str, int] = {}
         totals: dict[str, int] = {}
@@ -104,11 +144,3 @@ class Catalog:
             indices[name] = totals.get(tag, 0)
             totals[tag] = indices[name] + 1
         return indices
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return (
-        isinstance(module, _WRAPPERS)
-        or hasattr(module, "_orig_mod")
-        or hasattr(module, "_checkpoint_wrapped_module")
-    )

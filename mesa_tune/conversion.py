@@ -1,10 +1,9 @@
 """`convert`, `revert` and `compress_saved`: a policy put to work on a model that stays as it is (Rule 8)."""
 
-import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, UntypedStorage, nn
 from mesa_tune import routing
 from mesa_tune.catalog import Catalog, named_layers
 from mesa_tune.codecs import Spec
-from mesa_tune.frames import running, state
+from mesa_tune.frames import running, state, transformed
 from mesa_tune.functional.apply import Memories, watch
 from mesa_tune.functional.deriving import forget_outputs
 from mesa_tune.functional.keeping import forget_copies
@@ -22,12 +21,22 @@ from mesa_tune.functional.settled import Settled
 from mesa_tune.functional.table import own_route
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
+from mesa_tune.rebinding import OWN, REPLICATE, Rebindable, is_bound, leads_to_ours, put_back, refuse_replicas
 from mesa_tune.recompute import Job, recomputed
 from mesa_tune.settings import MIN_ELEMENTS
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: the forward number runs through all 2⁶⁴ keys
 _CPU = torch.device("cpu")
-_entries = count()
+_USUAL = frozenset((nn.Parameter, type(None)))
+
+
+class _Entries:
+    """How often `compress_saved` was entered in this process."""
+
+    number = 0
+
+
+entries = _Entries()
 
 
 class Conversion:
@@ -188,12 +197,22 @@ class Conversion:
         known = self.static.get(storage._cdata)
         if known is not None and known() is storage:
             return True
-        if tensor.requires_grad or self.root is None:
+        if self.root is None or not tensor.is_leaf:
             return False
-        # Parameters and buffers are looked up in the forwards that need them.
+        # Parameters and buffers are looked up in the forwards that need them. A leaf may stand for a
+        # parameter (`torch.func.functional_call`), also that of a module that is never called.
         root, self.root = self.root, None
         self._never_encode(chain(root.parameters(), root.buffers()))
         return self.is_static(tensor)
+
+    def note_swapped(self, module: nn.Module) -> None:
+        """Notes what `torch.func.functional_call` has put in the place of parameters of `module`."""
+        given: Iterator[Tensor] = module.parameters()
+        swapped = [each for each in given if not isinstance(each, nn.Parameter)]
+        if not torch.compiler.is_compiling():
+            self._never_encode(swapped)
+        elif state.frames:  # the outermost module's are among its batch
+            state.frames[-1].batch.extend(swapped)
 
     def _never_encode(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -205,8 +224,10 @@ class Conversion:
         return {**self.__dict__, "static": {}, "settled": {}, "shapes": {}, "root": None}
 
 
-class ConvertedForward:
+class ConvertedForward(Rebindable):
     """A module's forward inside a conversion. Holds the module, so that a deepcopy holds the copy.
+
+    `reverted`: it runs the plain forward. It is still called where somebody has wrapped it.
 
     Each has a `__call__` with a code object of its own. torch.compile keeps what it made of a function with
     the code, and makes only so much for one: blocks that are compiled one by one would use it up together.
@@ -222,11 +243,16 @@ class ConvertedForward:
 
     def __init__(self, module: nn.Module, name: str, conversion: Conversion) -> None:
         self.module = module
-        self.name = name
-        self.conversion = conversion
         self.own = own_route(module)
         self.before = module.__dict__.get("forward")
+        self.assign(name, conversion)
+
+    def assign(self, name: str, conversion: Conversion) -> None:
+        """Makes the module part of `conversion`, under `name`."""
+        self.name = name
+        self.conversion = conversion
         self.recompute = conversion.recompute_spec(name)
+        self.reverted = False
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward without us."""
@@ -235,9 +261,16 @@ class ConvertedForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            self.conversion.passed_over(inside=running(self.conversion))
+        if self.reverted:
             return self.plain(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            inside = running(self.conversion)
+            self.conversion.passed_over(inside)
+            return routing.pass_over(self, args, kwargs) if inside else self.plain(*args, **kwargs)
+        if transformed():
+            return self.plain(*args, **kwargs)
+        if not _USUAL.issuperset(map(type, self.module._parameters.values())):
+            self.conversion.note_swapped(self.module)
         run = self.plain if self.recompute is None else self._recomputed
         return routing.enter(self, run, args, kwargs)
 
@@ -247,13 +280,18 @@ class ConvertedForward:
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         spec, frame = self.recompute, state.frames[-1]
         assert spec is not None
-        job = Job(self.name, self.module, spec, self.plain, self._again, frame.is_static, self.conversion.key)
+        packs = not routing.runs_twice(frame)
+        job = Job(
+            self.name,
+            self.module,
+            spec,
+            self.plain,
+            self._again,
+            packs,
+            frame.is_static,
+            self.conversion.key,
+        )
         return recomputed(job, args, kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        original = self.before or type(self.module).forward.__get__(self.module)
-        return inspect.signature(original)
 
 
 def _blank() -> ConvertedForward:
@@ -313,24 +351,43 @@ def install(model: nn.Module, conversion: Conversion) -> None:
     for name, module in named_layers(model):
         # What torch.compile wraps around a module only passes the call on, and is not for tracing.
         if "_orig_mod" not in module._modules:
-            module.forward = ConvertedForward(module, name, conversion)
+            _install(module, name, conversion)
+
+
+def _install(module: nn.Module, name: str, conversion: Conversion) -> None:
+    own = module.__dict__.get(OWN)
+    if own is not None and leads_to_ours(module.__dict__.get("forward")):
+        own.assign(name, conversion)
+    else:
+        module.__dict__[OWN] = module.__dict__["forward"] = ConvertedForward(module, name, conversion)
+    module.__dict__[REPLICATE] = refuse_replicas
 
 
 def revert(model: nn.Module) -> nn.Module:
     """`model` is the plain model again; returns it. A model that was not converted is left alone."""
     for module in model.modules():
-        wrapped = module.__dict__.get("forward")
-        if isinstance(wrapped, ConvertedForward):
-            del module.__dict__["forward"]
-            if wrapped.before is not None:
-                module.forward = wrapped.before
+        own = module.__dict__.get(OWN)
+        if own is not None:
+            _revert(module, own)
     return model
+
+
+def _revert(module: nn.Module, own: ConvertedForward) -> None:
+    module.__dict__.pop(REPLICATE, None)
+    if is_bound(module):
+        put_back(module)
+    if module.__dict__.get("forward") is not own:
+        own.reverted = True  # somebody has wrapped it, and goes on calling it
+        return
+    del module.__dict__["forward"], module.__dict__[OWN]
+    if own.before is not None:
+        module.forward = own.before
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
     """The conversion that `model` is under, if any."""
-    forwards = (module.__dict__.get("forward") for module in model.modules())
-    return next((wrapped.conversion for wrapped in forwards if isinstance(wrapped, ConvertedForward)), None)
+    owned = (module.__dict__.get(OWN) for module in model.modules())
+    return next((own.conversion for own in owned if own is not None and not own.reverted), None)
 
 
 @contextmanager
@@ -343,17 +400,24 @@ def compress_saved(policy: Policy, *, seed: int | None = None) -> Iterator[None]
     `torch.initial_seed()` and a count of the entries, so that every step has its own.
     """
     policy.require_available()
-    chosen = torch.initial_seed() + next(_entries) if seed is None else seed
+    chosen = torch.initial_seed() + entries.number if seed is None else seed
+    entries.number += seed is None
     conversion = Conversion(policy, Catalog.empty(), chosen, MIN_ELEMENTS)
     with routing.entered(conversion, "loss"):
         yield
 
 
 def _mixed(seed: int) -> int:
-    rank = (
-        torch.distributed.get_rank()
-        if torch.distributed.is_available() and torch.distributed.is_initialized()
-        else 0
-    )
-    mixed = (seed * 0xBF58476D1CE4E5B9 + (rank + 1) * 0x94D049BB133111EB) % 2**64
-    return mixed - 2**64 if mixed >= 2**63 else mixed
+    mixed = (seed * 0xBF58476D1CE4E5B9 + of_rank()) % 2**64
+    return _signed(mixed)
+
+
+def of_rank() -> int:
+    """What the rank adds to a seed: two processes round differently."""
+    known = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if known else 0
+    return _signed((rank + 1) * 0x94D049BB133111EB % 2**64)
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number

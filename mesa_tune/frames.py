@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
+from torch.autograd import forward_ad
+
+from mesa_tune.notice import warn_once
 
 if TYPE_CHECKING:
     from mesa_tune.codecs import Spec
@@ -38,10 +41,11 @@ class Host(Protocol):
 class Frame:
     """One running module: its name, its own route, and how often each function was called in this run.
 
-    `hooks` and `task` are the saved-tensor hooks and the backward under which it began.
+    `hooks` and `task` are the saved-tensor hooks and the backward under which it began. `prefix` begins the
+    names of its calls.
     """
 
-    __slots__ = ("batch", "counts", "hooks", "host", "is_loss", "module", "own", "task", "traced")
+    __slots__ = ("batch", "counts", "hooks", "host", "is_loss", "module", "own", "prefix", "task", "traced")
 
     def __init__(
         self,
@@ -62,15 +66,25 @@ class Frame:
         self.hooks = hooks
         self.task = task
         self.is_loss = is_loss
+        self.prefix = module
         self.counts: dict[str, int] = {}
+
+    def within(self, name: str) -> Frame:
+        """Return the frame of a Python function of PyTorch, called in this module under this name."""
+        frame = Frame(
+            self.host, self.module, None, self.batch, self.traced, self.hooks, self.task, self.is_loss
+        )
+        frame.prefix = name
+        return frame
 
     def surrounds(self) -> bool:
         """Whether what runs now is this module's own run.
 
         It is not below somebody else's saved-tensor hooks, nor in a backward that began since (one called in
-        the body of `compress_saved` sees the mode and the hooks of the forward). Not for traced code.
+        the body of `compress_saved` sees the mode and the hooks of the forward), nor under a transform that
+        began in it. Not for traced code.
         """
-        return self.hooks is top_hooks() and current_task() == self.task
+        return self.hooks is top_hooks() and current_task() == self.task and not transformed()
 
     def layer(self, route: Route) -> str:
         """The name of the layer whose call comes next."""
@@ -80,10 +94,10 @@ class Frame:
         return self.numbered(route.name)
 
     def numbered(self, function: str) -> str:
-        """`module.function.position`; counts the call."""
+        """`prefix.function.position`; counts the call."""
         position = self.counts.get(function, 0)
         self.counts[function] = position + 1
-        return f"{self.module}.{function}.{position}" if self.module else f"{function}.{position}"
+        return f"{self.prefix}.{function}.{position}" if self.prefix else f"{function}.{position}"
 
     def is_static(self, tensor: Tensor) -> bool:
         """Whether `tensor` is (a view of) a parameter, a buffer or part of the batch: never encoded, never
@@ -103,11 +117,14 @@ class Frame:
 
 
 class _State(threading.local):
+    """`function` is the torch function that runs; `layer` its name, once somebody asked for it."""
+
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.active = False
         self.paused = False
         self.function: Any = None
+        self.layer: str | None = None
 
 
 state = _State()
@@ -120,6 +137,17 @@ def top_hooks() -> Any:
     """The innermost saved-tensor hooks: what packs."""
     top = _top_saved_hooks(True)
     return None if top is None else top[0]  # type: ignore[redundant-expr]
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation is on: ours know neither."""
+    if not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        return False
+    warn_once(
+        "mesa-tune: what runs under transforms of torch.func (grad, vjp, jvp, vmap) or forward-mode "
+        "differentiation stores as PyTorch does, uncompressed; loss.backward() stores by the policy."
+    )
+    return True
 
 
 def inside_backward() -> bool:

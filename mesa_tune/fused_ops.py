@@ -19,7 +19,9 @@ _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
 _NORM = "Tensor grad, Tensor rstd, Tensor weight, bool centered"
 _BATCH_NORM = "Tensor grad, Tensor rstd, Tensor? weight, bool last, bool fixed"
-_CROSS_ENTROPY = "Tensor target, Tensor? weight, Tensor grad, int classes, int ignore, bool mean"
+_CROSS_ENTROPY = (
+    "Tensor target, Tensor surplus, Tensor? weight, Tensor grad, int classes, int ignore, bool mean"
+)
 _LINEAR = "Tensor grad, Tensor? weight, int width, bool transposed, bool bias"
 _DROPPED = "Tensor? bits, int first_bit, float scale, bool causal, float raised"
 _ATTENTION = f"Tensor q, Tensor k, Tensor v, Tensor grad, Tensor? bias, {_DROPPED}"
@@ -163,6 +165,7 @@ def cross_entropy_backward(
     data: Tensor,
     ranges: Tensor,
     target: Tensor,
+    surplus: Tensor,
     weight: Tensor | None,
     grad: Tensor,
     classes: int,
@@ -174,17 +177,18 @@ def cross_entropy_backward(
 ) -> Tensor:
     """The backward of a cross-entropy whose probabilities `(*target.shape, classes)` were quantized; float32.
 
-    target int64, any of them maybe `ignore`; weight `(classes,)`; grad a number for each target, or one for
-    all, of their `mean` or sum. Returns dx in the shape of the probabilities. RuntimeError for a target that
-    is no class.
+    target int64, any of them maybe `ignore`; surplus, in the shape of target, is p − 1 of the target, which
+    takes the place of what was quantized there; weight `(classes,)`; grad a number for each target, or one
+    for all, of their `mean` or sum. Returns dx in the shape of the probabilities. RuntimeError for a target
+    that is no class.
     """
     shape, sizes = (*target.shape, classes), (bits, levels, group_size, 0)
     dx: Tensor = torch.ops.mesa_tune.dequantize.default(data, ranges, shape, grad.dtype, *sizes)
     if not dx.numel():
         return dx
     index, at_target, _ = by_target(target, weight, ignore, mean, grad)
-    at_target = at_target.unsqueeze(-1)
-    return dx.mul_(at_target).scatter_add_(-1, index.unsqueeze(-1), -at_target)
+    dx.mul_(at_target.unsqueeze(-1))
+    return dx.scatter_(-1, index.unsqueeze(-1), (at_target * surplus).unsqueeze(-1))
 
 
 def linear_backward(
@@ -285,6 +289,7 @@ def _fake_cross_entropy_backward(
     data: Tensor,
     ranges: Tensor,
     target: Tensor,
+    surplus: Tensor,
     weight: Tensor | None,
     grad: Tensor,
     classes: int,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mesa_tune import ops
 
-KINDS = {"normalize": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4, "exp": 5}
+KINDS = {"normalize": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4, "exp": 5, "definite": 6}
 """Maps by name, and the numbers by which kernels know them."""
 
 _ON_CUDA = ops.native("cuda")  # they are made while encoding there, too
@@ -24,7 +24,8 @@ class Mapped(NamedTuple):
     """A tensor to be kept that need not be made: `kind` of `source`, elementwise; `make` makes it.
 
     `normalize`: (source - mean) * rstd, where `inner` neighbours share a mean (none: 0) and a deviation, in
-    turn. Others are the derivatives of what they are named after.
+    turn. `definite`: the source with 0 for NaN; `make` gives the source itself, which others save, too.
+    Others are the derivatives of what they are named after.
     """
 
     source: Tensor
@@ -33,6 +34,17 @@ class Mapped(NamedTuple):
     mean: Tensor | None = None
     rstd: Tensor | None = None
     inner: int = 1
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether a kernel may make it while encoding."""
+        here = self.source.is_cpu or (_ON_CUDA and self.source.is_cuda)
+        single = are_single(self.source, self.mean, self.rstd)
+        return single and here and self.source.is_contiguous() and self.source.numel() > 0
+
+    def made(self) -> Tensor:
+        """The tensor as it is encoded."""
+        return without_nan(self.source) if self.kind == "definite" else self.make()
 
 
 def are_single(*tensors: Tensor | None) -> bool:
@@ -49,10 +61,21 @@ def kept(
     inner: int = 1,
 ) -> Tensor | Mapped:
     """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
-    here = source.is_cpu or (_ON_CUDA and source.is_cuda)
-    if not (are_single(source, mean, rstd) and here and source.is_contiguous() and source.numel()):
-        return make()
-    return Mapped(source, kind, make, mean, rstd, inner)
+    mapped = Mapped(source, kind, make, mean, rstd, inner)
+    return mapped if mapped.is_dense else make()
+
+
+def definite(x: Tensor) -> Tensor | Mapped:
+    """What to save of `x`, which may have rows of NaN that leave the others' gradients alone.
+
+    A softmax of nothing but -Inf has such a row. Stored as NaN it would make its whole group NaN.
+    """
+    return x if torch.compiler.is_compiling() else Mapped(x, "definite", lambda: x)
+
+
+def without_nan(x: Tensor) -> Tensor:
+    """`x` with 0 for NaN."""
+    return torch.where(x == x, x, 0)  # noqa: PLR0124 (NaN alone is not equal to itself)
 
 
 def apply(x: Tensor, kind: int, mean: Tensor | None, rstd: Tensor | None, inner: int) -> Tensor:
@@ -138,8 +161,8 @@ def silu_derivative(x: Tensor) -> Tensor:
 
 
 def exp_derivative(x: Tensor) -> Tensor:
-    """exp(x), what a logarithm of a probability is the logarithm of; beyond 88 as there."""
-    return exponential(torch.where(x > 88.0, 88.0, x))
+    """exp(x), what a logarithm of a probability is the logarithm of; beyond 88 as there, 0 for NaN."""
+    return exponential(torch.where(x > 88.0, 88.0, torch.where(torch.isnan(x), -88.0, x)))
 
 
 _CURVES: dict[int, Callable[[Tensor], Tensor]] = {
@@ -147,4 +170,5 @@ _CURVES: dict[int, Callable[[Tensor], Tensor]] = {
     KINDS["gelu_tanh"]: gelu_tanh_derivative,
     KINDS["silu"]: silu_derivative,
     KINDS["exp"]: exp_derivative,
+    KINDS["definite"]: without_nan,
 }

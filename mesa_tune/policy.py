@@ -57,10 +57,13 @@ class Policy:
         """The policy under which each layer (tag, index, name) has exactly its settings.
 
         A tag whose layers all have the same settings gets one rule for `all`; otherwise layers of equal
-        settings share a rule that lists them. Layers that are not listed are left alone.
+        settings share a rule that lists them. Layers that are not listed are left alone, and those of a
+        profile that no policy can name (of a negative index) stand in none.
         """
         by_tag: dict[str, dict[LayerSettings, dict[str, int | None]]] = {tag: {} for tag in TAGS}
         for tag, index, name, settings in assignments:
+            if index is not None and index < 0:
+                continue
             stored = EXACT if settings.exact else settings
             by_tag.setdefault(tag, {}).setdefault(stored, {})[name] = index
         rules = [rule for tag, groups in by_tag.items() for rule in _rules_of(tag, groups)]

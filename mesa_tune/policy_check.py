@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
+import torch.nn.functional as F
+
 from mesa_tune.policy_rules import MODULE, Rule, is_glob, nearest
 
 Layer = tuple[str, int | None, str]
@@ -50,8 +52,19 @@ class Known:
         """True if a layer of one of `tags` has `name`, or a call not yet made may get it."""
         if any(name in self.names.get(tag, ()) for tag in tags):
             return True
-        call = None if self.complete else _CALL.fullmatch(name)
-        return call is not None and (call["module"] is None or call["module"] in self.modules)
+        return not self.complete and self._may_be_a_call(name)
+
+    def _may_be_a_call(self, name: str) -> bool:
+        """True if `name` may be that of a call in a module, or in a Python function of PyTorch there."""
+        call = _CALL.fullmatch(name)
+        if call is None:
+            return False
+        module = call["module"]
+        return module is None or module in self.modules or self._is_inside(module)
+
+    def _is_inside(self, name: str) -> bool:
+        *_, function, position = ("", *name.split("."))
+        return position.isdecimal() and hasattr(F, function) and self._may_be_a_call(name)
 
 
 def mismatches(rules: Sequence[Rule], known: Known, source: str) -> Iterator[str]:

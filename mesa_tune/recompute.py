@@ -1,181 +1,144 @@
-"""Modules that keep their packed inputs alone and run again in backward: `store: recompute` (`on module:`).
+"""Modules that save their packed inputs alone and run again in backward: `store: recompute` (`on module:`).
 
-What is hard is that the second run must be the first one again: under the same random and autocast states,
-with buffers that do not move a second time. Parameters are inputs of the node, so that their gradients arrive
-the usual way (hooks, `torch.autograd.grad`), and not from a backward inside a backward.
+PyTorch's non-reentrant checkpoint runs a module again, under the random and autocast states of the first run.
+Its inputs are packed by the saved-tensor hooks through which it saves them. What is hard is that the second
+run must be like the first: buffers do not move a second time, and a module whose input decides on shapes,
+indices or branches (the routing of a mixture of experts) gets that input back exactly.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
+from mesa_tune.choices import Choices
 from mesa_tune.codecs import Spec
 from mesa_tune.errors import RunError
+from mesa_tune.frames import inside_backward
 from mesa_tune.functional.keeping import Meta, keep, restore
+from mesa_tune.functional.rowwise import fitting_size
 from mesa_tune.notice import warn_once
 
 Run = Callable[..., Any]
 
 
 class Job(NamedTuple):
-    """A module's run: `first(*args, **kwargs)` now, `again(*args, **kwargs)` in backward.
+    """A module's run: `plain(*args, **kwargs)` where it cannot run twice, else `run(*args, **kwargs)`.
 
-    `is_static` names tensors that are kept as they are; `key` is the noise key for those that are encoded.
+    `packs`: its inputs are packed; else they are saved as the surrounding hooks say. `is_static` names
+    tensors that are never encoded; `key` is the noise key for those that are.
     """
 
     name: str
     module: nn.Module
     spec: Spec
-    first: Run
-    again: Run
+    plain: Run
+    run: Run
+    packs: bool
     is_static: Callable[[Tensor], bool]
     key: Callable[[torch.device], Tensor]
 
 
 def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
-    """The module's output; of what the run made, only the packed inputs are kept."""
+    """The module's output; of all tensors in the module, autograd saves its inputs alone."""
     if torch.compiler.is_compiling():
         warn_once(
             f"mesa-tune: `store: recompute` of {job.name!r} has no effect in compiled code, "
             "where its layers store by their own settings."
         )
-        return job.first(*args, **kwargs)
+        return job.plain(*args, **kwargs)
     leaves, form = tree_flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    parameters = [each for each in job.module.parameters() if each.requires_grad]
-    if not parameters and not any(leaves[place].requires_grad for place in places):
-        return job.first(*args, **kwargs)
-    inputs = _Inputs(job, leaves, form, places)
-    found = _Recomputed.apply(inputs, *(leaves[place] for place in places), *parameters)  # type: ignore[no-untyped-call]
-    assert inputs.output is not None
-    return inputs.output.filled(found)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    choices = Choices([tensor for tensor in tensors if not tensor.requires_grad])
+    body = _Body(job, form, choices)
+    if not job.packs:
+        return checkpoint(body, *leaves, use_reentrant=False)
+    versions, inputs = [tensor._version for tensor in tensors], _Inputs(job)
+    with saved_tensors_hooks(inputs.pack, inputs.unpack):
+        output = checkpoint(body, *leaves, use_reentrant=False)
+    if versions != [tensor._version for tensor in tensors]:
+        raise RunError(
+            f"{job.name!r} changes its input in place, so it cannot be run again from it\n"
+            "give a module around it, or one without the in-place operation, `store: recompute`"
+        )
+    inputs.store(exact=choices.made)
+    return output
 
 
-class _Output(NamedTuple):
-    """What a run returned, its tensors taken out."""
+class _Body:
+    """What the checkpoint runs twice, the first time under `choices`."""
 
-    leaves: list[Any]
-    form: TreeSpec
-    places: list[int]
+    def __init__(self, job: Job, form: TreeSpec, choices: Choices) -> None:
+        self.job, self.form, self.choices = job, form, choices
+        self.again = False
 
-    @staticmethod
-    def of(value: Any) -> "tuple[_Output, list[Tensor]]":
-        leaves, form = tree_flatten(value)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = [leaves[place] for place in places]
-        return _Output(
-            [None if place in places else leaf for place, leaf in enumerate(leaves)], form, places
-        ), tensors
+    def __call__(self, *leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves, self.form)
+        again, self.again = self.again, True
+        with _spare_buffers(self.job.module) if again else self.choices:
+            return self.job.run(*args, **kwargs)
 
-    def filled(self, tensors: Any) -> Any:
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, self.form)
+
+class _Input:
+    """A saved input: the tensor itself until it is stored."""
+
+    __slots__ = ("meta", "parts", "raw", "spec", "version")
+
+    def __init__(self, tensor: Tensor, raw: bool, spec: Spec) -> None:
+        self.parts, self.raw, self.spec = [tensor.detach()], raw, spec
+        self.meta: Meta | None = None
+        self.version = tensor._version
 
 
 class _Inputs:
-    """A run's arguments without their tensors, and the states to put back."""
+    """The saved inputs of one run. They are packed when it has ended, and it is known what it did."""
 
-    def __init__(self, job: Job, leaves: list[Any], form: TreeSpec, places: list[int]) -> None:
-        self.job, self.form, self.places = job, form, places
-        self.leaves = [None if place in places else leaf for place, leaf in enumerate(leaves)]
-        self.output: _Output | None = None
-        self.device = next((leaves[place].device for place in places), torch.device("cpu"))
-        self.random = _random_state(self.device)
-        self.autocast = [_Autocast.of(kind) for kind in dict.fromkeys(("cpu", self.device.type))]
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.saved: list[_Input] = []
 
-    def arguments(self, tensors: list[Tensor]) -> tuple[Any, Any]:
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, self.form)
-        return args, kwargs
+    def pack(self, tensor: Tensor) -> _Input:
+        """What the checkpoint saves for `tensor`: one without a gradient (a mask, positions) stays exact."""
+        raw = not tensor.requires_grad or self.job.is_static(tensor)
+        found = _Input(tensor, raw, _by_rows(self.job.spec, tensor.shape))
+        self.saved.append(found)
+        return found
 
+    def store(self, exact: bool) -> None:
+        """Packs the inputs, or leaves them all `exact`."""
+        name, key = self.job.name, self.job.key
+        for found in self.saved:
+            (tensor,) = found.parts
+            found.parts, found.meta = keep(tensor, found.spec, key(tensor.device), exact or found.raw, name)
+            found.version = found.parts[0]._version
+        self.saved = []
 
-class _Recomputed(torch.autograd.Function):
-    """`apply(inputs, *tensors, *parameters)`: the run's output tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: _Inputs, *tensors: Tensor) -> tuple[Tensor, ...]:
-        job, given = inputs.job, list(tensors[: len(inputs.places)])
-        stored = [_kept(job, tensor) for tensor in given]
-        versions = [tensor._version for tensor in given]
-        args, kwargs = inputs.arguments(given)
-        inputs.output, outputs = _Output.of(job.first(*args, **kwargs))
-        if versions != [tensor._version for tensor in given]:
+    def unpack(self, found: _Input) -> Tensor:
+        """The input for the second run."""
+        if torch.is_grad_enabled() and inside_backward():
             raise RunError(
-                f"{job.name!r} changes its input in place, so it cannot be run again from it\n"
-                "give a module around it, or one without the in-place operation, `store: recompute`"
-            )
-        ctx.inputs, ctx.metas = inputs, [meta for _, meta in stored]
-        ctx.wanted = [tensor.requires_grad for tensor in given]
-        ctx.save_for_backward(*(part for parts, _ in stored for part in parts), *tensors[len(given) :])
-        ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
-        # A module may return what it got: autograd would take that for an in-place result.
-        return tuple(each.view_as(each) if any(each is one for one in given) else each for each in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs: _Inputs = ctx.inputs
-        if torch.is_grad_enabled():
-            raise RunError(
-                f"backward with create_graph=True reached {inputs.job.name!r}, which runs again\n"
+                f"backward with create_graph=True reached {self.job.name!r}, which runs again\n"
                 "give it `enable: False`, or mt.revert(model)"
             )
-        saved, again = list(ctx.saved_tensors), []
-        for meta, wanted in zip(ctx.metas, ctx.wanted, strict=True):
-            tensor = restore([saved.pop(0) for _ in range(meta.parts)], meta, inputs.job.spec)
-            again.append(tensor.detach().requires_grad_(wanted))
-        with _replaying(inputs):
-            args, kwargs = inputs.arguments(again)
-            _, outputs = _Output.of(inputs.job.again(*args, **kwargs))
-        pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if y.requires_grad]
-        wanted = [*(each for each in again if each.requires_grad), *saved]
-        found = iter(
-            torch.autograd.grad([y for y, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True)
-            if pairs
-            else [None] * len(wanted)
-        )
-        return (None, *(next(found) if each.requires_grad else None for each in again), *found)
+        if found.parts[0]._version != found.version:
+            raise RunError(
+                f"an input of {self.job.name!r} was changed in place after its forward, so it cannot be run "
+                "again from it\ngive a module around both `store: recompute`, or change a copy"
+            )
+        return found.parts[0] if found.meta is None else restore(found.parts, found.meta, found.spec)
 
 
-def _kept(job: Job, tensor: Tensor) -> tuple[list[Tensor], Meta]:
-    return keep(tensor.detach(), job.spec, job.key(tensor.device), raw=job.is_static(tensor), layer=job.name)
+def _by_rows(spec: Spec, shape: torch.Size) -> Spec:
+    """`spec` with groups that end where rows of tokens `(*, width)` do.
 
-
-class _Autocast(NamedTuple):
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(kind: str) -> "_Autocast":
-        return _Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def _replaying(inputs: _Inputs) -> Iterator[None]:
-    """The states of the first run, with gradients; what they were, and the buffers, back at the end."""
-    host, device = inputs.random
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        for kind, enabled, dtype in inputs.autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-        stack.enter_context(torch.random.fork_rng(devices=[] if device is None else [inputs.device]))
-        torch.set_rng_state(host)
-        if device is not None:
-            torch.cuda.set_rng_state(device, inputs.device)
-        stack.enter_context(_spare_buffers(inputs.job.module))
-        yield
+    A module mostly normalizes its input row by row: a row of small numbers must not share larger ones' range.
+    """
+    return spec.grouped(fitting_size(spec.group_size, shape[-1])) if len(shape) in (2, 3) else spec
 
 
 @contextmanager

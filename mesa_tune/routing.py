@@ -6,8 +6,12 @@ module's forward enters here anew with its own name, and a call is left alone wh
 tensor hooks lie above the module's own, which is how a checkpointed bare function looks from inside.
 """
 
+from __future__ import annotations
+
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.codecs import Spec
+from mesa_tune.errors import RunError
 from mesa_tune.frames import (
     Frame,
     Host,
@@ -32,7 +37,9 @@ from mesa_tune.functional.apply import watch
 from mesa_tune.functional.call import Call, Links
 from mesa_tune.functional.deriving import changed
 from mesa_tune.functional.formula import Route
+from mesa_tune.functional.hooked import HOOKED
 from mesa_tune.functional.keeping import Meta, keep, restore
+from mesa_tune.functional.opened import OPENED, Opened
 from mesa_tune.functional.settled import Settled
 from mesa_tune.functional.table import ROUTES
 
@@ -47,7 +54,10 @@ class Entrant(Protocol):
     @property
     def conversion(self) -> Host: ...
 
+    def plain(self, *args: Any, **kwargs: Any) -> Any: ...
 
+
+_top_saved_hooks = _autograd._top_saved_tensors_default_hooks
 _push_hooks = _autograd._push_saved_tensors_default_hooks
 _pop_hooks = _autograd._pop_saved_tensors_default_hooks
 
@@ -64,6 +74,19 @@ def enter(entrant: Entrant, forward: Callable[..., Any], args: Any, kwargs: Any)
         if begins:
             entrant.conversion.end()
         return result
+    finally:
+        frames.pop()
+
+
+def pass_over(entrant: Entrant, args: Any, kwargs: Any) -> Any:
+    """Runs the plain forward of a module that needs no gradients inside one that does.
+
+    Its calls are not counted as the other's: those after it have the same names as with gradients.
+    """
+    frames, above = state.frames, state.frames[-1]
+    frames.append(Frame(above.host, entrant.name, None, above.batch, above.traced, above.hooks, above.task))
+    try:
+        return entrant.plain(*args, **kwargs)
     finally:
         frames.pop()
 
@@ -107,8 +130,12 @@ def _batch(root: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
     given = [
         leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad
     ]
-    # Storages cannot be asked for in traced code, so buffers are compared as objects there.
-    return given + list(root.buffers()) if torch.compiler.is_compiling() else given
+    if not torch.compiler.is_compiling():
+        return given
+    # Storages cannot be asked for in traced code, so tensors are compared as objects there.
+    parameters: Iterator[Tensor] = root.parameters()
+    swapped = [each for each in parameters if not isinstance(each, nn.Parameter)]
+    return [*given, *root.buffers(), *swapped]
 
 
 def _comes_late(host: Host) -> bool:
@@ -146,11 +173,26 @@ def _activation() -> Iterator[None]:
                 state.frames[-1].host.waits = True
                 yield
             else:
-                with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+                with _explained(), torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
                     state.frames[-1].hooks = top_hooks()
                     yield
     finally:
         state.active = before
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What `torch.func` says of saved-tensor hooks inside is said of the model that has them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise RunError(
+            "torch.func.grad, vjp, jacrev and hessian cannot run inside the forward of a converted model, "
+            "which has saved-tensor hooks\n"
+            "use torch.autograd.grad there, call the transform outside of the forward, or mt.revert(model)"
+        ) from error
 
 
 def _activated(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -173,6 +215,9 @@ class RoutingMode(TorchFunctionMode):
         route = ROUTES.get(func)
         if route is not None:
             return _serve(route, func, args, kwargs, False)
+        opened = OPENED.get(func)
+        if opened is not None and _is_served():
+            return _inside(opened, args, kwargs)
         output = _passed(func, args, kwargs)
         if func in sums.ADDITIONS:
             sums.note(output, args, kwargs)
@@ -182,17 +227,42 @@ class RoutingMode(TorchFunctionMode):
 def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.Tensor.unflatten:
         func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
+    elif func is torch.Tensor.norm:
+        func = torch.norm  # a method in Python, which tracing does not find in a table
     traced = state.frames[-1].traced
     known = len(traced)
-    route = ROUTES.get(func)
-    result = _passed(func, args, kwargs) if route is None else _serve(route, func, args, kwargs, True)
+    route, opened = ROUTES.get(func), OPENED.get(func)
+    if route is not None:
+        result = _serve(route, func, args, kwargs, True)
+    elif opened is not None and not state.paused:
+        result = _inside(opened, args, kwargs)
+    else:
+        result = _passed(func, args, kwargs)
     changed(func, args, kwargs, traced, known)
     return result
 
 
+def _is_served() -> bool:
+    """Return whether calls that have a route are served now."""
+    frames = state.frames
+    return bool(frames) and not state.paused and torch.is_grad_enabled() and frames[-1].surrounds()
+
+
+def _inside(opened: Opened, args: Any, kwargs: Any) -> Any:
+    """Run the body of a Python function of PyTorch with the mode on, under a name of its own."""
+    frames = state.frames
+    frame = frames[-1]
+    frames.append(frame.within(frame.numbered(opened.name)))
+    try:
+        with RoutingMode():
+            return opened.body(*args, **kwargs)
+    finally:
+        frames.pop()
+
+
 def _passed(func: Any, args: Any, kwargs: Any) -> Any:
     """The output of a function that has no route."""
-    state.function = func
+    state.function, state.layer = func, None
     try:
         return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
     finally:
@@ -206,6 +276,23 @@ def _observed(layer: str | None, func: Any, args: Any, kwargs: Any, call: Call |
     output = func(*args, **kwargs) if call is None else func(call, *args, **kwargs)
     watch.observer.end(layer, output)
     return output
+
+
+@contextmanager
+def _showing(layer: str) -> Iterator[None]:
+    """Somebody else's saved-tensor hooks, a checkpoint's, show the observer what they are given."""
+    top = _top_saved_hooks(True)
+    if top is None or top[0] is _pack:  # type: ignore[redundant-expr]
+        yield
+        return
+
+    def pack(tensor: Tensor) -> Any:
+        if watch.observer is not None:
+            watch.observer.saved(layer, tensor)
+        return top[0](tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, top[1]):
+        yield
 
 
 def _serve(route: Route, func: Any, args: Any, kwargs: Any, traced: bool) -> Any:
@@ -235,26 +322,38 @@ def _served_again(known: Settled, frame: Frame, args: Any, kwargs: Any) -> Any:
 def _served_anew(route: Route, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
     """The output of a call by the settings of its layer."""
     observed = watch.observer is not None
-    spec = frame.host.spec(layer, route.tag, frame.module)
-    paused, state.paused, state.function = state.paused, True, layer
+    own = frame.host.spec(layer, route.tag, frame.module)
+    spec = own.alone if own is not None and runs_twice(frame) else own
+    paused, state.paused, state.function, state.layer = state.paused, True, func, layer
     # Nothing in there is for our hooks, except to show the observer what PyTorch keeps.
     unhooked = frame.hooks is _pack and not observed
     if unhooked:
         _pop_hooks()
     try:
-        if spec is None:
-            return _observed(layer, func, args, kwargs) if observed else func(*args, **kwargs)
-        call = _call(frame, layer, spec, func, args, kwargs)
         if observed:
-            return _observed(layer, route.serve, args, kwargs, call)
+            call = None if spec is None else _call(frame, layer, spec, func, args, kwargs)
+            with _showing(layer):
+                return _observed(layer, func if call is None else route.serve, args, kwargs, call)
+        if spec is None:
+            return func(*args, **kwargs)
+        call = _call(frame, layer, spec, func, args, kwargs)
         output = route.serve(call, *args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if spec is own and not torch.compiler.is_compiling():
             _settle(frame, call, func, args, kwargs, output)
         return output
     finally:
         if unhooked:
             _push_hooks(_pack, _unpack)
         state.paused, state.function = paused, None
+
+
+def runs_twice(frame: Frame) -> bool:
+    """Whether a module may be a checkpointed part, in its first run or in its second, in backward.
+
+    The first run's packed tensors die at once, the second's do not: a call that derives from another's could
+    do so in the second run only, and would not save the same tensors. There each layer stores its own copy.
+    """
+    return frame.task != -1 or not (frame.hooks is None or frame.hooks is _pack)
 
 
 def _settle(frame: Frame, call: Call, func: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -276,18 +375,20 @@ def _call(frame: Frame, layer: str, spec: Spec, func: Any, args: Any, kwargs: An
     memory = frame.host.memory(layer) if spec.remembers else None
     links = Links(frame.traced, frame.host.note) if spec.derive or spec.serves else None
     call = Call(layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, links)
-    call.hooked = lambda: _hooked(frame, func, args, kwargs)
+    call.hooked = lambda: _unpaused(frame, lambda: func(*args, **kwargs))
+    if func in OPENED:
+        call.opened = lambda: _unpaused(frame, lambda: _inside(OPENED[func], args, kwargs))
     return call
 
 
-def _hooked(frame: Frame, func: Any, args: Any, kwargs: Any) -> Any:
-    """The call with our hooks on, under the name and settings of its layer."""
+def _unpaused(frame: Frame, run: Callable[[], Any]) -> Any:
+    """What a call without a formula gives, with our hooks on and calls inside it served."""
     before, state.paused = state.paused, False
     missing = frame.hooks is _pack and top_hooks() is None
     if missing:
         _push_hooks(_pack, _unpack)
     try:
-        return func(*args, **kwargs)
+        return run()
     finally:
         if missing:
             _pop_hooks()
@@ -305,36 +406,56 @@ class _Hooked:
         self.layer, self.parts, self.meta, self.spec, self.version = layer, parts, meta, spec, version
 
 
+def _unchanged(tensor: Tensor) -> _Hooked:
+    # A node that held its own output would never die, as in the graph of a loss that is only logged.
+    # Under an observer what our own functions save comes here, too, and others find it by the tensor itself.
+    alias = tensor if tensor.is_leaf or watch.observer is not None else tensor.detach()
+    return _Hooked("", [alias], None, None, tensor._version)
+
+
 def _pack(tensor: Tensor) -> _Hooked:
     frame = state.frames[-1] if state.frames else None
     if frame is None or not frame.surrounds():
-        return _Hooked("", [tensor], None, None, tensor._version)
+        return _unchanged(tensor)
     if watch.observer is not None:
         watch.observer.saved(_other_layer(frame), tensor)
     spec = None if state.paused else _other_spec(frame, tensor)
     if spec is None:
-        return _Hooked("", [tensor], None, None, tensor._version)
+        return _unchanged(tensor)
     layer = _other_layer(frame)
     parts, meta = keep(tensor.detach(), spec, frame.host.key(tensor.device), raw=False, layer=layer)
     if not meta.coded and spec.levels > 0:
-        return _Hooked("", [tensor], None, None, tensor._version)
+        return _unchanged(tensor)
     if watch.observer is not None:
         watch.observer.kept(layer, (tensor,), (meta,), (parts,), [])
     return _Hooked(layer, parts, meta, spec, 0)
 
 
 def _other_layer(frame: Frame) -> str:
-    if isinstance(state.function, str):
-        return state.function
-    name = getattr(state.function, "__name__", "call").strip("_")
-    state.function = frame.numbered(name)
-    return str(state.function)
+    """Return the name of the call that saves a tensor."""
+    if state.function is None:
+        name = _function_class()  # one layer, however many of its calls there are
+        return f"{frame.prefix}.{name}.0" if frame.prefix else f"{name}.0"
+    if state.layer is None:
+        state.layer = frame.numbered(getattr(state.function, "__name__", "call").strip("_"))
+    return state.layer
+
+
+def _function_class() -> str:
+    """Return the class of the `autograd.Function` that runs, which is no torch function and has no name."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return "call" if frame is None else str(frame.f_locals["cls"].__name__)
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
     # No torch function: somebody's autograd.Function, whose formula is unknown (Rule 7), or a checkpoint's
     # inputs.
-    if state.function is None or tensor.layout is not torch.strided or not tensor.is_floating_point():
+    if state.function not in HOOKED or tensor.layout is not torch.strided or not tensor.is_floating_point():
         return None
     if frame.is_static(tensor):
         return None

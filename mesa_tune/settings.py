@@ -23,6 +23,7 @@ TAGS: Final = (
         "pad",
         "mul",
         "pointwise",
+        "reduction",
         "loss",
         "other",
     ),

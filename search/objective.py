@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mesa_tune.conversion import compress_saved, convert, revert
+from mesa_tune.conversion import compress_saved, conversion_of, convert, revert
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.user_code import mixed_seed, seeded
@@ -68,10 +68,13 @@ class JointError:
 
     def _settle(self, policy: Policy, batch: Any, draw: int) -> None:
         """One forward, after which calls of functions have the indices that `policy` names them by, and it
-        is known who derives from whom.
+        is known who derives from whom; and its backward, where parts of it run again there.
         """
         with self._undisturbed(draw), compress_saved(policy, seed=0):
-            self.workload.compute_loss(self.model, batch)
+            loss = self.workload.compute_loss(self.model, batch)
+            conversion = conversion_of(self.model)
+            if conversion is not None and conversion.waits:
+                loss.backward()
 
     def _exact_at(self, draw: int) -> tuple[Any, Gradient, float]:
         """Batch, exact gradient and its squared norm; the last few draws are remembered."""

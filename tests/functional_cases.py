@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.call import Call
+from mesa_tune.functional.products import GROUPED_MM
 from mesa_tune.functional.table import ROUTES
 
 EIGHT = Spec("quantize", 8, 256, 256, 0, True, 0)
@@ -17,11 +18,15 @@ KEY = torch.tensor([12345])
 
 
 class Case(NamedTuple):
-    """`function(*make(dtype), **kwargs)`; tensors that want gradients require them."""
+    """`function(*make(dtype), **kwargs)`; tensors that want gradients require them.
+
+    `limited`: PyTorch runs it neither in float64 nor in traced code on the CPU.
+    """
 
     function: Callable[..., Any]
     make: Callable[[torch.dtype], list[Any]]
     kwargs: dict[str, Any] = {}  # noqa: RUF012
+    limited: bool = False
 
 
 def leaf(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -181,7 +186,47 @@ def _binary(dtype: torch.dtype, logits: bool = True) -> list[Any]:
     return [(x if logits else x.sigmoid()).to(dtype).requires_grad_(), target, weight.to(dtype)]
 
 
+def _by_expert(dtype: torch.dtype, transposed: bool = False) -> list[Any]:
+    weight = leaf(3, 32, 16, dtype=dtype) if not transposed else leaf(3, 16, 32, dtype=dtype).mT
+    return [leaf(24, 32, dtype=dtype), weight, torch.tensor([5, 14, 24], dtype=torch.int32)]
+
+
+def _long_and_short(*shape: int) -> Callable[[torch.dtype], list[Any]]:
+    """Rows of lengths from a thousandth to ten, one of them zero."""
+
+    def make(dtype: torch.dtype) -> list[Any]:
+        x = leaf(*shape, dtype=torch.float64).detach() * torch.logspace(-3, 1, shape[0]).view(-1, 1, 1)
+        x[1, 2] = 0
+        return [x.to(dtype).requires_grad_()]
+
+    return make
+
+
 CASES: dict[str, Case] = {
+    "amax": Case(torch.amax, _tensors((4, 6, 20)), {"dim": -1}),
+    "amax_of_all": Case(Tensor.amax, _tensors((4, 60))),
+    "amin_kept": Case(torch.amin, _tensors((4, 6, 20)), {"dim": (0, 2), "keepdim": True}),
+    "max_of_all": Case(torch.max, _tensors((4, 60))),
+    "min_of_all": Case(Tensor.min, _tensors((4, 60))),
+    "maximum": Case(torch.maximum, _tensors((4, 60), (60,))),
+    "min_of_two": Case(torch.min, _tensors((4, 60), (4, 60))),
+    "minimum": Case(torch.minimum, _tensors((4, 60), (4, 1))),
+    "logsumexp": Case(torch.logsumexp, _tensors((4, 6, 40)), {"dim": -1}),
+    "logsumexp_kept": Case(Tensor.logsumexp, _tensors((4, 6, 40)), {"dim": (0, 2), "keepdim": True}),
+    "vector_norm": Case(torch.linalg.vector_norm, _long_and_short(4, 6, 40), {"dim": -1}),
+    "norm": Case(Tensor.norm, _long_and_short(4, 6, 40), {"p": 2, "dim": 1, "keepdim": True}),
+    "norm_of_all": Case(torch.norm, _tensors((4, 60))),
+    "norm_1": Case(torch.linalg.norm, _tensors((4, 60)), {"ord": 1, "dim": -1}),
+    "normalize": Case(F.normalize, _long_and_short(4, 6, 40), {"dim": -1, "eps": 1e-2}),
+    "cosine_similarity": Case(F.cosine_similarity, _tensors((4, 6, 40), (6, 40)), {"dim": -1}),
+    "cosine_similarity_short": Case(
+        F.cosine_similarity, _tensors((4, 6, 40), (4, 1, 40)), {"dim": 2, "eps": 6.0}
+    ),
+    "var": Case(torch.var, _long_and_short(4, 6, 40), {"dim": -1}),
+    "std": Case(Tensor.std, _long_and_short(4, 6, 40), {"dim": (1, 2), "correction": 0, "keepdim": True}),
+    "std_of_all": Case(torch.std, _tensors((4, 60)), {"unbiased": False}),
+    "grouped_mm": Case(GROUPED_MM, _by_expert, limited=True),
+    "grouped_mm_transposed": Case(GROUPED_MM, lambda dtype: _by_expert(dtype, True), limited=True),
     "linear": Case(F.linear, _tensors((4, 6, 32), (16, 32), (16,))),
     "linear_vector": Case(F.linear, _tensors((32,), (16, 32), (16,))),
     "linear_no_bias": Case(F.linear, _tensors((4, 3, 5, 32), (16, 32))),
@@ -249,16 +294,8 @@ CASES: dict[str, Case] = {
     "square": Case(torch.square, _tensors((5, 40))),
     "pow_2": Case(Tensor.pow, lambda dtype: [leaf(5, 40, dtype=dtype), 2]),
     "pow_3": Case(Tensor.__pow__, lambda dtype: [leaf(5, 40, dtype=dtype), 3.0]),
-    "pow_root": Case(torch.pow, lambda dtype: [*_away(5, 40)(dtype), -0.5]),
     "pow_of_number": Case(torch.pow, lambda dtype: [2.5, leaf(5, 40, dtype=dtype)]),
     "rpow": Case(Tensor.__rpow__, lambda dtype: [leaf(5, 40, dtype=dtype), 3]),
-    "sqrt": Case(torch.sqrt, _away(5, 40)),
-    "rsqrt": Case(Tensor.rsqrt, _away(5, 40)),
-    "reciprocal": Case(torch.reciprocal, _away(5, 40)),
-    "number_over": Case(Tensor.__rdiv__, lambda dtype: [*_away(5, 40)(dtype), 3.0]),
-    "log": Case(torch.log, _away(5, 40)),
-    "log2": Case(torch.log2, _away(5, 40)),
-    "log1p": Case(torch.log1p, _away(5, 40)),
     "sin": Case(torch.sin, _tensors((5, 40))),
     "cos": Case(torch.cos, _tensors((5, 40))),
     "erf": Case(torch.erf, _tensors((5, 40))),

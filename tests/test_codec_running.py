@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
+import mesa_tune.compat.mesa as ms
 from mesa_tune import notice
 from mesa_tune.codecs import Memory, Spec, running
 from mesa_tune.conversion import conversion_of
@@ -219,3 +220,33 @@ def test_compiled_code_says_that_it_has_no_running_ranges(monkeypatch: pytest.Mo
     whole = running.encode(x, spec(), KEY)
     assert torch.equal(data, whole[0])
     assert torch.equal(ranges, whole[1])
+
+
+def checkpointed_gradient(layer: nn.Module, reentrant: bool, x: Tensor) -> Tensor:
+    """The gradient of `layer`, which runs below a checkpoint."""
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    return torch.cat([each.grad.flatten() for each in layer.parameters() if each.grad is not None])
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).square().sum() / exact.square().sum()).item()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2], ids=["from the start", "after steps without"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_mesas_layer_below_a_checkpoint(reentrant: bool, steps_before: int) -> None:
+    """Its buffers begin as 1 and 0, which are not ranges; and ranges of steps long ago do not fit, either."""
+    plain, layer = nn.Linear(64, 32), ms.Linear(64, 32, mesa=True)
+    layer.load_state_dict(plain.state_dict(), strict=False)
+    for _ in range(steps_before):
+        layer(torch.rand(128, 64).requires_grad_()).sum().backward()
+    for step_number in range(3):
+        x = 3 * torch.randn(128, 64) + step_number
+        exact = checkpointed_gradient(plain, reentrant, x)
+        found = checkpointed_gradient(layer, reentrant, x)
+        if reentrant or step_number == steps_before == 0:  # else averages clip what has moved on
+            assert relative_error(found, exact) < 1e-3
+    # A reentrant checkpoint's forward has no gradients, so it moves no range.
+    assert layer.iteration.item() == steps_before + (0 if reentrant else 3)

@@ -1,11 +1,15 @@
 """ActNN's users: `actnn.set_optimization_level`, `actnn.QModule(model)`, and the loop stays as it is."""
 
 import copy
+import gc
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 from transformers import ResNetConfig, ResNetForImageClassification
 
+from mesa_tune import notice
 from mesa_tune.compat import actnn
 from tests.compat_measures import error, gradient, saved_bytes
 
@@ -271,12 +276,226 @@ def test_unknown_levels(level: str) -> None:
 
 
 def test_unsupported_fields_are_named() -> None:
-    actnn.config.simulate = True
     with pytest.warns(UserWarning, match=r"actnn\.config\.simulate means nothing here"):
-        actnn.QReLU()
-    actnn.config.activation_compression_bits = [16]
-    with pytest.raises(ValueError, match="from 1 to 8"):
+        actnn.config.simulate = True
+    with pytest.warns(UserWarning, match=r"actnn\.config\.group_szie .*ActNN has no such field"):
+        actnn.config.group_szie = 2
+    actnn.config.activation_compression_bits = [0]
+    with pytest.raises(ValueError, match="at least 1"):
         actnn.QLinear(4, 4)
+
+
+def test_more_than_8_bits_are_exact() -> None:
+    actnn.config.activation_compression_bits = [16]
+    x = torch.randn(8, 32)
+    with pytest.warns(UserWarning, match="16 bits per element are stored as PyTorch stores them"):
+        layer = actnn.QLinear(32, 4)
+    exact = gradient(layer, lambda: F.linear(x, layer.weight, layer.bias).square().sum())
+    assert torch.equal(gradient(layer, lambda: layer(x).square().sum()), exact)
+
+
+def test_fields_assigned_later_count_for_layers_that_exist(batch: tuple[Tensor, Tensor]) -> None:
+    """As ActNN's program that measures variances does: exact and compressed gradients in turn."""
+    plain = resnet(1, 1)
+    exact = gradient(plain, lambda: loss_of(plain, batch))
+    model = actnn.QModule(resnet(1, 1))
+    errors = []
+    for compress in (False, True, False):
+        actnn.config.compress_activation = compress
+        errors.append(error(gradient(model, lambda: loss_of(model, batch)), exact))
+    assert errors[0] == errors[2] == 0
+    assert errors[1] > 1e-4
+    actnn.config.compress_activation = True
+    actnn.config.adaptive_conv_scheme = actnn.config.adaptive_bn_scheme = False
+    fixed = actnn.QModule(resnet(1, 1))
+    sizes = []
+    for bits in (2, 4, 8):
+        actnn.config.activation_compression_bits[0] = bits
+        sizes.append(saved_bytes(fixed, lambda: loss_of(fixed, batch)))
+    assert sizes[0] < sizes[1] < sizes[2]
+    actnn.config.training = False  # ActNN's word for evaluation
+    assert torch.equal(gradient(fixed, lambda: loss_of(fixed, batch)), exact)
+
+
+def test_use_gradient_may_begin_later() -> None:
+    actnn.QScheme.num_samples = 10
+    layer = actnn.QLinear(64, 64)
+    actnn.config.use_gradient = True
+    actnn.QScheme.batch = [3, 7]
+    layer(torch.randn(2, 64)).square().sum().backward()
+    assert isinstance(layer.scheme, actnn.QScheme)
+    assert layer.scheme.scales.nonzero().flatten().tolist() == [3, 7]
+
+
+def test_a_level_set_after_the_layers_says_that_it_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notice, "_given", set())
+    actnn.QLinear(4, 4)
+    with pytest.warns(UserWarning, match="layers that exist keep the level of their making"):
+        actnn.set_optimization_level("L2")
+
+
+@pytest.mark.parametrize(
+    ("variable", "field"), [("DEBUG_MEM", "debug_memory_model"), ("DEBUG_SPEED", "debug_speed")]
+)
+def test_environment_of_the_benchmarks(variable: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert getattr(actnn.QuantizationConfig(), field) is False
+    monkeypatch.setenv(variable, "True")
+    assert getattr(actnn.QuantizationConfig(), field) is True
+
+
+def test_bits_are_allotted_to_all_layers_by_hand(batch: tuple[Tensor, Tensor]) -> None:
+    model = actnn.QModule(resnet(2, 1))
+    loss_of(model, batch).backward()
+    schemes = [layer.scheme for layer in model.modules() if isinstance(layer, actnn.QConv2d)]
+    assert all(scheme in list(actnn.QScheme.layers) for scheme in schemes)
+    assert len({scheme.bits for scheme in schemes if scheme is not None}) == 1
+    actnn.QScheme.allocate_perlayer()
+    actnn.QBNScheme.allocate_perlayer()
+    assert len({scheme.bits for scheme in schemes if scheme is not None}) > 1
+    norms = [layer.scheme for layer in model.modules() if isinstance(layer, actnn.QBatchNorm2d)]
+    for norm in norms:
+        assert isinstance(norm, actnn.QBNScheme)
+        assert norm.prev_linear is not None
+        assert norm.bits == norm.prev_linear.bits
+
+
+def test_schemes_do_not_outlive_their_layers() -> None:
+    before = len(actnn.QScheme.layers)
+    layer = actnn.QLinear(4, 4)
+    assert actnn.QScheme.layers[-1] is layer.scheme
+    del layer
+    gc.collect()
+    assert len(actnn.QScheme.layers) <= before
+
+
+def test_experiments_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = actnn.exp_recorder
+    recorder.clear()
+    recorder.record("network", "resnet50")
+    recorder.record("ips", np.float64(1.23456), 2)
+    recorder.record("batch_size", np.int64(4))
+    assert recorder.val_dict["ips"] == 1.23
+    for _ in range(2):
+        recorder.dump(tmp_path / "speed.json")
+    lines = (tmp_path / "speed.json").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == 2 * [{"network": "resnet50", "ips": 1.23, "batch_size": 4}]
+    assert "speed.json" in capsys.readouterr().out
+
+
+OPS: dict[str, tuple[Any, Any, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "conv1d": (actnn.ops.conv1d, F.conv1d, (4, 4, 30), (6, 4, 3), (2, 1, 1, 1)),
+    "conv2d": (actnn.ops.conv2d, F.conv2d, (4, 4, 9, 9), (6, 4, 3, 3), (1, 1, 1, 1)),
+    "conv3d": (actnn.ops.conv3d, F.conv3d, (4, 4, 5, 5, 5), (6, 4, 2, 2, 2), (1, 0, 1, 1)),
+    "conv_transpose2d": (
+        actnn.ops.conv_transpose2d,
+        F.conv_transpose2d,
+        (4, 4, 9, 9),
+        (4, 6, 3, 3),
+        (2, 1, 1, 1, 1),
+    ),
+    "linear": (actnn.ops.linear, F.linear, (40, 32), (6, 32), ()),
+}
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("name", OPS)
+def test_functions_as_the_tests_call_them(name: str, adaptive: bool) -> None:
+    op, plain, shape, weight_shape, more = OPS[name]
+    actnn.config.activation_compression_bits = [8]
+    scheme = actnn.QScheme(None) if adaptive else None
+    x, weight, bias = torch.randn(shape), torch.randn(weight_shape), torch.randn(6)
+    outputs, grads = [], []
+    for call in (lambda *given: op.apply(*given, scheme), plain):
+        leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+        outputs.append(call(*leaves, *more))
+        grads.append(torch.autograd.grad(outputs[-1].square().sum(), leaves))
+    assert torch.equal(*outputs)
+    torch.testing.assert_close(grads[0][::2], grads[1][::2])  # what the weight makes of it is exact
+    assert 0 < error(grads[0][1], grads[1][1]) < 1e-3
+    assert scheme is None or scheme.C is not None
+
+
+def test_batch_norm_and_pooling_as_the_tests_call_them() -> None:
+    x = torch.randn(8, 4, 7, 7)
+    weight, bias = torch.rand(4), torch.rand(4)
+    head, grads = torch.randn(x.shape), []
+    for call in (actnn.ops.batch_norm.apply, F.batch_norm):
+        leaf = x.clone().requires_grad_()
+        more = (actnn.QBNScheme(),) if call is not F.batch_norm else ()
+        output = call(leaf, None, None, weight, bias, True, 0.1, 1e-5, *more)
+        grads.append(torch.autograd.grad(output, leaf, head)[0])
+    assert 0 < error(*grads) < 0.5
+    assert torch.equal(actnn.ops.adaptive_avg_pool2d.apply(x, (1, 1)), F.adaptive_avg_pool2d(x, (1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [
+        (actnn.ops.ext_quantization.act_quantized_relu, F.relu),
+        (lambda x: actnn.ops.ext_quantization.act_quantized_max_pool2d(x, 2), lambda x: F.max_pool2d(x, 2)),
+        (lambda x: actnn.ops.ext_quantization.act_quantized_dropout(x, 0.2), lambda x: F.dropout(x, 0.2)),
+    ],
+    ids=["relu", "max_pool2d", "dropout"],
+)
+def test_exact_kernels(ours: Any, plain: Any) -> None:
+    x = torch.randn(4, 4, 8, 8)
+    outputs, grads = [], []
+    for function in (ours, plain):
+        torch.manual_seed(0)
+        leaf = x.clone().requires_grad_()
+        outputs.append(function(leaf))
+        grads.append(torch.autograd.grad(outputs[-1].sum(), leaf)[0])
+    assert torch.equal(*outputs)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_backward_functions(transposed: bool) -> None:
+    x, weight = torch.randn(4, 6, 9, 9, requires_grad=True), torch.randn(6, 6, 3, 3, requires_grad=True)
+    module = actnn.ops.ext_backward_func
+    ones, twos, cudnn = (1, 1), (2, 2), (False, False, False)
+    if transposed:
+        y = F.conv_transpose2d(x, weight, None, 2, 1, 1)
+        head = torch.randn(y.shape)
+        found = module.cudnn_convolution_transpose_backward(
+            x, head, weight, ones, ones, twos, ones, 1, *cudnn, [True, True]
+        )
+    else:
+        y = F.conv2d(x, weight, None, 2, 1)
+        head = torch.randn(y.shape)
+        found = module.cudnn_convolution_backward(x, head, weight, ones, twos, ones, 1, *cudnn, [True, True])
+    for one, other in zip(found, torch.autograd.grad(y, (x, weight), head), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_kernels_of_one_width() -> None:
+    data = torch.randn(3, 5, 64)
+    low, high = (each.view(3, 5, 1) for each in actnn.ops.ext_minimax.minimax(data.view(-1, 64)))
+    assert torch.equal(high, data.amax(2, keepdim=True))
+    packed, scale = actnn.ops.ext_quantization.pack_single_precision(data, low, high, 4, True)
+    decoded = actnn.ops.ext_quantization.unpack_single_precision(packed, 4, scale, low, 3, 5, 64)
+    assert packed.numel() == data.numel() // 2
+    assert ((decoded - data).abs() <= (high - low) / 15 * 1.001).all()
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_activations_are_quantized_as_layers_do(adaptive: bool) -> None:
+    actnn.config.activation_compression_bits = [4]
+    x = torch.randn(6, 3, 16, 16)
+    stored = actnn.ops.quantize_activation(x, actnn.QScheme(None) if adaptive else None)
+    q_input, _, q_scale, q_min = stored
+    assert actnn.compute_tensor_bytes([q_input]) <= x.numel() // 2
+    assert q_scale.shape == q_min.shape == (x.numel() // 256,)
+    assert 0 < error(actnn.ops.dequantize_activation(stored, x.shape), x) < 0.04
+    actnn.config.compress_activation = False
+    assert actnn.ops.quantize_activation(x)[0] is x
+
+
+def test_kernels_that_are_not_here_say_why() -> None:
+    with pytest.raises(AttributeError, match=r"ops\.sync_batch_norm: not supported: .*QSyncBatchNorm"):
+        _ = actnn.ops.sync_batch_norm
+    with pytest.raises(ImportError):
+        from mesa_tune.compat.actnn.ops import quantize_and_pack  # noqa: F401
 
 
 def test_memory_helpers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,9 @@
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import mesa_tune as mt
 import mesa_tune.compat.mesa as ms
 from mesa_tune.compat import gact
 from mesa_tune.compat.dropit import to_dropit
+from mesa_tune.compat.dropit.dropiter import DropITer
 from tests.compat_measures import error, gradient, saved_bytes
 
 GAMMA = 0.9
@@ -214,24 +218,73 @@ def test_with_mesa(tmp_path: Path) -> None:
     assert [int(model[place].iteration) for place in (1, 3)] == [1, 0]
 
 
-def test_with_gact() -> None:
+@pytest.mark.parametrize("order", ["before", "between", "after", "after a step", "below hooks"])
+def test_with_gact(order: str) -> None:
+    """DropIT's own program calls to_dropit after GACT's install_hook()."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.Linear(128, 10))
     x = torch.randn(64, 64, requires_grad=True)
-    to_dropit(model, strategy="mink", gamma=0.9)
     gact.set_optimization_level("L1")
+    if order == "before":
+        to_dropit(model, strategy="mink", gamma=0.9)
     controller = gact.controller.Controller(model)
-    controller.install_hook()
-    try:
+    if order == "between":
+        to_dropit(model, strategy="mink", gamma=0.9)
+    hooks: Any = nullcontext()
+    if order == "below hooks":
+        hooks = torch.autograd.graph.saved_tensors_hooks(controller.quantize, controller.dequantize)
+    else:
+        controller.install_hook()
+    with hooks:
+        if order in ("after a step", "below hooks"):
+            model(x).sum().backward()
+            controller.adapt(lambda: model(x).sum().backward())
+            assert "2" in controller.bits
+            model.zero_grad()
+        if order not in ("before", "between"):
+            to_dropit(model, strategy="mink", gamma=0.9)
         hidden: list[Tensor] = []
         model[2].register_forward_hook(lambda module, given, output: hidden.append(given[0]))
-        before = saved_bytes(model, lambda: model(x).square().sum())
-        assert before < 5 * 4 * 64 * 128 * 0.3
+        if order != "below hooks":
+            before = saved_bytes(model, lambda: model(x).square().sum())
+            assert before < 5 * 4 * 64 * 128 * 0.3
         model(x).sum().backward()
         grad = model[3].weight.detach().sum(0).expand(64, 128)
         expected = grad.T @ dropped(hidden[-1], 0.9)
         torch.testing.assert_close(model[2].weight.grad, expected, rtol=1e-4, atol=1e-4)
         controller.adapt(lambda: model(x).sum().backward())
         assert list(controller.bits) == ["1"]  # what DropIT has taken has no bits to place
-    finally:
-        controller.uninstall_hook()
+    controller.uninstall_hook()
+    model.zero_grad()
+    model(x).sum().backward()  # DropIT stays
+    torch.testing.assert_close(model[2].weight.grad, grad.T @ dropped(hidden[-1], 0.9), rtol=1e-4, atol=1e-4)
+
+
+def test_in_a_converted_model_the_policy_decides_and_a_warning_says_so() -> None:
+    model = mt.convert(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 10)), mt.Policy.uniform(256))
+    with pytest.warns(UserWarning, match=r"to_dropit has no effect here.*\n?.*`drop: 0\.8`"):
+        to_dropit(model, gamma=0.8)
+
+
+@pytest.mark.parametrize("strategy", ["mink", "mink_cpuidx", "vrandom"])
+def test_functions_of_ones_own_select_and_pad(strategy: str) -> None:
+    """As DropIT's forward functions do, with the context of their autograd.Function."""
+    dropiter, ctx = DropITer(strategy, 0.75), SimpleNamespace()
+    x = torch.randn(10, 6, 8).transpose(0, 1)
+    saved = dropiter.select(x, ctx)
+    whole = dropiter.pad(saved, ctx).view(x.shape)
+    if strategy == "vrandom":
+        assert 0.15 < (whole != 0).float().mean() < 0.35
+        assert torch.equal(whole[whole != 0], x[whole != 0])
+    else:
+        assert (saved.numel(), ctx.idxs.dtype, ctx.numel) == (120, torch.int32, 480)
+        assert saved.dropped  # type: ignore[attr-defined]
+        assert torch.equal(whole, dropped(x, 0.75))
+    assert dropiter.reserve == 0.25
+
+
+def test_transfer_is_to_dropit() -> None:
+    layer = nn.Linear(10, 10)
+    assert DropITer.transfer(layer, "mink", 0.5, True) is layer
+    assert isinstance(layer.dropiter, DropITer)
+    assert (layer.dropiter.gamma, layer.dropiter.autocast) == (0.5, True)

@@ -1,5 +1,8 @@
 """GACT's users: `Controller(model)`, `install_hook()`, and `iterate(backprop)` after each step."""
 
+import copy
+import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -8,7 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from mesa_tune import notice
 from mesa_tune.compat import gact
 from mesa_tune.compat.gact.controller import Controller
 from mesa_tune.compat.gact.sensitivity import perturbed
@@ -291,3 +296,239 @@ def test_estimates_rank_layers_as_measured_errors_do(installed: Install) -> None
     revert(model)
     ratios = torch.tensor([found / guess for found, guess in pairs]).log()
     assert ratios.std() < 0.4
+
+
+def below_hooks(model: nn.Module, controller: Controller, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """`loss`, below hooks as GACT's programs write them."""
+
+    def pack_hook(tensor: Tensor) -> Any:
+        return controller.quantize(tensor)
+
+    def unpack_hook(packed: Any) -> Tensor:
+        return controller.dequantize(packed)
+
+    def run() -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack_hook, unpack_hook):
+            return loss()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("level", "share", "most"), [("L1", 0.4, 0.1), ("L1.1", 0.5, 1e-3), ("L2", 0.4, 0.1)]
+)
+def test_hooks_of_the_program(level: str, share: float, most: float) -> None:
+    """`saved_tensors_hooks(pack, unpack)` around the loop, in place of install_hook()."""
+    model, loss = make()
+    keys, output, plain_forward = list(model.state_dict()), loss(), inspect.signature(model.forward)
+    before, exact = saved_bytes(model, loss), gradient(model, loss)
+    gact.set_optimization_level(level)
+    controller = Controller(model)
+    assert torch.equal(gradient(model, loss), exact)  # not below the hooks
+    hooked = below_hooks(model, controller, loss)
+    assert torch.equal(hooked(), output)
+    for _ in range(3):  # the first forward is compressed as the later ones are
+        assert saved_bytes(model, hooked) < share * before
+        assert 0 < error(gradient(model, hooked), exact) < most
+        controller.iterate(lambda: hooked().backward())
+    assert (len(set(controller.bits.values())) > 1) is (level == "L2")
+    assert torch.equal(gradient(model, loss), exact)
+    assert (list(model.state_dict()), inspect.signature(model.forward)) == (keys, plain_forward)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(5):
+        optimizer.zero_grad()
+        hooked().backward()
+        optimizer.step()
+    assert loss() < output
+    controller.uninstall_hook()
+    assert "forward" not in model.__dict__
+
+
+def test_a_layer_by_itself_below_hooks() -> None:
+    """The model's own call is compressed in its first forward already."""
+    layer, x = nn.BatchNorm2d(3), torch.randn(64, 3, 28, 28)
+    gact.set_optimization_level("L1")
+
+    def grad(run: Callable[[Tensor], Tensor]) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        run(leaf).backward(x.abs())
+        assert leaf.grad is not None
+        return leaf.grad
+
+    exact = grad(layer)
+    controller = Controller(layer)
+
+    def below(leaf: Tensor) -> Tensor:
+        return below_hooks(layer, controller, lambda: layer(leaf))()
+
+    assert 0 < error(grad(below), exact) < 0.1
+    assert torch.equal(grad(layer), exact)
+
+
+class Holder:
+    """A program with its controller in an attribute, so that no variable of its hook is the controller."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+
+    def pack(self, tensor: Tensor) -> Any:
+        return self.controller.quantize(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        return self.controller.dequantize(packed)
+
+
+@pytest.mark.parametrize("how", ["bound methods", "an object's"])
+def test_other_hooks_that_lead_to_a_controller(how: str) -> None:
+    model, loss = make()
+    exact = gradient(model, loss)
+    gact.set_optimization_level("L1")
+    controller = Controller(model)
+    holder = Holder(controller)
+    pair = (
+        (controller.quantize, controller.dequantize)
+        if how == "bound methods"
+        else (holder.pack, holder.unpack)
+    )
+    errors = []
+    with torch.autograd.graph.saved_tensors_hooks(*pair):
+        errors += [error(gradient(model, loss), exact) for _ in range(2)]
+    assert errors[1] > 1e-4
+    assert (errors[0] > 0) is (how == "bound methods")  # else it shows when it is called
+
+
+def test_hooks_of_others_are_left_alone() -> None:
+    model, loss = make()
+    exact, controller = gradient(model, loss), Controller(model)
+    with torch.autograd.graph.save_on_cpu():
+        assert torch.equal(gradient(model, loss), exact)
+    assert not controller.is_applied
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_below_hooks(reentrant: bool) -> None:
+    model, loss = make()
+    exact = gradient(model, loss)
+    gact.set_optimization_level("L1")
+    blocks = model.blocks
+    model.blocks = Checkpointed(blocks, reentrant)  # type: ignore[assignment]
+    controller = Controller(model)
+    found = gradient(model, below_hooks(model, controller, loss))
+    assert 0 < error(found, exact) < 0.1
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def test_the_loss_below_hooks_is_named() -> None:
+    notice._given.clear()
+    model, loss = make()
+    controller = Controller(model)
+    with pytest.warns(UserWarning, match="leaves alone what functions outside the model save"):
+        below_hooks(model, controller, loss)()
+
+
+def test_copies_below_hooks_are_plain() -> None:
+    model, loss = make()
+    controller, x = Controller(model), torch.randn(32, 48, 32)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+
+        def output(other: nn.Module = other) -> Tensor:
+            torch.manual_seed(2)
+            value: Tensor = other(x).square().sum()
+            return value
+
+        found = gradient(other, below_hooks(other, controller, output))
+        assert torch.equal(found, gradient(other, output))
+    assert error(gradient(model, below_hooks(model, controller, loss)), gradient(model, loss)) > 0
+
+
+def test_an_adaptation_without_a_function() -> None:
+    model, loss = make()
+    gact.set_optimization_level("L1")
+    controller = Controller(model)
+    below_hooks(model, controller, loss)()
+    controller.iterate(None)
+    gact.set_optimization_level("L2")
+    controller = Controller(model)
+    below_hooks(model, controller, loss)()
+    with pytest.raises(ValueError, match="iteration 0 adapts"):
+        controller.iterate(None)
+
+
+def test_fields_assigned_after_a_controller_say_so() -> None:
+    Controller(nn.Linear(2, 2))
+    notice._given.clear()
+    with pytest.warns(UserWarning, match="counts for controllers that are made from now on"):
+        gact.config.bit = 3
+    with pytest.warns(UserWarning, match=r"gact\.config\.bits .*GACT has no such field"):
+        gact.config.bits = 3
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("shape", [(300,), (7, 11, 13), (512, 256)])
+def test_quantizing_a_tensor(bits: int, shape: tuple[int, ...]) -> None:
+    x = torch.rand(shape)
+    stored = gact.ops.op_quantize(x, bits, 3)
+    data, given_bits, scale, low = stored
+    assert given_bits == bits
+    assert data.dtype is torch.uint8
+    rows = -(-x.numel() // 256)
+    assert scale.shape == low.shape == (rows, 1, 1)
+    step = scale.flatten().repeat_interleave(256)[: x.numel()].view(shape)
+    assert ((gact.ops.op_dequantize(stored, x.shape) - x).abs() <= step * 1.001).all()
+    assert torch.equal(gact.ops.op_quantize(x, bits, 3)[0], data)
+    assert not torch.equal(gact.ops.op_quantize(x, bits, 4)[0], data)
+    if x.numel() % 256 == 0:
+        assert torch.equal(low.flatten(), x.view(-1, 256).amin(1))
+
+
+def test_quantizing_with_32_bits_is_exact() -> None:
+    x = torch.randn(5, 100)
+    stored = gact.ops.op_quantize(x, 32, 0)
+    assert torch.equal(gact.ops.op_dequantize(stored, x.shape), x)
+    with pytest.raises(ValueError, match="1 <= bits <= 8"):
+        gact.ops.op_quantize(x, 16, 0)
+
+
+def test_masks_take_a_bit_an_element() -> None:
+    mask = F.one_hot(torch.arange(0, 100) % 77).to(torch.uint8)
+    stored = gact.ops.op_quantize_mask(mask)
+    assert stored[0].numel() == -(-mask.numel() // 8)
+    assert torch.equal(gact.ops.op_dequantize_mask(stored), mask)
+    floats = gact.ops.op_quantize(mask.float(), 1, 0)
+    assert torch.equal(gact.ops.op_dequantize(floats, mask.shape), mask.float())
+
+
+def test_attention_in_chunks_is_attention() -> None:
+    q, k, v = (torch.rand(2, 3, 40, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    found = gact.ops.self_atten(0.0, q, k, v, 16, 8)
+    expected = (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v
+    torch.testing.assert_close(found, expected)
+    ours, theirs = (
+        torch.autograd.grad(each.sum(), (q, k, v), retain_graph=True) for each in (found, expected)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_samples_of_a_tensor() -> None:
+    x = torch.randn(8, 16, 32)
+    sample = gact.utils.uniform_sample(x, 10)
+    assert sample == gact.utils.uniform_sample_ref(x, 10)
+    assert sample == [x.data_ptr(), *x.flatten()[:: x.numel() // 10][:10].tolist()]
+    state = torch.get_rng_state()
+    assert gact.utils.random_sample(x, 10) == gact.utils.random_sample(x, 10)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(gact.utils.random_sample(x, 10, add_dataptr=False)) == 10
+    assert gact.utils.compute_tensor_bytes([x, 3]) == x.nbytes + 4
+
+
+def test_kernels_that_are_not_here_say_why() -> None:
+    with pytest.raises(AttributeError, match=r"no_scheme_quantize_pack: not supported: .*use op_quantize"):
+        _ = gact.ops.no_scheme_quantize_pack

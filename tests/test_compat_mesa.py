@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 import mesa_tune.compat.mesa as ms
+from mesa_tune import notice
 from tests.compat_measures import error, gradient, saved_bytes
 
 WIDTH, HEADS = 48, 3
@@ -298,6 +299,26 @@ def test_warnings_name_what_means_nothing(tmp_path: Path) -> None:
 def test_a_missing_policy_is_an_error(vit: Any, tmp_path: Path) -> None:
     with pytest.raises(mt.PolicyError):
         ms.policy.deploy_on_init(vit, tmp_path / "none.txt")
+
+
+def test_without_a_policy_layers_are_numbered_and_a_warning_says_so(
+    vit: Any, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mesa's programs have `--ms_policy ''` by default."""
+    monkeypatch.setattr(notice, "_given", set())
+    plain = copy.deepcopy(vit)
+    ms.policy.convert_by_num_groups(vit, 3)
+    with pytest.warns(UserWarning, match=r"no policy file is given \(''\)"):
+        ms.policy.deploy_on_init(vit, "", verbose=str)
+    assert (vit.head.index, vit.head.enable) == (8, False)
+    assert ms.policy.read_policy("", "epoch") == []
+    exact = gradient(plain, lambda: plain(batch[0]).square().sum())
+    assert torch.equal(gradient(vit, lambda: vit(batch[0]).square().sum()), exact)
+
+
+def test_modules_of_mesa_that_are_not_here_say_why() -> None:
+    with pytest.raises(AttributeError, match=r"mesa\.custom_quant: not supported: .*mesa_tune\.ops"):
+        _ = ms.custom_quant
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 import mesa_tune as mt
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.call import Call
-from mesa_tune.functional.rowwise import aligned, is_repeated, is_statistic
+from mesa_tune.functional.rowwise import aligned, is_repeated
 from mesa_tune.policy import Policy
 from tests.functional_cases import EIGHT, KEY
 
@@ -92,5 +92,3 @@ def test_what_counts_as_a_statistic() -> None:
     assert is_repeated(torch.zeros(4, 24, 1), x)
     assert not is_repeated(torch.zeros(4, 24, 32), x)
     assert not is_repeated(torch.zeros(32), x)
-    assert is_statistic(torch.zeros(4, 24, 1))
-    assert not is_statistic(torch.zeros(4, 24))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune import notice, routing
@@ -211,6 +212,28 @@ def test_compress_saved_nests_and_survives_exceptions() -> None:
         assert state.frames[-1].host is outer
         _loss(logits).backward()
     assert logits.grad is not None
+
+
+@pytest.mark.parametrize("part", [F.gelu, lambda x: x.sin() * x], ids=["gelu", "mul"])
+def test_what_a_backward_computes_inside_compress_saved_is_no_part_of_the_loss(
+    part: Callable[[Tensor], Tensor],
+) -> None:
+    def grad(inside: bool) -> Tensor:
+        logits = torch.linspace(-3, 3, 64 * 512).view(64, 512).requires_grad_()
+        with mt.compress_saved(Policy.uniform(level=2), seed=1):
+            loss = checkpoint(part, logits, use_reentrant=True).mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    logits = torch.linspace(-3, 3, 64 * 512).view(64, 512).requires_grad_()
+    part(logits).mean().backward()
+    assert logits.grad is not None
+    assert torch.equal(grad(inside=False), logits.grad)
+    assert torch.equal(grad(inside=True), logits.grad)
 
 
 class _Data(torch.utils.data.Dataset[Tensor]):

@@ -72,7 +72,7 @@ def assert_mapped(case: Mapped) -> None:
     assert all(same_bytes(a, b.cpu()) for a, b in zip(here, there, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "exp"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "exp", "definite"])
 def test_derivatives(kind: str) -> None:
     for case in cuda_cases.curves(kind):
         assert_mapped(case)
@@ -82,7 +82,7 @@ def test_derivatives_of_many_numbers() -> None:
     """Every 2**10th number of float32: each operation rounds as the CPU's does."""
     x = torch.arange(0, 2**32, 2**10).to(torch.int32).view(torch.float32)
     x = x[x.isfinite()].contiguous()
-    for kind, bits in itertools.product(("gelu", "gelu_tanh", "silu", "exp"), (1, 8)):
+    for kind, bits in itertools.product(("gelu", "gelu_tanh", "silu", "exp", "definite"), (1, 8)):
         assert_mapped(Mapped(x, kind, None, None, 1, (bits, 2**bits, 32), None))
 
 

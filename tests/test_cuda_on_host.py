@@ -139,7 +139,7 @@ def assert_mapped(kernels: Kernels, case: Mapped) -> None:
     assert same_bytes(data, expected[0])
 
 
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "exp"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "exp", "definite"])
 def test_derivatives(kernels: Kernels, kind: str) -> None:
     for case in cuda_cases.curves(kind):
         assert_mapped(kernels, case)

@@ -10,6 +10,7 @@ from tests import functional_cases
 from tests.functional_cases import CASES, EIGHT, RAW, Case, fresh, gradients, leaves, served
 
 NAMES = sorted(CASES)
+IN_DOUBLE = [name for name in NAMES if not CASES[name].limited]
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -48,6 +49,8 @@ def test_output_and_buffers_have_pytorchs_bits(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-12), (torch.float64, 1e-28)], ids=str)
 def test_formula_is_pytorchs_gradient(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    if dtype == torch.float64 and name not in IN_DOUBLE:
+        pytest.skip("PyTorch has no such function of float64")
     y, ours, expected, plain = _plain_and_ours(CASES[name], dtype, RAW)
     torch.manual_seed(3)
     found, wanted = gradients(y, ours), gradients(expected, plain)
@@ -85,7 +88,7 @@ def test_autocast_changes_nothing(name: str) -> None:
     assert _error(found, wanted) < 2e-3
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_DOUBLE)
 def test_each_gradient_alone(name: str) -> None:
     case = CASES[name]
     count = len(leaves(fresh(case, torch.float64)))
@@ -117,7 +120,8 @@ def test_keeps_less_than_pytorch(name: str) -> None:
     plain = _bytes(kept)
     assert expected.requires_grad
     y = served(case.function, EIGHT, *args, **case.kwargs)
-    assert _bytes(y.grad_fn.saved_tensors) <= plain
+    if type(y.grad_fn) is not type(expected.grad_fn):  # else it is left to PyTorch
+        assert _bytes(y.grad_fn.saved_tensors) <= plain
 
 
 def _bytes(tensors: Any) -> int:

@@ -57,7 +57,7 @@ class Transformer(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """ReLU and convolution keep one tensor; batch statistics; a logarithm of a sum that only hooks reach."""
+    """ReLU and convolution keep one tensor; batch statistics; a mean of two tensors that only hooks reach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Convolutions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.bn1(self.conv1(x)))
         gate = torch.sigmoid(x)
-        x = torch.logaddexp(self.relu(self.bn2(self.conv2(x)) + x), gate)
+        x = torch.lerp(self.relu(self.bn2(self.conv2(x)) + x), gate, gate)
         logits: Tensor = self.head(x.mean((2, 3)))
         return logits
 

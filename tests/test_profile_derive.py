@@ -109,7 +109,8 @@ def test_predicted_bytes_are_those_of_a_real_step(
 ) -> None:
     predicted = profiles[name].predict(DERIVE, batch_size=batch_size)
     found = measured(workload(name), DERIVE, batch_size)
-    assert predicted.saved_bytes == found.saved_bytes
+    # A bit per row of a linear layer's input, in whole bytes: not quite on a line between two batch sizes.
+    assert predicted.saved_bytes == pytest.approx(found.saved_bytes, abs=8)
     assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
 
 

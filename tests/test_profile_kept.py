@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ def batch(n: int) -> tuple[Tensor, Tensor]:
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    # Both only by hooks: the first keeps floats, the second where each maximum was.
-    highest = model(batch[0]).logcumsumexp(-1).cummax(-1).values
+    # No formula for both: the first saves floats, the second where each maximum was.
+    highest = model(batch[0]).asinh().cummax(-1).values
     # Cutting a column off copies the class numbers, which are born in the step.
     value: Tensor = (highest.gather(-1, batch[1][:, 1:, None].contiguous()) ** 2).mean()
     return value
@@ -57,7 +58,7 @@ def test_saved_bytes_with_whole_numbers_are_those_of_a_real_step(
 
 
 def test_whole_numbers_are_freed_by_no_setting(profile: Profile) -> None:
-    assert {"loss.logcumsumexp.0", "loss.cummax.0"} & set(profile.timeline.hooked)
+    assert {"loss.asinh.0", "loss.cummax.0"} & set(profile.timeline.hooked)
     one_bit = profile.predict(mt.Policy.uniform(level=2))
     assert one_bit.saved_bytes > 8 * 16 * 20 * CLASSES
 
@@ -104,3 +105,62 @@ def test_saved_bytes_of_recurrent_layers_are_those_of_a_real_step(
 def test_small_tensors_that_hooks_meet_make_an_estimate_and_a_note() -> None:
     (note,) = mt.profile(recurrent(nn.GRU, 16), options=()).notes
     assert "'recurrent.gru.0' are estimates" in note
+
+
+class _Doubled(torch.autograd.Function):
+    """Somebody's own function, which saves a tensor through autograd and holds another one itself."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        ctx.other = 2 * x
+        return x * ctx.other
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return 2 * (grad * ctx.other)
+
+
+class _Partly(nn.Module):
+    """Linear layers around functions without a formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = _Doubled.apply(self.first(x))  # type: ignore[no-untyped-call]
+        y: Tensor = self.last((1 + h.tanh()).cumprod(-1).asinh())
+        return y
+
+
+def test_what_no_policy_reaches_is_named_with_its_bytes(tmp_path: Path) -> None:
+    work = mt.Workload(
+        _Partly, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x).square().mean(), batch_size=16
+    )
+    profile = mt.profile(work, options=[mt.LayerSettings(level=256)], seeds=1)
+    size = 16 * 20 * WIDTH * 4
+    found = {(entry.function, entry.why): entry.bytes for entry in profile.exact}
+    assert found["cumprod", "no formula"] == size
+    assert found["_Doubled", "no formula"] == size
+    assert found["unattributed", "not saved through autograd"] == size
+    model = work.build()
+    plain = measure_step(model, work.make_batch(), work.compute_loss, work.make_optimizer(model))
+    assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes == plain.saved_bytes
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json").exact == profile.exact
+
+
+def test_a_searched_policy_names_no_layer_that_no_policy_reaches(recwarn: pytest.WarningsRecorder) -> None:
+    work = mt.Workload(
+        _Partly, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x).square().mean(), batch_size=16
+    )
+    profile = mt.profile(work, options=[mt.LayerSettings(level=256)], seeds=1)
+    smallest = profile.predict(mt.Policy.uniform(level=256)).peak_bytes
+    plan = mt.search_policy(profile, (smallest + profile.peak_bytes) // 2)
+    text = plan.policy.dumps()
+    assert "_Doubled" not in text
+    assert "cumprod" not in text
+    check = mt.verify(work, plan.policy, predicted=plan.predicted, steps=1, seeds=1)
+    assert check.policy.saved_bytes == plan.predicted.saved_bytes
+    assert not [one for one in recwarn if "no layer" in str(one.message)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune import ops
@@ -199,3 +200,187 @@ def test_copies_are_independent() -> None:
         for weight in network.parameters():
             weight.zero_()
     assert same(step(twin, list(twin.parameters()), x), expected)
+
+
+def error(found: list[Tensor], exact: list[Tensor]) -> float:
+    one, other = (torch.cat([each.flatten() for each in each_of]) for each_of in (found, exact))
+    return ((one - other).square().sum() / other.square().sum()).item()
+
+
+def test_a_tensor_that_an_earlier_layer_left_gets_its_gradient() -> None:
+    class Captured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.block.forward = lambda x: F.linear(x * self.left, self.block.weight)  # type: ignore[assignment, method-assign]
+            self.left = torch.empty(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.left = self.first(x)
+            y: Tensor = self.block(x.square())
+            return y.square().mean()
+
+    network, x = Captured(), torch.randn(ROWS, WIDTH)
+    weights = [network.first.weight, network.block.weight]
+    expected = step(network, weights, x)
+    mt.convert(network, policy("block"), seed=1, min_elements=EVERYTHING)
+    for _ in range(2):
+        assert same(step(network, weights, x), expected)
+
+
+class Experts(nn.Module):
+    """Each row goes to the best two of four experts; `chosen` are those of each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.chosen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        self.chosen.append(chosen)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, rank = torch.where(chosen == number)
+            y = y.index_add(0, rows, expert(x[rows]) * weights[rows, rank, None])
+        return y
+
+
+@pytest.mark.parametrize("level", [256, 4])
+def test_experts_are_chosen_again_as_they_were(level: int) -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(WIDTH, WIDTH), Experts()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.block(self.first(x))
+            return y.square().mean()
+
+    plain, x = Routed(), torch.randn(ROWS, WIDTH)
+    network = converted(plain, "block", level=level)
+    expected = step(plain, list(plain.parameters()), x)
+    for _ in range(2):
+        network.block.chosen.clear()
+        assert same(step(network, list(network.parameters()), x), expected)
+        first, second = network.block.chosen
+        assert torch.equal(first, second)
+
+
+def test_inputs_without_a_gradient_stay_exact() -> None:
+    class Biased(nn.Linear):
+        def forward(self, input: Tensor, *biases: Tensor) -> Tensor:
+            return (super().forward(input) + biases[0]).softmax(-1)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(WIDTH, WIDTH), Biased(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias = torch.linspace(-3, 3, ROWS * WIDTH).view(ROWS, WIDTH).sin()
+            y: Tensor = self.block(self.first(x), bias)
+            return (y * torch.linspace(-1, 1, WIDTH)).sum()
+
+    plain, x = Outer(), torch.randn(ROWS, WIDTH)
+    plain.first.requires_grad_(False)
+    expected = step(plain, [plain.block.weight], x)
+    network = converted(plain, "block")
+    assert same(step(network, [network.block.weight], x), expected)
+
+
+def test_choices_that_no_input_takes_part_in_leave_it_packed() -> None:
+    class Windows(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            zones = torch.zeros(ROWS, 1)
+            zones[ROWS // 2 :] = 1
+            other = (zones != zones.T).float().sum(-1, keepdim=True).long()
+            return super().forward(input) + other.clamp(max=1)
+
+    plain, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Windows(WIDTH, WIDTH)), torch.randn(ROWS, WIDTH)
+    expected = step(lambda x: plain(x).square().mean(), list(plain.parameters()), x)
+    network = converted(plain, "1")
+    found = step(lambda x: network(x).square().mean(), list(network.parameters()), x)
+    assert 0 < error(found[1:], expected[1:]) < 1e-3
+
+
+def test_small_rows_have_groups_of_their_own() -> None:
+    class Normed(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(F.layer_norm(input, (WIDTH,)))
+
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Normed(WIDTH, WIDTH))
+    x = torch.randn(ROWS, WIDTH) * torch.logspace(-3, 3, ROWS)[torch.randperm(ROWS), None]
+    weight = torch.randn(ROWS, WIDTH)
+    expected = step(lambda x: (plain(x) * weight).sum(), list(plain.parameters()), x)
+    network = converted(plain, "1")
+    found = step(lambda x: (network(x) * weight).sum(), list(network.parameters()), x)
+    assert 0 < error(found[1:], expected[1:]) < 1e-3
+
+
+class Part(nn.Module):
+    """A part of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(F.gelu(self.linear(self.norm(x))), 0.2)
+
+
+class Checkpointed(nn.Module):
+    """A part and the way around it; the part runs under PyTorch's checkpoint, once `reentrant` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+        self.reentrant: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            y: Tensor = self.part(x)
+        else:
+            y = checkpoint(self.part, x, use_reentrant=self.reentrant)
+        return x + y
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("names", ["1 2", "1.part 2.part"], ids=["inside", "around"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "packed"])
+def test_with_a_checkpoint(names: str, reentrant: bool, exact: bool) -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(), Checkpointed(), nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(ROWS, WIDTH)
+
+    def gradients(network: nn.Module) -> list[Tensor]:
+        torch.manual_seed(5)
+        network.zero_grad()
+        network(x).square().mean().backward()
+        return [each.grad.clone() for each in network.parameters() if each.grad is not None]
+
+    expected = gradients(plain)
+    for each in (plain[1], plain[2]):
+        each.reentrant = reentrant  # type: ignore[assignment]
+    network = converted(plain, names, exact=exact)
+    packs = not exact and names == "1 2"  # around: inputs are the checkpoint's own
+    for _ in range(3):
+        found = gradients(network)
+        assert 0 < error(found, expected) < 1e-3 if packs else same(found, expected)
+
+
+def test_second_derivatives_are_refused() -> None:
+    network, x = converted(Model()), torch.randn(ROWS, WIDTH)
+    with pytest.raises(RunError, match=r"create_graph=True reached 'blocks\.2', which runs again"):
+        torch.autograd.grad(network(x), list(network.parameters()), create_graph=True)
+
+
+def test_a_small_input_changed_after_the_forward_is_refused() -> None:
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    mt.convert(network, policy("1"))
+    first = network[0](torch.randn(8, WIDTH))
+    y = network[1](first)
+    with torch.no_grad():
+        first.mul_(2)
+    with pytest.raises(RunError, match="an input of '1' was changed in place"):
+        y.sum().backward()

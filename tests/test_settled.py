@@ -338,7 +338,8 @@ class Called(nn.Module):
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_every_function_gives_the_same_again(name: str, autocast: bool) -> None:
-    function, _, kwargs = case = CASES[name]
+    case = CASES[name]
+    function, kwargs = case.function, case.kwargs
     policy = mt.Policy.uniform(level=16)
     model, twin = (mt.convert(Called(), policy, seed=1, min_elements=0) for _ in range(2))
     for turn in range(4):
@@ -368,3 +369,67 @@ def test_copies_settle_for_themselves() -> None:
         assert conversion is not None
         assert not conversion.settled
         assert same(step(other), step(copy.deepcopy(model)))
+
+
+class Cut(nn.Module):
+    """A linear layer of a few rows: a view of many, or a tensor of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many, self.few = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, is_view: bool) -> Tensor:
+        y: Tensor = self.few(self.many(x)[:8] if is_view else self.many(x[:8]))
+        return y
+
+
+def test_how_a_small_view_is_stored_does_not_depend_on_the_calls_before() -> None:
+    model = mt.convert(Cut(), mt.Policy.uniform(level=16))
+    x = torch.randn(4096, 32)
+    copied = {True: "ApplyBackward", False: "AddmmBackward0"}
+    for is_view in (True, True, True, False, True, False, False, False, True):
+        assert type(model(x, is_view).grad_fn).__name__ == copied[is_view]
+
+
+class _Activation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+class _ManyTimes(nn.Module):
+    """One activation, called so often that its calls are alike before its index is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.linear, self.often = _Activation(), nn.Linear(12, 12), _Activation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.before(self.linear(x))
+        for _ in range(4):
+            y = self.often(y * 1.5)
+        return y
+
+
+def test_settings_that_change_after_the_first_forward_are_those_of_the_next() -> None:
+    text = (
+        "# mesa-tune policy 1\non gelu:\n    by_index: all\n    level: 256\n\n    by_index: 1\n    level: 4\n"
+    )
+    plain, steps = _ManyTimes(), []
+    for alike in (nullcontext, unsettled):
+        model = mt.convert(copy.deepcopy(plain), mt.Policy.parse(text), seed=1, min_elements=0)
+        conversion = conversion_of(model)
+        assert conversion is not None
+        with alike():
+            first = step(model)
+            assert ("often.gelu.0" in conversion.settled) == (alike is nullcontext)
+            steps.append([first, step(model), step(model)])
+    assert all(same(one, other) for one, other in zip(*steps, strict=True))
+    exact = step(plain)
+    fine, coarse = ([_distance(each, exact) for each in one[:2]] for one in steps)
+    assert coarse[1] > 100 * coarse[0]
+    assert fine == coarse
+
+
+def _distance(found: list[Tensor | None], right: list[Tensor | None]) -> float:
+    pairs = [(a, b) for a, b in zip(found, right, strict=True) if a is not None and b is not None]
+    return sum(float((a - b).square().sum()) for a, b in pairs)

@@ -24,7 +24,7 @@ MESA_TUNE_INLINE void some(const CrossEntropyBackward& task, const float* __rest
     float* __restrict dx = task.dx + first + done;
     for (int64_t i = 0; i < count; ++i) dx[i] = scale * p[done + i];
     const int64_t target = scale == 0.0f ? -1 : task.target[row] - begin;
-    if (target >= 0 && target < count) dx[target] -= scale;
+    if (target >= 0 && target < count) dx[target] = scale * task.surplus[row];
     done += count;
   }
 }

@@ -46,6 +46,9 @@ MESA_TUNE_INLINE const float* mapped(const Map& map, const float* values, int64_
     case Map::kExp:
       for (int64_t i = 0; i < n; ++i) out[i] = exp_derivative(values[i]);
       break;
+    case Map::kDefinite:
+      for (int64_t i = 0; i < n; ++i) out[i] = definite(values[i]);
+      break;
   }
   return out;
 }

@@ -41,9 +41,11 @@ __device__ inline float curve(float value) {
     return gelu_tanh_derivative(value);
   } else if constexpr (kKind == Map::kSilu) {
     return silu_derivative(value);
-  } else {
-    static_assert(kKind == Map::kExp);
+  } else if constexpr (kKind == Map::kExp) {
     return exp_derivative(value);
+  } else {
+    static_assert(kKind == Map::kDefinite);
+    return definite(value);
   }
 }
 
@@ -62,6 +64,8 @@ __device__ inline float mapped(const Map& map, int64_t index, float value) {
       return curve<Map::kSilu>(value);
     case Map::kExp:
       return curve<Map::kExp>(value);
+    case Map::kDefinite:
+      return curve<Map::kDefinite>(value);
   }
   return value;
 }

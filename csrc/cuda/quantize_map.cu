@@ -23,6 +23,8 @@ void with_kind(Map::Kind kind, const Visit& visit) {
       return visit(Kind<Map::kSilu>());
     case Map::kExp:
       return visit(Kind<Map::kExp>());
+    case Map::kDefinite:
+      return visit(Kind<Map::kDefinite>());
   }
 }
 

@@ -52,8 +52,8 @@ def in_single(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
 
 def encode_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> list[Tensor]:
     """What `encode` makes of a tensor that is made on the way; groups run along its memory."""
-    if spec.quant_groups:
-        return encode(mapped.make(), spec, key)
+    if spec.quant_groups or not mapped.is_dense:
+        return encode(mapped.made(), spec, key)
     data, ranges = QUANTIZE_MAP(
         mapped.source,
         KINDS[mapped.kind],
@@ -145,6 +145,7 @@ def decode_softmax(parts: Sequence[Tensor], grad: Tensor, spec: Spec) -> Tensor 
 def decode_cross_entropy(
     parts: Sequence[Tensor],
     target: Tensor,
+    surplus: Tensor,
     weight: Tensor | None,
     grad: Tensor,
     classes: int,
@@ -156,10 +157,12 @@ def decode_cross_entropy(
     possible.
     """
     data, ranges = parts
-    if target.dtype != torch.int64 or not _is_for_rows(spec, grad, ranges, weight):
+    if target.dtype != torch.int64 or not _is_for_rows(spec, grad, ranges, surplus, weight):
         return None
     sizes = (spec.bits, spec.levels, spec.group_size)
-    dx: Tensor = CROSS_ENTROPY_BACKWARD(data, ranges, target, weight, grad, classes, ignore, mean, *sizes)
+    dx: Tensor = CROSS_ENTROPY_BACKWARD(
+        data, ranges, target, surplus, weight, grad, classes, ignore, mean, *sizes
+    )
     return dx
 
 

@@ -2,8 +2,10 @@
 
 Each group's width and minimum are exponential averages over training steps, beginning with the first step's
 own; values outside take the nearest end (Rule 5), and the ranges used are stored with the packed tensor (Rule
-4). A run in backward (checkpointing) computes what a forward has computed, and so changes nothing. A tensor
-without a memory, in compiled code or in a layer that only ever runs in backward, is stored in its own range.
+4). A run of a forward in backward must not move the averages: a second backward would find other ones. A
+non-reentrant checkpoint runs again what a forward has run, in the ranges of that forward. A reentrant one
+runs for the first time with gradients in backward, where no forward has made ranges for it. Its tensors, and
+those without a memory (compiled code), are stored in their own range.
 """
 
 import math
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 
 from mesa_tune import reference
 from mesa_tune.codec_ops import RAW
@@ -35,7 +38,7 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
             warn_once(_COMPILED)
         return quantize.in_single(x, spec, key)
     own = RAW.extents(x, spec.group_size, spec.quant_groups)
-    used = _updated(own, spec.ema_decay, memory) if not _in_backward() else _known(own, memory)
+    used = _known(own, memory) if _in_backward() else _updated(own, spec.ema_decay, memory)
     ranges = reference.ranges_of(used[:, 0], used[:, 1], spec.levels)
     # A group that holds NaN or Inf decodes to NaN, and leaves no trace in the memory.
     ranges = torch.where(_finite(own)[:, None], ranges, math.nan)
@@ -80,10 +83,17 @@ def _updated(own: Tensor, decay: float, memory: Memory) -> Tensor:
 
 
 def _known(own: Tensor, memory: Memory) -> Tensor:
-    """The ranges as they are; the tensor's own where none is known."""
-    if "shift" not in memory or memory["shift"].shape[0] < own.shape[0]:
+    """The ranges of the forward that runs again; the tensor's own where there was none."""
+    if not _checkpointed_again() or "shift" not in memory or memory["shift"].shape[0] < own.shape[0]:
         return own
-    return _ends(_state(own, memory), own)
+    # Before the first update a memory may hold initial values, as Mesa's buffers do: 0 and 1.
+    unknown = memory["iteration"].to(own.device) == 0
+    return torch.where(unknown, own, _ends(_state(own, memory), own))
+
+
+def _checkpointed_again() -> bool:
+    """Whether a non-reentrant checkpoint's hooks are on: it records what its forward would have saved."""
+    return _autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _ends(state: Tensor, own: Tensor) -> Tensor:

@@ -96,12 +96,29 @@ def _lines(found: Profile, path: Path) -> list[str]:
         *(f"note: {note}" for note in found.notes),
         f"peak of a step   {format_bytes(found.peak_bytes):>8}   (weights, optimizer, batch: {static})",
         f"saved activations {format_bytes(found.saved_bytes):>7}   in {len(found.layers)} layers",
+        *_exact(found),
         f"a step takes     {format_time(found.step_ms / 1e3):>8}",
         "",
         *format_table(["layer", "tag", "keeps", "error at 4 bits"], rows),
         "",
         f"wrote {path}; next: mesa-tune search --budget 40%",
     ]
+
+
+def _exact(found: Profile) -> list[str]:
+    """Return a line on what no policy reaches, if there is any: functions without a formula."""
+    from mesa_tune.profiler.entries import REACHED_BY_NONE
+
+    sizes: dict[str, int] = {}
+    for entry in found.exact:
+        if entry.why in REACHED_BY_NONE:
+            sizes[entry.function] = sizes.get(entry.function, 0) + entry.bytes
+    if not sizes:
+        return []
+    largest = sorted(sizes, key=lambda name: -sizes[name])
+    named = ", ".join(largest[:3]) + (", ..." if len(largest) > 3 else "")
+    share = sum(sizes.values()) / found.saved_bytes
+    return [f"exact: no formula {format_bytes(sum(sizes.values())):>7}   {share:.1%}, by {named}"]
 
 
 def _error(found: Profile, name: str) -> str:

@@ -1,7 +1,12 @@
-"""Softmax, y = exp(x) / Σ exp(x). Kept: the output y, which a following product keeps too, so that both share
-one copy:  dx = y (g − Σ g y). It takes nothing but y, so no exact statistic meets a rounded tensor (Rule 7).
+"""Softmax, y = exp(x) / Σ exp(x). Saved: the output y, which a following product saves too, so that both
+share one copy:  dx = y (g − Σ g y). It takes nothing but y, so no exact statistic meets a rounded tensor
+(Rule 7).
+
+Log-sum-exp, y = log Σ exp(x). Saved: the probabilities p = exp(x − y); dx = g p, linear in p. PyTorch saves
+x, whose rounding would be exponentiated.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mesa_tune import maps
+from mesa_tune.functional.extremes import restored, sorted_dims
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
 from mesa_tune.functional.held import Held
 
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
 def softmax_forward(static: Static, needs: Needs, x: Tensor) -> Result:
     dim, dtype, _ = static
     y = torch.softmax(x, dim, dtype=dtype)
-    return Result(y, lossy=(y,))
+    return Result(y, lossy=(maps.definite(y),))
 
 
 def softmax_backward(
@@ -53,6 +60,33 @@ def softmax_piecewise(
 SOFTMAX = Formula(softmax_forward, softmax_backward, "the output", piecewise=softmax_piecewise)
 
 
+def logsumexp_forward(static: Static, needs: Needs, x: Tensor) -> Result:
+    dims, keepdim = static
+    y = torch.logsumexp(x, dims, keepdim)
+    total = restored(y, dims, keepdim)
+    # Where nothing counts, every exp(x) is 0, and so is the gradient.
+    p = (x - total.masked_fill(total == -torch.inf, 0)).exp_().to(x.dtype)
+    return Result(y, lossy=(p,))
+
+
+def logsumexp_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None]:
+    dims, keepdim = static
+    return ((lossy[0] * restored(grad, dims, keepdim)).to(lossy[0].dtype),)
+
+
+LOGSUMEXP = Formula(logsumexp_forward, logsumexp_backward, "the probabilities")
+
+
+def logsumexp(call: "Call", input: Tensor, dim: Any, keepdim: bool = False, **unknown: Any) -> Any:
+    """`torch.logsumexp` and the method."""
+    dims = sorted_dims(input, dim)
+    if unknown or not dims or not input.is_floating_point() or call.is_static(input) or call.small(input):
+        return call.plain()
+    return call.apply("logsumexp", (dims, keepdim), input)
+
+
 def along(
     name: str, call: "Call", input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **unknown: Any
 ) -> Any:
@@ -63,7 +97,7 @@ def along(
 
 
 def functional_along(
-    name: str,
+    serve: Callable[..., Any],
     call: "Call",
     input: Tensor,
     dim: int | None = None,
@@ -71,20 +105,24 @@ def functional_along(
     dtype: torch.dtype | None = None,
     **unknown: Any,
 ) -> Any:
-    """The same, as `torch.nn.functional` is called."""
-    return along(name, call, input, dim, dtype, **unknown)
+    """What `serve` does as torch calls it, as `torch.nn.functional` is called."""
+    return serve(call, input, dim, dtype, **unknown)
 
 
 # Partial functions, unlike closures, pickle, and a converted model's routes go with it.
 softmax = partial(along, "softmax")
-functional_softmax = partial(functional_along, "softmax")
+functional_softmax = partial(functional_along, softmax)
 
-FORMULAS = {"softmax": SOFTMAX}
+FORMULAS = {"softmax": SOFTMAX, "logsumexp": LOGSUMEXP}
+_LOGSUMEXP = Route("logsumexp", "softmax", logsumexp)
 _SOFTMAX = Route("softmax", "softmax", softmax)
 ROUTES: Routes = {
     F.softmax: Route("softmax", "softmax", functional_softmax),
     torch.softmax: _SOFTMAX,
     torch.special.softmax: _SOFTMAX,
     Tensor.softmax: _SOFTMAX,
+    torch.logsumexp: _LOGSUMEXP,
+    torch.special.logsumexp: _LOGSUMEXP,
+    Tensor.logsumexp: _LOGSUMEXP,
 }
 LAYERS: Layers = {nn.Softmax: F.softmax, nn.Softmax2d: F.softmax}

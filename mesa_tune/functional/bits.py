@@ -183,7 +183,7 @@ def clamp(
     if not input.requires_grad:
         return call.plain()
     if unknown or not all(bound is None or isinstance(bound, (int, float)) for bound in (min, max)):
-        return call.leave("clamp has a formula only for bounds that are numbers")
+        return call.plain() if call.small(input) else call.refuse("clamp has a formula only for numbers")
     return serve(call, "clamp", input, (min, max), in_place)
 
 

@@ -41,7 +41,19 @@ class Call:
     than the arguments' values and their tensors' geometry, or does more than that, sets it to None.
     """
 
-    __slots__ = ("hooked", "is_static", "key", "layer", "links", "memory", "plain", "served", "spec", "worth")
+    __slots__ = (
+        "hooked",
+        "is_static",
+        "key",
+        "layer",
+        "links",
+        "memory",
+        "opened",
+        "plain",
+        "served",
+        "spec",
+        "worth",
+    )
 
     def __init__(
         self,
@@ -59,6 +71,7 @@ class Call:
         self.is_static = is_static
         self.plain = plain
         self.hooked = plain
+        self.opened = plain
         self.memory = memory
         self.links = links
         self.worth = False
@@ -87,7 +100,8 @@ class Call:
         used = self._used(sources)
         recipes = tuple(used[place].recipe if place in used else None for place in range(len(tensors)))
         plan = Plan(self.layer, name, static, needs, raw, self.spec, recipes, gives)
-        extra = [each for source in used.values() for each in source.tensors]
+        # Detached: they get no gradient here, and a backward must not reach others' graphs through them.
+        extra = [each.detach() for source in used.values() for each in source.tensors]
         given = applied(plan, self.key(tensor.device), self.memory, *tensors, *extra)
         if gives is None:
             return given
@@ -212,7 +226,7 @@ class Call:
         """This call with `size` consecutive elements a group."""
         spec = self.spec.grouped(size)
         made = Call(self.layer, spec, self.key, self.is_static, self.plain, self.memory, self.links)
-        made.hooked = self.hooked
+        made.hooked, made.opened = self.hooked, self.opened
         return made
 
     def refuse(self, why: str) -> Any:

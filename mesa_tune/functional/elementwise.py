@@ -5,8 +5,8 @@ dimensions: da = Σ g b and db = Σ g a over those. Linear in each copy, so unbi
 small constant (rotary embeddings' cosines, masks) stays by reference, as in PyTorch: it is there anyway, and
 one rounding of it would repeat in every row.
 
-y = a / b keeps r = 1 / b, or b itself where that is small or a parameter, and, if b wants a gradient, y,
-which a following product keeps too:  da = g r, db = −g y r. Dividing by a rounded b has no bound.
+y = a / b keeps b by reference, as PyTorch does, and y, which a following product keeps too:  da = g / b,
+db = −g y / b. Dividing by a rounded b has no bound, and an inverse 1 / b spans as many scales as b does.
 
 A gated unit y = a σ(b) keeps two derived halves, σ(b) and a σ'(b), again linear: da = g σ(b), db = g a σ'(b).
 """
@@ -18,9 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Result,
+    Route,
+    Routes,
+    Static,
+    gathered,
+    like,
+)
 from mesa_tune.functional.held import Held
-from mesa_tune.functional.rowwise import REPEATS, is_repeated, scale
+from mesa_tune.functional.rowwise import REPEATS, aligned, is_repeated, scale
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -29,19 +39,9 @@ if TYPE_CHECKING:
 Lossy = list[Tensor] | list[Held]
 
 
-def _gathered(grad: Tensor, like: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
-    """`grad` summed over what an operand was repeated along, in the operand's dtype."""
-    shape, dtype = like
-    return cast(grad if grad.shape == shape else grad.sum_to_size(shape), dtype)
-
-
 def _times(kept: Tensor | Held, factor: Tensor) -> Tensor:
     """`factor` times what was kept: multiplied as it is decoded, if it is still packed."""
     return kept.times(factor) if isinstance(kept, Held) else factor * kept
-
-
-def _like(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(x.shape), x.dtype
 
 
 def forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
@@ -55,8 +55,8 @@ def backward(
     static: Static, needs: Needs, lossy: Lossy, exact: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     _, a, b = static
-    da = _gathered(_times(lossy[-1], grad), a) if needs[0] else None
-    db = _gathered(_times(lossy[0], grad), b) if needs[1] else None
+    da = gathered(_times(lossy[-1], grad), a) if needs[0] else None
+    db = gathered(_times(lossy[0], grad), b) if needs[1] else None
     return da, db
 
 
@@ -73,36 +73,26 @@ def plus_backward(
 ) -> tuple[Tensor | None, ...]:
     a, b, c, value = static
     da, db = backward((False, a, b), needs, lossy, exact, grad if value == 1 else grad * value)
-    return da, db, _gathered(grad, c) if needs[2] else None
+    return da, db, gathered(grad, c) if needs[2] else None
 
 
 MUL_PLUS = Formula(plus_forward, plus_backward, MUL.keeps, piecewise=plus_backward)
 
 
 def over_forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
-    in_place, _, _, reference = static
-    y = a.div_(b) if in_place else torch.div(a, b)
-    # In half precision the inverse of a small number would overflow.
-    inverse = () if reference else (1 / (b.float() if b.dtype == torch.float16 else b),)
-    lossy = ((y,) if needs[1] else ()) + inverse
-    return Result(y, lossy, exact=(b,) if reference else (), in_place=in_place)
+    y = a.div_(b) if static[0] else torch.div(a, b)
+    return Result(y, (y,), exact=(b,), in_place=static[0])
 
 
 def over_backward(
     static: Static, needs: Needs, lossy: Lossy, exact: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    _, a, b, reference = static
-    da = grad / exact[0] if reference else _times(lossy[-1], grad)
-    db = _gathered(-_times(lossy[0], da), b) if needs[1] else None
-    return (_gathered(da, a) if needs[0] else None), db
+    _, a, b = static
+    da = grad / exact[0]
+    return (gathered(da, a) if needs[0] else None), gathered(-_times(lossy[0], da), b)
 
 
-DIV = Formula(
-    over_forward,
-    over_backward,
-    "the divisor or its inverse, and the output if that wants a gradient",
-    piecewise=over_backward,
-)
+DIV = Formula(over_forward, over_backward, "the output; exact: the divisor", piecewise=over_backward)
 
 
 def glu_forward(static: Static, needs: Needs, x: Tensor) -> Result:
@@ -147,7 +137,7 @@ def mul(call: "Call", input: Any, other: Any, *, in_place: bool = False, **unkno
             return scale(call, x, statistic)
     if not any(partner.requires_grad and _worth(call, x, size) for x, partner in kept):
         return call.plain()
-    return call.apply("mul", (in_place, _like(input), _like(other)), input, other)
+    return call.apply("mul", (in_place, like(input), like(other)), input, other)
 
 
 def div(
@@ -164,14 +154,11 @@ def div(
         return call.plain()
     if unknown:
         return call.refuse(f"div has no formula for {sorted(unknown)}")
-    size = max(input.numel(), other.numel())
-    reference = not _worth(call, other, size)
-    if call.small(input, other) or (reference and not other.requires_grad):
+    # What PyTorch saves for other gradients is the divisor alone, and the batch or a parameter by reference.
+    if not other.requires_grad or call.is_static(input) or call.small(input, other):
         return call.plain()
-    # PyTorch keeps a parameter or the batch by reference, which costs nothing.
-    if other.requires_grad and call.is_static(input):
-        return call.plain()
-    return call.apply("div", (in_place, _like(input), _like(other), reference), input, other)
+    call = aligned(call, input) if is_repeated(other, input) else call
+    return call.apply("div", (in_place, like(input), like(other)), input, other)
 
 
 def addcmul(
@@ -182,7 +169,7 @@ def addcmul(
         return call.refuse(f"addcmul has no formula for {sorted(unknown)}")
     if not any(each.requires_grad for each in (tensor1, tensor2)):
         return call.plain()
-    static = (_like(tensor1), _like(tensor2), _like(input), value)
+    static = (like(tensor1), like(tensor2), like(input), value)
     return call.apply("mul_plus", static, tensor1, tensor2, input)
 
 

@@ -2,6 +2,9 @@
 
 dx = g W, dW = gᵀ x, db = Σ g. The gradient of W is linear in the copy of x, so its error is unbiased.
 
+Rows of zeros (padding, windows) stay zeros: where groups reach over rows, a bit per row says which are. Their
+gradient may be as large as they like, and times zero it is zero: behind them `normalize` divides by ε.
+
 Bilinear, y_k = a Wₖ bᵀ + b_k, keeps both inputs; the gradient of W multiplies their copies, whose rounding is
 independent.
 """
@@ -12,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mesa_tune import ops
 from mesa_tune.functional.formula import (
     Formula,
     Layers,
@@ -26,27 +30,42 @@ from mesa_tune.functional.formula import (
     wanted,
 )
 from mesa_tune.functional.held import Held, Total
+from mesa_tune.functional.keeping import pack_zero_rows
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
 
 
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
-    (dtype,) = static
+    dtype, marks_zeros = static
     y = F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
-    return Result(unviewed(y), ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()))
+    zeros = (pack_zero_rows(x),) if marks_zeros else ()
+    return Result(unviewed(y), ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()), zeros)
 
 
 def backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    (dtype,) = static
-    kept = [cast(tensor, dtype) for tensor in lossy]
+    kept = [cast(tensor, static[0]) for tensor in lossy]
     dx = grad @ kept[-1] if needs[0] else None
     rows = _rows(grad)
-    dw = rows.t() @ _rows(kept[0]) if needs[1] else None
+    dw = _where_not_zero(rows, exact).t() @ _rows(kept[0]) if needs[1] else None
     db = rows.sum(0) if needs[2] else None
     return dx, dw, db
+
+
+USUAL_GROUPS = 1024
+"""Groups of so many elements, or of a power of two below, end with rows of a multiple of it."""
+
+
+def _where_not_zero(rows: Tensor, exact: tuple[Tensor, ...]) -> Tensor:
+    """Return the rows of a gradient, 0 where the input's are; themselves where the input has no such row."""
+    if not exact:
+        return rows
+    zero = ops.unpack_bits(exact[0], rows.shape[:1])
+    if zero.is_cpu and not torch.compiler.is_compiling() and not zero.any():
+        return rows
+    return rows.masked_fill(zero.unsqueeze(1), 0)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -54,18 +73,18 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def piecewise(
-    static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
+    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """The same in one pass; else x is gone before dx is made, and a part of a large one is decoded at a
     time.
     """
-    (dtype,) = static
-    if needs[1] and dtype is None:
+    dtype, rows = static[0], _rows(grad)
+    used = _where_not_zero(rows, exact) if needs[1] else rows
+    if needs[1] and dtype is None and used is rows:
         found = held[0].linear_backward(grad, held[1].whole() if needs[0] else None, needs[2])
         if found is not None:
             return wanted(found, needs)
-    rows = _rows(grad)
-    dw = _weight_gradient(rows, held[0], dtype) if needs[1] else None
+    dw = _weight_gradient(used, held[0], dtype) if needs[1] else None
     dx = grad @ cast(held[-1].whole(), dtype) if needs[0] else None
     return dx, dw, rows.sum(0) if needs[2] else None
 
@@ -83,7 +102,7 @@ def _weight_gradient(rows: Tensor, held: Held, dtype: torch.dtype | None) -> Ten
 LINEAR = Formula(
     forward,
     backward,
-    "the input, where the weight wants a gradient",
+    "the input, where the weight wants a gradient; exact: which of its rows are zero",
     independent=(0,),
     piecewise=piecewise,
 )
@@ -118,7 +137,22 @@ def linear(call: "Call", input: Tensor, weight: Tensor, bias: Tensor | None = No
     fits = weight.dim() == 2 and (bias is None or (bias.dim() == 1 and bias.size(0) == weight.size(0)))
     if unknown or not fits:
         return call.refuse("linear has a formula only for a weight (out, in), a bias (out,) and no `out`")
-    return call.apply("linear", (autocast_dtype(input),), input, weight, bias)
+    return call.apply(
+        "linear", (autocast_dtype(input), _marks_zeros(call, input, weight)), input, weight, bias
+    )
+
+
+def _marks_zeros(call: "Call", x: Tensor, weight: Tensor) -> bool:
+    """Return whether a row of zeros of `x` might be decoded as other numbers: groups reach over rows.
+
+    What is saved besides is the same for all usual sizes of groups, codecs and tensors, so that a profile can
+    tell it.
+    """
+    spec = call.spec
+    if x.dim() < 2 or x.numel() <= spec.min_elements or not weight.requires_grad or call.is_static(x):
+        return False
+    over_rows = spec.quant_groups > 0 or x.shape[-1] % max(spec.group_size, USUAL_GROUPS) > 0
+    return over_rows and spec.levels > 0
 
 
 def bilinear(

@@ -90,6 +90,26 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
 
 
+Like = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
+def like(tensor: Tensor) -> Like:
+    """Return the shape and dtype of `tensor`."""
+    return tuple(tensor.shape), tensor.dtype
+
+
+def gathered(grad: Tensor, operand: Like) -> Tensor:
+    """Return `grad` summed over what an operand was repeated along, in the operand's dtype."""
+    shape, dtype = operand
+    return cast(grad if grad.shape == shape else grad.sum_to_size(shape), dtype)
+
+
+def narrowed(index: Tensor, size: int) -> Tensor:
+    """Return indices of a dimension of this size in as few bytes as hold them: 1, 2 or 4."""
+    return index.to(torch.uint8 if size <= 1 << 8 else torch.int16 if size <= 1 << 15 else torch.int32)
+
+
 def unviewed(tensor: Tensor) -> Tensor:
     """`tensor`, no view to autograd: an in-place operation on a view that a Function returns would fail."""
     if torch.compiler.is_compiling():

@@ -107,7 +107,13 @@ class Held(NamedTuple):
         return dx
 
     def cross_entropy_backward(
-        self, target: Tensor, weight: Tensor | None, grad: Tensor, ignore: int, mean: bool
+        self,
+        target: Tensor,
+        surplus: Tensor,
+        weight: Tensor | None,
+        grad: Tensor,
+        ignore: int,
+        mean: bool,
     ) -> Tensor | None:
         """The gradient of a cross-entropy for class indices, whose probabilities `(*, classes)` this is, in
         one pass; None where that is not possible.
@@ -116,7 +122,8 @@ class Held(NamedTuple):
         if decode is None or not self._is_row_major():
             return None
         dx: Tensor | None
-        dx = decode(self.parts, target, weight, grad, self.meta.shape[-1], ignore, mean, self.spec)
+        classes = self.meta.shape[-1]
+        dx = decode(self.parts, target, surplus, weight, grad, classes, ignore, mean, self.spec)
         return dx
 
     def linear_backward(

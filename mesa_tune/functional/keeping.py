@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Memory, Spec, refusal
@@ -143,7 +145,7 @@ def keep(
     small, or no smaller encoded. One that the codec `encodes` while it is made is made by it.
     """
     if isinstance(tensor, Mapped):
-        return _keep_mapped(tensor, spec, key)
+        return _keep_mapped(tensor, spec, key, memory)
     if raw:
         return [tensor], Meta(1, False, tensor.shape, tensor.dtype, None)
     way = way_of(tensor, spec)
@@ -165,7 +167,9 @@ def keep_again(
     """What `keep` saves for each, if it goes its way, or (None) stays as it is or is made by the codec."""
     saved: list[Tensor] = []
     for tensor, way in zip(lossy, ways, strict=True):
-        if way is not None:
+        if isinstance(tensor, Mapped) and tensor.kind == "definite":
+            saved += _encode_definite(tensor, spec, key, None)
+        elif way is not None:
             made = tensor.make() if isinstance(tensor, Mapped) else tensor
             saved += _encode_once(made, spec, key, None, way)
         elif isinstance(tensor, Mapped):
@@ -190,13 +194,35 @@ def _encode_once(tensor: Tensor, spec: Spec, key: Tensor, memory: Memory | None,
 
 def encodes(mapped: Mapped, spec: Spec, layer: str) -> bool:
     """Whether the codec makes `mapped` of `layer` while encoding it."""
+    if mapped.kind == "definite":
+        way = way_of(mapped.source, spec)
+        return way.coded and way.one is None
     possible = hasattr(CODECS[spec.codec], "encode_mapped") and spec.levels > 0
     return possible and is_encoded(mapped.source, spec, layer)
 
 
-def _keep_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> tuple[list[Tensor], Meta]:
-    parts: list[Tensor] = CODECS[spec.codec].encode_mapped(mapped, spec, key)  # type: ignore[attr-defined]
+def _keep_mapped(mapped: Mapped, spec: Spec, key: Tensor, memory: Memory | None) -> tuple[list[Tensor], Meta]:
+    if mapped.kind == "definite":
+        parts = _encode_definite(mapped, spec, key, memory)
+        return parts, _counted(way_of(mapped.source, spec).meta, len(parts))
+    parts = CODECS[spec.codec].encode_mapped(mapped, spec, key)  # type: ignore[attr-defined]
     return parts, Meta(len(parts), True, mapped.source.shape, mapped.source.dtype, None)
+
+
+def _encode_definite(mapped: Mapped, spec: Spec, key: Tensor, memory: Memory | None) -> list[Tensor]:
+    """The parts of a tensor without its NaN; whoever saves the tensor itself shares them."""
+    codec, source = CODECS[spec.codec], mapped.source
+    way = way_of(source, spec)
+    if way.meta.strides is not None:
+        mapped = mapped._replace(source=source.as_strided((way.numel,), (1,)))
+    made_inside = getattr(codec, "encode_mapped", None)
+    if made_inside is not None:
+        return _once(source, way.copy, made_inside, mapped, spec, key)
+    return _once(source, way.copy, _encode_made, mapped, spec, key, memory)
+
+
+def _encode_made(mapped: Mapped, spec: Spec, key: Tensor, memory: Memory | None) -> list[Tensor]:
+    return CODECS[spec.codec].encode(mapped.made(), spec, key, memory)
 
 
 def pack_once(mask: Tensor) -> Tensor:
@@ -204,6 +230,17 @@ def pack_once(mask: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return ops.pack_bits(mask)
     return _once(mask, (mask.shape, mask.stride()), _packed, mask)[0]
+
+
+def pack_zero_rows(x: Tensor) -> Tensor:
+    """Which rows of `x`, along its last dimension, are zero: a bit each, packed once for all that ask."""
+    if torch.compiler.is_compiling():
+        return _zero_rows(x)[0]
+    return _once(x, ("zero rows", x.shape, x.stride()), _zero_rows, x)[0]
+
+
+def _zero_rows(x: Tensor) -> list[Tensor]:
+    return [ops.pack_bits(torch.linalg.vector_norm(x, torch.inf, -1) == 0)]
 
 
 def _packed(mask: Tensor) -> list[Tensor]:
@@ -228,6 +265,7 @@ class _Copies(threading.local):
 
 
 _FIRST_LIMIT = 1024
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _copies = _Copies()
 
 
@@ -236,8 +274,20 @@ def forget_copies() -> None:
     _copies.known.clear()
 
 
+def _is_selective() -> bool:
+    """Whether selective checkpointing records the operators that run, or plays them back by their count.
+
+    Both runs of a part must then make the same operators: none is saved by a copy that only one run finds.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
 def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *given: Any) -> list[Tensor]:
     """What `make(*given)` makes of `tensor`, or made of it before; `what` says what that depends on."""
+    if _is_selective():
+        return make(*given)
     copies, storage = _copies, tensor.untyped_storage()
     place = (storage._cdata, tensor._version, tensor.storage_offset(), what)
     found = copies.known.get(place)

@@ -1,16 +1,22 @@
-"""Cross-entropy, −Σ q log p with p = softmax(z), and its two halves. Kept: p; exact: targets, class weights.
+"""Cross-entropy, −Σ q log p with p = softmax(z), and its two halves.
 
-dz = p Σ q − q, where q holds what each class counts: class weight × (smoothed) target × the incoming
-gradient, over the mean's divisor. For class indices q is (1 − ε) w at the target and ε w / C everywhere,
-zero where the target is ignored. The gradient is linear in the copy of p, hence unbiased, and what is sure
-stays sure: with the logits kept instead, the rounding of a large logit is exponentiated (at 4 bits and logits
-of standard deviation 8 the error is 40 times larger for 10 classes, 120 times for 32,000). Only
-where the targets themselves want a gradient, log p, are the logits kept.
+For class indices t without smoothing, dz = g (p − 1[t]), where g is the incoming gradient times the class
+weight, over the mean's divisor. Saved are p with 0 in the place of the target, and exactly p − 1 of the
+target. A confident model has p near 1 at its targets: their p − 1 is nearly all of the gradient, and would be
+lost in the rounding of p. Soft targets and smoothed ones save the difference p Σq − q, which is small for the
+same model, and exactly the largest of each row; only where the targets themselves want a gradient, log p is
+saved as well.
 
-Where PyTorch makes log p on the way, p is made of that, while it is encoded. A log-softmax likewise keeps p,
-not its output:  dz = g − p Σ g. What follows it, nll_loss, keeps indices.
+The gradient is linear in what is saved, hence unbiased, and what is sure stays sure: with the logits saved
+instead, the rounding of a large logit is exponentiated (at 4 bits and logits of standard deviation 8 the
+error is 40 times larger for 10 classes, 120 times for 32,000).
+
+A log-softmax saves p, not its output: dz = g − p Σg. It knows no target, so the largest p of each row is the
+one that is saved exactly. What follows it, nll_loss, saves indices. Where PyTorch makes log p on the way, p
+is made of that, while it is encoded.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +27,7 @@ from torch import Tensor, nn
 
 from mesa_tune import maps
 from mesa_tune.functional.activation import along, functional_along
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast, narrowed
 from mesa_tune.functional.held import Held
 from mesa_tune.fused_ops import by_target
 
@@ -30,45 +36,49 @@ if TYPE_CHECKING:
 
 
 def forward(static: Static, needs: Needs, logits: Tensor, target: Tensor, weight: Tensor | None) -> Result:
-    reduction, ignore, smoothing = static
+    reduction, ignore = static
     how: Any = {"ignore_index": ignore, "reduction": reduction}
     axis = _class_axis(logits.dim())
-    if logits.dtype == torch.float32 and smoothing == 0 and not target.is_floating_point():
-        # PyTorch takes the same two steps; those of other dtypes differ under autocast.
-        logs = torch.log_softmax(logits, axis)
-        kept = maps.kept(logs, "exp", logs.exp)
-        return Result(F.nll_loss(logs, target, weight, **how), lossy=(kept,), exact=(target, weight))
-    y = F.cross_entropy(logits, target, weight, label_smoothing=smoothing, **how)
-    kept = logits if needs[1] else torch.softmax(logits, axis).to(logits.dtype)
-    return Result(y, lossy=(kept,), exact=(target, weight))
+    logs = torch.log_softmax(logits, axis)
+    if logits.dtype == torch.float32:  # PyTorch takes the same two steps
+        y = F.nll_loss(logs, target, weight, **how)
+    else:  # those of other dtypes differ under autocast
+        y = F.cross_entropy(logits, target, weight, **how)
+    index = torch.where(target != ignore, target, 0).unsqueeze(axis)
+    surplus = logs.gather(axis, index).to(_wide(logs.dtype)).expm1().squeeze(axis)
+    return Result(y, (_others(logs, axis, index, logits.dtype),), (target, weight, surplus))
+
+
+def _others(logs: Tensor, axis: int, index: Tensor, dtype: torch.dtype) -> Tensor | maps.Mapped:
+    """Return the probabilities but 0 at `index`, of their logarithms, which are overwritten."""
+    logs.scatter_(axis, index, -math.inf)
+    return maps.kept(logs, "exp", logs.exp) if dtype == logs.dtype else logs.exp_().to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of what stays exact: at least 32 bits."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    target, weight = exact
-    assert target is not None
-    given = lossy[0]
-    wide = given.to(torch.promote_types(given.dtype, torch.float32))
-    weight = None if weight is None else weight.to(wide.dtype)
-    if target.is_floating_point():
-        return (*_probabilities(static, needs, wide, target, weight, grad, given.dtype), None)
-    dz = _indices(static, tuple(wide.shape), lambda total: wide * total, target, weight, grad.to(wide.dtype))
-    return dz.to(given.dtype), None, None
+    wide = lossy[0].to(_wide(lossy[0].dtype))
+    dz = _at_indices(static, tuple(wide.shape), lambda total: wide * total, exact, grad.to(wide.dtype))
+    return dz.to(lossy[0].dtype), None, None
 
 
 def piecewise(
     static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...] | None:
-    """dz for class indices, in one pass, or p decoded some samples at a time."""
-    target, weight = exact
-    assert target is not None
-    if target.is_floating_point():
-        return None
-    reduction, ignore, smoothing = static
+    """dz in one pass, or p decoded some samples at a time."""
+    reduction, ignore = static
+    target, weight, surplus = exact
     shape = held[0].meta.shape
-    if smoothing == 0 and _class_axis(len(shape)) == len(shape) - 1:
-        found = held[0].cross_entropy_backward(target, weight, grad, ignore, reduction == "mean")
+    assert target is not None
+    assert surplus is not None
+    if _class_axis(len(shape)) == len(shape) - 1:
+        found = held[0].cross_entropy_backward(target, surplus, weight, grad, ignore, reduction == "mean")
         if found is not None:
             return found, None, None
     pieces = held[0].parts_of(torch.float32)
@@ -81,57 +91,26 @@ def piecewise(
             torch.mul(p, total[part], out=dz[part])
         return dz
 
-    weight = None if weight is None else weight.to(torch.float32)
-    return _indices(static, shape, product, target, weight, grad.to(torch.float32)), None, None
+    return _at_indices(static, shape, product, exact, grad.to(torch.float32)), None, None
 
 
-def _indices(
+def _at_indices(
     static: Static,
     shape: tuple[int, ...],
     times: Callable[[Tensor], Tensor],
-    target: Tensor,
-    weight: Tensor | None,
+    exact: tuple[Tensor | None, ...],
     grad: Tensor,
 ) -> Tensor:
-    """dz for class indices; `times` multiplies p, of this shape."""
-    reduction, ignore, smoothing = static
+    """Return dz for class indices; `times` multiplies p, of this shape."""
+    reduction, ignore = static
+    target, weight, surplus = exact
+    assert target is not None
+    assert surplus is not None
+    weight = None if weight is None else weight.to(grad.dtype)
+    index, at_target, _ = by_target(target, weight, ignore, reduction == "mean", grad)
     axis = _class_axis(len(shape))
-    index, at_target, grad = by_target(target, weight, ignore, reduction == "mean", grad)
-    index, at_target = index.unsqueeze(axis), at_target.unsqueeze(axis)
-    if smoothing == 0:
-        return times(at_target).scatter_add_(axis, index, -at_target)
-    at_target, classes = at_target * (1 - smoothing), shape[axis]
-    everywhere = (smoothing / classes * grad).unsqueeze(axis)
-    dz = times(everywhere * (classes if weight is None else weight.sum()) + at_target)
-    dz.scatter_add_(axis, index, -at_target)
-    dz -= everywhere if weight is None else everywhere * _along(weight, len(shape))
-    return dz
-
-
-def _probabilities(
-    static: Static,
-    needs: Needs,
-    kept: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    grad: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None]:
-    reduction, _, smoothing = static
-    axis = _class_axis(kept.dim())
-    classes = kept.shape[axis]
-    grad = grad.to(kept.dtype)
-    grad = grad / (kept.numel() // classes) if reduction == "mean" else grad
-    counts = grad.unsqueeze(axis) if grad.dim() else grad
-    counts = counts if weight is None else counts * _along(weight, kept.dim())
-    dz = dt = None
-    if needs[0]:
-        q = counts * (target * (1 - smoothing) + smoothing / classes)
-        p = torch.softmax(kept, axis) if needs[1] else kept
-        dz = (p * q.sum(axis, keepdim=True) - q).to(dtype)
-    if needs[1]:
-        dt = (-(1 - smoothing) * counts * torch.log_softmax(kept, axis)).to(target.dtype)
-    return dz, dt
+    total, own = at_target.unsqueeze(axis), (at_target * surplus).unsqueeze(axis)
+    return times(total).scatter_(axis, index.unsqueeze(axis), own)
 
 
 def _class_axis(dims: int) -> int:
@@ -144,24 +123,142 @@ def _along(weight: Tensor, dims: int) -> Tensor:
 
 
 CROSS_ENTROPY = Formula(
-    forward, backward, "the probabilities; exact: targets and class weights", piecewise=piecewise
+    forward,
+    backward,
+    "the probabilities of all classes but the target; exact: targets, p − 1 of each, and class weights",
+    piecewise=piecewise,
+)
+
+
+def soft_forward(
+    static: Static, needs: Needs, logits: Tensor, target: Tensor, weight: Tensor | None
+) -> Result:
+    reduction, ignore, smoothing = static
+    how: Any = {"ignore_index": ignore, "reduction": reduction}
+    y = F.cross_entropy(logits, target, weight, label_smoothing=smoothing, **how)
+    axis, dtype = _class_axis(logits.dim()), _wide(logits.dtype)
+    logs = torch.log_softmax(logits.to(dtype), axis)
+    weight = None if weight is None else weight.to(dtype)
+    lossy: tuple[Tensor, ...] = ()
+    index = most = None
+    if needs[0]:
+        q = _counts(static, logs, target, weight)
+        excess = torch.addcmul(q.neg(), logs.exp(), q.sum(axis, keepdim=True))
+        index, most = _split_largest(excess, axis)
+        lossy = (excess.to(logits.dtype),)
+    divisor = _divisor(ignore, target, weight, logs) if reduction == "mean" else None
+    if needs[1]:
+        lossy = (*lossy, logs.to(target.dtype))
+    return Result(y, lossy, (divisor, weight, index, most))
+
+
+def _split_largest(values: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Set the element of largest magnitude in each row to 0; return its index, in few bytes, and value."""
+    index = values.abs().argmax(axis, keepdim=True)
+    most = values.gather(axis, index)
+    values.scatter_(axis, index, 0)
+    return narrowed(index, values.shape[axis]), most
+
+
+def _counts(static: Static, logs: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    """Return q, what each class counts: the smoothed target times the class weight; 0 where it is ignored."""
+    _, ignore, smoothing = static
+    axis = _class_axis(logs.dim())
+    classes = logs.shape[axis]
+    if target.is_floating_point():
+        q: Tensor = target.to(logs.dtype) * (1 - smoothing) + smoothing / classes
+    else:
+        counted = (target != ignore).unsqueeze(axis)
+        index = torch.where(counted, target.unsqueeze(axis), 0)
+        q = torch.full_like(logs, smoothing / classes).scatter_(
+            axis, index, 1 - smoothing + smoothing / classes
+        )
+        q.mul_(counted)
+    return q if weight is None else q.mul_(_along(weight, q.dim()))
+
+
+def _divisor(ignore: int, target: Tensor, weight: Tensor | None, logs: Tensor) -> Tensor:
+    """Return what the mean divides by: all samples, or the weights of the targets that are not ignored."""
+    if target.is_floating_point():
+        return logs.new_full((), logs.numel() // max(1, logs.shape[_class_axis(logs.dim())]))
+    counted = target != ignore
+    own = counted if weight is None else torch.where(counted, weight[torch.where(counted, target, 0)], 0)
+    total: Tensor = own.sum()
+    return total
+
+
+def soft_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    smoothing, (_, weight, _, _), dims = static[-1], exact, lossy[0].dim()
+    grad = _by_row(grad, exact, dims)
+    dz = _with_largest(lossy[0] * grad, grad, exact).to(lossy[0].dtype) if needs[0] else None
+    dt = None
+    if needs[1]:
+        counts = grad if weight is None else grad * _along(weight, dims)
+        dt = (lossy[-1] * counts * (smoothing - 1)).to(lossy[-1].dtype)
+    return dz, dt, None
+
+
+def _by_row(grad: Tensor, exact: tuple[Tensor | None, ...], dims: int) -> Tensor:
+    """Return what each row's difference is multiplied by, or all rows'."""
+    grad = grad if exact[0] is None else grad / exact[0]
+    return grad.unsqueeze(_class_axis(dims)) if grad.dim() else grad
+
+
+def _with_largest(dz: Tensor, grad: Tensor, exact: tuple[Tensor | None, ...]) -> Tensor:
+    """Return `dz` with the element in each row that was saved exactly."""
+    *_, index, most = exact
+    assert index is not None
+    assert most is not None
+    return dz.scatter_(_class_axis(dz.dim()), index.long(), (most * grad).to(dz.dtype))
+
+
+def soft_piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """dz of some samples at a time."""
+    pieces = None if needs[1] else held[0].parts_of(torch.float32)
+    if pieces is None:
+        return None
+    dz = grad.new_empty(held[0].meta.shape)
+    grad = _by_row(grad, exact, dz.dim())
+    for part, excess in pieces:
+        torch.mul(excess, grad[part] if grad.dim() else grad, out=dz[part])
+    return _with_largest(dz, grad, exact), None, None
+
+
+SOFT_CROSS_ENTROPY = Formula(
+    soft_forward,
+    soft_backward,
+    "the probabilities less the targets, log p where these want a gradient; exact: the largest by row",
+    piecewise=soft_piecewise,
 )
 
 
 def log_softmax_forward(static: Static, needs: Needs, x: Tensor) -> Result:
     dim, dtype, _ = static
     y = torch.log_softmax(x, dim, dtype=dtype)
-    return Result(y, lossy=(maps.kept(y, "exp", y.exp),))
+    most, index = y.max(dim, keepdim=True)
+    exact = narrowed(index, y.shape[dim]), most.to(_wide(y.dtype)).exp_()
+    return Result(y, (_others(y.clone(), dim, index, y.dtype),), exact)
 
 
 def log_softmax_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor | None]:
     dim, _, given = static
-    return (cast(torch.addcmul(grad, lossy[0], grad.sum(dim, keepdim=True), value=-1), given),)
+    index, most = exact
+    total = grad.sum(dim, keepdim=True)
+    dx = torch.addcmul(grad, lossy[0], total, value=-1)
+    return (cast(dx.scatter_add_(dim, index.long(), (most * -total).to(dx.dtype)), given),)
 
 
-LOG_SOFTMAX = Formula(log_softmax_forward, log_softmax_backward, "the probabilities")
+LOG_SOFTMAX = Formula(
+    log_softmax_forward,
+    log_softmax_backward,
+    "the probabilities but the largest; exact: that one and its index",
+)
 
 
 def nll_forward(static: Static, needs: Needs, logs: Tensor, target: Tensor, weight: Tensor | None) -> Result:
@@ -210,11 +307,27 @@ def cross_entropy(
         return call.refuse("cross_entropy has no formula for size_average, reduce or trained class weights")
     if call.small(input):
         return call.plain()
-    return call.apply("cross_entropy", (reduction, ignore_index, label_smoothing), input, target, weight)
+    if label_smoothing == 0 and not target.is_floating_point():
+        return call.apply("cross_entropy", (reduction, ignore_index), input, target, weight)
+    static = (reduction, ignore_index, label_smoothing)
+    return call.apply("soft_cross_entropy", static, input, target, weight)
 
 
-log_softmax = partial(along, "log_softmax")
-functional_log_softmax = partial(functional_along, "log_softmax")
+def log_softmax(
+    call: "Call", input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **unknown: Any
+) -> Any:
+    """`torch.log_softmax` and the method."""
+    if input.numel() and (_is_alone(input, dim) or (dtype is torch.float64 is not input.dtype)):
+        return call.plain()
+    return along("log_softmax", call, input, dim, dtype, **unknown)
+
+
+def _is_alone(x: Tensor, dim: Any) -> bool:
+    """Return whether each row along `dim` has one element, whose probability would be saved exactly."""
+    return isinstance(dim, int) and -x.dim() <= dim < x.dim() and x.shape[dim] < 2
+
+
+functional_log_softmax = partial(functional_along, log_softmax)
 
 
 def nll_loss(
@@ -238,7 +351,12 @@ def nll_loss(
     return call.apply("nll_loss", static, input, target, weight)
 
 
-FORMULAS = {"cross_entropy": CROSS_ENTROPY, "log_softmax": LOG_SOFTMAX, "nll_loss": NLL_LOSS}
+FORMULAS = {
+    "cross_entropy": CROSS_ENTROPY,
+    "soft_cross_entropy": SOFT_CROSS_ENTROPY,
+    "log_softmax": LOG_SOFTMAX,
+    "nll_loss": NLL_LOSS,
+}
 _LOG_SOFTMAX = Route("log_softmax", "softmax", log_softmax)
 ROUTES: Routes = {
     F.cross_entropy: Route("cross_entropy", "loss", cross_entropy),

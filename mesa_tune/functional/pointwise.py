@@ -11,7 +11,7 @@ from mesa_tune import maps
 from mesa_tune.functional.curves import CURVES
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
 from mesa_tune.functional.held import Held
-from mesa_tune.functional.rowwise import aligned, is_statistic
+from mesa_tune.functional.rowwise import aligned
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -59,9 +59,6 @@ POINTWISE = Formula(
 )
 
 
-_NORMALIZING = ("sqrt", "rsqrt", "reciprocal", "pow", "over")
-
-
 def serve(
     call: "Call", kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in_place: bool = False
 ) -> Any:
@@ -70,8 +67,6 @@ def serve(
         return call.plain()
     # A parameter that PyTorch keeps costs nothing, a copy of the derivative does.
     if call.is_static(x) and not CURVES[kind].of_output:
-        return call.plain()
-    if kind in _NORMALIZING and is_statistic(x):
         return call.plain()
     call = aligned(call, x) if kind == "square" else call
     # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
@@ -118,17 +113,15 @@ def power(call: "Call", input: Any, exponent: Any, **unknown: Any) -> Any:
     if isinstance(input, (int, float)) and input > 0 and not unknown:
         return serve(call, "base", exponent, (input,))
     if not isinstance(input, Tensor) or not isinstance(exponent, (int, float)) or unknown:
-        return call.leave("a power has a formula only if either base or exponent is a number")
-    if exponent in (0, 1):  # nothing to keep, and nothing that is worth it
+        small = call.small(*(each for each in (input, exponent) if isinstance(each, Tensor)))
+        return (
+            call.plain()
+            if small
+            else call.refuse("a power has a formula only if base or exponent is a number")
+        )
+    if exponent <= 1:  # nothing to save, or a derivative that has a pole at 0 (Rule 10)
         return call.plain()
     return serve(call, "square", input) if exponent == 2 else serve(call, "pow", input, (exponent,))
-
-
-def over(call: "Call", input: Tensor, other: Any) -> Any:
-    """`number / tensor`."""
-    if not isinstance(other, (int, float)):
-        return call.plain()
-    return serve(call, "over", input, (other,))
 
 
 def base_of(call: "Call", input: Tensor, other: Any) -> Any:
@@ -154,12 +147,6 @@ _SPELLED = (
     "exp",
     "expm1",
     "square",
-    "sqrt",
-    "rsqrt",
-    "reciprocal",
-    "log",
-    "log2",
-    "log1p",
 )
 _ROUND = ("sin", "cos", "erf")
 _POW = Route("pow", "pointwise", power)
@@ -187,7 +174,6 @@ ROUTES: Routes = {
     Tensor.pow: _POW,
     Tensor.__pow__: _POW,
     Tensor.__rpow__: Route("pow", "pointwise", base_of),
-    Tensor.__rdiv__: Route("reciprocal", "pointwise", over),
     **{function: route for kind in (*_SPELLED, *_ROUND) for function, route in _spellings(kind).items()},
 }
 LAYERS: Layers = {

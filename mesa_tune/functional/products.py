@@ -1,7 +1,8 @@
 """y = a b, and y = β c + α a b. Kept: a if b wants a gradient, b if a does; c only by its shape.
 
 da = g bᵀ, db = aᵀ g, each summed over the dimensions along which its operand was repeated. Each gradient is
-linear in the copy of the other operand, so errors are unbiased.
+linear in the copy of the other operand, so errors are unbiased. A grouped product, as mixtures of experts
+take it, has a matrix b for each group of rows of a.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,31 @@ def _summed(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     return grad if grad.shape == shape else grad.sum_to_size(shape)
 
 
+GROUPED_MM: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+
+
+def grouped_forward(static: Static, needs: Needs, a: Tensor, b: Tensor, offs: Tensor) -> Result:
+    y = GROUPED_MM(a, b, offs=offs)
+    return Result(y, ((a,) if needs[1] else ()) + ((b,) if needs[0] else ()), (offs,))
+
+
+def grouped_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    (transposed,), (offs,) = static, exact
+    grad = grad.contiguous()
+    da = GROUPED_MM(grad, lossy[-1].mT, offs=offs) if needs[0] else None
+    db = None
+    if needs[1]:
+        a = lossy[0]
+        product = GROUPED_MM(*((grad.mT, a) if transposed else (a.mT, grad)), offs=offs)
+        db = product.mT if transposed else product
+    return da, db, None
+
+
+GROUPED = Formula(grouped_forward, grouped_backward, "each operand whose partner wants a gradient")
+
+
 class MatMul(nn.Module):
     """A product as a layer of its own, as Mesa's models write it: `MatMul()(q, k)` is `q @ k`."""
 
@@ -197,7 +223,16 @@ def _plus(call: "Call", c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
     return call.apply("matmul_plus", static, a, b, c)
 
 
-FORMULAS = {"matmul": MATMUL, "matmul_plus": MATMUL_PLUS}
+def grouped_mm(call: "Call", self: Tensor, mat2: Tensor, offs: Tensor | None = None, **more: Any) -> Any:
+    """`torch._grouped_mm` of rows `(n, in)`, sorted by expert, and matrices `(experts, in, out)`."""
+    unknown = {name: value for name, value in more.items() if value is not None}
+    if offs is None or self.dim() != 2 or mat2.dim() != 3 or unknown:
+        return call.refuse("grouped_mm has a formula only for rows in groups by `offs`")
+    transposed = mat2.stride(-2) == 1  # the weight's gradient is laid out as the weight is
+    return call.apply("grouped_mm", (transposed,), self, mat2, offs)
+
+
+FORMULAS = {"matmul": MATMUL, "matmul_plus": MATMUL_PLUS, "grouped_mm": GROUPED}
 _MATMUL = Route("matmul", "matmul", matmul)
 _BMM = Route("bmm", "matmul", product)
 _MM = Route("mm", "matmul", product)
@@ -216,5 +251,6 @@ ROUTES: Routes = {
     Tensor.addmm: _ADDMM,
     torch.baddbmm: _BADDBMM,
     Tensor.baddbmm: _BADDBMM,
+    GROUPED_MM: Route("grouped_mm", "fc", grouped_mm),
 }
 LAYERS: Layers = {MatMul: torch.matmul}

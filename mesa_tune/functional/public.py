@@ -5,7 +5,7 @@ tensors of any size included. Standing alone they know no batch: only parameters
 a converted model, and inside `compress_saved`, the policy decides instead, and `settings` rest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,15 @@ def _by_spec(
     memories: Memories | None,
     args: Any,
     kwargs: Any,
+    exact: Sequence[Tensor] = (),
 ) -> Any:
     if spec is None or policy_at_work() or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     route = ROUTES[function]
-    call = Call(layer or route.name, spec, _key, _is_parameter, lambda: function(*args, **kwargs), memories)
+    is_static = (
+        _is_parameter if not exact else lambda tensor: _is_parameter(tensor) or _is_one_of(exact, tensor)
+    )
+    call = Call(layer or route.name, spec, _key, is_static, lambda: function(*args, **kwargs), memories)
     return route.serve(call, *args, **kwargs)
 
 
@@ -68,6 +72,7 @@ class StandingAlone(TorchFunctionMode):
     """While this is entered, torch's functions run as their twins here do, by one layer's settings.
 
     `layer` is its name in warnings (default: the function's), `memories` what its codecs remember of it.
+    Parameters are saved as they are, and so are the tensors `exact`.
     """
 
     def __init__(
@@ -75,15 +80,17 @@ class StandingAlone(TorchFunctionMode):
         settings: LayerSettings | Spec | None,
         layer: str | None = None,
         memories: Memories | None = None,
+        exact: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
         self.spec = Spec.of(settings, 0) if isinstance(settings, LayerSettings) else settings
         self.layer = layer
         self.memories = memories
+        self.exact = exact
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ROUTES:
-            return _by_spec(func, self.spec, self.layer, self.memories, args, kwargs or {})
+            return _by_spec(func, self.spec, self.layer, self.memories, args, kwargs or {}, self.exact)
         return func(*args, **(kwargs or {}))
 
 
@@ -94,6 +101,11 @@ def policy_at_work() -> bool:
 
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+
+
+def _is_one_of(tensors: Sequence[Tensor], tensor: Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    return any(base is (each if each._base is None else each._base) for each in tensors)
 
 
 def _key(device: torch.device) -> Tensor:

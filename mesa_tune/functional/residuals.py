@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune import ops
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, like
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -125,10 +125,6 @@ def binary_backward(
 BINARY = Formula(binary_forward, binary_backward, DIFFERENCE.keeps)
 
 
-def _like(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(x.shape), x.dtype
-
-
 def difference(
     kind: str,
     call: "Call",
@@ -152,7 +148,7 @@ def difference(
     if call.small(input, target) or given.get("beta") == 0:
         return call.plain()
     formula = "sign_loss" if kind == "l1_loss" else "difference_loss"
-    static = (kind, reduction, tuple(given), tuple(given.values()), _like(input), _like(target))
+    static = (kind, reduction, tuple(given), tuple(given.values()), like(input), like(target))
     return call.apply(formula, static, input, target)
 
 
@@ -218,7 +214,7 @@ def binary(
         return call.refuse(f"{kind} has no formula for size_average, reduce, or trained targets and weights")
     if call.small(input) or target.shape != input.shape:
         return call.plain()
-    static = (kind, reduction, (), (), _like(input), _like(target))
+    static = (kind, reduction, (), (), like(input), like(target))
     return call.apply("binary_loss", static, input, target, weight, pos_weight)
 
 

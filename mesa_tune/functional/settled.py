@@ -20,6 +20,7 @@ except ImportError:  # it is no public name; without it nothing settles
 from mesa_tune.frames import Frame
 from mesa_tune.functional.apply import Known, Plan, apply_plan
 from mesa_tune.functional.call import Served
+from mesa_tune.functional.keeping import is_scrap, way_of
 
 _CONSTANT = {int, float, bool, str, type(None), torch.Size, torch.dtype}
 
@@ -33,8 +34,8 @@ class Settled(NamedTuple):
     What its arguments were like: how many were `given`, and a None after them; the `names` of keywords;
     `alike`, whether the `tensors` among them are of the same type, dtype, device, shape and strides, want
     gradients or do not, and meet the same dispatch keys (autocast, transforms); which of them lay in a batch
-    or a buffer (`static`; parameters always do); what the `others` were. `cast`: a kind of device, and to
-    what autocast took it.
+    or a buffer (`static`; parameters always do); which small ones are views of storages of `scraps` bytes or
+    more, which are copied; what the `others` were. `cast`: a kind of device, and to what autocast took it.
     """
 
     func: Callable[..., Any]
@@ -46,6 +47,7 @@ class Settled(NamedTuple):
     tensors: _Pick
     alike: Callable[..., bool]
     static: tuple[tuple[int, bool], ...]
+    scraps: tuple[tuple[int, int, bool], ...]
     others: tuple[tuple[int, Any], ...]
     cast: tuple[str, torch.dtype] | None
 
@@ -71,10 +73,16 @@ class Settled(NamedTuple):
             other = given[place]
             if other is not value and not _is_same(value, other):
                 return False
-        for place, static in self.static:  # noqa: SIM110 (a generator would take longer)
+        for place, static in self.static:
             if is_static(given[place]) is not static:
                 return False
-        return True
+        return not self.scraps or self._copies_alike(given)
+
+    def _copies_alike(self, given: Sequence[Any]) -> bool:
+        """Whether the same small tensors are views of large storages."""
+        return all(
+            (given[place].untyped_storage().nbytes() >= size) is scrap for place, size, scrap in self.scraps
+        )
 
     @staticmethod
     def of(
@@ -102,6 +110,9 @@ class Settled(NamedTuple):
             return None
         apart = [place for place in tensors if type(given[place]) is not nn.Parameter]
         static = tuple([(place, frame.is_static(given[place])) for place in apart])
+        spec = served.plan.spec
+        ways = [(place, way_of(given[place], spec).scrap) for place, is_static in static if not is_static]
+        scraps = [(place, size, is_scrap(given[place], spec)) for place, size in ways if size is not None]
         device = served.output.device
         cast = torch.is_autocast_enabled(device.type)
         return Settled(
@@ -114,6 +125,7 @@ class Settled(NamedTuple):
             _picking(tensors),
             alike,
             static,
+            tuple(scraps),
             tuple(others),
             (device.type, torch.get_autocast_dtype(device.type)) if cast else None,
         )

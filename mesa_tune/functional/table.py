@@ -13,6 +13,7 @@ from mesa_tune.functional import (
     contraction,
     conv,
     elementwise,
+    extremes,
     fc,
     loss,
     masks,
@@ -25,6 +26,8 @@ from mesa_tune.functional import (
     residuals,
     rowwise,
     selecting,
+    variance,
+    vector_norm,
     window,
 )
 from mesa_tune.functional.formula import Formula, Layers, Route, Routes
@@ -43,6 +46,9 @@ FAMILIES = (
     elementwise,
     rowwise,
     selecting,
+    extremes,
+    vector_norm,
+    variance,
     attention,
     multihead,
     loss,

@@ -48,7 +48,7 @@ class Links:
 
     def __init__(self) -> None:
         self.turns = Turns()
-        self.known: dict[int, Place] = {}
+        self.known: dict[int, tuple[Place, Tensor]] = {}
         self.made: dict[Place, Made] = {}
 
     def begin(self, layer: str | None, given: Any) -> None: ...
@@ -76,7 +76,8 @@ class Links:
                 if any(not isinstance(leaf, Tensor) for leaf in leaves):
                     self.made[place] = Made(_over_raw(how), leaves)
             elif how.coded:
-                self.known.setdefault(stored[0].data_ptr(), place)
+                # Held, as a checkpoint drops what its part saves: an address must not be another's later.
+                self.known.setdefault(stored[0].data_ptr(), (place, stored[0]))
 
     def _leaves(self, recipe: Recipe, tensors: list[Tensor]) -> Iterator[Place | Tensor]:
         """For each tensor that the recipe takes, in its order: the place of a packed one, or itself."""
@@ -85,7 +86,7 @@ class Links:
             if isinstance(each, Recipe):
                 yield from self._leaves(each, parts)
             else:
-                yield self.known[parts[0].data_ptr()] if each.coded else parts[0]
+                yield self.known[parts[0].data_ptr()][0] if each.coded else parts[0]
         yield from take(tensors, recipe.exact + sum(recipe.references))
         for below in recipe.inputs:
             yield from self._leaves(below, take(tensors, below.parts))

@@ -30,6 +30,28 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class ExactEntry:
+    """Bytes that every policy leaves as PyTorch saves them: by which function of which layer, and why."""
+
+    function: str
+    layer: str
+    bytes: int
+    why: str
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ExactEntry:
+        return typed(ExactEntry, values)
+
+
+NO_FORMULA, OUTSIDE = "no formula", "not saved through autograd"
+REACHED_BY_NONE = (NO_FORMULA, OUTSIDE)
+"""Reasons for which bytes stay exact that a new formula could change."""
+
+UNLISTED = -1
+"""The index of a layer that no policy can name: nothing that it saves is ever stored in another way."""
+
+
+@dataclass(frozen=True)
 class Option:
     """One way to store what a layer keeps, and its price.
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 
 from mesa_tune.errors import RunError
-from mesa_tune.profiler.entries import TensorEntry
+from mesa_tune.profiler.entries import NO_FORMULA, OUTSIDE, ExactEntry, TensorEntry
 from mesa_tune.profiler.timeline import Kept, Slot, Timeline
-from mesa_tune.profiler.trace import SlotTrace, StepTrace
+from mesa_tune.profiler.trace import PlainTrace, SlotTrace, StepTrace
+from mesa_tune.settings import MIN_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,49 @@ def timeline(large: TracedPair, small: TracedPair) -> Timeline:
 
 
 def tensor_entries(plain: StepTrace) -> list[TensorEntry]:
-    """What the plain step keeps, oldest first."""
+    """What the plain step keeps from its forward on, oldest first."""
     return [
         TensorEntry(
             number, item.layers[0], tuple(item.layers), item.shape, item.dtype, plain.lives[number].bytes
         )
         for number, item in sorted(plain.plain.items())
+        if plain.is_saved(number)
     ]
+
+
+UNATTRIBUTED = "unattributed"
+"""The layer of what nobody asked autograd to save: tensors that somebody's Function holds in its `ctx`."""
+
+
+def exact_entries(pair: TracedPair, tags: Mapping[str, str]) -> list[ExactEntry]:
+    """Return what every policy leaves as PyTorch saves it, largest first; `tags` are those of layers."""
+    plain, twins = pair.plain, _twins(pair.plain, pair.packed)
+    stay = _staying(pair, twins)
+    found = [
+        ExactEntry(_function(name, tags), name, plain.lives[number].bytes, _why(item, tags))
+        for number, item in plain.plain.items()
+        if plain.is_saved(number) and twins.get(number) in stay
+        for name in item.layers[:1]
+    ]
+    left = plain.saved_bytes - sum(entry.bytes for entry in tensor_entries(plain))
+    if left > 0:
+        found.append(ExactEntry(UNATTRIBUTED, UNATTRIBUTED, left, OUTSIDE))
+    return sorted(found, key=lambda entry: -entry.bytes)
+
+
+def _function(layer: str, tags: Mapping[str, str]) -> str:
+    """Return the function that a layer's name ends with; of a module that is a layer, its tag."""
+    parts = layer.split(".")
+    return parts[-2] if len(parts) > 1 and parts[-1].isdecimal() else tags.get(layer, layer)
+
+
+def _why(item: PlainTrace, tags: Mapping[str, str]) -> str:
+    """Return why a tensor stays exact."""
+    if not any(name in item.dtype for name in ("float", "bfloat")):
+        return f"its dtype is {item.dtype}"
+    if prod(item.shape) <= MIN_ELEMENTS:
+        return "small"
+    return "left exact by its formula" if item.layers[0] in tags else NO_FORMULA
 
 
 def _placed(span: _Span, like: _Span) -> _Span:
@@ -166,22 +204,45 @@ def _spans(pair: TracedPair) -> Iterator[_Span]:
     aligned = _aligned(plain, packed)
     for number, item in plain.plain.items():
         size, twin = plain.lives[number].bytes, twins.get(number)
-        if twin is not None and (twin in stay or packed.stays(twin)):
+        if twin in stay:
             yield _Span("always", tuple(item.layers), size, 1, _alive(packed, twin), size)
         else:
-            where = _extension(pair, number, twin, aligned)
-            yield _Span("plain", tuple(item.layers), size, 1, where, size)
-    unexplained = plain.saved_bytes - sum(plain.lives[number].bytes for number in plain.plain)
+            extension = _extension(pair, number, twin, aligned)
+            size = 0 if extension is None else size
+            yield _Span("plain", tuple(item.layers), size, 1, extension or (0, 0), size)
+    yield from _held(pair, twins)
+    yield from _left(pair, twins)
+
+
+def _held(pair: TracedPair, twins: Mapping[int, int]) -> Iterator[_Span]:
+    """What is there when the forward has ended, though autograd keeps it for no layer: a checkpoint's own."""
+    plain, packed = pair.plain, pair.packed
+    unexplained = plain.saved_bytes - sum(entry.bytes for entry in tensor_entries(plain))
+    for number, life in plain.lives.items():
+        twin = twins.get(number)
+        known = number in plain.plain or number == plain.loss or not plain.is_saved(number)
+        if not known and twin is not None and packed.stays(twin):
+            yield _Span("always", (), life.bytes, 1, _alive(packed, twin), life.bytes)
+            unexplained -= life.bytes
     if unexplained > 0:
         end = max(place for place, slot in enumerate(packed.slots) if slot.phase == "forward")
         yield _Span("always", (), unexplained, 1, (end, end + 1), unexplained)
 
 
+def _left(pair: TracedPair, twins: Mapping[int, int]) -> Iterator[_Span]:
+    """What is there in the compressed step alone though no layer keeps it: it is the layer's that made it."""
+    packed, known = pair.packed, {*twins.values(), *pair.packed.side}
+    for number, life in packed.lives.items():
+        layer = packed.slots[_birth_slot(packed, number)[0]].layer
+        if packed.is_saved(number) and number not in known and packed.stays(number) and layer is not None:
+            yield _Span("side", (layer,), life.bytes, 1, _alive(packed, number), life.bytes)
+
+
 def _staying(pair: TracedPair, twins: Mapping[int, int]) -> set[int]:
-    """Storages that a layer keeps as they are whether it compresses or not (a norm's statistics)."""
-    kept = pair.plain.plain.items()
+    """Storages that are kept as they are whether their layers compress or not (a norm's statistics)."""
+    kept = [(twin, item) for number, item in pair.plain.plain.items() if (twin := twins.get(number))]
     side = pair.packed.side
-    return {twin for number, item in kept if (twin := twins.get(number)) and side.get(twin) in item.layers}
+    return {twin for twin, item in kept if side.get(twin) in item.layers or pair.packed.stays(twin)}
 
 
 def _sources(pair: TracedPair) -> dict[int, tuple[str, ...]]:
@@ -191,9 +252,12 @@ def _sources(pair: TracedPair) -> dict[int, tuple[str, ...]]:
 
 
 def _alive(trace: StepTrace, number: int) -> tuple[int, int]:
-    """First and last slot at whose highest moment the storage is alive; reaches into the backward."""
+    """First and last slot at whose highest moment the storage is alive; what is saved reaches into the
+    backward.
+    """
     places = [place for place, slot in enumerate(trace.slots) if trace.alive(number, slot)]
-    return _reaching(trace, places or _birth_slot(trace, number))
+    places = places or _birth_slot(trace, number)
+    return _reaching(trace, places) if trace.is_saved(number) else (places[0], places[-1])
 
 
 def _birth_slot(trace: StepTrace, number: int) -> list[int]:
@@ -207,8 +271,10 @@ def _reaching(trace: StepTrace, places: list[int]) -> tuple[int, int]:
     return min(places[0], end), max(places[-1], end + 1)
 
 
-def _extension(pair: TracedPair, number: int, twin: int | None, aligned: list[SlotTrace]) -> tuple[int, int]:
-    """The slots in which a tensor is alive only because the plain step keeps it."""
+def _extension(
+    pair: TracedPair, number: int, twin: int | None, aligned: list[SlotTrace]
+) -> tuple[int, int] | None:
+    """The slots in which a tensor is alive only because the plain step keeps it; None if there are none."""
     places = [
         place
         for place, slot in enumerate(pair.packed.slots)
@@ -217,7 +283,10 @@ def _extension(pair: TracedPair, number: int, twin: int | None, aligned: list[Sl
     later = [
         place for place in places if twin is None or pair.packed.slots[place].moment >= _death(pair, twin)
     ]
-    return _reaching(pair.packed, later or places or [0])
+    places = later or places
+    if pair.plain.is_saved(number):
+        return _reaching(pair.packed, places or [0])
+    return (places[0], places[-1]) if places else None
 
 
 def _death(pair: TracedPair, number: int) -> int:
@@ -232,23 +301,23 @@ def _twins(plain: StepTrace, packed: StepTrace) -> dict[int, int]:
             "its forward depends on something that changes: fix its seed, or profile it in eval mode"
         )
     found: dict[int, int] = {}
-    for call, twin in zip(plain.calls, packed.calls, strict=True):
-        for number, other in zip(call, twin, strict=True):
-            if number is not None and other is not None:
-                found.setdefault(number, other)
-    for number, other in _saved_alike(plain, packed):
-        found.setdefault(number, other)
+    for number, other in chain(_passed(plain, packed), _saved_alike(plain, packed)):
+        if number is not None and other is not None:
+            found.setdefault(number, other)
     return found
 
 
-def _saved_alike(plain: StepTrace, packed: StepTrace) -> Iterator[tuple[int, int]]:
+def _passed(plain: StepTrace, packed: StepTrace) -> Iterator[tuple[int | None, int | None]]:
+    """What calls take and return in both steps."""
+    for call, twin in zip(plain.calls, packed.calls, strict=True):
+        yield from zip(call, twin, strict=True)
+    for key, call in plain.again.items():
+        yield from zip(call, packed.again.get(key, ()), strict=False)
+
+
+def _saved_alike(plain: StepTrace, packed: StepTrace) -> Iterator[tuple[int | None, int | None]]:
     """What layers left to autograd save in both steps, though no call takes or returns it (LSTM's parts)."""
-    for layer, numbers in plain.saves.items():
+    for layer, saved in plain.saves.items():
         others = packed.saves.get(layer, [])
-        if [_looks(plain, one) for one in numbers] == [_looks(packed, other) for other in others]:
-            pairs = zip(numbers, others, strict=True)
-            yield from ((one, other) for one, other in pairs if one is not None and other is not None)
-
-
-def _looks(trace: StepTrace, number: int | None) -> tuple[tuple[int, ...], str] | None:
-    return None if number is None else (trace.plain[number].shape, trace.plain[number].dtype)
+        if [look for _, look in saved] == [look for _, look in others]:
+            yield from zip((number for number, _ in saved), (number for number, _ in others), strict=True)

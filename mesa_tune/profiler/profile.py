@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mesa_tune.documents import read_document, schema, typed, write_document
 from mesa_tune.errors import RunError
-from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, TensorEntry, Tie
+from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Option, TensorEntry, Tie
 from mesa_tune.profiler.timeline import Assignment, Kept, Slot, Timeline, stored_as
 from mesa_tune.settings import EXACT, LayerSettings
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Derivation",
+    "ExactEntry",
     "Kept",
     "LayerEntry",
     "Option",
@@ -78,9 +79,10 @@ class Profile:
     `model` is the model file's path, None for a workload made in Python; `fingerprint` its content's
     SHA-256; `layers_fingerprint` that of module names and classes. `partial`: interrupted; layers without
     options were not measured yet, and `resume` says for what request. `derivations`: prices of what is stored
-    while others make their own tensors again from it (`store: derive`). The budget's words: `peak_bytes` of
-    the plain step at `batch_size`, `saved_bytes` alive when its forward ends, `static_bytes` there before
-    it begins.
+    while others make their own tensors again from it (`store: derive`). `exact`: what every policy leaves as
+    PyTorch saves it, and why; layers of nothing else have the index -1 and stand in no policy. The budget's
+    words: `peak_bytes` of the plain step at `batch_size`, `saved_bytes` alive when its forward ends,
+    `static_bytes` there before it begins.
     """
 
     model: str | None
@@ -103,6 +105,7 @@ class Profile:
     notes: tuple[str, ...] = ()
     resume: str = ""
     derivations: tuple[Derivation, ...] = ()
+    exact: tuple[ExactEntry, ...] = ()
 
     def predict(self, policy: SettingsSource, *, batch_size: int | None = None) -> Prediction:
         """Saved and peak bytes, gradient error and step time under `policy`, without running the model.
@@ -231,6 +234,7 @@ class Profile:
             "timeline": self.timeline.to_dict(),
             "ties": [dict(vars(tie)) for tie in self.ties],
             "derivations": [one.to_dict() for one in self.derivations],
+            "exact": [dict(vars(one)) for one in self.exact],
         }
 
     @classmethod
@@ -247,6 +251,7 @@ class Profile:
             "ties": tuple(Tie.from_dict(tie) for tie in values["ties"]),
             "notes": tuple(values["notes"]),
             "derivations": tuple(Derivation.from_dict(one) for one in values.get("derivations", ())),
+            "exact": tuple(ExactEntry.from_dict(one) for one in values.get("exact", ())),
         }
         made = typed(cls, {**plain, **parts})
         if made.batch_size < 1 or made.step_ms <= 0:

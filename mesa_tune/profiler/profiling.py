@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from mesa_tune.catalog import Catalog
 from mesa_tune.errors import RunError, WorkloadError
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.checkpoints import without_checkpoints
 from mesa_tune.profiler.clock import median_ms
 from mesa_tune.profiler.derivation import Derivable, Links
 from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, Tie
 from mesa_tune.profiler.gradient import REFERENCE_GROUP, Price, Sensitivity
-from mesa_tune.profiler.ledger import TracedPair, tensor_entries, timeline
+from mesa_tune.profiler.ledger import TracedPair, exact_entries, tensor_entries, timeline
 from mesa_tune.profiler.meter import bytes_of, tensors_in
 from mesa_tune.profiler.preserve import preserved
 from mesa_tune.profiler.profile import Profile
@@ -222,13 +223,16 @@ class _Profiling:
             torch=torch.__version__,
             partial=True,
             static_bytes=self.large.static,
-            saved_bytes=sum(tensor.bytes for tensor in tensors),
+            saved_bytes=sum(tensor.bytes for tensor in tensors) + self.rows.unattributed,
             peak_bytes=self.large.static + self.large.plain.peak(),
             step_ms=step_ms,
             tensors=tuple(tensors),
             layers=tuple(self.rows.entries()),
             timeline=self.timeline,
             ties=tuple(Tie(group, ()) for group in self.rows.groups()),
+            exact=tuple(
+                exact_entries(self.large, {name: tag for name, (tag, _) in self.rows.places.items()})
+            ),
             notes=self._notes(),
             resume=self._request(),
         )
@@ -296,7 +300,8 @@ class _Profiling:
         with running as raw, observing(sensitivity.recording):
             for conversion in (raw.conversion, raw.losses):
                 conversion.producers.update(producers)
-            with self._dice():
+            # The gradient is the same with checkpoints, but each part would go backward from its second run.
+            with self._dice(), without_checkpoints():
                 loss = raw.loss(batch)
         sensitivity.record(loss)
         if not sensitivity.norm:

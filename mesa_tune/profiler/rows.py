@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from mesa_tune.profiler.entries import LayerEntry
-from mesa_tune.profiler.ledger import TracedPair
+from mesa_tune.profiler.entries import UNLISTED, LayerEntry
+from mesa_tune.profiler.ledger import UNATTRIBUTED, TracedPair, tensor_entries
 from mesa_tune.profiler.timeline import settings_bytes
 from mesa_tune.profiler.trace import CodedTrace, PlainTrace
 from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
@@ -24,17 +24,18 @@ class Rows:
         self.hooked = tuple(name for name, (tag, _) in places.items() if tag == "other")
 
     def entries(self) -> Iterator[LayerEntry]:
-        plain, coded = self.plain, self.packed.coded
         """A row for each layer that keeps something, in the order of their calls; no options yet."""
+        plain, coded = self.plain, self.packed.coded
         order: dict[str, None] = dict.fromkeys(slot.layer for slot in self.packed.slots if slot.layer)
         order.update(dict.fromkeys(self.places))
+        order.update(dict.fromkeys(name for item in plain.plain.values() for name in item.layers))
         for name in order:
             kept = [(number, item) for number, item in sorted(plain.plain.items()) if name in item.layers]
             stored = [item for item in coded.values() if name in item.layers]
             if not kept and not stored:
                 continue
             largest = max(kept, key=lambda pair: plain.lives[pair[0]].bytes, default=(0, None))[1]
-            tag, index = self.places[name]
+            tag, index = self.places.get(name, ("other", UNLISTED))
             yield LayerEntry(
                 name=name,
                 tag=tag,
@@ -43,10 +44,24 @@ class Rows:
                 shape=largest.shape if largest else stored[0].shape,
                 dtype=largest.dtype if largest else "float32",
                 bytes=sum(plain.lives[number].bytes for number, _ in kept),
-                own_bytes=sum(plain.lives[number].bytes for number, item in kept if item.layers[0] == name),
+                own_bytes=sum(
+                    plain.lives[number].bytes
+                    for number, item in kept
+                    if item.layers[0] == name and plain.is_saved(number)
+                ),
                 shared_with=tuple(self._sharers(name)),
                 options=(),
             )
+        if self.unattributed:
+            size = self.unattributed
+            row = (UNATTRIBUTED, "other", UNLISTED, "", (size,), "uint8", size, size, (), ())
+            yield LayerEntry(*row)
+
+    @property
+    def unattributed(self) -> int:
+        """Bytes alive when the forward has ended that autograd was not asked to save."""
+        saved = sum(entry.bytes for entry in tensor_entries(self.plain))
+        return max(0, self.plain.saved_bytes - saved)
 
     def _sharers(self, name: str) -> list[str]:
         items = self._kept()
@@ -97,6 +112,6 @@ class Rows:
 
 
 def _module(name: str, modules: Sequence[str]) -> str:
-    if name in modules:
-        return name
-    return name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in modules), "")

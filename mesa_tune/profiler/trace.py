@@ -24,6 +24,8 @@ from mesa_tune.profiler.meter import Meter
 
 NEVER = 1 << 62
 
+Look = tuple[tuple[int, ...], str]
+"""The shape and the dtype of a tensor."""
 Place = tuple[str, int, int]
 """A kept tensor by its layer, how many calls of that layer came before, and its place in the call."""
 
@@ -73,21 +75,43 @@ class StepTrace:
     `saves`: by layer, what autograd itself saves, in its order (None: from before the step). `places`: the
     first part of each tensor stored in parts; `derived`: of each that is made again instead, the layers whose
     kept tensors that takes; `serving`: layers that keep their input for that, else something else.
+    `calls`: the storages that each call of the forward takes or returns; `again`: those of a routed call
+    inside the backward (a checkpointed part that runs again), by layer, turn and whether it returns them.
+    `ended`: the moment at which the forward ended; `loss`: what it returned.
     """
 
     lives: dict[int, Life] = field(default_factory=dict)
     slots: list[SlotTrace] = field(default_factory=list)
     calls: list[tuple[int | None, ...]] = field(default_factory=list)
+    again: dict[tuple[str, int, bool], tuple[int | None, ...]] = field(default_factory=dict)
     coded: dict[int, CodedTrace] = field(default_factory=dict)
     side: dict[int, str] = field(default_factory=dict)
     plain: dict[int, PlainTrace] = field(default_factory=dict)
     encoded: set[tuple[int, str]] = field(default_factory=set)
     hooked: set[str] = field(default_factory=set)
-    saves: dict[str, list[int | None]] = field(default_factory=dict)
+    saves: dict[str, list[tuple[int | None, Look]]] = field(default_factory=dict)
     places: dict[Place, int] = field(default_factory=dict)
     derived: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     serving: set[str] = field(default_factory=set)
     saved_bytes: int = 0
+    ended: int = NEVER
+    loss: int | None = None
+
+    def is_saved(self, number: int) -> bool:
+        """Whether the storage is there when the forward has ended."""
+        life = self.lives[number]
+        return life.birth <= self.ended < life.death
+
+    def forget_passing(self) -> None:
+        """Drops what did not live to the end of the forward.
+
+        A checkpoint drops what its part saves in the first run; other graphs die because nobody goes back
+        through them. What the part saves in its second run, in the backward, stays.
+        """
+        passing = {number for number, life in self.lives.items() if life.death <= self.ended}
+        self.coded = {number: item for number, item in self.coded.items() if number not in passing}
+        self.side = {number: layer for number, layer in self.side.items() if number not in passing}
+        self.plain = {number: item for number, item in self.plain.items() if number not in passing}
 
     def alive(self, number: int, slot: SlotTrace) -> bool:
         """Whether the storage is there at the slot's highest moment."""
@@ -95,11 +119,16 @@ class StepTrace:
         return life.birth <= slot.moment < life.death
 
     def stays(self, number: int) -> bool:
-        """Whether a layer keeps the storage itself: a hook met no floats there, or too few of them."""
-        elsewhere = number in self.side or any(number in coded.parts for coded in self.coded.values())
-        if elsewhere or number not in self.plain:
+        """Whether the storage is kept by something else than what compresses it: a hook met no floats there,
+        or too few of them; or it is a checkpoint's.
+        """
+        if any(number in coded.parts for coded in self.coded.values()):
             return False
-        return any((number, layer) not in self.encoded for layer in self.plain[number].layers)
+        layers = self.plain[number].layers if number in self.plain else []
+        others = [layer for layer in layers if layer != self.side.get(number)]
+        if any((number, layer) not in self.encoded for layer in others):
+            return True
+        return self.is_saved(number) and number not in self.side
 
     def peak(self) -> int:
         """The highest number of bytes alive, besides what was there before the step."""
@@ -139,7 +168,7 @@ class Recorder(Meter):
 
 
 class Turns:
-    """Counts the calls of each layer in the order of a forward."""
+    """Counts the calls of each layer in the order of a step."""
 
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
@@ -162,14 +191,15 @@ class Tracer:
         self.is_static = is_static
         self.forward = True
         self.turns = Turns()
+        self.known: dict[str, int] = {}
 
     def begin(self, layer: str | None, given: Any) -> None:
         if layer is not None:
             self.recorder.open_slot(layer, "forward" if self.forward else "backward")
-        self._note(given)
+        self._note(layer, given, False)
 
     def end(self, layer: str | None, output: Any) -> None:
-        self._note(output)
+        self._note(layer, output, True)
         node = next((leaf.grad_fn for leaf in _tensors(output) if leaf.grad_fn is not None), None)
         if layer is not None and node is not None:
             node.register_prehook(lambda _: self.recorder.open_slot(layer, "backward"))
@@ -201,10 +231,11 @@ class Tracer:
 
     def saved(self, layer: str, tensor: Tensor) -> None:
         number = self._number(tensor)
-        self.trace.saves.setdefault(layer, []).append(number)
+        look = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        self.trace.saves.setdefault(layer, []).append((number, look))
         if number is None:
             return
-        new = PlainTrace([], tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        new = PlainTrace([], *look)
         layers = self.trace.plain.setdefault(number, new).layers
         if layer not in layers:
             layers.append(layer)
@@ -233,10 +264,15 @@ class Tracer:
     def _number(self, tensor: Tensor) -> int | None:
         return None if self.is_static(tensor) else self.recorder.number(tensor.untyped_storage())
 
-    def _note(self, tree: Any) -> None:
-        if self.forward:
-            numbers = (self.recorder.number(tensor.untyped_storage()) for tensor in _tensors(tree))
-            self.trace.calls.append(tuple(numbers))
+    def _note(self, layer: str | None, tree: Any, returned: bool) -> None:
+        if not self.forward and layer is None:
+            return
+        numbers = tuple([self.recorder.number(tensor.untyped_storage()) for tensor in _tensors(tree)])
+        if layer is None or self.forward:
+            self.trace.calls.append(numbers)
+        else:
+            turn = self.known[layer] = self.known.get(layer, -1) + (not returned)
+            self.trace.again[layer, turn, returned] = numbers
 
 
 def trace_step(
@@ -252,12 +288,15 @@ def trace_step(
         value = loss()
         recorder.open_slot(None, "forward")
         recorder.trace.saved_bytes = recorder.live_since(0, without=[*static, value])
+        recorder.trace.ended = recorder.now
+        recorder.trace.loss = recorder.number(value.untyped_storage())
         tracer.forward = False
         recorder.open_slot(None, "backward")
         value.backward()
         del value
         recorder.open_slot(None, "step")
         step()
+    recorder.trace.forget_passing()
     return recorder.trace
 
 

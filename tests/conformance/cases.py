@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ class Direct(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         return self.function(h, **self._parameters)
+
+
+def _by_largest(h: Tensor) -> Tensor:
+    y: Tensor = h / h.abs().amax(-1, keepdim=True)
+    return y
+
+
+def _standardized(h: Tensor) -> Tensor:
+    y: Tensor = (h - h.mean(-1, keepdim=True)) / h.std(-1, keepdim=True)
+    return y
 
 
 def _linear_add(h: Tensor, w: Tensor) -> Tensor:
@@ -298,6 +309,11 @@ CASES: tuple[Case, ...] = (
     Case("leaky_relu-in-place", _TOKENS, lambda: Direct(_leaky_in_place), ("relu",), lossless=True),
     Case("ReLU6", _TOKENS, nn.ReLU6, ("relu",), lossless=True),
     Case("abs", _TOKENS, lambda: Direct(torch.abs), ("relu",), lossless=True),
+    Case("normalize", _TOKENS, lambda: Direct(partial(F.normalize, dim=-1)), ("reduction",)),
+    Case("norm", (4, 24, 256), lambda: Direct(partial(torch.norm, dim=-1)), ("reduction",)),
+    Case("amax-div", _TOKENS, lambda: Direct(_by_largest), ("relu", "pointwise", "mul")),
+    Case("std-div", _TOKENS, lambda: Direct(_standardized), ("reduction", "mul")),
+    Case("logsumexp", (4, 24, 256), lambda: Direct(partial(torch.logsumexp, dim=-1)), ("softmax",)),
     Case("einsum", _TOKENS, lambda: Direct(_einsum), ("matmul",)),
     Case("Softmax", _TOKENS, lambda: nn.Softmax(-1), ("softmax",)),
     Case("F.softmax", _TOKENS, lambda: Direct(_softmax), ("softmax",)),

@@ -1,5 +1,6 @@
 """ActNN (arXiv 2104.14129) as its users write it: `import mesa_tune.compat.actnn as actnn`. On any device."""
 
+from mesa_tune.compat.actnn import dataloader, ops
 from mesa_tune.compat.actnn.conf import QuantizationConfig, config, set_optimization_level
 from mesa_tune.compat.actnn.dataloader import DataLoader
 from mesa_tune.compat.actnn.layers import (
@@ -21,7 +22,7 @@ from mesa_tune.compat.actnn.layers import (
 )
 from mesa_tune.compat.actnn.module import QModule
 from mesa_tune.compat.actnn.scheme import QBNScheme, QScheme
-from mesa_tune.compat.actnn.utils import compute_tensor_bytes, get_memory_usage
+from mesa_tune.compat.actnn.utils import compute_tensor_bytes, exp_recorder, get_memory_usage
 
 __all__ = [
     "DataLoader",
@@ -46,6 +47,9 @@ __all__ = [
     "QuantizationConfig",
     "compute_tensor_bytes",
     "config",
+    "dataloader",
+    "exp_recorder",
     "get_memory_usage",
+    "ops",
     "set_optimization_level",
 ]

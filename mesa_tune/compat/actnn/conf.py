@@ -1,17 +1,29 @@
-"""ActNN's configuration. Layers read it when they are made; later changes are for later layers."""
+"""ActNN's configuration, `config`.
 
+A layer has the configuration of its making, so that two models of one process may have different levels. A
+field that is assigned afterwards (`config.compress_activation = False`) counts for every layer from then on,
+as in ActNN.
+"""
+
+import ast
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
+
+from mesa_tune.notice import warn_once
 
 
 @dataclass
 class QuantizationConfig:
     """ActNN's fields and defaults, which are its level L3.
 
-    `activation_compression_bits`: average bits an element of layers of group 0, 1, 2 (a layer's `group`).
+    `activation_compression_bits`: average bits per element of layers of group 0, 1, 2 (a layer's `group`);
+    more than 8 store a tensor as PyTorch does.
     `adaptive_conv_scheme`, `adaptive_bn_scheme`: each sample its own bits; `perlayer`: each layer, too.
     `pergroup`: a range for every `group_size` elements, else one a tensor. `use_gradient`: samples are
-    weighted by their gradients, which needs `QScheme.num_samples` and `QScheme.batch`.
+    weighted by their gradients, which needs `QScheme.num_samples` and `QScheme.batch`. `debug_memory_model`
+    and `debug_speed` (environment: `DEBUG_MEM`, `DEBUG_SPEED`), `debug_remove_bn` and `debug_remove_relu` are
+    read by ActNN's programs and models.
     """
 
     compress_activation: bool = True
@@ -31,32 +43,108 @@ class QuantizationConfig:
     pipeline_threshold: int | None = None
     cudnn_benchmark_conv2d: bool = True
     swap: bool = False
-    debug_memory_model: bool = False
-    debug_speed: bool = False
+    debug_memory_model: bool = field(default_factory=lambda: _switch("DEBUG_MEM"))
+    debug_speed: bool = field(default_factory=lambda: _switch("DEBUG_SPEED"))
     debug_memory_op_forward: bool = False
     debug_memory_op_backward: bool = False
     debug_remove_bn: bool = False
     debug_remove_relu: bool = False
 
+    def __post_init__(self) -> None:
+        self._seen = _assigned.count
+
     def bits(self, group: int) -> int:
         """Average bits of layers of `group`; a list that is too short goes on as it ends."""
         given = self.activation_compression_bits
         bits = given[min(group, len(given) - 1)]
-        if not 1 <= bits <= 8:
-            raise ValueError(f"activation_compression_bits must be from 1 to 8, but got {given}")
+        if bits < 1:
+            raise ValueError(f"activation_compression_bits must be at least 1, but got {given}")
+        if bits > MOST_BITS:
+            warn_once(f"mesa-tune: actnn: {bits} bits per element are stored as PyTorch stores them.")
         return bits
 
-    def without_meaning(self) -> list[str]:
-        """Fields that were changed although they mean nothing here."""
-        plain = QuantizationConfig()
-        return [name for name in _WITHOUT_MEANING if getattr(self, name) != getattr(plain, name)]
+    def now(self) -> "QuantizationConfig":
+        """This configuration, with what has been assigned to `config` since."""
+        config.note_changed_list()
+        if self._seen != _assigned.count:
+            for name, (number, value) in _assigned.values.items():
+                if number > self._seen:
+                    setattr(self, name, value)
+            self._seen = _assigned.count
+        return self
 
 
-config = QuantizationConfig()
+class _Assigned:
+    """Values that were assigned to fields of `config`, each with its number in their order."""
 
+    def __init__(self) -> None:
+        self.count = 0
+        self.values: dict[str, tuple[int, Any]] = {}
+
+    def note(self, name: str, value: Any) -> None:
+        self.count += 1
+        self.values[name] = (self.count, value)
+
+
+_assigned = _Assigned()
+
+
+class _Config(QuantizationConfig):
+    """What `config` is: an assignment counts for layers that exist, and warns where it means nothing."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name.startswith("_"):
+            return
+        if name not in _DEFAULTS:
+            warn_once(f"mesa-tune: actnn.config.{name} means nothing here: ActNN has no such field.")
+        elif name in _WITHOUT_MEANING and value != _DEFAULTS[name]:
+            warn_once(f"mesa-tune: actnn.config.{name} means nothing here.")
+        self._note(name, value)
+
+    def _note(self, name: str, value: Any) -> None:
+        if name == "activation_compression_bits":
+            self._bits = value = _listed(value)
+        _assigned.note(name, value)
+
+    def note_changed_list(self) -> None:
+        """An element of the list of bits may have been assigned, which no `__setattr__` sees."""
+        if _listed(self.activation_compression_bits) != self._bits:
+            self._note("activation_compression_bits", self.activation_compression_bits)
+
+    def set_by_level(self, name: str, value: Any) -> None:
+        """Sets a field for layers to come."""
+        if name == "activation_compression_bits":
+            value = self._bits = _listed(value)
+            value = list(value)
+        object.__setattr__(self, name, value)
+
+    def copy(self) -> QuantizationConfig:
+        """The configuration for a layer that is being made."""
+        values = {name: getattr(self, name) for name in _DEFAULTS}
+        values["activation_compression_bits"] = _listed(self.activation_compression_bits)
+        return QuantizationConfig(**values)
+
+
+def _listed(bits: Any) -> list[int]:
+    """Bits by group; ActNN's programs write one number for all groups, too."""
+    return list(bits) if isinstance(bits, (list, tuple)) else [bits]
+
+
+def _switch(variable: str) -> bool:
+    """What an environment variable of ActNN's programs says, written as Python writes it."""
+    return bool(ast.literal_eval(os.environ.get(variable, "False")))
+
+
+MOST_BITS: Final = 8
 _WITHOUT_MEANING: Final = (
     "simulate",
-    *(entry.name for entry in fields(QuantizationConfig) if entry.name.startswith("debug_")),
+    "initial_bits",
+    "empty_cache_threshold",
+    "pipeline_threshold",
+    "cudnn_benchmark_conv2d",
+    "debug_memory_op_forward",
+    "debug_memory_op_backward",
 )
 _FIXED: Final[dict[str, Any]] = {
     "activation_compression_bits": [4],
@@ -79,8 +167,20 @@ LEVELS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
+_plain = QuantizationConfig()
+_DEFAULTS: Final = {entry.name: getattr(_plain, entry.name) for entry in fields(_plain)}
+config = _Config()
+_made: list[bool] = []
+
+
+def for_new_layer() -> QuantizationConfig:
+    """The configuration of a layer that is being made."""
+    _made[:] = [True]
+    return config.copy()
+
+
 def set_optimization_level(level: str) -> None:
-    """Sets what `level` decides; what no level decides stays.
+    """Sets what `level` decides, for layers made from now on; what no level decides stays.
 
     `L0` nothing is compressed; `L1` 4 bits, batch norms exact; `L2` 4 bits; `L3` 2 bits, adaptive; `L3.1` the
     same (its cache settings are for ActNN's kernels); `L4`, `L5` 2 bits and swapping; `swap` swapping alone.
@@ -88,6 +188,10 @@ def set_optimization_level(level: str) -> None:
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, but got {level!r}")
-    plain = QuantizationConfig()
+    if _made:
+        warn_once(
+            "mesa-tune: actnn: layers that exist keep the level of their making: call set_optimization_level "
+            "before, or assign fields of actnn.config, which count for all."
+        )
     for name in {name for keys in LEVELS.values() for name in keys}:
-        setattr(config, name, LEVELS[level].get(name, getattr(plain, name)))
+        config.set_by_level(name, LEVELS[level].get(name, _DEFAULTS[name]))

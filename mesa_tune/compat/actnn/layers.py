@@ -1,6 +1,5 @@
-"""ActNN's layers: torch's, with `group` beside the twin's arguments, by the configuration of their making."""
+"""ActNN's layers: torch's, with `group` beside the twin's arguments, by the configuration of `conf`."""
 
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -8,15 +7,50 @@ import torch
 from torch import Tensor, nn
 
 from mesa_tune.compat.actnn import conf
+from mesa_tune.compat.actnn.conf import QuantizationConfig
 from mesa_tune.compat.actnn.scheme import QBNScheme, QScheme
 from mesa_tune.compat.layers import Keeping
 from mesa_tune.functional.apply import Memories
 from mesa_tune.notice import warn_once
 from mesa_tune.settings import EXACT, LayerSettings
 
+Scheme = QScheme | QBNScheme
+
+
+def settings_of(config: QuantizationConfig, group: int, scheme: Scheme | None) -> LayerSettings:
+    """How a layer of `group` with `scheme` stores what it saves."""
+    if not config.compress_activation:
+        return LayerSettings(store="offload") if config.swap else EXACT
+    bits = config.bits(group) if scheme is None else scheme.bits
+    if bits > conf.MOST_BITS:
+        return EXACT
+    return LayerSettings(
+        level=2**bits,
+        group_size=config.group_size if config.pergroup else None,
+        quant_groups=None if config.pergroup else 1,
+        rounding="stochastic" if config.stochastic else "nearest",
+        allocation="uniform" if scheme is None else "sample",
+    )
+
+
+def memories_of(scheme: Scheme | None) -> Memories | None:
+    """What the codec gets to know of the samples of this step."""
+    scale = scheme.get_scale() if isinstance(scheme, QScheme) else None
+    return None if scale is None else {0: {"sensitivity": scale}}
+
+
+def watched(scheme: Scheme | None, x: Tensor, channels: int, output: Tensor) -> Tensor:
+    """`output`, after `scheme` has been shown the range of `x`; it will be shown the gradient, too."""
+    if not (isinstance(scheme, QScheme) and output.requires_grad):
+        return output
+    if not torch.compiler.is_compiling() and (scheme.watching or scheme.config.use_gradient):
+        scheme.observe(x, channels)
+        output.register_hook(scheme.set_scale)
+    return output
+
 
 class _Layer(Keeping):
-    """`config` is the configuration at the time the layer was made, `scheme` its adaptive bits or None."""
+    """`config` is the layer's configuration (see `conf`), `scheme` its adaptive bits or None."""
 
     def __init__(self, *given: Any, group: int = 0, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -24,30 +58,26 @@ class _Layer(Keeping):
 
     def start(self, group: int = 0) -> None:
         """Reads the configuration."""
-        bits = list(conf.config.activation_compression_bits)
-        self.config = replace(conf.config, activation_compression_bits=bits)
+        self._config = conf.for_new_layer()
         self.group = group
         self.scheme = self._make_scheme()
-        for name in self.config.without_meaning():
-            warn_once(f"mesa-tune: actnn.config.{name} means nothing here.")
-        if self.config.swap and self.config.compress_activation:
-            warn_once("mesa-tune: actnn: packed tensors stay on the device: `swap` moves what is not packed.")
 
-    def _make_scheme(self) -> QScheme | QBNScheme | None:
+    @property
+    def config(self) -> QuantizationConfig:
+        """The configuration that counts now."""
+        return self._config.now()
+
+    def _make_scheme(self) -> Scheme | None:
         return None
+
+    def is_compressing(self) -> bool:
+        return self.training and self.config.training
 
     def kept_by(self) -> LayerSettings:
         config = self.config
-        if not config.compress_activation:
-            return LayerSettings(store="offload") if config.swap else EXACT
-        bits = config.bits(self.group) if self.scheme is None else self.scheme.bits
-        return LayerSettings(
-            level=2**bits,
-            group_size=config.group_size if config.pergroup else None,
-            quant_groups=None if config.pergroup else 1,
-            rounding="stochastic" if config.stochastic else "nearest",
-            allocation="uniform" if self.scheme is None else "sample",
-        )
+        if config.swap and config.compress_activation:
+            warn_once("mesa-tune: actnn: packed tensors stay on the device: `swap` moves what is not packed.")
+        return settings_of(config, self.group, self.scheme)
 
 
 class _Weighted(_Layer):
@@ -57,29 +87,25 @@ class _Weighted(_Layer):
         if not (self.config.adaptive_conv_scheme and self.config.compress_activation):
             return None
         if not isinstance(self, nn.modules.conv._ConvNd):
-            return QScheme(self.config, self.group)
-        return QScheme(self.config, self.group, prod(self.kernel_size), self.groups, channels=1)
+            return QScheme(self, self.group, config=self._config)
+        return QScheme(self, self.group, prod(self.kernel_size), self.groups, self._config)
 
     def memories(self, *args: Any, **kwargs: Any) -> Memories | None:
-        scale = self.scheme.get_scale() if isinstance(self.scheme, QScheme) else None
-        return None if scale is None else {0: {"sensitivity": scale}}
+        return memories_of(self.scheme)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The twin's forward."""
-        scheme = self.scheme
         output: Tensor = super().forward(*args, **kwargs)
-        if not (isinstance(scheme, QScheme) and output.requires_grad and self.training):
+        if not self.training:
             return output
-        if not torch.compiler.is_compiling() and (scheme.watching or self.config.use_gradient):
-            scheme.observe(args[0] if args else kwargs["input"])
-            output.register_hook(scheme.set_scale)
-        return output
+        channels = 1 if isinstance(self, nn.modules.conv._ConvNd) else -1
+        return watched(self.scheme, args[0] if args else kwargs["input"], channels, output)
 
 
 class _BatchNorm(_Layer):
     def _make_scheme(self) -> QBNScheme | None:
         adaptive = self.config.adaptive_bn_scheme and self.config.compress_activation
-        return QBNScheme(self.config, self.group) if adaptive else None
+        return QBNScheme(self.group, self._config) if adaptive else None
 
     def kept_by(self) -> LayerSettings:
         return super().kept_by() if self.config.enable_quantized_bn else EXACT

@@ -1,11 +1,25 @@
-"""ActNN's two helpers for measuring memory."""
+"""ActNN's helpers for measuring memory, and its recorder of results."""
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from mesa_tune.compat.recorder import GlobalExpRecorder, exp_recorder
+
+__all__ = [
+    "GlobalExpRecorder",
+    "compute_tensor_bytes",
+    "disable_cache_allocator",
+    "empty_cache",
+    "enable_cache_allocator",
+    "exp_recorder",
+    "get_memory_usage",
+    "swap_to_cpu",
+]
 
 MIB = 1024**2
 
@@ -37,3 +51,32 @@ def compute_tensor_bytes(tensors: Tensor | Iterable[Tensor]) -> int:
     """Bytes of a tensor, or of several together, each by its elements."""
     given = [tensors] if isinstance(tensors, Tensor) else tensors
     return sum(tensor.numel() * tensor.element_size() for tensor in given)
+
+
+def swap_to_cpu(tensor: Tensor) -> Tensor:
+    """A copy of `tensor` in host memory, pinned where there is a GPU; it may arrive later."""
+    pinned = torch.cuda.is_available()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def empty_cache(ratio: float | None) -> None:
+    """Gives the GPU's cached memory back if the share in use is below `ratio`; None: never."""
+    if ratio is None or not torch.cuda.is_available():
+        return
+    reserved = torch.cuda.memory_reserved()
+    if reserved > 0 and torch.cuda.memory_allocated() / reserved < ratio:
+        torch.cuda.empty_cache()
+
+
+_NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+
+
+def disable_cache_allocator() -> None:
+    """The GPU's memory is not cached; for a process whose torch has not used the GPU yet."""
+    os.environ[_NO_CACHE] = "1"
+
+
+def enable_cache_allocator() -> None:
+    """The GPU's memory is cached again, under the same condition."""
+    os.environ.pop(_NO_CACHE, None)

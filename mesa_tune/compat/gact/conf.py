@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from mesa_tune.notice import warn_once
+
 
 @dataclass
 class QuantizationConfig:
@@ -26,9 +28,26 @@ class QuantizationConfig:
     prefetch: bool = False
 
 
-config = QuantizationConfig()
+class _Config(QuantizationConfig):
+    """What `config` is: an assignment warns where it comes too late, or has no meaning."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name not in _NAMES:
+            warn_once(f"mesa-tune: gact.config.{name} means nothing here: GACT has no such field.")
+        elif _made:
+            warn_once("mesa-tune: gact.config counts for controllers that are made from now on.")
+
+    def copy(self) -> QuantizationConfig:
+        """The configuration for a controller that is being made."""
+        _made[:] = [True]
+        return QuantizationConfig(**{name: getattr(self, name) for name in _NAMES})
+
 
 _DEFAULTS: Final = QuantizationConfig()
+_NAMES: Final = tuple(field.name for field in fields(QuantizationConfig))
+_made: list[bool] = []
+config = _Config()
 # What a level decides, and how each differs from the defaults (4 bits, adapted).
 _DECIDED: Final = ("compress_activation", "bit", "auto_prec", "swap", "prefetch")
 LEVELS: Final[dict[str, dict[str, Any]]] = {
@@ -54,7 +73,7 @@ def set_optimization_level(level: str) -> None:
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, but got {level!r}")
     for name in _DECIDED:
-        setattr(config, name, LEVELS[level].get(name, getattr(_DEFAULTS, name)))
+        object.__setattr__(config, name, LEVELS[level].get(name, getattr(_DEFAULTS, name)))
 
 
 def set_adapt_interval(i: int) -> None:

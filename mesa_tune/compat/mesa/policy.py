@@ -93,13 +93,13 @@ def deploy_on_init(
 ) -> None:
     """Numbers the layers of `model` by tag, and sets their attributes as the policy file says.
 
-    Mesa's file or one of ours. `verbose` is called with what happens; `override_verbose` makes it the layers'
-    own, too. Raises PolicyError for a file that is missing or no policy; warns of indices and names that no
-    layer has.
+    Mesa's file or one of ours. For `""` layers are numbered, nothing is compressed, and a warning says so.
+    `verbose` is called with what happens; `override_verbose` makes it the layers' own, too. Raises
+    PolicyError for a file that is missing or no policy; warns of indices and names that no layer has.
     """
-    policy = Policy.load(filename)
+    policy = None if _is_none(filename) else Policy.load(filename)
     found = list(_layers(model))
-    for text in _flaws(policy, model, found):
+    for text in () if policy is None else _flaws(policy, model, found):
         warn_once(text)
     name_layers(model)
     for tag, index, name, layer in found:
@@ -107,9 +107,16 @@ def deploy_on_init(
             for part in getattr(layer, "operands", (layer,)):
                 part.verbose = verbose
         layer.update_quantization_parameter(index=index)
-        for keys in _keys(policy, tag, index, name):
+        for keys in () if policy is None else _keys(policy, tag, index, name):
             layer.update_quantization_parameter(by_index="all", **keys)
     verbose(f"deployed {filename} on {len(found)} layers")
+
+
+def _is_none(filename: str | Path) -> bool:
+    """Whether no policy is given, as Mesa's programs do by default; warns if so."""
+    if filename == "":
+        warn_once("mesa-tune: no policy file is given (''), so Mesa's layers compress nothing.")
+    return filename == ""
 
 
 def _flaws(policy: Policy, model: nn.Module, found: Sequence[tuple[str, int, str, Any]]) -> list[str]:
@@ -137,11 +144,11 @@ def read_policy(
     """The rules of a section as Mesa gives them, for `deploy_on_epoch`: text by key.
 
     The first item holds the `trigger` (the numbers behind `on <section>:`) and the section's name. Empty if
-    there is no such section. Raises PolicyError if the file cannot be read.
+    there is no such section, or no file is given (`""`). Raises PolicyError if the file cannot be read.
     """
     policies: Policies = []
     inside = False
-    for key, value in _lines(read_text(Path(filename)), str(filename)):
+    for key, value in () if _is_none(filename) else _lines(read_text(Path(filename)), str(filename)):
         words = key.split()
         if debug:
             verbose(f"{key}: {value}")

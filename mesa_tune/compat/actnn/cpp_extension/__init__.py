@@ -1,0 +1,1 @@
+"""ActNN's compiled modules by their names, over PyTorch's functions and our quantizer."""

@@ -1,0 +1,8 @@
+"""ActNN's `minimax`."""
+
+from torch import Tensor
+
+
+def minimax(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and largest element of each row of `data`."""
+    return data.amin(1), data.amax(1)

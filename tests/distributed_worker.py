@@ -1,0 +1,151 @@
+"""One process of a group of two: `python -m tests.distributed_worker RANK STORE RESULTS`.
+
+Wraps and converts a small model in every way, and saves what each way gives: the whole gradient of a step,
+the same for both processes, and the own gradient of each.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import mesa_tune as mt
+from mesa_tune.conversion import conversion_of
+from tests.models import ViT
+
+WORLD = 2
+SAMPLES = 8
+HEAD = "# mesa-tune policy 1\n"
+POLICIES = {
+    "exact": "",
+    "4 bits": "".join(
+        f"on {tag}:\n    by_index: all\n    level: 16\n" for tag in ("fc", "layernorm", "gelu", "attention")
+    ),
+    "derive": "".join(
+        f"on {tag}:\n    by_index: all\n    level: 16\n    store: derive\n"
+        for tag in ("fc", "layernorm", "gelu", "attention")
+    ),
+}
+WRAPPERS = ("DDP", "FSDP2")
+ORDERS = ("convert first", "wrap first")
+STEPS = 3
+
+Gradients = dict[str, Tensor]
+
+
+def model() -> ViT:
+    torch.manual_seed(0)
+    return ViT()
+
+
+def batch(turn: int) -> tuple[Tensor, Tensor]:
+    """What both processes see of step `turn` together."""
+    random = torch.Generator().manual_seed(turn)
+    return torch.randn(SAMPLES, 24, 16, generator=random), torch.randint(0, 10, (SAMPLES,), generator=random)
+
+
+def loss(network: nn.Module, samples: tuple[Tensor, Tensor], rank: int | None) -> Tensor:
+    """The loss of one process's half of the samples; of all of them for None."""
+    x, y = samples if rank is None else (each.chunk(WORLD)[rank] for each in samples)
+    return F.cross_entropy(network(x), y)
+
+
+def convert(network: nn.Module, path: Path, seed: int = 1) -> nn.Module:
+    return mt.convert(network, mt.Policy.load(path), seed=seed, min_elements=0)
+
+
+def wrap(network: nn.Module, how: str) -> nn.Module:
+    if how == "DDP":
+        return DistributedDataParallel(network)
+    blocks: Any = network.blocks
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(network)
+    return network
+
+
+def made(how: str, order: str, path: Path) -> nn.Module:
+    network: nn.Module = model()
+    if order == "convert first":
+        return wrap(convert(network, path), how)
+    return convert(wrap(network, how), path)
+
+
+def gradients(network: nn.Module) -> Gradients:
+    found: dict[str, Any] = {name: p.grad for name, p in network.named_parameters()}
+    whole = {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()
+    }
+    return {name.removeprefix("module."): each.clone() for name, each in whole.items()}
+
+
+def steps(network: nn.Module, rank: int | None) -> list[Gradients]:
+    """The gradients of some steps, the parameters left as they are."""
+    found = []
+    for turn in range(STEPS):
+        network.zero_grad()
+        loss(network, batch(turn), rank).backward()
+        found.append(gradients(network))
+    return found
+
+
+def own_gradient(path: Path) -> Gradients:
+    """The gradient before it is averaged, of samples that both processes have."""
+    network = DistributedDataParallel(convert(model(), path))
+    with network.no_sync():
+        loss(network, batch(0), None).backward()
+    return gradients(network)
+
+
+def trained(network: nn.Module, rank: int | None, turns: int = 20) -> list[float]:
+    """The loss of all samples before each of some steps of a training."""
+    optimizer, losses = torch.optim.AdamW(network.parameters(), lr=1e-3), []
+    for turn in range(turns):
+        optimizer.zero_grad()
+        value = loss(network, batch(turn % 4), rank)
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    whole = torch.stack(losses)
+    if rank is not None:
+        distributed.all_reduce(whole)
+        whole /= WORLD
+    return [float(each) for each in whole]
+
+
+def run(rank: int, folder: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for policy in POLICIES:
+        path = folder / f"{policy}.txt"
+        for how in WRAPPERS:
+            for order in ORDERS:
+                results[f"{policy}, {how}, {order}"] = steps(made(how, order, path), rank)
+    fine = folder / "4 bits.txt"
+    for how in WRAPPERS:
+        results[f"{how} trained"] = trained(made(how, "wrap first", fine), rank)
+    results["own gradient"] = own_gradient(fine)
+    conversion = conversion_of(convert(model(), fine))
+    assert conversion is not None
+    results["key"] = int(conversion.key(torch.device("cpu")))
+    return results
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD
+    )
+    torch.save(run(rank, folder), folder / f"results{rank}")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

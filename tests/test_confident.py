@@ -1,0 +1,65 @@
+"""Losses of models that fit well: the gradient is what is left of the target's probability, p − 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+
+ROWS, CLASSES = 512, 32
+TARGET = torch.arange(ROWS) % CLASSES
+
+
+class Head(nn.Module):
+    """A loss of logits that a parameter is, so that their gradient is all that is measured."""
+
+    def __init__(self, margin: float, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        logits = torch.randn(ROWS, CLASSES)
+        self.logits = nn.Parameter(logits.scatter_add_(1, TARGET[:, None], torch.full((ROWS, 1), margin)))
+        self.loss = loss
+
+    def forward(self) -> Tensor:
+        return self.loss(self.logits * 1.0)
+
+
+def smoothed(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits, TARGET, label_smoothing=1e-3)
+
+
+def soft(logits: Tensor) -> Tensor:
+    targets = 0.999 * F.one_hot(TARGET, CLASSES) + 0.001 * torch.full((CLASSES,), 1 / CLASSES)
+    return F.cross_entropy(logits, targets)
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "indices": lambda logits: F.cross_entropy(logits, TARGET),
+    "bfloat16": lambda logits: F.cross_entropy(logits.bfloat16(), TARGET).float(),
+    "log-softmax": lambda logits: F.nll_loss(F.log_softmax(logits, -1), TARGET),
+    "smoothed": smoothed,
+    "soft": soft,
+}
+
+
+@pytest.mark.parametrize("margin", [6.5, 11.5], ids=["loss-0.06", "loss-5e-4"])
+@pytest.mark.parametrize(("level", "bound"), [(256, 3e-5), (16, 9e-3)], ids=["8 bits", "4 bits"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_confident_models_gradient_is_as_good_as_any(
+    name: str, level: int, bound: float, margin: float
+) -> None:
+    model = Head(margin, LOSSES[name])
+    model().backward()
+    assert model.logits.grad is not None
+    exact = model.logits.grad.clone()
+    mt.convert(model, mt.Policy.uniform(level=level), min_elements=0)
+    errors = []
+    for _ in range(4):
+        model.zero_grad()
+        model().backward()
+        errors.append((model.logits.grad - exact).square().sum() / exact.square().sum())
+    assert torch.stack(errors).mean() < bound

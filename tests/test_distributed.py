@@ -1,0 +1,134 @@
+"""Two real processes: DDP and FSDP2 under a policy, converted before and after wrapping."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mesa_tune as mt
+from mesa_tune.catalog import Catalog
+from mesa_tune.conversion import conversion_of
+from tests import distributed_worker as worker
+from tests.conformance.running import relative_error
+from tests.distributed_worker import ORDERS, POLICIES, STEPS, WORLD, WRAPPERS, Gradients
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Policy files that were made for the plain model."""
+    folder = tmp_path_factory.mktemp("group")
+    about = f"# model ViT (layers {Catalog.of(worker.model()).fingerprint})\n"
+    for name, rules in POLICIES.items():
+        (folder / f"{name}.txt").write_text(worker.HEAD + about + rules)
+    return folder
+
+
+@pytest.fixture(name="results", scope="module")
+def _results(folder: Path) -> Results:
+    """What each process found."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.distributed_worker"]
+    group = [
+        subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT, env=environment)
+        for rank in range(WORLD)
+    ]
+    try:
+        assert [process.wait(timeout=240) for process in group] == [0] * WORLD
+    finally:
+        for process in group:
+            process.kill()
+    return [torch.load(folder / f"results{rank}") for rank in range(WORLD)]
+
+
+@pytest.fixture(name="right", scope="module")
+def _right() -> list[Gradients]:
+    """The gradients of one process that has all samples, plain."""
+    return worker.steps(worker.model(), None)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("how", WRAPPERS)
+def test_an_exact_policy_has_the_gradients_of_one_process(
+    how: str, order: str, results: Results, right: list[Gradients]
+) -> None:
+    for found in (each[f"exact, {how}, {order}"] for each in results):
+        assert max(relative_error(one, two) for one, two in zip(found, right, strict=True)) < 1e-12
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.parametrize("policy", ["4 bits", "derive"])
+def test_a_compressed_one_has_the_error_of_one_process(
+    policy: str, how: str, order: str, results: Results, right: list[Gradients], folder: Path
+) -> None:
+    low, high = _interval(folder / f"{policy}.txt")
+    found = [each[f"{policy}, {how}, {order}"] for each in results]
+    mean = sum(relative_error(one, two) for one, two in zip(found[0], right, strict=True)) / STEPS
+    assert 0.7 * low < mean < 1.4 * high
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@cache
+def _interval(path: Path) -> tuple[float, float]:
+    """The least and the largest error of one process in which two models have half the samples each."""
+    right = worker.steps(worker.model(), None)
+    errors = [_error_of_halves(path, seed, right) for seed in range(8)]
+    return min(errors), max(errors)
+
+
+def _error_of_halves(path: Path, seed: int, right: list[Gradients]) -> float:
+    halves = [
+        worker.steps(worker.convert(worker.model(), path, 100 * seed + rank), rank) for rank in range(WORLD)
+    ]
+    means = [{name: (one[name] + two[name]) / 2 for name in one} for one, two in zip(*halves, strict=True)]
+    return sum(relative_error(one, two) for one, two in zip(means, right, strict=True)) / STEPS
+
+
+def test_two_ranks_round_differently(results: Results) -> None:
+    assert len({each["key"] for each in results}) == WORLD
+    one, other = (each["own gradient"] for each in results)
+    assert 1e-5 < relative_error(one, other) < 0.1
+
+
+@pytest.mark.parametrize("how", WRAPPERS)
+def test_training_goes_as_in_one_process(how: str, results: Results) -> None:
+    plain = worker.trained(worker.model(), None)
+    assert plain[-1] < 0.8 * plain[0]
+    for found in (each[f"{how} trained"] for each in results):
+        assert found[-1] == pytest.approx(plain[-1], rel=0.05)
+
+
+def test_the_state_of_one_process_is_loaded_by_the_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key(rank: int, state: dict[str, Any] | None = None) -> int:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: WORLD)
+        network = worker.convert(worker.model(), folder / "4 bits.txt", 9 if state else 1)
+        if state is None:
+            worker.steps(network, 0)
+            states.append(mt.state_dict(network))
+        else:
+            mt.load_state_dict(network, state)
+        conversion = conversion_of(network)
+        assert conversion is not None
+        return int(conversion.key(torch.device("cpu")))
+
+    states: list[dict[str, Any]] = []
+    uninterrupted = [key(rank) for rank in range(WORLD)]
+    assert len(set(uninterrupted)) == WORLD
+    assert [key(rank, states[0]) for rank in range(WORLD)] == uninterrupted

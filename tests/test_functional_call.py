@@ -1,0 +1,126 @@
+"""`torch.func.functional_call`: tensors that stand for parameters are stored exactly, as parameters are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import mesa_tune as mt
+from tests.conformance.running import relative_error
+from tests.models import ViT
+
+X = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))
+# Linear layers alone, whose input gradient depends on nothing but the weights.
+EXACT_INPUTS = mt.Policy.uniform(level=2)
+
+Parameters = dict[str, Tensor]
+
+
+class Tied(nn.Module):
+    """Uses the weight of a module that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.embed(x)
+        return F.linear(y, self.head.weight.T)
+
+
+class Outer(nn.Module):
+    """Computes the weights of a part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.target = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {"weight": self.lift(self.target.weight), "bias": self.target.bias * 2}
+        out: Tensor = functional_call(self.target, weights, (x,))
+        return out
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16, bias=False)),
+    "tied": Tied,
+    "inside": Outer,
+    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(16, 16)), nn.Linear(16, 16)),
+}
+SWAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaf": lambda p: p.detach().clone().requires_grad_(),
+    "no gradient": lambda p: p.detach().clone(),
+    "computed": lambda p: p * 1.5,
+    "view": lambda p: torch.cat([p.detach().flatten(), p.new_ones(3)])[:-3].view_as(p).requires_grad_(),
+}
+
+
+def swapped(model: nn.Module, how: str) -> Parameters:
+    return {name: SWAPS[how](p) for name, p in model.named_parameters()}
+
+
+def input_gradient(model: nn.Module, parameters: Parameters) -> Tensor:
+    x = X.clone().requires_grad_()
+    functional_call(model, parameters, (x,)).square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def converted(model: nn.Module) -> nn.Module:
+    return mt.convert(copy.deepcopy(model), EXACT_INPUTS, seed=1, min_elements=0)
+
+
+@pytest.mark.parametrize("how", SWAPS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_stands_for_a_parameter_is_exact(kind: str, how: str) -> None:
+    plain = MODELS[kind]()
+    model, right = converted(plain), input_gradient(plain, swapped(plain, how))
+    for _ in range(4):
+        assert torch.equal(input_gradient(model, swapped(model, how)), right)
+
+
+def test_it_follows_and_precedes_calls_with_the_models_own_parameters() -> None:
+    plain = MODELS["linear"]()
+    model = converted(plain)
+    for turn in range(6):
+        found, right = (
+            input_gradient(each, swapped(each, "computed") if turn % 2 else {}) for each in (model, plain)
+        )
+        assert torch.equal(found, right)
+
+
+def test_activations_of_a_functional_call_are_encoded() -> None:
+    plain = ViT()
+    model = converted(plain)
+    parameters = swapped(plain, "leaf")
+    grads = []
+    for each in (plain, model):
+        functional_call(each, parameters, (X,)).square().sum().backward()
+        grads.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        for p in parameters.values():
+            p.grad = None
+    assert 1e-3 < relative_error(grads[1], grads[0]) < 1
+
+
+@pytest.mark.parametrize("kind", ["tied", "inside"])
+def test_it_traces(kind: str) -> None:
+    plain = MODELS[kind]()
+    model = converted(plain)
+
+    def step(parameters: Parameters, x: Tensor) -> Tensor:
+        y: Tensor = functional_call(model, parameters, (x,))
+        return y
+
+    traced = torch.compile(step, fullgraph=True, backend="aot_eager")
+    parameters = swapped(plain, "computed")
+    right = input_gradient(plain, swapped(plain, "computed"))
+    x = X.clone().requires_grad_()
+    traced(parameters, x).square().sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, right, rtol=1e-5, atol=1e-5)

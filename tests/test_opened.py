@@ -1,0 +1,127 @@
+"""PyTorch's own Python functions: their bodies are routed call by call, under names of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.conversion import conversion_of
+from mesa_tune.functional.hooked import HOOKED
+from mesa_tune.functional.opened import OPENED
+from mesa_tune.functional.table import ROUTES
+
+SHAPE = (16, 12, 64)
+
+
+class Net(nn.Module):
+    """A function between two divisions by the user."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = h / (2 + h.tanh())
+        y = self.function(h)
+        return (y / (2 + y.tanh())).square().sum()
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda h: h.norm(dim=-1),
+    "normalize": lambda h: F.normalize(h, p=3.0, dim=-1),
+    "gaussian_nll_loss": lambda h: F.gaussian_nll_loss(h, h.roll(1, 0), h.square() + 0.1),
+    "lp_pool1d": lambda h: F.lp_pool1d(h, 2.0, 4),
+    "softmin": lambda h: F.softmin(h, dim=-1),
+    "gumbel_softmax": lambda h: F.gumbel_softmax(h, dim=-1),
+    "local_response_norm": lambda h: F.local_response_norm(h, 3),
+    "poisson_nll_loss": lambda h: F.poisson_nll_loss(h, h.detach().abs(), full=True),
+    "soft_margin_loss": lambda h: F.soft_margin_loss(h, h.detach().sign()),
+    "triplet_margin_loss": lambda h: F.triplet_margin_loss(h, h.roll(1, 0), h.roll(1, 1)),
+    "linear_cross_entropy": lambda h: F.linear_cross_entropy(
+        h.flatten(0, 1), torch.linspace(-1, 1, 640).view(10, 64), torch.arange(192) % 10
+    ),
+}
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(0)
+    y = model(x)
+    y.backward()
+    return y.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def layers(model: nn.Module) -> dict[str, str]:
+    conversion = conversion_of(model)
+    assert conversion is not None
+    return {name: tag for tag, _, name in conversion.catalog.known()}
+
+
+def test_no_function_is_both_routed_and_opened_but_those_that_choose() -> None:
+    assert F.normalize in ROUTES
+    assert F.gaussian_nll_loss in OPENED
+    assert F.gaussian_nll_loss not in ROUTES
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bodies_give_pytorchs_bits_and_near_gradients(name: str) -> None:
+    plain = Net(FUNCTIONS[name])
+    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=256), min_elements=0)
+    x = torch.randn(SHAPE)
+    y, gradient = step(model, x)
+    expected, exact = step(plain, x)
+    assert torch.equal(y, expected)
+    assert (gradient - exact).square().sum() < 2e-3 * exact.square().sum()
+
+
+def test_calls_inside_are_named_by_the_function_and_leave_the_users_numbers_alone() -> None:
+    model = mt.convert(Net(FUNCTIONS["gaussian_nll_loss"]), mt.Policy.uniform(level=16), min_elements=0)
+    step(model, torch.randn(SHAPE))
+    found = layers(model)
+    assert "gaussian_nll_loss.0.div.0" in found
+    assert {"div.0", "div.1"} <= set(found)
+    assert not [name for name in found if name.startswith(("div.2", "gaussian_nll_loss.1"))]
+
+
+# `gaussian_nll_loss` branches by the values of a tensor: plain PyTorch does not trace it in one graph either.
+@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"gaussian_nll_loss"}))
+def test_bodies_trace_in_one_graph(name: str) -> None:
+    plain = Net(FUNCTIONS[name])
+    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=256), min_elements=0)
+    x = torch.randn(SHAPE)
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    y, gradient = step(compiled, x)
+    expected, exact = step(plain, x)
+    torch.testing.assert_close(y, expected)
+    assert (gradient - exact).square().sum() < 2e-3 * exact.square().sum()
+
+
+def test_a_rule_reaches_a_call_inside() -> None:
+    text = "# mesa-tune policy 1\non softmax:\n    by_name: softmin.0.softmax.0\n    level: 4\n"
+    policy = mt.Policy.parse(text)
+    plain = Net(FUNCTIONS["softmin"])
+    model = mt.convert(copy.deepcopy(plain), policy, min_elements=0)
+    x = torch.randn(SHAPE)
+    _, gradient = step(model, x)
+    _, exact = step(plain, x)
+    assert not torch.equal(gradient, exact)
+
+
+def test_a_name_inside_a_call_of_a_module_that_is_not_there_is_refused() -> None:
+    policy = mt.Policy.parse("on softmax:\n    by_name: head.softmin.0.softmax.0\n    level: 4\n")
+    with pytest.raises(mt.PolicyError, match=r"no softmax layer 'head.softmin.0.softmax.0'"):
+        mt.convert(Net(FUNCTIONS["softmin"]), policy)
+
+
+def test_no_function_is_both_opened_and_left_to_the_hooks() -> None:
+    # The hooks would never see it: its body's calls are none of the listed functions.
+    assert not HOOKED.keys() & OPENED.keys()

@@ -1,0 +1,148 @@
+"""Rule 10 in training: what compares, divides by or exponentiates what it saved; NaN, Inf and zeros."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mesa_tune as mt
+
+SAMPLES, ROWS, WIDTH = 8, 64, 200
+EIGHT = mt.Policy.uniform(level=256)
+FOUR = mt.Policy.uniform(level=16)
+
+
+class Net(nn.Module):
+    """`function` of an activation, between two linear layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, WIDTH), nn.LazyLinear(4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.function(self.first(x)))
+        return y.square().mean()
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """Factors from 1e-4 to 10, one per row, in no order: neighbours in a group differ."""
+    count = rows.shape[-2]
+    return torch.logspace(-4, 1, count)[torch.arange(count) * 37 % count].unsqueeze(-1)
+
+
+def padding(rows: Tensor) -> Tensor:
+    return (torch.arange(rows.shape[-2]) % 4 > 0).unsqueeze(-1)
+
+
+def scores(h: Tensor) -> Tensor:
+    return h @ h.mT / 16
+
+
+def future(h: Tensor) -> Tensor:
+    return torch.ones(ROWS, ROWS, dtype=torch.bool).triu(1)
+
+
+def doubly_masked(h: Tensor) -> Tensor:
+    """Softmax in which some rows have nothing to look at, and are masked again."""
+    hidden = future(h) | (torch.arange(ROWS) % 8 == 0).unsqueeze(-1)
+    return scores(h).masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0) @ h
+
+
+def ctc(h: Tensor) -> Tensor:
+    logs = h.transpose(0, 1)[..., :20].log_softmax(-1)
+    targets, lengths = torch.randint(1, 20, (SAMPLES, 10)), torch.full((SAMPLES,), 10)
+    loss = F.ctc_loss(logs, targets, torch.full((SAMPLES,), ROWS), lengths)
+    return h * loss
+
+
+KEY = nn.Parameter(torch.randn(WIDTH // 2, 48) / 7)
+
+
+def zero_keys(h: Tensor) -> Tensor:
+    """Windows padded with zeros, whose keys are zero as well, and divided by ε (Swin v2)."""
+    x = (h * padding(h))[..., :48].contiguous()
+    keys = F.normalize(F.linear(x, KEY), dim=-1)
+    return (keys @ keys.mT).softmax(-1) @ h
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda h: h.amax(1),
+    "over-amax": lambda h: h / h.abs().amax(-1, keepdim=True),
+    "max": lambda h: h.max(-1).values.unsqueeze(-1) * h,
+    "maximum": lambda h: torch.maximum(h, h.roll(1, 0)),
+    "median": lambda h: h * h.median(-1, keepdim=True).values,
+    "cumprod": lambda h: (1 + 0.1 * h.tanh()).cumprod(-1),
+    "logsumexp-masked": lambda h: h * scores(h).masked_fill(future(h), -torch.inf).logsumexp(-1, True),
+    "logsumexp-far": lambda h: h * scores(h).masked_fill(future(h), -1e9).logsumexp(-1, True),
+    "logaddexp": lambda h: torch.logaddexp(h, h.masked_fill(h < 0, -torch.inf)),
+    "ctc_loss": ctc,
+    "softmax-nothing-left": doubly_masked,
+    "log_softmax-masked": lambda h: h.masked_fill(h < -1, -torch.inf).log_softmax(-1).clamp_min(-20),
+    "normalize": lambda h: F.normalize(h * lengths(h), dim=-1),
+    "normalize-some-short": lambda h: F.normalize(h * torch.where(padding(h), 1.0, 1e-3), dim=-1),
+    "normalize-padding": lambda h: F.normalize((h * padding(h)).roll(1, -1), dim=-1),
+    "normalize-zero-key": zero_keys,
+    "normalize-3": lambda h: F.normalize(h, p=3.0, dim=-1),
+    "over-norm": lambda h: (h * lengths(h)) / (h * lengths(h)).norm(dim=-1, keepdim=True),
+    "over-norm-padding": lambda h: (h * padding(h)) / ((h * padding(h)).norm(dim=-1, keepdim=True) + 1e-12),
+    "over-clamped-norm": lambda h: (h * padding(h)) / (h * padding(h)).norm(2, -1, True).clamp_min(1e-12),
+    "cosine": lambda h: F.cosine_similarity(h * lengths(h), h.roll(1, 1), dim=-1).unsqueeze(-1) * h,
+    "std": lambda h: (h * lengths(h)) / ((h * lengths(h)).std(-1, keepdim=True) + 1e-6),
+    "charbonnier": lambda h: (h.square() + 1e-6).sqrt(),
+    "entropy": lambda h: -(h.softmax(-1) * h.softmax(-1).log()).sum(-1, keepdim=True) * h,
+    "power": lambda h: (h.abs() + 1e-4) ** 0.3,
+    "cdist": lambda h: torch.cdist(h, h, p=torch.inf),
+    "rrelu": lambda h: F.rrelu(h, training=True),
+    "lp_pool": lambda h: F.lp_pool1d(h, 2.0, 4),
+    "copysign": lambda h: torch.copysign(h, h.roll(1, -1)),
+    "gumbel": lambda h: F.gumbel_softmax(h, 0.7, dim=-1),
+}
+
+
+def gradients(model: nn.Module, x: Tensor) -> Tensor:
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(x).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(("policy", "bound"), [(EIGHT, 3e-4), (FOUR, 0.1)], ids=["8 bits", "4 bits"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_are_near_plain_ones(name: str, policy: mt.Policy, bound: float) -> None:
+    x = torch.randn(SAMPLES, ROWS, 32)
+    model = Net(FUNCTIONS[name])
+    exact = gradients(model, x)
+    mt.convert(model, policy, seed=1)
+    errors = [float((gradients(model, x) - exact).square().sum() / exact.square().sum()) for _ in range(4)]
+    assert exact.isfinite().all()
+    assert max(errors) < bound, errors
+
+
+def test_what_is_logged_outside_the_loss_leaves_no_memory_behind() -> None:
+    model = mt.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), EIGHT)
+    x = torch.randn(512, 64)
+
+    class Logging(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = model(x)
+            return h.square().mean(), h.cumprod(-1).norm(dim=-1).mean() + h.sinh().exp2().mean()
+
+    step = mt.convert(Logging(), EIGHT)
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(3):
+            loss, logged = step(x)
+            loss.backward()
+            del loss, logged
+            counts.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[2] == counts[1]

@@ -1,0 +1,129 @@
+"""Wrappers count neither in the names of layers nor in the fingerprint: FSDP2, PEFT, `torch.compile`, DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import mesa_tune as mt
+from mesa_tune.catalog import Catalog, named_layers
+from tests.conformance.running import relative_error
+from tests.models import ViT
+
+TOKENS = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))
+
+Wrap = Callable[[ViT], nn.Module]
+
+
+@pytest.fixture(autouse=True)
+def _group(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def sharded(model: ViT) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def checkpointed(model: ViT) -> nn.Module:
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = checkpoint_wrapper(block)
+    return model
+
+
+def in_peft(model: ViT) -> nn.Module:
+    """A PEFT model whose adapters are taken away: what is left are the wrappers."""
+    wrapped: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=["head"], r=2))
+    wrapped.base_model.unload()
+    whole: nn.Module = wrapped.requires_grad_()
+    return whole
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    whole: Any = torch.compile(model)
+    assert isinstance(whole, nn.Module)
+    return whole
+
+
+WRAPS: dict[str, Wrap] = {
+    "FSDP2": sharded,
+    "checkpointed": checkpointed,
+    "PEFT": in_peft,
+    "compiled": compiled,
+    "DDP": DistributedDataParallel,
+    "average": AveragedModel,
+    "checkpointed, FSDP2": lambda model: sharded(checkpointed(model)),  # type: ignore[arg-type]
+    "PEFT, DDP, compiled": lambda model: compiled(DistributedDataParallel(in_peft(model))),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_names_indices_and_fingerprint(wrap: str) -> None:
+    plain, wrapped = ViT(), WRAPS[wrap](ViT())
+    assert {name for name, _ in named_layers(wrapped)} == {name for name, _ in named_layers(plain)}
+    assert Catalog.of(wrapped).known() == Catalog.of(plain).known()
+    assert Catalog.of(wrapped).fingerprint == Catalog.of(plain).fingerprint
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_policy_made_on_one_loads_on_the_other(wrap: str, tmp_path: Path) -> None:
+    plain, wrapped = ViT(), WRAPS[wrap](ViT())
+    text = "# mesa-tune policy 1\n# model ViT (layers {})\non fc:\n    by_name: blocks.0.fc1\n    level: 4\n"
+    for made, used in ((plain, wrapped), (wrapped, plain)):
+        (tmp_path / "policy.txt").write_text(text.format(Catalog.of(made).fingerprint))
+        policy = mt.Policy.load(tmp_path / "policy.txt")
+        assert policy.header.fingerprint is not None
+        mt.convert(used, policy)
+        mt.revert(used)
+    with pytest.raises(mt.PolicyError, match="another model"):
+        mt.convert(nn.Sequential(WRAPS[wrap](ViT())), policy)
+
+
+def test_a_class_of_ones_own_with_two_bases_has_its_name() -> None:
+    class Mixed(nn.Linear, nn.Identity):
+        pass
+
+    fingerprints = {Catalog.of(nn.Sequential(kind(4, 4))).fingerprint for kind in (nn.Linear, Mixed)}
+    assert len(fingerprints) == 2
+
+
+def full(grad: Any) -> Tensor:
+    whole: Tensor = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return whole
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    model(TOKENS).square().sum().backward()
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_fsdp2_trains_converted_before_and_after(first: bool) -> None:
+    plain = ViT()
+    right = grads(plain)
+    model = copy.deepcopy(plain)
+    model.zero_grad()
+    if not first:
+        sharded(model)
+    mt.convert(model, mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    if first:
+        sharded(model)
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    assert 1e-4 < relative_error(grads(model), right) < 0.1
+    mt.revert(model).zero_grad()
+    assert relative_error(grads(model), right) < 1e-12
