@@ -25,11 +25,12 @@ ops := $(wildcard $(addprefix tests/,test_quantize*.py test_pack*.py test_sparsi
 	test_codec_drop.py test_codec_mixed.py test_codec_running.py))
 preloaded = $(shell $(or $(CXX),c++) -print-file-name=libasan.so) $(shell $(or $(CXX),c++) -print-file-name=libstdc++.so)
 
-.PHONY: help demo test lint cuda-check bench sanitize wheel-check format install
+.PHONY: help demo test sweep lint cuda-check bench sanitize wheel-check format install
 
 help:
 	@echo 'make demo         profile, search, verify, train and report on real data; writes mesa-run/report.html'
 	@echo 'make test         every test, and the core again without the native kernels'
+	@echo 'make sweep        every operator, module and architecture, plain beside converted; goes on where it stopped'
 	@echo 'make lint         ruff, mypy, pyright, clang-format'
 	@echo 'make cuda-check   compile the CUDA kernels, where there is nvcc, and look for spilled registers'
 	@echo 'make bench        every benchmark; adds to benchmarks/results/'
@@ -49,6 +50,10 @@ test: .venv/.kernels
 	$(run_tests)
 	@echo '== the core again, without the native kernels'
 	$(if $(core),MESA_TUNE_REFERENCE=1 $(run_tests) -m 'not slow' $(core),@echo 'no such tests')
+
+# Results lie in build/sweeps/; a second run repeats only what has no result of the same code.
+sweep: .venv/.kernels
+	OMP_NUM_THREADS=1 $(bin)/python -m tests.sweeps
 
 lint: .venv/.kernels
 	$(bin)/ruff format --check .

@@ -1,0 +1,96 @@
+"""`docs/architectures.md`: what the sweep over transformers' model types found, in one table.
+
+python -m tests.sweeps transformers      # measures
+python -m docs.architectures             # writes the page
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.sweeps import runner
+from tests.sweeps.runner import RIGHT, SKIPPED, WRONG, Line, Results
+
+PAGE = Path(__file__).with_name("architectures.md")
+RESULTS = runner.ROOT / "build" / "sweeps" / "transformers.jsonl"
+ALLOWED = 0.03  # of plain's saved bytes, exact because no formula exists
+
+HEAD = """\
+# Architectures
+
+Every model type of transformers that builds from a tiny configuration, trained plain and converted.
+Generated: `python -m tests.sweeps transformers` measures, `python -m docs.architectures` writes this page.
+
+* Weights and batches are random. Steps run at level 256, 16, and 16 with `store: derive`; in fp32,
+  under bfloat16 autocast, and with both kinds of gradient checkpointing. Tensors of up to 1,024 elements stay
+  exact.
+* **right**: variants whose loss is bitwise plain's, whose gradients are finite where plain's are, and whose
+  squared relative gradient error is at most 1e-3 (level 256) or 0.15 (level 16); of those that plain can run.
+* **error**: that of level 16 in fp32. **exact**: the share of plain's saved bytes, in tensors of more than
+  16 KiB, that stays exact because no formula serves the function that is named.
+
+"""
+
+
+def page(lines: Iterable[Line]) -> str:
+    """The page for these results."""
+    by_type: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        by_type.setdefault(line.name, {})[line.variant] = line
+    built = {
+        name: found
+        for name, found in by_type.items()
+        if any(each.result != SKIPPED for each in found.values())
+    }
+    rows = [_row(name, found) for name, found in sorted(built.items())]
+    columns = ("model type", "class", "right", "error", "exact", "wrong")
+    return HEAD + _counts(built, len(by_type)) + "\n" + _table(columns, rows)
+
+
+def _counts(built: Mapping[str, Mapping[str, Line]], known: int) -> str:
+    whole = sum(not any(each.result in WRONG for each in found.values()) for found in built.values())
+    shares = [share for found in built.values() if (share := _share(found)) is not None]
+    within = sum(share <= ALLOWED for share in shares)
+    return (
+        f"{len(built)} of {known} model types build; {whole} are right in every variant. "
+        f"On {within} of {len(shares)} "
+        f"at most {ALLOWED:.0%} stays exact because no formula exists.\n"
+    )
+
+
+def _row(name: str, found: Mapping[str, Line]) -> Sequence[str]:
+    tried = [each for each in found.values() if each.result != SKIPPED]
+    figures: Mapping[str, Any] = {} if "16 plain" not in found else found["16 plain"].figures
+    error = f"{figures['error']:.1e}" if "error" in figures else "—"
+    wrong = "; ".join(f"{each.variant}: {each.cause[:60]}" for each in tried if each.result in WRONG)
+    right = f"{sum(each.result == RIGHT for each in tried)} of {len(tried)}"
+    return name, str(figures.get("head", "—")), right, error, _exact(found), wrong.replace("|", "/") or "—"
+
+
+def _no_formula(found: Mapping[str, Line]) -> Mapping[str, float] | None:
+    profiled = found.get("profile plain")
+    return None if profiled is None else profiled.figures.get("no_formula")
+
+
+def _share(found: Mapping[str, Line]) -> float | None:
+    functions = _no_formula(found)
+    return None if functions is None else sum(functions.values())
+
+
+def _exact(found: Mapping[str, Line]) -> str:
+    functions = _no_formula(found)
+    if functions is None:
+        return "—"
+    named = ", ".join(f"`{name}`" for name, share in functions.items() if share > ALLOWED / 10)
+    return f"{sum(functions.values()):.1%} {named}".strip()
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(Results(RESULTS).lines()), encoding="utf-8")

@@ -1,0 +1,287 @@
+"""The sweep over transformers: every model type that builds tiny, plain beside converted, in training mode.
+
+A case is a model type in a variant: a policy (`256`, `16`, `derive`) and a mode (`plain`, `bf16`,
+`checkpoint`, `reentrant`), or `profile` and a mode. Each step runs three times, so that first, planned and
+cached calls are seen.
+
+Attention whose scores are large amplifies what is rounded. So an error above the bound is compared with that
+of the plain model whose queries and keys are rounded in the forward (the control).
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import mesa_tune as mt
+from mesa_tune import ops
+from mesa_tune.functional.table import ROUTES
+from mesa_tune.profiler.meter import measure_step, tensors_in
+from mesa_tune.profiler.trace import observing
+from tests.sweeps.architectures import (
+    FAILURES,
+    Architecture,
+    NotBuiltError,
+    architecture,
+    heads_of,
+    model_types,
+)
+from tests.sweeps.exact_bytes import ExactBytes
+from tests.sweeps.runner import BROKEN, RIGHT, SKIPPED, Case, Outcome, Sweep
+
+MIN_ELEMENTS = 1024
+LARGE = 16 * 1024  # bytes: storages up to this are counted apart
+POLICIES = {
+    "256": mt.Policy.uniform(level=256),
+    "16": mt.Policy.uniform(level=16),
+    "derive": mt.Policy.uniform(level=16, store="derive"),
+}
+MODES = ("plain", "bf16", "checkpoint", "reentrant")
+BOUNDS = {"256": 1e-3, "16": 0.15, "derive": 0.15}
+FACTOR = 3.0  # between the errors with and without checkpointing, of one rounding seed each
+STEPS = 3
+MB = 10**6
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What three steps gave: the losses, and the gradients of the last."""
+
+    losses: list[Tensor]
+    grads: dict[str, Tensor]
+
+
+def cases() -> list[Case]:
+    """Every model type that has a class of its own, in every variant."""
+    variants = [f"{policy} {mode}" for mode in MODES for policy in POLICIES]
+    variants += ["profile plain", "profile checkpoint", "profile reentrant"]
+    return [Case(name, variant) for name in model_types() if heads_of(name) for variant in variants]
+
+
+def run(case: Case) -> Outcome:
+    """Try one model type in one variant."""
+    kind, mode = case.variant.split()
+    try:
+        made = _architecture(case.name)
+        _with_mode(made.build(), mode)
+    except ValueError as error:
+        return Outcome(SKIPPED, _said(error))
+    if kind == "profile":
+        return _profiled(made, mode)
+    return _trained(made, kind, mode)
+
+
+def _architecture(name: str) -> Architecture:
+    found = _tried(name)
+    if isinstance(found, NotBuiltError):
+        raise found
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def _tried(name: str) -> Architecture | NotBuiltError:
+    try:
+        return architecture(name)
+    except NotBuiltError as error:
+        return error
+
+
+def _trained(made: Architecture, kind: str, mode: str) -> Outcome:
+    try:
+        plain = _plain(made.model_type, mode)
+    except FAILURES as error:
+        return Outcome(SKIPPED, f"plain raises {_said(error)}")
+    try:
+        mine = steps(made, mode, POLICIES[kind])
+    except FAILURES as error:
+        return Outcome(BROKEN, f"raises {_said(error)}", {"head": made.head})
+    return _compared(made, kind, mode, plain, mine)
+
+
+@functools.lru_cache(maxsize=4)
+def _plain(name: str, mode: str) -> Steps:
+    return steps(_architecture(name), mode, None)
+
+
+@functools.lru_cache(maxsize=4)
+def _unchecked(name: str, kind: str) -> float:
+    """The gradient error without checkpointing."""
+    return error(steps(_architecture(name), "plain", POLICIES[kind]).grads, _plain(name, "plain").grads)
+
+
+class _RoundedScores(TorchFunctionMode):
+    """Attention of rounded queries and keys, whose gradients pass as if they were not rounded."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits = bits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            args = (*(self._rounded(each) for each in args[:2]), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x + (ops.dequantize(ops.quantize(x, self.bits, seed=0)) - x.detach())
+
+
+def _control(made: Architecture, kind: str, mode: str, plain: Steps) -> float:
+    """The error of the plain model whose queries and keys are rounded to as many bits in the forward."""
+    with _RoundedScores(8 if kind == "256" else 4):
+        return error(steps(made, mode, None).grads, plain.grads)
+
+
+def steps(made: Architecture, mode: str, policy: mt.Policy | None) -> Steps:
+    """Three forwards and backwards on one batch, each under the same random state."""
+    _seed(0)
+    model, batch = _with_mode(made.build(), mode), made.batch()
+    if policy is not None:
+        mt.convert(model, policy, seed=0, min_elements=MIN_ELEMENTS)
+    losses = []
+    for _ in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        _seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "bf16"):
+            loss = made.loss(model, batch)
+        loss.backward()
+        losses.append(loss.detach())
+    return Steps(
+        losses, {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    )
+
+
+def _seed(seed: int) -> None:
+    """Seed every generator that models draw from: some draw masks from NumPy."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def _with_mode(model: nn.Module, mode: str) -> nn.Module:
+    if mode in {"checkpoint", "reentrant"}:
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": mode == "reentrant"})
+    return model
+
+
+def error(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The squared relative error of the whole gradient."""
+    off = sum((grads[name] - exact[name]).double().square().sum() for name in exact)
+    size = sum(each.double().square().sum() for each in exact.values())
+    return float(off / size)
+
+
+def _compared(made: Architecture, kind: str, mode: str, plain: Steps, mine: Steps) -> Outcome:
+    figures: dict[str, Any] = {"head": made.head}
+    fault = _difference(plain, mine)
+    if fault:
+        return Outcome(BROKEN, fault, figures)
+    figures["error"] = found = error(mine.grads, plain.grads)
+    if found > BOUNDS[kind]:
+        figures["control"] = _control(made, kind, mode, plain)
+    if found > max(BOUNDS[kind], FACTOR * figures.get("control", 0.0)):
+        return Outcome(BROKEN, f"error {found:.2g} above {BOUNDS[kind]:g}", figures)
+    if mode in {"checkpoint", "reentrant"}:
+        figures["unchecked"] = unchecked = _unchecked(made.model_type, kind)
+        if not unchecked / FACTOR <= found <= unchecked * FACTOR:
+            return Outcome(BROKEN, f"error {found:.2g}, without checkpointing {unchecked:.2g}", figures)
+    return Outcome(RIGHT, "", figures)
+
+
+def _difference(plain: Steps, mine: Steps) -> str:
+    """What is wrong beside rounding; empty if nothing is."""
+    for number, (first, second) in enumerate(zip(plain.losses, mine.losses, strict=True)):
+        if not torch.equal(first, second):
+            return f"loss of step {number} is {second.item():.9g}, plain {first.item():.9g}"
+    if missing := plain.grads.keys() ^ mine.grads.keys():
+        return f"{len(missing)} parameters have a gradient in one of both only: {min(missing)}"
+    for name, exact in plain.grads.items():
+        if torch.isfinite(exact).all() and not torch.isfinite(mine.grads[name]).all():
+            return f"gradient of {name} is not finite"
+    return ""
+
+
+def _profiled(made: Architecture, mode: str) -> Outcome:
+    policy = POLICIES["16"]
+    work = mt.Workload(
+        lambda: _with_mode(made.build(), mode), lambda _: made.batch(), made.loss, batch_size=1
+    )
+    try:
+        profile = mt.profile(work, options=[])
+    except FAILURES as error:
+        return Outcome(BROKEN, f"raises {_said(error)}", {"head": made.head})
+    predicted = profile.predict(policy)
+    found = _measured(work, policy)
+    figures = {"head": made.head, "predicted": predicted.saved_bytes, "measured": found}
+    if mode == "plain":
+        figures |= exact_shares(made, _measured(work, None))
+        if abs(predicted.saved_bytes - found) > 0.01 * found:
+            return Outcome(
+                BROKEN, f"predicted {predicted.saved_bytes} saved bytes, measured {found}", figures
+            )
+    return Outcome(RIGHT, "", figures)
+
+
+def _measured(work: mt.Workload, policy: mt.Policy | None) -> int:
+    """Saved bytes of a real step."""
+    model, batch = work.build(), work.make_batch()
+    if policy is None:
+        return measure_step(model, batch, work.compute_loss, work.make_optimizer(model)).saved_bytes
+    mt.convert(model, policy, seed=0)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with mt.compress_saved(policy, seed=0):
+            return work.compute_loss(model, batch)
+
+    return measure_step(model, batch, loss, work.make_optimizer(model)).saved_bytes
+
+
+def exact_shares(made: Architecture, plain_bytes: int) -> dict[str, Any]:
+    """What stays exact at level 16, in parts of plain's saved bytes.
+
+    `no_formula`: large tensors by function, where no formula serves it; `formula`: by function, where one
+    does but saves something exactly, or refuses the call; `small`: storages of up to `LARGE` bytes.
+    """
+    _seed(0)
+    model, batch = made.build(), made.batch()
+    mt.convert(model, POLICIES["16"], seed=0, min_elements=MIN_ELEMENTS)
+    observer = ExactBytes()
+    with observing(observer):
+        loss = made.loss(model, batch)
+    given = [*model.parameters(), *model.buffers(), *tensors_in(batch), loss]
+    shares: dict[str, dict[str, float]] = {"no_formula": {}, "formula": {}}
+    small = 0.0
+    routed = {route.name for route in ROUTES.values()}
+    modules = dict(model.named_modules())
+    for saved in observer.left(given):
+        share = saved.bytes / plain_bytes
+        if saved.bytes <= LARGE:
+            small += share
+            continue
+        function = _function(modules, saved.layer)
+        kind = shares["formula" if function in routed or saved.layer in modules else "no_formula"]
+        kind[function] = kind.get(function, 0.0) + share
+    return {**shares, "small": small, "plain_bytes": plain_bytes}
+
+
+def _function(modules: dict[str, nn.Module], layer: str) -> str:
+    """The function that a layer's name ends in, or the class of the module that the layer is."""
+    parts = layer.split(".")
+    if layer in modules:
+        return type(modules[layer]).__name__
+    return parts[-2] if len(parts) > 1 and parts[-1].isdecimal() else layer
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+SWEEP = Sweep("transformers", cases, run, limit_s=120, refresh=1500)

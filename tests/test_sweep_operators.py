@@ -1,0 +1,85 @@
+"""A fixed twentieth of the sweep over PyTorch's operators and modules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.sweeps.runner import RIGHT, SKIPPED, Case
+
+EVERY = 20
+SAMPLES = 4
+NAMES = [
+    "abs",
+    "asin",
+    "clamp",
+    "div.no_rounding_mode",
+    "floor",
+    "masked_fill",
+    "maximum",
+    "native_batch_norm",
+    "nn.functional.group_norm",
+    "nn.functional.upsample_bilinear",
+    "nn.functional.max_unpool3d",
+    "nn.functional.triplet_margin_with_distance_loss",
+    "dist",
+    "sgn",
+    "tensor_split",
+    "polygamma.polygamma_n_0",
+    "index_select",
+    "chalf",
+    "squeeze.multiple",
+    "tril",
+    "norm",
+    "grid_sampler_3d",
+    "repeat_interleave",
+    "fft.rfft",
+    "linalg.cond",
+    "linalg.lu_solve",
+    "special.ndtri",
+    "nn.AdaptiveAvgPool1d",
+    "nn.ELU",
+    "nn.MSELoss",
+    "nn.Hardswish",
+    "nn.LSTMCell",
+    "nn.ReflectionPad3d",
+]
+CASES = [Case(name, variant) for name in NAMES for variant in ("sampled", "scaled", "masked")]
+COMPILED = [Case(name, "compiled") for name in NAMES[::4]]
+POISONED = {
+    Case("nn.functional.group_norm", "scaled"),
+    Case("norm", "masked"),
+    Case("nn.MSELoss", "masked"),
+}
+"""One NaN or Inf in a group makes all of it NaN."""
+
+
+def _marked(case: Case) -> Any:
+    marks = [pytest.mark.xfail(reason="a NaN or Inf poisons its group")] if case in POISONED else []
+    return pytest.param(case, marks=marks, id=" ".join(case))
+
+
+@pytest.fixture(autouse=True)
+def _warnings_of_plain_operators_are_not_ours() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", map(_marked, [*CASES, *COMPILED]))
+def test_operator_is_right(case: Case) -> None:
+    from tests.sweeps.operators import run  # PyTorch's databases take seconds to import
+
+    outcome = run(case, SAMPLES)
+    assert outcome.result in (RIGHT, SKIPPED), outcome.cause
+
+
+@pytest.mark.slow
+def test_names_are_every_twentieth() -> None:
+    from tests.sweeps.databases import names
+
+    assert names()[::EVERY] == NAMES

@@ -1,0 +1,25 @@
+"""Every twentieth model type of the sweep over transformers, in the variants that differ most."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sweeps.architectures import heads_of, model_types
+from tests.sweeps.runner import SKIPPED, WRONG, Case
+from tests.sweeps.shrinking import TOO_LARGE
+from tests.sweeps.transformers_models import run
+
+VARIANTS = ("16 plain", "derive bf16", "derive checkpoint", "16 reentrant")
+SLOW = {"jamba", "falcon_mamba", "canine"}  # a step of a scan over time takes seconds
+PICKED = [name for name in model_types() if heads_of(name) and name not in TOO_LARGE][::20]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in PICKED if name not in SLOW])
+def test_a_model_type_is_right_in_every_variant(name: str) -> None:
+    outcomes = {variant: run(Case(name, variant)) for variant in VARIANTS}
+    wrong = {variant: outcome.cause for variant, outcome in outcomes.items() if outcome.result in WRONG}
+    assert not wrong
+    if outcomes["16 plain"].result == SKIPPED:
+        pytest.skip(outcomes["16 plain"].cause)
