@@ -137,6 +137,7 @@ class Keeper:
         kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
+        row: int,
     ) -> None:
         # Masks and window offsets come packed in bytes; what is exact in floats is as PyTorch has it.
         packed = [tensor for tensor in exact if tensor.dtype is torch.uint8]

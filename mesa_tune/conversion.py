@@ -254,12 +254,6 @@ class ConvertedForward(Rebindable):
         self.recompute = conversion.recompute_spec(name)
         self.reverted = False
 
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward without us."""
-        if self.before is not None:
-            return self.before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.reverted:
             return self.plain(*args, **kwargs)

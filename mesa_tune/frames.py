@@ -129,13 +129,13 @@ class _State(threading.local):
 
 state = _State()
 
-_top_saved_hooks = _autograd._top_saved_tensors_default_hooks
+top_saved_hooks = _autograd._top_saved_tensors_default_hooks
 current_task = torch._C._current_graph_task_id
 
 
 def top_hooks() -> Any:
     """The innermost saved-tensor hooks: what packs."""
-    top = _top_saved_hooks(True)
+    top = top_saved_hooks(True)
     return None if top is None else top[0]  # type: ignore[redundant-expr]
 
 

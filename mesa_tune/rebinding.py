@@ -21,19 +21,39 @@ OWN = "_mesa_tune"
 REPLICATE = "_replicate_for_data_parallel"
 
 
-class Rebindable:
-    """What a converted forward has in common with a bound method.
+class Instead:
+    """A forward in the place of a module's own.
 
-    `before`: the forward that the instance had before the conversion; None for that of its class.
+    `before`: the forward that the instance had; None for that of its class.
     """
 
     module: nn.Module
     before: Callable[..., Any] | None
 
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward without us."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
     @property
     def __signature__(self) -> inspect.Signature:
-        original = self.before or type(self.module).forward.__get__(self.module)
-        return inspect.signature(original)
+        return inspect.signature(self.before or type(self.module).forward.__get__(self.module))
+
+    def hang(self) -> None:
+        """Becomes the forward of the module."""
+        self.before = self.module.__dict__.get("forward")
+        self.module.__dict__["forward"] = self
+
+    def take_down(self) -> None:
+        """The module gets back the forward that it had."""
+        del self.module.__dict__["forward"]
+        if self.before is not None:
+            self.module.__dict__["forward"] = self.before
+
+
+class Rebindable(Instead):
+    """What a converted forward has in common with a bound method."""
 
     @property
     def __func__(self) -> "Unbound":

@@ -21,7 +21,6 @@ from mesa_tune.codecs import Spec
 from mesa_tune.errors import RunError
 from mesa_tune.frames import inside_backward
 from mesa_tune.functional.keeping import Meta, keep, restore
-from mesa_tune.functional.rowwise import fitting_size
 from mesa_tune.notice import warn_once
 
 Run = Callable[..., Any]
@@ -138,7 +137,7 @@ def _by_rows(spec: Spec, shape: torch.Size) -> Spec:
 
     A module mostly normalizes its input row by row: a row of small numbers must not share larger ones' range.
     """
-    return spec.grouped(fitting_size(spec.group_size, shape[-1])) if len(shape) in (2, 3) else spec
+    return spec.within(shape[-1]) if len(shape) in (2, 3) else spec
 
 
 @contextmanager

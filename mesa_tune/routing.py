@@ -31,6 +31,7 @@ from mesa_tune.frames import (
     state,
     surroundings,
     top_hooks,
+    top_saved_hooks,
 )
 from mesa_tune.functional import sums
 from mesa_tune.functional.apply import watch
@@ -57,7 +58,6 @@ class Entrant(Protocol):
     def plain(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-_top_saved_hooks = _autograd._top_saved_tensors_default_hooks
 _push_hooks = _autograd._push_saved_tensors_default_hooks
 _pop_hooks = _autograd._pop_saved_tensors_default_hooks
 
@@ -281,7 +281,7 @@ def _observed(layer: str | None, func: Any, args: Any, kwargs: Any, call: Call |
 @contextmanager
 def _showing(layer: str) -> Iterator[None]:
     """Somebody else's saved-tensor hooks, a checkpoint's, show the observer what they are given."""
-    top = _top_saved_hooks(True)
+    top = top_saved_hooks(True)
     if top is None or top[0] is _pack:  # type: ignore[redundant-expr]
         yield
         return
@@ -427,7 +427,7 @@ def _pack(tensor: Tensor) -> _Hooked:
     if not meta.coded and spec.levels > 0:
         return _unchanged(tensor)
     if watch.observer is not None:
-        watch.observer.kept(layer, (tensor,), (meta,), (parts,), [])
+        watch.observer.kept(layer, (tensor,), (meta,), (parts,), [], 0)
     return _Hooked(layer, parts, meta, spec, 0)
 
 

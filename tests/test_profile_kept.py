@@ -164,3 +164,33 @@ def test_a_searched_policy_names_no_layer_that_no_policy_reaches(recwarn: pytest
     check = mt.verify(work, plan.policy, predicted=plan.predicted, steps=1, seeds=1)
     assert check.policy.saved_bytes == plan.predicted.saved_bytes
     assert not [one for one in recwarn if "no layer" in str(one.message)]
+
+
+class NormByHand(nn.Module):
+    """An RMS norm in the user's own words, whose groups end where its rows do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("group_size", [256, 64, 1024])
+@pytest.mark.parametrize("width", [32, 48, 256])
+def test_saved_bytes_of_norms_by_hand_are_those_of_a_real_step(width: int, group_size: int) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, width), NormByHand(), nn.Linear(width, width))
+
+    def square(model: nn.Module, x: Tensor) -> Tensor:
+        value: Tensor = model(x).square().mean()
+        return value
+
+    work = mt.Workload(build, lambda n: torch.randn(n, 20, width), square, batch_size=16)
+    policy = mt.Policy.uniform(level=16, group_size=group_size)
+    predicted = mt.profile(work, options=()).predict(policy)
+    model = mt.convert(work.build(), policy, seed=0)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        with mt.compress_saved(policy, seed=0):
+            return square(model, x)
+
+    found = measure_step(model, work.make_batch(), step, work.make_optimizer(model))
+    assert predicted.saved_bytes == found.saved_bytes

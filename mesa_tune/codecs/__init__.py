@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mesa_tune import ops
 from mesa_tune.codecs import drop, mixed, offload, quantize, running, vrandom
-from mesa_tune.codecs.spec import Codec, Memory, Spec
+from mesa_tune.codecs.spec import Codec, Memory, Spec, fitting_size
 
 CODECS: dict[str, Codec] = {
     "quantize": quantize,
@@ -20,7 +20,7 @@ CODECS: dict[str, Codec] = {
 OTHERWISE_CHOSEN = ("running", "drop", "mixed", "vrandom")
 """Codecs that a policy chooses by keys of their own; all others by their name, as `store: <name>`."""
 
-__all__ = ["CODECS", "OTHERWISE_CHOSEN", "Codec", "Memory", "Spec", "memory_bytes", "refusal"]
+__all__ = ["CODECS", "OTHERWISE_CHOSEN", "Codec", "Memory", "Spec", "fitting_size", "memory_bytes", "refusal"]
 
 
 def refusal(tensor: Tensor, spec: Spec) -> str | None:

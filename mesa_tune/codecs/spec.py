@@ -14,7 +14,8 @@ class Spec(NamedTuple):
     """How one layer stores what it keeps. `levels` 0 keeps the tensor as it is (the profiler's exact run).
 
     `derive`: what can be made again from what other layers keep is not stored. `serves`: other layers may
-    want this one's output made again. `exact`: what is stored is stored as it is.
+    want this one's output made again. `exact`: what is stored is stored as it is. `row`: groups end where
+    rows of so many elements do (0: anywhere).
     """
 
     codec: str
@@ -29,11 +30,14 @@ class Spec(NamedTuple):
     exact: bool = False
     derive: bool = False
     serves: bool = False
+    row: int = 0
 
     @property
     def alone(self) -> "Spec":
         """The same way to store, whatever other layers keep; two layers share a copy by this."""
-        return self._replace(derive=False, serves=False) if self.derive or self.serves else self
+        if not (self.derive or self.serves or self.row):
+            return self
+        return self._replace(derive=False, serves=False, row=0)
 
     @staticmethod
     def of(settings: LayerSettings, min_elements: int) -> "Spec | None":
@@ -56,13 +60,16 @@ class Spec(NamedTuple):
             settings.store == "derive",
         )
 
-    def grouped(self, size: int) -> "Spec":
-        """This spec with `size` consecutive elements a group; not by `_replace`, which cannot be traced."""
+    def within(self, row: int) -> "Spec":
+        """This spec with groups that end where rows of `row` elements do; groups by channels or heads stay.
+
+        Not by `_replace`, which cannot be traced.
+        """
         return Spec(
             self.codec,
             self.bits,
             self.levels,
-            size,
+            fitting_size(self.group_size, row),
             self.quant_groups,
             self.stochastic,
             self.min_elements,
@@ -71,6 +78,7 @@ class Spec(NamedTuple):
             self.exact,
             self.derive,
             self.serves,
+            row,
         )
 
     @property
@@ -84,6 +92,13 @@ class Spec(NamedTuple):
         if self.exact:
             return None if self.codec == "drop" else self
         return self._replace(codec="quantize", bits=8, levels=HOOKED_LEVELS, drop=0.0, ema_decay=0.0)
+
+
+def fitting_size(size: int, row: int) -> int:
+    """The largest group of at most `size` elements that divides a row; 0 (no such groups) stays."""
+    if size == 0 or row == 0 or row % size == 0:
+        return size
+    return max(each for each in range(1, min(size, row) + 1) if row % each == 0)
 
 
 def codec_of(settings: LayerSettings) -> str:

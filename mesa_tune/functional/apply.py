@@ -43,8 +43,11 @@ class Observer(Protocol):
         kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
+        row: int,
     ) -> None:
-        """A call has stored `lossy` as `parts` (described by `kept`), and `exact` as it is."""
+        """A call has stored `lossy` as `parts` (described by `kept`, under a spec of this `row`), and `exact`
+        as it is.
+        """
         ...
 
     def saved(self, layer: str, tensor: Tensor) -> None:
@@ -244,7 +247,7 @@ def _kept_anew(
         plan.known.note(ctx.call, lossy, own)
     if watch.observer is not None:
         exact = [each for each in result.exact if each is not None]
-        watch.observer.kept(plan.layer, tuple(lossy), tuple(kept), tuple(parts), exact)
+        watch.observer.kept(plan.layer, tuple(lossy), tuple(kept), tuple(parts), exact, plan.spec.row)
         never = tuple([_is_raw(tensor, plan.raw, own) for tensor in lossy])
         ctx.seen = never, tuple([given is not None for given in own])
     if plan.gives is None:

@@ -222,9 +222,9 @@ class Call:
         """A call for one part of this one, which `plain` runs as PyTorch would."""
         return Call(self.layer, self.spec, self.key, self.is_static, plain, None, self.links)
 
-    def grouped(self, size: int) -> "Call":
-        """This call with `size` consecutive elements a group."""
-        spec = self.spec.grouped(size)
+    def within(self, row: int) -> "Call":
+        """This call with groups that end where rows of `row` elements do."""
+        spec = self.spec.within(row)
         made = Call(self.layer, spec, self.key, self.is_static, self.plain, self.memory, self.links)
         made.hooked, made.opened = self.hooked, self.opened
         return made

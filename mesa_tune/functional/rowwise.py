@@ -23,16 +23,7 @@ REPEATS = 8
 
 def aligned(call: "Call", x: Tensor) -> "Call":
     """`call` with groups that end where rows of `x` do; groups by channels or heads stay."""
-    size, row = call.spec.group_size, x.shape[-1] if x.dim() else 1
-    fitting = fitting_size(size, row)
-    return call if fitting == size else call.grouped(fitting)
-
-
-def fitting_size(size: int, row: int) -> int:
-    """The largest group of at most `size` elements that divides a row; 0 (no such groups) stays."""
-    if size == 0 or row == 0 or row % size == 0:
-        return size
-    return max(each for each in range(1, min(size, row) + 1) if row % each == 0)
+    return call.within(x.shape[-1]) if x.dim() and call.spec.group_size else call
 
 
 def is_repeated(factor: Tensor, x: Tensor) -> bool:

@@ -69,6 +69,7 @@ class Links:
         kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
+        row: int,
     ) -> None:
         for place, how, stored in zip(self.turns.places(layer, len(kept)), kept, parts, strict=True):
             if isinstance(how, Recipe):

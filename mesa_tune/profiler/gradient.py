@@ -99,6 +99,7 @@ class _Recording:
         kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
+        row: int,
     ) -> None: ...
 
     def backward(self, replay: Replay) -> None:

@@ -93,6 +93,7 @@ def timeline(large: TracedPair, small: TracedPair) -> Timeline:
         ),
         hooked=tuple(sorted(large.packed.hooked)),
         serving=tuple(sorted(large.derived.serving)),
+        rows=large.packed.rows,
     )
 
 
@@ -111,17 +112,23 @@ UNATTRIBUTED = "unattributed"
 """The layer of what nobody asked autograd to save: tensors that somebody's Function holds in its `ctx`."""
 
 
+def unattributed_bytes(plain: StepTrace) -> int:
+    """Bytes alive when the forward has ended that autograd was not asked to save."""
+    return max(0, plain.saved_bytes - sum(entry.bytes for entry in tensor_entries(plain)))
+
+
 def exact_entries(pair: TracedPair, tags: Mapping[str, str]) -> list[ExactEntry]:
     """Return what every policy leaves as PyTorch saves it, largest first; `tags` are those of layers."""
     plain, twins = pair.plain, _twins(pair.plain, pair.packed)
     stay = _staying(pair, twins)
     found = [
-        ExactEntry(_function(name, tags), name, plain.lives[number].bytes, _why(item, tags))
+        ExactEntry(
+            _function(item.layers[0], tags), item.layers[0], plain.lives[number].bytes, _why(item, tags)
+        )
         for number, item in plain.plain.items()
         if plain.is_saved(number) and twins.get(number) in stay
-        for name in item.layers[:1]
     ]
-    left = plain.saved_bytes - sum(entry.bytes for entry in tensor_entries(plain))
+    left = unattributed_bytes(plain)
     if left > 0:
         found.append(ExactEntry(UNATTRIBUTED, UNATTRIBUTED, left, OUTSIDE))
     return sorted(found, key=lambda entry: -entry.bytes)
@@ -135,7 +142,7 @@ def _function(layer: str, tags: Mapping[str, str]) -> str:
 
 def _why(item: PlainTrace, tags: Mapping[str, str]) -> str:
     """Return why a tensor stays exact."""
-    if not any(name in item.dtype for name in ("float", "bfloat")):
+    if "float" not in item.dtype:
         return f"its dtype is {item.dtype}"
     if prod(item.shape) <= MIN_ELEMENTS:
         return "small"
@@ -217,7 +224,7 @@ def _spans(pair: TracedPair) -> Iterator[_Span]:
 def _held(pair: TracedPair, twins: Mapping[int, int]) -> Iterator[_Span]:
     """What is there when the forward has ended, though autograd keeps it for no layer: a checkpoint's own."""
     plain, packed = pair.plain, pair.packed
-    unexplained = plain.saved_bytes - sum(entry.bytes for entry in tensor_entries(plain))
+    unexplained = unattributed_bytes(plain)
     for number, life in plain.lives.items():
         twin = twins.get(number)
         known = number in plain.plain or number == plain.loss or not plain.is_saved(number)

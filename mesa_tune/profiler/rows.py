@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from mesa_tune.profiler.entries import UNLISTED, LayerEntry
-from mesa_tune.profiler.ledger import UNATTRIBUTED, TracedPair, tensor_entries
-from mesa_tune.profiler.timeline import settings_bytes
+from mesa_tune.profiler.ledger import UNATTRIBUTED, TracedPair, unattributed_bytes
+from mesa_tune.profiler.timeline import settings_bytes, within
 from mesa_tune.profiler.trace import CodedTrace, PlainTrace
 from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
 
@@ -59,9 +59,8 @@ class Rows:
 
     @property
     def unattributed(self) -> int:
-        """Bytes alive when the forward has ended that autograd was not asked to save."""
-        saved = sum(entry.bytes for entry in tensor_entries(self.plain))
-        return max(0, self.plain.saved_bytes - saved)
+        """`unattributed_bytes` of the plain step."""
+        return unattributed_bytes(self.plain)
 
     def _sharers(self, name: str) -> list[str]:
         items = self._kept()
@@ -98,7 +97,8 @@ class Rows:
                 elements = prod(item.shape)
                 small = elements <= MIN_ELEMENTS
                 samples = item.shape[0] if len(item.shape) > 1 else 1
-                packed_bytes = settings_bytes(elements, option, item.itemsize, samples)
+                own = within(option, packed.rows.get(name, 0))
+                packed_bytes = settings_bytes(elements, own, item.itemsize, samples)
                 total += elements * item.itemsize if small else packed_bytes
         return total
 

@@ -10,14 +10,14 @@ rule for being alive, and every size is known at two batch sizes, which gives al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesa_tune.codecs import CODECS, Spec, memory_bytes
+from mesa_tune.codecs import CODECS, Spec, fitting_size, memory_bytes
 from mesa_tune.errors import BudgetError
 from mesa_tune.settings import MIN_ELEMENTS, SCRAP, LayerSettings
 
@@ -78,6 +78,7 @@ class Timeline:
     `static`: weights, gradients that exist when the step begins, optimizer state, buffers, batch. `hooked`:
     layers stored by hooks, which never get fewer than 256 levels. `serving`: layers that derive what they
     keep only if others derive from them, too; else they keep something else (an activation its derivative).
+    `rows`: by layer, the elements of a row where its groups end with rows.
     """
 
     batch_sizes: Pair
@@ -87,6 +88,7 @@ class Timeline:
     hooked: tuple[str, ...] = ()
     min_elements: int = MIN_ELEMENTS
     serving: tuple[str, ...] = ()
+    rows: Mapping[str, int] = field(default_factory=dict)
 
     def saved_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
         """Bytes of all kept things alive when the forward ends."""
@@ -143,6 +145,7 @@ class Timeline:
             "hooked": self.hooked,
             "min_elements": self.min_elements,
             "serving": self.serving,
+            "rows": self.rows,
         }
 
     @staticmethod
@@ -156,6 +159,7 @@ class Timeline:
             hooked=tuple(values["hooked"]),
             min_elements=int(values["min_elements"]),
             serving=tuple(values.get("serving", ())),
+            rows={layer: int(row) for layer, row in values.get("rows", {}).items()},
         )
 
 
@@ -294,7 +298,9 @@ class SizedTimeline:
         is_small = size <= self.timeline.min_elements
         derivers = [] if is_small else self.derivers(item, used)
         distinct = {
-            stored_as(used[layer]) for layer in item.layers if layer in used and layer not in derivers
+            within(stored_as(used[layer]), self.timeline.rows.get(layer, 0))
+            for layer in item.layers
+            if layer in used and layer not in derivers
         }
         if distinct and is_small:
             return size * item.itemsize
@@ -306,6 +312,14 @@ class SizedTimeline:
 def stored_as(settings: LayerSettings) -> LayerSettings:
     """How a layer stores what it has to store itself."""
     return replace(settings, store="quantize") if settings.store == "derive" else settings
+
+
+@lru_cache(maxsize=1 << 12)
+def within(settings: LayerSettings, row: int) -> LayerSettings:
+    """How a layer stores rows of `row` elements if its groups end where these do; 0: they do not."""
+    if settings.group_size is None or not row:
+        return settings
+    return replace(settings, group_size=fitting_size(settings.group_size, row))
 
 
 @lru_cache(maxsize=1 << 16)

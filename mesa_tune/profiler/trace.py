@@ -72,9 +72,10 @@ class PlainTrace:
 class StepTrace:
     """All that was seen in one step; storages go by number.
 
-    `saves`: by layer, what autograd itself saves, in its order (None: from before the step). `places`: the
-    first part of each tensor stored in parts; `derived`: of each that is made again instead, the layers whose
-    kept tensors that takes; `serving`: layers that keep their input for that, else something else.
+    `rows`: of layers whose groups end where rows do, the elements of a row. `saves`: by layer, what autograd
+    itself saves, in its order (None: from before the step). `places`: the first part of each tensor stored in
+    parts; `derived`: of each that is made again instead, the layers whose kept tensors that takes; `serving`:
+    layers that keep their input for that, else something else.
     `calls`: the storages that each call of the forward takes or returns; `again`: those of a routed call
     inside the backward (a checkpointed part that runs again), by layer, turn and whether it returns them.
     `ended`: the moment at which the forward ended; `loss`: what it returned.
@@ -88,6 +89,7 @@ class StepTrace:
     side: dict[int, str] = field(default_factory=dict)
     plain: dict[int, PlainTrace] = field(default_factory=dict)
     encoded: set[tuple[int, str]] = field(default_factory=set)
+    rows: dict[str, int] = field(default_factory=dict)
     hooked: set[str] = field(default_factory=set)
     saves: dict[str, list[tuple[int | None, Look]]] = field(default_factory=dict)
     places: dict[Place, int] = field(default_factory=dict)
@@ -211,8 +213,10 @@ class Tracer:
         kept: tuple[Meta | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
+        row: int,
     ) -> None:
         aside = list(exact)
+        self.trace.rows.update({layer: row} if row else {})
         places = self.turns.places(layer, len(kept))
         for place, tensor, how, stored in zip(places, lossy, kept, parts, strict=True):
             if isinstance(how, Recipe):

@@ -61,6 +61,7 @@ class ExactBytes:
         kept: Sequence[Meta | Recipe],
         parts: Sequence[list[Tensor]],
         exact: list[Tensor],
+        row: int,
     ) -> None:
         packed = [tensor for tensor in exact if not tensor.is_floating_point() and tensor.itemsize == 1]
         for how, stored in zip(kept, parts, strict=True):

@@ -5,7 +5,6 @@ tensor, and their values exactly; where they are takes one bit an element. The r
 gradient of the weight is biased: that is DropIT's bargain, and `rounding` has no part in it.
 """
 
-import inspect
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from mesa_tune.compat.mesa import layers as ms
 from mesa_tune.conversion import conversion_of
 from mesa_tune.functional.public import StandingAlone, policy_at_work
 from mesa_tune.notice import warn_once
+from mesa_tune.rebinding import Instead
 from mesa_tune.settings import LayerSettings
 
 STRATEGIES = ("mink", "mink_cpuidx", "vrandom")
@@ -78,29 +78,20 @@ class DropITer:
         return to_dropit(model, strategy, gamma, autocast)
 
 
-class DroppingForward:
+class DroppingForward(Instead):
     """The forward of a module that drops. Holds the module: a deepcopy holds the copy."""
 
     def __init__(self, module: nn.Module, name: str, dropiter: DropITer) -> None:
         self.module = module
         self.name = name
         self.dropiter = dropiter
-        self.before = module.__dict__.get("forward")
+        self.hang()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if policy_at_work() or not (self.module.training and torch.is_grad_enabled()):
-            return self._plain(*args, **kwargs)
+            return self.plain(*args, **kwargs)
         with StandingAlone(self.dropiter.spec(), self.name):
-            return self._plain(*args, **kwargs)
-
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        if self.before is not None:
-            return self.before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.before or type(self.module).forward.__get__(self.module))
+            return self.plain(*args, **kwargs)
 
 
 def to_dropit(
@@ -157,7 +148,7 @@ def _install(module: nn.Module, name: str, strategy: str, gamma: float, autocast
     if isinstance(module, (ms.Linear, ms.Conv2d)):
         module.instead = dropiter.spec()
     else:
-        module.__dict__["forward"] = DroppingForward(module, name, dropiter)
+        DroppingForward(module, name, dropiter)
 
 
 def remove(module: nn.Module) -> None:
@@ -167,6 +158,4 @@ def remove(module: nn.Module) -> None:
     if isinstance(module, (ms.Linear, ms.Conv2d)):
         module.instead = None
     elif isinstance(forward, DroppingForward):
-        del module.__dict__["forward"]
-        if forward.before is not None:
-            module.__dict__["forward"] = forward.before
+        forward.take_down()

@@ -8,7 +8,6 @@ the hooks themselves pass on what they get.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +29,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy_rules import Rule
 from mesa_tune.profiler.preserve import random_states_kept
 from mesa_tune.profiler.trace import observing
+from mesa_tune.rebinding import Instead
 from mesa_tune.settings import MIN_ELEMENTS
 
 MOST_BITS = 8
@@ -224,17 +224,16 @@ class Controller:
             self._entered = None
 
 
-class _Gate:
+class _Gate(Instead):
     """The forward of a controller's model: converts the model where hooks around it lead to the controller.
 
     A copy of the model is no longer the controller's.
     """
 
     def __init__(self, model: nn.Module, controller: Controller) -> None:
-        self.model = model
+        self.module = model
         self.controller: weakref.ref[Controller] | None = weakref.ref(controller)
         self.converted: ConvertedForward | None = None
-        self.before: Any = None
         self.hang()
 
     @property
@@ -245,44 +244,37 @@ class _Gate:
     @property
     def is_hung(self) -> bool:
         """Whether it is the forward of the model."""
-        return self.model.__dict__.get("forward") is self
-
-    def hang(self) -> None:
-        """Becomes the forward of the model."""
-        self.before = self.model.__dict__.get("forward")
-        self.model.__dict__["forward"] = self
+        return self.module.__dict__.get("forward") is self
 
     def open(self) -> None:
         """Converts the model. Its own forward stays this one, and calls the converted one."""
         controller = None if self.controller is None else self.controller()
         assert controller is not None
         controller.convert_model()
-        wrapped = self.model.__dict__["forward"]
+        wrapped = self.module.__dict__["forward"]
         assert isinstance(wrapped, ConvertedForward)
         wrapped.before = self.before
         self.converted = wrapped
-        self.model.__dict__["forward"] = self
+        self.module.__dict__["forward"] = self
 
     def close(self) -> None:
         """Reverts the model."""
         if self.converted is not None:
             self.converted = None
-            revert(self.model)
+            revert(self.module)
 
     def remove(self) -> None:
         """Reverts the model, and leaves it."""
         self.close()
         if self.is_hung:
-            del self.model.__dict__["forward"]
-            if self.before is not None:
-                self.model.__dict__["forward"] = self.before
+            self.take_down()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not (state.frames or inside_backward()):
             self._turn()
         if self.converted is not None:
             return self.converted(*args, **kwargs)
-        return self._plain(*args, **kwargs)
+        return self.plain(*args, **kwargs)
 
     def _turn(self) -> None:
         controller = None if self.controller is None else self.controller()
@@ -291,15 +283,6 @@ class _Gate:
             self.open()
         elif not wanted and self.controller is not None:
             self.close()
-
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        if self.before is not None:
-            return self.before(*args, **kwargs)
-        return type(self.model).forward(self.model, *args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.before or type(self.model).forward.__get__(self.model))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "controller": None}

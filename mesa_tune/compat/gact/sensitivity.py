@@ -47,7 +47,9 @@ class Estimate:
 
     def end(self, layer: str | None, output: Any) -> None: ...
 
-    def kept(self, layer: str, lossy: Any, kept: Any, parts: tuple[list[Tensor], ...], exact: Any) -> None:
+    def kept(
+        self, layer: str, lossy: Any, kept: Any, parts: tuple[list[Tensor], ...], exact: Any, row: int
+    ) -> None:
         """A call has stored its tensors; equal parts are copies in common."""
         for tensor, stored in zip(lossy, parts, strict=True):
             if len(stored) > 1:
