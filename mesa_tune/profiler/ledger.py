@@ -225,15 +225,20 @@ def _held(pair: TracedPair, twins: Mapping[int, int]) -> Iterator[_Span]:
     """What is there when the forward has ended, though autograd keeps it for no layer: a checkpoint's own."""
     plain, packed = pair.plain, pair.packed
     unexplained = unattributed_bytes(plain)
+    stay = _staying(pair, twins)
     for number, life in plain.lives.items():
         twin = twins.get(number)
-        known = number in plain.plain or number == plain.loss or not plain.is_saved(number)
-        if not known and twin is not None and packed.stays(twin):
+        if _is_held(plain, number) and twin is not None and (twin in stay or packed.stays(twin)):
             yield _Span("always", (), life.bytes, 1, _alive(packed, twin), life.bytes)
             unexplained -= life.bytes
     if unexplained > 0:
         end = max(place for place, slot in enumerate(packed.slots) if slot.phase == "forward")
         yield _Span("always", (), unexplained, 1, (end, end + 1), unexplained)
+
+
+def _is_held(plain: StepTrace, number: int) -> bool:
+    """Whether the storage is there when the forward has ended though autograd was not asked to save it."""
+    return plain.is_saved(number) and number not in plain.plain and number != plain.loss
 
 
 def _left(pair: TracedPair, twins: Mapping[int, int]) -> Iterator[_Span]:
@@ -246,10 +251,13 @@ def _left(pair: TracedPair, twins: Mapping[int, int]) -> Iterator[_Span]:
 
 
 def _staying(pair: TracedPair, twins: Mapping[int, int]) -> set[int]:
-    """Storages that are kept as they are whether their layers compress or not (a norm's statistics)."""
-    kept = [(twin, item) for number, item in pair.plain.plain.items() if (twin := twins.get(number))]
-    side = pair.packed.side
-    return {twin for twin, item in kept if side.get(twin) in item.layers or pair.packed.stays(twin)}
+    """Storages that are kept as they are whether their layers compress or not: a norm's statistics, and what
+    a checkpoint holds for the layers of its part.
+    """
+    plain, side = pair.plain, pair.packed.side
+    kept = [(twin, item) for number, item in plain.plain.items() if (twin := twins.get(number))]
+    stay = {twin for twin, item in kept if side.get(twin) in item.layers or pair.packed.stays(twin)}
+    return stay | {twin for number, twin in twins.items() if twin in side and _is_held(plain, number)}
 
 
 def _sources(pair: TracedPair) -> dict[int, tuple[str, ...]]:
