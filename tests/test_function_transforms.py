@@ -156,3 +156,16 @@ def test_a_gradient_transform_inside_a_forward_is_refused() -> None:
         mt.compress_saved(mt.Policy.uniform()),
     ):
         torch.func.grad(lambda y: y.square().sum())(X)
+
+
+def test_functions_that_stand_alone_are_plain_under_a_transform() -> None:
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(2))
+
+    def summed(linear: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return linear(x, weight).square().sum()
+
+    with pytest.warns(UserWarning, match=WARNING):
+        found = torch.func.grad(partial(summed, mt.functional.linear))(X)
+    assert torch.equal(found, torch.func.grad(partial(summed, F.linear))(X))
+    right = torch.func.grad(lambda x: F.gelu(x).sum())(X)
+    assert torch.equal(torch.func.grad(lambda x: mt.nn.GELU()(x).sum())(X), right)

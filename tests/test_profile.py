@@ -331,6 +331,26 @@ def test_everything_is_afterwards_bit_for_bit_as_before() -> None:
     assert "forward" not in model.__dict__
 
 
+def test_a_converted_model_goes_on_as_if_it_had_not_been_profiled() -> None:
+    policy = mt.Policy.parse(
+        "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 16\n    ema_decay: 0.9\n"
+    )
+    batch = torch.randn(99, WIDTH), torch.randint(0, 10, (99,))
+
+    def gradients(profiles: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = mt.convert(Stateful().train(), policy, seed=0)
+        for step in range(3):
+            if profiles and step == 2:
+                work = mt.Workload(lambda: model, lambda n: batch, loss, batch_size=99)
+                mt.profile(work, options=[mt.LayerSettings(level=4)], seeds=1)
+            model.zero_grad()
+            loss(model, batch).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
+
+
 def test_an_interrupted_profile_is_whole_and_taken_up_again(tmp_path: Path) -> None:
     path, work = tmp_path / "profile.json", workload("reused")
     seen: list[str] = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mesa_tune.codecs import Spec
-from mesa_tune.frames import state
+from mesa_tune.frames import state, transformed
 from mesa_tune.functional.apply import Memories
 from mesa_tune.functional.call import Call
 from mesa_tune.functional.table import ROUTES
@@ -58,7 +58,7 @@ def _by_spec(
     kwargs: Any,
     exact: Sequence[Tensor] = (),
 ) -> Any:
-    if spec is None or policy_at_work() or not torch.is_grad_enabled():
+    if spec is None or policy_at_work() or not torch.is_grad_enabled() or transformed():
         return function(*args, **kwargs)
     route = ROUTES[function]
     is_static = (

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mesa_tune.conversion import conversion_of, convert, revert
+from mesa_tune.conversion import conversion_of, install, revert
 
 
 @contextmanager
 def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
-    """The body may train, convert and revert `model`; afterwards all of it is as before.
+    """`model` is plain in the body, which may train and convert it; afterwards all of it is as before.
 
     Parameters, buffers, gradients, training mode, optimizer state, conversion and random states.
     """
@@ -24,6 +24,7 @@ def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[
     copies = [None if gradient is None else gradient.clone() for _, gradient in gradients]
     modes = [(module, module.training) for module in model.modules()]
     conversion = conversion_of(model)
+    revert(model)
     state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
     with random_states_kept():
         try:
@@ -38,7 +39,7 @@ def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[
                 optimizer.load_state_dict(state)
             revert(model)
             if conversion is not None:
-                convert(model, conversion.policy, min_elements=conversion.min_elements, force=True)
+                install(model, conversion)
 
 
 @contextmanager

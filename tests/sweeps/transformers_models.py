@@ -44,7 +44,8 @@ POLICIES = {
     "derive": mt.Policy.uniform(level=16, store="derive"),
 }
 MODES = ("plain", "bf16", "checkpoint", "reentrant")
-BOUNDS = {"256": 1e-3, "16": 0.15, "derive": 0.15}
+COARSER = ((256 - 1) / (16 - 1)) ** 2  # squared errors of level 16 to those of level 256, as steps are
+BOUNDS = {"256": 1e-3, "16": 1e-3 * COARSER, "derive": 1e-3 * COARSER}
 PREDICTED = 0.01  # of the measured bytes, a prediction may be off
 FACTOR = 3.0  # between the errors with and without checkpointing, of one rounding seed each
 STEPS = 3
@@ -176,7 +177,7 @@ def _with_every_layer(model: nn.Module) -> nn.Module:
     """The model without layers that are left out at random: another step would have other bytes."""
     for module in model.modules():
         if hasattr(module, "layerdrop"):
-            module.layerdrop = 0.0
+            setattr(module, "layerdrop", 0.0)  # noqa: B010 (mypy takes a module's attributes for tensors)
     return model
 
 
