@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 import mesa_tune as mt
+import mesa_tune.nn as mesa_nn
 from mesa_tune import notice
 from tests.conformance.running import relative_error
 
@@ -168,4 +169,4 @@ def test_functions_that_stand_alone_are_plain_under_a_transform() -> None:
         found = torch.func.grad(partial(summed, mt.functional.linear))(X)
     assert torch.equal(found, torch.func.grad(partial(summed, F.linear))(X))
     right = torch.func.grad(lambda x: F.gelu(x).sum())(X)
-    assert torch.equal(torch.func.grad(lambda x: mt.nn.GELU()(x).sum())(X), right)
+    assert torch.equal(torch.func.grad(lambda x: mesa_nn.GELU()(x).sum())(X), right)
