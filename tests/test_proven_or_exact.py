@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 
@@ -146,3 +147,43 @@ def test_what_is_logged_outside_the_loss_leaves_no_memory_behind() -> None:
     finally:
         gc.enable()
     assert counts[2] == counts[1]
+
+
+class NormByHand(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Summed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * TARGET).sum()
+
+
+TARGET = torch.randn(64, 24, 48)
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "layer norm": lambda width: nn.LayerNorm(width, 1e-6, bias=False),
+    "RMS norm": lambda width: nn.RMSNorm(width, 1e-6),
+    "by hand": NormByHand,
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("level", [256, 16])
+def test_rows_of_zeros_leave_the_weight_of_a_norm_alone(norm: str, level: int) -> None:
+    # The later norms multiply a gradient that meets zeros by 1/sqrt(eps) each.
+    torch.manual_seed(0)
+    width = 48
+    parts = [part for _ in range(3) for part in (NORMS[norm](width), nn.Linear(width, width, bias=False))]
+    model = nn.Sequential(*parts, Summed())
+    x = torch.randn(64, 24, width)
+    x[torch.rand(64, 24) < 0.3] = 0
+    right = gradients(model, x)
+    for seed in range(3):
+        found = gradients(mt.convert(copy.deepcopy(model), mt.Policy.uniform(level), seed=seed), x)
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        for mine, own in zip(found.split(sizes), right.split(sizes), strict=True):
+            assert float((mine - own).square().sum() / own.square().sum()) < 20 / (level - 1) ** 2

@@ -137,6 +137,8 @@ def mul(call: "Call", input: Any, other: Any, *, in_place: bool = False, **unkno
             return scale(call, x, statistic)
     if not any(partner.requires_grad and _worth(call, x, size) for x, partner in kept):
         return call.plain()
+    for factor, x in kept:
+        call = aligned(call, x) if factor.requires_grad and factor.numel() * REPEATS <= x.numel() else call
     return call.apply("mul", (in_place, like(input), like(other)), input, other)
 
 

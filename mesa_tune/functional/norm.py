@@ -4,6 +4,9 @@ y = γ x̂ + β with x̂ = r (x − μ);  dγ = Σ g x̂,  dβ = Σ g,  dx = r (
 With x in place of x̂, an error of x would be multiplied by r, which is unbounded. RMSNorm subtracts no mean:
 x̂ = r x,  dx = r (ĝ − x̂ mean(ĝ x̂)). Means run over what each norm normalizes together; batch norms are in
 `batchnorm`.
+
+A row without deviation (of zeros: padding) has r = ε^-½ and x̂ = 0, and stays so: the r of a later norm may
+multiply its gradient, and times zero that is zero.
 """
 
 import math
@@ -63,15 +66,16 @@ def _kept(
 def layer_norm_backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    shape, _, dtype = static
+    shape, eps, dtype = static
     if not lossy:
         return None, None, grad.sum(tuple(range(grad.dim() - len(shape))))
     rstd, weight, bias = exact
     assert rstd is not None
+    normalized = lossy[0].masked_fill(_is_even(rstd, eps), 0)
     # In terms of x̂ the statistics are mean 0 and reciprocal deviation 1; the true r scales the result.
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(
         grad,
-        lossy[0] if dtype is None else lossy[0].to(dtype),
+        normalized if dtype is None else normalized.to(dtype),
         shape,
         torch.zeros_like(rstd),
         torch.ones_like(rstd),
@@ -86,17 +90,25 @@ def layer_norm_backward(
     )
 
 
+def _is_even(rstd: Tensor, eps: float | None) -> Tensor:
+    """Which rows have no deviation, as far as float32 can tell: their |x̂| is below 2e-3."""
+    least = torch.finfo(rstd.dtype).eps if eps is None else eps
+    return rstd >= (1 - 1e-6) / math.sqrt(least) if least > 0 else torch.isinf(rstd)
+
+
 def _packed(backward: Callable[..., tuple[Tensor | None, ...]], centered: bool) -> Callable[..., Any]:
     """`backward` of a norm over the last dimensions on the packed x̂: in one pass, or by rows."""
 
     def piecewise(
         static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
     ) -> tuple[Tensor | None, ...] | None:
-        shape, _, dtype = static
+        shape, eps, dtype = static
         if not held or dtype is not None:
             return None
         rstd, weight, *_ = exact
         assert rstd is not None
+        if rstd.is_cpu and _is_even(rstd, eps).any():
+            return _by_rows(backward, static, needs, held[0], exact, grad)
         scale = grad.new_ones(shape) if weight is None else weight
         found = held[0].norm_backward(grad, rstd, scale, centered)
         if found is None:
@@ -157,11 +169,12 @@ def rms_norm_forward(static: Static, needs: Needs, x: Tensor, weight: Tensor | N
 def rms_norm_backward(
     static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    shape = static[0]
+    shape, eps, _ = static
     rstd, weight = exact
     assert rstd is not None
     rows, inner = tuple(range(grad.dim() - len(shape))), tuple(range(-len(shape), 0))
-    normalized, wide = lossy[0].to(rstd.dtype), grad.to(rstd.dtype)
+    normalized = lossy[0].to(rstd.dtype).masked_fill(_is_even(rstd, eps), 0)
+    wide = grad.to(rstd.dtype)
     dx = dw = None
     if needs[1]:
         assert weight is not None
