@@ -223,11 +223,9 @@ class Call:
         return Call(self.layer, self.spec, self.key, self.is_static, plain, None, self.links)
 
     def within(self, row: int) -> "Call":
-        """This call with groups that end where rows of `row` elements do."""
-        spec = self.spec.within(row)
-        made = Call(self.layer, spec, self.key, self.is_static, self.plain, self.memory, self.links)
-        made.hooked, made.opened = self.hooked, self.opened
-        return made
+        """This call, from now on with groups that end where rows of `row` elements do."""
+        self.spec = self.spec.within(row)
+        return self
 
     def refuse(self, why: str) -> Any:
         """Runs the call as PyTorch would, with a warning that names the layer (Rule 9)."""
