@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.sweeps.runner import RIGHT, ROOT, SKIPPED, Line, Results
+from tests.sweeps.runner import BROKEN, ILL_POSED, RIGHT, ROOT, SKIPPED, Line, Results
 
 PAGE = Path(__file__).with_name("operators.md")
 CONDENSED = Path(__file__).with_name("operators.jsonl")
@@ -31,6 +31,7 @@ bound that follows from the level, or as near as the plain operator's with its i
 * scaled: the rows of every input scaled from 0.001 to 1000
 * masked: some elements of every input at -Inf
 * compiled: the largest sample under `torch.compile`
+* ill-posed: the error is large for a reason that the case brings along; the reasons are below
 * skipped: PyTorch itself raises there, has no finite gradient, or another result in each run
 
 Made by `make sweep` and `python -m docs.operators` with torch {torch}.
@@ -120,7 +121,8 @@ def page(content: Content) -> str:
     parts = [
         HEAD.format(torch=content.torch),
         _counts(content.rows),
-        _broken(content.rows),
+        _listed("Broken", content.rows, BROKEN),
+        _listed("Ill-posed", content.rows, ILL_POSED),
         FEWER + _table(("", "bytes, %", "error, 256", "error, 16", "tags"), map(_cells, lossy)),
         _section(LOSSLESS, exact, lambda row: row.bytes < row.plain_bytes),
         _section(EXACT, exact, lambda row: 0 < row.plain_bytes <= row.bytes),
@@ -132,7 +134,7 @@ def page(content: Content) -> str:
 
 
 def _counts(rows: Sequence[Row]) -> str:
-    kinds = (RIGHT, "broken", SKIPPED)
+    kinds = (RIGHT, BROKEN, ILL_POSED, SKIPPED)
     counts = Counter((variant, _kind(row, variant)) for row in rows for variant in VARIANTS)
     cells = ([variant, *(str(counts[variant, kind]) for kind in kinds)] for variant in VARIANTS)
     return "\n" + _table(("", *kinds), cells)
@@ -140,17 +142,18 @@ def _counts(rows: Sequence[Row]) -> str:
 
 def _kind(row: Row, variant: str) -> str:
     result, _ = row.results[variant]
-    return result if result in (RIGHT, SKIPPED) else "broken"
+    return result if result in (RIGHT, ILL_POSED, SKIPPED) else BROKEN
 
 
-def _broken(rows: Sequence[Row]) -> str:
+def _listed(title: str, rows: Sequence[Row], kind: str) -> str:
     cells = [
         [f"`{row.name}`", variant, cause or result]
         for row in rows
         for variant, (result, cause) in row.results.items()
-        if _kind(row, variant) == "broken"
+        if _kind(row, variant) == kind
     ]
-    return "\n## Broken\n\n" + _table(("", "variant", "cause"), cells) if cells else "\nNothing is broken.\n"
+    table = _table(("", "variant", "cause"), cells) if cells else "nothing\n"
+    return f"\n## {title}\n\n{table}"
 
 
 def _cells(row: Row) -> list[str]:

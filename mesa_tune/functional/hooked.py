@@ -63,7 +63,6 @@ _BOUNDED: Final = (
     torch.gru,
     torch.rnn_tanh,
     torch.lstm_cell,
-    torch.gru_cell,
     torch.rnn_tanh_cell,
 )
 

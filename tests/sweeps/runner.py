@@ -32,7 +32,8 @@ BROKEN = "broken"
 SKIPPED = "skipped"
 CRASHED = "crashed"
 TIMED_OUT = "timed out"
-RESULTS = (RIGHT, BROKEN, CRASHED, TIMED_OUT, SKIPPED)
+ILL_POSED = "ill-posed"
+RESULTS = (RIGHT, BROKEN, CRASHED, TIMED_OUT, ILL_POSED, SKIPPED)
 WRONG = frozenset({BROKEN, CRASHED, TIMED_OUT})
 
 _FAMILIES = ("mesa_tune/**/*.py", "mesa_tune/*.so", "search/**/*.py", "csrc/**/*.*", "tests/sweeps/*.py")
@@ -243,11 +244,11 @@ def table(lines: Sequence[Line]) -> str:
     """Counts by variant and result, then what is wrong with its cause; at most 80 columns."""
     variants = list(dict.fromkeys(line.variant for line in lines))
     counts = Counter((line.variant, line.result) for line in lines)
-    head = "".join(f"{result:>11}" for result in ("all", *RESULTS))
+    head = "".join(f"{result:>11}" for result in RESULTS)
     rows = [f"{'':14}{head}"]
     for variant in variants:
         row = [counts[variant, result] for result in RESULTS]
-        rows.append(f"{variant:14.14}" + "".join(f"{number:11}" for number in (sum(row), *row)))
+        rows.append(f"{variant:14.14}" + "".join(f"{number:11}" for number in row))
     return "\n".join([*rows, *_faults(lines)])
 
 
