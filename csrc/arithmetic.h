@@ -13,8 +13,15 @@ namespace mesa_tune {
 constexpr float kQuarter = 0.25f;
 constexpr float kWide = 0x1p124f;
 constexpr float kSmallestStep = 0x1p-126f;
+constexpr float kRoom = 1.0f + 0x1p-15f;  // what a hidden step is raised by, so that rounding reaches no gap
+constexpr int kHidden = 9;                // bits that a hidden step lacks
+constexpr int32_t kNan = 0x7FC00000;
 constexpr uint32_t kMix1 = 0x21F0AAAD, kMix2 = 0x735A2D97;
 constexpr uint32_t kLane1 = 0x2545F491, kLane2 = 0x6A09E667, kCarry = 0x27D4EB2F;
+
+MESA_TUNE_INLINE bool is_finite(float value) {
+  return (bit_cast<uint32_t>(value) & 0x7F800000) != 0x7F800000;
+}
 
 // Smallest and largest of some floats, in the integer order of their bits: NaN of either sign lies outside
 // the infinities, so extremes show whether all numbers were finite, and the order of elements never matters.
@@ -39,6 +46,17 @@ struct Extremes {
     low = least;
     high = most;
   }
+  MESA_TUNE_INLINE void include_finite(const float* values, int64_t n) {
+    int32_t least = low, most = high;
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t key = ordered(values[i]);
+      const bool counts = is_finite(values[i]);
+      least = std::min(least, counts ? key : least);
+      most = std::max(most, counts ? key : most);
+    }
+    low = least;
+    high = most;
+  }
   MESA_TUNE_INLINE void include(const Extremes& other) {
     low = std::min(low, other.low);
     high = std::max(high, other.high);
@@ -48,24 +66,36 @@ struct Extremes {
     return (high < infinity) & (low > ~infinity);
   }
   // Minimum and maximum as PyTorch counts them: NaN if there is one. There is one zero, 0.
-  MESA_TUNE_INLINE float least() const { return holds_nan() ? value(kNan) : value(low) + 0.0f; }
-  MESA_TUNE_INLINE float most() const { return holds_nan() ? value(kNan) : value(high) + 0.0f; }
+  MESA_TUNE_INLINE float least() const { return holds_nan() ? bit_cast<float>(kNan) : value(low) + 0.0f; }
+  MESA_TUNE_INLINE float most() const { return holds_nan() ? bit_cast<float>(kNan) : value(high) + 0.0f; }
   MESA_TUNE_INLINE bool holds_nan() const {
     constexpr int32_t infinity = 0x7F800000;
     return (high > infinity) | (low < ~infinity);
   }
-
-  static constexpr int32_t kNan = 0x7FC00000;
+  MESA_TUNE_INLINE bool none() const { return low > high; }
 };
 
 // The two stored numbers of a group: the value of code 0, and the step between codes. A range too wide for
-// fp32 has a quarter of its step, negated; one that holds NaN or Inf has NaN in both.
+// fp32 has a quarter of its step, negated. Of a group that holds NaN or Inf, the gaps, the range is that of
+// the finite elements, whose step hides in a NaN; both numbers are NaN where nothing finite can be stored.
 struct Range {
   float zero;
   float step;
 
   MESA_TUNE_INLINE bool wide() const { return step < 0; }
   MESA_TUNE_INLINE bool valid() const { return step == step; }
+  MESA_TUNE_INLINE bool plain() const { return step >= 0; }  // neither wide nor invalid
+  MESA_TUNE_INLINE bool has_gaps() const { return !valid() && zero == zero; }
+  // The step behind NaN's own bits: its upper ones, rounded up, and its sign by the arithmetic shift.
+  MESA_TUNE_INLINE Range hidden() const {
+    const int32_t bits = bit_cast<int32_t>(step * kRoom) + ((1 << kHidden) - 1);
+    return {zero, bit_cast<float>(bits >> kHidden | kNan)};
+  }
+  MESA_TUNE_INLINE Range revealed() const {
+    if (!has_gaps()) return *this;
+    const uint32_t bits = bit_cast<uint32_t>(step);
+    return {zero, bit_cast<float>((bits << kHidden & 0x7FFFFFFF) | (bits & 0x80000000))};
+  }
 };
 
 // Without branches, so that a loop over groups vectorizes.
@@ -83,6 +113,15 @@ MESA_TUNE_INLINE Range measure(const Extremes& extremes, int64_t levels) {
   for (int round = 0; round < 4; ++round)
     step = bit_cast<float>(bit_cast<int32_t>(step) + (base + top * step < end ? 1 : 0));
   return {finite ? low : nan, finite ? (wide ? -step : step) : nan};
+}
+
+// The range of a group with these extremes; with gaps, they are those of the finite elements. The top code is
+// the gaps'; of two codes, one is not enough for the others.
+MESA_TUNE_INLINE Range measure(const Extremes& extremes, int levels, bool gaps) {
+  const Range range = measure(extremes, levels - gaps);
+  if (!gaps) return range;
+  if (extremes.none() || levels == 2) return {bit_cast<float>(kNan), bit_cast<float>(kNan)};
+  return range.hidden();
 }
 
 MESA_TUNE_INLINE uint32_t mix(uint32_t h) {

@@ -68,7 +68,8 @@ def kept(
 def definite(x: Tensor) -> Tensor | Mapped:
     """What to save of `x`, which may have rows of NaN that leave the others' gradients alone.
 
-    A softmax of nothing but -Inf has such a row. Stored as NaN it would make its whole group NaN.
+    A softmax of nothing but -Inf has such a row. Stored as NaN in one bit an element it would make its whole
+    group NaN.
     """
     return x if torch.compiler.is_compiling() else Mapped(x, "definite", lambda: x)
 

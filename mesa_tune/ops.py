@@ -87,8 +87,9 @@ def quantize(
     private count, so that torch's generators stay where they are. out: an earlier result of the same
     geometry, whose memory is reused.
 
-    A group of equal values decodes exactly; one that holds NaN or Inf decodes to NaN; steps below 2**-126 are
-    2**-126. Raises TypeError and ValueError for arguments outside these.
+    A group of equal values decodes exactly; steps below 2**-126 are 2**-126. NaN and Inf decode to NaN. The
+    finite elements of such a group have their own range and all codes but one; of two levels that is not
+    enough, and all of it decodes to NaN. Raises TypeError and ValueError for arguments outside these.
     """
     levels = _check(x, bits, levels, group_size, quant_groups)
     shape, groups = tuple(x.shape), quant_groups or 0

@@ -8,6 +8,9 @@ Layout. A group of n elements stores its codes as `bits` planes of ceil(n / 8) b
 bit k of byte j of plane p is bit p of the code of element k * S + j: eight strided runs make one plane,
 which vectorizes on a CPU, and coalesces on a GPU, at every width. Ranges are two fp32 numbers a group, the
 value of code 0 and the step from one code to the next.
+
+Gaps. A group may hold NaN or Inf: its range is that of its finite elements, which have all codes but the top
+one. That one decodes to NaN. A step that is NaN says so; the real one hides behind the bits of NaN.
 """
 
 import math
@@ -21,6 +24,9 @@ CPU_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 24
 QUARTER = 0.25
 WIDE = 2.0**124  # a quarter of the widest range whose fp32 arithmetic cannot overflow
 SMALLEST_STEP = 2.0**-126  # smallest normal fp32 number: its reciprocal is finite
+ROOM = 1 + 2.0**-15  # what a hidden step is raised by, so that no finite element is rounded to the top code
+HIDDEN = 9  # bits that a hidden step lacks
+NAN = 0x7FC00000
 MASK = 0xFFFFFFFF
 # Multipliers and shifts of a low-bias 32-bit mixer (C. Wellons, "Prospecting for hash functions", 2018-2022).
 MIX_1, MIX_2 = 0x21F0AAAD, 0x735A2D97
@@ -101,14 +107,41 @@ def round_up(position: Tensor, noise: Tensor) -> Tensor:
 
 def measure(rows: Tensor, levels: int | Tensor) -> Tensor:
     """Ranges (groups, 2) of fp32 rows, each from its minimum to its maximum; `levels` may be one a row."""
-    return ranges_of(rows.amin(1) + 0.0, rows.amax(1), levels)  # + 0.0: -0 and 0 are one minimum
+    whole = ranges_of(rows.amin(1) + 0.0, rows.amax(1), levels)  # + 0.0: -0 and 0 are one minimum
+    low, high = finite_ends(rows)
+    parts = with_gaps(ranges_of(low, high, levels - 1), levels)
+    return torch.where(whole[:, 1:].isnan(), parts, whole)
+
+
+def finite_ends(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum of what is finite in each row (last dimension); Inf and -Inf where nothing is."""
+    finite = rows.isfinite()
+    low, high = (torch.where(finite, rows, none) for none in (math.inf, -math.inf))
+    return low.amin(-1) + 0.0, high.amax(-1)
+
+
+def with_gaps(ranges: Tensor, levels: int | Tensor) -> Tensor:
+    """What groups that hold NaN or Inf store for `ranges` of their finite elements, to `levels - 1` levels.
+
+    Of two levels, one is not enough for these: then all is NaN, as without anything finite. The step is
+    raised a little, and its upper bits are kept, rounded up; shifted as a number, they bring the sign along.
+    """
+    bits = (ranges[:, 1] * ROOM).view(torch.int32) + ((1 << HIDDEN) - 1)
+    hidden = ((bits >> HIDDEN) | NAN).view(torch.float32)
+    none = ranges[:, 1].isnan() | (torch.zeros_like(hidden) + levels == 2)
+    return torch.where(none[:, None], math.nan, torch.stack([ranges[:, 0], hidden], 1))
+
+
+def have_gaps(ranges: Tensor) -> Tensor:
+    """Which groups hold NaN or Inf beside finite elements, (groups, 1)."""
+    return ranges[:, 1:].isnan() & ~ranges[:, :1].isnan()
 
 
 def ranges_of(low: Tensor, high: Tensor, levels: int | Tensor) -> Tensor:
     """Ranges (groups, 2) from `low` to `high`: the step is rounded up until the top level reaches `high`.
 
     A range too wide for fp32 is kept as a quarter of its step, negated; NaN or Inf in `low` or `high` makes
-    both NaN.
+    both numbers NaN.
     """
     factor = torch.where(high * QUARTER - low * QUARTER > WIDE, QUARTER, 1.0)
     base, end = low * factor, high * factor
@@ -123,8 +156,15 @@ def ranges_of(low: Tensor, high: Tensor, levels: int | Tensor) -> Tensor:
     return torch.where(finite[:, None], ranges, math.nan)
 
 
+def revealed(ranges: Tensor) -> Tensor:
+    """Ranges with their steps, where these hide behind NaN."""
+    stored = ranges[:, 1:].contiguous()
+    steps = (stored.view(torch.int32) << HIDDEN).view(torch.float32).copysign(stored)
+    return torch.cat([ranges[:, :1], torch.where(have_gaps(ranges), steps, stored)], 1)
+
+
 def unpack_ranges(ranges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(factor, base, step), each (groups, 1): a value is (base + code * step) / factor."""
+    """(factor, base, step), each (groups, 1): a value is (base + code * step) / factor; without gaps."""
     zero, stored = ranges[:, :1], ranges[:, 1:]
     wide = stored < 0
     factor = torch.where(wide, QUARTER, 1.0)
@@ -136,10 +176,20 @@ def round_rows(rows: Tensor, ranges: Tensor, levels: int | Tensor, seed: Tensor 
 
     Values outside their range take its nearest end. `levels` may be a tensor (groups, 1).
     """
-    factor, base, step = unpack_ranges(ranges)
+    codes = _round_finite(rows, ranges, levels, seed, first)
+    top = (torch.zeros_like(rows[:, :1]) + (levels - 1)).to(torch.uint8)
+    return torch.where(have_gaps(ranges) & ~rows.isfinite(), top, codes)
+
+
+def _round_finite(
+    rows: Tensor, ranges: Tensor, levels: int | Tensor, seed: Tensor | None, first: int
+) -> Tensor:
+    """Codes of what is finite; others have any."""
+    factor, base, step = unpack_ranges(revealed(ranges))
     inverse = torch.where(step > 0, 1.0 / step, 0.0)
     position = ((rows * factor - base) * inverse).clamp_min(0.0)
-    position = position.minimum(torch.zeros_like(step) + (levels - 1))
+    top = torch.zeros_like(step) + (levels - 1)
+    position = position.minimum(top - have_gaps(ranges).to(top.dtype))
     position = torch.where(step > 0, position, 0.0)
     if seed is None:
         whole = position.trunc()
@@ -148,12 +198,14 @@ def round_rows(rows: Tensor, ranges: Tensor, levels: int | Tensor, seed: Tensor 
     return round_up(position, noise(seed, first, ranges, element)).to(torch.uint8)
 
 
-def values_of(codes: Tensor, ranges: Tensor) -> Tensor:
-    """The fp32 values (groups, size) of codes."""
-    factor, base, step = unpack_ranges(ranges)
+def values_of(codes: Tensor, ranges: Tensor, levels: int | Tensor) -> Tensor:
+    """The fp32 values (groups, size) of codes; `levels` may be a tensor (groups, 1)."""
+    factor, base, step = unpack_ranges(revealed(ranges))
+    gaps = have_gaps(ranges)
     values = base + codes * step
-    values = torch.where(factor < 1, values.clamp_max(torch.finfo(torch.float32).max * QUARTER), values)
-    return values / factor
+    ended = values.minimum(torch.finfo(torch.float32).max * factor)
+    values = torch.where(gaps | (factor < 1), ended, values) / factor
+    return torch.where(gaps & (codes == levels - 1), math.nan, values)
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
@@ -243,7 +295,7 @@ def dequantize(
     for first, groups, elements, place in pieces(numel, group_size, quant_groups, bits, data.device):
         size = (elements.stop - elements.start) // groups
         codes = unpack_rows(data[place].view(groups, -1), bits, size)
-        flat[elements] = values_of(codes, ranges[first : first + groups]).view(-1).to(dtype)
+        flat[elements] = values_of(codes, ranges[first : first + groups], levels).view(-1).to(dtype)
     return from_groups(flat, shape, quant_groups)
 
 

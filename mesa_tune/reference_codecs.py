@@ -183,20 +183,22 @@ def dequantize_samples(
             count = (place.stop - place.start) // size
             number = first + one.start * count
             own = ranges[number : number + codes.shape[0] * count]
-            values = reference.values_of(codes[:, place].reshape(-1, size), own)
+            levels = 2 ** widths[one].to(torch.int32).repeat_interleave(count)[:, None]
+            values = reference.values_of(codes[:, place].reshape(-1, size), own, levels)
             rows[one, place] = values.view(-1, count * size).to(dtype)
     return _from_samples(rows, shape, quant_groups)
 
 
 def sample_costs(rows: Tensor, parts: Sequence[tuple[slice, int, int]]) -> Tensor:
-    """Σ elements · range² over the groups of each sample; a group that is not finite counts for nothing.
+    """Σ elements · range² over the groups of each sample, of what is finite in them.
 
     Stochastic rounding to b bits then has the variance costs / (6 · (2ᵇ - 1)²): ActNN, section 4.
     """
     costs = rows.new_zeros(rows.shape[0], dtype=torch.float64)
     for place, size, _ in parts:
         groups = rows[:, place].reshape(rows.shape[0], -1, size)
-        spans = groups.amax(2).to(torch.float64) - groups.amin(2).to(torch.float64)
+        low, high = reference.finite_ends(groups)
+        spans = high.to(torch.float64) - low.to(torch.float64)
         costs += size * spans.square().nan_to_num(0.0, 0.0, 0.0).sum(1)
     return costs
 

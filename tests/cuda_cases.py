@@ -43,6 +43,14 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def with_gaps(x: Tensor, share: float, seed: int = 0) -> Tensor:
+    """x with NaN, Inf and -Inf in about so many of its elements."""
+    generator = torch.Generator().manual_seed(seed)
+    bad = torch.tensor([math.nan, -math.nan, math.inf, -math.inf]).to(x.dtype)
+    bad = bad[torch.randint(len(bad), x.shape, generator=generator)]
+    return torch.where(torch.rand(x.shape, generator=generator) < share, bad, x)
+
+
 def one_pass(bits: int, dtype: torch.dtype) -> Iterator[Case]:
     """Every group size that takes one pass, and its neighbours; a partial group at the end."""
     for group_size in (32, 64, 128, 256, 512, 1024, 2048, 192):
@@ -81,6 +89,23 @@ def extremes(dtype: torch.dtype) -> Iterator[Case]:
     x = torch.tensor(groups).repeat(1, 16).to(dtype)
     for bits, group_size in itertools.product((1, 4, 8), (64, 60)):
         yield Case(x, (bits, 2**bits, group_size, 0), bits)
+
+
+def gaps(dtype: torch.dtype) -> Iterator[Case]:
+    """NaN and Inf in groups of all kinds, of several pieces, too, beside groups without."""
+    for number, group_size in enumerate((32, 64, 128, 256, 512, 1024, 2048, 192, 5000)):
+        x = with_gaps(randn(4 * group_size + 17, seed=number).to(dtype), 0.5 / group_size, seed=number)
+        several = ((1, 2), (2, 3), (3, 6)) if number % 2 else ((4, 16), (5, 17), (8, 256))
+        for bits, levels in several:
+            yield Case(x, (bits, levels, group_size, 0), None if bits == 3 else bits)
+    x = with_gaps(randn(2, 6, 37, 41).to(dtype), 0.001)
+    for tensor, groups in itertools.product((x, x.to(memory_format=torch.channels_last)), (2, 3)):
+        yield Case(tensor, (3, 7, 256, groups), 1)
+    whole = torch.full((4, 64), torch.finfo(dtype).max).to(dtype)
+    whole[1], whole[2, ::2], whole[:, 5] = 0, -whole[2, ::2], math.inf
+    whole[3] = -math.inf
+    yield Case(whole, (4, 16, 64, 0), 1)
+    yield Case(whole, (4, 16, 60, 0), 1)
 
 
 def curves(kind: str) -> Iterator[Mapped]:

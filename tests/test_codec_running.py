@@ -97,7 +97,20 @@ def test_a_group_that_is_not_finite_leaves_no_trace(bad: float) -> None:
     for now, then in zip((memory["shift"], memory["clip_val"]), before, strict=True):
         assert now[0] != then[0]
         assert now[1] == then[1]
-    assert torch.isnan(running.decode(parts, x.shape, x.dtype, spec())[1]).all()
+    decoded = running.decode(parts, x.shape, x.dtype, spec())
+    assert torch.equal(decoded.isnan(), ~x.isfinite())
+    step = before[1][1] / 14  # a level less, in the range known so far
+    inside = (2 * x[1]).clamp(before[0][1], before[0][1] + before[1][1])[decoded[1].isfinite()]
+    assert ((decoded[1][decoded[1].isfinite()] - inside).abs() <= 1.001 * step).all()
+
+
+def test_a_group_that_was_never_finite_is_nan() -> None:
+    x = torch.randn(2, 256)
+    x[1, 7] = float("nan")
+    memory: Memory = {}
+    decoded = running.decode(running.encode(x, spec(), KEY, memory), x.shape, x.dtype, spec())
+    assert decoded[0].isfinite().all()
+    assert decoded[1].isnan().all()
 
 
 def test_a_smaller_batch_has_the_first_groups_and_a_larger_one_more() -> None:

@@ -59,7 +59,11 @@ def test_one_pass_groups(bits: int, dtype: torch.dtype) -> None:
         assert_right(*case)
 
 
-@pytest.mark.parametrize("cases", [cuda_cases.layouts, cuda_cases.extremes], ids=["layouts", "extremes"])
+@pytest.mark.parametrize(
+    "cases",
+    [cuda_cases.layouts, cuda_cases.extremes, cuda_cases.gaps],
+    ids=["layouts", "extremes", "gaps"],
+)
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 def test_other_groups(dtype: torch.dtype, cases: Callable[..., Iterator[Case]]) -> None:
     for case in cases(dtype):
@@ -163,7 +167,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert torch.equal(ranges.view(times, -1), ranges[:groups].view(1, -1).expand(times, -1))
     assert torch.equal(data.view(times, -1)[-1], reference.pack_rows(codes, 4).flatten())
     decoded = torch.ops.mesa_tune.dequantize(data, ranges, x.shape, x.dtype, *SIZES)
-    assert torch.equal(decoded[-block:], reference.values_of(codes, last).to(x.dtype).flatten())
+    assert torch.equal(decoded[-block:], reference.values_of(codes, last, 16).to(x.dtype).flatten())
 
 
 def test_noise_past_element_2_to_the_32_of_one_group() -> None:

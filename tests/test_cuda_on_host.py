@@ -118,7 +118,11 @@ def test_one_pass_groups(kernels: Kernels, bits: int, dtype: torch.dtype) -> Non
         assert_right(kernels, *case)
 
 
-@pytest.mark.parametrize("cases", [cuda_cases.layouts, cuda_cases.extremes], ids=["layouts", "extremes"])
+@pytest.mark.parametrize(
+    "cases",
+    [cuda_cases.layouts, cuda_cases.extremes, cuda_cases.gaps],
+    ids=["layouts", "extremes", "gaps"],
+)
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 def test_other_groups(kernels: Kernels, dtype: torch.dtype, cases: Callable[..., Iterator[Case]]) -> None:
     for case in cases(dtype):

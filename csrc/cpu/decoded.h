@@ -61,12 +61,7 @@ MESA_TUNE_INLINE const float* decoded(const Packed& packed, const Settings& s, c
     float* out = values + (group - from) * s.group_size;
     transpose_rows(planes_of(packed, s, span, group), span.plane(), s.bits, codes, span.plane(), 8,
                    span.plane());
-    const Range range = range_of(packed, group);
-    if (range.wide()) {
-      decode_wide(range, codes, span.size, out);
-    } else {
-      decode(range, codes, span.size, out);
-    }
+    decode(range_of(packed, group), s.levels, codes, span.size, out);
   }
   return values + (first - from * s.group_size);
 }

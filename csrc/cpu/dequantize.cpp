@@ -15,17 +15,13 @@ struct Decode {
   const float* factor;  // dense, as `out`; null: 1
 };
 
-MESA_TUNE_INLINE void expand(const Range& range, const uint8_t* codes, int64_t n, float* values) {
-  if (range.wide()) return decode_wide(range, codes, n, values);
-  decode(range, codes, n, values);
-}
-
 // Elements from `index` on, to where they belong.
 MESA_TUNE_INLINE void put(const Decode& task, const Range& range, const uint8_t* codes, int64_t in,
                           int64_t index, int64_t n, float* buffer) {
+  const int64_t levels = task.settings.levels;
   if (direct(task.out) && task.factor == nullptr)
-    return expand(range, codes, n, address(task.out, in, index));
-  expand(range, codes, n, buffer);
+    return decode(range, levels, codes, n, address(task.out, in, index));
+  decode(range, levels, codes, n, buffer);
   if (task.factor == nullptr) return store(buffer, in, index, n, task.out);
   const float* __restrict factor = task.factor + index;
   float* __restrict out = address(task.out, in, index);

@@ -39,6 +39,25 @@ MESA_TUNE_INLINE const float* fit(const Encode& task, const Range& range, const 
   return buffer;
 }
 
+// The codes of elements [element, element + n) of a group whose range is invalid: the top one for gaps. A
+// given range may have ended below some.
+__attribute__((noinline)) void encode_with_gaps(const Encode& task, const Range& stored, const Keys& keys,
+                                                const float* values, int64_t n, int64_t element,
+                                                float* buffer, uint8_t* codes) {
+  std::fill_n(codes, n, uint8_t{0});
+  if (!stored.has_gaps()) return;
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  const int64_t gap = task.settings.levels - 1;
+  const Range range = stored.revealed();
+  const float most = range.step == 0 ? range.zero : std::numeric_limits<float>::max();
+  const float factor = range.wide() ? kQuarter : 1.0f;
+  for (int64_t i = 0; i < n; ++i)
+    buffer[i] = is_finite(values[i]) ? std::clamp(values[i], range.zero, most) * factor : infinity;
+  Encoder(range, gap, task.noise.stochastic, keys).encode(buffer, n, element, codes);
+  for (int64_t i = 0; i < n; ++i)
+    if (buffer[i] == infinity) codes[i] = static_cast<uint8_t>(gap);
+}
+
 // Elements [index, index + n) of a layout's count, as they are encoded.
 MESA_TUNE_INLINE const float* take(const Encode& task, int64_t in, int64_t index, int64_t n, float* buffer) {
   return mapped(task.map, load(task.x, in, index, n, buffer), index, n, buffer);
@@ -49,9 +68,24 @@ MESA_TUNE_INLINE const float* take(const Encode& task, int64_t in, int64_t index
 struct Batch {
   static constexpr int64_t kMost = 64;
 
-  MESA_TUNE_INLINE void measure_all(int64_t count, int64_t levels) {
+  MESA_TUNE_INLINE void measure_all(int64_t count, int64_t size, int64_t levels) {
+    int32_t valid = 1;
     for (int64_t i = 0; i < count; ++i) {
-      const Range range = measure({low[i], high[i]}, levels);
+      const Extremes extremes{low[i], high[i]};
+      const Range range = measure(extremes, levels);
+      zero[i] = range.zero;
+      step[i] = range.step;
+      valid &= extremes.finite();
+    }
+    if (!valid) measure_gaps(count, size, levels);
+  }
+  // Again, of what is finite, where something is not.
+  __attribute__((noinline)) void measure_gaps(int64_t count, int64_t size, int64_t levels) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (Extremes{low[i], high[i]}.finite()) continue;
+      Extremes finite;
+      finite.include_finite(values[i], size);
+      const Range range = measure(finite, levels, true);
       zero[i] = range.zero;
       step[i] = range.step;
     }
@@ -85,15 +119,15 @@ MESA_TUNE_INLINE void encode_group(const Encode& task, const Span& span, int64_t
   alignas(64) uint8_t codes[kTile];
   const Settings& s = task.settings;
   const Range range = range_of(task.packed, group);
-  uint8_t* planes = planes_of(task.packed, s, span, group);
-  if (!range.valid()) {
-    std::memset(planes, 0, static_cast<size_t>(s.bits * span.plane()));
-    return;
+  if (range.valid()) {
+    const Encoder encoder(range, s.levels, task.noise.stochastic, keys);
+    encoder.encode(fit(task, range, values, span.size, buffer), span.size, 0, codes);
+  } else {
+    encode_with_gaps(task, range, keys, values, span.size, 0, buffer, codes);
   }
-  const Encoder encoder(range, s.levels, task.noise.stochastic, keys);
-  encoder.encode(fit(task, range, values, span.size, buffer), span.size, 0, codes);
   for (int64_t i = span.size; i < 8 * span.plane(); ++i) codes[i] = 0;
-  transpose_rows(codes, span.plane(), 8, planes, span.plane(), s.bits, span.plane());
+  transpose_rows(codes, span.plane(), 8, planes_of(task.packed, s, span, group), span.plane(), s.bits,
+                 span.plane());
 }
 
 // Asks for a later group's elements, if they are neighbours: measuring waits for memory, rounding does not.
@@ -125,7 +159,7 @@ MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_
     if (task.given) {
       batch.read_ranges(task.packed, first, count);
     } else {
-      batch.measure_all(count, task.settings.levels);
+      batch.measure_all(count, span.size, task.settings.levels);
       batch.keep_ranges(task.packed, first, count);
     }
     batch.mix_keys(count, task.keys, first);
@@ -139,21 +173,27 @@ MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_
 MESA_TUNE_PATHS(encode_groups, (const Encode& task, const Span& span, int64_t from, int64_t to),
                 (task, span, from, to))
 
-// Extremes of pieces [from, to), counted through the groups of a span.
-MESA_TUNE_INLINE void measure_pieces(const Encode& task, const Span& span, Extremes* found, int64_t from,
-                                     int64_t to) {
+// Extremes of pieces [from, to), counted through the groups of a span: of all elements, or the finite ones.
+MESA_TUNE_INLINE void measure_pieces(const Encode& task, const Span& span, bool finite, Extremes* found,
+                                     int64_t from, int64_t to) {
   alignas(64) float buffer[kTile];
   const int64_t each = pieces(span.size, kTile);
   for (int64_t piece = from; piece < to; ++piece) {
     const int64_t group = span.first + piece / each, begin = piece % each * kTile;
     const int64_t n = std::min(kTile, span.size - begin);
     const int64_t in = layout_group(task.settings, group);
-    found[piece].include(take(task, in, start(task.settings, span, group) + begin, n, buffer), n);
+    const float* values = take(task, in, start(task.settings, span, group) + begin, n, buffer);
+    if (finite) {
+      found[piece].include_finite(values, n);
+    } else {
+      found[piece].include(values, n);
+    }
   }
 }
 MESA_TUNE_PATHS(measure_pieces,
-                (const Encode& task, const Span& span, Extremes* found, int64_t from, int64_t to),
-                (task, span, found, from, to))
+                (const Encode& task, const Span& span, bool finite, Extremes* found, int64_t from,
+                 int64_t to),
+                (task, span, finite, found, from, to))
 
 MESA_TUNE_INLINE void encode_tile(const Encode& task, const Span& span, int64_t group, int64_t column) {
   alignas(64) float buffer[kRun];
@@ -161,16 +201,17 @@ MESA_TUNE_INLINE void encode_tile(const Encode& task, const Span& span, int64_t 
   const Settings& s = task.settings;
   const Range range = range_of(task.packed, group);
   const int64_t columns = std::min(kRun, span.plane() - column);
-  if (!range.valid()) {
-    std::memset(codes, 0, sizeof(codes));
-  } else {
-    const Encoder encoder(range, s.levels, task.noise.stochastic, task.keys.of_group(group, range));
-    for (int64_t run = 0; run < 8; ++run) {
-      const int64_t first = run * span.plane() + column, n = run_length(span, first, columns);
-      const float* values = take(task, layout_group(s, group), start(s, span, group) + first, n, buffer);
+  const Keys keys = task.keys.of_group(group, range);
+  const Encoder encoder(range, s.levels, task.noise.stochastic, keys);
+  for (int64_t run = 0; run < 8; ++run) {
+    const int64_t first = run * span.plane() + column, n = run_length(span, first, columns);
+    const float* values = take(task, layout_group(s, group), start(s, span, group) + first, n, buffer);
+    if (range.valid()) {
       encoder.encode(fit(task, range, values, n, buffer), n, first, codes + run * kRun);
-      for (int64_t i = n; i < columns; ++i) codes[run * kRun + i] = 0;
+    } else {
+      encode_with_gaps(task, range, keys, values, n, first, buffer, codes + run * kRun);
     }
+    for (int64_t i = n; i < columns; ++i) codes[run * kRun + i] = 0;
   }
   transpose_rows(codes, kRun, 8, planes_of(task.packed, s, span, group) + column, span.plane(), s.bits,
                  columns);
@@ -184,12 +225,12 @@ MESA_TUNE_INLINE void encode_tiles(const Encode& task, const Span& span, int64_t
 MESA_TUNE_PATHS(encode_tiles, (const Encode& task, const Span& span, int64_t from, int64_t to),
                 (task, span, from, to))
 
-// The extremes of every group of a span.
-std::vector<Extremes> measure_span(const Encode& task, const Span& span) {
+// The extremes of every group of a span: of all elements, or the finite ones.
+std::vector<Extremes> measure_span(const Encode& task, const Span& span, bool finite = false) {
   const int64_t each = pieces(span.size, kTile);
   std::vector<Extremes> found(static_cast<size_t>(span.count * each));
   parallel(span.count * each, std::min(span.size, kTile), [&](int64_t from, int64_t to) {
-    measure_pieces_paths[path()](task, span, found.data(), from, to);
+    measure_pieces_paths[path()](task, span, finite, found.data(), from, to);
   });
   for (int64_t group = 0; each > 1 && group < span.count; ++group) {
     Extremes all;
@@ -199,6 +240,17 @@ std::vector<Extremes> measure_span(const Encode& task, const Span& span) {
   return found;
 }
 
+void keep_ranges(const Encode& task, const Span& span) {
+  const std::vector<Extremes> found = measure_span(task, span);
+  const auto is_finite = [](const Extremes& extremes) { return extremes.finite(); };
+  const bool valid = std::all_of(found.begin(), found.end(), is_finite);
+  const std::vector<Extremes> finite = valid ? found : measure_span(task, span, true);
+  for (int64_t group = 0; group < span.count; ++group) {
+    const bool gaps = !found[group].finite();
+    keep_range(task.packed, span.first + group, measure(finite[group], task.settings.levels, gaps));
+  }
+}
+
 void encode_span(const Encode& task, const Span& span) {
   if (span.count == 0 || span.size == 0) return;
   if (span.size <= kTile) {
@@ -206,11 +258,7 @@ void encode_span(const Encode& task, const Span& span) {
       encode_groups_paths[path()](task, span, span.first + from, span.first + to);
     });
   }
-  if (!task.given) {
-    const std::vector<Extremes> found = measure_span(task, span);
-    for (int64_t group = 0; group < span.count; ++group)
-      keep_range(task.packed, span.first + group, measure(found[group], task.settings.levels));
-  }
+  if (!task.given) keep_ranges(task, span);
   parallel(span.count * pieces(span.plane(), kRun), kTile,
            [&](int64_t from, int64_t to) { encode_tiles_paths[path()](task, span, from, to); });
 }

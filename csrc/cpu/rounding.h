@@ -62,17 +62,24 @@ class Encoder {
   Scale scale_;
 };
 
-MESA_TUNE_INLINE void decode(const Range& range, const uint8_t* __restrict codes, int64_t n,
-                             float* __restrict values) {
-  const float zero = range.zero, step = range.step;
-  for (int64_t i = 0; i < n; ++i) values[i] = zero + static_cast<float>(codes[i]) * step;
+// Of ranges that are wide or invalid.
+inline void decode_slowly(const Range& stored, int64_t levels, const uint8_t* codes, int64_t n,
+                          float* values) {
+  const Range range = stored.revealed();
+  const float factor = range.wide() ? kQuarter : 1.0f;
+  const float base = range.zero * factor, step = range.wide() ? -range.step : range.step;
+  const float most = std::numeric_limits<float>::max() * factor;
+  const int64_t gap = stored.has_gaps() ? levels - 1 : levels;
+  for (int64_t i = 0; i < n; ++i)
+    values[i] = codes[i] == gap ? bit_cast<float>(kNan)
+                                : std::min(base + static_cast<float>(codes[i]) * step, most) / factor;
 }
 
-inline void decode_wide(const Range& range, const uint8_t* codes, int64_t n, float* values) {
-  const float base = range.zero * kQuarter, step = -range.step;
-  constexpr float most = std::numeric_limits<float>::max() * kQuarter;
-  for (int64_t i = 0; i < n; ++i)
-    values[i] = std::min(base + static_cast<float>(codes[i]) * step, most) / kQuarter;
+MESA_TUNE_INLINE void decode(const Range& range, int64_t levels, const uint8_t* __restrict codes, int64_t n,
+                             float* __restrict values) {
+  if (!range.plain()) return decode_slowly(range, levels, codes, n, values);
+  const float zero = range.zero, step = range.step;
+  for (int64_t i = 0; i < n; ++i) values[i] = zero + static_cast<float>(codes[i]) * step;
 }
 
 }  // namespace mesa_tune::cpu

@@ -24,7 +24,7 @@ struct Dense {
   int64_t groups;
   int shift;  // log2 of the lanes of a group
   int bits;
-  int64_t levels;
+  int levels;
 
   __device__ int lanes() const { return 1 << shift; }
   __device__ int lane() const { return static_cast<int>(threadIdx.x) & (lanes() - 1); }
@@ -94,7 +94,7 @@ __device__ inline void apply<Map::kNormalize>(const Mapping& mapping, int64_t in
 }
 
 template <class Type>
-__device__ inline Range range_of(const Raw<Type>& raw, const Dense& d) {
+__device__ inline Extremes extremes_of(const Raw<Type>& raw, const Dense& d) {
   uint32_t lows = raw.words[0][0], highs = lows;
 #pragma unroll
   for (int i = 1; i < 32; ++i) {
@@ -105,7 +105,25 @@ __device__ inline Range range_of(const Raw<Type>& raw, const Dense& d) {
     lows = lesser(Type(), lows, __shfl_xor_sync(kAllLanes, lows, distance));
     highs = greater(Type(), highs, __shfl_xor_sync(kAllLanes, highs, distance));
   }
-  return measure(extremes_within<Type>(lows, highs), d.levels);
+  return extremes_within<Type>(lows, highs);
+}
+
+// Those of what is finite. Infinities then are positive: like NaN they end at the top code, which a raised
+// step keeps from all finite elements. For whole warps, which exchange values.
+template <class Type>
+__device__ inline Extremes finite_extremes_of(Raw<Type>& raw, const Dense& d) {
+  constexpr int each = kPairs<Type> ? 2 : 1;
+  constexpr uint32_t sign = kPairs<Type> ? 0x8000 : 0x80000000;
+  Extremes finite;
+#pragma unroll
+  for (int i = 0; i < 32 * each; ++i) {
+    uint32_t& word = raw.words[i / each / 4][i / each % 4];
+    const float value = number_of<Type>(word, i % each);
+    finite.include_finite(&value, 1);
+    if (!is_finite(value)) word &= ~(sign << (16 * (i % each)));
+  }
+  for (int distance = d.lanes() / 2; distance > 0; distance /= 2) finite.include(of_lane(finite, distance));
+  return finite;
 }
 
 template <class Type, class Factor>
@@ -162,14 +180,18 @@ __global__ void __launch_bounds__(kThreads, 3)
     const int64_t first = group * 8 * d.lanes() + d.lane();
     Raw<Type> raw(x, first, d.lanes());
     if constexpr (kKind != Map::kNone) apply<kKind>(mapping, first * kColumns<Type>, raw);
-    const Range range = range_of(raw, d);
+    Extremes extremes = extremes_of(raw, d);
+    const bool gaps = !extremes.finite();
+    if (__any_sync(kAllLanes, gaps)) extremes = finite_extremes_of(raw, d);
+    Range range = measure(extremes, d.levels, gaps);
     if (d.lane() == 0) {
       packed.ranges[2 * group] = range.zero;
       packed.ranges[2 * group + 1] = range.step;
     }
+    const Keys keys = seed.of_group(group, range);
+    range = range.revealed();
     const Scale scale(range, d.levels);
     const float factor = range.wide() ? kQuarter : 1.0f;
-    const Keys keys = seed.of_group(group, range);
     Bytes<words> bytes[kPlanes];
 #pragma unroll
     for (int word = 0; word < words; ++word) {
@@ -191,6 +213,23 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
+// NaN where codes are the top one, whose bits say of each plane what it holds there.
+template <class Type>
+__device__ inline void put_gaps(const Bytes<kWords<Type>>* planes, const Dense& d, int64_t group, void* out) {
+  auto* at = static_cast<typename Type::Storage*>(out) + (group * 8 * d.lanes() + d.lane()) * kColumns<Type>;
+  for (int word = 0; word < kWords<Type>; ++word) {
+    uint32_t gaps = ~0u;
+    for (int plane = 0; plane < d.bits; ++plane) {
+      const uint32_t bits = planes[plane_index<Type>(d, group, plane)].words[word];
+      gaps &= (d.levels - 1) >> plane & 1 ? bits : ~bits;
+    }
+#pragma unroll 1
+    for (int i = 0; i < 32; ++i)  // a byte a column, a bit a run
+      if (gaps >> i & 1)
+        at[i % 8 * d.lanes() * kColumns<Type> + 4 * word + i / 8] = Type::store(bit_cast<float>(kNan));
+  }
+}
+
 template <class Type, int kPlanes, class Factor>
 __global__ void __launch_bounds__(kThreads, 3)
     decode_dense(const Packed packed, const Dense d, const uint4* factors, uint4* out) {
@@ -203,7 +242,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane)
       if (plane < d.bits) bytes[plane] = planes[plane_index<Type>(d, group, plane)];
-    const Values value(Range{packed.ranges[2 * group], packed.ranges[2 * group + 1]});
+    const Range stored{packed.ranges[2 * group], packed.ranges[2 * group + 1]};
+    const Values value(stored);
     uint32_t codes[8][words];
 #pragma unroll
     for (int word = 0; word < words; ++word) {
@@ -217,6 +257,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
     for (int run = 0; run < 8; ++run)
       out[(group * 8 + run) * d.lanes() + d.lane()] = pack<Type>(value, codes[run], factor, run);
+    if (stored.has_gaps()) put_gaps<Type>(planes, d, group, out);
   }
 }
 

@@ -36,10 +36,10 @@ void encode_strided(const Strided& x, const Map& map, const Settings& s, const S
                     const Packed& packed, void* stream) {
   const auto* data = static_cast<const typename Type::Storage*>(x.data);
   const Groups groups{x.layout, s, span};
-  const int64_t pieces = span.count * ((span.size + kPiece - 1) / kPiece);
-  launch(clear_extremes, span.count, stream, span, packed);
-  launch(measure_pieces<Type, kMapped>, pieces * kWarp, stream, data, map, groups, packed);
-  launch(keep_ranges, span.count, stream, span, s.levels, packed);
+  const int64_t pieces = (span.size + kPiece - 1) / kPiece, collected = pieces > 1 ? span.count : 0;
+  launch(clear_extremes, collected, stream, groups, packed);
+  launch(measure_pieces<Type, kMapped>, span.count * pieces * kWarp, stream, data, map, groups, packed);
+  launch(keep_ranges, collected, stream, groups, packed);
   launch(encode_columns<Type, kMapped>, span.count * span.plane(), stream, data, map, groups, noise, packed);
 }
 
@@ -53,7 +53,7 @@ void encode(const Strided& x, const Map& map, const Settings& s, const Noise& no
   if (shift < 0) {
     encode_strided<Type, mapped>(x, map, s, parts.whole, noise, packed, stream);
   } else if constexpr (!mapped || !kPairs<Type>) {
-    const Dense d{parts.whole.count, shift, static_cast<int>(s.bits), s.levels};
+    const Dense d{parts.whole.count, shift, static_cast<int>(s.bits), static_cast<int>(s.levels)};
     encode_whole<Type, kKind>(x, map, d, noise, packed, stream);
   }
   encode_strided<Type, mapped>(x, map, s, parts.rest, noise, packed, stream);

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "arithmetic.h"
+#include "launch.cuh"
 
 namespace mesa_tune::cuda {
 
@@ -68,6 +69,13 @@ uint32_t greater(Type type, uint32_t a, uint32_t b) {
 }
 
 #endif
+
+// What the lane at this distance has found.
+__device__ inline Extremes of_lane(const Extremes& own, int distance) {
+  const int low = __shfl_xor_sync(kAllLanes, own.low, distance);
+  const int high = __shfl_xor_sync(kAllLanes, own.high, distance);
+  return {low, high};
+}
 
 // Of the numbers in the smallest and the largest words.
 template <class Type>

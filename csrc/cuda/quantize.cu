@@ -30,7 +30,7 @@ void decode(const Packed& packed, const Settings& s, const Strided& out, void* s
   if (shift < 0) {
     decode_strided<Type>(packed, s, parts.whole, out, factor, stream);
   } else {
-    const Dense d{parts.whole.count, shift, static_cast<int>(s.bits), s.levels};
+    const Dense d{parts.whole.count, shift, static_cast<int>(s.bits), static_cast<int>(s.levels)};
     decode_whole<Type, Factor>(packed, d, out, factor, stream);
   }
   decode_strided<Type>(packed, s, parts.rest, out, factor, stream);

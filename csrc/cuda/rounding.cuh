@@ -37,16 +37,18 @@ __device__ inline uint32_t nearest(float position) {
   return __float2uint_ru(position * 0x1p24f) + 0x7FFFFF;
 }
 
-// The values of codes. Of a range too wide for fp32 a quarter is computed, and ends at what fits.
+// The values of codes. Of a range too wide for fp32 a quarter is computed, and ends at what fits; so does
+// that of a group with gaps, of which this is for the finite elements.
 struct Values {
   float base, step, most, factor;
 
-  __device__ explicit Values(const Range& range) {
+  __device__ explicit Values(const Range& stored) {
     constexpr float largest = std::numeric_limits<float>::max();
+    const Range range = stored.revealed();
     const bool wide = range.wide();
     base = wide ? range.zero * kQuarter : range.zero;
     step = wide ? -range.step : range.step;
-    most = wide ? largest * kQuarter : std::numeric_limits<float>::infinity();
+    most = stored.plain() ? std::numeric_limits<float>::infinity() : wide ? largest * kQuarter : largest;
     factor = wide ? 1 / kQuarter : 1.0f;
   }
   __device__ float operator()(uint32_t code) const {

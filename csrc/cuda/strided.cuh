@@ -1,7 +1,10 @@
-// Groups of any size and layout. Their extremes are collected in the memory of the ranges, by atomics, whose
-// order does not matter; then each thread encodes or decodes one column of eight elements.
+// Groups of any size and layout. A warp measures a piece. Where a group has several, their extremes are
+// collected by atomics, whose order does not matter: in the memory of the range those of all elements, in
+// that of the codes those of the finite ones. Then each thread encodes or decodes one column of eight
+// elements.
 #pragma once
 
+#include "extremes.cuh"
 #include "launch.cuh"
 #include "map.cuh"
 #include "planes.cuh"
@@ -33,8 +36,23 @@ __device__ inline Range stored_range(const Packed& packed, int64_t group) {
   return {packed.ranges[2 * group], packed.ranges[2 * group + 1]};
 }
 
+// The range of a group whose elements have these extremes, of all of them and of the finite ones.
+__device__ inline void keep_range(const Packed& packed, int64_t group, const Extremes& all,
+                                  const Extremes& finite, int levels) {
+  const Range range = measure(finite, levels, !all.finite());
+  packed.ranges[2 * group] = range.zero;
+  packed.ranges[2 * group + 1] = range.step;
+}
+
 __device__ inline Extremes* extremes_of(const Packed& packed, int64_t group) {
   return reinterpret_cast<Extremes*>(packed.ranges) + group;
+}
+
+// In the first whole words of the codes, of which a group of several pieces has enough.
+__device__ inline Extremes* finite_of(const Groups& groups, const Packed& packed, int64_t group) {
+  constexpr uintptr_t word = alignof(Extremes);
+  const auto at = reinterpret_cast<uintptr_t>(groups.planes(packed, group));
+  return reinterpret_cast<Extremes*>((at + word - 1) & ~(word - 1));
 }
 
 // An element as it is encoded.
@@ -45,9 +63,33 @@ __device__ inline float take(const typename Type::Storage* x, const Map& map, co
   return kMapped ? mapped(map, groups.element(group, index), value) : value;
 }
 
-static __global__ void clear_extremes(const Span span, const Packed packed) {
-  for (int64_t i = thread_number(); i < span.count; i += thread_count())
-    *extremes_of(packed, span.first + i) = Extremes();
+static __global__ void clear_extremes(const __grid_constant__ Groups groups, const Packed packed) {
+  for (int64_t i = thread_number(); i < groups.span.count; i += thread_count()) {
+    *extremes_of(packed, groups.span.first + i) = Extremes();
+    *finite_of(groups, packed, groups.span.first + i) = Extremes();
+  }
+}
+
+__device__ inline void collect(Extremes* at, const Extremes& found) {
+  atomicMin(&at->low, found.low);
+  atomicMax(&at->high, found.high);
+}
+
+// Extremes of elements [begin, end), all or the finite ones, for every lane of a warp.
+template <class Type, bool kMapped, bool kFinite>
+__device__ inline Extremes measured(const typename Type::Storage* x, const Map& map, const Groups& groups,
+                                    int64_t group, int64_t begin, int64_t end) {
+  Extremes found;
+  for (int64_t i = begin + threadIdx.x % kWarp; i < end; i += kWarp) {
+    const float value = take<Type, kMapped>(x, map, groups, group, i);
+    if constexpr (kFinite) {
+      found.include_finite(&value, 1);
+    } else {
+      found.include(&value, 1);
+    }
+  }
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) found.include(of_lane(found, distance));
+  return found;
 }
 
 // A warp a piece.
@@ -59,29 +101,25 @@ __global__ void measure_pieces(const typename Type::Storage* x, const Map map,
   for (int64_t turn = thread_number(); turn / kWarp < span.count * each; turn += thread_count()) {
     const int64_t piece = turn / kWarp, number = quotient(piece, each), group = span.first + number;
     const int64_t begin = (piece - number * each) * kPiece, end = std::min(begin + kPiece, span.size);
-    Extremes found;
-    for (int64_t i = begin + turn % kWarp; i < end; i += kWarp) {
-      const float value = take<Type, kMapped>(x, map, groups, group, i);
-      found.include(&value, 1);
-    }
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      const int low = __shfl_xor_sync(kAllLanes, found.low, distance);
-      const int high = __shfl_xor_sync(kAllLanes, found.high, distance);
-      found.include(Extremes{low, high});
-    }
-    if (turn % kWarp == 0) {
-      atomicMin(&extremes_of(packed, group)->low, found.low);
-      atomicMax(&extremes_of(packed, group)->high, found.high);
+    const Extremes all = measured<Type, kMapped, false>(x, map, groups, group, begin, end);
+    Extremes finite = all;
+    if (!all.finite()) finite = measured<Type, kMapped, true>(x, map, groups, group, begin, end);
+    if (turn % kWarp > 0) continue;
+    if (each == 1) {
+      keep_range(packed, group, all, finite, groups.settings.levels);
+    } else {
+      collect(extremes_of(packed, group), all);
+      collect(finite_of(groups, packed, group), finite);
     }
   }
 }
 
-static __global__ void keep_ranges(const Span span, int64_t levels, const Packed packed) {
-  for (int64_t i = thread_number(); i < span.count; i += thread_count()) {
-    const int64_t group = span.first + i;
-    const Range range = measure(*extremes_of(packed, group), levels);
-    packed.ranges[2 * group] = range.zero;
-    packed.ranges[2 * group + 1] = range.step;
+// Of groups of several pieces.
+static __global__ void keep_ranges(const __grid_constant__ Groups groups, const Packed packed) {
+  for (int64_t i = thread_number(); i < groups.span.count; i += thread_count()) {
+    const int64_t group = groups.span.first + i;
+    const Extremes all = *extremes_of(packed, group), finite = *finite_of(groups, packed, group);
+    keep_range(packed, group, all, finite, groups.settings.levels);
   }
 }
 
@@ -95,16 +133,17 @@ __global__ void encode_columns(const typename Type::Storage* x, const Map map,
   for (int64_t turn = thread_number(); turn < span.count * span.plane(); turn += thread_count()) {
     const int64_t number = quotient(turn, span.plane()), column = turn - number * span.plane();
     const int64_t group = span.first + number;
-    const Range range = stored_range(packed, group);
+    const Range stored = stored_range(packed, group), range = stored.revealed();
     const Scale scale(range, s.levels);
-    const Keys keys = seed.of_group(group, range);
+    const Keys keys = seed.of_group(group, stored);
     const float factor = range.wide() ? kQuarter : 1.0f;
     uint64_t codes = 0;
     for (int run = 0; run < 8; ++run) {
       const int64_t element = run * span.plane() + column;
       if (element >= span.size) break;
       const float value = take<Type, kMapped>(x, map, groups, group, element) * factor;
-      const float position = scale.position(value);
+      // What is not finite ends at the top code, which a raised step keeps from what is.
+      const float position = scale.position(is_finite(value) ? value : fabsf(value));
       const uint32_t code =
           noise.stochastic ? rounded(position, lift(counter_of(element, keys), keys.two, noise_half(element)))
                            : nearest(position);
@@ -129,13 +168,16 @@ __global__ void decode_columns(const Packed packed, const __grid_constant__ Grou
     for (int plane = 0; plane < groups.settings.bits; ++plane)
       bytes |= uint64_t{planes[plane * span.plane()]} << (8 * plane);
     const uint64_t codes = transposed(bytes);
-    const Values value(stored_range(packed, group));
+    const Range stored = stored_range(packed, group);
+    const Values value(stored);
+    const int64_t gap = stored.has_gaps() ? groups.settings.levels - 1 : groups.settings.levels;
     for (int run = 0; run < 8; ++run) {
       const int64_t element = run * span.plane() + column;
       if (element >= span.size) break;
       const float times = factor == nullptr ? 1.0f : factor[groups.element(group, element)];
+      const uint32_t code = static_cast<uint32_t>(codes >> (8 * run)) & 0xFF;
       out[groups.offset(group, element)] =
-          Type::store(value(static_cast<uint32_t>(codes >> (8 * run)) & 0xFF) * times);
+          Type::store(code == gap ? bit_cast<float>(kNan) : value(code) * times);
     }
   }
 }

@@ -2,7 +2,8 @@
 
 Stochastic rounding of a group of n elements with range R to b bits has a variance of about
 n · R² / (6 · (2ᵇ - 1)²). Within a tensor every sample (dimension 0) gets 1 to 8 bits so that the sum of its
-groups' variances is least at the same total: `level` says the average. Between layers `allocate` does the
+groups' variances is least at the same total: `level` says the average. A sample of one bit cannot tell NaN
+and Inf from the rest of their group, which becomes NaN with them. Between layers `allocate` does the
 same, given what each layer's variance does to the gradient.
 """
 

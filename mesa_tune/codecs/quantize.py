@@ -200,9 +200,19 @@ def _ends(ranges: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
     """The values of the lowest and the highest level, `[groups, 2]`.
 
     Steps were rounded up, and values between an element and the next number of its dtype become the element.
+    Groups with gaps have the highest first; and -Inf after it where it is the lowest, too.
     """
+    if _is_none(ranges.isnan()):
+        return _values_of_ends(ranges, levels - 1, dtype)
+    gaps = reference.have_gaps(ranges)
+    ends = _values_of_ends(reference.revealed(ranges), levels - 1 - gaps.to(ranges.dtype), dtype)
+    other = torch.where(ends[:, :1] < ends[:, 1:], ends[:, :1], -math.inf)
+    return torch.where(gaps, torch.cat([ends[:, 1:], other], 1), ends)
+
+
+def _values_of_ends(ranges: Tensor, top: int | Tensor, dtype: torch.dtype) -> Tensor:
     factor, base, step = reference.unpack_ranges(ranges)
-    high = ((base + (levels - 1) * step) / factor).clamp_max(torch.finfo(dtype).max)
+    high = ((base + top * step) / factor).clamp_max(torch.finfo(dtype).max)
     return torch.cat([ranges[:, :1], high], 1).to(dtype)
 
 
@@ -213,12 +223,28 @@ def _between(ends: Tensor, levels: int) -> Tensor:
     """
     if ends.dtype == torch.float32:
         return ends
-    low, high = ends.float().unbind(1)
+    first, second = ends.float().unbind(1)
+    gaps = first > second
+    if _is_none(gaps):
+        return _ranges_between(first, second, torch.full_like(first, levels - 1))
+    low = torch.where(second.isinf(), first, first.minimum(second))
+    ranges = _ranges_between(low, first.maximum(second), levels - 1 - gaps.to(first.dtype))
+    return torch.where(gaps[:, None], reference.with_gaps(ranges, levels), ranges)
+
+
+def _ranges_between(low: Tensor, high: Tensor, top: Tensor) -> Tensor:
+    """`top`: the highest levels, a tensor, because CUDA divides by a number inexactly."""
     quarter = high * reference.QUARTER - low * reference.QUARTER
-    wide = quarter > reference.WIDE
-    span = torch.where(wide, -quarter, high - low)
-    step = span / torch.full_like(span, levels - 1)  # a tensor: CUDA divides by a number inexactly
-    return torch.stack([low, step], 1)
+    span = torch.where(quarter > reference.WIDE, -quarter, high - low)
+    return torch.stack([low, span / top], 1)
+
+
+def _is_none(flags: Tensor) -> bool:
+    """Whether no flag is set, where that can be told without waiting for a device: it saves the operations
+    that groups with gaps take.
+    """
+    here = flags.is_cpu and type(flags) is Tensor and not torch.compiler.is_compiling()
+    return here and not flags.any()
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:

@@ -31,7 +31,8 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
     """As `quantize`: packed levels, and the ranges that were used.
 
     `memory` has Mesa's names: `clip_val` (widths) and `shift` (minima) of the groups, NaN where nothing is
-    known yet, and `iteration`, 0 until the first update.
+    known yet, and `iteration`, 0 until the first update. A group that holds NaN or Inf leaves no trace in it;
+    what else it holds survives in the range known so far, and becomes NaN, too, where there is none.
     """
     if memory is None:
         if torch.compiler.is_compiling():
@@ -40,8 +41,8 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
     own = RAW.extents(x, spec.group_size, spec.quant_groups)
     used = _known(own, memory) if _in_backward() else _updated(own, spec.ema_decay, memory)
     ranges = reference.ranges_of(used[:, 0], used[:, 1], spec.levels)
-    # A group that holds NaN or Inf decodes to NaN, and leaves no trace in the memory.
-    ranges = torch.where(_finite(own)[:, None], ranges, math.nan)
+    gaps = reference.with_gaps(reference.ranges_of(used[:, 0], used[:, 1], spec.levels - 1), spec.levels)
+    ranges = torch.where(_finite(own)[:, None], ranges, gaps)
     sizes = (spec.bits, spec.levels, spec.group_size, spec.quant_groups)
     return [RAW.quantize_within(x, ranges, *sizes, spec.stochastic, key), ranges]
 
@@ -72,9 +73,9 @@ def _finite(own: Tensor) -> Tensor:
 def _updated(own: Tensor, decay: float, memory: Memory) -> Tensor:
     """The ranges after this step's; `memory` holds them from now on."""
     state = _state(own, memory)
+    state = torch.where(memory["iteration"].to(own.device) == 0, math.nan, state)
     fresh = torch.stack([own[:, 1] - own[:, 0], own[:, 0]])
-    first = torch.isnan(state) | (memory["iteration"].to(own.device) == 0)
-    moved = torch.where(first, fresh, state - (1 - decay) * (state - fresh))
+    moved = torch.where(torch.isnan(state), fresh, state - (1 - decay) * (state - fresh))
     moved = torch.where(_finite(own), moved, state)
     memory["clip_val"][: own.shape[0]] = moved[0]
     memory["shift"][: own.shape[0]] = moved[1]

@@ -113,6 +113,10 @@ inline uint32_t __ballot_sync(unsigned, bool set) {
   return bits;
 }
 
+inline int __any_sync(unsigned lanes, bool set) {
+  return __ballot_sync(lanes, set) != 0;
+}
+
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   const uint64_t bytes = uint64_t{high} << 32 | low;
   uint32_t out = 0;

@@ -62,6 +62,7 @@ def unpack_single_precision(
 ) -> Tensor:
     """What `pack_single_precision` has packed, float32 of shape (samples, groups, group_size)."""
     ranges = torch.stack([min.flatten().float(), 1 / scale.flatten().float()], 1)
+    ranges = torch.where(scale.view(-1, 1).isnan(), torch.nan, ranges)  # nothing of it is finite
     shape = (samples, groups, group_size)
     decoded: Tensor = torch.ops.mesa_tune.dequantize.default(
         data, ranges, shape, torch.float32, bits, 2**bits, group_size, 0
