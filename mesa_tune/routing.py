@@ -11,12 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -222,6 +223,19 @@ class RoutingMode(TorchFunctionMode):
         if func in sums.ADDITIONS:
             sums.note(output, args, kwargs)
         return output
+
+
+def _run_as_it_is(code: CodeType) -> None:
+    """Lets torch.compile inline `code` where it traces a call, and leave it and its calls alone elsewhere.
+
+    After a graph break the mode is on in code that is not traced. Compiled by itself, its method took one
+    attribute of a tensor for another: guards cannot tell their getters apart.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(code, skip)
+
+
+_run_as_it_is(RoutingMode.__torch_function__.__code__)
 
 
 def _traced(func: Any, args: Any, kwargs: Any) -> Any:

@@ -219,3 +219,23 @@ def test_inductor() -> None:
     assert 0 < relative_error(first, _grads(plain, plain)) < 0.3
     assert relative_error(first, second) > 0
     assert 0.5 * eager < _saved_when_traced(model, run) <= 1.1 * eager
+
+
+class Recurrent(nn.Module):
+    """A forward with Python code of PyTorch that is not traced and asks for shapes, dtypes and devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTM(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x)[0])
+        return y
+
+
+def test_after_a_graph_break_attributes_of_tensors_are_their_own() -> None:
+    model, x = Recurrent(), torch.randn(5, 64, 32)
+    right = model(x)
+    compiled = torch.compile(mt.convert(model, mt.Policy.uniform(16), seed=0), backend="aot_eager")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), right)

@@ -52,7 +52,7 @@ def spread(
     if given or not dims or not input.requires_grad or call.is_static(input) or call.small(input):
         return call.plain()
     correction = (1 if unbiased is None else int(unbiased)) if correction is None else correction
-    divisor = math.prod(input.shape[each] for each in dims) - correction
+    divisor = math.prod([input.shape[each] for each in dims]) - correction
     if divisor <= 0:
         return call.plain()
     return call.apply("variance", (function, dims, correction, bool(keepdim), divisor), input)
