@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 
+import torch
+
 from mesa_tune.errors import RunError
 from mesa_tune.profiler.entries import NO_FORMULA, OUTSIDE, ExactEntry, TensorEntry
 from mesa_tune.profiler.timeline import Kept, Slot, Timeline
@@ -216,7 +218,8 @@ def _spans(pair: TracedPair) -> Iterator[_Span]:
         else:
             extension = _extension(pair, number, twin, aligned)
             size = 0 if extension is None else size
-            yield _Span("plain", tuple(item.layers), size, 1, extension or (0, 0), size)
+            itemsize = getattr(torch, item.dtype).itemsize
+            yield _Span("plain", tuple(item.layers), size, itemsize, extension or (0, 0), size)
     yield from _held(pair, twins)
     yield from _left(pair, twins)
 

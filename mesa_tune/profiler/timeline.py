@@ -51,7 +51,8 @@ class Kept:
 
     `coded`: `size` elements; a packed copy for each distinct settings among its compressed layers, or, up
     to `min_elements` elements, `size * itemsize` bytes once. `side`: `size` bytes that its compressed layer
-    keeps exactly. `plain`: `size` bytes that PyTorch keeps, while at least one of its layers is exact.
+    keeps exactly. `plain`: `size` bytes that PyTorch keeps, while at least one of its layers is exact;
+    `itemsize` those of an element.
     `always`: `size` bytes, whatever the policy. `samples`: the extent of a coded tensor's first dimension.
     `sources`: the layers from whose kept tensors a coded one can be made again, if all of them compress; it
     then costs nothing for a layer (other than those) with `store: derive`.
@@ -200,6 +201,8 @@ class SizedTimeline:
         most: dict[str, int] = {}
         least: dict[str, int] = {}
         whole: dict[str, int] = {}
+        masked: dict[str, int] = {}
+        bits: dict[str, int] = {}
         for item, size in zip(self.timeline.kept, self.sizes, strict=True):
             for name in item.layers:
                 if item.kind == "coded":
@@ -207,11 +210,20 @@ class SizedTimeline:
                     least[name] = min(least.get(name, size * item.itemsize), size * item.itemsize)
                 elif item.kind == "plain" and name not in self._hooked:
                     whole[name] = max(whole.get(name, 0), size)
-        return frozenset(
+                    masked[name] = max(masked.get(name, 0), size // item.itemsize)
+                elif item.kind == "side":
+                    bits[name] = bits.get(name, 0) + 8 * size
+        small = {
             name
             for name, size in most.items()
             if size <= self.timeline.min_elements and whole.get(name, 0) < SCRAP * least[name]
-        )
+        }
+        # Layers that keep no numbers but masks (dropout, ReLU) go by those of PyTorch.
+        return frozenset(small) | {
+            name
+            for name, count in masked.items()
+            if name not in most and count <= self.timeline.min_elements and bits.get(name, 0) < count + 8
+        }
 
     def live(self, assignment: Assignment) -> NDArray[np.int64]:
         """Bytes alive in each slot, static ones included; shape [slots]."""
@@ -302,8 +314,8 @@ class SizedTimeline:
             for layer in item.layers
             if layer in used and layer not in derivers
         }
-        if distinct and is_small:
-            return size * item.itemsize
+        if distinct and is_small:  # kept as it is: by PyTorch, if one of its layers is
+            return size * item.itemsize if all(layer in used for layer in item.layers) else 0
         samples = self.timeline.scaled(item.samples, self.batch_size)
         return sum(settings_bytes(size, settings, item.itemsize, samples) for settings in distinct)
 
