@@ -19,8 +19,8 @@ SPREAD = 64.0
 each element has a variance of at most (range / (level - 1))² / 4."""
 AS_MUCH = 10.0
 """Errors within this factor of the control's are its own: both are means of heavy-tailed numbers."""
-FLOOR = 1e-9
-"""Relative squared error that float32 itself makes."""
+FLOOR = 1e-8
+"""Relative squared error that float32 itself makes, and the shorter step of a group that holds NaN or Inf."""
 BIAS = 0.1
 """Part of the error that may be bias squared."""
 FEW, SOME, MANY = 3, 16, 128

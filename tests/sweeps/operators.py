@@ -33,6 +33,8 @@ VARIANTS = (*CHANGES, COMPILED)
 DECOMPOSED = "decomposition of a tiny or singular matrix"
 PEAKED = "rows of one large probability, whose own gradient nearly vanishes"
 SATURATED = "gates and scores of inputs up to 1e3: derivatives near 0, rounded, meet large inputs"
+VANISHING = "rows of one element, whose gradient is 0 but for float32's rounding"
+INFINITE = "-Inf itself is saved, and comes back as NaN where plain's derivative is 0"
 ILL = {
     **{(name, "sampled"): DECOMPOSED for name in ("pca_lowrank",)},
     **{(name, "scaled"): DECOMPOSED for name in ("pca_lowrank", "svd_lowrank", "linalg.pinv.singular")},
@@ -40,6 +42,8 @@ ILL = {
     **{(f"nn.{name}", "scaled"): SATURATED for name in ("RNN", "GRU", "LSTM", "MultiheadAttention")},
     **{(f"nn.Transformer{part}", "scaled"): SATURATED for part in ("", "Encoder", "EncoderLayer")},
     ("nn.TransformerDecoderLayer", "scaled"): SATURATED,
+    ("nn.functional.normalize", "masked"): VANISHING,
+    **{(name, "masked"): INFINITE for name in ("asinh", "atan", "erfc", "special.erfc")},
 }
 """Cases whose gradient has a large error that the case brings along, not how it is stored, and why."""
 
@@ -101,8 +105,8 @@ def run(case: Case, most: int = MOST) -> Outcome:
 
 def _judged(case: Case, outcome: Outcome) -> Outcome:
     """`outcome`, or that the case is ill-posed, if nothing but an error of a known cause is wrong."""
-    is_error = outcome.result == BROKEN and outcome.cause.startswith("error ")
-    return replace(outcome, result=ILL_POSED, cause=ILL[case]) if is_error and case in ILL else outcome
+    known = outcome.result == BROKEN and outcome.cause.startswith(("error ", "not finite")) and case in ILL
+    return replace(outcome, result=ILL_POSED, cause=ILL[case]) if known else outcome
 
 
 def _changed(case: Case, most: int) -> Iterator[Program]:
