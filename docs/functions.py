@@ -67,8 +67,8 @@ more bits.
 A softmax whose rows have one probability of nearly 1 has itself a gradient of nearly 0, which rounding may
 exceed; its error stays small beside the gradient that comes in. So have gates and scores of inputs in the
 hundreds, which saturate. NaN and Inf are stored as NaN, and leave what is finite beside them alone; with two
-levels (1 bit) they take their group with them. Rows of zeros stay zeros before a linear layer, in norms, and
-in products whose rows have 32 elements or more.
+levels (1 bit) they take their group with them. Rows of zeros stay zeros before a linear layer, in norms and
+in products with a norm's weight.
 """
 
 

@@ -17,7 +17,7 @@ from mesa_tune.functional import keeping, norm
 from mesa_tune.functional.apply import Apply
 from mesa_tune.functional.formula import Formula, Result
 from mesa_tune.functional.table import FORMULAS
-from mesa_tune.rebinding import Rebindable
+from mesa_tune.rebinding import Instead
 from tests.conformance import rules
 from tests.conformance.cases import case
 from tests.conformance.running import SITUATIONS
@@ -212,7 +212,7 @@ def test_rule_7_catches_a_norm_that_keeps_its_input(monkeypatch: Patch) -> None:
 
 
 def test_rule_8_catches_a_lost_signature(monkeypatch: Patch) -> None:
-    monkeypatch.delattr(Rebindable, "__signature__")
+    monkeypatch.delattr(Instead, "__signature__")
     with pytest.raises(AssertionError, match="signature"):
         rules.check_rule_8(LINEAR)
 

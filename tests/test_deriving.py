@@ -111,12 +111,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
 }
 
 
+MORE_RANGES = {"gated": 8 * (ROWS - NARROW // 256)}
+"""Groups of a product with a norm's weight end with rows."""
+
+
 @pytest.mark.parametrize("name", list(CASES))
 def test_outputs_are_not_stored(name: str) -> None:
     make, batch, elements = CASES[name]
     plain, x = make(), batch()
     stored, derived = (saved(converted(plain, store), x) for store in ("quantize", "derive"))
-    assert stored - derived == ops.packed_bytes(elements, 8)
+    assert stored - derived == ops.packed_bytes(elements, 8) + MORE_RANGES.get(name, 0)
 
 
 @pytest.mark.parametrize("name", list(CASES))

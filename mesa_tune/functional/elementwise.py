@@ -111,11 +111,6 @@ def glu_backward(
 GLU = Formula(glu_forward, glu_backward, "the derivatives by both halves", piecewise=glu_backward)
 
 
-SHORTEST_ROW = 32
-"""Rows of a product that are as long have groups of their own, so that those of zeros stay zeros: a norm
-before it multiplies their gradient by 1 / √ε."""
-
-
 def _worth(call: "Call", x: Tensor, size: int) -> bool:
     """Whether `x`, kept for a result of `size` elements, is to be encoded."""
     return not (x.numel() * REPEATS <= size or call.small(x) or call.is_static(x))
@@ -142,8 +137,8 @@ def mul(call: "Call", input: Any, other: Any, *, in_place: bool = False, **unkno
             return scale(call, x, statistic)
     if not any(partner.requires_grad and _worth(call, x, size) for x, partner in kept):
         return call.plain()
-    row = input.shape[-1] if input.dim() and other.dim() and input.shape[-1] == other.shape[-1] else 0
-    call = call.within(row) if row >= SHORTEST_ROW and call.spec.group_size else call
+    for factor, x in kept:  # a norm's weight: its gradient must not meet what zeros were rounded to
+        call = aligned(call, x) if factor.requires_grad and factor.numel() * REPEATS <= x.numel() else call
     return call.apply("mul", (in_place, like(input), like(other)), input, other)
 
 
