@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
     dtype, marks_zeros = static
-    y = F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
+    given = cast(weight, dtype)
+    if needs[1] and given is not weight and not torch.compiler.is_compiling():
+        given.requires_grad_()  # by which PyTorch chooses how a batch of matrices is multiplied
+    y = F.linear(cast(x, dtype), given, None if bias is None else cast(bias, dtype))
     zeros = (pack_zero_rows(x),) if marks_zeros else ()
     return Result(unviewed(y), ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()), zeros)
 
