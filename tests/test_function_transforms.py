@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 import mesa_tune as mt
+import mesa_tune.functional as mesa_functional
 import mesa_tune.nn as mesa_nn
 from mesa_tune import notice
 from tests.conformance.running import relative_error
@@ -166,7 +167,7 @@ def test_functions_that_stand_alone_are_plain_under_a_transform() -> None:
         return linear(x, weight).square().sum()
 
     with pytest.warns(UserWarning, match=WARNING):
-        found = torch.func.grad(partial(summed, mt.functional.linear))(X)
+        found = torch.func.grad(partial(summed, mesa_functional.linear))(X)
     assert torch.equal(found, torch.func.grad(partial(summed, F.linear))(X))
     right = torch.func.grad(lambda x: F.gelu(x).sum())(X)
     assert torch.equal(torch.func.grad(lambda x: mesa_nn.GELU()(x).sum())(X), right)

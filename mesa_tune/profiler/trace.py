@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, UntypedStorage
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.functional.apply import Replay, watch
@@ -327,4 +327,4 @@ def _serving(recipe: Recipe) -> Iterator[str]:
 def _tensors(tree: Any) -> list[Tensor]:
     """The tensors in `tree` that have a storage; those inside a transform of `torch.func` have none."""
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return [leaf for leaf in leaves if not torch._C._functorch.is_functorch_wrapped_tensor(leaf)]
+    return [leaf for leaf in leaves if not is_functorch_wrapped_tensor(leaf)]
