@@ -1,6 +1,7 @@
 """Norms that models compose by hand obey Rule 7: rows of tiny variance do not amplify the error."""
 
 import copy
+import statistics
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.functional.call import Call
 from mesa_tune.functional.rowwise import aligned, is_repeated
 from mesa_tune.policy import Policy
+from mesa_tune.search.objective import JointError
 from tests.functional_cases import EIGHT, KEY
 
 
@@ -73,6 +75,24 @@ def test_error_is_not_amplified(norm: type[nn.Module], width: int) -> None:
             found = _gradient(coded, x)
             error = float((found - right).square().sum() / right.square().sum())
             assert error < bound, f"{error:.2g} at {level} levels for inputs: {name}"
+
+
+def test_prices_are_those_of_groups_that_end_with_rows() -> None:
+    width = 100
+    x = _inputs(width)["uneven rows"]
+    work = mt.Workload(
+        lambda: Lifted(LlamaRMSNorm(width), 24, width),
+        lambda count: torch.cat([x] * 4),
+        lambda model, batch: (
+            model(batch) * torch.randn(16, generator=torch.Generator().manual_seed(0))
+        ).sum(),
+        batch_size=16,
+    )
+    profile = mt.profile(work, options=[mt.LayerSettings(level=16)])
+    policy = Policy.uniform(16)
+    predicted = profile.predict(policy).gradient_error
+    found = statistics.fmean(JointError(work).errors(policy, [(0, seed) for seed in range(8)]))
+    assert predicted == pytest.approx(found, rel=0.3)
 
 
 def test_groups_end_where_rows_do() -> None:

@@ -158,6 +158,31 @@ class NormByHand(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
+class GatedByHand(nn.Module):
+    """Norm, two projections, one of them gates the other; added to what came in, as Llama and Gemma do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, 1e-6)
+        self.up, self.gate, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        y: Tensor = self.down(F.gelu(self.gate(h)) * self.up(h))
+        return x + y
+
+
+class ZeroProjected(nn.Module):
+    """Every other row comes from a projection that begins at zero, as those of images do in Gemma 3."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.projection = nn.Parameter(torch.zeros(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, ::2] @ self.projection, x[:, 1::2]], 2).view_as(x)
+
+
 class Summed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x * TARGET).sum()
@@ -187,3 +212,17 @@ def test_rows_of_zeros_leave_the_weight_of_a_norm_alone(norm: str, level: int) -
         sizes = [parameter.numel() for parameter in model.parameters()]
         for mine, own in zip(found.split(sizes), right.split(sizes), strict=True):
             assert float((mine - own).square().sum() / own.square().sum()) < 64 / (level - 1) ** 2
+
+
+@pytest.mark.parametrize("store", ["quantize", "derive"])
+@pytest.mark.parametrize("level", [256, 16])
+def test_rows_of_zeros_stay_zeros_where_one_half_gates_the_other(store: str, level: int) -> None:
+    torch.manual_seed(0)
+    width = 48
+    model = nn.Sequential(ZeroProjected(width), *[GatedByHand(width) for _ in range(2)], Summed())
+    x = torch.randn(64, 24, width)
+    right = gradients(model, x)
+    policy = mt.Policy.uniform(level, store=store)
+    for seed in range(3):
+        found = gradients(mt.convert(copy.deepcopy(model), policy, seed=seed), x)
+        assert float((found - right).square().sum() / right.square().sum()) < 64 / (level - 1) ** 2

@@ -89,7 +89,8 @@ class Replay:
     """One call's backward, ready to be run again with its kept tensors stored in another way.
 
     `node` is the call's autograd node, `lossy` what was kept of it as restored, `raw` which of those are
-    never encoded, `present` which inputs of the formula are tensors.
+    never encoded, `present` which inputs of the formula are tensors, `row` after how many elements groups
+    end (0: anywhere).
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Replay:
         plan = call.plan
         self.layer, self.name, self.static, self.needs = plan.layer, plan.name, plan.static, plan.needs
         self.raw, self.present = node.seen
+        self.row = plan.spec.row
         self.node, self.lossy, self.exact, self.grads = node, lossy, exact, grads
 
     def run(self, lossy: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:

@@ -30,7 +30,7 @@ from mesa_tune.functional.formula import (
     like,
 )
 from mesa_tune.functional.held import Held
-from mesa_tune.functional.rowwise import REPEATS, aligned, is_repeated, scale
+from mesa_tune.functional.rowwise import REPEATS, aligned, by_rows, is_repeated, scale
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -137,9 +137,17 @@ def mul(call: "Call", input: Any, other: Any, *, in_place: bool = False, **unkno
             return scale(call, x, statistic)
     if not any(partner.requires_grad and _worth(call, x, size) for x, partner in kept):
         return call.plain()
+    return _in_groups(call, kept).apply("mul", (in_place, like(input), like(other)), input, other)
+
+
+def _in_groups(call: "Call", kept: tuple[tuple[Tensor, Tensor], ...]) -> "Call":
+    """`call` with groups in which rows of zeros stay zeros, where what multiplies them may be large."""
+    (a, b), _ = kept
+    if a.shape == b.shape:
+        return by_rows(call, a) if a.requires_grad and b.requires_grad else call
     for factor, x in kept:  # a norm's weight: its gradient must not meet what zeros were rounded to
         call = aligned(call, x) if factor.requires_grad and factor.numel() * REPEATS <= x.numel() else call
-    return call.apply("mul", (in_place, like(input), like(other)), input, other)
+    return call
 
 
 def div(

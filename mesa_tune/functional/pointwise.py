@@ -11,7 +11,7 @@ from mesa_tune import maps
 from mesa_tune.functional.curves import CURVES
 from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
 from mesa_tune.functional.held import Held
-from mesa_tune.functional.rowwise import aligned
+from mesa_tune.functional.rowwise import aligned, by_rows
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -73,7 +73,7 @@ def serve(
     if in_place and (x.is_leaf or x._base is not None):
         return call.plain()
     if call.serves and not (in_place or CURVES[kind].of_output):
-        return call.apply("pointwise_input", (kind, parameters, x.dtype), x)
+        return by_rows(call, x).apply("pointwise_input", (kind, parameters, x.dtype), x)
     return call.apply("pointwise", (kind, in_place, parameters, x.dtype), x)
 
 

@@ -187,10 +187,12 @@ class _Linked(RecordedCall):
             return super()._one(place, spec, key, cache, draw)
 
         def read(leaf: Place) -> Tensor:
-            raw = self.step.raw(leaf)
-            if leaf[0] not in self.stored_layers or raw.numel() <= MIN_ELEMENTS:
+            layer, turn, number = leaf
+            source = self.step.replays[layer][turn]
+            raw = source.lossy[number]
+            if layer not in self.stored_layers or raw.numel() <= MIN_ELEMENTS:
                 return raw
-            return cached_copy(raw, spec, key, cache).tensor
+            return cached_copy(raw, spec.within(source.row), key, cache).tensor
 
         start = time.perf_counter()
         self.lossy[place] = self.made[place].value(read)

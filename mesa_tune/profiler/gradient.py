@@ -324,7 +324,7 @@ class RecordedCall:
 
     def _one(self, place: int, spec: Spec, key: Tensor, cache: Cache, draw: Draw) -> tuple[float, float]:
         """One of them; the squares of its change and of itself."""
-        copy = cached_copy(self.replay.lossy[place], spec, key, cache)
+        copy = cached_copy(self.replay.lossy[place], spec.within(self.replay.row), key, cache)
         self.lossy[place] = copy.tensor
         draw.encode_ms, draw.decode_ms = draw.encode_ms + copy.encode_ms, draw.decode_ms + copy.decode_ms
         return copy.change, copy.size
@@ -350,7 +350,7 @@ def stored(tensor: Tensor, spec: Spec, key: Tensor) -> tuple[Tensor, float, floa
 
 def cached_copy(tensor: Tensor, spec: Spec, key: Tensor, cache: Cache) -> _Copy:
     """The stored copy; free of charge for a tensor met before (Rule 3)."""
-    place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+    place = (tensor.data_ptr(), tensor.shape, tensor.stride(), spec.group_size)
     if place in cache:
         return replace(cache[place], encode_ms=0.0, decode_ms=0.0)
     copy, encode_ms, decode_ms = stored(tensor, spec, key)
