@@ -107,32 +107,6 @@ def test_small_tensors_that_hooks_meet_make_an_estimate_and_a_note() -> None:
     assert "'recurrent.gru.0' are estimates" in note
 
 
-class _Aside(nn.Module):
-    """Computes what nobody uses, in a branch whose nodes save their own outputs: that dies in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.aside, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        self.aside(h).relu_().softmax(-1).cumsum(-1).exp().cumprod(-1).sqrt()
-        y: Tensor = self.last(h)
-        return y
-
-
-@pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
-def test_what_a_branch_without_a_loss_saves_is_not_counted(level: int | None) -> None:
-    work = mt.Workload(
-        _Aside, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x).mean(), batch_size=16
-    )
-    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
-    model = mt.convert(work.build(), policy, seed=0)
-    found = measure_step(model, work.make_batch(), work.compute_loss, work.make_optimizer(model))
-    profile = mt.profile(work, options=())
-    assert profile.predict(policy).saved_bytes == found.saved_bytes
-
-
 class _Doubled(torch.autograd.Function):
     """Somebody's own function, which saves a tensor through autograd and holds another one itself."""
 
