@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from mesa_tune.profiler import profiling
 from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.trace import SlotTrace, StepTrace, trace_step
 
 WIDTH = 64
 LEVELS = pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
@@ -84,3 +88,40 @@ class _LeftOut(nn.Module):
 
 def test_steps_of_a_model_that_goes_by_pythons_dice_go_one_way() -> None:
     assert_predicted(workload(_LeftOut), 16)
+
+
+class _Slots(list[SlotTrace]):
+    """Slots that count how often they are gone through."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[SlotTrace]:
+        _Slots.walks += 1
+        return super().__iter__()
+
+
+class _Long(nn.Module):
+    """One layer after the other, many times: as a decoder that makes word after word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(100):
+            x = self.layer(x).tanh()
+        return x
+
+
+def test_slots_are_not_gone_through_for_every_kept_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(*args: Any) -> StepTrace:
+        trace = trace_step(*args)
+        trace.slots = _Slots(trace.slots)
+        return trace
+
+    monkeypatch.setattr(profiling, "trace_step", traced)
+    monkeypatch.setattr(_Slots, "walks", 0)
+    profile = mt.profile(workload(_Long), options=())
+    assert len(profile.timeline.kept) > 200
+    # A few times for each of six traces: steps of thousands of slots have thousands of kept tensors.
+    assert 0 < _Slots.walks < 60
