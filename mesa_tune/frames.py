@@ -117,12 +117,16 @@ class Frame:
 
 
 class _State(threading.local):
-    """`function` is the torch function that runs; `layer` its name, once somebody asked for it."""
+    """`function` is the torch function that runs; `layer` its name, once somebody asked for it.
+
+    `began`: the number of the first autograd node that the last routed call under an observer could make.
+    """
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.active = False
         self.paused = False
+        self.began = 0
         self.function: Any = None
         self.layer: str | None = None
 

@@ -345,6 +345,7 @@ def _served_anew(route: Route, frame: Frame, layer: str, func: Any, args: Any, k
         _pop_hooks()
     try:
         if observed:
+            state.began = _autograd._get_sequence_nr()
             call = None if spec is None else _call(frame, layer, spec, func, args, kwargs)
             with _showing(layer):
                 return _observed(layer, func if call is None else route.serve, args, kwargs, call)
@@ -422,9 +423,16 @@ class _Hooked:
 
 def _unchanged(tensor: Tensor) -> _Hooked:
     # A node that held its own output would never die, as in the graph of a loss that is only logged.
-    # Under an observer what our own functions save comes here, too, and others find it by the tensor itself.
-    alias = tensor if tensor.is_leaf or watch.observer is not None else tensor.detach()
+    alias = tensor if tensor.is_leaf or _was_given(tensor) else tensor.detach()
     return _Hooked("", [alias], None, None, tensor._version)
+
+
+def _was_given(tensor: Tensor) -> bool:
+    """Whether a routed call, which comes here under an observer only, did not make `tensor` itself.
+
+    PyTorch holds such a tensor as it is, and other layers find it by that.
+    """
+    return state.paused and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() < state.began
 
 
 def _pack(tensor: Tensor) -> _Hooked:

@@ -8,12 +8,14 @@ what that takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mesa_tune.errors import RunError
 from mesa_tune.profiler.entries import NO_FORMULA, OUTSIDE, ExactEntry, TensorEntry
@@ -159,16 +161,34 @@ def _slots(pair: TracedPair, spans: list[_Span]) -> list[tuple[SlotTrace, int, i
     """Each slot with its live bytes besides kept things, in the plain, compressed and deriving step."""
     rows = []
     plain, derived = _aligned(pair.plain, pair.packed), _aligned(pair.derived, pair.packed)
+    count = len(pair.packed.slots)
+    stored = [span for span in spans if span.kind != "plain"]
+    exact = _summed(
+        (span for span in spans if span.kind in ("plain", "always")), count, lambda span: span.size
+    )
+    packed = _summed(stored, count, lambda span: span.traced_bytes)
+    deriving = _summed(
+        (span for span in stored if span.is_stored_when_derived), count, lambda span: span.traced_bytes
+    )
     for place, slot in enumerate(pair.packed.slots):
-        here = [span for span in spans if span.slots[0] <= place <= span.slots[1]]
-        stored = [span for span in here if span.kind != "plain"]
-        exact = plain[place].high - sum(span.size for span in here if span.kind in ("plain", "always"))
-        packed = slot.high - sum(span.traced_bytes for span in stored)
-        deriving = derived[place].high - sum(
-            span.traced_bytes for span in stored if span.is_stored_when_derived
+        rows.append(
+            (
+                slot,
+                max(0, plain[place].high - exact[place]),
+                max(0, slot.high - packed[place]),
+                max(0, derived[place].high - deriving[place]),
+            )
         )
-        rows.append((slot, max(0, exact), max(0, packed), max(0, deriving)))
     return rows
+
+
+def _summed(spans: Iterable[_Span], count: int, size: Callable[[_Span], int]) -> list[int]:
+    """The sum of the sizes of those spans that each of `count` slots lies in."""
+    changes = [0] * (count + 1)
+    for span in spans:
+        changes[span.slots[0]] += size(span)
+        changes[span.slots[1] + 1] -= size(span)
+    return list(accumulate(changes[:-1]))
 
 
 def _aligned(trace: StepTrace, packed: StepTrace) -> list[SlotTrace]:
@@ -210,7 +230,7 @@ def _spans(pair: TracedPair) -> Iterator[_Span]:
             continue
         size = packed.lives[number].bytes
         yield _Span("side", (layer,), size, 1, _alive(packed, number), size)
-    aligned = _aligned(plain, packed)
+    aligned = np.array([slot.moment for slot in _aligned(plain, packed)], dtype=np.int64)
     for number, item in plain.plain.items():
         size, twin = plain.lives[number].bytes, twins.get(number)
         if twin in stay:
@@ -235,7 +255,7 @@ def _held(pair: TracedPair, twins: Mapping[int, int]) -> Iterator[_Span]:
             yield _Span("always", (), life.bytes, 1, _alive(packed, twin), life.bytes)
             unexplained -= life.bytes
     if unexplained > 0:
-        end = max(place for place, slot in enumerate(packed.slots) if slot.phase == "forward")
+        end = packed.forward_end
         yield _Span("always", (), unexplained, 1, (end, end + 1), unexplained)
 
 
@@ -248,7 +268,7 @@ def _left(pair: TracedPair, twins: Mapping[int, int]) -> Iterator[_Span]:
     """What is there in the compressed step alone though no layer keeps it: it is the layer's that made it."""
     packed, known = pair.packed, {*twins.values(), *pair.packed.side}
     for number, life in packed.lives.items():
-        layer = packed.slots[_birth_slot(packed, number)[0]].layer
+        layer = packed.slots[_birth_slot(packed, number)].layer
         if packed.is_saved(number) and number not in known and packed.stays(number) and layer is not None:
             yield _Span("side", (layer,), life.bytes, 1, _alive(packed, number), life.bytes)
 
@@ -273,42 +293,40 @@ def _alive(trace: StepTrace, number: int) -> tuple[int, int]:
     """First and last slot at whose highest moment the storage is alive; what is saved reaches into the
     backward.
     """
-    places = [place for place, slot in enumerate(trace.slots) if trace.alive(number, slot)]
-    places = places or _birth_slot(trace, number)
-    return _reaching(trace, places) if trace.is_saved(number) else (places[0], places[-1])
+    birth = _birth_slot(trace, number)
+    ends = _ends(trace.alive(number, trace.moments)) or (birth, birth)
+    return _reaching(trace, ends) if trace.is_saved(number) else ends
 
 
-def _birth_slot(trace: StepTrace, number: int) -> list[int]:
-    birth = trace.lives[number].birth
-    before = [place for place, slot in enumerate(trace.slots) if slot.moment <= birth]
-    return [max(before, default=0)]
+def _ends(marked: NDArray[np.bool_]) -> tuple[int, int] | None:
+    """The first and the last place that is marked."""
+    places = np.flatnonzero(marked)
+    return (int(places[0]), int(places[-1])) if places.size else None
 
 
-def _reaching(trace: StepTrace, places: list[int]) -> tuple[int, int]:
-    end = max(place for place, slot in enumerate(trace.slots) if slot.phase == "forward")
-    return min(places[0], end), max(places[-1], end + 1)
+def _birth_slot(trace: StepTrace, number: int) -> int:
+    before = np.searchsorted(trace.moments, trace.lives[number].birth, side="right")
+    return max(0, int(before) - 1)
+
+
+def _reaching(trace: StepTrace, ends: tuple[int, int]) -> tuple[int, int]:
+    return min(ends[0], trace.forward_end), max(ends[1], trace.forward_end + 1)
 
 
 def _extension(
-    pair: TracedPair, number: int, twin: int | None, aligned: list[SlotTrace]
+    pair: TracedPair, number: int, twin: int | None, aligned: NDArray[np.int64]
 ) -> tuple[int, int] | None:
-    """The slots in which a tensor is alive only because the plain step keeps it; None if there are none."""
-    places = [
-        place
-        for place, slot in enumerate(pair.packed.slots)
-        if pair.plain.alive(number, aligned[place]) and (twin is None or not pair.packed.alive(twin, slot))
-    ]
-    later = [
-        place for place in places if twin is None or pair.packed.slots[place].moment >= _death(pair, twin)
-    ]
-    places = later or places
-    if pair.plain.is_saved(number):
-        return _reaching(pair.packed, places or [0])
-    return (places[0], places[-1]) if places else None
+    """The slots in which a tensor is alive only because the plain step keeps it; None if there are none.
 
-
-def _death(pair: TracedPair, number: int) -> int:
-    return pair.packed.lives[number].death
+    `aligned`: for each slot of the compressed step, the highest moment of that of the plain one.
+    """
+    only = pair.plain.alive(number, aligned)
+    ends = _ends(only)
+    if twin is not None:
+        moments = pair.packed.moments
+        only &= ~pair.packed.alive(twin, moments)
+        ends = _ends(only & (moments >= pair.packed.lives[twin].death)) or _ends(only)
+    return _reaching(pair.packed, ends or (0, 0)) if pair.plain.is_saved(number) else ends
 
 
 def _twins(plain: StepTrace, packed: StepTrace) -> dict[int, int]:

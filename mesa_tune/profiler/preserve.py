@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,12 +14,16 @@ from mesa_tune.conversion import conversion_of, install, revert
 
 
 @contextmanager
-def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
+def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[Callable[[], None]]:
     """`model` is plain in the body, which may train and convert it; afterwards all of it is as before.
 
-    Parameters, buffers, gradients, training mode, optimizer state, conversion and random states.
+    Parameters, buffers, gradients, training mode, optimizer state, conversion and random states. What it
+    gives puts the parameters back at once: buffers may tell that the first step is over.
     """
-    tensors = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    weights, buffers = (
+        [(each, each.detach().clone()) for each in tensors]
+        for tensors in (model.parameters(), model.buffers())
+    )
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     copies = [None if gradient is None else gradient.clone() for _, gradient in gradients]
     modes = [(module, module.training) for module in model.modules()]
@@ -28,9 +32,9 @@ def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[
     state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
     with random_states_kept():
         try:
-            yield
+            yield lambda: _put_back(weights)
         finally:
-            _put_back(model, tensors)
+            _put_back([*weights, *buffers])
             for (parameter, gradient), copied in zip(gradients, copies, strict=True):
                 parameter.grad = gradient if copied is None or gradient is None else gradient.copy_(copied)
             for module, training in modes:
@@ -51,6 +55,6 @@ def random_states_kept() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _put_back(model: nn.Module, tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _put_back(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for tensor, copied in tensors:
         tensor.copy_(copied)

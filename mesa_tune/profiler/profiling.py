@@ -123,7 +123,7 @@ class _Profiling:
 
     def _profiled(self) -> Profile:
         # Tracing takes real optimizer steps; errors are those of the model as it was given.
-        with preserved(self.model, self.optimizer):
+        with preserved(self.model, self.optimizer) as self.put_back:
             found = self._traced_profile()
         self.known = self._resumed(found)
         self.derivations: tuple[Derivation, ...] = ()
@@ -182,19 +182,22 @@ class _Profiling:
     def _trace(
         self, batch: Any, policy: Policy, *, settled: bool = False
     ) -> tuple[StepTrace, dict[str, tuple[str, int]]]:
-        """A traced step under `policy`; `settled`: after one that shows who derives from whom."""
+        """A traced step under `policy`; `settled`: after one that shows who derives from whom.
+
+        All start from the same weights and dice: where a token goes must not differ between them.
+        """
+        self.put_back()
         with session(self.workload, self.model, policy) as running:
-            state = torch.get_rng_state()
             if settled:
-                running.loss(batch).backward()
-                torch.set_rng_state(state)
-            trace = trace_step(
-                lambda: self.optimizer.zero_grad(set_to_none=True),
-                lambda: running.loss(batch),
-                lambda: _ignored(self.optimizer.step()),
-                self._static(batch),
-            )
-            torch.set_rng_state(state)
+                with self._dice():
+                    running.loss(batch).backward()
+            with self._dice():
+                trace = trace_step(
+                    lambda: self.optimizer.zero_grad(set_to_none=True),
+                    lambda: running.loss(batch),
+                    lambda: _ignored(self.optimizer.step()),
+                    self._static(batch),
+                )
             return trace, running.layers()
 
     def _static(self, batch: Any) -> list[torch.Tensor]:
@@ -289,7 +292,7 @@ class _Profiling:
         return links
 
     def _dice(self) -> AbstractContextManager[None]:
-        """The random state of the recorded step: dropout masks of one step must fit another's."""
+        """The random state of every step: dropout masks of one must fit another's."""
         return seeded(self.workload.seed, self.workload.device)
 
     def _recorded(self, producers: Collection[str] = ()) -> Sensitivity:

@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
@@ -116,16 +119,31 @@ class StepTrace:
         self.side = {number: layer for number, layer in self.side.items() if number not in passing}
         self.plain = {number: item for number, item in self.plain.items() if number not in passing}
 
-    def alive(self, number: int, slot: SlotTrace) -> bool:
-        """Whether the storage is there at the slot's highest moment."""
+    @cached_property
+    def moments(self) -> NDArray[np.int64]:
+        """The slots' highest moments, which rise, of a step that is over."""
+        return np.array([slot.moment for slot in self.slots], dtype=np.int64)
+
+    @cached_property
+    def forward_end(self) -> int:
+        """The last slot of the forward, of a step that is over."""
+        return max(place for place, slot in enumerate(self.slots) if slot.phase == "forward")
+
+    @cached_property
+    def parts(self) -> frozenset[int]:
+        """The storages of what is stored in parts, of a step that is over."""
+        return frozenset(number for coded in self.coded.values() for number in coded.parts)
+
+    def alive(self, number: int, moments: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the storage is there at each of these moments."""
         life = self.lives[number]
-        return life.birth <= slot.moment < life.death
+        return (life.birth <= moments) & (moments < life.death)
 
     def stays(self, number: int) -> bool:
         """Whether the storage is kept by something else than what compresses it: a hook met no floats there,
         or too few of them; or it is a checkpoint's.
         """
-        if any(number in coded.parts for coded in self.coded.values()):
+        if number in self.parts:
             return False
         layers = self.plain[number].layers if number in self.plain else []
         others = [layer for layer in layers if layer != self.side.get(number)]

@@ -1,0 +1,127 @@
+"""The steps that a profile traces: what dies in them, which way they go, how many calls they make."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.profiler import profiling
+from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.trace import SlotTrace, StepTrace, trace_step
+
+WIDTH = 64
+LEVELS = pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
+
+
+def workload(kind: type[nn.Module]) -> mt.Workload:
+    return mt.Workload(
+        kind, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x).mean(), batch_size=16
+    )
+
+
+def assert_predicted(work: mt.Workload, level: int | None) -> None:
+    """The saved bytes that a profile predicts are those of a real step."""
+    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
+    model = mt.convert(work.build(), policy, seed=0)
+    found = measure_step(model, work.make_batch(), work.compute_loss, work.make_optimizer(model))
+    assert mt.profile(work, options=()).predict(policy).saved_bytes == found.saved_bytes
+
+
+class _Aside(nn.Module):
+    """Computes what nobody uses, in a branch whose nodes save their own outputs: that dies in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.aside(h).relu_().softmax(-1).cumsum(-1).exp().cumprod(-1).sqrt()
+        y: Tensor = self.last(h)
+        return y
+
+
+@LEVELS
+def test_what_a_branch_without_a_loss_saves_is_not_counted(level: int | None) -> None:
+    assert_predicted(workload(_Aside), level)
+
+
+class _Routed(nn.Module):
+    """Goes another way when `gate`, which AdamW moves by 0.001 a step, has fallen below zero in two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.tensor(0.0015))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        y: Tensor = self.last(h.exp() if self.gate > 0 else h)
+        return y + self.gate
+
+
+@LEVELS
+def test_steps_of_a_model_that_goes_by_its_weights_go_one_way(level: int | None) -> None:
+    assert_predicted(workload(_Routed), level)
+
+
+class _LeftOut(nn.Module):
+    """Leaves calls out at random, by the dice of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for _ in range(64):
+            h = h + 1 if random.random() < 0.5 else h
+        y: Tensor = self.last(h)
+        return y
+
+
+def test_steps_of_a_model_that_goes_by_pythons_dice_go_one_way() -> None:
+    assert_predicted(workload(_LeftOut), 16)
+
+
+class _Slots(list[SlotTrace]):
+    """Slots that count how often they are gone through."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[SlotTrace]:
+        _Slots.walks += 1
+        return super().__iter__()
+
+
+class _Long(nn.Module):
+    """One layer after the other, many times: as a decoder that makes word after word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(100):
+            x = self.layer(x).tanh()
+        return x
+
+
+def test_slots_are_not_gone_through_for_every_kept_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(*args: Any) -> StepTrace:
+        trace = trace_step(*args)
+        trace.slots = _Slots(trace.slots)
+        return trace
+
+    monkeypatch.setattr(profiling, "trace_step", traced)
+    monkeypatch.setattr(_Slots, "walks", 0)
+    profile = mt.profile(workload(_Long), options=())
+    assert len(profile.timeline.kept) > 200
+    # A few times for each of six traces: steps of thousands of slots have thousands of kept tensors.
+    assert 0 < _Slots.walks < 60
