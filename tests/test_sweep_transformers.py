@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from torch import nn
 
 from tests.sweeps.architectures import heads_of, model_types
 from tests.sweeps.runner import SKIPPED, WRONG, Case
 from tests.sweeps.shrinking import TOO_LARGE
-from tests.sweeps.transformers_models import run
+from tests.sweeps.transformers_models import _with_every_layer, run
 
 VARIANTS = ("16 plain", "derive bf16", "derive checkpoint", "16 reentrant")
 SLOW = {"jamba", "falcon_mamba", "canine"}  # a step of a scan over time takes seconds
@@ -23,3 +26,19 @@ def test_a_model_type_is_right_in_every_variant(name: str) -> None:
     assert not wrong
     if outcomes["16 plain"].result == SKIPPED:
         pytest.skip(outcomes["16 plain"].cause)
+
+
+class _Dropping(nn.Module):
+    """Layers that are left out at random, as two attributes and a configuration say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layerdrop, self.encoder_layerdrop = 0.1, 0.2
+        self.config = SimpleNamespace(layerdrop=0.3, hidden_dropout=0.4)
+
+
+def test_a_profiled_model_has_every_layer() -> None:
+    model = _with_every_layer(_Dropping())
+    assert isinstance(model, _Dropping)
+    assert (model.layerdrop, model.encoder_layerdrop) == (0.0, 0.0)
+    assert vars(model.config) == {"layerdrop": 0.0, "hidden_dropout": 0.4}
