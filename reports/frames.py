@@ -88,7 +88,7 @@ def saved_by_layer(sized: SizedTimeline, assignment: Assignment) -> dict[str, in
     used = sized.compressed(assignment)
     found: dict[str, int] = {}
     plain = [item.layers for item in sized.timeline.kept if item.kind == "plain" and item.layers]
-    for item, size in zip(sized.timeline.kept, sized.sizes, strict=True):
+    for item, size in zip(sized.kept, sized.sizes, strict=True):
         if sized.is_saved(item):
             owner = _owner(item, plain)
             found[owner] = found.get(owner, 0) + sized.kept_bytes(item, size, used)
@@ -120,7 +120,7 @@ def mean_bits(profile: Profile, assignment: Assignment) -> float:
     used = sized.compressed(assignment)
     packed = [
         (size, sized.kept_bytes(item, size, used))
-        for item, size in zip(profile.timeline.kept, sized.sizes, strict=True)
+        for item, size in zip(sized.kept, sized.sizes, strict=True)
         if size > profile.timeline.min_elements and _is_packed(item, sized, used)
     ]
     elements = sum(size for size, _ in packed)
@@ -232,7 +232,7 @@ def _settings_columns(
 
 def _encoded_layers(sized: SizedTimeline) -> set[str]:
     """The layers that store anything in another way once they are told to."""
-    pairs = zip(sized.timeline.kept, sized.sizes, strict=True)
+    pairs = zip(sized.kept, sized.sizes, strict=True)
     smallest = {"coded": sized.timeline.min_elements, "side": 0}
     return {
         name

@@ -165,7 +165,7 @@ class _Parts:
                 self.slots.setdefault(unit_of[slot.layer], []).append(place)
             else:
                 self.base[place] += sized.exact[place]
-        for item, size in zip(profile.timeline.kept, sized.sizes, strict=True):
+        for item, size in zip(sized.kept, sized.sizes, strict=True):
             self._deal(item, size, unit_of)
 
     def _deal(self, item: Kept, size: int, unit_of: Mapping[str, int]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
@@ -164,6 +165,77 @@ def test_a_searched_policy_names_no_layer_that_no_policy_reaches(recwarn: pytest
     check = mt.verify(work, plan.policy, predicted=plan.predicted, steps=1, seeds=1)
     assert check.policy.saved_bytes == plan.predicted.saved_bytes
     assert not [one for one in recwarn if "no layer" in str(one.message)]
+
+
+class _Twice(nn.Module):
+    """A dropout that is called for a large and for a small tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        total: Tensor = self.dropout(y).sum() + self.dropout(y[:, :2]).sum()
+        return total
+
+
+class _Highest(nn.Module):
+    """The largest element of each row, of fewer rows than are worth an index in fewer bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.first(x).max(-1).values.sum()
+        return total
+
+
+class _FirstToken(nn.Module):
+    """A norm of the first tokens, which lie in the tensor of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.norm(self.first(x)[:, 0]).sum()
+        return total
+
+
+class _Heads(nn.Module):
+    """Attention of `queries` heads to one, all of them parts of one tensor."""
+
+    def __init__(self, queries: int, tokens: int) -> None:
+        super().__init__()
+        self.queries, self.tokens = queries, tokens
+        self.qkv = nn.Linear(WIDTH, 16 * (queries + 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([16 * self.queries, 16, 16], dim=-1)
+        q, k, v = (each.unflatten(-1, (-1, 16)).transpose(1, 2) for each in (q, k, v))
+        parts = zip(*(each.split(self.tokens, dim=2) for each in (q, k, v)), strict=True)
+        attended = [F.scaled_dot_product_attention(q, k, v, enable_gqa=True) for q, k, v in parts]
+        return torch.cat(attended, 2).sum()
+
+
+@pytest.mark.parametrize("batch_size", [8, 16, 32])
+@pytest.mark.parametrize(
+    "build",
+    [_Twice, _Highest, _FirstToken, lambda: _Heads(4, 20), lambda: _Heads(4, 5)],
+    ids=["mixed calls", "indices", "scraps", "small keys", "small parts"],
+)
+def test_saved_bytes_of_small_tensors_are_those_of_a_real_step(
+    build: Callable[[], nn.Module], batch_size: int
+) -> None:
+    work = mt.Workload(
+        build, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x), batch_size=batch_size
+    )
+    policy = mt.Policy.uniform(level=16)
+    model = mt.convert(work.build(), policy, seed=0)
+    found = measure_step(model, work.make_batch(), work.compute_loss, work.make_optimizer(model))
+    assert mt.profile(work, options=()).predict(policy).saved_bytes == found.saved_bytes
 
 
 class NormByHand(nn.Module):

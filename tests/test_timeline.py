@@ -75,15 +75,47 @@ def test_small_tensors_beside_large_ones_stay_raw(elements: int, expected: int) 
     assert both.saved_bytes({"a": FOUR}) == ops.packed_bytes(BIG, 4) + expected
 
 
+def small(extent: int, view: int, whole: int | None = None) -> Timeline:
+    """A tensor of 4096 elements in 100 kB, and a mask, kept by a call of `extent` elements."""
+    return timeline(
+        replace(
+            coded("a", size=(4096, 4096)),
+            extents=((extent, extent),),
+            whole=None if whole is None else (whole, whole),
+        ),
+        Kept("side", ("a",), (64, 64), 1, 0, 3, extents=((extent, extent),)),
+        Kept("plain", ("a",), (100_000, 100_000), 4, 0, 3, extents=((view, view),)),
+    )
+
+
+def test_a_call_that_is_too_small_keeps_what_pytorch_keeps() -> None:
+    traced = small(4096, 4096)
+    assert traced.at().small == {"a"}
+    assert traced.saved_bytes({"a": FOUR}) == traced.saved_bytes({}) == 100_000
+
+
 @pytest.mark.parametrize(
-    ("storage", "kept"),
-    [(16384, 16384), (8 * 16384 - 1, 8 * 16384 - 1), (8 * 16384, 16384), (9_000_000, 16384)],
-    ids=["whole", "large-part", "scrap", "small-scrap"],
+    ("view", "whole", "kept"),
+    [(BIG, None, 4 * 4096), (BIG, 50_000, 50_000), (4096, 0, 100_000)],
+    ids=["copied", "view", "view of what PyTorch keeps"],
 )
-def test_a_layer_of_small_tensors_keeps_what_pytorch_keeps_or_copies_scraps(storage: int, kept: int) -> None:
-    both = timeline(coded("a", size=(4096, 4096)), Kept("plain", ("a",), (storage, storage), 1, 0, 3))
-    assert both.saved_bytes({}) == storage
-    assert both.saved_bytes({"a": FOUR}) == kept
+def test_a_large_call_keeps_its_small_tensors_as_they_are(view: int, whole: int | None, kept: int) -> None:
+    traced = small(BIG, view, whole)
+    assert traced.at().small == frozenset()
+    assert traced.saved_bytes({"a": FOUR}) == 64 + kept
+    assert traced.saved_bytes({}) == 100_000
+
+
+def test_of_a_layers_calls_the_small_ones_keep_what_pytorch_keeps() -> None:
+    both = timeline(
+        Kept("side", ("a",), (1024, 512), 1, 0, 3, extents=((BIG, BIG // 2),)),
+        Kept("plain", ("a",), (4 * BIG, 2 * BIG), 4, 0, 3, extents=((BIG, BIG // 2),)),
+        Kept("side", ("a",), (512, 256), 1, 0, 3, extents=((4096, 2048),)),
+        Kept("plain", ("a",), (16384, 8192), 4, 0, 3, extents=((4096, 2048),)),
+    )
+    assert both.saved_bytes({"a": FOUR}) == 1024 + 16384
+    assert both.saved_bytes({"a": FOUR}, 16) == 2 * (1024 + 512)
+    assert both.saved_bytes({"a": FOUR}, 4) == both.saved_bytes({}, 4) == 2 * BIG + 8192
 
 
 def test_side_things_live_with_their_compressed_layer() -> None:

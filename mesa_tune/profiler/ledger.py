@@ -8,6 +8,7 @@ what that takes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from mesa_tune.errors import RunError
 from mesa_tune.profiler.entries import NO_FORMULA, OUTSIDE, ExactEntry, TensorEntry
 from mesa_tune.profiler.timeline import Kept, Slot, Timeline
-from mesa_tune.profiler.trace import PlainTrace, SlotTrace, StepTrace
+from mesa_tune.profiler.trace import NEVER, PlainTrace, SlotTrace, StepTrace, Turn
 from mesa_tune.settings import MIN_ELEMENTS
 
 
@@ -61,6 +62,8 @@ class _Span:
     traced_bytes: int
     samples: int = 1
     sources: tuple[str, ...] = ()
+    extents: tuple[int, ...] = ()
+    whole: int = 0
 
     @property
     def is_stored_when_derived(self) -> bool:
@@ -92,6 +95,8 @@ def timeline(large: TracedPair, small: TracedPair) -> Timeline:
                 *span.slots,
                 (span.samples, twin.samples),
                 span.sources,
+                tuple(map(_extents, span.extents, twin.extents)),
+                (span.whole, twin.whole),
             )
             for span, twin in zip(spans, other, strict=True)
         ),
@@ -99,6 +104,11 @@ def timeline(large: TracedPair, small: TracedPair) -> Timeline:
         serving=tuple(sorted(large.derived.serving)),
         rows=large.packed.rows,
     )
+
+
+def _extents(first: int, second: int) -> tuple[int, int]:
+    """The pair of them; what is copied in one step alone counts as if it were in both, or in neither."""
+    return (first, first) if NEVER in (first, second) else (first, second)
 
 
 def tensor_entries(plain: StepTrace) -> list[TensorEntry]:
@@ -208,28 +218,15 @@ def _by_turn(trace: StepTrace) -> Iterator[tuple[tuple[str | None, str, int], Sl
 
 def _spans(pair: TracedPair) -> Iterator[_Span]:
     packed, plain = pair.packed, pair.plain
-    sources = _sources(pair)
-    for first, coded in packed.coded.items():
-        where = _alive(packed, coded.parts[0])
-        traced = sum(packed.lives[number].bytes for number in coded.parts)
-        samples = coded.shape[0] if len(coded.shape) > 1 else 1
-        yield _Span(
-            "coded",
-            tuple(coded.layers),
-            prod(coded.shape),
-            coded.itemsize,
-            where,
-            traced,
-            samples,
-            sources.get(first, ()),
-        )
     twins = _twins(plain, packed)
     stay = _staying(pair, twins)
+    yield from _coded(pair, twins)
     for number, layer in packed.side.items():
         if number in stay:
             continue
         size = packed.lives[number].bytes
-        yield _Span("side", (layer,), size, 1, _alive(packed, number), size)
+        extents = _largest(pair, (layer,), packed.side_calls[number])
+        yield _Span("side", (layer,), size, 1, _alive(packed, number), size, extents=extents)
     aligned = np.array([slot.moment for slot in _aligned(plain, packed)], dtype=np.int64)
     for number, item in plain.plain.items():
         size, twin = plain.lives[number].bytes, twins.get(number)
@@ -239,9 +236,71 @@ def _spans(pair: TracedPair) -> Iterator[_Span]:
             extension = _extension(pair, number, twin, aligned)
             size = 0 if extension is None else size
             itemsize = getattr(torch, item.dtype).itemsize
-            yield _Span("plain", tuple(item.layers), size, itemsize, extension or (0, 0), size)
+            extents = _smallest(pair, item, twin)
+            where = extension or (0, 0)
+            yield _Span("plain", tuple(item.layers), size, itemsize, where, size, extents=extents)
     yield from _held(pair, twins)
     yield from _left(pair, twins)
+
+
+def _coded(pair: TracedPair, twins: Mapping[int, int]) -> Iterator[_Span]:
+    """What the compressed step stores in parts."""
+    packed, sources = pair.packed, _sources(pair)
+    plain = [(twins.get(number), item) for number, item in pair.plain.plain.items()]
+    known = {(twin, layer) for twin, item in plain if twin is not None for layer in item.layers}
+    shares = Counter(item.source for item in packed.coded.values() if prod(item.shape) <= MIN_ELEMENTS)
+    for first, coded in packed.coded.items():
+        where = _alive(packed, coded.parts[0])
+        traced = sum(packed.lives[number].bytes for number in coded.parts)
+        samples = coded.shape[0] if len(coded.shape) > 1 else 1
+        whole = prod(coded.shape) * coded.itemsize
+        if any((coded.source, layer) in known for layer in coded.layers):
+            whole = 0
+        elif coded.source is not None:
+            whole = packed.lives[coded.source].bytes // max(1, shares[coded.source])
+        yield _Span(
+            "coded",
+            tuple(coded.layers),
+            prod(coded.shape),
+            coded.itemsize,
+            where,
+            traced,
+            samples,
+            sources.get(first, ()),
+            _largest(pair, coded.layers, coded.calls),
+            whole,
+        )
+
+
+def _largest(pair: TracedPair, layers: Iterable[str], calls: list[Turn]) -> tuple[int, ...]:
+    """For each layer, how many elements decide whether one of its calls compresses."""
+    return tuple(max(_extent(pair, turn) for turn in calls if turn[0] == layer) for layer in layers)
+
+
+def _smallest(pair: TracedPair, item: PlainTrace, twin: int | None) -> tuple[int, ...]:
+    """For each layer that PyTorch keeps a storage for, how many elements decide whether it lets go of it:
+    hooks go by each view of the storage, a call by all that it keeps, and then by each view.
+    """
+    views = pair.packed.views
+    return tuple(
+        min(
+            count
+            for turn in item.calls
+            if turn[0] == layer
+            for count in (
+                NEVER if turn[1] < 0 else _extent(pair, turn),
+                NEVER if twin is None else views.get((turn, twin), NEVER),
+            )
+        )
+        for layer in item.layers
+    )
+
+
+def _extent(pair: TracedPair, turn: Turn) -> int:
+    """How many elements decide whether a call compresses: those that it would store in parts; of a call that
+    keeps masks alone, those that PyTorch would save.
+    """
+    return pair.packed.extents.get(turn, pair.plain.saved_extents.get(turn, NEVER))
 
 
 def _held(pair: TracedPair, twins: Mapping[int, int]) -> Iterator[_Span]:

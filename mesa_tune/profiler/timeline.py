@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mesa_tune.codecs import CODECS, Spec, fitting_size, memory_bytes
 from mesa_tune.errors import BudgetError
-from mesa_tune.settings import MIN_ELEMENTS, SCRAP, LayerSettings
+from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
 
 Pair = tuple[int, int]
 Assignment = Mapping[str, LayerSettings]
@@ -50,12 +50,15 @@ class Kept:
     """A thing alive in slots `first` to `last`, both included, if its kind says so.
 
     `coded`: `size` elements; a packed copy for each distinct settings among its compressed layers, or, up
-    to `min_elements` elements, `size * itemsize` bytes once. `side`: `size` bytes that its compressed layer
+    to `min_elements` elements, `whole` bytes once. `side`: `size` bytes that its compressed layer
     keeps exactly. `plain`: `size` bytes that PyTorch keeps, while at least one of its layers is exact;
     `itemsize` those of an element.
     `always`: `size` bytes, whatever the policy. `samples`: the extent of a coded tensor's first dimension.
     `sources`: the layers from whose kept tensors a coded one can be made again, if all of them compress; it
     then costs nothing for a layer (other than those) with `store: derive`.
+    `extents`: for each layer, how many elements decide whether its call compresses, or, of a plain thing,
+    lets go of it: up to `min_elements` it does not. `whole`: the bytes that a coded tensor of so few elements
+    holds, maybe as a view; 0 where a plain thing stays for it; None: `size * itemsize`.
     """
 
     kind: str
@@ -66,6 +69,8 @@ class Kept:
     last: int
     samples: Pair = (1, 1)
     sources: tuple[str, ...] = ()
+    extents: tuple[Pair, ...] = ()
+    whole: Pair | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -182,9 +187,11 @@ class SizedTimeline:
             dtype=np.int64,
         )
         self.sizes = [timeline.scaled(item.size, batch_size) for item in timeline.kept]
+        self.small = self._small()
+        self.kept = [self._decided(item) for item in timeline.kept]
         self.derivable = [
             item
-            for item, size in zip(timeline.kept, self.sizes, strict=True)
+            for item, size in zip(self.kept, self.sizes, strict=True)
             if item.sources and size > timeline.min_elements
         ]
         self.forward_end = max(
@@ -192,44 +199,35 @@ class SizedTimeline:
         )
         self._hooked = frozenset(timeline.hooked)
         self._serving = frozenset(timeline.serving)
-        self.small = self._small()
 
     def _small(self) -> frozenset[str]:
-        """Layers whose tensors are all too small to be encoded, and no scraps of large storages, which are
-        copied: they go PyTorch's way, whatever the policy.
-        """
-        most: dict[str, int] = {}
-        least: dict[str, int] = {}
-        whole: dict[str, int] = {}
-        masked: dict[str, int] = {}
-        bits: dict[str, int] = {}
+        """Layers all of whose calls are too small to compress: they go PyTorch's way, whatever the policy."""
+        largest: dict[str, int] = {}
         for item, size in zip(self.timeline.kept, self.sizes, strict=True):
-            for name in item.layers:
-                if item.kind == "coded":
-                    most[name] = max(most.get(name, 0), size)
-                    least[name] = min(least.get(name, size * item.itemsize), size * item.itemsize)
-                elif item.kind == "plain" and name not in self._hooked:
-                    whole[name] = max(whole.get(name, 0), size)
-                    masked[name] = max(masked.get(name, 0), size // item.itemsize)
-                elif item.kind == "side":
-                    bits[name] = bits.get(name, 0) + 8 * size
-        small = {
-            name
-            for name, size in most.items()
-            if size <= self.timeline.min_elements and whole.get(name, 0) < SCRAP * least[name]
-        }
-        # Layers that keep no numbers but masks (dropout, ReLU) go by those of PyTorch.
-        return frozenset(small) | {
-            name
-            for name, count in masked.items()
-            if name not in most and count <= self.timeline.min_elements and bits.get(name, 0) < count + 8
-        }
+            counts = self._counts(item) or [size] * len(item.layers)
+            if item.kind == "coded" or (item.kind == "side" and item.extents):
+                for name, count in zip(item.layers, counts, strict=True):
+                    largest[name] = max(largest.get(name, 0), count)
+        return frozenset(name for name, count in largest.items() if count <= self.timeline.min_elements)
+
+    def _counts(self, item: Kept) -> list[int]:
+        return [self.timeline.scaled(extent, self.batch_size) for extent in item.extents]
+
+    def _decided(self, item: Kept) -> Kept:
+        """`item` as it is at this batch size: calls that are too small keep what PyTorch keeps."""
+        large = [count > self.timeline.min_elements for count in self._counts(item)]
+        if all(large):
+            return item
+        if item.kind == "plain":
+            return replace(item, kind="always")
+        layers = tuple(layer for layer, flag in zip(item.layers, large, strict=True) if flag)
+        return replace(item, layers=layers)
 
     def live(self, assignment: Assignment) -> NDArray[np.int64]:
         """Bytes alive in each slot, static ones included; shape [slots]."""
         used = self.compressed(assignment)
         changes = [0] * (len(self.timeline.slots) + 1)
-        for item, size in zip(self.timeline.kept, self.sizes, strict=True):
+        for item, size in zip(self.kept, self.sizes, strict=True):
             count = self.kept_bytes(item, size, used)
             changes[item.first] += count
             changes[item.last + 1] -= count
@@ -278,7 +276,7 @@ class SizedTimeline:
     def saved_bytes(self, assignment: Assignment) -> int:
         """Bytes of all kept things alive when the forward ends."""
         used = self.compressed(assignment)
-        pairs = zip(self.timeline.kept, self.sizes, strict=True)
+        pairs = zip(self.kept, self.sizes, strict=True)
         return sum(self.kept_bytes(item, size, used) for item, size in pairs if self.is_saved(item))
 
     def is_saved(self, item: Kept) -> bool:
@@ -314,10 +312,16 @@ class SizedTimeline:
             for layer in item.layers
             if layer in used and layer not in derivers
         }
-        if distinct and is_small:  # kept as it is: by PyTorch, if one of its layers is
-            return size * item.itemsize if all(layer in used for layer in item.layers) else 0
+        if is_small:
+            return self._whole(item, size) if distinct else 0
         samples = self.timeline.scaled(item.samples, self.batch_size)
         return sum(settings_bytes(size, settings, item.itemsize, samples) for settings in distinct)
+
+    def _whole(self, item: Kept, size: int) -> int:
+        """Bytes that a coded tensor holds if it stays as it is."""
+        if item.whole is None:
+            return size * item.itemsize
+        return self.timeline.scaled(item.whole, self.batch_size)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -365,6 +369,18 @@ def _kept(
     last: int,
     samples: Any = (1, 1),
     sources: Any = (),
+    extents: Any = (),
+    whole: Any = None,
 ) -> Kept:
-    pairs = _pair(size), _pair(samples)
-    return Kept(kind, tuple(layers), pairs[0], int(itemsize), int(first), int(last), pairs[1], tuple(sources))
+    return Kept(
+        kind,
+        tuple(layers),
+        _pair(size),
+        int(itemsize),
+        int(first),
+        int(last),
+        _pair(samples),
+        tuple(sources),
+        tuple(map(_pair, extents)),
+        None if whole is None else _pair(whole),
+    )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from mesa_tune.functional.deriving import Recipe
 from mesa_tune.functional.keeping import Meta
 from mesa_tune.maps import Mapped
 from mesa_tune.profiler.meter import Meter
+from mesa_tune.settings import SCRAP
 
 NEVER = 1 << 62
 
@@ -32,6 +34,8 @@ Look = tuple[tuple[int, ...], str]
 """The shape and the dtype of a tensor."""
 Place = tuple[str, int, int]
 """A kept tensor by its layer, how many calls of that layer came before, and its place in the call."""
+Turn = tuple[str, int]
+"""A call by its layer and how many calls of that layer came before; -1: hooks store for the layer."""
 
 
 @dataclass
@@ -55,12 +59,16 @@ class SlotTrace:
 
 @dataclass
 class CodedTrace:
-    """A tensor stored in parts: who keeps it, how many elements it has, and its parts' storages."""
+    """A tensor stored in parts: who keeps it, how many elements it has, and its parts' storages; `source`:
+    the storage that would be held if it stayed as it is.
+    """
 
     layers: list[str]
     shape: tuple[int, ...]
     itemsize: int
     parts: list[int]
+    source: int | None = None
+    calls: list[Turn] = field(default_factory=list)
 
 
 @dataclass
@@ -70,6 +78,7 @@ class PlainTrace:
     layers: list[str]
     shape: tuple[int, ...]
     dtype: str
+    calls: list[Turn] = field(default_factory=list)
 
 
 @dataclass
@@ -82,6 +91,9 @@ class StepTrace:
     layers that keep their input for that, else something else.
     `calls`: the storages that each call of the forward takes or returns; `again`: those of a routed call
     inside the backward (a checkpointed part that runs again), by layer, turn and whether it returns them.
+    `extents`: of a call, the elements of the largest tensor that it stores in parts, `NEVER` if it is given
+    one that it would copy; `saved_extents`: of the largest that autograd saves for it. `views`: the fewest
+    elements of a storage that a call stores in parts and does not copy.
     `ended`: the moment at which the forward ended; `loss`: what it returned.
     """
 
@@ -91,6 +103,10 @@ class StepTrace:
     again: dict[tuple[str, int, bool], tuple[int | None, ...]] = field(default_factory=dict)
     coded: dict[int, CodedTrace] = field(default_factory=dict)
     side: dict[int, str] = field(default_factory=dict)
+    side_calls: dict[int, list[Turn]] = field(default_factory=dict)
+    extents: dict[Turn, int] = field(default_factory=dict)
+    saved_extents: dict[Turn, int] = field(default_factory=dict)
+    views: dict[tuple[Turn, int], int] = field(default_factory=dict)
     plain: dict[int, PlainTrace] = field(default_factory=dict)
     encoded: set[tuple[int, str]] = field(default_factory=set)
     rows: dict[str, int] = field(default_factory=dict)
@@ -213,9 +229,14 @@ class Tracer:
         self.forward = True
         self.turns = Turns()
         self.known: dict[str, int] = {}
+        self.begun: dict[str, int] = {}
+        self.copying: set[Turn] = set()
 
     def begin(self, layer: str | None, given: Any) -> None:
         if layer is not None:
+            self.begun[layer] = self.begun.get(layer, -1) + 1
+            if any(self._is_scrap(tensor) for tensor in _tensors(given)):
+                self.copying.add(self._turn(layer))
             self.recorder.open_slot(layer, "forward" if self.forward else "backward")
         self._note(layer, given, False)
 
@@ -242,7 +263,8 @@ class Tracer:
                 self.trace.derived[place] = tuple(dict.fromkeys(how.layers()))
                 self.trace.serving.update(_serving(how))
             elif how.coded:
-                self._coded(place, how, stored)
+                source = self._viewed(layer, how, tensor)
+                self._coded(place, how, stored, source)
                 if isinstance(tensor, Tensor):
                     self._encoded(layer, tensor)
             else:
@@ -251,6 +273,7 @@ class Tracer:
             number = self._number(tensor)
             if number is not None:
                 self.trace.side.setdefault(number, layer)
+                self.trace.side_calls.setdefault(number, []).append(self._turn(layer))
 
     def saved(self, layer: str, tensor: Tensor) -> None:
         number = self._number(tensor)
@@ -258,10 +281,13 @@ class Tracer:
         self.trace.saves.setdefault(layer, []).append((number, look))
         if number is None:
             return
-        new = PlainTrace([], *look)
-        layers = self.trace.plain.setdefault(number, new).layers
-        if layer not in layers:
-            layers.append(layer)
+        turn = self._turn(layer)
+        elements = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
+        self.trace.saved_extents[turn] = max(elements, self.trace.saved_extents.get(turn, 0))
+        item = self.trace.plain.setdefault(number, PlainTrace([], *look))
+        item.calls.append(turn)
+        if layer not in item.layers:
+            item.layers.append(layer)
 
     def backward(self, replay: Replay) -> None:
         """Slots of the backward are opened by the nodes' own hooks, in plain and compressed steps alike."""
@@ -269,15 +295,39 @@ class Tracer:
     def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
         return tensor
 
-    def _coded(self, place: Place, meta: Meta, stored: list[Tensor]) -> None:
+    def _turn(self, layer: str) -> Turn:
+        return layer, self.begun.get(layer, -1)
+
+    def _viewed(self, layer: str, meta: Meta, tensor: Tensor | Mapped) -> int | None:
+        """Notes how large a tensor is that a call stores in parts; returns the storage that it would hold."""
+        turn, elements = self._turn(layer), prod(meta.shape)
+        decides = NEVER if turn in self.copying else elements
+        self.trace.extents[turn] = max(decides, self.trace.extents.get(turn, 0))
+        if not isinstance(tensor, Tensor) or (turn[1] >= 0 and self._is_scrap(tensor)):
+            return None
+        number = self._number(tensor)
+        if number is not None:
+            self.trace.views[turn, number] = min(elements, self.trace.views.get((turn, number), NEVER))
+        return number
+
+    def _is_scrap(self, tensor: Tensor) -> bool:
+        """Whether a call would rather copy the tensor, however small, than hold all of its storage."""
+        number = self._number(tensor) if tensor.is_floating_point() else None
+        if number is None:
+            return False
+        elements = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        return 0 < elements * tensor.element_size() * SCRAP <= self.trace.lives[number].bytes
+
+    def _coded(self, place: Place, meta: Meta, stored: list[Tensor], source: int | None) -> None:
         numbers = [number for part in stored if (number := self._number(part)) is not None]
         if not numbers:
             return
-        new = CodedTrace([], meta.shape, meta.dtype.itemsize, numbers)
-        layers = self.trace.coded.setdefault(numbers[0], new).layers
+        new = CodedTrace([], meta.shape, meta.dtype.itemsize, numbers, source)
+        item = self.trace.coded.setdefault(numbers[0], new)
+        item.calls.append(self._turn(place[0]))
         self.trace.places[place] = numbers[0]
-        if place[0] not in layers:
-            layers.append(place[0])
+        if place[0] not in item.layers:
+            item.layers.append(place[0])
 
     def _encoded(self, layer: str, tensor: Tensor) -> None:
         number = self._number(tensor)
