@@ -34,6 +34,8 @@ class _Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layerdrop, self.encoder_layerdrop = 0.1, 0.2
+        self.inner = nn.Module()
+        self.inner.config, self.inner.layerdrop = None, 0.5  # type: ignore[assignment]
         self.config = SimpleNamespace(layerdrop=0.3, hidden_dropout=0.4)
 
 

@@ -181,8 +181,8 @@ def _with_mode(model: nn.Module, mode: str) -> nn.Module:
 def _with_every_layer(model: nn.Module) -> nn.Module:
     """The model without layers that are left out at random: another step would have other bytes."""
     for module in model.modules():
-        for holder in (module, getattr(module, "config", None)):
-            for name in [each for each in vars(holder or module) if each.endswith("layerdrop")]:
+        for holder in (module, getattr(module, "config", None) or module):
+            for name in [each for each in vars(holder) if each.endswith("layerdrop")]:
                 setattr(holder, name, 0.0)
     return model
 
