@@ -192,6 +192,20 @@ class _Highest(nn.Module):
         return total
 
 
+class _Weights(nn.Module):
+    """Attention weights, a small tensor that a product keeps beside a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        weights = (y[..., :8] @ y[..., :8].mT).softmax(-1)
+        total: Tensor = (weights @ y).sum()
+        return total
+
+
 class _FirstToken(nn.Module):
     """A norm of the first tokens, which lie in the tensor of all of them."""
 
@@ -223,8 +237,8 @@ class _Heads(nn.Module):
 @pytest.mark.parametrize("batch_size", [8, 16, 32])
 @pytest.mark.parametrize(
     "build",
-    [_Twice, _Highest, _FirstToken, lambda: _Heads(4, 20), lambda: _Heads(4, 5)],
-    ids=["mixed calls", "indices", "scraps", "small keys", "small parts"],
+    [_Twice, _Highest, _Weights, _FirstToken, lambda: _Heads(4, 20), lambda: _Heads(4, 5)],
+    ids=["mixed calls", "indices", "weights", "scraps", "small keys", "small parts"],
 )
 def test_saved_bytes_of_small_tensors_are_those_of_a_real_step(
     build: Callable[[], nn.Module], batch_size: int

@@ -303,6 +303,8 @@ class Tracer:
         turn, elements = self._turn(layer), prod(meta.shape)
         decides = NEVER if turn in self.copying else elements
         self.trace.extents[turn] = max(decides, self.trace.extents.get(turn, 0))
+        if isinstance(tensor, Mapped) and tensor.kind == "definite":
+            tensor = tensor.source
         if not isinstance(tensor, Tensor) or (turn[1] >= 0 and self._is_scrap(tensor)):
             return None
         number = self._number(tensor)
