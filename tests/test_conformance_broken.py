@@ -16,7 +16,7 @@ from mesa_tune.conversion import ConvertedForward
 from mesa_tune.functional import keeping, norm
 from mesa_tune.functional.apply import Apply
 from mesa_tune.functional.formula import Formula, Result
-from mesa_tune.functional.table import FORMULAS
+from mesa_tune.functional.table import FAMILIES, FORMULAS
 from mesa_tune.rebinding import Instead
 from tests.conformance import rules
 from tests.conformance.cases import case
@@ -28,7 +28,11 @@ Patch = pytest.MonkeyPatch
 
 
 def _break_formula(patch: Patch, name: str, **parts: Any) -> None:
-    patch.setitem(FORMULAS, name, replace(FORMULAS[name], **parts))
+    right = FORMULAS[name]
+    for family in FAMILIES:
+        for key, value in vars(family).items():
+            if value is right:
+                patch.setattr(family, key, replace(right, **parts))
 
 
 def _break_codec(patch: Patch, **parts: Callable[..., Any]) -> None:

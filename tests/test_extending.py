@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.codecs import CODECS
-from mesa_tune.functional.table import FORMULAS, LAYERS, ROUTES
+from mesa_tune.functional.table import LAYERS, ROUTES
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.meter import Meter
 
@@ -70,7 +70,7 @@ def test_the_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = example("function", tmp_path)
-    tables: dict[str, dict[Any, Any]] = {"FORMULAS": FORMULAS, "ROUTES": ROUTES, "LAYERS": LAYERS}
+    tables: dict[str, dict[Any, Any]] = {"ROUTES": ROUTES, "LAYERS": LAYERS}
     for name, table in tables.items():
         for key, value in getattr(family, name).items():
             monkeypatch.setitem(table, key, value)

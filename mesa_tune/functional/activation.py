@@ -16,7 +16,19 @@ from torch import Tensor, nn
 
 from mesa_tune import maps
 from mesa_tune.functional.extremes import restored, sorted_dims
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Rebuild,
+    References,
+    Result,
+    Route,
+    Routes,
+    Static,
+    Tensors,
+    cast,
+)
 from mesa_tune.functional.held import Held
 
 if TYPE_CHECKING:
@@ -57,7 +69,25 @@ def softmax_piecewise(
     return (dx,)
 
 
-SOFTMAX = Formula(softmax_forward, softmax_backward, "the output", piecewise=softmax_piecewise)
+def _output(
+    static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
+) -> Tensor:
+    """What is kept is the output."""
+    return lossy[0]
+
+
+def _keeps_output(static: Static, needs: Needs) -> bool:
+    return static[1] is None
+
+
+SOFTMAX = Formula(
+    "softmax",
+    softmax_forward,
+    softmax_backward,
+    "the output",
+    piecewise=softmax_piecewise,
+    rebuild=Rebuild(_output, when=_keeps_output),
+)
 
 
 def logsumexp_forward(static: Static, needs: Needs, x: Tensor) -> Result:
@@ -76,7 +106,7 @@ def logsumexp_backward(
     return ((lossy[0] * restored(grad, dims, keepdim)).to(lossy[0].dtype),)
 
 
-LOGSUMEXP = Formula(logsumexp_forward, logsumexp_backward, "the probabilities")
+LOGSUMEXP = Formula("logsumexp", logsumexp_forward, logsumexp_backward, "the probabilities")
 
 
 def logsumexp(call: "Call", input: Tensor, dim: Any, keepdim: bool = False, **unknown: Any) -> Any:
@@ -84,16 +114,21 @@ def logsumexp(call: "Call", input: Tensor, dim: Any, keepdim: bool = False, **un
     dims = sorted_dims(input, dim)
     if unknown or not dims or not input.is_floating_point() or call.is_static(input) or call.small(input):
         return call.plain()
-    return call.apply("logsumexp", (dims, keepdim), input)
+    return call.apply(LOGSUMEXP, (dims, keepdim), input)
 
 
 def along(
-    name: str, call: "Call", input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **unknown: Any
+    formula: Formula,
+    call: "Call",
+    input: Tensor,
+    dim: Any = None,
+    dtype: torch.dtype | None = None,
+    **unknown: Any,
 ) -> Any:
-    """Formula `name` along a dimension, as torch and the method are called."""
+    """`formula` along a dimension, as torch and the method are called."""
     if unknown or not isinstance(dim, int):
-        return call.refuse(f"{name} has a formula only for a numbered `dim`, and none with `out`")
-    return call.apply(name, (dim, dtype, input.dtype), input)
+        return call.refuse(f"{formula.name} has a formula only for a numbered `dim`, and none with `out`")
+    return call.apply(formula, (dim, dtype, input.dtype), input)
 
 
 def functional_along(
@@ -109,11 +144,16 @@ def functional_along(
     return serve(call, input, dim, dtype, **unknown)
 
 
+def softmax(
+    call: "Call", input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **unknown: Any
+) -> Any:
+    """`torch.softmax` and the method."""
+    return along(SOFTMAX, call, input, dim, dtype, **unknown)
+
+
 # Partial functions, unlike closures, pickle, and a converted model's routes go with it.
-softmax = partial(along, "softmax")
 functional_softmax = partial(functional_along, softmax)
 
-FORMULAS = {"softmax": SOFTMAX, "logsumexp": LOGSUMEXP}
 _LOGSUMEXP = Route("logsumexp", "softmax", logsumexp)
 _SOFTMAX = Route("softmax", "softmax", softmax)
 ROUTES: Routes = {

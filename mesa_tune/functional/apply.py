@@ -9,10 +9,9 @@ from torch import Tensor
 from mesa_tune.codecs import Memory, Spec
 from mesa_tune.errors import RunError
 from mesa_tune.functional.deriving import Recipe, Source, take
-from mesa_tune.functional.formula import Needs, Result, Static
+from mesa_tune.functional.formula import Formula, Needs, Result, Static
 from mesa_tune.functional.held import Held
 from mesa_tune.functional.keeping import Meta, Way, encodes, keep, keep_again, way_of
-from mesa_tune.functional.table import FORMULAS
 from mesa_tune.maps import Mapped
 
 Memories = dict[int, Memory]
@@ -74,7 +73,7 @@ class Plan(NamedTuple):
     """
 
     layer: str
-    name: str
+    formula: Formula
     static: Static
     needs: Needs
     raw: Needs
@@ -97,14 +96,14 @@ class Replay:
         self, node: Any, call: "_Kept", lossy: list[Tensor], exact: Any, grads: tuple[Tensor, ...]
     ) -> None:
         plan = call.plan
-        self.layer, self.name, self.static, self.needs = plan.layer, plan.name, plan.static, plan.needs
+        self.layer, self.formula, self.static, self.needs = plan.layer, plan.formula, plan.static, plan.needs
         self.raw, self.present = node.seen
         self.row = plan.spec.row
         self.node, self.lossy, self.exact, self.grads = node, lossy, exact, grads
 
     def run(self, lossy: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:
         """The gradients that `needs` asks for, from `lossy` in place of what was kept."""
-        return FORMULAS[self.name].backward(self.static, needs, lossy, self.exact, *self.grads)
+        return self.formula.backward(self.static, needs, lossy, self.exact, *self.grads)
 
 
 class _Kept(NamedTuple):
@@ -176,7 +175,7 @@ class Apply(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
-        known, formula = plan.known, FORMULAS[plan.name]
+        known, formula = plan.known, plan.formula
         if known is not None and known.call is not None:
             result = formula.forward(plan.static, plan.needs, *tensors)
             ctx.save_for_backward(*result.exact, *keep_again(result.lossy, known.ways, plan.spec, key))
@@ -207,7 +206,7 @@ class Apply(torch.autograd.Function):
 
 def _gradients(ctx: Any, call: _Kept, grad: Tensor, traced: bool) -> tuple[Tensor | None, ...]:
     """The gradients of a formula's tensors."""
-    plan, formula, saved = call.plan, FORMULAS[call.plan.name], ctx.saved_tensors
+    plan, formula, saved = call.plan, call.plan.formula, ctx.saved_tensors
     exact, held = saved[: call.exact], _held(call, saved)
     if not (formula.piecewise is None or call.derived or traced or _watched()):
         found = formula.piecewise(plan.static, plan.needs, held, exact, grad)

@@ -168,6 +168,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 ATTENTION = Formula(
+    "attention",
     forward,
     backward,
     "queries, keys and values; exact: the mask, and dropout's bits, or random state on CUDA",
@@ -198,14 +199,13 @@ def scaled_dot_product_attention(
     static = (dropout_p, is_causal, scale, enable_gqa, autocast_dtype(query))
     summed = sums.parts(attn_mask)
     if summed is not None:
-        return call.apply("attention", static, query, key, value, attn_mask, *summed)
-    output = call.apply("attention", static, query, key, value, attn_mask)
+        return call.apply(ATTENTION, static, query, key, value, attn_mask, *summed)
+    output = call.apply(ATTENTION, static, query, key, value, attn_mask)
     if attn_mask is not None:
         call.served = None  # the next mask may be a sum
     return output
 
 
-FORMULAS = {"attention": ATTENTION}
 ROUTES: Routes = {
     F.scaled_dot_product_attention: Route(
         "scaled_dot_product_attention", "attention", scaled_dot_product_attention

@@ -17,6 +17,7 @@ from mesa_tune.functional.formula import (
     Formula,
     Layers,
     Needs,
+    Rebuild,
     Result,
     Route,
     Routes,
@@ -26,7 +27,7 @@ from mesa_tune.functional.formula import (
     wanted,
 )
 from mesa_tune.functional.held import Held
-from mesa_tune.functional.norm import kept_anyway
+from mesa_tune.functional.norm import by_channel, kept_anyway
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -144,11 +145,17 @@ def _by_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.view([1, -1] + [1] * (x.dim() - 2))
 
 
+def _normalizes(static: Static, needs: Needs) -> bool:
+    return needs[1] or (needs[0] and static[0])
+
+
 BATCH_NORM = Formula(
+    "batch_norm",
     batch_norm_forward,
     batch_norm_backward,
     "the normalized input; exact: reciprocal deviations by channel",
     piecewise=batch_norm_piecewise,
+    rebuild=Rebuild(by_channel, references=(1, 2), when=_normalizes),
 )
 
 
@@ -200,7 +207,11 @@ def _repeated(tensor: Tensor | None, samples: int) -> Tensor | None:
 
 
 INSTANCE_NORM = Formula(
-    instance_norm_forward, instance_norm_backward, BATCH_NORM.keeps, piecewise=instance_norm_piecewise
+    "instance_norm",
+    instance_norm_forward,
+    instance_norm_backward,
+    BATCH_NORM.keeps,
+    piecewise=instance_norm_piecewise,
 )
 
 
@@ -222,7 +233,7 @@ def batch_norm(
     if kept_anyway(call, input) or not _valid(input, training, running_mean, running_var, eps):
         return call.plain()
     static = (training, momentum, eps, layout_of(input))
-    return call.apply("batch_norm", static, input, weight, bias, running_mean, running_var)
+    return call.apply(BATCH_NORM, static, input, weight, bias, running_mean, running_var)
 
 
 def _valid(input: Tensor, training: bool, mean: Tensor | None, var: Tensor | None, eps: float) -> bool:
@@ -255,7 +266,7 @@ def instance_norm(
     static = (use_input_stats, momentum, eps, torch.contiguous_format)
     samples, channels = input.shape[:2]
     mean, var = _repeated(running_mean, samples), _repeated(running_var, samples)
-    y = call.apply("instance_norm", static, input, weight, bias, mean, var)
+    y = call.apply(INSTANCE_NORM, static, input, weight, bias, mean, var)
     # After what autograd saves, as PyTorch does: checkpointing stops its second run there.
     for running, repeated in ((running_mean, mean), (running_var, var)):
         if use_input_stats and running is not None and repeated is not None:
@@ -286,7 +297,6 @@ def _has_instances(input: Tensor, own: bool, mean: Tensor | None, var: Tensor | 
     return input[0, 0].numel() > 1 if own else mean is not None and var is not None
 
 
-FORMULAS = {"batch_norm": BATCH_NORM, "instance_norm": INSTANCE_NORM}
 _INSTANCE_NORM = Route("instance_norm", "instancenorm", instance_norm)
 ROUTES: Routes = {
     F.batch_norm: Route("batch_norm", "bn", batch_norm),

@@ -13,7 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune import ops
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Rebuild,
+    References,
+    Result,
+    Route,
+    Routes,
+    Static,
+    Tensors,
+)
 from mesa_tune.fused_ops import GATE as GATED
 from mesa_tune.fused_ops import PACK_AT_MOST
 
@@ -86,11 +97,20 @@ def backward(
     return (torch.where(shut, grad * slope, grad) if slope else grad.masked_fill(shut, 0),)
 
 
+def gated(static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors) -> Tensor:
+    """ReLU and its kind, of the input made again; what ReLU shut is known exactly."""
+    kind, _, parameters = static
+    y = GATES[kind].value(inputs[0], *parameters)
+    return y.masked_fill(ops.unpack_bits(exact[0], y.shape), 0) if kind == "relu" else y
+
+
 GATE = Formula(
+    "gate",
     forward,
     backward,
     "nothing lossy; exact: where the gradient does not pass, one bit an element",
     lossless=True,
+    rebuild=Rebuild(gated, kept=(), exact=(0,), inputs=(0,)),
 )
 
 
@@ -105,7 +125,9 @@ def abs_backward(
     return (grad * (above - below),)
 
 
-ABS = Formula(abs_forward, abs_backward, "nothing lossy; exact: the sign, two bits an element", lossless=True)
+ABS = Formula(
+    "abs", abs_forward, abs_backward, "nothing lossy; exact: the sign, two bits an element", lossless=True
+)
 
 
 def serve(
@@ -118,7 +140,7 @@ def serve(
     # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
     if in_place and (x.is_leaf or x._base is not None):
         return call.plain()
-    return call.apply("gate", (kind, in_place, parameters), x)
+    return call.apply(GATE, (kind, in_place, parameters), x)
 
 
 def relu(call: "Call", input: Tensor, inplace: bool = False, **unknown: Any) -> Any:
@@ -196,10 +218,9 @@ def absolute(call: "Call", input: Tensor) -> Any:
     """`torch.abs`."""
     if not input.requires_grad or call.small(input) or call.is_static(input):
         return call.plain()
-    return call.apply("abs", (), input)
+    return call.apply(ABS, (), input)
 
 
-FORMULAS = {"gate": GATE, "abs": ABS}
 _RELU = Route("relu", "relu", relu)
 _RELU_ = Route("relu", "relu", relu_)
 _HARDSHRINK = Route("hardshrink", "relu", partial(shrink, "hardshrink"))

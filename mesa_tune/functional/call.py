@@ -9,10 +9,8 @@ from torch import Tensor
 from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Memories, Plan, applied
 from mesa_tune.functional.deriving import Recipe, Source, Traced, find, geometry, remember, take
-from mesa_tune.functional.formula import Needs, Static, autocast_dtype
+from mesa_tune.functional.formula import Formula, Needs, Static, autocast_dtype
 from mesa_tune.functional.keeping import Meta, is_encoded, is_scrap
-from mesa_tune.functional.rebuilding import REBUILDS
-from mesa_tune.functional.table import FORMULAS
 from mesa_tune.notice import warn_once
 
 Plain = Callable[[], Any]
@@ -77,8 +75,8 @@ class Call:
         self.worth = False
         self.served: Served | None = None
 
-    def apply(self, name: str, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
-        """Runs formula `name` on the tensors; plain where no gradient is wanted or nothing would get
+    def apply(self, formula: Formula, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
+        """Runs `formula` on the tensors; plain where no gradient is wanted or nothing would get
         smaller.
         """
         tensors = (tensor, *others)
@@ -87,19 +85,19 @@ class Call:
             return self.plain()
         if odd:
             return self.refuse("complex, sparse and nested tensors have no formula")
-        if not (self.worth or FORMULAS[name].lossless or self._pays(tensors)):
+        if not (self.worth or formula.lossless or self._pays(tensors)):
             return self.plain()
         raw = tuple([given is None or self.is_static(given) for given in tensors])
         if not (self.spec.derive or self.spec.serves):
-            plan = Plan(self.layer, name, static, needs, raw, self.spec, (), None)
+            plan = Plan(self.layer, formula, static, needs, raw, self.spec, (), None)
             output = applied(plan, self.key(tensor.device), self.memory, *tensors)
             self.served = None if self.memory is not None else Served(plan, tensors, output)
             return output
-        sources = self._sources(name, tensors, raw)
-        gives = self._gives(name, static, needs, tensors, sources) if self.spec.serves else None
+        sources = self._sources(tensors, raw)
+        gives = self._gives(formula, static, needs, tensors, sources) if self.spec.serves else None
         used = self._used(sources)
         recipes = tuple(used[place].recipe if place in used else None for place in range(len(tensors)))
-        plan = Plan(self.layer, name, static, needs, raw, self.spec, recipes, gives)
+        plan = Plan(self.layer, formula, static, needs, raw, self.spec, recipes, gives)
         # Detached: they get no gradient here, and a backward must not reach others' graphs through them.
         extra = [each.detach() for source in used.values() for each in source.tensors]
         given = applied(plan, self.key(tensor.device), self.memory, *tensors, *extra)
@@ -108,7 +106,7 @@ class Call:
         self._remember(plan, tensors, sources, given)
         return given[0]
 
-    def _sources(self, name: str, tensors: Sequence[Tensor | None], raw: Needs) -> dict[int, Source]:
+    def _sources(self, tensors: Sequence[Tensor | None], raw: Needs) -> dict[int, Source]:
         """By place, the inputs that could be made again: those to be kept, and those that a rebuild takes."""
         assert self.links is not None
         places = {place for place, flag in enumerate(raw) if not flag}
@@ -133,14 +131,14 @@ class Call:
 
     def _gives(
         self,
-        name: str,
+        formula: Formula,
         static: Static,
         needs: Needs,
         tensors: Sequence[Tensor | None],
         sources: dict[int, Source],
     ) -> tuple[int, ...] | None:
         """The exact tensors to hand out if this output can be made again; else None."""
-        rebuild = REBUILDS.get(name)
+        rebuild = formula.rebuild
         if rebuild is None or self.spec.levels == 0 or not rebuild.when(static, needs):
             return None
         if any(place not in sources for place in rebuild.inputs):
@@ -161,7 +159,8 @@ class Call:
         given: Sequence[Tensor],
     ) -> None:
         """Says how the output of a call that gave its parts out can be made again."""
-        rebuild = REBUILDS[plan.name]
+        rebuild = plan.formula.rebuild
+        assert rebuild is not None
         assert self.links is not None
         y, rest = given[0], list(given[1:])
         exact = rest[len(rest) - len(rebuild.exact) :]
@@ -176,7 +175,7 @@ class Call:
         flat += [each for source in inputs for each in source.tensors]
         recipe = Recipe(
             plan.layer,
-            plan.name,
+            plan.formula,
             plan.static,
             plan.spec,
             tuple(how for how, _ in pairs),
@@ -198,7 +197,8 @@ class Call:
         self, plan: Plan, tensors: Sequence[Tensor | None], sources: dict[int, Source], fresh: list[Tensor]
     ) -> list[tuple[Meta | Recipe, list[Tensor]]]:
         """How each kept tensor is restored, and from what; `fresh` are the parts of those encoded."""
-        rebuild = REBUILDS[plan.name]
+        rebuild = plan.formula.rebuild
+        assert rebuild is not None
         pairs: list[tuple[Meta | Recipe | None, Tensor, list[Tensor]]] = []
         for place in rebuild.kept:
             tensor, recipe = tensors[place], plan.recipes[place]

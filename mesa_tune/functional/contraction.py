@@ -47,7 +47,7 @@ def _gradient(
     return (result.sum(repeated, keepdim=True) if repeated else result).expand(shape).to(dtype)
 
 
-EINSUM = Formula(forward, backward, "each operand whose partner wants a gradient")
+EINSUM = Formula("einsum", forward, backward, "each operand whose partner wants a gradient")
 
 
 def spelled_out(equation: str, ranks: tuple[int, ...]) -> tuple[str, ...] | None:
@@ -84,9 +84,8 @@ def einsum(call: "Call", equation: Any, *given: Any) -> Any:
     if letters is None:
         return call.leave("einsum has no formula for a diagonal")
     static = (letters, (tuple(a.shape), a.dtype), (tuple(b.shape), b.dtype))
-    return call.apply("einsum", static, a, b)
+    return call.apply(EINSUM, static, a, b)
 
 
-FORMULAS = {"einsum": EINSUM}
 ROUTES: Routes = {torch.einsum: Route("einsum", "matmul", einsum)}
 LAYERS: Layers = {}

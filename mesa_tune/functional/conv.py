@@ -120,6 +120,7 @@ def _paddings(
 
 
 CONV = Formula(
+    "conv",
     forward,
     backward,
     "the input, where the weight wants a gradient",
@@ -186,7 +187,7 @@ def _apply(
         layout_of(input),
         None if output_padding is None else _each(output_padding, places),
     )
-    return call.apply("conv", static, input, weight, bias)
+    return call.apply(CONV, static, input, weight, bias)
 
 
 def _each(value: Size, places: int) -> tuple[int, ...]:
@@ -194,7 +195,6 @@ def _each(value: Size, places: int) -> tuple[int, ...]:
     return values * places if len(values) == 1 else values
 
 
-FORMULAS = {"conv": CONV}
 ROUTES: Routes = {
     F.conv1d: Route("conv1d", "conv", conv),
     F.conv2d: Route("conv2d", "conv", conv),

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, UntypedStorage
 
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.formula import Needs, Static
+from mesa_tune.functional.formula import Formula, Needs, Static
 from mesa_tune.functional.keeping import Meta, restore
-from mesa_tune.functional.rebuilding import REBUILDS
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a tensor in its storage."""
@@ -32,7 +31,7 @@ class Recipe(NamedTuple):
     """
 
     layer: str
-    name: str
+    formula: Formula
     static: Static
     spec: Spec
     kept: tuple["Meta | Recipe", ...]
@@ -78,7 +77,9 @@ def rebuilt(recipe: Recipe, tensors: Sequence[Tensor]) -> Tensor:
     exact = take(rest, recipe.exact)
     references = [take(rest, 1)[0] if present else None for present in recipe.references]
     inputs = [rebuilt(each, take(rest, each.parts)) for each in recipe.inputs]
-    y = REBUILDS[recipe.name].run(recipe.static, lossy, exact, references, inputs).to(recipe.dtype)
+    rebuild = recipe.formula.rebuild
+    assert rebuild is not None
+    y = rebuild.run(recipe.static, lossy, exact, references, inputs).to(recipe.dtype)
     return _placed(y, recipe.output, recipe.view)
 
 

@@ -22,10 +22,13 @@ from mesa_tune.functional.formula import (
     Formula,
     Layers,
     Needs,
+    Rebuild,
+    References,
     Result,
     Route,
     Routes,
     Static,
+    Tensors,
     gathered,
     like,
 )
@@ -60,7 +63,26 @@ def backward(
     return da, db
 
 
-MUL = Formula(forward, backward, "each operand whose partner wants a gradient", piecewise=backward)
+def product(
+    static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
+) -> Tensor:
+    """a b."""
+    return lossy[0] * lossy[1]
+
+
+def _keeps_both(static: Static, needs: Needs) -> bool:
+    in_place = static[0]
+    return needs[0] and needs[1] and not in_place
+
+
+MUL = Formula(
+    "mul",
+    forward,
+    backward,
+    "each operand whose partner wants a gradient",
+    piecewise=backward,
+    rebuild=Rebuild(product, kept=(0, 1), kept_is_input=True, when=_keeps_both),
+)
 
 
 def plus_forward(static: Static, needs: Needs, a: Tensor, b: Tensor, c: Tensor) -> Result:
@@ -76,7 +98,7 @@ def plus_backward(
     return da, db, gathered(grad, c) if needs[2] else None
 
 
-MUL_PLUS = Formula(plus_forward, plus_backward, MUL.keeps, piecewise=plus_backward)
+MUL_PLUS = Formula("mul_plus", plus_forward, plus_backward, MUL.keeps, piecewise=plus_backward)
 
 
 def over_forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
@@ -92,7 +114,7 @@ def over_backward(
     return (gathered(da, a) if needs[0] else None), gathered(-_times(lossy[0], da), b)
 
 
-DIV = Formula(over_forward, over_backward, "the output; exact: the divisor", piecewise=over_backward)
+DIV = Formula("div", over_forward, over_backward, "the output; exact: the divisor", piecewise=over_backward)
 
 
 def glu_forward(static: Static, needs: Needs, x: Tensor) -> Result:
@@ -108,7 +130,7 @@ def glu_backward(
     return (torch.cat([_times(each, grad) for each in lossy], static[0]),)
 
 
-GLU = Formula(glu_forward, glu_backward, "the derivatives by both halves", piecewise=glu_backward)
+GLU = Formula("glu", glu_forward, glu_backward, "the derivatives by both halves", piecewise=glu_backward)
 
 
 def _worth(call: "Call", x: Tensor, size: int) -> bool:
@@ -137,7 +159,7 @@ def mul(call: "Call", input: Any, other: Any, *, in_place: bool = False, **unkno
             return scale(call, x, statistic)
     if not any(partner.requires_grad and _worth(call, x, size) for x, partner in kept):
         return call.plain()
-    return _in_groups(call, kept).apply("mul", (in_place, like(input), like(other)), input, other)
+    return _in_groups(call, kept).apply(MUL, (in_place, like(input), like(other)), input, other)
 
 
 def _in_groups(call: "Call", kept: tuple[tuple[Tensor, Tensor], ...]) -> "Call":
@@ -168,7 +190,7 @@ def div(
     if not other.requires_grad or call.is_static(input) or call.small(input, other):
         return call.plain()
     call = aligned(call, input) if is_repeated(other, input) else call
-    return call.apply("div", (in_place, like(input), like(other)), input, other)
+    return call.apply(DIV, (in_place, like(input), like(other)), input, other)
 
 
 def addcmul(
@@ -180,15 +202,14 @@ def addcmul(
     if not any(each.requires_grad for each in (tensor1, tensor2)):
         return call.plain()
     static = (like(tensor1), like(tensor2), like(input), value)
-    return call.apply("mul_plus", static, tensor1, tensor2, input)
+    return call.apply(MUL_PLUS, static, tensor1, tensor2, input)
 
 
 def glu(call: "Call", input: Tensor, dim: int = -1) -> Any:
     """`F.glu`."""
-    return call.plain() if call.is_static(input) else call.apply("glu", (dim,), input)
+    return call.plain() if call.is_static(input) else call.apply(GLU, (dim,), input)
 
 
-FORMULAS = {"mul": MUL, "mul_plus": MUL_PLUS, "div": DIV, "glu": GLU}
 _MUL = Route("mul", "mul", mul)
 _DIV = Route("div", "mul", div)
 _ADDCMUL = Route("addcmul", "mul", addcmul)

@@ -74,6 +74,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Dims, bool], Tensor]] = {
     "min": lambda x, dims, keepdim: torch.min(x),
 }
 REDUCED = Formula(
+    "reduced_extreme",
     reduced_forward,
     reduced_backward,
     "nothing lossy; exact: where the extremes lie, one bit per element",
@@ -97,6 +98,7 @@ def along_backward(
 
 
 ALONG = Formula(
+    "extreme_along",
     along_forward,
     along_backward,
     "nothing lossy; exact: the indices of the extremes, in 1 to 4 bytes each",
@@ -123,6 +125,7 @@ def pair_backward(
 
 
 PAIR = Formula(
+    "extreme_pair",
     pair_forward,
     pair_backward,
     "nothing lossy; exact: which one is larger, two bits per element",
@@ -135,7 +138,7 @@ def reduced(function: str, call: "Call", input: Tensor, dim: Any = (), keepdim: 
     dims = sorted_dims(input, dim)
     if dims is None or not input.requires_grad or call.is_static(input) or call.small(input):
         return call.plain()
-    return call.apply("reduced_extreme", (function, dims, keepdim, tuple(input.shape)), input)
+    return call.apply(REDUCED, (function, dims, keepdim, tuple(input.shape)), input)
 
 
 def along(function: str, call: "Call", input: Tensor, dim: int, keepdim: bool) -> Any:
@@ -148,7 +151,7 @@ def along(function: str, call: "Call", input: Tensor, dim: int, keepdim: bool) -
     if indices.numel() <= call.spec.min_elements:
         return call.plain()
     static = (tuple(input.shape), dims[0], keepdim)
-    values = call.apply("extreme_along", static, input, values, indices)
+    values = call.apply(ALONG, static, input, values, indices)
     return getattr(torch.return_types, function)((values, indices))
 
 
@@ -157,7 +160,7 @@ def pair(function: str, call: "Call", input: Tensor, other: Tensor) -> Any:
     wanted = input.requires_grad or other.requires_grad
     if not wanted or all(call.is_static(each) for each in (input, other)) or call.small(input, other):
         return call.plain()
-    return call.apply("extreme_pair", (function, like(input), like(other)), input, other)
+    return call.apply(PAIR, (function, like(input), like(other)), input, other)
 
 
 def extreme(
@@ -172,9 +175,6 @@ def extreme(
     if dim is None:
         return reduced(function, call, input)
     return along(function, call, input, dim, keepdim)
-
-
-FORMULAS = {"reduced_extreme": REDUCED, "extreme_along": ALONG, "extreme_pair": PAIR}
 
 
 def _routes(function: str) -> Routes:

@@ -103,6 +103,7 @@ def _weight_gradient(rows: Tensor, held: Held, dtype: torch.dtype | None) -> Ten
 
 
 LINEAR = Formula(
+    "linear",
     forward,
     backward,
     "the input, where the weight wants a gradient; exact: which of its rows are zero",
@@ -132,7 +133,9 @@ def bilinear_backward(
     return da, db, dw, rows.sum(0) if needs[3] else None
 
 
-BILINEAR = Formula(bilinear_forward, bilinear_backward, "each input whose partner or weight wants a gradient")
+BILINEAR = Formula(
+    "bilinear", bilinear_forward, bilinear_backward, "each input whose partner or weight wants a gradient"
+)
 
 
 def linear(call: "Call", input: Tensor, weight: Tensor, bias: Tensor | None = None, **unknown: Any) -> Any:
@@ -140,9 +143,7 @@ def linear(call: "Call", input: Tensor, weight: Tensor, bias: Tensor | None = No
     fits = weight.dim() == 2 and (bias is None or (bias.dim() == 1 and bias.size(0) == weight.size(0)))
     if unknown or not fits:
         return call.refuse("linear has a formula only for a weight (out, in), a bias (out,) and no `out`")
-    return call.apply(
-        "linear", (autocast_dtype(input), _marks_zeros(call, input, weight)), input, weight, bias
-    )
+    return call.apply(LINEAR, (autocast_dtype(input), _marks_zeros(call, input, weight)), input, weight, bias)
 
 
 def _marks_zeros(call: "Call", x: Tensor, weight: Tensor) -> bool:
@@ -171,10 +172,9 @@ def bilinear(
         return call.refuse("bilinear has a formula only for a weight (out, in1, in2)")
     if call.small(input1, input2):
         return call.plain()
-    return call.apply("bilinear", (), input1, input2, weight, bias)
+    return call.apply(BILINEAR, (), input1, input2, weight, bias)
 
 
-FORMULAS = {"linear": LINEAR, "bilinear": BILINEAR}
 _BILINEAR = Route("bilinear", "fc", bilinear)
 ROUTES: Routes = {
     F.linear: Route("linear", "fc", linear),

@@ -29,24 +29,50 @@ class Result(NamedTuple):
     in_place: bool = False
 
 
-@dataclass(frozen=True)
+Tensors = Sequence[Tensor]
+References = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Rebuild:
+    """How a function's output is made again from what the function keeps (`store: derive`).
+
+    `run(static, lossy, exact, references, inputs)` is the output again. `kept` names, for each lossy tensor
+    of the function, the input that it is (`kept_is_input`), or whose shape and dtype it has. `exact` are
+    places in `Result.exact`; `references` inputs that are there anyway (parameters), `inputs` ones that are
+    made again themselves. `when(static, needs)`: whether a call keeps what that takes.
+    """
+
+    run: Callable[[Static, Tensors, Tensors, References, Tensors], Tensor]
+    kept: tuple[int, ...] = (0,)
+    kept_is_input: bool = False
+    exact: tuple[int, ...] = ()
+    references: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    when: Callable[[Static, Needs], bool] = lambda static, needs: True
+
+
+@dataclass(frozen=True, eq=False)
 class Formula:
-    """One function: `forward(static, needs, *tensors) -> Result` and its backward.
+    """One function, `name`: `forward(static, needs, *tensors) -> Result` and its backward.
 
     `backward(static, needs, lossy, exact, grad)` returns a gradient (or None) for each of `tensors`; `lossy`
     and `exact` are what the forward named, in the same order, `lossy` as decoded. `keeps` says in words what
     is kept. `independent` lists inputs whose gradient does not involve the lossy tensors as long as the other
     inputs are parameters (a linear layer's input): the profiler skips those. `lossless`: nothing is lossy,
     whatever the settings. `piecewise` is the same backward without whole decoded copies, over what is held in
-    place of `lossy`; it may return None, and `backward` then has its turn.
+    place of `lossy`; it may return None, and `backward` then has its turn. `rebuild`: how other layers have
+    its output again; None if they cannot.
     """
 
+    name: str
     forward: Callable[..., Result]
     backward: Callable[..., tuple[Tensor | None, ...]]
     keeps: str
     independent: tuple[int, ...] = ()
     lossless: bool = False
     piecewise: Callable[..., tuple[Tensor | None, ...] | None] | None = None
+    rebuild: Rebuild | None = None
 
 
 class Route(NamedTuple):

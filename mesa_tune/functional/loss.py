@@ -123,6 +123,7 @@ def _along(weight: Tensor, dims: int) -> Tensor:
 
 
 CROSS_ENTROPY = Formula(
+    "cross_entropy",
     forward,
     backward,
     "the probabilities of all classes but the target; exact: targets, p − 1 of each, and class weights",
@@ -229,6 +230,7 @@ def soft_piecewise(
 
 
 SOFT_CROSS_ENTROPY = Formula(
+    "soft_cross_entropy",
     soft_forward,
     soft_backward,
     "the probabilities less the targets, log p where these want a gradient; exact: the largest by row",
@@ -255,6 +257,7 @@ def log_softmax_backward(
 
 
 LOG_SOFTMAX = Formula(
+    "log_softmax",
     log_softmax_forward,
     log_softmax_backward,
     "the probabilities but the largest; exact: that one and its index",
@@ -281,7 +284,7 @@ def nll_backward(
 
 
 NLL_LOSS = Formula(
-    nll_forward, nll_backward, "nothing lossy; exact: targets and class weights", lossless=True
+    "nll_loss", nll_forward, nll_backward, "nothing lossy; exact: targets and class weights", lossless=True
 )
 
 
@@ -308,9 +311,9 @@ def cross_entropy(
     if call.small(input):
         return call.plain()
     if label_smoothing == 0 and not target.is_floating_point():
-        return call.apply("cross_entropy", (reduction, ignore_index), input, target, weight)
+        return call.apply(CROSS_ENTROPY, (reduction, ignore_index), input, target, weight)
     static = (reduction, ignore_index, label_smoothing)
-    return call.apply("soft_cross_entropy", static, input, target, weight)
+    return call.apply(SOFT_CROSS_ENTROPY, static, input, target, weight)
 
 
 def log_softmax(
@@ -319,7 +322,7 @@ def log_softmax(
     """`torch.log_softmax` and the method."""
     if input.numel() and (_is_alone(input, dim) or (dtype is torch.float64 is not input.dtype)):
         return call.plain()
-    return along("log_softmax", call, input, dim, dtype, **unknown)
+    return along(LOG_SOFTMAX, call, input, dim, dtype, **unknown)
 
 
 def _is_alone(x: Tensor, dim: Any) -> bool:
@@ -348,15 +351,9 @@ def nll_loss(
     if call.small(input):
         return call.plain()
     static = (tuple(input.shape), input.dtype, reduction, ignore_index)
-    return call.apply("nll_loss", static, input, target, weight)
+    return call.apply(NLL_LOSS, static, input, target, weight)
 
 
-FORMULAS = {
-    "cross_entropy": CROSS_ENTROPY,
-    "soft_cross_entropy": SOFT_CROSS_ENTROPY,
-    "log_softmax": LOG_SOFTMAX,
-    "nll_loss": NLL_LOSS,
-}
 _LOG_SOFTMAX = Route("log_softmax", "softmax", log_softmax)
 ROUTES: Routes = {
     F.cross_entropy: Route("cross_entropy", "loss", cross_entropy),

@@ -14,7 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune import ops
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Rebuild,
+    References,
+    Result,
+    Route,
+    Routes,
+    Static,
+    Tensors,
+)
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -63,8 +74,26 @@ def _feature_shape(x: Tensor) -> tuple[int, ...]:
     return (*x.shape[:2], *[1] * (x.dim() - 2))
 
 
+def dropped(
+    static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
+) -> Tensor:
+    """The input, made again, where the mask of the forward lets it through."""
+    (x,), (mask,) = inputs, exact
+    return x * ops.unpack_bits(mask, x.shape).to(x.dtype).div_(1 - static[0])
+
+
+def _is_plain(static: Static, needs: Needs) -> bool:
+    _, feature, alpha, _ = static
+    return not (feature or alpha)
+
+
 DROPOUT = Formula(
-    forward, backward, "nothing lossy; exact: what was not dropped, one bit an element", lossless=True
+    "dropout",
+    forward,
+    backward,
+    "nothing lossy; exact: what was not dropped, one bit an element",
+    lossless=True,
+    rebuild=Rebuild(dropped, kept=(), exact=(0,), inputs=(0,), when=_is_plain),
 )
 
 
@@ -77,7 +106,7 @@ def _serve(call: "Call", x: Tensor, p: float, training: bool, static: tuple[bool
     # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
     if in_place and (x.is_leaf or x._base is not None):
         return call.plain()
-    return call.apply("dropout", (p, feature, alpha, in_place), x)
+    return call.apply(DROPOUT, (p, feature, alpha, in_place), x)
 
 
 def dropout(
@@ -122,7 +151,6 @@ def alpha_dropout(
     return _serve(call, input, p, training, (feature, True, inplace))
 
 
-FORMULAS = {"dropout": DROPOUT}
 ROUTES: Routes = {
     F.dropout: Route("dropout", "dropout", dropout),
     torch.dropout: Route("dropout", "dropout", torch_dropout),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.functional import activation, attention, fc, products
-from mesa_tune.functional.formula import Formula, Layers, Route, Routes
+from mesa_tune.functional.formula import Layers, Route, Routes
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -202,7 +202,6 @@ def _fused(
     return y.permute(2, 0, 1, 3)
 
 
-FORMULAS: dict[str, Formula] = {}
 ROUTES: Routes = {
     F.multi_head_attention_forward: Route("multi_head_attention_forward", "attention", multi_head_attention)
 }

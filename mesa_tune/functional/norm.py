@@ -22,10 +22,13 @@ from mesa_tune.functional.formula import (
     Formula,
     Layers,
     Needs,
+    Rebuild,
+    References,
     Result,
     Route,
     Routes,
     Static,
+    Tensors,
     layout_of,
     wanted,
 )
@@ -146,11 +149,39 @@ def _by_rows(
     return (dx.view(grad.shape) if needs[0] else None, *(total.value for total in sums))
 
 
+def normalized_output(
+    static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
+) -> Tensor:
+    """γ x̂ + β along the last dimensions; without β, one reference."""
+    return affine(lossy[0], references, lambda each: each)
+
+
+def affine(normalized: Tensor, references: References, shaped: Callable[[Tensor], Tensor]) -> Tensor:
+    """γ x̂ + β, of γ and β in the shape that `shaped` gives them; what is None has no effect."""
+    weight, bias = (*references, None)[:2]
+    y = normalized if weight is None else normalized * shaped(weight)
+    return y if bias is None else y.add_(shaped(bias))
+
+
+def by_channel(
+    static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
+) -> Tensor:
+    """γ x̂ + β by channel, the second dimension."""
+    rest = lossy[0].dim() - 2
+    return affine(lossy[0], references, lambda each: each.view([1, -1] + [1] * rest))
+
+
+def _normalizes(static: Static, needs: Needs) -> bool:
+    return needs[0] or needs[1]
+
+
 LAYER_NORM = Formula(
+    "layer_norm",
     layer_norm_forward,
     layer_norm_backward,
     "the normalized input; exact: its reciprocal deviations",
     piecewise=_packed(layer_norm_backward, centered=True),
+    rebuild=Rebuild(normalized_output, references=(1, 2), when=_normalizes),
 )
 
 
@@ -187,10 +218,12 @@ def rms_norm_backward(
 
 
 RMS_NORM = Formula(
+    "rms_norm",
     rms_norm_forward,
     rms_norm_backward,
     LAYER_NORM.keeps,
     piecewise=_packed(rms_norm_backward, centered=False),
+    rebuild=Rebuild(normalized_output, references=(1,)),
 )
 
 
@@ -272,7 +305,12 @@ def _by_group(values: Tensor, apart: Tensor) -> Tensor:
 
 
 GROUP_NORM = Formula(
-    group_norm_forward, group_norm_backward, LAYER_NORM.keeps, piecewise=group_norm_piecewise
+    "group_norm",
+    group_norm_forward,
+    group_norm_backward,
+    LAYER_NORM.keeps,
+    piecewise=group_norm_piecewise,
+    rebuild=Rebuild(by_channel, references=(1, 2), when=_normalizes),
 )
 
 
@@ -291,7 +329,7 @@ def layer_norm(
         return call.refuse(f"layer_norm has no formula for {sorted(unknown)}")
     if kept_anyway(call, input):
         return call.plain()
-    return call.apply("layer_norm", (tuple(normalized_shape), eps, _wide(input)), input, weight, bias)
+    return call.apply(LAYER_NORM, (tuple(normalized_shape), eps, _wide(input)), input, weight, bias)
 
 
 def rms_norm(
@@ -307,7 +345,7 @@ def rms_norm(
         return call.refuse(f"rms_norm has no formula for {sorted(unknown)}")
     if kept_anyway(call, input):
         return call.plain()
-    return call.apply("rms_norm", (tuple(normalized_shape), eps, _wide(input)), input, weight)
+    return call.apply(RMS_NORM, (tuple(normalized_shape), eps, _wide(input)), input, weight)
 
 
 def group_norm(
@@ -325,7 +363,7 @@ def group_norm(
         return call.refuse(f"group_norm has no formula for {sorted(unknown)}")
     if kept_anyway(call, input) or not _divides(num_groups, input):
         return call.plain()
-    return call.apply("group_norm", (num_groups, eps, _wide(input)), input, weight, bias)
+    return call.apply(GROUP_NORM, (num_groups, eps, _wide(input)), input, weight, bias)
 
 
 def _divides(groups: int, input: Tensor) -> bool:
@@ -344,7 +382,6 @@ def kept_anyway(call: "Call", input: Tensor) -> bool:
     return call.is_static(input) or call.small(input)
 
 
-FORMULAS = {"layer_norm": LAYER_NORM, "rms_norm": RMS_NORM, "group_norm": GROUP_NORM}
 _LAYER_NORM = Route("layer_norm", "layernorm", layer_norm)
 _RMS_NORM = Route("rms_norm", "rmsnorm", rms_norm)
 _GROUP_NORM = Route("group_norm", "groupnorm", group_norm)

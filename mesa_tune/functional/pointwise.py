@@ -9,7 +9,19 @@ from torch import Tensor, nn
 
 from mesa_tune import maps
 from mesa_tune.functional.curves import CURVES
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Rebuild,
+    References,
+    Result,
+    Route,
+    Routes,
+    Static,
+    Tensors,
+    cast,
+)
 from mesa_tune.functional.held import Held
 from mesa_tune.functional.rowwise import aligned, by_rows
 
@@ -51,7 +63,38 @@ def piecewise(
     return (cast(held[0].times(grad), dtype),)
 
 
+def input_forward(static: Static, needs: Needs, x: Tensor) -> Result:
+    """A function of one tensor that keeps its input, because its output is to be made again from it."""
+    kind, parameters, _ = static
+    return Result(CURVES[kind].value(x, *parameters), lossy=(x,))
+
+
+def input_backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
+) -> tuple[Tensor | None]:
+    """The derivative at the input as decoded: biased, unlike the derivative as decoded."""
+    kind, parameters, dtype = static
+    curve, x = CURVES[kind], lossy[0].to(grad.dtype)
+    return (curve.back(grad, curve.kept(x, torch.empty(0), *parameters)).to(dtype),)
+
+
+def value_at_input(
+    static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
+) -> Tensor:
+    """f(x)."""
+    kind, parameters, _ = static
+    return CURVES[kind].value(lossy[0], *parameters)
+
+
+POINTWISE_INPUT = Formula(
+    "pointwise_input",
+    input_forward,
+    input_backward,
+    "the input, where another layer derives the output",
+    rebuild=Rebuild(value_at_input, kept_is_input=True),
+)
 POINTWISE = Formula(
+    "pointwise",
     forward,
     backward,
     "the derivative at the input; the output of sigmoid, tanh and exp",
@@ -73,8 +116,8 @@ def serve(
     if in_place and (x.is_leaf or x._base is not None):
         return call.plain()
     if call.serves and not (in_place or CURVES[kind].of_output):
-        return by_rows(call, x).apply("pointwise_input", (kind, parameters, x.dtype), x)
-    return call.apply("pointwise", (kind, in_place, parameters, x.dtype), x)
+        return by_rows(call, x).apply(POINTWISE_INPUT, (kind, parameters, x.dtype), x)
+    return call.apply(POINTWISE, (kind, in_place, parameters, x.dtype), x)
 
 
 def simple(kind: str, call: "Call", input: Tensor, inplace: bool = False, **unknown: Any) -> Any:
@@ -140,7 +183,6 @@ def _spellings(kind: str, tag: str = "pointwise") -> Routes:
     return found
 
 
-FORMULAS = {"pointwise": POINTWISE}
 _SPELLED = (
     "tanh",
     "sigmoid",

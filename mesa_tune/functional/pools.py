@@ -70,11 +70,11 @@ def _is_other(shape: tuple[int, ...], places: int) -> bool:
     return as_images(shape, places) != shape
 
 
-LINEAR = Formula(forward, backward, "nothing; PyTorch keeps the input", lossless=True)
+LINEAR = Formula("shape_only", forward, backward, "nothing; PyTorch keeps the input", lossless=True)
 
 
 def _apply(call: "Call", kind: str, places: int, arguments: tuple[Any, ...], x: Tensor) -> Any:
-    return call.apply("shape_only", (kind, places, arguments, tuple(x.shape), layout_of(x)), x)
+    return call.apply(LINEAR, (kind, places, arguments, tuple(x.shape), layout_of(x)), x)
 
 
 def _worth(call: "Call", x: Tensor) -> bool:
@@ -127,7 +127,6 @@ def pad(
     return _apply(call, "pad", places, (mode, tuple(pad)), input)
 
 
-FORMULAS = {"shape_only": LINEAR}
 ROUTES: Routes = {
     **{
         getattr(F, f"avg_pool{places}d"): Route(f"avg_pool{places}d", "avgpool", partial(avg_pool, places))

@@ -129,7 +129,9 @@ def grouped_backward(
     return da, db, None
 
 
-GROUPED = Formula(grouped_forward, grouped_backward, "each operand whose partner wants a gradient")
+GROUPED = Formula(
+    "grouped_mm", grouped_forward, grouped_backward, "each operand whose partner wants a gradient"
+)
 
 
 class MatMul(nn.Module):
@@ -139,7 +141,9 @@ class MatMul(nn.Module):
         return torch.matmul(input, other)
 
 
-MATMUL = Formula(forward, backward, "each operand whose partner wants a gradient", piecewise=piecewise)
+MATMUL = Formula(
+    "matmul", forward, backward, "each operand whose partner wants a gradient", piecewise=piecewise
+)
 
 
 def plus_forward(static: Static, needs: Needs, a: Tensor, b: Tensor, c: Tensor) -> Result:
@@ -170,7 +174,7 @@ def plus_piecewise(
     return *found, _summed(grad if beta == 1 else grad * beta, c_shape) if needs[2] else None
 
 
-MATMUL_PLUS = Formula(plus_forward, plus_backward, MATMUL.keeps, piecewise=plus_piecewise)
+MATMUL_PLUS = Formula("matmul_plus", plus_forward, plus_backward, MATMUL.keeps, piecewise=plus_piecewise)
 
 
 def matmul(call: "Call", input: Tensor, other: Tensor, **unknown: Any) -> Any:
@@ -178,7 +182,7 @@ def matmul(call: "Call", input: Tensor, other: Tensor, **unknown: Any) -> Any:
     if unknown:
         return call.refuse(f"matmul has no formula for {sorted(unknown)}")
     static = (tuple(input.shape), tuple(other.shape), autocast_dtype(input))
-    return call.apply("matmul", static, input, other)
+    return call.apply(MATMUL, static, input, other)
 
 
 def product(call: "Call", input: Tensor, mat2: Tensor, **unknown: Any) -> Any:
@@ -220,7 +224,7 @@ def _plus(call: "Call", c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
     if unknown:
         return call.refuse(f"a matrix product has no formula for {sorted(unknown)}")
     static = (tuple(a.shape), tuple(b.shape), tuple(c.shape), beta, alpha, autocast_dtype(a))
-    return call.apply("matmul_plus", static, a, b, c)
+    return call.apply(MATMUL_PLUS, static, a, b, c)
 
 
 def grouped_mm(call: "Call", self: Tensor, mat2: Tensor, offs: Tensor | None = None, **more: Any) -> Any:
@@ -229,10 +233,9 @@ def grouped_mm(call: "Call", self: Tensor, mat2: Tensor, offs: Tensor | None = N
     if offs is None or self.dim() != 2 or mat2.dim() != 3 or unknown:
         return call.refuse("grouped_mm has a formula only for rows in groups by `offs`")
     transposed = mat2.stride(-2) == 1  # the weight's gradient is laid out as the weight is
-    return call.apply("grouped_mm", (transposed,), self, mat2, offs)
+    return call.apply(GROUPED, (transposed,), self, mat2, offs)
 
 
-FORMULAS = {"matmul": MATMUL, "matmul_plus": MATMUL_PLUS, "grouped_mm": GROUPED}
 _MATMUL = Route("matmul", "matmul", matmul)
 _BMM = Route("bmm", "matmul", product)
 _MM = Route("mm", "matmul", product)

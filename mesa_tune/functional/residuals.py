@@ -77,7 +77,7 @@ def _divided(grad: Tensor, reduction: str, shape: torch.Size) -> Tensor:
     return grad / shape.numel() if reduction == "mean" else grad
 
 
-DIFFERENCE = Formula(forward, backward, "the derivative by the input")
+DIFFERENCE = Formula("difference_loss", forward, backward, "the derivative by the input")
 
 
 def sign_forward(static: Static, needs: Needs, x: Tensor, t: Tensor) -> Result:
@@ -95,6 +95,7 @@ def sign_backward(
 
 
 L1 = Formula(
+    "sign_loss",
     sign_forward,
     sign_backward,
     "nothing lossy; exact: the sign of the difference, two bits an element",
@@ -122,7 +123,7 @@ def binary_backward(
     return (*backward(static, (True, False), lossy, exact, grad), None, None)
 
 
-BINARY = Formula(binary_forward, binary_backward, DIFFERENCE.keeps)
+BINARY = Formula("binary_loss", binary_forward, binary_backward, DIFFERENCE.keeps)
 
 
 def difference(
@@ -147,7 +148,7 @@ def difference(
         return call.plain()
     if call.small(input, target) or given.get("beta") == 0:
         return call.plain()
-    formula = "sign_loss" if kind == "l1_loss" else "difference_loss"
+    formula = L1 if kind == "l1_loss" else DIFFERENCE
     static = (kind, reduction, tuple(given), tuple(given.values()), like(input), like(target))
     return call.apply(formula, static, input, target)
 
@@ -215,10 +216,9 @@ def binary(
     if call.small(input) or target.shape != input.shape:
         return call.plain()
     static = (kind, reduction, (), (), like(input), like(target))
-    return call.apply("binary_loss", static, input, target, weight, pos_weight)
+    return call.apply(BINARY, static, input, target, weight, pos_weight)
 
 
-FORMULAS = {"difference_loss": DIFFERENCE, "sign_loss": L1, "binary_loss": BINARY}
 ROUTES: Routes = {
     F.mse_loss: Route("mse_loss", "loss", partial(difference, "mse_loss")),
     F.l1_loss: Route("l1_loss", "loss", partial(difference, "l1_loss")),

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mesa_tune.functional.formula import Formula, Layers, Needs, Result, Routes, Static
+from mesa_tune.functional.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Rebuild,
+    References,
+    Result,
+    Routes,
+    Static,
+    Tensors,
+)
 
 if TYPE_CHECKING:
     from mesa_tune.functional.call import Call
@@ -63,7 +73,24 @@ def backward(
     return dx, ds
 
 
-SCALE = Formula(forward, backward, "the tensor that a statistic multiplies; exact: the statistic")
+def scaled(static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors) -> Tensor:
+    """x times a statistic by row, which is there anyway."""
+    (statistic,) = references
+    assert statistic is not None
+    return lossy[0] * statistic
+
+
+def _keeps_x(static: Static, needs: Needs) -> bool:
+    return needs[1]
+
+
+SCALE = Formula(
+    "scale",
+    forward,
+    backward,
+    "the tensor that a statistic multiplies; exact: the statistic",
+    rebuild=Rebuild(scaled, kept_is_input=True, references=(1,), when=_keeps_x),
+)
 
 
 def scale(call: "Call", x: Tensor, statistic: Tensor) -> Any:
@@ -71,9 +98,8 @@ def scale(call: "Call", x: Tensor, statistic: Tensor) -> Any:
     if not statistic.requires_grad or call.small(x) or call.is_static(x):
         return call.plain()
     static = ((tuple(x.shape), x.dtype), (tuple(statistic.shape), statistic.dtype))
-    return aligned(call, x).apply("scale", static, x, statistic)
+    return aligned(call, x).apply(SCALE, static, x, statistic)
 
 
-FORMULAS = {"scale": SCALE}
 ROUTES: Routes = {}
 LAYERS: Layers = {}

@@ -50,7 +50,11 @@ def _part(grad: Tensor, without: Tensor, like: tuple[tuple[int, ...], torch.dtyp
 
 
 WHERE = Formula(
-    where_forward, where_backward, "nothing lossy; exact: the mask, one bit an element", lossless=True
+    "where",
+    where_forward,
+    where_backward,
+    "nothing lossy; exact: the mask, one bit an element",
+    lossless=True,
 )
 
 
@@ -69,7 +73,7 @@ def fill_backward(
     return _part(grad, _unpacked(exact[0], mask_shape), like), None, None
 
 
-FILL = Formula(fill_forward, fill_backward, WHERE.keeps, lossless=True)
+FILL = Formula("masked_fill", fill_forward, fill_backward, WHERE.keeps, lossless=True)
 
 
 def _worth(call: "Call", mask: Tensor) -> bool:
@@ -92,7 +96,7 @@ def where(call: "Call", condition: Any, input: Any = None, other: Any = None, **
     likes = tuple(None if each is None else (tuple(each.shape), each.dtype) for each in (a, b))
     numbers = (None if a is not None else input, None if b is not None else other)
     static = (tuple(_dense(condition).shape), likes, *numbers)
-    return call.apply("where", static, condition, a, b)
+    return call.apply(WHERE, static, condition, a, b)
 
 
 def where_method(call: "Call", self: Tensor, condition: Tensor, other: Any = None) -> Any:
@@ -113,10 +117,9 @@ def masked_fill(
         return call.plain()
     filled, number = (value, None) if isinstance(value, Tensor) else (None, value)
     static = (in_place, number, tuple(_dense(mask).shape), (tuple(input.shape), input.dtype))
-    return call.apply("masked_fill", static, input, mask, filled)
+    return call.apply(FILL, static, input, mask, filled)
 
 
-FORMULAS = {"where": WHERE, "masked_fill": FILL}
 _FILL = Route("masked_fill", "pointwise", masked_fill)
 ROUTES: Routes = {
     torch.where: Route("where", "pointwise", where),

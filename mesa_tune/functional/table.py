@@ -1,6 +1,6 @@
-"""The tables of all families: formulas by name, torch functions and modules with where they go.
+"""The tables of all families: their formulas, and torch functions and modules with where they go.
 
-To add a function: its file with `FORMULAS`, `ROUTES` and `LAYERS`, and the file's name in `FAMILIES`.
+To add a function: its file with `ROUTES` and `LAYERS`, and the file's name in `FAMILIES`.
 """
 
 from torch import nn
@@ -22,7 +22,6 @@ from mesa_tune.functional import (
     pointwise,
     pools,
     products,
-    rebuilding,
     residuals,
     rowwise,
     selecting,
@@ -39,7 +38,6 @@ FAMILIES = (
     batchnorm,
     activation,
     pointwise,
-    rebuilding,
     bits,
     products,
     contraction,
@@ -58,7 +56,9 @@ FAMILIES = (
     pools,
 )
 
-FORMULAS: dict[str, Formula] = {name: one for family in FAMILIES for name, one in family.FORMULAS.items()}
+FORMULAS = {
+    each.name: each for family in FAMILIES for each in vars(family).values() if isinstance(each, Formula)
+}
 ROUTES: Routes = {function: route for family in FAMILIES for function, route in family.ROUTES.items()}
 LAYERS: Layers = {kind: function for family in FAMILIES for kind, function in family.LAYERS.items()}
 

@@ -38,7 +38,7 @@ def backward(
     return ((z * (factor if function == "std" else 2 * deviation * factor)).to(z.dtype),)
 
 
-VARIANCE = Formula(forward, backward, "deviations over the standard deviation; exact: that one")
+VARIANCE = Formula("variance", forward, backward, "deviations over the standard deviation; exact: that one")
 
 
 def spread(
@@ -55,10 +55,9 @@ def spread(
     divisor = math.prod([input.shape[each] for each in dims]) - correction
     if divisor <= 0:
         return call.plain()
-    return call.apply("variance", (function, dims, correction, bool(keepdim), divisor), input)
+    return call.apply(VARIANCE, (function, dims, correction, bool(keepdim), divisor), input)
 
 
-FORMULAS = {"variance": VARIANCE}
 ROUTES: Routes = {
     getattr(at, function): Route(function, "reduction", partial(spread, function))
     for function in ("var", "std")

@@ -50,7 +50,9 @@ def backward(
     return ((lossy[0] * grad.masked_fill(ops.unpack_bits(exact[0], grad.shape), 0)).to(lossy[0].dtype),)
 
 
-VECTOR_NORM = Formula(forward, backward, "the vectors over their lengths; exact: which are zero")
+VECTOR_NORM = Formula(
+    "vector_norm", forward, backward, "the vectors over their lengths; exact: which are zero"
+)
 
 
 def sum_forward(static: Static, needs: Needs, x: Tensor) -> Result:
@@ -68,7 +70,11 @@ def sum_backward(
 
 
 SUM_NORM = Formula(
-    sum_forward, sum_backward, "nothing lossy; exact: the sign, two bits per element", lossless=True
+    "sum_norm",
+    sum_forward,
+    sum_backward,
+    "nothing lossy; exact: the sign, two bits per element",
+    lossless=True,
 )
 
 
@@ -89,7 +95,7 @@ def normalize_backward(
     return (torch.addcmul(grad, y, along, value=-1).div_(length),)
 
 
-NORMALIZE = Formula(normalize_forward, normalize_backward, "the output; exact: the lengths")
+NORMALIZE = Formula("normalize", normalize_forward, normalize_backward, "the output; exact: the lengths")
 
 
 def cosine_forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
@@ -132,10 +138,15 @@ def cosine_backward(
     return tuple(found)
 
 
-COSINE = Formula(cosine_forward, cosine_backward, "of each operand over its length what is across the other")
+COSINE = Formula(
+    "cosine_similarity",
+    cosine_forward,
+    cosine_backward,
+    "of each operand over its length what is across the other",
+)
 
 
-_ORDERS: dict[float, str] = {1: "sum_norm", 2: "vector_norm"}
+_ORDERS: dict[float, Formula] = {1: SUM_NORM, 2: VECTOR_NORM}
 
 
 def vector_norm(
@@ -181,22 +192,16 @@ def normalize(
     """`F.normalize` by lengths; by other norms its body is served call by call."""
     if out is not None or not isinstance(dim, int) or call.is_static(input) or call.small(input):
         return call.plain()
-    return call.apply("normalize", (dim, eps), input) if p == 2 else call.opened()
+    return call.apply(NORMALIZE, (dim, eps), input) if p == 2 else call.opened()
 
 
 def cosine_similarity(call: "Call", x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
     """`F.cosine_similarity`, of floating-point tensors that broadcast."""
     if x1.dtype != x2.dtype or call.small(x1, x2):
         return call.plain()
-    return call.apply("cosine_similarity", (dim, eps, like(x1), like(x2)), x1, x2)
+    return call.apply(COSINE, (dim, eps, like(x1), like(x2)), x1, x2)
 
 
-FORMULAS = {
-    "vector_norm": VECTOR_NORM,
-    "sum_norm": SUM_NORM,
-    "normalize": NORMALIZE,
-    "cosine_similarity": COSINE,
-}
 _NORM = Route("norm", "reduction", norm)
 ROUTES: Routes = {
     torch.linalg.vector_norm: Route("vector_norm", "reduction", vector_norm),

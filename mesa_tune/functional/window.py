@@ -64,6 +64,7 @@ _BACKWARDS: dict[tuple[int, bool], Callable[..., Tensor]] = {
 }
 
 MAX_POOL = Formula(
+    "max_pool",
     forward,
     backward,
     "nothing lossy; exact: offsets of the maxima in their windows, ceil(log2 of a window's size) bits each",
@@ -110,7 +111,7 @@ def max_pool(
     lead: Any = (lambda own, one: (one, *own)) if places == 1 else (lambda own, one: own)
     arguments = (lead(kernel, 1), lead(step, 1), lead(edge, 0), lead(apart, 1), ceil_mode)
     static = (windows, tuple(input.shape), layout_of(input), arguments)
-    y = call.apply("max_pool", static, input, y, indices)
+    y = call.apply(MAX_POOL, static, input, y, indices)
     return (y, indices) if wanted or return_indices else y
 
 
@@ -124,7 +125,7 @@ def adaptive_max_pool(
         y, indices = _ADAPTIVE[places](input, output_size, return_indices=True)
     sizes = zip(input.shape[-places:], y.shape[-places:], strict=True)
     windows = tuple(Windows(size, count, _longest(size, count), 1, 0, 0) for size, count in sizes)
-    y = call.apply("max_pool", (windows, tuple(input.shape), layout_of(input), None), input, y, indices)
+    y = call.apply(MAX_POOL, (windows, tuple(input.shape), layout_of(input), None), input, y, indices)
     return (y, indices) if wanted or return_indices else y
 
 
@@ -157,7 +158,6 @@ def _routes(name: str, pool: Callable[..., Any], places: int) -> Routes:
     return found
 
 
-FORMULAS = {"max_pool": MAX_POOL}
 ROUTES: Routes = {
     function: route
     for places in (1, 2, 3)

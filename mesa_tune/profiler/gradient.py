@@ -24,7 +24,6 @@ from mesa_tune.codecs import Spec
 from mesa_tune.functional.apply import Replay
 from mesa_tune.functional.deriving import Recipe
 from mesa_tune.functional.keeping import Meta, forget_copies, keep, restore
-from mesa_tune.functional.table import FORMULAS
 from mesa_tune.profiler.trace import observing
 from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
 
@@ -288,7 +287,7 @@ class RecordedCall:
         raw = zip(replay.raw, replay.lossy, strict=True)
         self.coded = coded or [not flag and tensor.numel() > MIN_ELEMENTS for flag, tensor in raw]
         alone = any(self.coded) and self.coded[0] and not any(self.coded[1:])
-        skip = FORMULAS[replay.name].independent if alone else ()
+        skip = replay.formula.independent if alone else ()
         self.needs = tuple(need and place not in skip for place, need in enumerate(replay.needs))
         edges = iter(replay.node.next_functions[1:])  # the first belongs to the noise key
         self.edges = [next(edges) if present else None for present in replay.present]

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from mesa_tune.functional.apply import Replay, watch
 from mesa_tune.functional.deriving import Recipe
 from mesa_tune.functional.keeping import Meta
+from mesa_tune.functional.pointwise import POINTWISE_INPUT
 from mesa_tune.maps import Mapped
 from mesa_tune.profiler.meter import Meter
 from mesa_tune.settings import SCRAP
@@ -387,7 +388,7 @@ def observing(observer: Any) -> Iterator[None]:
 
 def _serving(recipe: Recipe) -> Iterator[str]:
     """The layers of a recipe that would keep something else if nobody derived from them."""
-    if recipe.name == "pointwise_input":
+    if recipe.formula is POINTWISE_INPUT:
         yield recipe.layer
     for below in (*recipe.kept, *recipe.inputs):
         if isinstance(below, Recipe):
