@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
 from torch.autograd import forward_ad
 
+from mesa_tune.codecs import Spec
+from mesa_tune.functional.apply import Memories
+from mesa_tune.functional.deriving import Traced
+from mesa_tune.functional.formula import Route
+from mesa_tune.functional.settled import Settled
 from mesa_tune.notice import warn_once
-
-if TYPE_CHECKING:
-    from mesa_tune.codecs import Spec
-    from mesa_tune.functional.apply import Memories
-    from mesa_tune.functional.deriving import Traced
-    from mesa_tune.functional.formula import Route
-    from mesa_tune.functional.settled import Settled
 
 
 class Host(Protocol):

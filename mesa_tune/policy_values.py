@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from mesa_tune.policy_rules import Indices, Place, nearest
-from mesa_tune.settings import ALLOCATIONS, ROUNDINGS, Value, check_value, stores
+from mesa_tune.settings import ALLOCATIONS, ROUNDINGS, STORES, Value, check_value
 
 CONDITIONS: Final = ("by_index", "by_name", "by_tag")
 
@@ -33,7 +33,7 @@ def words_for(key: str) -> str:
 
 
 def _choices(key: str) -> tuple[str, ...]:
-    return stores() if key == "store" else _CHOICES.get(key, ())
+    return tuple(STORES) if key == "store" else _CHOICES.get(key, ())
 
 
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,18}")

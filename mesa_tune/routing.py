@@ -381,7 +381,7 @@ def _settle(frame: Frame, call: Call, func: Any, args: Any, kwargs: Any, output:
     if frame.host.shapes.get(call.layer) != shapes:
         frame.host.shapes[call.layer] = shapes
         return
-    now = Settled.of(func, args, kwargs, call.served, output, frame)
+    now = Settled.of(func, args, kwargs, call.served, output, frame.is_static, frame.host.key)
     if now is not None:
         frame.host.settled[call.layer] = now
 

@@ -30,16 +30,10 @@ TAGS: Final = (
 )
 
 
-def stores() -> tuple[str, ...]:
-    """What `store` can be: `STORES`, and the codecs that are chosen by name."""
-    from mesa_tune.codecs import CODECS, OTHERWISE_CHOSEN  # they are made of settings
-
-    return tuple(dict.fromkeys((*STORES, *(name for name in CODECS if name not in OTHERWISE_CHOSEN))))
-
-
 ROUNDINGS: Final = ("stochastic", "nearest")
 ALLOCATIONS: Final = ("uniform", "sample")
-STORES: Final = ("quantize", "exact", "derive", "recompute", "offload")
+STORES = ["quantize", "exact", "derive", "recompute", "offload"]
+"""What `store` can be: among others the codecs that are chosen by their name."""
 
 MIN_ELEMENTS: Final = 4096
 """Tensors of up to so many elements stay exact: they save nothing and hurt most."""
@@ -178,7 +172,7 @@ def _require_word(key: str, value: object, words: tuple[str, ...]) -> None:
 
 def _require_store(key: str, value: object) -> None:
     if value not in STORES:
-        _require_word(key, value, stores())
+        _require_word(key, value, tuple(STORES))
 
 
 # Counts beyond 2³¹ - 1 are no group of anything and would not pass into the kernels.

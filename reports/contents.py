@@ -125,8 +125,8 @@ def _errors_known(profile: Profile) -> bool:
 
 
 def _pareto(results: Results) -> pd.DataFrame:
-    from mesa_tune.search.solver import GAP, Limits, Program
-    from mesa_tune.search.space import make_space
+    from mesa_tune.search.solver import GAP, Program
+    from mesa_tune.search.space import Limits, make_space
 
     profile, size = results.profile, results.batch_size
     program = Program(make_space(profile, size))

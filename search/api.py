@@ -14,8 +14,8 @@ from mesa_tune.errors import BudgetError
 from mesa_tune.policy import Header, Policy
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.search.plan import Baseline, Plan
-from mesa_tune.search.solver import Limits, Program, Solution
-from mesa_tune.search.space import Pins, make_space
+from mesa_tune.search.solver import Program, Solution
+from mesa_tune.search.space import Limits, Pins, make_space
 from mesa_tune.search.unreachable import unreachable
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mesa_tune.search.solver import Floats, Limits, Program
+from mesa_tune.search.solver import Program
+from mesa_tune.search.space import Floats, Limits
 
 # A trial's answer is measured, so its solution need not be proven to the last digit.
 _GAP = 1e-3

@@ -8,14 +8,11 @@ then comes on top of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from mesa_tune.search.solver import Floats, Limits
-    from mesa_tune.search.space import Space
+from mesa_tune.search.space import Floats, Limits, Space
 
 
 def polished(

@@ -21,32 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesa_tune.search.polish import polished
-from mesa_tune.search.space import Space
-
-Floats = NDArray[np.float64]
+from mesa_tune.search.space import Floats, Limits, Space
 
 GAP = 1e-6
 NODES = 200_000
 SECONDS = 60.0
 # Bytes go to the solver as fractions of a limit; it keeps constraints only to about 1e-7 of that.
 _SLACK = 1e-7
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a step may take: `peak` and `saved` bytes, milliseconds. None: no limit."""
-
-    peak: int | None = None
-    saved: int | None = None
-    ms: float | None = None
-
-    def kept(self, space: Space, chosen: Sequence[int]) -> bool:
-        """Whether the chosen step stays within all limits."""
-        return (
-            (self.peak is None or int(space.live(chosen).max()) <= self.peak)
-            and (self.saved is None or space.saved(chosen) <= self.saved)
-            and (self.ms is None or space.ms(chosen) <= self.ms * (1 + 1e-9))
-        )
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from mesa_tune.profiler.timeline import Kept, SizedTimeline
 from mesa_tune.search.clusters import Cluster, clusters
 from mesa_tune.settings import EXACT, LayerSettings
 
+Floats = NDArray[np.float64]
+
 Pins = Mapping[str, LayerSettings]
 """Layer name or glob -> the settings that it must have; later pins win."""
 
@@ -355,3 +357,20 @@ def _require_errors(profile: Profile) -> None:
     options = [option for layer in profile.layers for option in layer.options if not option.settings.exact]
     if all(option.gradient_error is None for option in options):
         raise RunError(f"the profile holds bytes only, no gradient errors\n{_AGAIN}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step may take: `peak` and `saved` bytes, milliseconds. None: no limit."""
+
+    peak: int | None = None
+    saved: int | None = None
+    ms: float | None = None
+
+    def kept(self, space: Space, chosen: Sequence[int]) -> bool:
+        """Whether the chosen step stays within all limits."""
+        return (
+            (self.peak is None or int(space.live(chosen).max()) <= self.peak)
+            and (self.saved is None or space.saved(chosen) <= self.saved)
+            and (self.ms is None or space.ms(chosen) <= self.ms * (1 + 1e-9))
+        )

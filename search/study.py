@@ -23,7 +23,8 @@ from mesa_tune.policy import Policy
 from mesa_tune.search.moves import Moves
 from mesa_tune.search.objective import Objective, Pair
 from mesa_tune.search.plan import Measurement
-from mesa_tune.search.solver import Limits, Program, Solution
+from mesa_tune.search.solver import Program, Solution
+from mesa_tune.search.space import Limits
 from mesa_tune.search.storage import explaining, open_study
 
 # Pairs (draw of the batch, rounding seed). A trial is screened on one seed a draw, then measured on all.

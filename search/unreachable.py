@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from mesa_tune.errors import BudgetError
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.solver import Limits, Program
-from mesa_tune.search.space import Pins, make_space
+from mesa_tune.search.solver import Program
+from mesa_tune.search.space import Limits, Pins, make_space
 from mesa_tune.units import Budget, format_bytes
 
 

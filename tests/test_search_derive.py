@@ -18,8 +18,8 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timeline import Kept, Slot, Timeline
 from mesa_tune.search import search_policy
 from mesa_tune.search.objective import JointError, Pair
-from mesa_tune.search.solver import Limits, Program
-from mesa_tune.search.space import Space, make_space
+from mesa_tune.search.solver import Program
+from mesa_tune.search.space import Limits, Space, make_space
 from mesa_tune.settings import EXACT, LayerSettings
 from tests.synthetic import COARSE, synthetic_profile
 from tests.test_profile_derive import DIGITS, workload

@@ -9,8 +9,8 @@ import pytest
 
 from mesa_tune.profiler.timeline import Kept
 from mesa_tune.search.polish import polished
-from mesa_tune.search.solver import Floats, Limits, Program
-from mesa_tune.search.space import Space, make_space
+from mesa_tune.search.solver import Program
+from mesa_tune.search.space import Floats, Limits, Space, make_space
 from tests.synthetic import COARSE, synthetic_profile
 
 LOSS = "loss.cross_entropy.0"

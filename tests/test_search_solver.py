@@ -11,8 +11,8 @@ import pytest
 
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.solver import Limits, Program
-from mesa_tune.search.space import Space, make_space
+from mesa_tune.search.solver import Program
+from mesa_tune.search.space import Limits, Space, make_space
 from mesa_tune.settings import EXACT, LayerSettings
 from tests.synthetic import COARSE, is_sorted, synthetic_profile
 

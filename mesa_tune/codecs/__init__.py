@@ -1,4 +1,7 @@
-"""The ways to store a tensor, one file a codec. To add one: its file, and its line in `CODECS`."""
+"""The ways to store a tensor, one file a codec.
+
+To add one: its file, its line in `CODECS`, and its word in `STORES` (settings), by which policies choose it.
+"""
 
 from collections.abc import Sequence
 
@@ -17,10 +20,7 @@ CODECS: dict[str, Codec] = {
     "vrandom": vrandom,
 }
 
-OTHERWISE_CHOSEN = ("running", "drop", "mixed", "vrandom")
-"""Codecs that a policy chooses by keys of their own; all others by their name, as `store: <name>`."""
-
-__all__ = ["CODECS", "OTHERWISE_CHOSEN", "Codec", "Memory", "Spec", "fitting_size", "memory_bytes", "refusal"]
+__all__ = ["CODECS", "Codec", "Memory", "Spec", "fitting_size", "memory_bytes", "refusal"]
 
 
 def refusal(tensor: Tensor, spec: Spec) -> str | None:

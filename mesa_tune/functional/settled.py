@@ -17,7 +17,6 @@ try:
 except ImportError:  # it is no public name; without it nothing settles
     TensorGuards = None  # type: ignore[assignment, misc]
 
-from mesa_tune.frames import Frame
 from mesa_tune.functional.apply import Known, Plan, apply_plan
 from mesa_tune.functional.call import Served
 from mesa_tune.functional.keeping import is_scrap, way_of
@@ -91,7 +90,8 @@ class Settled(NamedTuple):
         kwargs: Mapping[str, Any],
         served: Served,
         output: Any,
-        frame: Frame,
+        is_static: Callable[[Tensor], bool],
+        key: Callable[[torch.device], Tensor],
     ) -> "Settled | None":
         """A call whose `output` is its formula's, as it was `served`; None if it is not, if that had tensors
         that are not the call's own, each once, if it worked in place, or if its values may change while they
@@ -109,7 +109,7 @@ class Settled(NamedTuple):
         if alike is None:
             return None
         apart = [place for place in tensors if type(given[place]) is not nn.Parameter]
-        static = tuple([(place, frame.is_static(given[place])) for place in apart])
+        static = tuple([(place, is_static(given[place])) for place in apart])
         spec = served.plan.spec
         ways = [(place, way_of(given[place], spec).scrap) for place, is_static in static if not is_static]
         scraps = [(place, size, is_scrap(given[place], spec)) for place, size in ways if size is not None]
@@ -118,7 +118,7 @@ class Settled(NamedTuple):
         return Settled(
             func,
             served.plan._replace(known=Known()),
-            frame.host.key(device),
+            key(device),
             _picking([found[id(each)] for each in used]),
             tuple(kwargs),
             len(given) + 1,
