@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mesa_tune import fused_ops, maps, ops
+from mesa_tune import ops
+from mesa_tune.ops import fused as fused_ops
+from mesa_tune.ops import maps
 
 KEY = torch.zeros(1, dtype=torch.int64)
 SIZES = (4, 16, 256)

@@ -16,8 +16,11 @@ from common import append, ratios, spread
 from quantize import timed
 from torch import Tensor
 
-from mesa_tune import ops, reference, reference_codecs, reference_windows
-from mesa_tune.codec_ops import RAW
+from mesa_tune import ops
+from mesa_tune.ops import reference
+from mesa_tune.ops.codecs import RAW
+from mesa_tune.ops.reference import codecs as reference_codecs
+from mesa_tune.ops.reference import windows as reference_windows
 
 SEED = torch.tensor([1])
 DROPPED = 0.9

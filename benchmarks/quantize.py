@@ -26,7 +26,8 @@ import torch
 from common import append, ratios, spread
 from torch import Tensor
 
-from mesa_tune import ops, reference
+from mesa_tune import ops
+from mesa_tune.ops import reference
 
 GROUP_SIZE = 256
 CHECKED = 1 << 20  # elements of the check, the last group a part of one

@@ -14,9 +14,9 @@ from meters import given_tensors, loss_under, model_under
 from torch import Tensor, UntypedStorage, nn
 
 import mesa_tune as mt
-from mesa_tune.functional.apply import Replay
-from mesa_tune.functional.deriving import Recipe
-from mesa_tune.functional.keeping import Meta
+from mesa_tune.engine.function import Replay
+from mesa_tune.engine.rematerialize import Recipe
+from mesa_tune.engine.storage import Meta
 from mesa_tune.profiler.trace import observing
 
 

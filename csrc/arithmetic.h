@@ -1,5 +1,5 @@
 // Ranges, noise and positions of one group, on every device. Each operation and its order are those of
-// mesa_tune/reference.py.
+// mesa_tune/ops/reference/__init__.py.
 #pragma once
 
 #include <algorithm>

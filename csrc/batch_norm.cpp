@@ -1,4 +1,4 @@
-// Gives the CPU's kernel to `batch_norm_backward` of mesa_tune/fused_ops.py.
+// Gives the CPU's kernel to `batch_norm_backward` of mesa_tune/ops/fused.py.
 
 #include "batch_norm.h"
 

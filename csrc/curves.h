@@ -1,5 +1,5 @@
 // The functions of which derivatives are encoded, on every device. Each operation and its order are those of
-// mesa_tune/maps.py.
+// mesa_tune/ops/maps.py.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Gives the CPU's kernels to `pack_at_most` and `gate` of mesa_tune/fused_ops.py.
+// Gives the CPU's kernels to `pack_at_most` and `gate` of mesa_tune/ops/fused.py.
 
 #include "gate.h"
 

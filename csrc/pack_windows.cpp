@@ -1,4 +1,4 @@
-// Gives the CPU's kernels to `pack_windows` and `unpack_windows` of mesa_tune/codec_ops.py.
+// Gives the CPU's kernels to `pack_windows` and `unpack_windows` of mesa_tune/ops/codecs.py.
 
 #include "pack_windows.h"
 

@@ -7,7 +7,7 @@
 
 namespace mesa_tune {
 
-// The windows along one dimension, as mesa_tune/reference_windows.py has them.
+// The windows along one dimension, as mesa_tune/ops/reference/windows.py has them.
 struct Windows {
   int64_t size, number, extent, step, stride, padding;
 };

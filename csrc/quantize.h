@@ -18,7 +18,7 @@ struct Strided {
   int64_t numel;
 };
 
-// What is encoded in place of the elements: a function of each (mesa_tune/maps.py).
+// What is encoded in place of the elements: a function of each (mesa_tune/ops/maps.py).
 struct Map {
   enum Kind { kNone, kNormalize, kGelu, kGeluTanh, kSilu, kExp, kDefinite };
   Kind kind = kNone;

@@ -1,4 +1,4 @@
-// Gives the CPU's kernels to `extents` and `quantize_within` of mesa_tune/codec_ops.py.
+// Gives the CPU's kernels to `extents` and `quantize_within` of mesa_tune/ops/codecs.py.
 
 #include <optional>
 #include <vector>

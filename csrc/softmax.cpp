@@ -1,4 +1,4 @@
-// Gives the CPU's kernel to `softmax_backward` of mesa_tune/fused_ops.py.
+// Gives the CPU's kernel to `softmax_backward` of mesa_tune/ops/fused.py.
 
 #include "softmax.h"
 

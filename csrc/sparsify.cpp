@@ -1,4 +1,4 @@
-// Gives the CPU's kernels to `sparsify` and `densify` of mesa_tune/codec_ops.py.
+// Gives the CPU's kernels to `sparsify` and `densify` of mesa_tune/ops/codecs.py.
 
 #include "sparsify.h"
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mesa_tune.functional.call import Call
-from mesa_tune.functional.formula import Route
-from mesa_tune.functional.hooked import HOOKED
-from mesa_tune.functional.table import FORMULAS, LAYERS, ROUTES
-from mesa_tune.settings import TAGS
+from mesa_tune.conversion.hooked import HOOKED
+from mesa_tune.engine.call import Call
+from mesa_tune.engine.formula import Route
+from mesa_tune.formulas.table import FORMULAS, LAYERS, ROUTES
+from mesa_tune.policy.settings import TAGS
 from tests.functional_cases import CASES, EIGHT, KEY, Case, fresh
 
 PAGE = Path(__file__).with_name("functions.md")

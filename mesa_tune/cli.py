@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
         print("stopped", file=sys.stderr)
         return 130
     except (MemoryError, RuntimeError) as error:
-        from mesa_tune.profiler.user_code import is_out_of_memory
+        from mesa_tune.workload.user_code import is_out_of_memory
 
         if "--debug" in arguments or not is_out_of_memory(error):
             raise

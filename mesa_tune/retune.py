@@ -23,12 +23,12 @@ from mesa_tune.conversion import convert
 from mesa_tune.errors import MesaTuneError, RunError
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import EXACT, MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.profiling import profile
-from mesa_tune.profiler.workload import Workload
 from mesa_tune.search import Plan, search_policy
-from mesa_tune.settings import EXACT, MIN_ELEMENTS, LayerSettings
 from mesa_tune.units import parse_bytes
+from mesa_tune.workload.workload import Workload
 
 OPTIONS = tuple(LayerSettings(level=2**bits) for bits in (1, 2, 4, 8))
 FEW_SAMPLES, MOST_SAMPLES = 4, 8

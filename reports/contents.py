@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from mesa_tune.policy.settings import LayerSettings
     from mesa_tune.profiler.verification import Verification
     from mesa_tune.search.plan import Plan
-    from mesa_tune.settings import LayerSettings
 
 CAPTIONS = {
     "memory_through_step": "Bytes alive at every moment of one training step. The highest point is the peak, "

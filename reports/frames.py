@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.profiler.timeline import Assignment, Kept, SizedTimeline
-from mesa_tune.settings import EXACT, LayerSettings
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.verification import Verification

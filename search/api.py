@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mesa_tune.errors import BudgetError
-from mesa_tune.policy import Header, Policy
+from mesa_tune.policy import Policy
+from mesa_tune.policy.policy import Header
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.search.plan import Baseline, Plan
 from mesa_tune.search.solver import Program, Solution
@@ -20,9 +21,9 @@ from mesa_tune.search.unreachable import unreachable
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.workload import Workload
-    from mesa_tune.search.objective import Objective
+    from mesa_tune.profiler.joint_error import Objective
     from mesa_tune.search.study import Outcome
+    from mesa_tune.workload.workload import Workload
 
 TRIALS = 100
 TIMEOUT = 120.0
@@ -148,7 +149,7 @@ def _exact_plan(task: Task) -> Plan:
 
 
 def _objective(profile: Profile, workload: Workload | None) -> Objective:
-    from mesa_tune.search.objective import JointError
+    from mesa_tune.profiler.joint_error import JointError
 
     assert workload is not None
     # The planned batch may not fit without a policy, the profiled one did.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Active, Profile
 from mesa_tune.profiler.timeline import SizedTimeline
-from mesa_tune.settings import LayerSettings
 
 
 @dataclass(frozen=True)

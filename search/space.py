@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesa_tune.errors import PolicyError, RunError
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.profile import NOTHING, Profile
 from mesa_tune.profiler.timeline import Kept, SizedTimeline
 from mesa_tune.search.clusters import Cluster, clusters
-from mesa_tune.settings import EXACT, LayerSettings
 
 Floats = NDArray[np.float64]
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.joint_error import Objective, Pair
 from mesa_tune.search.moves import Moves
-from mesa_tune.search.objective import Objective, Pair
 from mesa_tune.search.plan import Measurement
 from mesa_tune.search.solver import Program, Solution
 from mesa_tune.search.space import Limits

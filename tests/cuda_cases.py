@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mesa_tune.maps import KINDS
+from mesa_tune.ops.maps import KINDS
 
 Sizes = tuple[int, int, int, int]  # bits, levels, group_size, quant_groups
 

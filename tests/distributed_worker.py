@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
-from mesa_tune.conversion import conversion_of
+from mesa_tune.conversion.model import conversion_of
 from tests.models import ViT
 
 WORLD = 2

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.call import Call
-from mesa_tune.functional.products import GROUPED_MM
-from mesa_tune.functional.table import ROUTES
+from mesa_tune.engine.call import Call
+from mesa_tune.formulas.matmul import GROUPED_MM
+from mesa_tune.formulas.table import ROUTES
 
 EIGHT = Spec("quantize", 8, 256, 256, 0, True, 0)
 RAW = EIGHT._replace(levels=0)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry, Option, TensorEntry, Tie
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timeline import Kept, Pair, Slot, Timeline, settings_bytes
-from mesa_tune.settings import EXACT, LayerSettings
 
 GRID = tuple(
     LayerSettings(level=1 << bits, group_size=group)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.functional import attention_by_heads
-from mesa_tune.functional.held import Held
+from mesa_tune.engine.packed import Held
+from mesa_tune.formulas.attention import by_heads as attention_by_heads
 
 BATCH, TOKENS, HEADS, WIDTH = 9, 37, 4, 16
 

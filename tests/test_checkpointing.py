@@ -16,10 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
-from mesa_tune.conversion import conversion_of
+from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.meter import StepMemory, measure_step
-from mesa_tune.settings import LayerSettings
 
 WIDTH, HEADS, LENGTH, SAMPLES = 64, 2, 64, 4
 Part = Callable[[Tensor], Tensor]

@@ -12,7 +12,7 @@ from mesa_tune import cli
 from mesa_tune.commands import doctor as doctor_module
 from mesa_tune.commands.common import Output, format_table
 from mesa_tune.errors import BudgetError, MesaTuneError
-from mesa_tune.profiler.workload import Workload
+from mesa_tune.workload.workload import Workload
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import mesa_tune as mt
 from mesa_tune.codecs import Spec, drop
-from mesa_tune.settings import LayerSettings
+from mesa_tune.policy.settings import LayerSettings
 
 KEY = torch.tensor([5], dtype=torch.int64)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mesa_tune import reference_codecs
 from mesa_tune.codecs import Spec, mixed, quantize
-from mesa_tune.settings import LayerSettings
+from mesa_tune.ops.reference import codecs as reference_codecs
+from mesa_tune.policy.settings import LayerSettings
 
 KEY = torch.tensor([5], dtype=torch.int64)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.codecs import Spec, offload
 from mesa_tune.codecs.offload import Arrival, Shelf
-from mesa_tune.settings import LayerSettings
+from mesa_tune.policy.settings import LayerSettings
 
 KEY = torch.tensor([5], dtype=torch.int64)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import mesa_tune as mt
+from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.meter import measure_step
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.settings import LayerSettings
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits_vit.py"
 BATCH = 4

@@ -14,8 +14,8 @@ import mesa_tune as mt
 import mesa_tune.compat.mesa as ms
 from mesa_tune import notice
 from mesa_tune.codecs import Memory, Spec, running
-from mesa_tune.conversion import conversion_of
-from mesa_tune.settings import LayerSettings
+from mesa_tune.conversion.model import conversion_of
+from mesa_tune.policy.settings import LayerSettings
 
 KEY = torch.tensor([5], dtype=torch.int64)
 

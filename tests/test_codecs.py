@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.codec_ops import RAW
 from mesa_tune.codecs import CODECS, Memory, Spec, quantize, refusal
 from mesa_tune.ops import DTYPES
-from mesa_tune.settings import LayerSettings
+from mesa_tune.ops.codecs import RAW
+from mesa_tune.policy.settings import LayerSettings
 
 KEY = torch.tensor([7], dtype=torch.int64)
 

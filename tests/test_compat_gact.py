@@ -17,7 +17,7 @@ from mesa_tune import notice
 from mesa_tune.compat import gact
 from mesa_tune.compat.gact.controller import Controller
 from mesa_tune.compat.gact.sensitivity import perturbed
-from mesa_tune.conversion import conversion_of
+from mesa_tune.conversion.model import conversion_of
 from tests.compat_measures import error, gradient, saved_bytes
 
 CLASSES = 512

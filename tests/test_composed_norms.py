@@ -11,10 +11,10 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import mesa_tune as mt
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.call import Call
-from mesa_tune.functional.rowwise import aligned, is_repeated
+from mesa_tune.engine.call import Call
+from mesa_tune.formulas.norms.composed import aligned, is_repeated
 from mesa_tune.policy import Policy
-from mesa_tune.search.objective import JointError
+from mesa_tune.profiler.joint_error import JointError
 from tests.functional_cases import EIGHT, KEY
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mesa_tune import notice
-from mesa_tune.functional.table import FORMULAS, ROUTES
+from mesa_tune.formulas.table import FORMULAS, ROUTES
 from tests.conformance import rules
 from tests.conformance.cases import CASES, Case, case
 from tests.conformance.running import PLAIN, SITUATIONS, Situation, applies, build, converted, step
@@ -112,7 +112,7 @@ def test_rule_9_second_backward_and_create_graph(case: Case) -> None:
 
 @by_case
 def test_case_reaches_its_tags(case: Case) -> None:
-    from mesa_tune.conversion import conversion_of
+    from mesa_tune.conversion.model import conversion_of
 
     model, x = build(case)
     coded = converted(model)

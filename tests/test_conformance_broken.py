@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from mesa_tune.codecs import CODECS, Spec, quantize
-from mesa_tune.conversion import ConvertedForward
-from mesa_tune.functional import keeping, norm
-from mesa_tune.functional.apply import Apply
-from mesa_tune.functional.formula import Formula, Result
-from mesa_tune.functional.table import FAMILIES, FORMULAS
-from mesa_tune.rebinding import Instead
+from mesa_tune.conversion.model import ConvertedForward
+from mesa_tune.conversion.wrapping import Instead
+from mesa_tune.engine import storage as keeping
+from mesa_tune.engine.formula import Formula, Result
+from mesa_tune.engine.function import Apply
+from mesa_tune.formulas.norms import layer_norm
+from mesa_tune.formulas.table import FAMILIES, FORMULAS
 from tests.conformance import rules
 from tests.conformance.cases import case
 from tests.conformance.running import SITUATIONS
@@ -209,7 +210,7 @@ def test_rule_7_catches_a_norm_that_keeps_its_input(monkeypatch: Patch) -> None:
             grad, lossy[0], static[0], mean, rstd, weight, bias, wanted
         )
 
-    assert FORMULAS["layer_norm"] is norm.LAYER_NORM
+    assert FORMULAS["layer_norm"] is layer_norm.LAYER_NORM
     _break_formula(monkeypatch, "layer_norm", forward=forward, backward=backward, piecewise=None)
     with pytest.raises(AssertionError, match="at 2 bits"):
         rules.check_rule_7(case("LayerNorm"))

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
-from mesa_tune import notice, routing
-from mesa_tune.conversion import conversion_of
-from mesa_tune.frames import state
+from mesa_tune import notice
+from mesa_tune.conversion import routing
+from mesa_tune.conversion.model import conversion_of
+from mesa_tune.engine.context import state
 from mesa_tune.policy import Policy
 from tests.conformance.running import relative_error, saved_bytes
 from tests.models import Functions, ViT

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune import fused_ops, maps, ops, reference
+from mesa_tune import ops
+from mesa_tune.ops import fused as fused_ops
+from mesa_tune.ops import maps, reference
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
 from tests.test_ops_kernels import same_bytes, same_numbers

@@ -19,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mesa_tune import fused_ops, maps, ops, reference
+from mesa_tune import ops
+from mesa_tune.ops import fused as fused_ops
+from mesa_tune.ops import maps, reference
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
 from tests.test_ops_kernels import same_bytes, same_numbers, tensors

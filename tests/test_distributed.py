@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import mesa_tune as mt
-from mesa_tune.catalog import Catalog
-from mesa_tune.conversion import conversion_of
+from mesa_tune.conversion.layers import Catalog
+from mesa_tune.conversion.model import conversion_of
 from tests import distributed_worker as worker
 from tests.conformance.running import relative_error
 from tests.distributed_worker import ORDERS, POLICIES, STEPS, WORLD, WRAPPERS, Gradients

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mesa_tune.profiler.workload import Workload
+from mesa_tune.workload.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -92,7 +92,7 @@ def test_the_script_trains() -> None:
 
 @pytest.mark.slow
 def test_training_with_a_policy_starts_from_the_same_model() -> None:
-    policy = pytest.importorskip("mesa_tune.policy").Policy
+    policy = pytest.importorskip("mesa_tune.policy.policy").Policy
     names = digits_vit()
     made: list[nn.Module] = []
     plain_model = names.model

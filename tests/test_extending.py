@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.codecs import CODECS
-from mesa_tune.functional.table import LAYERS, ROUTES
+from mesa_tune.formulas.table import LAYERS, ROUTES
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.meter import Meter
 

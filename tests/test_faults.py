@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
-from mesa_tune.frames import state, top_hooks
-from mesa_tune.functional import apply
+from mesa_tune.engine import function as apply
+from mesa_tune.engine.context import state, top_hooks
 from tests.models import ViT
 
 Gradients = dict[str, Tensor]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import mesa_tune.nn as mn
 from mesa_tune import notice
 from mesa_tune.codecs import Spec
-from mesa_tune.settings import LayerSettings
+from mesa_tune.policy.settings import LayerSettings
 
 WIDTH, HEADS, ROWS, COLUMNS, COUNT = 32, 4, 9, 7, 3
 CAUSAL = torch.ones(ROWS, ROWS, dtype=torch.bool).triu(1)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import notice
-from mesa_tune.functional.contraction import spelled_out
-from mesa_tune.functional.curves import CURVES
+from mesa_tune.formulas.curves import CURVES
+from mesa_tune.formulas.einsum import spelled_out
 from mesa_tune.policy import Policy
 from tests.conformance.running import saved_bytes
 from tests.functional_cases import EIGHT, RAW, gradients, served

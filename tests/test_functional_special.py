@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mesa_tune.functional as mf
 from mesa_tune import notice
-from mesa_tune.settings import LayerSettings
+from mesa_tune.policy.settings import LayerSettings
 from tests.functional_cases import CASES, EIGHT, RAW, fresh, gradients, leaves, served
 
 FOUR = LayerSettings(level=16, group_size=64)

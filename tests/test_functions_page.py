@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from docs.functions import NOTHING, PAGE, kept_by_pytorch, page, rows, taken
-from mesa_tune.functional.table import ROUTES
+from mesa_tune.formulas.table import ROUTES
 from tests.functional_cases import CASES
 
 REMEDY = "docs/functions.md is out of date; write it again in the project's root: python -m docs.functions"

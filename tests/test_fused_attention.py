@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mesa_tune import fused_ops, ops
-from mesa_tune.functional.attention_by_heads import Scores
+from mesa_tune import ops
+from mesa_tune.formulas.attention.by_heads import Scores
+from mesa_tune.ops import fused as fused_ops
 
 SHAPES = {  # samples, heads, queries, keys, width, width of the values
     "small": (3, 2, 37, 37, 16, 16),

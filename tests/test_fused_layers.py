@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
-from mesa_tune.functional import held
-from mesa_tune.functional.held import Held
+from mesa_tune.engine import packed as held
+from mesa_tune.engine.packed import Held
 
 
 class Rearranged(nn.Module):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune import fused_ops, ops
+from mesa_tune import ops
 from mesa_tune.codecs import quantize
+from mesa_tune.ops import fused as fused_ops
 
 SHAPES = {  # rows, in, out
     "rows that begin with a group": (700, 64, 48),

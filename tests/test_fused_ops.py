@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mesa_tune import fused_ops, maps, ops
-from mesa_tune.functional import norm
+from mesa_tune import ops
+from mesa_tune.formulas.norms import layer_norm
+from mesa_tune.ops import fused as fused_ops
+from mesa_tune.ops import maps
 
 SEED = torch.tensor([5])
 CURVES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,9 +81,9 @@ def test_normalized_inputs_are_encoded_as_they_are_made(
 @pytest.mark.parametrize(
     ("forward", "sizes", "weights"),
     [
-        (norm.layer_norm_forward, (6,), (None, None)),
-        (norm.rms_norm_forward, (6,), (None,)),
-        (norm.group_norm_forward, 4, (None, None)),
+        (layer_norm.layer_norm_forward, (6,), (None, None)),
+        (layer_norm.rms_norm_forward, (6,), (None,)),
+        (layer_norm.group_norm_forward, 4, (None, None)),
     ],
     ids=["layer", "rms", "group"],
 )

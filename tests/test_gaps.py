@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune import fused_ops, ops, reference, reference_codecs
-from mesa_tune.codec_ops import RAW
+from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Spec, quantize
-from mesa_tune.settings import LayerSettings
+from mesa_tune.ops import fused as fused_ops
+from mesa_tune.ops import reference
+from mesa_tune.ops.codecs import RAW
+from mesa_tune.ops.reference import codecs as reference_codecs
+from mesa_tune.policy.settings import LayerSettings
 from tests.cuda_cases import randn, with_gaps
 from tests.test_ops_kernels import assert_kernels_agree, needs_library
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 import mesa_tune.nn as mesa_nn
-from mesa_tune.functional import keeping
+from mesa_tune.engine import storage as keeping
 
 
 def test_layers_that_stand_alone_leave_no_trace_of_dead_tensors() -> None:

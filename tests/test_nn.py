@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 import mesa_tune.nn as mn
-from mesa_tune.functional import table
+from mesa_tune.formulas import table
 from mesa_tune.policy import Policy
-from mesa_tune.settings import EXACT, LayerSettings
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from tests.functional_cases import gradients
 
 FINE = LayerSettings(group_size=64)

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.conversion import conversion_of
-from mesa_tune.functional.hooked import HOOKED
-from mesa_tune.functional.opened import OPENED
-from mesa_tune.functional.table import ROUTES
+from mesa_tune.conversion.hooked import HOOKED
+from mesa_tune.conversion.model import conversion_of
+from mesa_tune.conversion.opened import OPENED
+from mesa_tune.formulas.table import ROUTES
 
 SHAPE = (16, 12, 64)
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mesa_tune import ops, reference
+from mesa_tune import ops
+from mesa_tune.ops import reference
 
 REFERENCE_ONLY = os.environ.get("MESA_TUNE_REFERENCE") == "1"
 needs_library = pytest.mark.skipif(REFERENCE_ONLY, reason="MESA_TUNE_REFERENCE=1 leaves the library out")

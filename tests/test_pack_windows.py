@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mesa_tune import reference_windows
-from mesa_tune.codec_ops import RAW
-from mesa_tune.reference_windows import Windows, flattened, offset_bits, to_indices, to_offsets
+from mesa_tune.ops.codecs import RAW
+from mesa_tune.ops.reference import windows as reference_windows
+from mesa_tune.ops.reference.windows import Windows, flattened, offset_bits, to_indices, to_offsets
 from tests.test_ops_kernels import needs_library
 
 POOLS: tuple[Any, ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)

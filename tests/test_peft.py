@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mesa_tune as mt
-from mesa_tune.catalog import Catalog
-from mesa_tune.conversion import conversion_of
+from mesa_tune.conversion.layers import Catalog
+from mesa_tune.conversion.model import conversion_of
 from tests.conformance.running import relative_error
 
 IDS = torch.randint(0, 100, (4, 32), generator=torch.Generator().manual_seed(1))

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesa_tune.errors import MesaTuneError, PolicyError
-from mesa_tune.policy import Header, Policy, Rule
-from mesa_tune.settings import EXACT, TAGS, LayerSettings
+from mesa_tune.policy import Policy
+from mesa_tune.policy.policy import Header, Rule
+from mesa_tune.policy.settings import EXACT, TAGS, LayerSettings
 
 OURS = "# mesa-tune policy 1\n"
 

@@ -3,8 +3,9 @@
 import pytest
 
 from mesa_tune.errors import PolicyError
-from mesa_tune.policy import Header, Policy
-from mesa_tune.settings import LayerSettings
+from mesa_tune.policy import Policy
+from mesa_tune.policy.policy import Header
+from mesa_tune.policy.settings import LayerSettings
 
 OURS = "# mesa-tune policy 1\n"
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mesa_tune.errors import PolicyError
-from mesa_tune.policy import Header, Policy
+from mesa_tune.policy import Policy
+from mesa_tune.policy.policy import Header
 
 POLICY = Policy(Policy.uniform(16).rules, Header(model="vit", fingerprint="8f3c0a11d2e4b5c6"))
 OTHER = Policy.uniform(4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mesa_tune.errors import PolicyError
 from mesa_tune.policy import Policy
-from mesa_tune.settings import EXACT, MESA_TAGS, TAGS, LayerSettings
+from mesa_tune.policy.settings import EXACT, MESA_TAGS, TAGS, LayerSettings
 
 FILES = Path(__file__).parent / "policies"
 OURS = "# mesa-tune policy 1\n"

@@ -12,8 +12,8 @@ import pytest
 
 from mesa_tune.errors import BudgetError, RunError
 from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.profile import Profile, Tie
-from mesa_tune.settings import EXACT, LayerSettings
 from tests.synthetic import GRID, synthetic_profile
 
 FOUR = LayerSettings(level=16)

@@ -5,8 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesa_tune import ops, reference, reference_codecs
-from mesa_tune.codec_ops import RAW
+from mesa_tune import ops
+from mesa_tune.ops import reference
+from mesa_tune.ops.codecs import RAW
+from mesa_tune.ops.reference import codecs as reference_codecs
 from tests.test_ops_kernels import needs_library, same_bytes, same_numbers, tensors
 
 SEED = torch.tensor([3])

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 
+from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.reports import figures, frames, style
 from mesa_tune.reports.html import inline_svg, png
-from mesa_tune.settings import LayerSettings
 from tests.synthetic import COARSE, synthetic_profile
 
 PROFILES = {"3 layers": synthetic_profile(0, grid=COARSE), "303 layers": synthetic_profile(50, grid=COARSE)}

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
 from mesa_tune.reports import frames
-from mesa_tune.settings import EXACT, LayerSettings
 from tests.synthetic import COARSE, synthetic_profile
 
 PROFILE = synthetic_profile(3, grid=COARSE)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import retune
-from mesa_tune.conversion import conversion_of
+from mesa_tune.conversion.model import conversion_of
 
 Batch = tuple[Tensor, Tensor]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mesa_tune import ops
-from mesa_tune.codec_ops import RAW
+from mesa_tune.ops.codecs import RAW
 
 NUMEL = 8 * 15 * 23 * 87  # more than seven portions of a thread
 SHAPE = (8, 15, 23, 87)

@@ -12,11 +12,11 @@ import pytest
 
 from mesa_tune import cli, convert, profile
 from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.workload import Workload
 from mesa_tune.search import Plan
-from mesa_tune.settings import LayerSettings
 from mesa_tune.units import format_bytes
+from mesa_tune.workload.workload import Workload
 from tests.synthetic import COARSE, synthetic_profile
 
 MODEL = """
@@ -281,7 +281,7 @@ def test_out_of_memory_says_what_to_do(
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("mesa_tune.search.objective.JointError.errors", fail)
+    monkeypatch.setattr("mesa_tune.profiler.joint_error.JointError.errors", fail)
     assert_refused(["--budget", BUDGET, "--trials", "2"], capsys, ["out of memory", "--batch-size 512"])
 
 

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 import mesa_tune as mt
-from mesa_tune.conversion import conversion_of
-from mesa_tune.policy import Header, Policy
+from mesa_tune.conversion.model import conversion_of
+from mesa_tune.policy import Policy
+from mesa_tune.policy.policy import Header
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, Option
+from mesa_tune.profiler.joint_error import JointError, Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timeline import Kept, Slot, Timeline
 from mesa_tune.search import search_policy
-from mesa_tune.search.objective import JointError, Pair
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
-from mesa_tune.settings import EXACT, LayerSettings
 from tests.synthetic import COARSE, synthetic_profile
 from tests.test_profile_derive import DIGITS, workload
 

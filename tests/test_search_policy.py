@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from mesa_tune.errors import BudgetError, RunError
 from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler.joint_error import JointError, squared
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.workload import Workload
 from mesa_tune.search import Plan, search_policy
-from mesa_tune.search.objective import JointError, squared
-from mesa_tune.settings import EXACT, LayerSettings
+from mesa_tune.workload.workload import Workload
 from tests.synthetic import COARSE, is_sorted, synthetic_profile
 
 

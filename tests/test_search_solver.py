@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mesa_tune.errors import PolicyError, RunError
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
-from mesa_tune.settings import EXACT, LayerSettings
 from tests.synthetic import COARSE, is_sorted, synthetic_profile
 
 

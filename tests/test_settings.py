@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesa_tune.settings import (
+from mesa_tune.policy.settings import (
     ALLOCATIONS,
     EXACT,
     KEYS,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
-from mesa_tune.conversion import conversion_of
-from mesa_tune.functional import settled
-from mesa_tune.functional.apply import Known
-from mesa_tune.functional.table import ROUTES
+from mesa_tune.conversion.model import conversion_of
+from mesa_tune.engine import cache as settled
+from mesa_tune.engine.function import Known
+from mesa_tune.formulas.table import ROUTES
 from tests.functional_cases import CASES, fresh, gradients
 
 X = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(0))

@@ -8,8 +8,8 @@ import pytest
 
 from mesa_tune import ops
 from mesa_tune.errors import BudgetError
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.timeline import Kept, Slot, Timeline
-from mesa_tune.settings import EXACT, LayerSettings
 from tests.synthetic import synthetic_profile
 
 FOUR = LayerSettings(level=16)

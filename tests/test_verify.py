@@ -21,7 +21,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler import meter, verification
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification, verify
-from mesa_tune.profiler.workload import Workload
+from mesa_tune.workload.workload import Workload
 from tests.synthetic import COARSE, synthetic_profile
 
 WIDTH, SAMPLES = 64, 128

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mesa_tune.errors import BudgetError, WorkloadError
-from mesa_tune.profiler.batches import to_device
-from mesa_tune.profiler.user_code import explaining, is_out_of_memory, seeded
-from mesa_tune.profiler.workload import DEFAULT_BATCH_SIZE, Workload
+from mesa_tune.workload.batches import to_device
+from mesa_tune.workload.user_code import explaining, is_out_of_memory, seeded
+from mesa_tune.workload.workload import DEFAULT_BATCH_SIZE, Workload
 
 GOOD = """\
 import torch

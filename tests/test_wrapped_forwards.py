@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mesa_tune as mt
-from mesa_tune.conversion import conversion_of
+from mesa_tune.conversion.model import conversion_of
 from tests.conformance.running import relative_error
 
 X = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import mesa_tune as mt
-from mesa_tune.catalog import Catalog, named_layers
+from mesa_tune.conversion.layers import Catalog, named_layers
 from tests.conformance.running import relative_error
 from tests.models import ViT
 

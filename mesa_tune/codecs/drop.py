@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mesa_tune import ops, reference
-from mesa_tune.codec_ops import RAW
+from mesa_tune import ops
 from mesa_tune.codecs import quantize
 from mesa_tune.codecs.spec import Memory, Spec
+from mesa_tune.ops import reference
+from mesa_tune.ops.codecs import RAW
 
 
 def survivors(numel: int, drop: float) -> int:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mesa_tune import codec_ops, reference_codecs
 from mesa_tune.codecs.spec import Memory, Spec
+from mesa_tune.ops import codecs as codec_ops
+from mesa_tune.ops.reference import codecs as reference_codecs
 
 MOST_BITS = reference_codecs.MOST_BITS
 

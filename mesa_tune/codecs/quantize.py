@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mesa_tune import reference
 from mesa_tune.codecs.spec import Memory, Spec
-from mesa_tune.fused_ops import (
+from mesa_tune.ops import reference
+from mesa_tune.ops.fused import (
     BATCH_NORM_BACKWARD,
     CROSS_ENTROPY_BACKWARD,
     DEQUANTIZE_MUL,
@@ -21,7 +21,7 @@ from mesa_tune.fused_ops import (
     QUANTIZE_MAP,
     SOFTMAX_BACKWARD,
 )
-from mesa_tune.maps import KINDS, Mapped, are_single
+from mesa_tune.ops.maps import KINDS, Mapped, are_single
 
 LARGEST_GROUP = 4096
 """Larger ones are nothing for kernels that decode some rows at a time."""

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch._C import _autograd
 
-from mesa_tune import reference
-from mesa_tune.codec_ops import RAW
 from mesa_tune.codecs import quantize
 from mesa_tune.codecs.spec import Memory, Spec
 from mesa_tune.notice import warn_once
+from mesa_tune.ops import reference
+from mesa_tune.ops.codecs import RAW
 
 _COMPILED = (
     "mesa-tune: under torch.compile `ema_decay` has no effect: each tensor is stored in its own range.\n"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mesa_tune.notice import warn_once
-from mesa_tune.settings import HOOKED_LEVELS, LayerSettings
+from mesa_tune.policy.settings import HOOKED_LEVELS, LayerSettings
 
 
 class Spec(NamedTuple):

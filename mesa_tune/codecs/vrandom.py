@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mesa_tune import ops, reference
+from mesa_tune import ops
 from mesa_tune.codecs import drop
 from mesa_tune.codecs.spec import Memory, Spec
+from mesa_tune.ops import reference
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from mesa_tune.commands.run_folder import DEFAULT_RUN, Origin, Run, digest, dump_json, write_atomically
+from mesa_tune.commands.run_folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.errors import RunError
+from mesa_tune.files import dump_json, write_atomically
 from mesa_tune.units import Budget, counted, format_bytes, format_time, parse_bytes, shorten
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
-    from mesa_tune.profiler.workload import Workload
+    from mesa_tune.workload.workload import Workload
 
 __all__ = [
     "DEFAULT_RUN",
@@ -127,7 +128,7 @@ def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
 
     `without`: what can be done without the file.
     """
-    from mesa_tune.profiler.workload import Workload
+    from mesa_tune.workload.workload import Workload
 
     if profile.model is None:
         raise RunError(f"the profile was made in Python, so it names no model file\n{without}")

@@ -34,6 +34,7 @@ UNIFORM_LEVEL = 16
 
 
 def demo(
+    context: typer.Context,
     run: RunOption = DEFAULT_RUN,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -46,9 +47,9 @@ def demo(
     begin = time.perf_counter()
     shared = [flag for flag, given in (("--debug", debug), ("--force", force)) if given]
     shared += ["--run", str(run), *(["--quiet"] if as_json or quiet else [])]
-    _walk(output, str(example), shared)
+    _walk(context, output, str(example), shared)
     rows = _measure(output, example, Run(run))
-    _walk_on(output, ["report"], shared)
+    _walk_on(context, output, ["report"], shared)
     output.line()
     for line in table(rows):
         output.line(line)
@@ -86,18 +87,17 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _walk(output: Output, example: str, shared: list[str]) -> None:
+def _walk(context: typer.Context, output: Output, example: str, shared: list[str]) -> None:
     """The commands that a user would type, with their own output."""
-    _walk_on(output, ["profile", example], shared)
-    _walk_on(output, ["search", "--budget", BUDGET], shared)
-    _walk_on(output, ["verify"], shared)
+    _walk_on(context, output, ["profile", example], shared)
+    _walk_on(context, output, ["search", "--budget", BUDGET], shared)
+    _walk_on(context, output, ["verify"], shared)
 
 
-def _walk_on(output: Output, command: list[str], shared: list[str]) -> None:
-    from mesa_tune import cli
-
+def _walk_on(context: typer.Context, output: Output, command: list[str], shared: list[str]) -> None:
     output.line(f"\n$ mesa-tune {' '.join(command)}")
-    status = cli.run([*command, *shared])
+    program = context.find_root().command
+    status = program.main([*command, *shared], prog_name="mesa-tune", standalone_mode=False)
     if status:
         raise typer.Exit(status)
 
@@ -105,10 +105,10 @@ def _walk_on(output: Output, command: list[str], shared: list[str]) -> None:
 def _measure(output: Output, example: Path, folder: Run) -> list[dict[str, Any]]:
     """A row each for plain, uniform and searched: memory and time of real steps, accuracy of a training."""
     from mesa_tune.policy import Policy
-    from mesa_tune.profiler.model_file import read_model_file
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.verification import Verification, verify
-    from mesa_tune.profiler.workload import Workload
+    from mesa_tune.workload.model_file import read_model_file
+    from mesa_tune.workload.workload import Workload
 
     train: Callable[..., float] = read_model_file(example)[1]["train"]
     profile = Profile.load(folder.profile)

@@ -34,7 +34,7 @@ class Finding:
 
 def doctor(as_json: JsonOption = False, quiet: QuietOption = False, debug: DebugOption = False) -> None:
     """Say what this machine has, and how to mend what is missing."""
-    from mesa_tune.profiler.workload import default_device
+    from mesa_tune.workload.workload import default_device
 
     output = Output(json=as_json, quiet=quiet)
     device = default_device()

@@ -22,7 +22,7 @@ def advising(
 
     The body runs steps of `batch_size` under `assignment`; `advice` says what to type for the size that fits.
     """
-    from mesa_tune.profiler.user_code import is_out_of_memory
+    from mesa_tune.workload.user_code import is_out_of_memory
 
     try:
         yield

@@ -57,7 +57,7 @@ def profile(
     """Measure what each layer keeps, and what fewer bits would do."""
     from mesa_tune.profiler.profiling import fast_grid, full_grid
     from mesa_tune.profiler.profiling import profile as measure
-    from mesa_tune.profiler.workload import Workload
+    from mesa_tune.workload.workload import Workload
 
     output = Output(json=as_json, quiet=quiet)
     workload = Workload.load(model, batch_size=batch_size, device=device, autocast=autocast)
@@ -122,7 +122,7 @@ def _exact(found: Profile) -> list[str]:
 
 
 def _error(found: Profile, name: str) -> str:
-    from mesa_tune.settings import LayerSettings
+    from mesa_tune.policy.settings import LayerSettings
 
     error = found.layer_error(found.layer(name), LayerSettings(level=16))
     return "" if error is None else f"{error:.1e}"

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mesa_tune.errors import RunError
+from mesa_tune.files import dump_json, write_atomically
 
 DEFAULT_RUN = Path("mesa-run")
 
@@ -179,38 +179,6 @@ def digest(*parts: object) -> str:
     """A hash of `parts`: equal for equal JSON values (paths and other objects count as their text)."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def dump_json(content: object) -> str:
-    """`content` as the house writes JSON: two spaces, a final newline, no NaN."""
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Put `content` at `path`, making its folder; readers see the old file or the new one, never a part.
-
-    RunError where the system does not let us.
-    """
-    data = content.encode() if isinstance(content, str) else content
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with _explaining(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            beside.write_bytes(data)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-
-
-@contextmanager
-def _explaining(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        on_the_way = isinstance(error, (FileExistsError, NotADirectoryError))
-        what = "a part of its path is a file, not a folder" if on_the_way else error.strerror
-        remedy = "name a place in a folder that can be written and has room"
-        raise RunError(f"{path}: cannot be written: {what}\n{remedy}") from error
 
 
 def _hash(path: Path) -> str | None:

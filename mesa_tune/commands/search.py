@@ -32,8 +32,8 @@ from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
-    from mesa_tune.profiler.workload import Workload
     from mesa_tune.search import Plan
+    from mesa_tune.workload.workload import Workload
 
 _PROFILE = "mesa-tune profile model.py"
 _WITHOUT = "--trials 0 plans from the profile alone, without the model"

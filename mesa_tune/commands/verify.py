@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mesa_tune.policy import Policy
     from mesa_tune.profiler.profile import Prediction, Profile
     from mesa_tune.profiler.verification import Verification
-    from mesa_tune.profiler.workload import Workload
+    from mesa_tune.workload.workload import Workload
 
 PolicyOption = Annotated[
     Path | None, typer.Option("--policy", metavar="policy.txt", help="Default: the run's own.")
@@ -65,7 +65,8 @@ def verify(
     force: ForceOption = False,
 ) -> None:
     """Run real steps under a policy; predicted beside measured."""
-    from mesa_tune.policy import Header, Policy
+    from mesa_tune.policy import Policy
+    from mesa_tune.policy.policy import Header
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.verification import verify as measure
 

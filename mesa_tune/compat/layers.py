@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.apply import Memories
-from mesa_tune.functional.public import StandingAlone, policy_at_work
-from mesa_tune.functional.table import own_route
+from mesa_tune.engine.function import Memories
+from mesa_tune.formulas.table import own_route
+from mesa_tune.functional import StandingAlone, policy_at_work
 from mesa_tune.notice import warn_once
-from mesa_tune.settings import LayerSettings
+from mesa_tune.policy.settings import LayerSettings
 
 Kind = TypeVar("Kind", bound=nn.Module)
 SHOWN = 8

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mesa_tune.functional import products
-from mesa_tune.functional.public import StandingAlone, policy_at_work
-from mesa_tune.settings import LayerSettings
+from mesa_tune.formulas import matmul as products
+from mesa_tune.functional import StandingAlone, policy_at_work
+from mesa_tune.policy.settings import LayerSettings
 
 
 class _Settled(nn.Module):

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.apply import Replay
-from mesa_tune.functional.deriving import Recipe, rebuilt, take
-from mesa_tune.functional.keeping import Meta
+from mesa_tune.engine.function import Replay
+from mesa_tune.engine.rematerialize import Recipe, rebuilt, take
+from mesa_tune.engine.storage import Meta
+from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.gradient import Cache, Draw, RecordedCall, cached_copy
 from mesa_tune.profiler.trace import Place, Turns
-from mesa_tune.settings import MIN_ELEMENTS
 
 
 class Made(NamedTuple):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mesa_tune.documents import typed
-from mesa_tune.settings import LayerSettings
+from mesa_tune.files import typed
+from mesa_tune.policy.settings import LayerSettings
 
 
 @dataclass(frozen=True)

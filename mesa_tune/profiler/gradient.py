@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from mesa_tune.codecs import Spec
-from mesa_tune.functional.apply import Replay
-from mesa_tune.functional.deriving import Recipe
-from mesa_tune.functional.keeping import Meta, forget_copies, keep, restore
+from mesa_tune.engine.function import Replay
+from mesa_tune.engine.rematerialize import Recipe
+from mesa_tune.engine.storage import Meta, forget_copies, keep, restore
+from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.trace import observing
-from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
 
 REFERENCES = (1, 2, 4)
 """Bits at which differences of input gradients are really sent down, in groups of `REFERENCE_GROUP`; where

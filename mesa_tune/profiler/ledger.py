@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from mesa_tune.errors import RunError
+from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.entries import NO_FORMULA, OUTSIDE, ExactEntry, TensorEntry
 from mesa_tune.profiler.timeline import Kept, Slot, Timeline
 from mesa_tune.profiler.trace import NEVER, PlainTrace, SlotTrace, StepTrace, Turn
-from mesa_tune.settings import MIN_ELEMENTS
 
 
 @dataclass(frozen=True)

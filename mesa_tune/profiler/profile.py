@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mesa_tune.documents import read_document, schema, typed, write_document
 from mesa_tune.errors import RunError
+from mesa_tune.files import read_document, schema, typed, write_document
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Option, TensorEntry, Tie
 from mesa_tune.profiler.timeline import Assignment, Kept, Slot, Timeline, stored_as
-from mesa_tune.settings import EXACT, LayerSettings
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mesa_tune.catalog import Catalog
+from mesa_tune.conversion.layers import Catalog
 from mesa_tune.errors import RunError, WorkloadError
 from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.checkpoints import without_checkpoints
 from mesa_tune.profiler.clock import median_ms
 from mesa_tune.profiler.derivation import Derivable, Links
@@ -27,14 +28,13 @@ from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, Tie
 from mesa_tune.profiler.gradient import REFERENCE_GROUP, Price, Sensitivity
 from mesa_tune.profiler.ledger import TracedPair, exact_entries, tensor_entries, timeline
 from mesa_tune.profiler.meter import bytes_of, tensors_in
-from mesa_tune.profiler.preserve import preserved
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rows import Rows
-from mesa_tune.profiler.session import RawConversion, session
 from mesa_tune.profiler.trace import StepTrace, observing, trace_step
-from mesa_tune.profiler.user_code import is_out_of_memory, located, seeded
-from mesa_tune.profiler.workload import Workload
-from mesa_tune.settings import EXACT, LayerSettings
+from mesa_tune.workload.preserve import preserved
+from mesa_tune.workload.session import RawConversion, session
+from mesa_tune.workload.user_code import is_out_of_memory, located, seeded
+from mesa_tune.workload.workload import Workload
 
 BITS = (1, 2, 3, 4, 6, 8)
 GROUP_SIZES = (64, 256, 1024)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mesa_tune.codecs import CODECS, Spec, fitting_size, memory_bytes
 from mesa_tune.errors import BudgetError
-from mesa_tune.settings import MIN_ELEMENTS, LayerSettings
+from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 
 Pair = tuple[int, int]
 Assignment = Mapping[str, LayerSettings]

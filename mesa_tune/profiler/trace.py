@@ -21,13 +21,13 @@ from torch import Tensor, UntypedStorage
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
-from mesa_tune.functional.apply import Replay, watch
-from mesa_tune.functional.deriving import Recipe
-from mesa_tune.functional.keeping import Meta
-from mesa_tune.functional.pointwise import POINTWISE_INPUT
-from mesa_tune.maps import Mapped
+from mesa_tune.engine.function import Replay, watch
+from mesa_tune.engine.rematerialize import Recipe
+from mesa_tune.engine.storage import Meta
+from mesa_tune.formulas.activation import POINTWISE_INPUT
+from mesa_tune.ops.maps import Mapped
+from mesa_tune.policy.settings import SCRAP
 from mesa_tune.profiler.meter import Meter
-from mesa_tune.settings import SCRAP
 
 NEVER = 1 << 62
 

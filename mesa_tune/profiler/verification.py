@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from mesa_tune.conversion import compress_saved, convert
-from mesa_tune.documents import read_document, schema, typed, write_document
 from mesa_tune.errors import RunError
+from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.meter import StepMemory, measure_step, take_step
 from mesa_tune.profiler.profile import Prediction
-from mesa_tune.profiler.user_code import is_out_of_memory, seeded
-from mesa_tune.profiler.workload import Workload
+from mesa_tune.workload.user_code import is_out_of_memory, seeded
+from mesa_tune.workload.workload import Workload
 
 Value = TypeVar("Value")
 
@@ -235,7 +235,7 @@ def _alone(workload: Workload, policy: Policy | None, steps: int) -> float:
 
 def _gradient_errors(workload: Workload, policy: Policy, seeds: int) -> tuple[float, ...]:
     """On the first batch, with rounding seeds that neither profile nor search has used."""
-    from mesa_tune.search.objective import JointError
+    from mesa_tune.profiler.joint_error import JointError
 
     pairs = [(0, UNUSED_SEEDS + number) for number in range(seeds)]
     return tuple(JointError(workload).errors(policy, pairs))

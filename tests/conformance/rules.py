@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Spec
+from mesa_tune.engine.storage import forget_copies, keep, restore
 from mesa_tune.errors import RunError
-from mesa_tune.functional.keeping import forget_copies, keep, restore
 from mesa_tune.policy import Policy
 from tests.conformance.cases import Case
 from tests.conformance.running import (

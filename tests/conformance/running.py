@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
-from mesa_tune.conversion import conversion_of
+from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.meter import Meter
 from tests.conformance.cases import Case

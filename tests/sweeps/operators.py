@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mesa_tune.conversion import conversion_of
+from mesa_tune.conversion.model import conversion_of
 from tests.sweeps.checks import FaultError, Reference, UnfitError, check
 from tests.sweeps.databases import MOST, as_sampled, elements, masked, names, programs, scaled
 from tests.sweeps.runner import BROKEN, ILL_POSED, RIGHT, SKIPPED, Case, Outcome, Sweep

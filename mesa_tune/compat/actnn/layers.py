@@ -10,9 +10,9 @@ from mesa_tune.compat.actnn import conf
 from mesa_tune.compat.actnn.conf import QuantizationConfig
 from mesa_tune.compat.actnn.scheme import QBNScheme, QScheme
 from mesa_tune.compat.layers import Keeping
-from mesa_tune.functional.apply import Memories
+from mesa_tune.engine.function import Memories
 from mesa_tune.notice import warn_once
-from mesa_tune.settings import EXACT, LayerSettings
+from mesa_tune.policy.settings import EXACT, LayerSettings
 
 Scheme = QScheme | QBNScheme
 

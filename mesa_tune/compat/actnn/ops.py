@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mesa_tune.codec_ops import RAW
 from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.compat.actnn import conf
 from mesa_tune.compat.actnn.cpp_extension import backward_func as ext_backward_func
@@ -19,7 +18,8 @@ from mesa_tune.compat.actnn.cpp_extension import minimax as ext_minimax
 from mesa_tune.compat.actnn.cpp_extension import quantization as ext_quantization
 from mesa_tune.compat.actnn.layers import Scheme, memories_of, settings_of, watched
 from mesa_tune.compat.missing import unsupported
-from mesa_tune.functional.public import StandingAlone
+from mesa_tune.functional import StandingAlone
+from mesa_tune.ops.codecs import RAW
 
 __all__ = [
     "adaptive_avg_pool2d",

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from mesa_tune.codec_ops import RAW
 from mesa_tune.codecs.mixed import allocate
 from mesa_tune.compat.actnn import conf
 from mesa_tune.compat.actnn.conf import QuantizationConfig
+from mesa_tune.ops.codecs import RAW
 
 Item = TypeVar("Item")
 

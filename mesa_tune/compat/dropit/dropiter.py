@@ -15,11 +15,11 @@ from mesa_tune.codecs import Spec
 from mesa_tune.compat.gact.controller import controllers_lifted
 from mesa_tune.compat.layers import name_layers
 from mesa_tune.compat.mesa import layers as ms
-from mesa_tune.conversion import conversion_of
-from mesa_tune.functional.public import StandingAlone, policy_at_work
+from mesa_tune.conversion.model import conversion_of
+from mesa_tune.conversion.wrapping import Instead
+from mesa_tune.functional import StandingAlone, policy_at_work
 from mesa_tune.notice import warn_once
-from mesa_tune.rebinding import Instead
-from mesa_tune.settings import LayerSettings
+from mesa_tune.policy.settings import LayerSettings
 
 STRATEGIES = ("mink", "mink_cpuidx", "vrandom")
 

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mesa_tune import routing
-from mesa_tune.catalog import Catalog, named_layers
 from mesa_tune.codecs.mixed import allocate
 from mesa_tune.compat.gact import conf
 from mesa_tune.compat.gact.sensitivity import Estimate
-from mesa_tune.conversion import Conversion, ConvertedForward, conversion_of, convert, revert
-from mesa_tune.frames import inside_backward, state, top_hooks
-from mesa_tune.functional.table import own_route
+from mesa_tune.conversion import convert, revert, routing
+from mesa_tune.conversion.layers import Catalog, named_layers
+from mesa_tune.conversion.model import Conversion, ConvertedForward, conversion_of
+from mesa_tune.conversion.wrapping import Instead
+from mesa_tune.engine.context import inside_backward, state, top_hooks
+from mesa_tune.formulas.table import own_route
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
-from mesa_tune.policy_rules import Rule
-from mesa_tune.profiler.preserve import random_states_kept
+from mesa_tune.policy.rules import Rule
+from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.trace import observing
-from mesa_tune.rebinding import Instead
-from mesa_tune.settings import MIN_ELEMENTS
+from mesa_tune.workload.preserve import random_states_kept
 
 MOST_BITS = 8
 

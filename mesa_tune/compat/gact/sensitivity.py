@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from mesa_tune.functional.apply import Replay
-from mesa_tune.settings import MIN_ELEMENTS
+from mesa_tune.engine.function import Replay
+from mesa_tune.policy.settings import MIN_ELEMENTS
 
 GROUP = 256
 AMPLITUDE = 1 / 16

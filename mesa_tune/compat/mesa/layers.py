@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from mesa_tune.codecs import Memory, Spec
 from mesa_tune.compat.layers import Keeping
 from mesa_tune.compat.mesa.parameters import binds, read
-from mesa_tune.functional.apply import Memories
-from mesa_tune.functional.products import MatMul as TorchMatMul
+from mesa_tune.engine.function import Memories
+from mesa_tune.formulas.matmul import MatMul as TorchMatMul
 from mesa_tune.notice import warn_once
-from mesa_tune.settings import KEYS, LayerSettings
+from mesa_tune.policy.settings import KEYS, LayerSettings
 
 
 class Quantizer(nn.Module):

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from mesa_tune.errors import PolicyError
-from mesa_tune.policy_rules import suggestion
-from mesa_tune.policy_text import MESA_KEYS
-from mesa_tune.policy_values import CONDITIONS, words_of
-from mesa_tune.settings import KEYS, check_value
+from mesa_tune.policy.rules import suggestion
+from mesa_tune.policy.settings import KEYS, check_value
+from mesa_tune.policy.text import MESA_KEYS
+from mesa_tune.policy.values import CONDITIONS, words_of
 
 TENSORS: Final = ("clip_val", "shift", "iteration")
 _NOT_SETTINGS: Final = (*CONDITIONS, "trigger", "section", "index", "tag")

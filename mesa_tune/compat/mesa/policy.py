@@ -12,8 +12,8 @@ from mesa_tune.compat.mesa import layers as ms
 from mesa_tune.errors import PolicyError
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
-from mesa_tune.policy_files import read_text
-from mesa_tune.settings import KEYS
+from mesa_tune.policy.files import read_text
+from mesa_tune.policy.settings import KEYS
 
 Policies = list[dict[str, Any]]
 Print = Callable[[str], object]

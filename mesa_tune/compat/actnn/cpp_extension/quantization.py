@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mesa_tune import reference
-from mesa_tune.codec_ops import RAW
 from mesa_tune.compat.missing import unsupported
-from mesa_tune.functional.public import StandingAlone
-from mesa_tune.settings import LayerSettings
+from mesa_tune.functional import StandingAlone
+from mesa_tune.ops import reference
+from mesa_tune.ops.codecs import RAW
+from mesa_tune.policy.settings import LayerSettings
 
 _BITS = LayerSettings()
 

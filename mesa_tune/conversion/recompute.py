@@ -1,0 +1,155 @@
+"""Modules that save their packed inputs alone and run again in backward: `store: recompute` (`on module:`).
+
+PyTorch's non-reentrant checkpoint runs a module again, under the random and autocast states of the first run.
+Its inputs are packed by the saved-tensor hooks through which it saves them. What is hard is that the second
+run must be like the first: buffers do not move a second time, and a module whose input decides on shapes,
+indices or branches (the routing of a mixture of experts) gets that input back exactly.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from mesa_tune.codecs import Spec
+from mesa_tune.conversion.choices import Choices
+from mesa_tune.engine.context import inside_backward
+from mesa_tune.engine.storage import Meta, keep, restore
+from mesa_tune.errors import RunError
+from mesa_tune.notice import warn_once
+
+Run = Callable[..., Any]
+
+
+class Job(NamedTuple):
+    """A module's run: `plain(*args, **kwargs)` where it cannot run twice, else `run(*args, **kwargs)`.
+
+    `packs`: its inputs are packed; else they are saved as the surrounding hooks say. `is_static` names
+    tensors that are never encoded; `key` is the noise key for those that are.
+    """
+
+    name: str
+    module: nn.Module
+    spec: Spec
+    plain: Run
+    run: Run
+    packs: bool
+    is_static: Callable[[Tensor], bool]
+    key: Callable[[torch.device], Tensor]
+
+
+def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
+    """The module's output; of all tensors in the module, autograd saves its inputs alone."""
+    if torch.compiler.is_compiling():
+        warn_once(
+            f"mesa-tune: `store: recompute` of {job.name!r} has no effect in compiled code, "
+            "where its layers store by their own settings."
+        )
+        return job.plain(*args, **kwargs)
+    leaves, form = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    choices = Choices([tensor for tensor in tensors if not tensor.requires_grad])
+    body = _Body(job, form, choices)
+    if not job.packs:
+        return checkpoint(body, *leaves, use_reentrant=False)
+    versions, inputs = [tensor._version for tensor in tensors], _Inputs(job)
+    with saved_tensors_hooks(inputs.pack, inputs.unpack):
+        output = checkpoint(body, *leaves, use_reentrant=False)
+    if versions != [tensor._version for tensor in tensors]:
+        raise RunError(
+            f"{job.name!r} changes its input in place, so it cannot be run again from it\n"
+            "give a module around it, or one without the in-place operation, `store: recompute`"
+        )
+    inputs.store(exact=choices.made)
+    return output
+
+
+class _Body:
+    """What the checkpoint runs twice, the first time under `choices`."""
+
+    def __init__(self, job: Job, form: TreeSpec, choices: Choices) -> None:
+        self.job, self.form, self.choices = job, form, choices
+        self.again = False
+
+    def __call__(self, *leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves, self.form)
+        again, self.again = self.again, True
+        with _spare_buffers(self.job.module) if again else self.choices:
+            return self.job.run(*args, **kwargs)
+
+
+class _Input:
+    """A saved input: the tensor itself until it is stored."""
+
+    __slots__ = ("meta", "parts", "raw", "spec", "version")
+
+    def __init__(self, tensor: Tensor, raw: bool, spec: Spec) -> None:
+        self.parts, self.raw, self.spec = [tensor.detach()], raw, spec
+        self.meta: Meta | None = None
+        self.version = tensor._version
+
+
+class _Inputs:
+    """The saved inputs of one run. They are packed when it has ended, and it is known what it did."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.saved: list[_Input] = []
+
+    def pack(self, tensor: Tensor) -> _Input:
+        """What the checkpoint saves for `tensor`: one without a gradient (a mask, positions) stays exact."""
+        raw = not tensor.requires_grad or self.job.is_static(tensor)
+        found = _Input(tensor, raw, _by_rows(self.job.spec, tensor.shape))
+        self.saved.append(found)
+        return found
+
+    def store(self, exact: bool) -> None:
+        """Packs the inputs, or leaves them all `exact`."""
+        name, key = self.job.name, self.job.key
+        for found in self.saved:
+            (tensor,) = found.parts
+            found.parts, found.meta = keep(tensor, found.spec, key(tensor.device), exact or found.raw, name)
+            found.version = found.parts[0]._version
+        self.saved = []
+
+    def unpack(self, found: _Input) -> Tensor:
+        """The input for the second run."""
+        if torch.is_grad_enabled() and inside_backward():
+            raise RunError(
+                f"backward with create_graph=True reached {self.job.name!r}, which runs again\n"
+                "give it `enable: False`, or mt.revert(model)"
+            )
+        if found.parts[0]._version != found.version:
+            raise RunError(
+                f"an input of {self.job.name!r} was changed in place after its forward, so it cannot be run "
+                "again from it\ngive a module around both `store: recompute`, or change a copy"
+            )
+        return found.parts[0] if found.meta is None else restore(found.parts, found.meta, found.spec)
+
+
+def _by_rows(spec: Spec, shape: torch.Size) -> Spec:
+    """`spec` with groups that end where rows of tokens `(*, width)` do.
+
+    A module mostly normalizes its input row by row: a row of small numbers must not share larger ones' range.
+    """
+    return spec.within(shape[-1]) if len(shape) in (2, 3) else spec
+
+
+@contextmanager
+def _spare_buffers(module: nn.Module) -> Iterator[None]:
+    """The body works on copies of the module's buffers."""
+    owners = [each for each in module.modules() if each._buffers]
+    before = [dict(owner._buffers) for owner in owners]
+    for owner in owners:
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, buffers in zip(owners, before, strict=True):
+            owner._buffers.update(buffers)

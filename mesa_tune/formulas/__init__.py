@@ -1,0 +1,1 @@
+"""What each function computes and keeps: one file a family, named as PyTorch names the operation."""

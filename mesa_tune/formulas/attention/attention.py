@@ -1,0 +1,212 @@
+"""y = softmax(s q kᵀ + m) v. Kept: q, k and v; exact: the mask m, and what dropout let through, in a bit an
+element where PyTorch makes the softmax whole (CPU, traced code), else by the random state.
+
+Backward makes the softmax again of the decoded q and k (Rule 7): with a saved log-sum-exp, an error of q
+would appear exponentiated in weights that no longer sum to one. On the CPU it does so a head at a time
+(`attention_by_heads`), in traced code, which cannot differentiate inside a backward, by `attention_traced`,
+and elsewhere it runs the forward again; the random state of dropout is put back then, and left as it was
+found. A mask that was made by repeating two smaller ones in a sum is kept as those (`sums`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mesa_tune import ops
+from mesa_tune.engine.call import Call
+from mesa_tune.engine.formula import (
+    Formula,
+    Layers,
+    Needs,
+    Result,
+    Route,
+    Routes,
+    Static,
+    autocast_dtype,
+    cast,
+    unviewed,
+)
+from mesa_tune.engine.packed import Held
+from mesa_tune.formulas.attention import by_heads, mask_sum
+from mesa_tune.formulas.attention.by_heads import Scores
+from mesa_tune.formulas.attention.traced import traced_gradients, written_out
+
+
+def forward(
+    static: Static,
+    needs: Needs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+) -> Result:
+    *_, dtype = static
+    given = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+    added = _cast_mask(mask, dtype, needs[3])
+    state = bits = None
+    if static[0] > 0 and _keeps_bits(q):
+        y, bits = _dropped(static, *given, added)
+    else:
+        state = _random_state(q.device) if static[0] > 0 else None
+        y = _attend(static, *given, added)
+    kept = mask if first is None else None
+    return Result(unviewed(y), lossy=(q, k, v), exact=(kept, state, bits, first, second))
+
+
+def _keeps_bits(q: Tensor) -> bool:
+    """Whether P is there as a whole in PyTorch's own forward with dropout, or no random state can be read."""
+    return q.is_cpu or torch.compiler.is_compiling()
+
+
+def _dropped(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output as PyTorch makes it where no fused kernel has dropout, and what dropout let through."""
+    dropout, causal, scale, grouped, _ = static
+    bias = None if mask is None else by_heads.as_bias(mask, q.dtype)
+    with torch.autocast(q.device.type, enabled=False):  # what is inside would be cast once more
+        y, p = torch.ops.aten._scaled_dot_product_attention_math(
+            q, k, v, bias, dropout, causal, None, scale=scale, enable_gqa=grouped
+        )
+    return y, ops.pack_bits(p != 0)
+
+
+def backward(
+    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    *_, dtype = static
+    state = exact[1]
+    q, k, v = (cast(each, dtype) for each in lossy)
+    scores = _scores(static, q.shape[-1], exact)
+    mask = scores.mask
+    if torch.compiler.is_compiling():
+        mask = _cast_mask(mask, dtype, False)
+        return traced_gradients(scores._replace(mask=mask), needs, q, k, v, grad)
+    shapes = [each.shape for each in (q, k, v)]
+    if not needs[3] and by_heads.serves(shapes, grad):
+        whole = [by_heads.Samples(0, q, k, v)]
+        return _all(needs, by_heads.gradients(scores, needs, shapes, whole, grad))
+    if scores.bits is not None:
+        return written_out(scores, needs, q, k, v, grad)
+    inputs = [q, k, v, *(() if mask is None else (_cast_mask(mask, dtype, needs[3]),))]
+    wanted = needs[: len(inputs)]
+    with _replaying(q.device, state):
+        again = [each.detach().requires_grad_(want) for each, want in zip(inputs, wanted, strict=True)]
+        y = _attend(static, again[0], again[1], again[2], again[3] if len(again) > 3 else None)
+        found = iter(torch.autograd.grad(y, [each for each in again if each.requires_grad], grad))
+    # What the mask is the sum of has its gradient by the mask's.
+    return tuple(next(found) if want else None for want in needs)
+
+
+def piecewise(
+    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """Some samples decoded at a time, if there are several."""
+    shapes = [each.meta.shape for each in held]
+    several = shapes[0][0] > 1 and static[4] is None and not needs[3]
+    if not (several and by_heads.serves(shapes, grad)):
+        return None
+    samples = by_heads.packed(held)
+    if samples is None:
+        return None
+    scores = _scores(static, shapes[0][-1], exact)
+    return _all(needs, by_heads.gradients(scores, needs, shapes, samples, grad))
+
+
+def _scores(static: Static, width: int, exact: Sequence[Tensor | None]) -> Scores:
+    dropout, causal, scale, *_ = static
+    kept, _, bits, first, second = exact
+    mask = first + second if first is not None and second is not None else kept
+    return Scores(1 / math.sqrt(width) if scale is None else scale, causal, mask, dropout, bits)
+
+
+def _all(needs: Needs, found: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of queries, keys and values, and none of what a mask would be."""
+    return (*found, *(None for _ in needs[len(found) :]))
+
+
+def _attend(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    dropout, causal, scale, grouped, _ = static
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+
+
+def _cast_mask(mask: Tensor | None, dtype: torch.dtype | None, wanted: bool) -> Tensor | None:
+    if mask is None or dtype is None or not mask.is_floating_point():
+        return mask
+    # PyTorch chooses its kernel by whether the mask wants a gradient; a cast in a Function would hide that.
+    return mask.to(dtype).detach().requires_grad_(wanted)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextmanager
+def _replaying(device: torch.device, state: Tensor | None) -> Iterator[None]:
+    """Gradients on, casts, modes and hooks off; the random state of the forward, and back at the end."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        if state is not None:
+            cuda = device.type == "cuda"
+            stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
+            torch.cuda.set_rng_state(state, device) if cuda else torch.set_rng_state(state)
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+ATTENTION = Formula(
+    "attention",
+    forward,
+    backward,
+    "queries, keys and values; exact: the mask, and dropout's bits, or random state on CUDA",
+    piecewise=piecewise,
+)
+
+
+def scaled_dot_product_attention(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **unknown: Any,
+) -> Any:
+    """`F.scaled_dot_product_attention`: causal or masked, grouped heads, dropout, any leading dimensions."""
+    if unknown:
+        return call.refuse(f"attention has no formula for {sorted(unknown)}")
+    if call.small(query, key, value):
+        return call.plain()
+    if dropout_p > 0 and query.device.type not in ("cpu", "cuda"):
+        return call.refuse(f"dropout inside attention cannot be repeated on {query.device.type}")
+    static = (dropout_p, is_causal, scale, enable_gqa, autocast_dtype(query))
+    summed = mask_sum.parts(attn_mask)
+    if summed is not None:
+        return call.apply(ATTENTION, static, query, key, value, attn_mask, *summed)
+    output = call.apply(ATTENTION, static, query, key, value, attn_mask)
+    if attn_mask is not None:
+        call.served = None  # the next mask may be a sum
+    return output
+
+
+ROUTES: Routes = {
+    F.scaled_dot_product_attention: Route(
+        "scaled_dot_product_attention", "attention", scaled_dot_product_attention
+    )
+}
+LAYERS: Layers = {}

@@ -1,0 +1,326 @@
+"""The one doorway to the native kernels: schema, shapes, and the reference as default.
+
+Importing this module defines the functional ops `torch.ops.mesa_tune.{quantize, dequantize, pack_bits,
+unpack_bits}` and two that write into existing memory, `quantize_out` and `dequantize_out`. Their default
+kernel is `mesa_tune.ops.reference`; the native library above this package adds the CPU's, and CUDA's where
+they were built. Callers never ask which of them runs: they give the same bytes. `MESA_TUNE_REFERENCE=1`
+leaves the library out.
+
+The ops are pure: equal arguments (the seed is one) give equal results, so a compiler may merge them. Only
+`fresh_seed`, by which compiled code draws from the private count, is not.
+"""
+
+import itertools
+import math
+import operator
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mesa_tune.ops import reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LIBRARY = Path(__file__).parents[1] / "_C.abi3.so"
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the private count over all 64 bits of a seed
+
+_SIZES = "int bits, int levels, int group_size, int quant_groups"
+_NOISE = "bool stochastic, Tensor? seed"
+_SCHEMAS = (
+    f"quantize(Tensor x, {_SIZES}, {_NOISE}) -> (Tensor data, Tensor ranges)",
+    f"quantize_out(Tensor x, {_SIZES}, {_NOISE}, Tensor(a!) data, Tensor(b!) ranges) -> ()",
+    f"dequantize(Tensor data, Tensor ranges, SymInt[] shape, ScalarType dtype, {_SIZES}) -> Tensor",
+    f"dequantize_out(Tensor data, Tensor ranges, {_SIZES}, Tensor(a!) out) -> ()",
+    "pack_bits(Tensor mask) -> Tensor",
+    "unpack_bits(Tensor data, SymInt[] shape) -> Tensor",
+    "fresh_seed(Tensor like) -> Tensor",
+)
+
+
+Kernels = dict[str, tuple[Callable[..., object], Callable[..., object]]]
+
+
+class Quantized(NamedTuple):
+    """A tensor as `quantize` stores it: what `dequantize` takes.
+
+    `data` is uint8, `ranges` float32 `[groups, 2]`: the value of code 0, and the step between codes.
+    """
+
+    data: Tensor
+    ranges: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bits: int
+    levels: int
+    group_size: int
+    quant_groups: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and ranges together."""
+        return self.data.nbytes + self.ranges.nbytes
+
+
+def quantize(
+    x: Tensor,
+    bits: int,
+    group_size: int = 256,
+    *,
+    levels: int | None = None,
+    quant_groups: int | None = None,
+    stochastic: bool = True,
+    seed: int | Tensor | None = None,
+    out: Quantized | None = None,
+) -> Quantized:
+    """x is stored in `bits` bits an element and two fp32 numbers a group; `dequantize` brings it back.
+
+    x: float32, float16 or bfloat16, of any shape and strides. bits: 1 to 8; levels: 2 to 2**bits, the
+    default. Groups are `group_size` consecutive elements in row-major order, the last one shorter; or, with
+    `quant_groups`, that many along channels or heads (dimension 1 of 4-d and 5-d tensors, else the last) over
+    the whole batch. Stochastic rounding is unbiased; its noise depends only on the seed, the group's number
+    and stored range, and the element's place in it. Without it the nearest level is taken. seed: an int, or
+    an int64 tensor of one element, which is never read on the host; None: `torch.initial_seed()` and a
+    private count, so that torch's generators stay where they are. out: an earlier result of the same
+    geometry, whose memory is reused.
+
+    A group of equal values decodes exactly; steps below 2**-126 are 2**-126. NaN and Inf decode to NaN. The
+    finite elements of such a group have their own range and all codes but one; of two levels that is not
+    enough, and all of it decodes to NaN. Raises TypeError and ValueError for arguments outside these.
+    """
+    levels = _check(x, bits, levels, group_size, quant_groups)
+    shape, groups = tuple(x.shape), quant_groups or 0
+    noise = _seed_tensor(seed, x) if stochastic else None
+    x = x.detach()
+    if out is None:
+        data, ranges = torch.ops.mesa_tune.quantize.default(
+            x, bits, levels, group_size, groups, stochastic, noise
+        )
+        return Quantized(data, ranges, shape, x.dtype, bits, levels, group_size, quant_groups)
+    made = Quantized(out.data, out.ranges, shape, x.dtype, bits, levels, group_size, quant_groups)
+    _check_out(out, made)
+    torch.ops.mesa_tune.quantize_out.default(
+        x, bits, levels, group_size, groups, stochastic, noise, out.data, out.ranges
+    )
+    return made
+
+
+def dequantize(q: Quantized, *, out: Tensor | None = None) -> Tensor:
+    """The tensor that `q` stores, contiguous, of its shape and dtype; decoded into `out` if given."""
+    sizes = (q.bits, q.levels, q.group_size, q.quant_groups or 0)
+    if out is None:
+        decoded: Tensor = torch.ops.mesa_tune.dequantize.default(q.data, q.ranges, q.shape, q.dtype, *sizes)
+        return decoded
+    if tuple(out.shape) != q.shape or out.dtype != q.dtype:
+        raise ValueError(
+            f"`out` must have shape {list(q.shape)} and dtype {q.dtype}, but has {list(out.shape)} and"
+            f" {out.dtype}: give a tensor like the one that was quantized, or leave `out` away."
+        )
+    torch.ops.mesa_tune.dequantize_out.default(q.data, q.ranges, *sizes, out)
+    return out
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """A bool tensor of any shape in ceil(n / 8) bytes (uint8), the first element in the lowest bit."""
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"`mask` must be a bool tensor, but has dtype {mask.dtype}: compare it with something."
+        )
+    packed: Tensor = torch.ops.mesa_tune.pack_bits.default(mask)
+    return packed
+
+
+def unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
+    """The bool tensor of `shape` that `pack_bits` packed into `data`."""
+    mask: Tensor = torch.ops.mesa_tune.unpack_bits.default(data, shape)
+    return mask
+
+
+def packed_bytes(
+    shape: int | Sequence[int], bits: int, group_size: int = 256, quant_groups: int | None = None
+) -> int:
+    """Exact bytes that `quantize` makes of this shape (or number of elements): data and ranges."""
+    numel = shape if isinstance(shape, int) else math.prod(shape)
+    groups = quant_groups or 0
+    return reference.data_bytes(numel, bits, group_size, groups) + 8 * reference.group_count(
+        numel, group_size, groups
+    )
+
+
+def native(device: str = "cpu") -> bool:
+    """True if the native kernels of this kind of device (`cpu` or `cuda`) are loaded."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("mesa_tune::quantize", device.upper())
+
+
+def _check(x: Tensor, bits: int, levels: int | None, group_size: int, quant_groups: int | None) -> int:
+    """The number of levels; raises where arguments make no sense."""
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x must be float32, float16 or bfloat16, but has dtype {x.dtype}: convert it first.")
+    if not 1 <= operator.index(bits) <= 8:
+        raise ValueError(f"`1 <= bits <= 8` must hold, but got bits={bits}.")
+    if levels is None:
+        levels = 1 << bits
+    elif not 2 <= operator.index(levels) <= 1 << bits:
+        raise ValueError(
+            f"`2 <= levels <= 2**bits` must hold, but got levels={levels}, bits={bits}:"
+            " more levels need more bits."
+        )
+    _check_groups(x.shape, operator.index(group_size), quant_groups)
+    return levels
+
+
+def _check_groups(shape: Sequence[int], group_size: int, quant_groups: int | None) -> None:
+    if quant_groups is None:
+        if group_size < 1:
+            raise ValueError(f"`group_size >= 1` must hold, but got group_size={group_size}.")
+        return
+    axis = 1 if len(shape) in (4, 5) else -1
+    extent = (shape or (1,))[axis]
+    if operator.index(quant_groups) < 1 or extent % quant_groups:
+        raise ValueError(
+            f"`quant_groups` must be positive and divide dimension {axis} of shape {list(shape)}, but got"
+            f" quant_groups={quant_groups} for {extent}: choose a divisor, or `group_size` instead."
+        )
+
+
+def _check_out(out: Quantized, made: Quantized) -> None:
+    if out[2:] != made[2:]:
+        raise ValueError(
+            f"`out` must be a result of the same geometry, but holds {out[2:]} where {made[2:]} is quantized:"
+            " leave `out` away when shape, dtype or settings change."
+        )
+
+
+def _wrap(value: int) -> int:
+    """The int64 with the low 64 bits of `value`."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_calls = itertools.count()
+
+
+def _seed_tensor(seed: int | Tensor | None, x: Tensor) -> Tensor:
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise TypeError(
+                "`seed` must be an int or an int64 tensor of one element, but is a tensor of"
+                f" {seed.dtype} and shape {list(seed.shape)}."
+            )
+        return seed
+    if seed is not None:
+        return torch.full((1,), _wrap(operator.index(seed)), dtype=torch.int64, device=x.device)
+    if torch.compiler.is_compiling():
+        fresh: Tensor = torch.ops.mesa_tune.fresh_seed.default(x)
+        return fresh
+    return _fresh_seed(x)
+
+
+def _fresh_seed(like: Tensor) -> Tensor:
+    value = _wrap(torch.initial_seed() + GOLDEN * next(_calls))
+    return torch.full((1,), value, dtype=torch.int64, device=like.device)
+
+
+def _quantize_out(
+    x: Tensor,
+    bits: int,
+    levels: int,
+    group_size: int,
+    quant_groups: int,
+    stochastic: bool,
+    seed: Tensor | None,
+    data: Tensor,
+    ranges: Tensor,
+) -> None:
+    made = reference.quantize(x, bits, levels, group_size, quant_groups, stochastic, seed)
+    data.copy_(made[0])
+    ranges.copy_(made[1])
+
+
+def _dequantize_out(
+    data: Tensor, ranges: Tensor, bits: int, levels: int, group_size: int, quant_groups: int, out: Tensor
+) -> None:
+    out.copy_(
+        reference.dequantize(data, ranges, out.shape, out.dtype, bits, levels, group_size, quant_groups)
+    )
+
+
+def fake_quantize(
+    x: Tensor,
+    bits: int,
+    levels: int,
+    group_size: int,
+    quant_groups: int,
+    stochastic: bool,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    numel = x.numel()
+    data = x.new_empty(reference.data_bytes(numel, bits, group_size, quant_groups), dtype=torch.uint8)
+    return data, x.new_empty(reference.group_count(numel, group_size, quant_groups), 2, dtype=torch.float32)
+
+
+def _fake_dequantize(
+    data: Tensor, ranges: Tensor, shape: Sequence[int], dtype: torch.dtype, *sizes: int
+) -> Tensor:
+    return data.new_empty(shape, dtype=dtype)
+
+
+def _fake_pack_bits(mask: Tensor) -> Tensor:
+    return mask.new_empty(reference.plane_bytes(mask.numel()), dtype=torch.uint8)
+
+
+def _fake_unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
+    return data.new_empty(shape, dtype=torch.bool)
+
+
+def _fake_fresh_seed(like: Tensor) -> Tensor:
+    return like.new_empty(1, dtype=torch.int64)
+
+
+def nothing(*arguments: object) -> None:
+    """What an op without results returns of a fake tensor."""
+
+
+_KERNELS: Kernels = {
+    "quantize": (reference.quantize, fake_quantize),
+    "quantize_out": (_quantize_out, nothing),
+    "dequantize": (reference.dequantize, _fake_dequantize),
+    "dequantize_out": (_dequantize_out, nothing),
+    "pack_bits": (reference.pack_bits, _fake_pack_bits),
+    "unpack_bits": (reference.unpack_bits, _fake_unpack_bits),
+    "fresh_seed": (_fresh_seed, _fake_fresh_seed),
+}
+
+
+def define(kind: str, schemas: Sequence[str], kernels: Kernels) -> torch.library.Library:
+    """Ops of the namespace, which lives as long as what is returned; `kind` is `DEF` once, then `FRAGMENT`.
+
+    `kernels`: by name, the default kernel and what an op returns of fake tensors.
+    """
+    library = torch.library.Library("mesa_tune", kind)
+    for schema in schemas:
+        random = (torch.Tag.nondeterministic_seeded,) if schema.startswith("fresh_seed") else ()
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *random))
+    for name, (default, fake) in kernels.items():
+        library.impl(name, default, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mesa_tune::{name}", fake, lib=library)
+    return library
+
+
+def _load() -> None:
+    if os.environ.get("MESA_TUNE_REFERENCE") == "1":
+        return
+    try:
+        torch.ops.load_library(LIBRARY)
+    except OSError as error:  # not built, or built for another system
+        warnings.warn(
+            f"mesa-tune's native kernels are not loaded ({error}), so quantization runs in plain PyTorch,"
+            " many times slower: `mesa-tune doctor` says how to build them.",
+            stacklevel=2,
+        )
+
+
+_library = define("DEF", _SCHEMAS, _KERNELS)
+_load()

@@ -1,0 +1,106 @@
+"""Ops of the codecs, opaque to compilers so that only packed bytes are kept.
+
+Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
+pack_windows, unpack_windows, quantize_samples, dequantize_samples}`. They are pure, and mean what
+`mesa_tune.ops.reference.codecs` and `mesa_tune.ops.reference.windows` do. The native library has its kernels
+for the CPU of all but the last two.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mesa_tune import ops
+from mesa_tune.ops import reference
+from mesa_tune.ops.reference import codecs as reference_codecs
+from mesa_tune.ops.reference import windows as reference_windows
+
+_GROUPS = "int group_size, int quant_groups"
+_SIZES = f"int bits, int levels, {_GROUPS}"
+_SAMPLES = "(Tensor data, Tensor ranges, Tensor widths)"
+_NOISE = "bool stochastic, Tensor? seed"
+_SCHEMAS = (
+    f"extents(Tensor x, {_GROUPS}) -> Tensor",
+    f"quantize_within(Tensor x, Tensor ranges, {_SIZES}, {_NOISE}) -> Tensor",
+    "sparsify(Tensor x, SymInt count) -> (Tensor bitmap, Tensor survivors)",
+    "densify(Tensor bitmap, Tensor survivors, SymInt[] shape) -> Tensor",
+    f"quantize_samples(Tensor x, int bits, {_GROUPS}, {_NOISE}, Tensor? sensitivity) -> {_SAMPLES}",
+    "pack_windows(Tensor indices, SymInt[] windows) -> Tensor",
+    "unpack_windows(Tensor data, SymInt[] windows, SymInt[] shape) -> Tensor",
+    f"dequantize_samples({_SAMPLES[1:-1]}, SymInt[] shape, ScalarType dtype, {_GROUPS}) -> Tensor",
+)
+
+
+def sample_bytes(shape: Sequence[int], bits: int) -> int:
+    """Bytes of the packed levels of `quantize_samples`."""
+    samples, elements = reference_codecs.sample_shape(shape)
+    return samples * bits * reference.plane_bytes(elements)
+
+
+def _fake_extents(x: Tensor, group_size: int, quant_groups: int) -> Tensor:
+    return x.new_empty(reference.group_count(x.numel(), group_size, quant_groups), 2, dtype=torch.float32)
+
+
+def _fake_quantize_within(
+    x: Tensor, ranges: Tensor, bits: int, levels: int, group_size: int, quant_groups: int, *noise: object
+) -> Tensor:
+    size = reference.data_bytes(x.numel(), bits, group_size, quant_groups)
+    return x.new_empty(size, dtype=torch.uint8)
+
+
+def _fake_sparsify(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(reference.plane_bytes(x.numel()), dtype=torch.uint8), x.new_empty(count)
+
+
+def _fake_densify(bitmap: Tensor, survivors: Tensor, shape: Sequence[int]) -> Tensor:
+    return survivors.new_empty(shape)
+
+
+def _fake_pack_windows(indices: Tensor, windows: Sequence[int]) -> Tensor:
+    size = reference_windows.offset_bits(windows) * reference.plane_bytes(indices.numel())
+    return indices.new_empty(size, dtype=torch.uint8)
+
+
+def _fake_unpack_windows(data: Tensor, windows: Sequence[int], shape: Sequence[int]) -> Tensor:
+    return data.new_empty(shape, dtype=torch.int64)
+
+
+def _fake_quantize_samples(
+    x: Tensor, bits: int, group_size: int, quant_groups: int, *noise: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = reference_codecs.sample_rows(x.shape, group_size, quant_groups)
+    return (
+        x.new_empty(sample_bytes(x.shape, bits), dtype=torch.uint8),
+        x.new_empty(rows, 2, dtype=torch.float32),
+        x.new_empty(reference_codecs.sample_shape(x.shape)[0], dtype=torch.uint8),
+    )
+
+
+def _fake_dequantize_samples(
+    data: Tensor,
+    ranges: Tensor,
+    widths: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *groups: int,
+) -> Tensor:
+    return data.new_empty(shape, dtype=dtype)
+
+
+_KERNELS: ops.Kernels = {
+    "extents": (reference_codecs.extents, _fake_extents),
+    "quantize_within": (reference_codecs.quantize_within, _fake_quantize_within),
+    "sparsify": (reference_codecs.sparsify, _fake_sparsify),
+    "densify": (reference_codecs.densify, _fake_densify),
+    "pack_windows": (reference_windows.pack_windows, _fake_pack_windows),
+    "unpack_windows": (reference_windows.unpack_windows, _fake_unpack_windows),
+    "quantize_samples": (reference_codecs.quantize_samples, _fake_quantize_samples),
+    "dequantize_samples": (reference_codecs.dequantize_samples, _fake_dequantize_samples),
+}
+
+
+_library = ops.define("FRAGMENT", _SCHEMAS, _KERNELS)
+
+RAW = torch.ops.mesa_tune
+"""The namespace, from the module that has filled it."""

@@ -1,0 +1,73 @@
+"""Reading a model file: the Python file in which the user says what is trained on what.
+
+It runs as a module of its own that pickle and dataclasses can find, from its present content (no bytecode is
+written next to it), with its folder on the import path, as Python does for a script.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mesa_tune.errors import WorkloadError
+from mesa_tune.workload.user_code import explaining, first_line
+
+_REQUIRED = {"model": "model()", "batch": "batch(batch_size)", "loss": "loss(model, batch)"}
+_START = "`mesa-tune init` writes a model file to start from"
+
+
+def read_model_file(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """The content of the model file at `path` and the names that it defines.
+
+    WorkloadError for a file that is not there, is no Python, raises, or lacks one of the three functions.
+    """
+    content = _read(path)
+    names = vars(_executed(path, content))
+    for name, signature in _REQUIRED.items():
+        if not callable(names.get(name)):
+            found = f"{name} is a {type(names[name]).__name__}" if name in names else f"{name} is missing"
+            raise WorkloadError(
+                f"{path}: no function {signature}: {found}\n"
+                f"a model file defines {', '.join(_REQUIRED.values())}\n{_START}"
+            )
+    if names.get("optimizer") is not None and not callable(names["optimizer"]):
+        raise WorkloadError(
+            f"{path}: optimizer is a {type(names['optimizer']).__name__}, not a function\n{_START}"
+        )
+    return content, names
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise WorkloadError(f"{path}: no such file\n{_START}") from None
+    except OSError as error:
+        raise WorkloadError(f"{path}: cannot be read: {error.strerror}\n{_START}") from error
+
+
+def _executed(path: Path, content: bytes) -> ModuleType:
+    try:
+        code = compile(content, str(path), "exec")
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise WorkloadError(
+            f"{path}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
+            + (f"\n    {line}" if line else "")
+            + "\ncorrect the line"
+        ) from error
+    except ValueError as error:
+        raise WorkloadError(f"{path}: is no Python source: {first_line(error)}\n{_START}") from error
+    name = f"mesa_tune_model_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    sys.modules[name] = module
+    with explaining("the model file", None, path):
+        exec(code, vars(module))
+    return module

@@ -1,0 +1,239 @@
+"""A workload: the user's model, batch and loss as functions, and how to run them.
+
+Everything that comes from the user passes through here, so that the rest of the program meets only models,
+batches on the device and finite scalar losses, and so that an error in the user's code names its line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from mesa_tune.errors import WorkloadError
+from mesa_tune.workload.batches import to_device
+from mesa_tune.workload.model_file import read_model_file
+from mesa_tune.workload.user_code import explaining, located, mixed_seed, seeded
+
+DEFAULT_BATCH_SIZE = 32
+AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step that can be built and run again and again, each time with the same numbers.
+
+    `model() -> nn.Module`, `batch(batch_size) -> anything that holds tensors`, `loss(model, batch) -> scalar
+    tensor`, `optimizer(parameters) -> Optimizer` (default AdamW). `device` is `cpu` or `cuda[:n]`, `autocast`
+    None, `bfloat16` or `float16`. `path` and `fingerprint` (SHA-256 of the content) belong to a model file.
+
+    Every method raises WorkloadError for what the functions raise or return amiss; only lack of memory passes
+    as it is (`is_out_of_memory`).
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+    _: KW_ONLY
+    batch_size: int
+    device: str = "cpu"
+    autocast: str | None = None
+    seed: int = 0
+    path: Path | None = None
+    fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        _require_batch_size(self.batch_size)
+        _require_device(str(self.device))
+        _require_autocast(self.autocast)
+        object.__setattr__(self, "device", str(self.device))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        batch_size: int | None = None,
+        device: str | None = None,
+        autocast: str | None = None,
+        seed: int = 0,
+    ) -> Workload:
+        """The workload of the model file at `path`; arguments override its BATCH_SIZE and AUTOCAST.
+
+        `device` is `cuda` where there is one, else `cpu`; `autocast="none"` switches the file's AUTOCAST off.
+        """
+        path = Path(path)
+        content, names = read_model_file(path)
+        wanted = names.get("AUTOCAST") if autocast is None else autocast
+        return cls(
+            names["model"],
+            names["batch"],
+            names["loss"],
+            names.get("optimizer"),
+            batch_size=names.get("BATCH_SIZE", DEFAULT_BATCH_SIZE) if batch_size is None else batch_size,
+            device=device or default_device(),
+            autocast=None if wanted == "none" else wanted,
+            seed=seed,
+            path=path,
+            fingerprint=hashlib.sha256(content).hexdigest(),
+        )
+
+    def with_batch_size(self, batch_size: int) -> Workload:
+        """The same workload at another batch size."""
+        return replace(self, batch_size=batch_size)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What it takes to load this workload again, as plain JSON values."""
+        return {
+            "model": str(self.path.resolve()) if self.path else None,
+            "fingerprint": self.fingerprint,
+            "device": self.device,
+            "autocast": self.autocast,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
+
+    def build(self) -> nn.Module:
+        """A new model, the same at each call: seeded, on the device, in training mode.
+
+        The random generators of the caller are as before.
+        """
+        with seeded(self.seed, self.device), explaining("model()", self.model, self.path):
+            model = self.model()
+            fault = _model_fault(model)
+            if fault is None:
+                return model.to(self.device).train()
+        raise self._amiss("model", self.model, *fault)
+
+    def make_batch(self, n: int | None = None, *, draw: int = 0) -> Any:
+        """The `draw`-th batch of `n` samples (default: the batch size), on the device.
+
+        Equal for equal seed, n and draw, as long as `batch` takes its chance from the random generators of
+        torch, NumPy or Python; those of the caller are as before.
+        """
+        with seeded(mixed_seed(self.seed, draw), self.device), explaining("batch()", self.batch, self.path):
+            batch = self.batch(self.batch_size if n is None else n)
+            return to_device(batch, self.device, f"{located(self.batch, self.path)}: batch()")
+
+    def compute_loss(self, model: nn.Module, batch: Any, *, check: bool = True) -> Tensor:
+        """The loss of `model` on `batch`, a scalar that gradients can start from, under this autocast.
+
+        `check=False` leaves its value unread: for fake tensors, and where waiting for the device would tell.
+        """
+        with explaining("loss()", self.loss, self.path), self.autocasting():
+            loss = self.loss(model, batch)
+        fault = _fault(loss, check=check)
+        if fault:
+            raise self._amiss("loss", self.loss, *fault)
+        return loss
+
+    def take_step(self, model: nn.Module, batch: Any, optimizer: Optimizer) -> None:
+        """One training step of `model` on `batch`."""
+        optimizer.zero_grad(set_to_none=True)
+        loss = self.compute_loss(model, batch)
+        with explaining("the backward of loss()", self.loss, self.path):
+            loss.backward()
+        name = "optimizer.step()" if self.optimizer else "the step of AdamW, as there is no optimizer(),"
+        with explaining(name, self.optimizer or self.model, self.path):
+            optimizer.step()
+
+    def make_optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimizer over the trainable parameters of `model`: the user's, or AdamW."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.optimizer is None:
+            return AdamW(parameters)
+        with explaining("optimizer()", self.optimizer, self.path):
+            optimizer = self.optimizer(parameters)
+        if not isinstance(optimizer, Optimizer):
+            raise self._amiss("optimizer", self.optimizer, f"returned {_kind(optimizer)}, not an Optimizer")
+        return optimizer
+
+    def autocasting(self) -> AbstractContextManager[Any]:
+        """The autocast context of this workload, or one that does nothing."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(torch.device(self.device).type, dtype=AUTOCAST_DTYPES[self.autocast])
+
+    def _amiss(self, name: str, function: Callable[..., Any], what: str, remedy: str = "") -> WorkloadError:
+        return WorkloadError(
+            f"{located(function, self.path)}: {name}() {what}\n"
+            + (remedy or "`mesa-tune init` writes a model file that shows what each function returns")
+        )
+
+
+def default_device() -> str:
+    """`cuda` where there is one, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _model_fault(model: object) -> tuple[str, ...] | None:
+    """What keeps `model` from being trained, and the remedy where it has its own; None for a good one."""
+    if not isinstance(model, nn.Module):
+        return (f"returned {_kind(model)}, not an nn.Module",)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            what = f"returned a model whose {name} is on the device meta, which holds no values"
+            return what, "build it on the CPU: the model is moved to the device for you"
+    return None
+
+
+def _fault(loss: object, *, check: bool) -> tuple[str, str] | None:
+    """What keeps `loss` from being trained on, and the remedy; None for a good one."""
+    if not isinstance(loss, Tensor):
+        return f"returned {_kind(loss)}, not a tensor", "return the loss itself, such as F.cross_entropy(…)"
+    if loss.numel() != 1 or loss.is_complex():
+        return (
+            f"returned a tensor of shape {tuple(loss.shape)}, not a scalar",
+            "end it with .mean() or .sum()",
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        remedy = "compute it from the model's output, without detach(), item() or no_grad()"
+        return "returned a tensor that no gradient flows from", remedy
+    if check and not math.isfinite(value := loss.item()):
+        return (
+            f"returned {value}",
+            "the first step must give a finite loss: check data, initialization and dtype",
+        )
+    return None
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _require_batch_size(batch_size: object) -> None:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise WorkloadError(
+            f"batch size {batch_size!r}: must be an integer of at least 1\n"
+            "give one with --batch-size or BATCH_SIZE"
+        )
+
+
+def _require_autocast(autocast: object) -> None:
+    if autocast is not None and autocast not in AUTOCAST_DTYPES:
+        raise WorkloadError(
+            f"autocast {autocast!r}: must be one of {', '.join(AUTOCAST_DTYPES)}\n"
+            "give --autocast or AUTOCAST one of these, or leave it out"
+        )
+
+
+def _require_device(device: str) -> None:
+    kind, _, index = device.partition(":")
+    if kind not in {"cpu", "cuda"} or (index and not index.isdecimal()):
+        raise WorkloadError(f"device {device!r}: must be cpu, cuda or cuda:N\nchoose with --device")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise WorkloadError(
+            f"device {device!r}: torch {torch.__version__} finds {found} CUDA devices\n"
+            "use --device cpu, or see `mesa-tune doctor`"
+        )
