@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mesa_tune.conversion.conversion import Conversion, entries, of_rank
 from mesa_tune.conversion.layers import named_layers
-from mesa_tune.conversion.model import Conversion, entries, of_rank
 from mesa_tune.conversion.wrapping import OWN
 from mesa_tune.engine.context import state as running_state
 from mesa_tune.engine.function import watch

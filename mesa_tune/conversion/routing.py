@@ -8,10 +8,9 @@ tensor hooks lie above the module's own, which is how a checkpointed bare functi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.codecs import Spec
-from mesa_tune.conversion.hooked import HOOKED
+from mesa_tune.conversion.hooks import hooks_possible, pack, pop_hooks, push_hooks, showing, unpack, unpaused
 from mesa_tune.conversion.opened import OPENED, Opened
 from mesa_tune.engine.cache import Settled
 from mesa_tune.engine.call import Call, Links
@@ -35,12 +34,10 @@ from mesa_tune.engine.context import (
     state,
     surroundings,
     top_hooks,
-    top_saved_hooks,
 )
 from mesa_tune.engine.formula import Route
 from mesa_tune.engine.function import watch
 from mesa_tune.engine.rematerialize import changed
-from mesa_tune.engine.storage import Meta, keep, restore
 from mesa_tune.errors import RunError
 from mesa_tune.formulas.attention import mask_sum
 from mesa_tune.formulas.table import ROUTES
@@ -57,10 +54,6 @@ class Entrant(Protocol):
     def conversion(self) -> Host: ...
 
     def plain(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-_push_hooks = _autograd._push_saved_tensors_default_hooks
-_pop_hooks = _autograd._pop_saved_tensors_default_hooks
 
 
 def enter(entrant: Entrant, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -174,7 +167,7 @@ def _activation() -> Iterator[None]:
                 state.frames[-1].host.waits = True
                 yield
             else:
-                with _explained(), torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+                with _explained(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                     state.frames[-1].hooks = top_hooks()
                     yield
     finally:
@@ -199,11 +192,6 @@ def _explained() -> Iterator[None]:
 def _activated(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with _activation():
         return forward(*args, **kwargs)
-
-
-def hooks_possible() -> bool:
-    """Whether our hooks may be installed: never above those of somebody else, who would lose tensors."""
-    return _autograd._saved_tensors_hooks_is_enabled() and top_hooks() is None  # type: ignore[attr-defined]
 
 
 class RoutingMode(TorchFunctionMode):
@@ -292,23 +280,6 @@ def _observed(layer: str | None, func: Any, args: Any, kwargs: Any, call: Call |
     return output
 
 
-@contextmanager
-def _showing(layer: str) -> Iterator[None]:
-    """Somebody else's saved-tensor hooks, a checkpoint's, show the observer what they are given."""
-    top = top_saved_hooks(True)
-    if top is None or top[0] is _pack:  # type: ignore[redundant-expr]
-        yield
-        return
-
-    def pack(tensor: Tensor) -> Any:
-        if watch.observer is not None:
-            watch.observer.saved(layer, tensor)
-        return top[0](tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, top[1]):
-        yield
-
-
 def _serve(route: Route, func: Any, args: Any, kwargs: Any, traced: bool) -> Any:
     frames = state.frames
     if state.paused or not frames:
@@ -324,13 +295,13 @@ def _serve(route: Route, func: Any, args: Any, kwargs: Any, traced: bool) -> Any
 
 def _served_again(known: Settled, frame: Frame, args: Any, kwargs: Any) -> Any:
     """The output of a call that may be like its layer's last one; None if it is not."""
-    if frame.hooks is not _pack:
+    if frame.hooks is not pack:
         return known.again(args, kwargs, frame.is_static)
-    _pop_hooks()
+    pop_hooks()
     try:
         return known.again(args, kwargs, frame.is_static)
     finally:
-        _push_hooks(_pack, _unpack)
+        push_hooks(pack, unpack)
 
 
 def _served_anew(route: Route, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -340,14 +311,14 @@ def _served_anew(route: Route, frame: Frame, layer: str, func: Any, args: Any, k
     spec = own.alone if own is not None and runs_twice(frame) else own
     paused, state.paused, state.function, state.layer = state.paused, True, func, layer
     # Nothing in there is for our hooks, except to show the observer what PyTorch keeps.
-    unhooked = frame.hooks is _pack and not observed
+    unhooked = frame.hooks is pack and not observed
     if unhooked:
-        _pop_hooks()
+        pop_hooks()
     try:
         if observed:
             state.began = _autograd._get_sequence_nr()
             call = None if spec is None else _call(frame, layer, spec, func, args, kwargs)
-            with _showing(layer):
+            with showing(layer):
                 return _observed(layer, func if call is None else route.serve, args, kwargs, call)
         if spec is None:
             return func(*args, **kwargs)
@@ -358,7 +329,7 @@ def _served_anew(route: Route, frame: Frame, layer: str, func: Any, args: Any, k
         return output
     finally:
         if unhooked:
-            _push_hooks(_pack, _unpack)
+            push_hooks(pack, unpack)
         state.paused, state.function = paused, None
 
 
@@ -368,7 +339,7 @@ def runs_twice(frame: Frame) -> bool:
     The first run's packed tensors die at once, the second's do not: a call that derives from another's could
     do so in the second run only, and would not save the same tensors. There each layer stores its own copy.
     """
-    return frame.task != -1 or not (frame.hooks is None or frame.hooks is _pack)
+    return frame.task != -1 or not (frame.hooks is None or frame.hooks is pack)
 
 
 def _settle(frame: Frame, call: Call, func: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -390,112 +361,7 @@ def _call(frame: Frame, layer: str, spec: Spec, func: Any, args: Any, kwargs: An
     memory = frame.host.memory(layer) if spec.remembers else None
     links = Links(frame.traced, frame.host.note) if spec.derive or spec.serves else None
     call = Call(layer, spec, frame.host.key, frame.is_static, lambda: func(*args, **kwargs), memory, links)
-    call.hooked = lambda: _unpaused(frame, lambda: func(*args, **kwargs))
+    call.hooked = lambda: unpaused(frame, lambda: func(*args, **kwargs))
     if func in OPENED:
-        call.opened = lambda: _unpaused(frame, lambda: _inside(OPENED[func], args, kwargs))
+        call.opened = lambda: unpaused(frame, lambda: _inside(OPENED[func], args, kwargs))
     return call
-
-
-def _unpaused(frame: Frame, run: Callable[[], Any]) -> Any:
-    """What a call without a formula gives, with our hooks on and calls inside it served."""
-    before, state.paused = state.paused, False
-    missing = frame.hooks is _pack and top_hooks() is None
-    if missing:
-        _push_hooks(_pack, _unpack)
-    try:
-        return run()
-    finally:
-        if missing:
-            _pop_hooks()
-        state.paused = before
-
-
-class _Hooked:
-    """A tensor that a hook has taken: encoded, or as it was with the version it had."""
-
-    __slots__ = ("layer", "meta", "parts", "spec", "version")
-
-    def __init__(
-        self, layer: str, parts: list[Tensor], meta: Meta | None, spec: Spec | None, version: int
-    ) -> None:
-        self.layer, self.parts, self.meta, self.spec, self.version = layer, parts, meta, spec, version
-
-
-def _unchanged(tensor: Tensor) -> _Hooked:
-    # A node that held its own output would never die, as in the graph of a loss that is only logged.
-    alias = tensor if tensor.is_leaf or _was_given(tensor) else tensor.detach()
-    return _Hooked("", [alias], None, None, tensor._version)
-
-
-def _was_given(tensor: Tensor) -> bool:
-    """Whether a routed call, which comes here under an observer only, did not make `tensor` itself.
-
-    PyTorch holds such a tensor as it is, and other layers find it by that.
-    """
-    return state.paused and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() < state.began
-
-
-def _pack(tensor: Tensor) -> _Hooked:
-    frame = state.frames[-1] if state.frames else None
-    if frame is None or not frame.surrounds():
-        return _unchanged(tensor)
-    if watch.observer is not None:
-        watch.observer.saved(_other_layer(frame), tensor)
-    spec = None if state.paused else _other_spec(frame, tensor)
-    if spec is None:
-        return _unchanged(tensor)
-    layer = _other_layer(frame)
-    parts, meta = keep(tensor.detach(), spec, frame.host.key(tensor.device), raw=False, layer=layer)
-    if not meta.coded and spec.levels > 0:
-        return _unchanged(tensor)
-    if watch.observer is not None:
-        watch.observer.kept(layer, (tensor,), (meta,), (parts,), [], 0)
-    return _Hooked(layer, parts, meta, spec, 0)
-
-
-def _other_layer(frame: Frame) -> str:
-    """Return the name of the call that saves a tensor."""
-    if state.function is None:
-        name = _function_class()  # one layer, however many of its calls there are
-        return f"{frame.prefix}.{name}.0" if frame.prefix else f"{name}.0"
-    if state.layer is None:
-        state.layer = frame.numbered(getattr(state.function, "__name__", "call").strip("_"))
-    return state.layer
-
-
-def _function_class() -> str:
-    """Return the class of the `autograd.Function` that runs, which is no torch function and has no name."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
-        frame = frame.f_back
-    return "call" if frame is None else str(frame.f_locals["cls"].__name__)
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
-def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
-    # No torch function: somebody's autograd.Function, whose formula is unknown (Rule 7), or a checkpoint's
-    # inputs.
-    if state.function not in HOOKED or tensor.layout is not torch.strided or not tensor.is_floating_point():
-        return None
-    if frame.is_static(tensor):
-        return None
-    spec = frame.host.spec(_other_layer(frame), "other", frame.module)
-    if spec is None or tensor.numel() <= spec.min_elements:
-        return None
-    return spec.hooked if spec.levels else spec
-
-
-def _unpack(hooked: _Hooked) -> Tensor:
-    if hooked.meta is not None and hooked.spec is not None:
-        tensor = restore(hooked.parts, hooked.meta, hooked.spec)
-        return tensor if watch.observer is None else watch.observer.unpacked(hooked.layer, tensor)
-    tensor = hooked.parts[0]
-    if tensor._version != hooked.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; "
-            f"expected version {hooked.version} instead."
-        )
-    return tensor

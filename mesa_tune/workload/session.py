@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion import revert, routing
+from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.layers import Catalog
-from mesa_tune.conversion.model import Conversion, install
+from mesa_tune.conversion.model import install
 from mesa_tune.policy import Policy
 from mesa_tune.workload.workload import Workload
 

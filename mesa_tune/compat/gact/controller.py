@@ -20,8 +20,9 @@ from mesa_tune.codecs.mixed import allocate
 from mesa_tune.compat.gact import conf
 from mesa_tune.compat.gact.sensitivity import Estimate
 from mesa_tune.conversion import convert, revert, routing
+from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.layers import Catalog, named_layers
-from mesa_tune.conversion.model import Conversion, ConvertedForward, conversion_of
+from mesa_tune.conversion.model import ConvertedForward, conversion_of
 from mesa_tune.conversion.wrapping import Instead
 from mesa_tune.engine.context import inside_backward, state, top_hooks
 from mesa_tune.formulas.table import own_route
