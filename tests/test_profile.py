@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from mesa_tune.profiler.entries import fast_grid
 from mesa_tune.profiler.meter import measure_step
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.profiling import fast_grid
 
 BATCH = 8
 SEEDS = 8

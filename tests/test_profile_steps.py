@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.profiler import profiling
 from mesa_tune.profiler.meter import measure_step
-from mesa_tune.profiler.trace import SlotTrace, StepTrace, trace_step
+from mesa_tune.profiler.step_trace import SlotTrace, StepTrace
+from mesa_tune.profiler.trace import trace_step
 
 WIDTH = 64
 LEVELS = pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])

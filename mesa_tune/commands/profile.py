@@ -55,7 +55,7 @@ def profile(
     debug: DebugOption = False,
 ) -> None:
     """Measure what each layer keeps, and what fewer bits would do."""
-    from mesa_tune.profiler.profiling import fast_grid, full_grid
+    from mesa_tune.profiler.entries import fast_grid, full_grid
     from mesa_tune.profiler.profiling import profile as measure
     from mesa_tune.workload.workload import Workload
 

@@ -20,8 +20,9 @@ from mesa_tune.engine.function import Replay
 from mesa_tune.engine.rematerialize import Recipe, rebuilt, take
 from mesa_tune.engine.storage import Meta
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.gradient import Cache, Draw, RecordedCall, cached_copy
-from mesa_tune.profiler.trace import Place, Turns
+from mesa_tune.profiler.recorded import Cache, Draw, RecordedCall, cached_copy
+from mesa_tune.profiler.step_trace import Place
+from mesa_tune.profiler.trace import Turns
 
 
 class Made(NamedTuple):

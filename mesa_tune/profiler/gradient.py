@@ -11,9 +11,8 @@ down.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -23,44 +22,15 @@ from torch.autograd.graph import GradientEdge
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.function import Replay
 from mesa_tune.engine.rematerialize import Recipe
-from mesa_tune.engine.storage import Meta, forget_copies, keep, restore
+from mesa_tune.engine.storage import Meta
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
+from mesa_tune.profiler.entries import REFERENCE_GROUP
+from mesa_tune.profiler.recorded import Cache, Difference, Draw, RecordedCall, add, norm, square, stored
 from mesa_tune.profiler.trace import observing
 
 REFERENCES = (1, 2, 4)
 """Bits at which differences of input gradients are really sent down, in groups of `REFERENCE_GROUP`; where
 these are not among the options, at the nearest that are."""
-REFERENCE_GROUP = 256
-
-Difference = dict[nn.Parameter, Tensor]
-
-
-@dataclass
-class Draw:
-    """One option of one layer under one rounding seed."""
-
-    tensor_error: float = 0.0
-    local: float = 0.0
-    sent: float = 0.0
-    below: float | None = None
-    total: float | None = None
-    joint: float | None = None
-    encode_ms: float = 0.0
-    decode_ms: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A tensor as decoded, the squares of its change and of itself, and what that took."""
-
-    tensor: Tensor
-    change: float
-    size: float
-    encode_ms: float
-    decode_ms: float
-
-
-Cache = dict[Any, _Copy]
 
 
 @dataclass
@@ -134,7 +104,7 @@ class Sensitivity:
         with observing(self.recording):
             self.exact = self._backward([loss], [torch.ones_like(loss)])
         self.recording.open = False
-        self.norm = _square(self.exact)
+        self.norm = square(self.exact)
 
     def prices(
         self, layers: Sequence[str], options: Sequence[LayerSettings]
@@ -183,15 +153,15 @@ class Sensitivity:
             sent: list[tuple[GradientEdge, Tensor]] = []
             for call in replays:
                 call.differences(spec, key, cache, draw, final, sent)
-            draw.local = _square(final)
-            draw.sent = sum(_norm(delta) for _, delta in sent)
+            draw.local = square(final)
+            draw.sent = sum(norm(delta) for _, delta in sent)
             if not sent:
                 draw.total = draw.local
             elif option in self.references:
                 below = self._backward([edge for edge, _ in sent], [delta for _, delta in sent])
-                draw.below = _square(below)
-                _add(final, below)
-                draw.total = _square(final)
+                draw.below = square(below)
+                add(final, below)
+                draw.total = square(final)
             totals.append(final)
         self._relate(draws, totals)
         return draws
@@ -201,8 +171,8 @@ class Sensitivity:
             return
         together: Difference = {}
         for total in totals:
-            _add(together, total)
-        joint = _square(together)
+            add(together, total)
+        joint = square(together)
         for draw in draws.values():
             draw.joint = joint
 
@@ -253,7 +223,7 @@ class Sensitivity:
         for tensor in tensors:
             if tensor.numel() > MIN_ELEMENTS:
                 copy, encode, decode = stored(tensor, _spec(option), torch.tensor([seed]))
-                change, size = change + _norm(copy - tensor), size + _norm(tensor)
+                change, size = change + norm(copy - tensor), size + norm(tensor)
                 draw.encode_ms, draw.decode_ms = draw.encode_ms + encode, draw.decode_ms + decode
         draw.tensor_error = change / size if size else 0.0
         return draw
@@ -266,7 +236,7 @@ class Sensitivity:
         self.recording.changed = None
         for parameter, exact in self.exact.items():
             gradient[parameter] = gradient[parameter] - exact
-        return _square(gradient)
+        return square(gradient)
 
     def _backward(self, outputs: Sequence[Any], gradients: Sequence[Tensor]) -> Difference:
         for parameter in self.parameters:
@@ -276,85 +246,6 @@ class Sensitivity:
         for parameter in self.parameters:
             parameter.grad = None
         return found
-
-
-class RecordedCall:
-    """One call's backward, exact, and its differences under other ways of storing."""
-
-    def __init__(self, replay: Replay, coded: list[bool] | None = None) -> None:
-        self.replay = replay
-        self.lossy = list(replay.lossy)
-        raw = zip(replay.raw, replay.lossy, strict=True)
-        self.coded = coded or [not flag and tensor.numel() > MIN_ELEMENTS for flag, tensor in raw]
-        alone = any(self.coded) and self.coded[0] and not any(self.coded[1:])
-        skip = replay.formula.independent if alone else ()
-        self.needs = tuple(need and place not in skip for place, need in enumerate(replay.needs))
-        edges = iter(replay.node.next_functions[1:])  # the first belongs to the noise key
-        self.edges = [next(edges) if present else None for present in replay.present]
-        self.exact: tuple[Tensor | None, ...] | None = None
-
-    def differences(
-        self,
-        spec: Spec,
-        key: Tensor,
-        cache: Cache,
-        draw: Draw,
-        final: Difference,
-        sent: list[tuple[GradientEdge, Tensor]],
-    ) -> None:
-        """Adds to `final` the changes of parameter gradients, to `sent` those of input gradients."""
-        if not any(self.coded):
-            return
-        self._store(spec, key, cache, draw)
-        with torch.no_grad():
-            if self.exact is None:
-                self.exact = self.replay.run(self.replay.lossy, self.needs)
-            changed = self.replay.run(self.lossy, self.needs)
-            for edge, new, old in zip(self.edges, changed, self.exact, strict=True):
-                if edge is not None and edge[0] is not None and new is not None and old is not None:
-                    _sort(edge, new - old, final, sent)
-
-    def _store(self, spec: Spec, key: Tensor, cache: Cache, draw: Draw) -> None:
-        """Puts the kept tensors as decoded from `spec` into `lossy`; small and raw ones stay as they are."""
-        places = [place for place, coded in enumerate(self.coded) if coded]
-        found = [self._one(place, spec, key, cache, draw) for place in places]
-        changes, sizes = sum(change for change, _ in found), sum(size for _, size in found)
-        draw.tensor_error = max(draw.tensor_error, changes / sizes if sizes else 0.0)
-
-    def _one(self, place: int, spec: Spec, key: Tensor, cache: Cache, draw: Draw) -> tuple[float, float]:
-        """One of them; the squares of its change and of itself."""
-        copy = cached_copy(self.replay.lossy[place], spec.within(self.replay.row), key, cache)
-        self.lossy[place] = copy.tensor
-        draw.encode_ms, draw.decode_ms = draw.encode_ms + copy.encode_ms, draw.decode_ms + copy.decode_ms
-        return copy.change, copy.size
-
-
-def _sort(edge: Any, delta: Tensor, final: Difference, sent: list[tuple[GradientEdge, Tensor]]) -> None:
-    parameter = getattr(edge[0], "variable", None)
-    if isinstance(parameter, nn.Parameter):
-        _add(final, {parameter: delta.to(parameter.dtype)})
-    elif delta.any():
-        sent.append((GradientEdge(edge[0], edge[1]), delta))
-
-
-def stored(tensor: Tensor, spec: Spec, key: Tensor) -> tuple[Tensor, float, float]:
-    """`tensor` after being stored by `spec`; milliseconds of encoding and of decoding."""
-    forget_copies()
-    start = _now(tensor)
-    parts, meta = keep(tensor, spec, key.to(tensor.device), raw=False)
-    middle = _now(tensor)
-    copy = restore(parts, meta, spec)
-    return copy, 1e3 * (middle - start), 1e3 * (_now(tensor) - middle)
-
-
-def cached_copy(tensor: Tensor, spec: Spec, key: Tensor, cache: Cache) -> _Copy:
-    """The stored copy; free of charge for a tensor met before (Rule 3)."""
-    place = (tensor.data_ptr(), tensor.shape, tensor.stride(), spec.group_size)
-    if place in cache:
-        return replace(cache[place], encode_ms=0.0, decode_ms=0.0)
-    copy, encode_ms, decode_ms = stored(tensor, spec, key)
-    cache[place] = _Copy(copy, _norm(copy - tensor), _norm(tensor), encode_ms, decode_ms)
-    return cache[place]
 
 
 def _references(options: Sequence[LayerSettings]) -> frozenset[LayerSettings]:
@@ -415,22 +306,3 @@ def _spec(option: LayerSettings) -> Spec:
     spec = Spec.of(option, MIN_ELEMENTS)
     assert spec is not None
     return spec
-
-
-def _add(total: Difference, more: Difference) -> None:
-    for parameter, delta in more.items():
-        total[parameter] = total[parameter] + delta if parameter in total else delta
-
-
-def _square(difference: Difference) -> float:
-    return sum(_norm(delta) for delta in difference.values())
-
-
-def _norm(tensor: Tensor) -> float:
-    return tensor.float().square().sum(dtype=torch.float64).item()
-
-
-def _now(tensor: Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()

@@ -21,39 +21,29 @@ from mesa_tune.conversion.layers import Catalog
 from mesa_tune.errors import RunError, WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.checkpoints import without_checkpoints
-from mesa_tune.profiler.clock import median_ms
+from mesa_tune.profiler.account import TracedPair, exact_entries, tensor_entries
 from mesa_tune.profiler.derivation import Derivable, Links
-from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, Tie
-from mesa_tune.profiler.gradient import REFERENCE_GROUP, Price, Sensitivity
-from mesa_tune.profiler.ledger import TracedPair, exact_entries, tensor_entries, timeline
+from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, Tie, full_grid, in_reference_groups
+from mesa_tune.profiler.gradient import Price, Sensitivity
+from mesa_tune.profiler.ledger import timeline
 from mesa_tune.profiler.meter import bytes_of, tensors_in
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rows import Rows
-from mesa_tune.profiler.trace import StepTrace, observing, trace_step
+from mesa_tune.profiler.step_trace import StepTrace
+from mesa_tune.profiler.trace import observing, trace_step
+from mesa_tune.workload.checkpoints import without_checkpoints
+from mesa_tune.workload.clock import median_ms
 from mesa_tune.workload.preserve import preserved
 from mesa_tune.workload.session import RawConversion, session
 from mesa_tune.workload.user_code import is_out_of_memory, located, seeded
 from mesa_tune.workload.workload import Workload
 
-BITS = (1, 2, 3, 4, 6, 8)
-GROUP_SIZES = (64, 256, 1024)
 SAVE_EVERY_S = 10.0
 
 Known = dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]
 """Layer -> its options, and the joint ratios of its tie."""
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share of it that is done (0 to 1)."""
-
-
-def full_grid() -> list[LayerSettings]:
-    """Every combination of `BITS` and `GROUP_SIZES`."""
-    return [LayerSettings(level=2**bits, group_size=size) for bits in BITS for size in GROUP_SIZES]
-
-
-def fast_grid() -> list[LayerSettings]:
-    """The bits alone, in groups of 256."""
-    return [LayerSettings(level=2**bits, group_size=256) for bits in BITS]
 
 
 def profile(
@@ -78,7 +68,7 @@ def profile(
     wanted = full_grid() if options is None else list(options)
     if seeds < 1:
         raise ValueError(f"`seeds >= 1` must hold, but got (seeds={seeds})")
-    show = progress if callable(progress) else (_print_progress if progress else _silent)
+    show = progress if callable(progress) else (_print_progress if progress else _ignored)
     model = workload.build()
     optimizer = workload.make_optimizer(model)
     return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show).run()
@@ -274,7 +264,7 @@ class _Profiling:
         groups = dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in found.layers)
         reaches = list(step.reaches(groups))
         for count, reach in enumerate(reaches, 1):
-            grid = _in_reference_groups(self._grid(reach.layers))
+            grid = in_reference_groups(self._grid(reach.layers))
             prices = sensitivity.together(step.calls(reach), grid)
             entry = found.layer(reach.layers[0])
             options = [self._option(entry, *pair) for pair in zip(grid, prices, strict=True)]
@@ -398,19 +388,7 @@ class _Profiling:
             made.save(self.path)
 
 
-def _in_reference_groups(grid: list[LayerSettings]) -> list[LayerSettings]:
-    """The options of more than 1 bit whose errors need no other to be scaled by, if there are any.
-
-    On DeiT-Ti what is derived took 100 s of a profile of 263 s with all options.
-    """
-    return [option for option in grid if option.group_size == REFERENCE_GROUP and option.bits > 1] or grid
-
-
-def _ignored(_: object) -> None:
-    return None
-
-
-def _silent(text: str, share: float) -> None:
+def _ignored(*_: object) -> None:
     return None
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
+from mesa_tune.profiler.account import UNATTRIBUTED, TracedPair, unattributed_bytes
 from mesa_tune.profiler.entries import UNLISTED, LayerEntry
-from mesa_tune.profiler.ledger import UNATTRIBUTED, TracedPair, unattributed_bytes
+from mesa_tune.profiler.step_trace import CodedTrace, PlainTrace
 from mesa_tune.profiler.timeline import settings_bytes, within
-from mesa_tune.profiler.trace import CodedTrace, PlainTrace
 
 
 class Rows:
