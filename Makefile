@@ -17,12 +17,13 @@ run_tests := $(bin)/python -m pytest -n 2 --dist loadfile
 sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
 # What runs a second time without the native kernels: whatever calls them.
-core := $(wildcard $(addprefix tests/,test_quantize*.py test_pack*.py test_sparsify.py test_ops*.py test_fused*.py test_functional*.py test_nn.py \
-	test_conformance.py test_conversion.py test_keeping.py test_sharing.py))
+core := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops/test_sparsify.py ops/test_ops*.py ops/test_fused*.py \
+	formulas/test_fused*.py formulas/test_functional*.py formulas/test_conformance.py nn/test_nn.py conversion/test_conversion.py \
+	engine/test_keeping.py engine/test_sharing.py))
 
 # The tests of the ops, and the two libraries that a sanitized extension needs before all others.
-ops := $(wildcard $(addprefix tests/,test_quantize*.py test_pack*.py test_sparsify.py test_ops*.py test_fused*.py test_codecs.py \
-	test_codec_drop.py test_codec_mixed.py test_codec_running.py))
+ops := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops/test_sparsify.py ops/test_ops*.py ops/test_fused*.py \
+	formulas/test_fused*.py codecs/test_codecs.py codecs/test_codec_drop.py codecs/test_codec_mixed.py codecs/test_codec_running.py))
 preloaded = $(shell $(or $(CXX),c++) -print-file-name=libasan.so) $(shell $(or $(CXX),c++) -print-file-name=libstdc++.so)
 
 .PHONY: help demo test sweep lint cuda-check bench sanitize wheel-check format install

@@ -1,6 +1,6 @@
 """Does the wheel work by itself? `make wheel-check` builds one and runs this on it.
 
-    python tests/check_wheel.py dist/mesa_tune-….whl tests/test_ops_kernels.py …
+    python tests/check_wheel.py dist/mesa_tune-….whl tests/ops/test_ops_kernels.py …
 
 Installed into a fresh folder, and used from there: no source tree, no compiler on PATH, and neither AVX-512
 nor AVX2. Then once more without its native library: one warning, and a doctor who says what to do.

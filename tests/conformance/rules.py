@@ -1,6 +1,6 @@
 """One check a rule of the design. Each takes a case (and a situation) and fails with AssertionError.
 
-`tests/test_conformance_broken.py` shows for every check something broken that it catches.
+`tests/formulas/test_conformance_broken.py` shows for every check something broken that it catches.
 """
 
 from __future__ import annotations

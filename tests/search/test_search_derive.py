@@ -22,8 +22,8 @@ from mesa_tune.profiler.timeline import Kept, Slot, Timeline
 from mesa_tune.search import search_policy
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
+from tests.profiler.test_profile_derive import DIGITS, workload
 from tests.synthetic import COARSE, synthetic_profile
-from tests.test_profile_derive import DIGITS, workload
 
 FOUR = LayerSettings(level=16)
 DERIVE = replace(FOUR, store="derive")

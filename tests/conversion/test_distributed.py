@@ -21,7 +21,7 @@ from tests.distributed_worker import ORDERS, POLICIES, STEPS, WORLD, WRAPPERS, G
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Results = list[dict[str, Any]]
 
 

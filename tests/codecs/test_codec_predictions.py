@@ -11,7 +11,7 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "digits_vit.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_vit.py"
 BATCH = 4
 OPTIONS = {
     "4 bits": LayerSettings(level=16),

@@ -285,7 +285,7 @@ def test_as_a_program(command: str, said: str, home: Home) -> None:
     assert_program_refuses([sys.executable, "-m", "mesa_tune.cli", *command.split()], said, home)
 
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "digits_vit.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_vit.py"
 
 
 @pytest.mark.slow

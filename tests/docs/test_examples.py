@@ -12,7 +12,7 @@ from torch import nn
 
 from mesa_tune.workload.workload import Workload
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 

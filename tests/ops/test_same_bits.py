@@ -103,7 +103,7 @@ def with_threads(threads: tuple[int, ...]) -> list[dict[str, str]]:
 
 def child(**environment: str) -> subprocess.Popen[str]:
     threads = (1,) if "MESA_TUNE_REFERENCE" in environment else THREADS
-    code = f"import tests.test_same_bits as t, json; print(json.dumps(t.with_threads({threads})))"
+    code = f"import tests.ops.test_same_bits as t, json; print(json.dumps(t.with_threads({threads})))"
     # Threads that wait must not take the processor from those that work.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", **environment}
     command = [sys.executable, "-c", code]

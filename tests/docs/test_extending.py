@@ -16,7 +16,7 @@ from mesa_tune.formulas.table import LAYERS, ROUTES
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.meter import Meter
 
-PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 def example(kind: str, folder: Path) -> ModuleType:

@@ -9,7 +9,7 @@ from mesa_tune import ops
 from mesa_tune.ops import reference
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import codecs as reference_codecs
-from tests.test_ops_kernels import needs_library, same_bytes, same_numbers, tensors
+from tests.ops.test_ops_kernels import needs_library, same_bytes, same_numbers, tensors
 
 SEED = torch.tensor([3])
 

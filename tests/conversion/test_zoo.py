@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 
-BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 NAMES = (
     "deit_s",
     "swin_t",

@@ -12,7 +12,7 @@ from torch import Tensor
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import windows as reference_windows
 from mesa_tune.ops.reference.windows import Windows, flattened, offset_bits, to_indices, to_offsets
-from tests.test_ops_kernels import needs_library
+from tests.ops.test_ops_kernels import needs_library
 
 POOLS: tuple[Any, ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 ADAPTIVE: tuple[Any, ...] = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)

@@ -11,7 +11,7 @@ from mesa_tune.errors import PolicyError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, MESA_TAGS, TAGS, LayerSettings
 
-FILES = Path(__file__).parent / "policies"
+FILES = Path(__file__).parents[1] / "policies"
 OURS = "# mesa-tune policy 1\n"
 
 

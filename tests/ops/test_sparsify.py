@@ -9,7 +9,7 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import codecs as reference_codecs
-from tests.test_ops_kernels import needs_library, same_bytes
+from tests.ops.test_ops_kernels import needs_library, same_bytes
 
 DTYPES = (*ops.DTYPES, torch.float64, torch.int16, torch.int32)
 

@@ -1,7 +1,7 @@
 """The CUDA kernels give the reference's bytes, tried without a GPU: compiled for the host, threads as fibers.
 
 `tests/cuda_on_host` stands in for CUDA's runtime. What it cannot show is what a GPU does by itself: the few
-instructions under `__CUDA_ARCH__`, memory, streams. `tests/test_cuda.py` does that where there is one.
+instructions under `__CUDA_ARCH__`, memory, streams. `tests/ops/test_cuda.py` does that where there is one.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import maps, reference
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
-from tests.test_ops_kernels import same_bytes, same_numbers, tensors
+from tests.ops.test_ops_kernels import same_bytes, same_numbers, tensors
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     *(f"csrc/cuda/{name}.cu" for name in ("quantize", "quantize_map", "pack_bits")),
     "tests/cuda_on_host/kernels.cpp",

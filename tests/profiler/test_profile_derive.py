@@ -20,11 +20,11 @@ from mesa_tune.profiler.joint_error import JointError
 from mesa_tune.profiler.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timeline import Timeline
-from tests.test_deriving import Gated
-from tests.test_profile import MODELS, image_batch, loss, text_batch
+from tests.engine.test_deriving import Gated
+from tests.profiler.test_profile import MODELS, image_batch, loss, text_batch
 
 BATCH, WIDTH = 8, 64
-DIGITS = Path(__file__).parents[1] / "examples" / "digits_vit.py"
+DIGITS = Path(__file__).parents[2] / "examples" / "digits_vit.py"
 # Groups as wide as the rows, with which norms composed by hand store what they keep.
 DERIVE = mt.Policy.uniform(level=16, group_size=64, store="derive")
 

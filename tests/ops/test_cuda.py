@@ -16,7 +16,7 @@ from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import maps, reference
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
-from tests.test_ops_kernels import same_bytes, same_numbers
+from tests.ops.test_ops_kernels import same_bytes, same_numbers
 
 pytestmark = pytest.mark.gpu
 

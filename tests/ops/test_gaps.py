@@ -19,7 +19,7 @@ from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import codecs as reference_codecs
 from mesa_tune.policy.settings import LayerSettings
 from tests.cuda_cases import randn, with_gaps
-from tests.test_ops_kernels import assert_kernels_agree, needs_library
+from tests.ops.test_ops_kernels import assert_kernels_agree, needs_library
 
 LEVELS = [(2, 3), (2, 4), (3, 5), (3, 6), (5, 17), *((bits, 2**bits) for bits in range(3, 9))]
 LARGEST = torch.finfo(torch.float32).max

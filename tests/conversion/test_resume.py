@@ -106,7 +106,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(kind: str, policy: str, ste
 
 CHILD = """
 import sys
-from tests.test_resume import Training
+from tests.conversion.test_resume import Training
 training = Training("layers", "running ranges", seed=6)
 training.load(open(sys.argv[1], "rb").read())
 training.run(3)
@@ -121,7 +121,7 @@ def test_it_resumes_in_another_process(tmp_path: Path) -> None:
     training.run(3)
     before, after = tmp_path / "before", tmp_path / "after"
     before.write_bytes(training.saved())
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-c", CHILD, before, after], cwd=root, env=environment, check=True)
     training.run(3)
