@@ -144,7 +144,7 @@ class Codec(Protocol):
 
     # Three more are for those that need them: `refuses(tensor, spec)`, why a tensor cannot be stored so, in
     # place of the quantizer's reasons; `memory_bytes(shape, spec)`, what it remembers of a tensor; and
-    # `encode_mapped(mapped, spec, key)`, for tensors that are made while they are encoded (`maps.py`).
+    # `encode_mapped(mapped, spec, key)`, for tensors that are made while they are encoded (`ops/maps.py`).
 
     def packed_bytes(self, shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
         """Bytes on the device of all parts of an encoded tensor, `element_size` bytes an element."""

@@ -3,7 +3,7 @@
 A layer norm's output is γ x̂ + β of the x̂ that the norm keeps, and so the layers after it need not keep it.
 The producer gives its packed parts out beside its output; the consumer saves those, and rebuilds the output
 in its backward. What is hard is never to take another tensor for that output: eager code finds it by storage
-and version, as `keeping` does; traced code, which can ask for neither, by the tensor itself.
+and version, as `storage` does; traced code, which can ask for neither, by the tensor itself.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""docs/extending.md: its examples run as they stand there, put in place by the one line that it names."""
+"""docs/extending.md: its examples run as they stand there, put in place by the lines that it names."""
 
 import importlib.util
 import re
@@ -14,6 +14,7 @@ import mesa_tune as mt
 from mesa_tune.codecs import CODECS
 from mesa_tune.formulas.table import LAYERS, ROUTES
 from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import STORES
 from mesa_tune.profiler.meter import Meter
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -54,8 +55,10 @@ def error(model: nn.Module, plain: nn.Module, x: Tensor) -> float:
     return apart / sum(float(b.square().sum()) for b in exact)
 
 
-def test_the_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setitem(CODECS, "half", example("codec", tmp_path))
+    STORES.append("half")
+    request.addfinalizer(lambda: STORES.remove("half"))
     policy = Policy.parse("# mesa-tune policy 1\non fc:\n    by_index: all\n    store: half\n")
     assert Policy.parse(policy.dumps()) == policy
     plain, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(256, 64)

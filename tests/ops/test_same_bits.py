@@ -52,7 +52,7 @@ def results(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "sparsify", bitmap
     yield "sparsify", survivors
     yield "densify", RAW.densify(bitmap, survivors, x.shape)
-    windows = [23, 12, 3, 1, 2, 1, 87, 44, 3, 1, 2, 1]  # of a max pool, as `reference_windows` has them
+    windows = [23, 12, 3, 1, 2, 1, 87, 44, 3, 1, 2, 1]  # of a max pool, as `ops.reference.windows` has them
     _, indices = torch.nn.functional.max_pool2d(x.float(), 3, 2, 1, return_indices=True)
     yield "pack_windows", (packed := RAW.pack_windows(indices, windows))
     yield "unpack_windows", RAW.unpack_windows(packed, windows, indices.shape)

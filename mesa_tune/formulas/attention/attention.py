@@ -5,7 +5,7 @@ Backward makes the softmax again of the decoded q and k (Rule 7): with a saved l
 would appear exponentiated in weights that no longer sum to one. On the CPU it does so a head at a time
 (`attention_by_heads`), in traced code, which cannot differentiate inside a backward, by `attention_traced`,
 and elsewhere it runs the forward again; the random state of dropout is put back then, and left as it was
-found. A mask that was made by repeating two smaller ones in a sum is kept as those (`sums`).
+found. A mask that was made by repeating two smaller ones in a sum is kept as those (`mask_sum`).
 """
 
 import math

@@ -1,7 +1,7 @@
 """A mask that is a sum of smaller ones (a relative bias for each head, a window's mask for each window).
 
 Attention keeps the two as they are before they are repeated, and adds them again in backward: exact, bit for
-bit. A sum is found again by storage and version, as in `keeping`; traced code keeps the sum itself.
+bit. A sum is found again by storage and version, as in `storage`; traced code keeps the sum itself.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Batch and instance normalizations keep the normalized input x̂, encoded, and r by channel, exact (Rule 7).
 
 y = γ x̂ + β with x̂ = r (x − μ);  dγ = Σ g x̂,  dβ = Σ g,  dx = r (ĝ − mean(ĝ) − x̂ mean(ĝ x̂)) with ĝ = γ g;
-see `norm`. A batch norm with fixed statistics has dx = r ĝ, and keeps x̂ only if γ wants a gradient. An
+see `layer_norm`. A batch norm with fixed statistics has dx = r ĝ, and keeps x̂ only if γ wants a gradient. An
 instance norm is the batch norm of one sample that has every sample's channels.
 """
 

@@ -3,7 +3,7 @@
 y = γ x̂ + β with x̂ = r (x − μ);  dγ = Σ g x̂,  dβ = Σ g,  dx = r (ĝ − mean(ĝ) − x̂ mean(ĝ x̂)) with ĝ = γ g.
 With x in place of x̂, an error of x would be multiplied by r, which is unbounded. RMSNorm subtracts no mean:
 x̂ = r x,  dx = r (ĝ − x̂ mean(ĝ x̂)). Means run over what each norm normalizes together; batch norms are in
-`batchnorm`.
+`batch_norm`.
 
 A row without deviation (of zeros: padding) has r = ε^-½ and x̂ = 0, and stays so: the r of a later norm may
 multiply its gradient, and times zero that is zero.
