@@ -1,7 +1,7 @@
 """What a function of ours is: PyTorch's own forward, and a backward over what was kept.
 
-The two halves are plain functions without side effects, so that training (`function.py`) and the profiler, which
-runs a backward again with differently stored tensors, use the very same formula.
+The two halves are plain functions without side effects, so that training (`function.py`) and the profiler,
+which runs a backward again with differently stored tensors, use the very same formula.
 """
 
 from collections.abc import Callable, Sequence

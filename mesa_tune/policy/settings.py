@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final
@@ -165,14 +165,13 @@ def _require_fraction(key: str, value: object) -> None:
         raise ValueError(f"{key} must be at least 0 and below 1, but got {value!r}")
 
 
-def _require_word(key: str, value: object, words: tuple[str, ...]) -> None:
+def _require_word(key: str, value: object, words: Sequence[str]) -> None:
     if value not in words:
         raise ValueError(f"{key} must be one of {', '.join(words)}, but got {value!r}")
 
 
 def _require_store(key: str, value: object) -> None:
-    if value not in STORES:
-        _require_word(key, value, tuple(STORES))
+    _require_word(key, value, STORES)
 
 
 # Counts beyond 2³¹ - 1 are no group of anything and would not pass into the kernels.
