@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mesa_tune.conversion.hooked import HOOKED
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Route
+from mesa_tune.engine.formula import Formula, Route
 from mesa_tune.formulas.table import FORMULAS, LAYERS, ROUTES
 from mesa_tune.policy.settings import TAGS
 from tests.functional_cases import CASES, EIGHT, KEY, Case, fresh
@@ -155,9 +155,9 @@ class _Noting(Call):
 
     names: list[str]
 
-    def apply(self, name: str, static: Any, tensor: Tensor, *others: Tensor | None) -> Any:
-        self.names.append(name)
-        return super().apply(name, static, tensor, *others)
+    def apply(self, formula: Formula, static: Any, tensor: Tensor, *others: Tensor | None) -> Any:
+        self.names.append(formula.name)
+        return super().apply(formula, static, tensor, *others)
 
     def part(self, plain: Callable[[], Any]) -> Call:
         made = _Noting(self.layer, self.spec, self.key, self.is_static, plain)
