@@ -23,7 +23,7 @@ from mesa_tune.engine.formula import (
 )
 from mesa_tune.engine.packed import Held
 from mesa_tune.formulas.curves import CURVES
-from mesa_tune.formulas.norms.composed import aligned, by_rows
+from mesa_tune.formulas.norms.composed import aligned
 from mesa_tune.ops import maps
 
 
@@ -112,7 +112,7 @@ def serve(call: Call, kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in
     if in_place and (x.is_leaf or x._base is not None):
         return call.plain()
     if call.serves and not (in_place or CURVES[kind].of_output):
-        return by_rows(call, x).apply(POINTWISE_INPUT, (kind, parameters, x.dtype), x)
+        return call.apply(POINTWISE_INPUT, (kind, parameters, x.dtype), x)
     return call.apply(POINTWISE, (kind, in_place, parameters, x.dtype), x)
 
 

@@ -3,7 +3,8 @@
 y = a b keeps each operand whose partner wants a gradient, as it is before it is repeated along other
 dimensions: da = Σ g b and db = Σ g a over those. Linear in each copy, so unbiased. Numbers cost nothing. A
 small constant (rotary embeddings' cosines, masks) stays by reference, as in PyTorch: it is there anyway, and
-one rounding of it would repeat in every row.
+one rounding of it would repeat in every row. Where one activation gates another, rows of zeros stay zeros
+(`zero_rows`).
 
 y = a / b keeps b by reference, as PyTorch does, and y, which a following product keeps too:  da = g / b,
 db = −g y / b. Dividing by a rounded b has no bound, and an inverse 1 / b spans as many scales as b does.
@@ -34,7 +35,9 @@ from mesa_tune.engine.formula import (
     like,
 )
 from mesa_tune.engine.packed import Held
-from mesa_tune.formulas.norms.composed import REPEATS, aligned, by_rows, is_repeated, scale
+from mesa_tune.engine.storage import pack_zero_rows
+from mesa_tune.formulas.norms.composed import REPEATS, aligned, is_repeated, scale
+from mesa_tune.formulas.zero_rows import cleared, may_be_lost
 
 Lossy = list[Tensor] | list[Held]
 
@@ -48,15 +51,18 @@ def forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
     in_place = static[0]
     before = a.clone() if in_place and needs[1] else a
     y = a.mul_(b) if in_place else torch.mul(a, b)
-    return Result(y, ((before,) if needs[1] else ()) + ((b,) if needs[0] else ()), in_place=in_place)
+    lossy = ((before,) if needs[1] else ()) + ((b,) if needs[0] else ())
+    zeros = tuple([pack_zero_rows(each) for each in lossy]) if static[3] else ()
+    return Result(y, lossy, zeros, in_place)
 
 
 def backward(
     static: Static, needs: Needs, lossy: Lossy, exact: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    _, a, b = static
-    da = gathered(_times(lossy[-1], grad), a) if needs[0] else None
-    db = gathered(_times(lossy[0], grad), b) if needs[1] else None
+    _, a, b, marks_zeros = static
+    of_a, of_b = (cleared(grad, exact[-1]), cleared(grad, exact[0])) if marks_zeros else (grad, grad)
+    da = gathered(_times(lossy[-1], of_a), a) if needs[0] else None
+    db = gathered(_times(lossy[0], of_b), b) if needs[1] else None
     return da, db
 
 
@@ -91,7 +97,7 @@ def plus_backward(
     static: Static, needs: Needs, lossy: Lossy, exact: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     a, b, c, value = static
-    da, db = backward((False, a, b), needs, lossy, exact, grad if value == 1 else grad * value)
+    da, db = backward((False, a, b, False), needs, lossy, exact, grad if value == 1 else grad * value)
     return da, db, gathered(grad, c) if needs[2] else None
 
 
@@ -156,15 +162,18 @@ def mul(call: Call, input: Any, other: Any, *, in_place: bool = False, **unknown
             return scale(call, x, statistic)
     if not any(partner.requires_grad and _worth(call, x, size) for x, partner in kept):
         return call.plain()
-    return _in_groups(call, kept).apply(MUL, (in_place, like(input), like(other)), input, other)
+    gates = input.requires_grad and other.requires_grad and input.shape == other.shape
+    marks_zeros = gates and may_be_lost(call, input) and may_be_lost(call, other)
+    static = (in_place, like(input), like(other), marks_zeros)
+    return _in_groups(call, kept).apply(MUL, static, input, other)
 
 
 def _in_groups(call: Call, kept: tuple[tuple[Tensor, Tensor], ...]) -> Call:
-    """`call` with groups in which rows of zeros stay zeros, where what multiplies them may be large."""
-    (a, b), _ = kept
-    if a.shape == b.shape:
-        return by_rows(call, a) if a.requires_grad and b.requires_grad else call
-    for factor, x in kept:  # a norm's weight: its gradient must not meet what zeros were rounded to
+    """`call` with groups that end with rows where a norm's weight multiplies them.
+
+    Its gradient must not meet what zeros were rounded to.
+    """
+    for factor, x in kept:
         call = aligned(call, x) if factor.requires_grad and factor.numel() * REPEATS <= x.numel() else call
     return call
 

@@ -2,8 +2,7 @@
 
 dx = g W, dW = gᵀ x, db = Σ g. The gradient of W is linear in the copy of x, so its error is unbiased.
 
-Rows of zeros (padding, windows) stay zeros: where groups reach over rows, a bit per row says which are. Their
-gradient may be as large as they like, and times zero it is zero: behind them `normalize` divides by ε.
+Rows of zeros stay zeros (`zero_rows`).
 
 Bilinear, y_k = a Wₖ bᵀ + b_k, keeps both inputs; the gradient of W multiplies their copies, whose rounding is
 independent.
@@ -15,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mesa_tune import ops
 from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import (
     Formula,
@@ -32,6 +30,7 @@ from mesa_tune.engine.formula import (
 )
 from mesa_tune.engine.packed import Held, Total
 from mesa_tune.engine.storage import pack_zero_rows
+from mesa_tune.formulas.zero_rows import cleared, may_be_lost
 
 
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
@@ -55,18 +54,9 @@ def backward(
     return dx, dw, db
 
 
-USUAL_GROUPS = 1024
-"""Groups of so many elements, or of a power of two below, end with rows of a multiple of it."""
-
-
 def _where_not_zero(rows: Tensor, exact: tuple[Tensor, ...]) -> Tensor:
-    """Return the rows of a gradient, 0 where the input's are; themselves where the input has no such row."""
-    if not exact:
-        return rows
-    zero = ops.unpack_bits(exact[0], rows.shape[:1])
-    if zero.is_cpu and not torch.compiler.is_compiling() and not zero.any():
-        return rows
-    return rows.masked_fill(zero.unsqueeze(1), 0)
+    """Return the rows of a gradient, 0 where the input's are."""
+    return cleared(rows, exact[0]) if exact else rows
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -141,20 +131,13 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     fits = weight.dim() == 2 and (bias is None or (bias.dim() == 1 and bias.size(0) == weight.size(0)))
     if unknown or not fits:
         return call.refuse("linear has a formula only for a weight (out, in), a bias (out,) and no `out`")
-    return call.apply(LINEAR, (autocast_dtype(input), _marks_zeros(call, input, weight)), input, weight, bias)
-
-
-def _marks_zeros(call: Call, x: Tensor, weight: Tensor) -> bool:
-    """Return whether a row of zeros of `x` might be decoded as other numbers: groups reach over rows.
-
-    What is saved besides is the same for all usual sizes of groups, codecs and tensors, so that a profile can
-    tell it.
-    """
-    spec = call.spec
-    if x.dim() < 2 or x.numel() <= spec.min_elements or not weight.requires_grad or call.is_static(x):
-        return False
-    over_rows = spec.quant_groups > 0 or x.shape[-1] % max(spec.group_size, USUAL_GROUPS) > 0
-    return over_rows and spec.levels > 0
+    return call.apply(
+        LINEAR,
+        (autocast_dtype(input), weight.requires_grad and may_be_lost(call, input)),
+        input,
+        weight,
+        bias,
+    )
 
 
 def bilinear(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,12 +148,11 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_old_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.write(run.policy, "old", INPUTS)
 
-    def full(self: Path, data: bytes) -> int:
-        self.touch()
-        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", full)
+        patched.setattr(os, "fsync", full)
         with pytest.raises(RunError, match="No space left"):
             run.write(run.policy, "new", INPUTS)
     assert run.policy.read_text() == "old"

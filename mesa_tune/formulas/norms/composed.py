@@ -34,19 +34,6 @@ def aligned(call: Call, x: Tensor) -> Call:
     return call.within(x.shape[-1]) if x.dim() and call.spec.group_size else call
 
 
-SHORTEST_ROW = 32
-"""Ranges of rows that are as long cost little beside what they span."""
-
-
-def by_rows(call: Call, x: Tensor) -> Call:
-    """`call`, aligned with the rows of `x` where they are not short.
-
-    For an activation that is gated, and its gate: a row of zeros must stay one, as a norm before it
-    multiplies the gradient of that row by 1 / √ε.
-    """
-    return aligned(call, x) if x.dim() and x.shape[-1] >= SHORTEST_ROW else call
-
-
 def is_repeated(factor: Tensor, x: Tensor) -> bool:
     """Whether a product with `x` repeats `factor` often, and `x` not at all."""
     small = factor.dim() == x.dim() and factor.numel() * REPEATS <= x.numel()
