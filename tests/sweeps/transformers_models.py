@@ -55,6 +55,8 @@ BOUNDS = {
 }
 PREDICTED = 0.01  # of the measured bytes, a prediction may be off
 FACTOR = 3.0  # between the errors with and without checkpointing, of one rounding seed each
+ENDLESS = {("wavlm", "reentrant")}
+"""Models that go back through one checkpoint from inside another, each time through all before it."""
 STEPS = 3
 SEEDS = 5  # of which the median error counts, where that of the first is above the bound
 MB = 10**6
@@ -78,6 +80,8 @@ def cases() -> list[Case]:
 def run(case: Case) -> Outcome:
     """Try one model type in one variant."""
     kind, mode = case.variant.split()
+    if (case.name, mode) in ENDLESS:
+        return Outcome(SKIPPED, "plain runs parts again without end")
     try:
         made = _architecture(case.name)
         _with_mode(made.build(), mode)
@@ -123,7 +127,19 @@ def _plain(name: str, mode: str) -> Steps:
 @functools.lru_cache(maxsize=4)
 def _unchecked(name: str, kind: str) -> float:
     """The gradient error without checkpointing."""
-    return error(steps(_architecture(name), "plain", POLICIES[kind]).grads, _plain(name, "plain").grads)
+    return _typical_error(_architecture(name), kind, "plain", _plain(name, "plain"))
+
+
+def _typical_error(
+    made: Architecture, kind: str, mode: str, plain: Steps, first: Steps | None = None
+) -> float:
+    """The error of the first rounding seed; the median of `SEEDS` where that is above the bound."""
+    first = first or steps(made, mode, POLICIES[kind])
+    found = error(first.grads, plain.grads)
+    if found <= BOUNDS[kind]:
+        return found
+    more = [error(steps(made, mode, POLICIES[kind], seed).grads, plain.grads) for seed in range(1, SEEDS)]
+    return statistics.median([found, *more])
 
 
 class _Rounded(TorchFunctionMode):
@@ -218,10 +234,7 @@ def _compared(made: Architecture, kind: str, mode: str, plain: Steps, mine: Step
         return Outcome(SKIPPED, "plain is not deterministic")
     if fault:
         return Outcome(BROKEN, fault, figures)
-    figures["error"] = found = error(mine.grads, plain.grads)
-    if found > BOUNDS[kind]:  # of heavy-tailed numbers one may be
-        more = [error(steps(made, mode, POLICIES[kind], seed).grads, plain.grads) for seed in range(1, SEEDS)]
-        figures["error"] = found = statistics.median([found, *more])
+    figures["error"] = found = _typical_error(made, kind, mode, plain, mine)
     if found > BOUNDS[kind]:
         figures["control"] = _control(made, kind, mode, plain)
     if found > max(BOUNDS[kind], FACTOR * figures.get("control", 0.0)):
