@@ -31,7 +31,7 @@ Generated: `python -m tests.sweeps transformers` measures, `python -m docs.archi
 * **right**: variants whose loss is bitwise plain's, whose gradients are finite where plain's are, and whose
   squared relative gradient error is within {bound:g} / (level - 1)² (twice what one operator is allowed, the
   median of five rounding seeds where that of the first is larger) or three times that of the plain model with
-  rounded queries and keys (with derive: and inputs of activations; under autocast: or that of bfloat16 itself);
+  rounded queries and keys (with derive: and inputs of activations; under autocast: or of bfloat16 itself);
   with checkpointing within three times of that without; and whose predicted saved bytes are within 1 % of a
   real step's. Of those that plain runs, ends and repeats.
 * **error**: that of level 16 in fp32. **exact**: the share of plain's saved bytes, in tensors of more than
