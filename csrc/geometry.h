@@ -1,4 +1,5 @@
-// Sizes and offsets of a packed tensor: the arithmetic of mesa_tune/ops/reference/__init__.py, all of it in 64 bits.
+// Sizes and offsets of a packed tensor: the arithmetic of mesa_tune/ops/reference/__init__.py, all of it in
+// 64 bits.
 #pragma once
 
 #include <cstdint>

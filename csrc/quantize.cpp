@@ -1,5 +1,6 @@
-// Gives the kernels of the CPU, and of CUDA where it was built, to the operators that mesa_tune/ops/__init__.py
-// defines. Checks what memory safety needs; what users may get wrong is checked, and explained, there.
+// Gives the kernels of the CPU, and of CUDA where it was built, to the operators that
+// mesa_tune/ops/__init__.py defines. Checks what memory safety needs; what users may get wrong is checked,
+// and explained, there.
 
 #include <optional>
 #include <tuple>
