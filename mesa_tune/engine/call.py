@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.formula import Formula, Needs, Static, autocast_dtype
-from mesa_tune.engine.function import Memories, Plan, applied
+from mesa_tune.engine.function import Memories, Plan, applied, watch
 from mesa_tune.engine.rematerialize import Recipe, Source, Traced, find, geometry, remember, take
 from mesa_tune.engine.storage import Meta, is_encoded, is_scrap
 from mesa_tune.notice import warn_once
@@ -247,6 +247,8 @@ class Call:
         return not self.worth
 
     def _pays(self, tensors: Sequence[Tensor | None]) -> bool:
+        if watch.observer is not None:
+            watch.observer.asked(self.layer, tensors)
         if self.spec.levels == 0:
             return any(given is not None and given.numel() > self.spec.min_elements for given in tensors)
         for tensor in tensors:

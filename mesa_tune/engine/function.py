@@ -35,6 +35,10 @@ class Observer(Protocol):
         """That call has ended."""
         ...
 
+    def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None:
+        """A call of `layer` goes by whether one of `tensors` is worth encoding, or copying."""
+        ...
+
     def kept(
         self,
         layer: str,

@@ -218,6 +218,20 @@ class _FirstToken(nn.Module):
         return total
 
 
+class _FirstTokens(nn.Module):
+    """Functions that keep masks, of few tokens, which lie in the tensor of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        total: Tensor = torch.maximum(y[:, 0], y[:, 1]).sum() + y[:, 2].relu().sum()
+        total = total + self.dropout(y[:, 3]).sum() + torch.where(x[:, 0] > 0, y[:, 4], 0).sum()
+        return total
+
+
 class _Heads(nn.Module):
     """Attention of `queries` heads to one, all of them parts of one tensor."""
 
@@ -237,8 +251,8 @@ class _Heads(nn.Module):
 @pytest.mark.parametrize("batch_size", [8, 16, 32])
 @pytest.mark.parametrize(
     "build",
-    [_Twice, _Highest, _Weights, _FirstToken, lambda: _Heads(4, 20), lambda: _Heads(4, 5)],
-    ids=["mixed calls", "indices", "weights", "scraps", "small keys", "small parts"],
+    [_Twice, _Highest, _Weights, _FirstToken, _FirstTokens, lambda: _Heads(4, 20), lambda: _Heads(4, 5)],
+    ids=["mixed calls", "indices", "weights", "scraps", "masks of scraps", "small keys", "small parts"],
 )
 def test_saved_bytes_of_small_tensors_are_those_of_a_real_step(
     build: Callable[[], nn.Module], batch_size: int

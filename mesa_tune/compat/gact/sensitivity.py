@@ -47,6 +47,8 @@ class Estimate:
 
     def end(self, layer: str | None, output: Any) -> None: ...
 
+    def asked(self, layer: str, tensors: Any) -> None: ...
+
     def kept(
         self, layer: str, lossy: Any, kept: Any, parts: tuple[list[Tensor], ...], exact: Any, row: int
     ) -> None:
