@@ -101,7 +101,7 @@ class Call:
         # Detached: they get no gradient here, and a backward must not reach others' graphs through them.
         extra = [each.detach() for source in used.values() for each in source.tensors]
         given = applied(plan, self.key(tensor.device), self.memory, *tensors, *extra)
-        if gives is None:
+        if gives is None or isinstance(given, Tensor):
             return given
         self._remember(plan, tensors, sources, given)
         return given[0]
@@ -238,6 +238,15 @@ class Call:
         """
         warn_once(f"mesa-tune: {self.layer!r} is left to the hooks (8 bits or more, eager only): {why}.")
         return self.hooked()
+
+    def changes(self, tensor: Tensor) -> bool:
+        """Whether a formula may change `tensor`, its first, in place: no leaf, no view of one, and in traced
+        code no view at all.
+        """
+        base = tensor._base
+        if tensor.is_leaf or base is None:
+            return not tensor.is_leaf
+        return not (base.is_leaf or torch.compiler.is_compiling())
 
     def small(self, *tensors: Tensor) -> bool:
         """Whether no tensor is worth encoding, or copying out of a large storage: too small, or no smaller
