@@ -62,7 +62,7 @@ class Settled(NamedTuple):
             return None
         if not (self.alike(*self.tensors(given)) and self._agrees(given, is_static)):
             return None
-        return apply_plan(self.plan, self.key, None, *self.own(given))
+        return apply_plan(self.plan, None, *self.own(given), self.key)
 
     def _agrees(self, given: Sequence[Any], is_static: Callable[[Tensor], bool]) -> bool:
         """Whether all but the tensors' own properties is the same."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.formula import Formula, Needs, Static, autocast_dtype
-from mesa_tune.engine.function import Memories, Plan, applied
+from mesa_tune.engine.function import Memories, Plan, applied, watch
 from mesa_tune.engine.rematerialize import Recipe, Source, Traced, find, geometry, remember, take
 from mesa_tune.engine.storage import Meta, is_encoded, is_scrap
 from mesa_tune.notice import warn_once
@@ -101,7 +101,7 @@ class Call:
         # Detached: they get no gradient here, and a backward must not reach others' graphs through them.
         extra = [each.detach() for source in used.values() for each in source.tensors]
         given = applied(plan, self.key(tensor.device), self.memory, *tensors, *extra)
-        if gives is None:
+        if gives is None or isinstance(given, Tensor):
             return given
         self._remember(plan, tensors, sources, given)
         return given[0]
@@ -239,6 +239,15 @@ class Call:
         warn_once(f"mesa-tune: {self.layer!r} is left to the hooks (8 bits or more, eager only): {why}.")
         return self.hooked()
 
+    def changes(self, tensor: Tensor) -> bool:
+        """Whether a formula may change `tensor`, its first, in place: no leaf, no view of one, and in traced
+        code no view at all.
+        """
+        base = tensor._base
+        if tensor.is_leaf or base is None:
+            return not tensor.is_leaf
+        return not (base.is_leaf or torch.compiler.is_compiling())
+
     def small(self, *tensors: Tensor) -> bool:
         """Whether no tensor is worth encoding, or copying out of a large storage: too small, or no smaller
         under these settings.
@@ -247,6 +256,8 @@ class Call:
         return not self.worth
 
     def _pays(self, tensors: Sequence[Tensor | None]) -> bool:
+        if watch.observer is not None:
+            watch.observer.asked(self.layer, tensors)
         if self.spec.levels == 0:
             return any(given is not None and given.numel() > self.spec.min_elements for given in tensors)
         for tensor in tensors:

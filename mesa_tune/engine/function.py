@@ -35,6 +35,10 @@ class Observer(Protocol):
         """That call has ended."""
         ...
 
+    def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None:
+        """A call of `layer` goes by whether one of `tensors` is worth encoding, or copying."""
+        ...
+
     def kept(
         self,
         layer: str,
@@ -165,16 +169,19 @@ def _same(tensor: Tensor, given: Tensor) -> bool:
 
 
 class Apply(torch.autograd.Function):
-    """`apply(plan, key, memory, *tensors)`: see `Call.apply`.
+    """`apply(plan, memory, *tensors, key)`: see `Call.apply`.
 
-    `tensors` are the formula's, then those of the recipes. Returns the output, or, where the plan gives, the
+    `tensors` are the formula's, then those of the recipes; of all tensors given, a Function may change the
+    first alone in place where that is a view. Returns the output, or, where the plan gives, the
     output, the parts of what was encoded, and the exact tensors.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor | None
+        ctx: Any, plan: Plan, memory: Memories | None, *given: Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
+        tensors, key = given[:-1], given[-1]
+        assert key is not None
         known, formula = plan.known, plan.formula
         if known is not None and known.call is not None:
             result = formula.forward(plan.static, plan.needs, *tensors)
@@ -201,7 +208,7 @@ class Apply(torch.autograd.Function):
         found = _gradients(ctx, call, grads[0], traced)
         if call.extra:
             found = (*found, *(None,) * call.extra)
-        return None, None, None, *(found if call.plan.places is None else _summed(found, call.plan.places))
+        return None, None, *(found if call.plan.places is None else _summed(found, call.plan.places)), None
 
 
 def _gradients(ctx: Any, call: _Kept, grad: Tensor, traced: bool) -> tuple[Tensor | None, ...]:
@@ -251,8 +258,8 @@ def _kept_anew(
         watch.observer.kept(plan.layer, tuple(lossy), tuple(kept), tuple(parts), exact, plan.spec.row)
         never = tuple([_is_raw(tensor, plan.raw, own) for tensor in lossy])
         ctx.seen = never, tuple([given is not None for given in own])
-    if plan.gives is None:
-        return result.output
+    if plan.gives is None or (result.in_place and result.output._base is not None):
+        return result.output  # a Function that changes a view must return nothing else
     given = [part for how, each in zip(kept, parts, strict=True) if _is_fresh(how) for part in each]
     given += [each for place in plan.gives for each in result.exact[place : place + 1] if each is not None]
     ctx.mark_non_differentiable(*given)
@@ -296,8 +303,8 @@ def applied(plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor |
         if len(distinct) < len(tensors):
             plan, tensors = Plan(*plan[:-1], tuple(places)), tuple(distinct)
     elif not torch._C._are_functorch_transforms_active():
-        return apply_plan(plan, key, memory, *tensors)
-    return Apply.apply(plan, key, memory, *tensors)  # type: ignore[no-untyped-call]
+        return apply_plan(plan, memory, *tensors, key)
+    return Apply.apply(plan, memory, *tensors, key)  # type: ignore[no-untyped-call]
 
 
 def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:

@@ -108,8 +108,7 @@ def serve(call: Call, kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in
     if call.is_static(x) and not CURVES[kind].of_output:
         return call.plain()
     call = aligned(call, x) if kind == "square" else call
-    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
-    if in_place and (x.is_leaf or x._base is not None):
+    if in_place and not call.changes(x):
         return call.plain()
     if call.serves and not (in_place or CURVES[kind].of_output):
         return call.apply(POINTWISE_INPUT, (kind, parameters, x.dtype), x)

@@ -101,8 +101,7 @@ def _serve(call: Call, x: Tensor, p: float, training: bool, static: tuple[bool, 
         return call.plain()
     if x.numel() <= call.spec.min_elements or x.numel() == 0:
         return call.plain()
-    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
-    if in_place and (x.is_leaf or x._base is not None):
+    if in_place and not call.changes(x):
         return call.plain()
     return call.apply(DROPOUT, (p, feature, alpha, in_place), x)
 

@@ -133,8 +133,7 @@ def serve(call: Call, kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in
     # A small tensor or parameter is kept by others as well, or by nobody.
     if not x.requires_grad or call.small(x) or call.is_static(x):
         return call.plain()
-    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
-    if in_place and (x.is_leaf or x._base is not None):
+    if in_place and not call.changes(x):
         return call.plain()
     return call.apply(GATE, (kind, in_place, parameters), x)
 

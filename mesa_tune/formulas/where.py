@@ -110,8 +110,7 @@ def masked_fill(
         return call.plain()
     if unknown or (isinstance(value, Tensor) and value.requires_grad):
         return call.refuse("masked_fill has no formula for a value that wants a gradient")
-    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
-    if in_place and (input.is_leaf or input._base is not None):
+    if in_place and not call.changes(input):
         return call.plain()
     filled, number = (value, None) if isinstance(value, Tensor) else (None, value)
     static = (in_place, number, tuple(_dense(mask).shape), (tuple(input.shape), input.dtype))

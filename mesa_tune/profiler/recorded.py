@@ -57,7 +57,7 @@ class RecordedCall:
         alone = any(self.coded) and self.coded[0] and not any(self.coded[1:])
         skip = replay.formula.independent if alone else ()
         self.needs = tuple(need and place not in skip for place, need in enumerate(replay.needs))
-        edges = iter(replay.node.next_functions[1:])  # the first belongs to the noise key
+        edges = iter(replay.node.next_functions)  # the last belongs to the noise key
         self.edges = [next(edges) if present else None for present in replay.present]
         self.exact: tuple[Tensor | None, ...] | None = None
 

@@ -76,9 +76,9 @@ class StepTrace:
     layers that keep their input for that, else something else.
     `calls`: the storages that each call of the forward takes or returns; `again`: those of a routed call
     inside the backward (a checkpointed part that runs again), by layer, turn and whether it returns them.
-    `extents`: of a call, the elements of the largest tensor that it stores in parts, `NEVER` if it is given
-    one that it would copy; `saved_extents`: of the largest that autograd saves for it. `views`: the fewest
-    elements of a storage that a call stores in parts and does not copy.
+    `extents`: of a call, the elements of the largest tensor that it stores in parts, `NEVER` if it goes by
+    one that it would rather copy than hold; `saved_extents`: of the largest that autograd saves for it.
+    `views`: the fewest elements of a storage that a call stores in parts and does not copy.
     `ended`: the moment at which the forward ended; `loss`: what it returned.
     """
 

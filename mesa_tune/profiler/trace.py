@@ -8,7 +8,7 @@ appears.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -94,13 +94,10 @@ class Tracer:
         self.turns = Turns()
         self.known: dict[str, int] = {}
         self.begun: dict[str, int] = {}
-        self.copying: set[Turn] = set()
 
     def begin(self, layer: str | None, given: Any) -> None:
         if layer is not None:
             self.begun[layer] = self.begun.get(layer, -1) + 1
-            if any(self._is_scrap(tensor) for tensor in _tensors(given)):
-                self.copying.add(self._turn(layer))
             self.recorder.open_slot(layer, "forward" if self.forward else "backward")
         self._note(layer, given, False)
 
@@ -109,6 +106,10 @@ class Tracer:
         node = next((leaf.grad_fn for leaf in _tensors(output) if leaf.grad_fn is not None), None)
         if layer is not None and node is not None:
             node.register_prehook(lambda _: self.recorder.open_slot(layer, "backward"))
+
+    def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None:
+        if any(self._is_scrap(tensor) for tensor in _tensors(tensors)):
+            self.trace.extents[self._turn(layer)] = NEVER
 
     def kept(
         self,
@@ -165,8 +166,7 @@ class Tracer:
     def _viewed(self, layer: str, meta: Meta, tensor: Tensor | Mapped) -> int | None:
         """Notes how large a tensor is that a call stores in parts; returns the storage that it would hold."""
         turn, elements = self._turn(layer), prod(meta.shape)
-        decides = NEVER if turn in self.copying else elements
-        self.trace.extents[turn] = max(decides, self.trace.extents.get(turn, 0))
+        self.trace.extents[turn] = max(elements, self.trace.extents.get(turn, 0))
         if isinstance(tensor, Mapped) and tensor.kind == "definite":
             tensor = tensor.source
         if not isinstance(tensor, Tensor) or (turn[1] >= 0 and self._is_scrap(tensor)):

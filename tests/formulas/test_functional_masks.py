@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import mesa_tune as mt
 import mesa_tune.functional as mf
@@ -44,6 +45,51 @@ def test_dropout_in_place_has_pytorchs_gradient(function: Any) -> None:
 
     ours, plain = run(lambda *args: served(function, RAW, *args)), run(function)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, 7)], ids=["whole", "part"])
+def test_relu_in_place_on_a_view_keeps_one_bit(part: slice) -> None:
+    def run(apply: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        torch.manual_seed(0)
+        x = torch.randn(8, 100, requires_grad=True)
+        middle = x * 2
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda each: each):
+            y = apply(middle.view(10, 80)[part], inplace=True)
+        return middle.detach().clone(), y, gradients((middle * y.sum()).sin(), [x]), saved
+
+    ours, plain = run(lambda *args, **kwargs: served(F.relu, RAW, *args, **kwargs)), run(F.relu)
+    assert torch.equal(ours[0], plain[0])
+    assert torch.equal(ours[1], plain[1])
+    assert torch.equal(ours[2][0], plain[2][0])
+    assert sum(each.nbytes for each in ours[3]) == ours[1].numel() // 8
+
+
+def test_relu_in_place_on_a_view_that_others_could_derive_from_has_pytorchs_gradient() -> None:
+    def run(convert: bool) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Linear(64, 64), nn.LayerNorm(64), nn.Unflatten(1, (4, 16)), nn.ReLU(inplace=True)
+        model = nn.Sequential(*layers, nn.Linear(16, 16))
+        if convert:
+            mt.convert(model, Policy.uniform(level=16, store="derive"), seed=0)
+        for _ in range(2):  # the first shows who derives from whom
+            y = model(x)
+        return y, gradients(y, [layers[1].bias])[0]  # which nothing rounded reaches
+
+    x = torch.randn(256, 64)
+    (ours, found), (plain, wanted) = run(True), run(False)
+    assert torch.equal(ours, plain)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_in_place_on_a_part_of_several_raises_as_pytorch_does() -> None:
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        served(F.relu, RAW, (torch.randn(8, 100, requires_grad=True) * 2).chunk(2)[0], inplace=True)
 
 
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31))

@@ -218,6 +218,31 @@ class _FirstToken(nn.Module):
         return total
 
 
+class _FirstTokens(nn.Module):
+    """Functions that keep masks, of few tokens, which lie in the tensor of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        kept = torch.maximum(y[:, 0], y[:, 1]), y[:, 2].relu(), torch.where(x[:, 0] > 0, y[:, 4], 0)
+        return torch.cat([*kept, self.dropout(y[:, 3])]).sum()
+
+
+class _Widened(nn.Module):
+    """A function in place on the output of a layer with little input, which PyTorch returns as a view."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 8 * WIDTH), function, nn.Linear(8 * WIDTH, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x[..., :2])
+        return y.sum()
+
+
 class _Heads(nn.Module):
     """Attention of `queries` heads to one, all of them parts of one tensor."""
 
@@ -237,8 +262,18 @@ class _Heads(nn.Module):
 @pytest.mark.parametrize("batch_size", [8, 16, 32])
 @pytest.mark.parametrize(
     "build",
-    [_Twice, _Highest, _Weights, _FirstToken, lambda: _Heads(4, 20), lambda: _Heads(4, 5)],
-    ids=["mixed calls", "indices", "weights", "scraps", "small keys", "small parts"],
+    [
+        pytest.param(_Twice, id="mixed calls"),
+        pytest.param(_Highest, id="indices"),
+        pytest.param(_Weights, id="weights"),
+        pytest.param(_FirstToken, id="scraps"),
+        pytest.param(_FirstTokens, id="masks of scraps"),
+        pytest.param(lambda: _Widened(nn.ReLU(inplace=True)), id="gate in place"),
+        pytest.param(lambda: _Widened(nn.SiLU(inplace=True)), id="curve in place"),
+        pytest.param(lambda: _Widened(nn.Dropout(0.5, inplace=True)), id="dropout in place"),
+        pytest.param(lambda: _Heads(4, 20), id="small keys"),
+        pytest.param(lambda: _Heads(4, 5), id="small parts"),
+    ],
 )
 def test_saved_bytes_of_small_tensors_are_those_of_a_real_step(
     build: Callable[[], nn.Module], batch_size: int

@@ -47,6 +47,8 @@ class Estimate:
 
     def end(self, layer: str | None, output: Any) -> None: ...
 
+    def asked(self, layer: str, tensors: Any) -> None: ...
+
     def kept(
         self, layer: str, lossy: Any, kept: Any, parts: tuple[list[Tensor], ...], exact: Any, row: int
     ) -> None:
@@ -74,7 +76,7 @@ class Estimate:
         with torch.no_grad():
             exact = replay.run(list(replay.lossy), replay.needs)
             other = replay.run(changed, replay.needs)
-        edges = iter(replay.node.next_functions[1:])  # the first belongs to the noise key
+        edges = iter(replay.node.next_functions)  # the last belongs to the noise key
         places = [next(edges) if present else None for present in replay.present]
         found = [
             (edge, after - before)
