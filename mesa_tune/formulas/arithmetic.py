@@ -145,8 +145,9 @@ def _pair(call: Call, a: Any, b: Any, in_place: bool) -> bool:
     """Whether our functions could take this pair: two tensors, one of which wants a gradient."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and (a.requires_grad or b.requires_grad)):
         return False
-    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could.
-    return not (in_place and (a.is_leaf or a._base is not None or a is b))
+    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could. What is
+    # changed as well is no factor any more.
+    return not (in_place and (a.is_leaf or a._base is not None or a is b or b._base is a))
 
 
 def mul(call: Call, input: Any, other: Any, *, in_place: bool = False, **unknown: Any) -> Any:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mesa_tune as mt
 import mesa_tune.functional as mf
 from mesa_tune import notice
 from mesa_tune.policy.settings import LayerSettings
@@ -235,3 +236,15 @@ def test_relu_in_place_traces() -> None:
     y = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(y, run(x))
     assert torch.equal(gradients(y, [x])[0], gradients(run(x), [x])[0])
+
+
+def test_a_factor_that_changes_with_the_product_is_refused_as_by_pytorch() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            h = super().forward(input)
+            return h.mul_(h.view_as(h))
+
+    for model in (Scaled(64, 64), mt.convert(Scaled(64, 64), mt.Policy.uniform(level=16), min_elements=0)):
+        y = model(torch.randn(256, 64))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
