@@ -1,0 +1,111 @@
+"""Policies under gradient checkpointing: DeiT-Ti and a GPT-2 of 4 layers, without it and with either kind.
+
+    python benchmarks/checkpointing.py
+
+For each: predicted and measured saved bytes and the gradient error of uniform 4 bits, of the same with
+`store: derive`, and of a policy searched at 80 % of that step's own peak; then the loss after a few steps of
+training.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from common import append
+from torch import Tensor, nn
+from transformers import DeiTConfig, DeiTForImageClassification, GPT2Config, GPT2LMHeadModel
+
+import mesa_tune as mt
+from mesa_tune.profiler.joint_error import JointError
+
+KINDS = {"none": None, "not reentrant": False, "reentrant": True}
+OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
+SEEDS = 4
+STEPS = 5
+BATCH = 4
+
+
+def deit() -> nn.Module:
+    config = DeiTConfig(hidden_size=192, num_attention_heads=3, intermediate_size=768)
+    return DeiTForImageClassification(config)
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_layer=4, vocab_size=8192, use_cache=False))
+
+
+def images(count: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(count, 3, 224, 224), "labels": torch.randint(0, 2, (count,))}
+
+
+def tokens(count: int) -> dict[str, Tensor]:
+    found = torch.randint(0, 8192, (count, 128))
+    return {"input_ids": found, "labels": found}
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Tensor]]]] = {
+    "DeiT-Ti": (deit, images),
+    "GPT-2, 4 layers": (gpt2, tokens),
+}
+
+
+def workload(name: str, reentrant: bool | None) -> mt.Workload:
+    """The model's step, under that kind of checkpointing; None: without."""
+    make, batch = MODELS[name]
+
+    def model() -> nn.Module:
+        made = make().train()
+        if reentrant is not None:
+            made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return made
+
+    return mt.Workload(model, batch, lambda model, batch: model(**batch).loss, batch_size=BATCH)
+
+
+def policies(work: mt.Workload, profile: mt.Profile) -> Iterator[tuple[str, mt.Policy]]:
+    yield "uniform 16", mt.Policy.uniform(level=16)
+    yield "derive", mt.Policy.uniform(level=16, store="derive")
+    yield "searched", mt.search_policy(profile, "80%", workload=work, trials=0).policy
+
+
+def trained(work: mt.Workload, policy: mt.Policy) -> float:
+    """The loss after a few steps under `policy`."""
+    torch.manual_seed(0)
+    model = mt.convert(work.build(), policy, seed=0)
+    optimizer, batch = torch.optim.AdamW(model.parameters(), 1e-4), work.make_batch()
+    loss = torch.zeros(())
+    for _ in range(STEPS):
+        loss = work.compute_loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+def main() -> None:
+    rows = []
+    for name in MODELS:
+        for kind, reentrant in KINDS.items():
+            work = workload(name, reentrant)
+            profile = mt.profile(
+                work, options=[mt.LayerSettings(level=bits) for bits in (4, 16, 256)], seeds=1
+            )
+            for label, policy in policies(work, profile):
+                check = mt.verify(work, policy, steps=2, seeds=1)
+                errors = JointError(work).errors(policy, [(0, seed) for seed in range(SEEDS)])
+                row = {
+                    "model": name, "checkpointing": kind, "policy": label,
+                    "plain saved": profile.saved_bytes, "predicted": profile.predict(policy).saved_bytes,
+                    "measured": check.policy.saved_bytes, "gradient error": statistics.fmean(errors),
+                    "loss": trained(work, policy),
+                }  # fmt: skip
+                rows.append(row)
+                print(row, flush=True)
+    print(f"appended to {append('checkpointing', {'subject': 'checkpointing', 'rows': rows})}")
+
+
+if __name__ == "__main__":
+    main()
