@@ -1,4 +1,4 @@
-"""Policies under gradient checkpointing: DeiT-Ti and a GPT-2 of 4 layers, without it and with either kind.
+"""Policies under gradient checkpointing: DeiT-Ti of 96 pixels, GPT-2 of 4 layers.
 
     python benchmarks/checkpointing.py
 
@@ -26,10 +26,11 @@ OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
 SEEDS = 4
 STEPS = 5
 BATCH = 4
+PIXELS, TOKENS = 96, 64
 
 
 def deit() -> nn.Module:
-    config = DeiTConfig(hidden_size=192, num_attention_heads=3, intermediate_size=768)
+    config = DeiTConfig(hidden_size=192, num_attention_heads=3, intermediate_size=768, image_size=PIXELS)
     return DeiTForImageClassification(config)
 
 
@@ -38,11 +39,11 @@ def gpt2() -> nn.Module:
 
 
 def images(count: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(count, 3, 224, 224), "labels": torch.randint(0, 2, (count,))}
+    return {"pixel_values": torch.randn(count, 3, PIXELS, PIXELS), "labels": torch.randint(0, 2, (count,))}
 
 
 def tokens(count: int) -> dict[str, Tensor]:
-    found = torch.randint(0, 8192, (count, 128))
+    found = torch.randint(0, 8192, (count, TOKENS))
     return {"input_ids": found, "labels": found}
 
 
