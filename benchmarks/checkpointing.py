@@ -3,8 +3,8 @@
     python benchmarks/checkpointing.py
 
 For each: predicted and measured saved bytes and the gradient error of uniform 4 bits, of the same with
-`store: derive`, and of a policy searched at half of that step's saved bytes; then the loss after a few steps
-of training.
+`store: derive`, and of a policy searched half way from uniform to plain; then the loss after a few steps of
+training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from mesa_tune.profiler.joint_error import JointError
 
 KINDS = {"none": None, "not reentrant": False, "reentrant": True}
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
-SHARE = 0.5
 SEEDS = 4
 STEPS = 5
 BATCH = 4
@@ -68,9 +67,10 @@ def workload(name: str, reentrant: bool | None) -> mt.Workload:
 
 
 def policies(work: mt.Workload, profile: mt.Profile) -> Iterator[tuple[str, mt.Policy]]:
-    yield "uniform 16", mt.Policy.uniform(level=16)
+    uniform = mt.Policy.uniform(level=16)
+    yield "uniform 16", uniform
     yield "derive", mt.Policy.uniform(level=16, store="derive")
-    saved = round(SHARE * profile.saved_bytes)
+    saved = (profile.saved_bytes + profile.predict(uniform).saved_bytes) // 2
     yield "searched", mt.search_policy(profile, "100%", max_saved=saved).policy
 
 
