@@ -28,7 +28,7 @@ def main() -> None:
         subprocess.run([*pip, "--no-deps", "--target", str(packages), str(wheel)], check=True)
         shutil.copytree(ROOT / "tests", home / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", home)
-        check(home, packages, [f"tests/{test.name}" for test in tests])
+        check(home, packages, [str(test) for test in tests])
 
 
 def check(home: Path, packages: Path, tests: Sequence[str]) -> None:
