@@ -66,7 +66,7 @@ def workload(name: str, reentrant: bool | None) -> mt.Workload:
     return mt.Workload(model, batch, lambda model, batch: model(**batch).loss, batch_size=BATCH)
 
 
-def policies(work: mt.Workload, profile: mt.Profile) -> Iterator[tuple[str, mt.Policy]]:
+def policies(profile: mt.Profile) -> Iterator[tuple[str, mt.Policy]]:
     uniform = mt.Policy.uniform(level=16)
     yield "uniform 16", uniform
     yield "derive", mt.Policy.uniform(level=16, store="derive")
@@ -93,10 +93,8 @@ def main() -> None:
     for name in MODELS:
         for kind, reentrant in KINDS.items():
             work = workload(name, reentrant)
-            profile = mt.profile(
-                work, options=[mt.LayerSettings(level=bits) for bits in (4, 16, 256)], seeds=1
-            )
-            for label, policy in policies(work, profile):
+            profile = mt.profile(work, options=OPTIONS, seeds=1)
+            for label, policy in policies(profile):
                 check = mt.verify(work, policy, steps=2, seeds=1)
                 errors = JointError(work).errors(policy, [(0, seed) for seed in range(SEEDS)])
                 row = {

@@ -1,4 +1,4 @@
-"""Functions of one tensor. Kept: the derivative at the input, or what `curves.py` says instead."""
+"""Functions of one tensor. Kept: the derivative at the input, or what `curves` says instead."""
 
 from functools import partial
 from typing import Any

@@ -51,10 +51,13 @@ def test_the_training_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     Path("mesa-run").mkdir()
     mt.Policy.uniform(level=16).save("mesa-run/policy.txt")
     script = blocks(PAGES[0], "python")[2]
-    names = {"mt": mt, "F": F, "model": nn.Linear(784, 10), "images": torch.rand(BATCH, 784)}
+    model = nn.Linear(784, 10)
+    names = {"mt": mt, "F": F, "model": model, "images": torch.rand(BATCH, 784)}
     names["labels"] = torch.randint(0, 10, (BATCH,))
     exec(script, names)
     names["loss"].backward()  # type: ignore[attr-defined]
+    assert model.weight.grad is not None
+    assert torch.isfinite(model.weight.grad).all()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
