@@ -76,7 +76,7 @@ def relu_forward(ctx: Any, x: Tensor) -> Tensor:
 
 
 def relu_backward(ctx: Any, grad: Tensor) -> Any:
-    return fused_ops.GATE(grad, ctx.saved_tensors[0], 0.0)
+    return fused_ops.MASK_GRAD(grad, ctx.saved_tensors[0], 0.0)
 
 
 def mul_forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from meters import given_tensors, loss_under, model_under
 from torch import Tensor, UntypedStorage, nn
 
 import mesa_tune as mt
-from mesa_tune.engine.function import Replay
+from mesa_tune.engine.observer import Replay
 from mesa_tune.engine.rematerialize import Recipe
-from mesa_tune.engine.storage import Meta
+from mesa_tune.engine.storage import Packing
 from mesa_tune.profiler.trace import observing
 
 
@@ -130,21 +130,21 @@ class Keeper:
             kept = _Kept(layer, weakref.ref(storage), storage.nbytes(), tuple(tensor.shape), dtype)
             self._saved[storage._cdata] = kept
 
-    def kept(
+    def stored(
         self,
         layer: str,
         lossy: tuple[Tensor, ...],
-        kept: tuple[Meta | Recipe, ...],
+        how: tuple[Packing | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
         row: int,
     ) -> None:
         # Masks and window offsets come packed in bytes; what is exact in floats is as PyTorch has it.
         packed = [tensor for tensor in exact if tensor.dtype is torch.uint8]
-        for how, stored in zip(kept, parts, strict=True):
-            if isinstance(how, Recipe):  # its parts are the producer's
-                self.derived[_unnumbered(layer), _unnumbered(how.layer)] += 1
-            elif how.coded:
+        for packing, stored in zip(how, parts, strict=True):
+            if isinstance(packing, Recipe):  # its parts are the producer's
+                self.derived[_unnumbered(layer), _unnumbered(packing.layer)] += 1
+            elif packing.packed:
                 packed += stored
         for part in packed:
             self._packed[part.untyped_storage()._cdata] = weakref.ref(part.untyped_storage())

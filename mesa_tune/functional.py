@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.context import state, transformed
 from mesa_tune.engine.function import Memories
+from mesa_tune.engine.rematerialize import Traced
+from mesa_tune.engine.routing import state, transformed
 from mesa_tune.formulas.table import ROUTES
 from mesa_tune.ops import GOLDEN
 from mesa_tune.policy.settings import LayerSettings
@@ -63,11 +64,27 @@ def _by_spec(
     if spec is None or policy_at_work() or not torch.is_grad_enabled() or transformed():
         return function(*args, **kwargs)
     route = ROUTES[function]
-    is_static = (
-        _is_parameter if not exact else lambda tensor: _is_parameter(tensor) or _is_one_of(exact, tensor)
-    )
-    call = Call(layer or route.name, spec, _key, is_static, lambda: function(*args, **kwargs), memories)
-    return route.serve(call, *args, **kwargs)
+    call = Call(layer or route.name, spec, _Nowhere(exact), function, args, kwargs, memories)
+    return call.served(route)
+
+
+class _Nowhere:
+    """The context of a call outside converted models."""
+
+    def __init__(self, exact: Sequence[Tensor]) -> None:
+        self.exact = exact
+        self.traced: Traced = []
+
+    def key(self, device: torch.device) -> Tensor:
+        """The noise key of the next call."""
+        return _key(device)
+
+    def is_static(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a parameter, one of `exact`, or a view of either."""
+        return _is_parameter(tensor) or _is_one_of(self.exact, tensor)
+
+    def note(self, layer: str) -> None:
+        """Nobody makes outputs again here."""
 
 
 class StandingAlone(TorchFunctionMode):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.call import Call
+from mesa_tune.engine.rematerialize import Traced
 from mesa_tune.formulas.matmul import GROUPED_MM
 from mesa_tune.formulas.table import ROUTES
 
@@ -34,10 +35,24 @@ def leaf(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, dtype=torch.float64) * scale).to(dtype).requires_grad_()
 
 
+class Bare:
+    """The context of a call in which nothing is a parameter or batch."""
+
+    def __init__(self) -> None:
+        self.traced: Traced = []
+
+    def key(self, device: torch.device) -> Tensor:
+        return KEY
+
+    def is_static(self, tensor: Tensor) -> bool:
+        return False
+
+    def note(self, layer: str) -> None: ...
+
+
 def served(function: Callable[..., Any], spec: Spec, *args: Any, **kwargs: Any) -> Any:
     """The call by our function, with `spec`, nothing being a parameter or batch."""
-    call = Call("layer", spec, lambda device: KEY, lambda tensor: False, lambda: function(*args, **kwargs))
-    return ROUTES[function].serve(call, *args, **kwargs)
+    return Call("layer", spec, Bare(), function, args, kwargs).served(ROUTES[function])
 
 
 def _tensors(*shapes: tuple[int, ...]) -> Callable[[torch.dtype], list[Any]]:

@@ -6,28 +6,18 @@ these two are then stored instead, and nothing is lost but half of the ranges' b
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mesa_tune.codecs.spec import Memory, Spec
 from mesa_tune.ops import reference
-from mesa_tune.ops.fused import (
-    BATCH_NORM_BACKWARD,
-    CROSS_ENTROPY_BACKWARD,
-    DEQUANTIZE_MUL,
-    LINEAR_BACKWARD,
-    NORM_BACKWARD,
-    QUANTIZE_MAP,
-    SOFTMAX_BACKWARD,
-)
-from mesa_tune.ops.maps import KINDS, Mapped, are_single
+from mesa_tune.ops.fused import QUANTIZE_MAP, Fused
+from mesa_tune.ops.maps import KINDS, Deferred, are_single
 
 LARGEST_GROUP = 4096
-"""Larger ones are nothing for kernels that decode some rows at a time."""
-
-LARGEST_WEIGHT = 1 << 19
-"""Of so many elements at most, a weight's gradient stays in the cache while all rows are added to it."""
+"""The largest group that kernels take which decode some rows at a time."""
 
 _QUANTIZE = torch.ops.mesa_tune.quantize.default
 _DEQUANTIZE_OUT = torch.ops.mesa_tune.dequantize_out.default
@@ -50,16 +40,16 @@ def in_single(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
     return [data, ranges]
 
 
-def encode_mapped(mapped: Mapped, spec: Spec, key: Tensor) -> list[Tensor]:
-    """What `encode` makes of a tensor that is made on the way; groups run along its memory."""
-    if spec.quant_groups or not mapped.is_dense:
-        return encode(mapped.made(), spec, key)
+def encode_deferred(deferred: Deferred, spec: Spec, key: Tensor) -> list[Tensor]:
+    """Return what `encode` makes of a deferred tensor; groups run along its memory."""
+    if spec.quant_groups or not deferred.is_dense:
+        return encode(deferred.made(), spec, key)
     data, ranges = QUANTIZE_MAP(
-        mapped.source,
-        KINDS[mapped.kind],
-        mapped.mean,
-        mapped.rstd,
-        mapped.inner,
+        deferred.source,
+        KINDS[deferred.kind],
+        deferred.mean,
+        deferred.rstd,
+        deferred.inner,
         spec.bits,
         spec.levels,
         spec.group_size,
@@ -82,108 +72,18 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
     return out
 
 
-def decode_times(parts: Sequence[Tensor], factor: Tensor, spec: Spec) -> Tensor | None:
-    """What `parts` hold times `factor`, of its shape, in one pass; None where that is not possible."""
-    data, ranges = parts
-    if ranges.dtype != torch.float32 or factor.dtype != torch.float32 or spec.quant_groups:
-        return None
-    product: Tensor = DEQUANTIZE_MUL(data, ranges, factor, spec.bits, spec.levels, spec.group_size)
-    return product
-
-
-def _is_for_rows(spec: Spec, grad: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel that decodes some rows at a time can take these groups and tensors."""
-    return (
-        are_single(grad, *others)
-        and grad.is_cpu
-        and not spec.quant_groups
-        and spec.group_size <= LARGEST_GROUP
-    )
-
-
-def decode_norm(
-    parts: Sequence[Tensor], grad: Tensor, rstd: Tensor, weight: Tensor, centered: bool, spec: Spec
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`fused_ops.norm_backward` of the x̂ that `parts` hold; None where that is not possible."""
-    data, ranges = parts
-    if not _is_for_rows(spec, grad, ranges, rstd, weight):
-        return None
-    sizes = (spec.bits, spec.levels, spec.group_size)
-    found: tuple[Tensor, Tensor, Tensor] = NORM_BACKWARD(data, ranges, grad, rstd, weight, centered, *sizes)
-    return found
-
-
-def decode_batch_norm(
-    parts: Sequence[Tensor],
-    grad: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    last: bool,
-    fixed: bool,
-    spec: Spec,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`fused_ops.batch_norm_backward` of the x̂ that `parts` hold; None where that is not possible."""
-    data, ranges = parts
-    if not _is_for_rows(spec, grad, ranges, rstd, weight):
-        return None
-    sizes = (spec.bits, spec.levels, spec.group_size)
-    found: tuple[Tensor, Tensor, Tensor] = BATCH_NORM_BACKWARD(
-        data, ranges, grad, rstd, weight, last, fixed, *sizes
-    )
-    return found
-
-
-def decode_softmax(parts: Sequence[Tensor], grad: Tensor, spec: Spec) -> Tensor | None:
-    """`fused_ops.softmax_backward` of the output that `parts` hold; None where that is not possible."""
-    data, ranges = parts
-    if not _is_for_rows(spec, grad, ranges):
-        return None
-    dx: Tensor = SOFTMAX_BACKWARD(data, ranges, grad, spec.bits, spec.levels, spec.group_size)
-    return dx
-
-
-def decode_cross_entropy(
-    parts: Sequence[Tensor],
-    target: Tensor,
-    surplus: Tensor,
-    weight: Tensor | None,
-    grad: Tensor,
-    classes: int,
-    ignore: int,
-    mean: bool,
-    spec: Spec,
-) -> Tensor | None:
-    """`fused_ops.cross_entropy_backward` of the probabilities that `parts` hold; None where that is not
-    possible.
+def fused(op: Fused, parts: Sequence[Tensor], arguments: Sequence[Any], spec: Spec) -> Any:
+    """Return `op` of the packed parts and these arguments; None where they are not of a kind that it takes:
+    float32, groups of elements, and what the op itself asks.
     """
     data, ranges = parts
-    if target.dtype != torch.int64 or not _is_for_rows(spec, grad, ranges, surplus, weight):
+    tensors = [argument for argument in (ranges, *arguments) if isinstance(argument, Tensor)]
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if spec.quant_groups or not are_single(*floating):
         return None
-    sizes = (spec.bits, spec.levels, spec.group_size)
-    dx: Tensor = CROSS_ENTROPY_BACKWARD(
-        data, ranges, target, surplus, weight, grad, classes, ignore, mean, *sizes
-    )
-    return dx
-
-
-def decode_linear(
-    parts: Sequence[Tensor],
-    grad: Tensor,
-    weight: Tensor | None,
-    width: int,
-    transposed: bool,
-    bias: bool,
-    spec: Spec,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`fused_ops.linear_backward` of the input that `parts` hold; None where that is not possible."""
-    data, ranges = parts
-    if grad.shape[-1] * width > LARGEST_WEIGHT or not _is_for_rows(spec, grad, ranges, weight):
+    if not op.everywhere and not (data.is_cpu and spec.group_size <= LARGEST_GROUP):
         return None
-    sizes = (spec.bits, spec.levels, spec.group_size)
-    found: tuple[Tensor, Tensor, Tensor] = LINEAR_BACKWARD(
-        data, ranges, grad, weight, width, transposed, bias, *sizes
-    )
-    return found
+    return op(data, ranges, *arguments, spec.bits, spec.levels, spec.group_size)
 
 
 def decode_run(parts: Sequence[Tensor], first: int, count: int, spec: Spec, out: Tensor) -> None:

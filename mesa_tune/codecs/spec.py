@@ -13,8 +13,8 @@ from mesa_tune.policy.settings import HOOKED_LEVELS, LayerSettings
 class Spec(NamedTuple):
     """How one layer stores what it keeps. `levels` 0 keeps the tensor as it is (the profiler's exact run).
 
-    `derive`: what can be made again from what other layers keep is not stored. `serves`: other layers may
-    want this one's output made again. `exact`: what is stored is stored as it is. `row`: groups end where
+    `derive`: what can be made again from what other layers keep is not stored. `exposes`: other layers may
+    make this one's output again. `exact`: what is stored is stored as it is. `row`: groups end where
     rows of so many elements do (0: anywhere).
     """
 
@@ -29,15 +29,15 @@ class Spec(NamedTuple):
     ema_decay: float = 0.0
     exact: bool = False
     derive: bool = False
-    serves: bool = False
+    exposes: bool = False
     row: int = 0
 
     @property
     def alone(self) -> "Spec":
         """The same way to store, whatever other layers keep; two layers share a copy by this."""
-        if not (self.derive or self.serves or self.row):
+        if not (self.derive or self.exposes or self.row):
             return self
-        return self._replace(derive=False, serves=False, row=0)
+        return self._replace(derive=False, exposes=False, row=0)
 
     @staticmethod
     def of(settings: LayerSettings, min_elements: int) -> "Spec | None":
@@ -61,25 +61,11 @@ class Spec(NamedTuple):
         )
 
     def within(self, row: int) -> "Spec":
-        """This spec with groups that end where rows of `row` elements do; groups by channels or heads stay.
-
-        Not by `_replace`, which cannot be traced.
+        """Return this spec with groups that end where rows of `row` elements do; groups by channels or heads
+        stay.
         """
-        return Spec(
-            self.codec,
-            self.bits,
-            self.levels,
-            fitting_size(self.group_size, row),
-            self.quant_groups,
-            self.stochastic,
-            self.min_elements,
-            self.drop,
-            self.ema_decay,
-            self.exact,
-            self.derive,
-            self.serves,
-            row,
-        )
+        size = fitting_size(self.group_size, row)
+        return Spec(*self[:3], size, *self[4:-1], row)  # type: ignore[arg-type] # `_replace` cannot be traced
 
     @property
     def remembers(self) -> bool:
@@ -144,7 +130,7 @@ class Codec(Protocol):
 
     # Three more are for those that need them: `refuses(tensor, spec)`, why a tensor cannot be stored so, in
     # place of the quantizer's reasons; `memory_bytes(shape, spec)`, what it remembers of a tensor; and
-    # `encode_mapped(mapped, spec, key)`, for tensors that are made while they are encoded (`ops/maps.py`).
+    # `encode_deferred(deferred, spec, key)`, for tensors computed while they are encoded (`ops/maps.py`).
 
     def packed_bytes(self, shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
         """Bytes on the device of all parts of an encoded tensor, `element_size` bytes an element."""

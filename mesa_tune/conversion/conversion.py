@@ -1,26 +1,24 @@
 """`Conversion`: what all modules of one converted model share: the policy, who stores how, the dice."""
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.layers import Catalog
-from mesa_tune.engine.cache import Settled
-from mesa_tune.engine.context import state
-from mesa_tune.engine.function import Memories, watch
-from mesa_tune.engine.rematerialize import forget_outputs
-from mesa_tune.engine.storage import forget_copies
+from mesa_tune.engine.cache import CallCache
+from mesa_tune.engine.function import Memories
+from mesa_tune.engine.observer import watch
+from mesa_tune.engine.registry import Registry, registry
+from mesa_tune.engine.routing import state
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: the forward number runs through all 2⁶⁴ keys
 _CPU = torch.device("cpu")
-_USUAL = frozenset((nn.Parameter, type(None)))
 
 
 class _Entries:
@@ -47,9 +45,8 @@ class Conversion:
         self.min_elements = min_elements
         self.keys = {_CPU: torch.tensor([_mixed(seed)], dtype=torch.int64)}
         self.specs: dict[str, Spec | None] = {}
-        self.settled: dict[str, Settled] = {}
-        self.shapes: dict[str, list[torch.Size | None]] = {}  # of each layer's tensors in its last call
-        self.static: dict[int, weakref.ref[UntypedStorage]] = {}
+        self.calls = CallCache()
+        self.static = Registry()
         self.derives = any(dict(rule.keys).get("store") == "derive" for rule in policy.rules)
         self.producers: set[str] = set()
         self.memories: dict[str, Memories] = {}
@@ -62,6 +59,15 @@ class Conversion:
         self.backwards = watch.backwards
         self.owed = 0
 
+    def restart(self, seed: int) -> None:
+        """Begin with another seed as a new conversion would, but with the cached calls."""
+        for key in self.keys.values():
+            key.fill_(_mixed(seed))
+        self.static.clear()
+        for memories in self.memories.values():
+            memories.clear()
+        self.ended = self.unseen = self.waits = False
+
     def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None:
         """An outermost forward of `root` begins: the forward number advances, and its batch becomes known."""
         for key in self.keys.values():
@@ -71,11 +77,10 @@ class Conversion:
         if self.first and self.ended and not (self.waits and self.backwards == watch.backwards):
             self.first = False
             self.changed = self._settling_changes()
-        forget_copies()
-        forget_outputs()
+        registry().clear()
         self.owed = 0
         self.root = root
-        self.static = {address: storage for address, storage in self.static.items() if storage() is not None}
+        self.static.purge()
         self._never_encode(batch)
 
     def end(self) -> None:
@@ -125,7 +130,7 @@ class Conversion:
         if found is not None and self.derives:
             # Who makes whose output again shows in the first forward, unless a search has said so.
             likely = self.first and (found.derive or not self.policy.is_searched)
-            found = found._replace(serves=likely or layer in self.producers)
+            found = found._replace(exposes=likely or layer in self.producers)
         self.specs[layer] = found
         return found
 
@@ -145,12 +150,10 @@ class Conversion:
         before = dict(self.specs)
         self._settle()
         self.specs.clear()
-        changed = [
-            name for name, spec in before.items() if self._resolve(name, self.catalog.tag(name), "") != spec
-        ]
-        for name in changed:
-            self.settled.pop(name, None)
-        return bool(changed)
+        changed = [self._resolve(name, self.catalog.tag(name), "") != spec for name, spec in before.items()]
+        if True in changed:
+            self.calls.clear()
+        return True in changed
 
     def key(self, device: torch.device) -> Tensor:
         """The one-element int64 tensor that rounding noise depends on, on `device`."""
@@ -186,9 +189,7 @@ class Conversion:
         """Whether `tensor` lies in the storage of a parameter, a buffer or the batch."""
         if tensor.layout is not torch.strided:
             return False
-        storage = tensor.untyped_storage()
-        known = self.static.get(storage._cdata)
-        if known is not None and known() is storage:
+        if self.static.facts(tensor) is not None:
             return True
         if self.root is None or not tensor.is_leaf:
             return False
@@ -210,11 +211,10 @@ class Conversion:
     def _never_encode(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                self.static[storage._cdata] = weakref.ref(storage)
+                self.static.file(tensor)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "static": {}, "settled": {}, "shapes": {}, "root": None}
+        return {**self.__dict__, "static": Registry(), "calls": CallCache(), "root": None}
 
 
 def _mixed(seed: int) -> int:

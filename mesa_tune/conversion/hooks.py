@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +11,9 @@ from torch._C import _autograd
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.hooked import HOOKED
-from mesa_tune.engine.context import Frame, state, top_hooks, top_saved_hooks
-from mesa_tune.engine.function import watch
-from mesa_tune.engine.storage import Meta, keep, restore
-
-push_hooks = _autograd._push_saved_tensors_default_hooks
-pop_hooks = _autograd._pop_saved_tensors_default_hooks
+from mesa_tune.engine.observer import watch
+from mesa_tune.engine.routing import Frame, Hooks, state, top_hooks
+from mesa_tune.engine.storage import Packing, decided, restore, store
 
 
 def hooks_possible() -> bool:
@@ -27,46 +21,15 @@ def hooks_possible() -> bool:
     return _autograd._saved_tensors_hooks_is_enabled() and top_hooks() is None  # type: ignore[attr-defined]
 
 
-@contextmanager
-def showing(layer: str) -> Iterator[None]:
-    """Somebody else's saved-tensor hooks, a checkpoint's, show the observer what they are given."""
-    top = top_saved_hooks(True)
-    if top is None or top[0] is pack:  # type: ignore[redundant-expr]
-        yield
-        return
-
-    def shown(tensor: Tensor) -> Any:
-        if watch.observer is not None:
-            watch.observer.saved(layer, tensor)
-        return top[0](tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(shown, top[1]):
-        yield
-
-
-def unpaused(frame: Frame, run: Callable[[], Any]) -> Any:
-    """What a call without a formula gives, with our hooks on and calls inside it served."""
-    before, state.paused = state.paused, False
-    missing = frame.hooks is pack and top_hooks() is None
-    if missing:
-        push_hooks(pack, unpack)
-    try:
-        return run()
-    finally:
-        if missing:
-            pop_hooks()
-        state.paused = before
-
-
 class _Hooked:
     """A tensor that a hook has taken: encoded, or as it was with the version it had."""
 
-    __slots__ = ("layer", "meta", "parts", "spec", "version")
+    __slots__ = ("layer", "packing", "parts", "spec", "version")
 
     def __init__(
-        self, layer: str, parts: list[Tensor], meta: Meta | None, spec: Spec | None, version: int
+        self, layer: str, parts: list[Tensor], packing: Packing | None, spec: Spec | None, version: int
     ) -> None:
-        self.layer, self.parts, self.meta, self.spec, self.version = layer, parts, meta, spec, version
+        self.layer, self.parts, self.packing, self.spec, self.version = layer, parts, packing, spec, version
 
 
 def _unchanged(tensor: Tensor) -> _Hooked:
@@ -93,12 +56,14 @@ def pack(tensor: Tensor) -> _Hooked:
     if spec is None:
         return _unchanged(tensor)
     layer = other_layer(frame)
-    parts, meta = keep(tensor.detach(), spec, frame.host.key(tensor.device), raw=False, layer=layer)
-    if not meta.coded and spec.levels > 0:
+    packing = decided(tensor, spec, layer)
+    if not packing.packed and spec.levels > 0:
         return _unchanged(tensor)
+    parts = store(tensor.detach(), packing, spec, frame.key(tensor.device))
+    packing = packing.in_parts(len(parts))
     if watch.observer is not None:
-        watch.observer.kept(layer, (tensor,), (meta,), (parts,), [], 0)
-    return _Hooked(layer, parts, meta, spec, 0)
+        watch.observer.stored(layer, (tensor,), (packing,), (parts,), [], 0)
+    return _Hooked(layer, parts, packing, spec, 0)
 
 
 def other_layer(frame: Frame) -> str:
@@ -136,8 +101,8 @@ def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
 
 
 def unpack(hooked: _Hooked) -> Tensor:
-    if hooked.meta is not None and hooked.spec is not None:
-        tensor = restore(hooked.parts, hooked.meta, hooked.spec)
+    if hooked.packing is not None and hooked.spec is not None:
+        tensor = restore(hooked.parts, hooked.packing, hooked.spec)
         return tensor if watch.observer is None else watch.observer.unpacked(hooked.layer, tensor)
     tensor = hooked.parts[0]
     if tensor._version != hooked.version:
@@ -147,3 +112,6 @@ def unpack(hooked: _Hooked) -> Tensor:
             f"expected version {hooked.version} instead."
         )
     return tensor
+
+
+HOOKS = Hooks(pack, unpack)

@@ -1,5 +1,6 @@
 """`convert`, `revert` and `compress_saved`: a policy put to work on a model that stays as it is (Rule 8)."""
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -8,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mesa_tune.conversion import routing
+from mesa_tune.conversion import entering
 from mesa_tune.conversion.conversion import Conversion, entries
+from mesa_tune.conversion.hooks import HOOKS
 from mesa_tune.conversion.layers import Catalog, named_layers
 from mesa_tune.conversion.recompute import Job, recomputed
 from mesa_tune.conversion.wrapping import (
@@ -21,14 +23,12 @@ from mesa_tune.conversion.wrapping import (
     put_back,
     refuse_replicas,
 )
-from mesa_tune.engine.context import running, state, transformed
+from mesa_tune.engine.routing import running, state, transformed
 from mesa_tune.formulas.table import own_route
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS
 
-_STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: the forward number runs through all 2⁶⁴ keys
-_CPU = torch.device("cpu")
 _USUAL = frozenset((nn.Parameter, type(None)))
 
 
@@ -68,21 +68,21 @@ class ConvertedForward(Rebindable):
         if not torch.is_grad_enabled():
             inside = running(self.conversion)
             self.conversion.passed_over(inside)
-            return routing.pass_over(self, args, kwargs) if inside else self.plain(*args, **kwargs)
+            return entering.pass_over(self, args, kwargs) if inside else self.plain(*args, **kwargs)
         if transformed():
             return self.plain(*args, **kwargs)
         if not _USUAL.issuperset(map(type, self.module._parameters.values())):
             self.conversion.note_swapped(self.module)
         run = self.plain if self.recompute is None else self._recomputed
-        return routing.enter(self, run, args, kwargs)
+        return entering.enter(self, run, args, kwargs)
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
-        return routing.enter(self, self.plain, args, kwargs)
+        return entering.enter(self, self.plain, args, kwargs)
 
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         spec, frame = self.recompute, state.frames[-1]
         assert spec is not None
-        packs = not routing.runs_twice(frame)
+        packs = not HOOKS.runs_twice(frame)
         job = Job(
             self.name,
             self.module,
@@ -204,6 +204,26 @@ def compress_saved(policy: Policy, *, seed: int | None = None) -> Iterator[None]
     policy.require_available()
     chosen = torch.initial_seed() + entries.number if seed is None else seed
     entries.number += seed is None
-    conversion = Conversion(policy, Catalog.empty(), chosen, MIN_ELEMENTS)
-    with routing.entered(conversion, "loss"):
+    conversion = None if torch.compiler.is_compiling() else _left(policy)
+    if conversion is None:
+        conversion = Conversion(policy, Catalog.empty(), chosen, MIN_ELEMENTS)
+    else:
+        conversion.restart(chosen)
+    with entering.entered(conversion, "loss"):
         yield
+    if not torch.compiler.is_compiling():
+        _last.append((policy, conversion))
+
+
+_last: deque[tuple[Policy, Conversion]] = deque(maxlen=4)
+"""Conversions that `compress_saved` has left, with their cached calls."""
+
+
+def _left(policy: Policy) -> Conversion | None:
+    """Take the conversion of an equal policy from `_last`, if there is one."""
+    entry = next((entry for entry in tuple(_last) if entry[0] is policy or entry[0] == policy), None)
+    try:
+        _last.remove(entry)  # type: ignore[arg-type]
+    except ValueError:  # none, or another thread has taken it
+        return None
+    return None if entry is None else entry[1]

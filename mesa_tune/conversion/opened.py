@@ -9,21 +9,16 @@ globals are a module of their own: `torch.compile` looks up the globals of what 
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from mesa_tune.engine.routing import Opened
+
 _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _SAVE_NOTHING = {"affine_grid", "embedding", "embedding_bag", "fold", "interpolate", "unfold"}
 """Functions that call one function of PyTorch's own and save no floating-point tensor but their input."""
-
-
-class Opened(NamedTuple):
-    """A function's name in names of layers, and the copy of it whose body is routed."""
-
-    name: str
-    body: Callable[..., Any]
 
 
 def _is_open(*_: Any) -> bool:

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.choices import Choices
-from mesa_tune.engine.context import inside_backward
-from mesa_tune.engine.storage import Meta, keep, restore
+from mesa_tune.engine.routing import inside_backward
+from mesa_tune.engine.storage import Packing, decided, restore, store
 from mesa_tune.errors import RunError
 from mesa_tune.notice import warn_once
 
@@ -86,11 +86,11 @@ class _Body:
 class _Input:
     """A saved input: the tensor itself until it is stored."""
 
-    __slots__ = ("meta", "parts", "raw", "spec", "version")
+    __slots__ = ("exact", "packing", "parts", "spec", "version")
 
-    def __init__(self, tensor: Tensor, raw: bool, spec: Spec) -> None:
-        self.parts, self.raw, self.spec = [tensor.detach()], raw, spec
-        self.meta: Meta | None = None
+    def __init__(self, tensor: Tensor, exact: bool, spec: Spec) -> None:
+        self.parts, self.exact, self.spec = [tensor.detach()], exact, spec
+        self.packing: Packing | None = None
         self.version = tensor._version
 
 
@@ -103,33 +103,34 @@ class _Inputs:
 
     def pack(self, tensor: Tensor) -> _Input:
         """What the checkpoint saves for `tensor`: one without a gradient (a mask, positions) stays exact."""
-        raw = not tensor.requires_grad or self.job.is_static(tensor)
-        found = _Input(tensor, raw, _by_rows(self.job.spec, tensor.shape))
-        self.saved.append(found)
-        return found
+        exact = not tensor.requires_grad or self.job.is_static(tensor)
+        saved = _Input(tensor, exact, _by_rows(self.job.spec, tensor.shape))
+        self.saved.append(saved)
+        return saved
 
     def store(self, exact: bool) -> None:
         """Packs the inputs, or leaves them all `exact`."""
-        name, key = self.job.name, self.job.key
-        for found in self.saved:
-            (tensor,) = found.parts
-            found.parts, found.meta = keep(tensor, found.spec, key(tensor.device), exact or found.raw, name)
-            found.version = found.parts[0]._version
+        for saved in self.saved:
+            (tensor,) = saved.parts
+            packing = decided(tensor, saved.spec, self.job.name, exact or saved.exact)
+            saved.parts = store(tensor, packing, saved.spec, self.job.key(tensor.device))
+            saved.packing = packing.in_parts(len(saved.parts))
+            saved.version = saved.parts[0]._version
         self.saved = []
 
-    def unpack(self, found: _Input) -> Tensor:
+    def unpack(self, saved: _Input) -> Tensor:
         """The input for the second run."""
         if torch.is_grad_enabled() and inside_backward():
             raise RunError(
                 f"backward with create_graph=True reached {self.job.name!r}, which runs again\n"
                 "give it `enable: False`, or mt.revert(model)"
             )
-        if found.parts[0]._version != found.version:
+        if saved.parts[0]._version != saved.version:
             raise RunError(
                 f"an input of {self.job.name!r} was changed in place after its forward, so it cannot be run "
                 "again from it\ngive a module around both `store: recompute`, or change a copy"
             )
-        return found.parts[0] if found.meta is None else restore(found.parts, found.meta, found.spec)
+        return saved.parts[0] if saved.packing is None else restore(saved.parts, saved.packing, saved.spec)
 
 
 def _by_rows(spec: Spec, shape: torch.Size) -> Spec:

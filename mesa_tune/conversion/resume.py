@@ -14,8 +14,8 @@ from torch import nn
 from mesa_tune.conversion.conversion import Conversion, entries, of_rank
 from mesa_tune.conversion.layers import named_layers
 from mesa_tune.conversion.wrapping import OWN
-from mesa_tune.engine.context import state as running_state
-from mesa_tune.engine.function import watch
+from mesa_tune.engine.observer import watch
+from mesa_tune.engine.routing import state as running_state
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy import Policy
 
@@ -135,8 +135,8 @@ def _load(conversion: Conversion, state: dict[str, Any]) -> None:
     conversion.backwards = watch.backwards - int(state["backward_seen"])
     conversion.producers = set(state["producers"])
     conversion.memories = copy.deepcopy(state["memories"])
-    for table in (conversion.specs, conversion.settled, conversion.shapes):
-        table.clear()
+    conversion.specs.clear()
+    conversion.calls.clear()
 
 
 def _shown(names: Any) -> str:

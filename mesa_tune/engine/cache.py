@@ -1,153 +1,256 @@
-"""A call that is like its layer's last ones is served as they were, without asking everything anew.
+"""Plans of calls, cached: a call that is like an earlier one runs by the same plan without its route.
 
-What a route decides, and what `Call.apply` finds out, takes longer than the call itself may. It goes by the
-arguments' values, by the geometry of tensors among them, and by the layer's settings; and a layer's call is
-mostly the twin of its last one. Tensors are compared by the guards of `torch.compile`, all at once.
+What a route asks and decides takes longer than the call itself may. Calls are alike if `torch.compile`'s
+guards find their tensors alike (type, dtype, device, shape, strides, gradients wanted, dispatch keys), if
+their other arguments are equal, and if the questions that were asked have the same answers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # it is no public name; without it nothing settles
+except ImportError:  # it is no public name
     TensorGuards = None  # type: ignore[assignment, misc]
 
-from mesa_tune.engine.call import Served
-from mesa_tune.engine.function import Known, Plan, apply_plan
-from mesa_tune.engine.storage import is_scrap, way_of
+from mesa_tune.engine.call import MISS, Call, Context, may_change
+from mesa_tune.engine.function import apply_plan, run
+from mesa_tune.engine.plan import CallPlan
+from mesa_tune.engine.rematerialize import find
 
-_CONSTANT = {int, float, bool, str, type(None), torch.Size, torch.dtype}
+_CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format}
+_SEQUENCES = (tuple, list, torch.Size)
+_PLANS_PER_LAYER = 8
+_SHAPES_PER_LAYER = 64
 
 
-_Pick = Callable[[Sequence[Any]], Sequence[Any]]
+class _UnlikeError(Exception):
+    """A call cannot be told from others that need another plan."""
 
 
-class Settled(NamedTuple):
-    """How a call of `func` was served: by `plan`, with the arguments that `own` picks as its tensors.
+class CachedCall:
+    """The plan of a call, and what other arguments must be like for it.
 
-    What its arguments were like: how many were `given`, and a None after them; the `names` of keywords;
-    `alike`, whether the `tensors` among them are of the same type, dtype, device, shape and strides, want
-    gradients or do not, and meet the same dispatch keys (autocast, transforms); which of them lay in a batch
-    or a buffer (`static`; parameters always do); which small ones are views of storages of `scraps` bytes or
-    more, which are copied; what the `others` were. `cast`: a kind of device, and to what autocast took it.
+    Positions are those among the arguments, the values of keywords, a None, then the elements of arguments
+    that are sequences of tensors (`sequences`: their positions, types and lengths), then what was looked up.
     """
 
-    func: Callable[..., Any]
-    plan: Plan
-    key: Tensor
-    own: _Pick
-    names: tuple[str, ...]
-    given: int
-    tensors: _Pick
-    alike: Callable[..., bool]
-    static: tuple[tuple[int, bool], ...]
-    scraps: tuple[tuple[int, int, bool], ...]
-    others: tuple[tuple[int, Any], ...]
-    cast: tuple[str, torch.dtype] | None
+    def __init__(self, call: Call, output: Any) -> None:
+        """Raises `_UnlikeError` if the route did more than run the plan, or went by something unknown."""
+        given = [*call.args, *call.kwargs.values(), None]
+        self.count, self.func, self.names = len(given), call.func, tuple(call.kwargs)
+        self.sequences = [
+            (index, type(value), len(value))
+            for index, value in enumerate(given)
+            if type(value) in _SEQUENCES and any(isinstance(element, Tensor) for element in value)
+        ]
+        given += [element for index, *_ in self.sequences for element in given[index]]
+        arguments = list(enumerate(given))
+        given += [tensor for *_, tensors in call.lookups for tensor in tensors or ()]
+        positions = {id(value): index for index, value in reversed(list(enumerate(given)))}
+        self._guard(arguments, positions)
+        try:
+            self.lookups = [(look, positions[id(of)], tensors is None) for look, of, tensors in call.lookups]
+            self.answers = [(ask, positions[id(tensor)], answer) for ask, tensor, answer in call.answers]
+            self.pick = _picking([positions[id(tensor)] for tensor in call.tensors])
+        except KeyError:
+            raise _UnlikeError from None
+        self._plan(call, output, positions)
 
-    def again(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        is_static: Callable[[Tensor], bool],
+    def _guard(self, arguments: Sequence[tuple[int, Any]], positions: Mapping[int, int]) -> None:
+        tensors = [(index, value) for index, value in arguments if isinstance(value, Tensor)]
+        self.repeats = [(i, positions[id(tensor)]) for i, tensor in tensors if positions[id(tensor)] != i]
+        first = [(i, tensor) for i, tensor in tensors if positions[id(tensor)] == i]
+        skipped = {*(index for index, _ in tensors), *(index for index, *_ in self.sequences)}
+        self.constants = [(index, _constant(value)) for index, value in arguments if index not in skipped]
+        self.tensors, self.alike = _picking([i for i, _ in first]), alike([tensor for _, tensor in first])
+        kind = first[0][1].device.type
+        self.autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
+    def _plan(self, call: Call, output: Any, positions: Mapping[int, int]) -> None:
+        changes = any(ask is may_change for ask, *_ in call.answers)
+        if output is not call.output or (call.plan is not None and id(output) in positions and not changes):
+            raise _UnlikeError
+        self.memories, self.candidates, self.recipe = call.memories, call.candidates, None
+        self.plan = None if call.plan is None else getattr(output.grad_fn, "plan", call.plan)
+        sources = [call.sources.get(index) for index in call.candidates]
+        self.recipes = [None if source is None else source.recipe for source in sources]
+        if self.plan is None:
+            return
+        self.key = call.context.key(output.device)
+        if self.plan.exposes is not None and (source := find(output, None)) is not None:
+            self.recipe = source.recipe
+
+    def run(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], context: Context
     ) -> Any:
-        """The output for other arguments; None if they are not alike."""
+        """Return the output for other arguments; `MISS` if they are not alike."""
         given = (*args, *kwargs.values(), None)
-        if len(given) != self.given or tuple(kwargs) != self.names:
-            return None
-        if not (self.alike(*self.tensors(given)) and self._agrees(given, is_static)):
-            return None
-        return apply_plan(self.plan, None, *self.own(given), self.key)
+        if len(given) != self.count or func is not self.func or tuple(kwargs) != self.names:
+            return MISS
+        found = self._with_elements(given) if self.sequences else given
+        if found is None or not self.alike(*self.tensors(found)):
+            return MISS
+        found = self._with_lookups(found) if self.lookups else found
+        if found is None or not self._agrees(found, context):
+            return MISS
+        plan = self.plan
+        if plan is None:
+            return func(*args, **kwargs)
+        if self.candidates:
+            return self._derived(plan, self.pick(found))
+        return apply_plan(plan, self.memories, *self.pick(found), self.key)
 
-    def _agrees(self, given: Sequence[Any], is_static: Callable[[Tensor], bool]) -> bool:
-        """Whether all but the tensors' own properties is the same."""
-        if self.cast is not None and torch.get_autocast_dtype(self.cast[0]) is not self.cast[1]:
+    def _with_elements(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the arguments and the elements of sequences; None if those are not alike."""
+        for index, kind, length in self.sequences:
+            if type(given[index]) is not kind or len(given[index]) != length:
+                return None
+            given += tuple(given[index])
+        return given
+
+    def _with_lookups(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the arguments and what is found by them; None if that is not alike."""
+        for look, index, missing in self.lookups:
+            tensors = look(given[index])
+            if (tensors is None) is not missing:
+                return None
+            given += tuple(tensors or ())
+        return given
+
+    def _agrees(self, given: Sequence[Any], context: Context) -> bool:
+        """Return whether all but the tensors' own properties is the same."""
+        if self.autocast is not None and torch.get_autocast_dtype(self.autocast[0]) is not self.autocast[1]:
             return False
-        for place, value in self.others:
-            other = given[place]
+        for index, value in self.constants:
+            other = given[index]
             if other is not value and not _is_same(value, other):
                 return False
-        for place, static in self.static:
-            if is_static(given[place]) is not static:
-                return False
-        return not self.scraps or self._copies_alike(given)
+        if False in [given[index] is given[first] for index, first in self.repeats]:
+            return False
+        return False not in [
+            question(context, given[index]) is answer for question, index, answer in self.answers
+        ]
 
-    def _copies_alike(self, given: Sequence[Any]) -> bool:
-        """Whether the same small tensors are views of large storages."""
-        return all(
-            (given[place].untyped_storage().nbytes() >= size) is scrap for place, size, scrap in self.scraps
-        )
+    def _derived(self, plan: CallPlan, tensors: Sequence[Any]) -> Any:
+        """Return the output of a call that makes inputs again, or lets others do so."""
+        found = [find(tensors[index], None) for index in self.candidates]
+        if [None if source is None else source.recipe for source in found] != self.recipes:
+            return MISS
+        sources = {i: source for i, source in zip(self.candidates, found, strict=True) if source is not None}
+        return run(plan, self.memories, self.key, tensors, sources, recipe=self.recipe)
 
-    @staticmethod
-    def of(
+
+class CallCache:
+    """The cached calls of a conversion's layers."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, tuple[CachedCall, ...]] = {}
+        self._shapes: dict[Hashable, set[Any]] = {}
+
+    def run(
+        self,
+        layer: Hashable,
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        served: Served,
-        output: Any,
-        is_static: Callable[[Tensor], bool],
-        key: Callable[[torch.device], Tensor],
-    ) -> "Settled | None":
-        """A call whose `output` is its formula's, as it was `served`; None if it is not, if that had tensors
-        that are not the call's own, each once, if it worked in place, or if its values may change while they
-        stay the same object.
+        context: Context,
+    ) -> Any:
+        """Return the output of a call by a plan of its layer; `MISS` if it is like none that has one."""
+        for cached in self._calls.get(layer, ()):
+            output = cached.run(func, args, kwargs, context)
+            if output is not MISS:
+                return output
+        return MISS
+
+    def note(self, layer: Hashable, call: Call, output: Any) -> None:
+        """Cache a call that returned `output`, if the layer has had one of these shapes: to find out all that
+        makes a call like this one would take too long where shapes differ from step to step.
         """
-        given, used = [*args, *kwargs.values()], served.tensors
-        found = {**{id(each): place for place, each in enumerate(given)}, id(None): len(given)}
-        own = all(id(each) in found for each in used)
-        if not own or output is not served.output or id(output) in found:
-            return None
-        tensors = [place for place, each in enumerate(given) if isinstance(each, Tensor)]
-        others = [(place, each) for place, each in enumerate(given) if not isinstance(each, Tensor)]
-        constant = all(_is_constant(each) for _, each in others)
-        alike = _alike([given[place] for place in tensors]) if constant else None
-        if alike is None:
-            return None
-        apart = [place for place in tensors if type(given[place]) is not nn.Parameter]
-        static = tuple([(place, is_static(given[place])) for place in apart])
-        spec = served.plan.spec
-        ways = [(place, way_of(given[place], spec).scrap) for place, is_static in static if not is_static]
-        scraps = [(place, size, is_scrap(given[place], spec)) for place, size in ways if size is not None]
-        device = served.output.device
-        cast = torch.is_autocast_enabled(device.type)
-        return Settled(
-            func,
-            served.plan._replace(known=Known()),
-            key(device),
-            _picking([found[id(each)] for each in used]),
-            tuple(kwargs),
-            len(given) + 1,
-            _picking(tensors),
-            alike,
-            static,
-            tuple(scraps),
-            tuple(others),
-            (device.type, torch.get_autocast_dtype(device.type)) if cast else None,
-        )
+        shapes = self._shapes.setdefault(layer, set())
+        leaves = (*call.args, *call.kwargs.values())
+        signature = tuple([leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves])
+        if signature not in shapes:
+            if len(shapes) >= _SHAPES_PER_LAYER:
+                shapes.clear()
+            shapes.add(signature)
+            return
+        try:
+            cached = CachedCall(call, output)
+        except _UnlikeError:
+            return
+        self._calls[layer] = (cached, *self._calls.get(layer, ()))[:_PLANS_PER_LAYER]
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._calls.clear()
+        self._shapes.clear()
 
 
-def _picking(places: list[int]) -> _Pick:
-    """What takes the items at these places."""
-    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+def _picking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return what takes the items at these positions."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return itemgetter(slice(positions[0], positions[0] + 1) if positions else slice(0))
+
+
+def _constant(value: Any) -> Any:
+    """Return `value`, or a copy that does not change with it; raises `_UnlikeError` for no constant."""
+    if type(value) in _CONSTANTS:
+        return value
+    if type(value) not in _SEQUENCES:
+        raise _UnlikeError
+    elements = [_constant(element) for element in value]
+    return elements if type(value) is list else value
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    same: bool = type(other) is type(value) and other == value
-    return same and (value != 0 or str(other) == str(value))  # zeros have signs
+    if type(other) is not type(value) or other != value:
+        return False
+    if type(value) in _SEQUENCES:
+        return all(map(_is_same, value, other))
+    return bool(value != 0 or str(other) == str(value))  # zeros have signs
 
 
-def _is_constant(value: Any) -> bool:
-    return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
+def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return what tells whether other tensors are like these, by the guards of `torch.compile` if possible.
 
-
-def _alike(tensors: list[Tensor]) -> Callable[..., bool] | None:
-    """Tells whether other tensors are alike; None if not even these are (one is there twice)."""
+    Raises `_UnlikeError` if not even these are.
+    """
     if TensorGuards is None:
-        return None
-    known = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return known.check if known.check(*tensors) else None
+        looks = _looks(tensors)
+        return lambda *others: _looks(others) == looks
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    if not guards.check(*tensors):
+        raise _UnlikeError
+    check: Callable[..., bool] = guards.check
+    return check
+
+
+def _looks(tensors: Sequence[Tensor]) -> Any:
+    """Return what guards compare."""
+    state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = {tensor.device.type for tensor in tensors}
+    casts = sorted((kind, torch.is_autocast_enabled(kind)) for kind in kinds)
+    return (
+        state,
+        casts,
+        [
+            (
+                type(t),
+                t.dtype,
+                t.device,
+                t.layout,
+                t.requires_grad,
+                t.is_conj(),
+                t.is_neg(),
+                t.shape,
+                t.stride(),
+            )
+            for t in tensors
+        ],
+    )

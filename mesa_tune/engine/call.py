@@ -1,55 +1,90 @@
-"""`Call`: one call of a routed function, knowing its layer, its settings and what must not be encoded."""
+"""`Call`: one call of a routed function, of which a route makes a plan."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mesa_tune.codecs import Spec
-from mesa_tune.engine.formula import Formula, Needs, Static, autocast_dtype
-from mesa_tune.engine.function import Memories, Plan, applied, watch
-from mesa_tune.engine.rematerialize import Recipe, Source, Traced, find, geometry, remember, take
-from mesa_tune.engine.storage import Meta, is_encoded, is_scrap
+from mesa_tune.engine.formula import Formula, Needs, Route, Static
+from mesa_tune.engine.function import Memories, run
+from mesa_tune.engine.observer import watch
+from mesa_tune.engine.plan import CallPlan, Sources, Tensors
+from mesa_tune.engine.rematerialize import Traced, find
+from mesa_tune.engine.storage import is_copied, is_packed, packing_of
 from mesa_tune.notice import warn_once
 
 Plain = Callable[[], Any]
+Lookup = Callable[[Tensor], Sequence[Tensor] | None]
+
+Question = Callable[[Any, Any], Any]
+"""What a plan goes by besides arguments and their geometry: `question(context, tensor)`."""
 
 
-class Links(NamedTuple):
-    """What ties a call to others: the outputs that traced code knows, and whom to tell of layers in use."""
+class Context(Protocol):
+    """Where a call runs: a module of a conversion, or nowhere (`mesa_tune.functional`)."""
 
-    traced: Traced
-    note: Callable[[str], None]
+    @property
+    def traced(self) -> Traced: ...
+
+    def key(self, device: torch.device) -> Tensor:
+        """Return the one-element int64 tensor that rounding noise depends on."""
+        ...
+
+    def is_static(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` lies in a parameter, a buffer or the batch: never packed, never counted."""
+        ...
+
+    def note(self, layer: str) -> None:
+        """Note that another layer makes the output of `layer` again."""
+        ...
 
 
-class Served(NamedTuple):
-    """How a formula was run: by `plan`, on `tensors`, for an `output`."""
+MISS = object()
+"""What a cache returns in place of an output."""
 
-    plan: Plan
-    tensors: Sequence[Tensor | None]
-    output: Tensor
+
+def may_change(_: Context, tensor: Tensor) -> bool:
+    """Return whether a formula may change `tensor`, its first, in place: no leaf, no view of one, and in
+    traced code no view at all.
+    """
+    base = tensor._base
+    if tensor.is_leaf or base is None:
+        return not tensor.is_leaf
+    return not (base.is_leaf or torch.compiler.is_compiling())
 
 
 class Call:
     """Handed to a route (`routes` of each family), which names the formula and the tensors.
 
     `plain()` is the call as PyTorch would have run it; a route that cannot serve the arguments returns
-    `call.refuse(why)`. `served` is how the formula was run: a route that returns its output, but goes by more
-    than the arguments' values and their tensors' geometry, or does more than that, sets it to None.
+    `call.refuse(why)`. `cache`: of the parts of this call; None where nothing is cached.
+
+    A later call that is alike runs by the same plan without its route. So a route goes by arguments that are
+    no tensors, by geometry and dtype of tensors, and else by what it asks the call: `answers`. `plan`,
+    `tensors` and `output` are what it came to; without a plan, `output` is the plain one.
     """
 
     __slots__ = (
+        "answers",
+        "args",
+        "cache",
+        "candidates",
+        "context",
+        "func",
         "hooked",
-        "is_static",
-        "key",
+        "kwargs",
         "layer",
-        "links",
-        "memory",
+        "lookups",
+        "memories",
         "opened",
-        "plain",
-        "served",
+        "output",
+        "parts",
+        "plan",
+        "sources",
         "spec",
+        "tensors",
         "worth",
     )
 
@@ -57,29 +92,67 @@ class Call:
         self,
         layer: str,
         spec: Spec,
-        key: Callable[[torch.device], Tensor],
-        is_static: Callable[[Tensor], bool],
-        plain: Plain,
-        memory: Memories | None = None,
-        links: Links | None = None,
+        context: Context,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        memories: Memories | None = None,
+        cache: Any = None,
     ) -> None:
         self.layer = layer
         self.spec = spec
-        self.key = key
-        self.is_static = is_static
-        self.plain = plain
-        self.hooked = plain
-        self.opened = plain
-        self.memory = memory
-        self.links = links
+        self.context = context
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.memories = memories
+        self.cache = cache
+        self.hooked: Plain | None = None
+        self.opened: Plain | None = None
         self.worth = False
-        self.served: Served | None = None
+        self.answers: list[tuple[Question, Tensor | None, Any]] = []
+        self.lookups: list[tuple[Lookup, Tensor, Sequence[Tensor] | None]] = []
+        self.candidates: tuple[int, ...] = ()
+        self.sources: Sources = {}
+        self.plan: CallPlan | None = None
+        self.tensors: Tensors = ()
+        self.output: Any = None
+        self.parts = 0
 
-    def apply(self, formula: Formula, static: Static, tensor: Tensor, *others: Tensor | None) -> Any:
-        """Runs `formula` on the tensors; plain where no gradient is wanted or nothing would get
-        smaller.
-        """
-        tensors = (tensor, *others)
+    def plain(self) -> Any:
+        """Return what the call returns without us."""
+        self.output = self.func(*self.args, **self.kwargs)
+        return self.output
+
+    def served(self, route: Route) -> Any:
+        """Return the output of the call as its route serves it."""
+        unknown = [name for name in self.kwargs if name not in route.parameters]
+        if unknown:
+            return self.refuse(f"{route.name} has no formula for {sorted(unknown)}")
+        return route.serve(self, *self.args, **self.kwargs)
+
+    def ask(self, question: Question, tensor: Tensor | None) -> Any:
+        """Return the answer to a question, by which the plan then goes."""
+        answer = question(self.context, tensor)
+        self.answers.append((question, tensor, answer))
+        return answer
+
+    def look_up(self, look: Lookup, tensor: Tensor) -> Sequence[Tensor] | None:
+        """Return tensors that are found by another, and passed to the formula with it."""
+        tensors = look(tensor)
+        self.lookups.append((look, tensor, tensors))
+        return tensors
+
+    def is_static(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is never packed, and costs nothing to save as it is."""
+        static: bool = self.ask(type(self.context).is_static, tensor)
+        return static
+
+    def may_change(self, tensor: Tensor) -> bool:
+        """Return whether a formula may change `tensor`, its first, in place."""
+        possible: bool = self.ask(may_change, tensor)
+        return possible
+
+    def apply(self, formula: Formula, static: Static, *tensors: Tensor | None) -> Any:
+        """Run `formula` on the tensors; plain where no gradient is wanted or nothing would get smaller."""
         needs, odd = _wanted(tensors)
         if True not in needs:
             return self.plain()
@@ -87,199 +160,128 @@ class Call:
             return self.refuse("complex, sparse and nested tensors have no formula")
         if not (self.worth or formula.lossless or self._pays(tensors)):
             return self.plain()
-        raw = tuple([given is None or self.is_static(given) for given in tensors])
-        if not (self.spec.derive or self.spec.serves):
-            plan = Plan(self.layer, formula, static, needs, raw, self.spec, (), None)
-            output = applied(plan, self.key(tensor.device), self.memory, *tensors)
-            self.served = None if self.memory is not None else Served(plan, tensors, output)
-            return output
-        sources = self._sources(tensors, raw)
-        gives = self._gives(formula, static, needs, tensors, sources) if self.spec.serves else None
-        used = self._used(sources)
-        recipes = tuple(used[place].recipe if place in used else None for place in range(len(tensors)))
-        plan = Plan(self.layer, formula, static, needs, raw, self.spec, recipes, gives)
-        # Detached: they get no gradient here, and a backward must not reach others' graphs through them.
-        extra = [each.detach() for source in used.values() for each in source.tensors]
-        given = applied(plan, self.key(tensor.device), self.memory, *tensors, *extra)
-        if gives is None or isinstance(given, Tensor):
-            return given
-        self._remember(plan, tensors, sources, given)
-        return given[0]
+        exact = tuple([tensor is None or self.is_static(tensor) for tensor in tensors])
+        for tensor, flag in zip(tensors, exact, strict=True):
+            if tensor is not None and not flag:
+                self._is_copied(tensor)
+        plan = CallPlan(self.layer, formula, static, needs, exact, self.spec)
+        sources: Sources = {}
+        if self.spec.derive or self.spec.exposes:
+            plan, sources = self._deriving(plan, tensors)
+        key = self.context.key(next(tensor.device for tensor in tensors if tensor is not None))
+        output = run(plan, self.memories, key, tensors, sources, self.context.traced)
+        self.plan, self.tensors, self.output = plan, tensors, output
+        return output
 
-    def _sources(self, tensors: Sequence[Tensor | None], raw: Needs) -> dict[int, Source]:
-        """By place, the inputs that could be made again: those to be kept, and those that a rebuild takes."""
-        assert self.links is not None
-        places = {place for place, flag in enumerate(raw) if not flag}
-        found = {}
-        for place in sorted(places):
-            tensor = tensors[place]
-            if tensor is None or tensor.numel() <= self.spec.min_elements:
-                continue
-            source = find(tensor, self.links.traced)
-            if source is not None:
-                found[place] = source
-        return found
-
-    def _used(self, sources: dict[int, Source]) -> dict[int, Source]:
-        """The sources that stand for what would else be stored."""
-        if not self.spec.derive or self.links is None:
-            return {}
-        for source in sources.values():
-            for layer in source.recipe.layers():
-                self.links.note(layer)
-        return sources
-
-    def _gives(
-        self,
-        formula: Formula,
-        static: Static,
-        needs: Needs,
-        tensors: Sequence[Tensor | None],
-        sources: dict[int, Source],
-    ) -> tuple[int, ...] | None:
-        """The exact tensors to hand out if this output can be made again; else None."""
-        rebuild = formula.rebuild
-        if rebuild is None or self.spec.levels == 0 or not rebuild.when(static, needs):
-            return None
-        if any(place not in sources for place in rebuild.inputs):
-            return None
-        encoded = rebuild.kept_is_input or all(self._is_encoded(tensors[place]) for place in rebuild.kept)
-        return rebuild.exact if encoded else None
-
-    def _is_encoded(self, tensor: Tensor | None) -> bool:
-        if tensor is None or 0 in tensor.stride():
-            return False
-        return is_encoded(tensor, self.spec, self.layer)
-
-    def _remember(
-        self,
-        plan: Plan,
-        tensors: Sequence[Tensor | None],
-        sources: dict[int, Source],
-        given: Sequence[Tensor],
-    ) -> None:
-        """Says how the output of a call that gave its parts out can be made again."""
-        rebuild = plan.formula.rebuild
-        assert rebuild is not None
-        assert self.links is not None
-        y, rest = given[0], list(given[1:])
-        exact = rest[len(rest) - len(rebuild.exact) :]
-        pairs = self._kept(plan, tensors, sources, rest[: len(rest) - len(exact)])
-        references = [tensors[place] for place in rebuild.references]
-        inputs = [sources[place] for place in rebuild.inputs]
-        flat = [
-            *(part for _, parts in pairs for part in parts),
-            *exact,
-            *(each for each in references if each is not None),
-        ]
-        flat += [each for source in inputs for each in source.tensors]
-        recipe = Recipe(
-            plan.layer,
-            plan.formula,
-            plan.static,
-            plan.spec,
-            tuple(how for how, _ in pairs),
-            len(exact),
-            tuple(each is not None for each in references),
-            tuple(source.recipe for source in inputs),
-            geometry(y),
-            y.dtype,
-            geometry(y),
-        )
-        remember(y, Source(recipe, tuple(flat)), self.links.traced)
+    def _deriving(self, plan: CallPlan, tensors: Tensors) -> tuple[CallPlan, Sources]:
+        """Return the plan of a call that makes inputs again, or lets others make its output, and of what."""
+        traced, least = self.context.traced, self.spec.min_elements
+        sources = {}
+        for index, tensor in enumerate(tensors):
+            if tensor is not None and not plan.exact[index] and tensor.numel() > least:
+                self.candidates = (*self.candidates, index)
+                source = find(tensor, traced)
+                if source is not None:
+                    sources[index] = source
+        self.sources = sources
+        if self.spec.derive:
+            for source in sources.values():
+                for layer in source.recipe.layers():
+                    self.context.note(layer)
+            recipes = [sources[i].recipe if i in sources else None for i in range(len(tensors))]
+            plan = plan._replace(recipes=tuple(recipes))
+        return plan.exposing(tensors, sources) if self.spec.exposes else plan, sources
 
     @property
-    def serves(self) -> bool:
-        """Whether another layer may want this one's output made again."""
-        return self.spec.serves
+    def exposes(self) -> bool:
+        """Whether another layer may want to make this one's output again."""
+        return self.spec.exposes
 
-    def _kept(
-        self, plan: Plan, tensors: Sequence[Tensor | None], sources: dict[int, Source], fresh: list[Tensor]
-    ) -> list[tuple[Meta | Recipe, list[Tensor]]]:
-        """How each kept tensor is restored, and from what; `fresh` are the parts of those encoded."""
-        rebuild = plan.formula.rebuild
-        assert rebuild is not None
-        pairs: list[tuple[Meta | Recipe | None, Tensor, list[Tensor]]] = []
-        for place in rebuild.kept:
-            tensor, recipe = tensors[place], plan.recipes[place]
-            assert tensor is not None
-            if rebuild.kept_is_input and recipe is not None:
-                pairs.append((recipe, tensor, list(sources[place].tensors)))
-            elif rebuild.kept_is_input and (plan.raw[place] or not self._is_encoded(tensor)):
-                pairs.append((Meta(1, False, tuple(tensor.shape), tensor.dtype, None), tensor, [tensor]))
-            else:
-                pairs.append((None, tensor, []))
-        encoded = sum(how is None for how, _, _ in pairs)
-        each = len(fresh) // encoded if encoded else 0
-        return [
-            (Meta(each, True, tuple(tensor.shape), tensor.dtype, None), take(fresh, each))
-            if how is None
-            else (how, parts)
-            for how, tensor, parts in pairs
-        ]
-
-    def part(self, plain: Plain) -> "Call":
-        """A call for one part of this one, which `plain` runs as PyTorch would."""
-        return Call(self.layer, self.spec, self.key, self.is_static, plain, None, self.links)
+    def part(self, route: Route, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return `func(*args, **kwargs)`, one part of this call, as its route serves it."""
+        self.parts += 1
+        name = (self.layer, self.parts, self.spec)
+        if self.cache is not None:
+            cached = self.cache.run(name, func, args, kwargs, self.context)
+            if cached is not MISS:
+                return cached
+        part = type(self)(self.layer, self.spec, self.context, func, args, kwargs)
+        output = part.served(route)
+        if self.cache is not None:
+            self.cache.note(name, part, output)
+        return output
 
     def within(self, row: int) -> "Call":
-        """This call, from now on with groups that end where rows of `row` elements do."""
+        """Return this call, from now on with groups that end where rows of `row` elements do."""
         self.spec = self.spec.within(row)
         return self
 
     def refuse(self, why: str) -> Any:
-        """Runs the call as PyTorch would, with a warning that names the layer (Rule 9)."""
+        """Return the plain output, with a warning that names the layer (Rule 9)."""
         warn_once(f"mesa-tune: {self.layer!r} is left uncompressed: {why}.")
         return self.plain()
 
     def leave(self, why: str) -> Any:
-        """Runs the call as PyTorch would, and what it keeps goes to the hooks where there are any: eager code
-        of a converted model; with a warning that names the layer (Rule 9).
+        """Return the plain output; what it saves goes to the hooks where there are any: in eager code of a
+        converted model; with a warning that names the layer (Rule 9).
         """
         warn_once(f"mesa-tune: {self.layer!r} is left to the hooks (8 bits or more, eager only): {why}.")
-        return self.hooked()
+        return self.plain() if self.hooked is None else self.hooked()
 
-    def changes(self, tensor: Tensor) -> bool:
-        """Whether a formula may change `tensor`, its first, in place: no leaf, no view of one, and in traced
-        code no view at all.
-        """
-        base = tensor._base
-        if tensor.is_leaf or base is None:
-            return not tensor.is_leaf
-        return not (base.is_leaf or torch.compiler.is_compiling())
+    def open(self) -> Any:
+        """Return what the function's body returns with the calls in it routed, where that is possible."""
+        return self.plain() if self.opened is None else self.opened()
 
-    def small(self, *tensors: Tensor) -> bool:
-        """Whether no tensor is worth encoding, or copying out of a large storage: too small, or no smaller
-        under these settings.
+    def gains(self, *tensors: Tensor) -> bool:
+        """Return whether a tensor is worth packing, or copying out of a large storage: large enough, and
+        smaller under these settings.
         """
         self.worth = self._pays(tensors)
-        return not self.worth
+        return self.worth
 
-    def _pays(self, tensors: Sequence[Tensor | None]) -> bool:
+    def gains_on(self, x: Tensor) -> bool:
+        """Return whether something smaller can be saved in place of `x`: it wants a gradient, is large
+        enough, and no parameter, buffer or batch.
+        """
+        return x.requires_grad and self.gains(x) and not self.is_static(x)
+
+    def _pays(self, tensors: Tensors) -> bool:
         if watch.observer is not None:
             watch.observer.asked(self.layer, tensors)
+        present = [tensor for tensor in tensors if tensor is not None]
         if self.spec.levels == 0:
-            return any(given is not None and given.numel() > self.spec.min_elements for given in tensors)
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            # PyTorch may keep the copy that autocast makes, which is smaller than the tensor itself.
-            dtype = autocast_dtype(tensor)
-            size = None if dtype is None else dtype.itemsize
-            if is_encoded(tensor, self.spec, self.layer, size):
-                return True
-            if is_scrap(tensor, self.spec) and not self.is_static(tensor):
-                return True
-        return False
+            return any(tensor.numel() > self.spec.min_elements for tensor in present)
+        return any(self._is_worth_storing(tensor) for tensor in present)
+
+    def _is_worth_storing(self, tensor: Tensor) -> bool:
+        # PyTorch may save the copy that autocast makes, which is smaller than the tensor itself.
+        dtype = autocast_dtype(tensor)
+        if is_packed(tensor, self.spec, self.layer, None if dtype is None else dtype.itemsize):
+            return True
+        return self._is_copied(tensor) and not self.is_static(tensor)
+
+    def _is_copied(self, tensor: Tensor) -> bool:
+        """Return whether `tensor`, too small to be packed, is copied out of a large storage."""
+        spec = self.spec
+        small = packing_of(tensor, spec).bytes is None and tensor.is_floating_point()
+        return small and self.ask(lambda _, tensor: is_copied(tensor, spec), tensor)
 
 
-def _wanted(tensors: Sequence[Tensor | None]) -> tuple[Needs, bool]:
-    """Which of them want a gradient, and whether one is of a kind that no formula knows."""
-    needs, odd = [], False
-    for given in tensors:
-        needs.append(given is not None and given.requires_grad)
-        if given is not None and (
-            given.layout is not torch.strided or given.dtype.is_complex or given.is_nested
-        ):
-            odd = True
-    return tuple(needs), odd
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast would cast a matrix product of `x`; None outside autocast."""
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return None
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or not x.is_floating_point():
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _wanted(tensors: Tensors) -> tuple[Needs, bool]:
+    """Return which tensors want a gradient, and whether one is of a kind that no formula knows."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    odd = [
+        tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_nested
+        for tensor in present
+    ]
+    return tuple([tensor is not None and tensor.requires_grad for tensor in tensors]), True in odd

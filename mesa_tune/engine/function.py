@@ -1,361 +1,254 @@
-"""The one `autograd.Function` of ours: runs a formula, stores what it keeps, and decodes it in backward."""
+"""The one `autograd.Function` of ours: runs a formula, stores what it saves, and restores it in backward."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mesa_tune.codecs import Memory, Spec
-from mesa_tune.engine.formula import Formula, Needs, Result, Static
-from mesa_tune.engine.packed import Held
-from mesa_tune.engine.rematerialize import Recipe, Source, take
-from mesa_tune.engine.storage import Meta, Way, encodes, keep, keep_again, way_of
+from mesa_tune.codecs import Memory
+from mesa_tune.engine.formula import Grads, Needs, Result, Saved
+from mesa_tune.engine.observer import Replay, wants_tensors, watch
+from mesa_tune.engine.plan import CallPlan, Sources, Stored, Tensors
+from mesa_tune.engine.rematerialize import Recipe, Source, Traced, remember, saved_tensor, take
+from mesa_tune.engine.saved import SavedTensor
+from mesa_tune.engine.storage import Packing, decided, store
 from mesa_tune.errors import RunError
-from mesa_tune.ops.maps import Mapped
+from mesa_tune.ops.maps import Deferred
 
 Memories = dict[int, Memory]
-"""What codecs remember of one layer, by the place of the kept tensor in `Result.lossy`."""
+"""What codecs remember of one layer, by the position of the saved tensor in `Result.lossy`."""
 
-
-class Observer(Protocol):
-    """Whoever wants to see what is kept and restored (the profiler); eager only.
-
-    `wants_tensors`: what a step avoids to make is made for it.
-    """
-
-    @property
-    def wants_tensors(self) -> bool: ...
-
-    def begin(self, layer: str | None, given: Any) -> None:
-        """A torch call begins; `layer` is None for a call that is not routed."""
-        ...
-
-    def end(self, layer: str | None, output: Any) -> None:
-        """That call has ended."""
-        ...
-
-    def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None:
-        """A call of `layer` goes by whether one of `tensors` is worth encoding, or copying."""
-        ...
-
-    def kept(
-        self,
-        layer: str,
-        lossy: tuple[Tensor | Mapped, ...],
-        kept: tuple[Meta | Recipe, ...],
-        parts: tuple[list[Tensor], ...],
-        exact: list[Tensor],
-        row: int,
-    ) -> None:
-        """A call has stored `lossy` as `parts` (described by `kept`, under a spec of this `row`), and `exact`
-        as it is.
-        """
-        ...
-
-    def saved(self, layer: str, tensor: Tensor) -> None:
-        """Autograd itself saves `tensor` during a call of `layer`."""
-        ...
-
-    def backward(self, replay: "Replay") -> None:
-        """A call's backward begins."""
-        ...
-
-    def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
-        """A hook gives `tensor` back to autograd; what is returned takes its place."""
-        ...
-
-
-class Plan(NamedTuple):
-    """Everything about a call that is settled before it runs; constant in traced code.
-
-    `needs` and `raw` (never encoded) go by the formula's tensors, as do `recipes`: how to make a tensor again
-    in place of storing it. `gives`: the exact tensors that are handed out together with the encoded parts,
-    for others to make the output again; None if nobody wants it. `known`: for calls whose tensors are all
-    alike, how the last one kept them. `places`: which of the tensors given is each of them, where one is
-    given for several (traced code gives each but once).
-    """
-
-    layer: str
-    formula: Formula
-    static: Static
-    needs: Needs
-    raw: Needs
-    spec: Spec
-    recipes: tuple[Recipe | None, ...]
-    gives: tuple[int, ...] | None
-    known: "Known | None" = None
-    places: tuple[int, ...] | None = None
-
-
-class Replay:
-    """One call's backward, ready to be run again with its kept tensors stored in another way.
-
-    `node` is the call's autograd node, `lossy` what was kept of it as restored, `raw` which of those are
-    never encoded, `present` which inputs of the formula are tensors, `row` after how many elements groups
-    end (0: anywhere).
-    """
-
-    def __init__(
-        self, node: Any, call: "_Kept", lossy: list[Tensor], exact: Any, grads: tuple[Tensor, ...]
-    ) -> None:
-        plan = call.plan
-        self.layer, self.formula, self.static, self.needs = plan.layer, plan.formula, plan.static, plan.needs
-        self.raw, self.present = node.seen
-        self.row = plan.spec.row
-        self.node, self.lossy, self.exact, self.grads = node, lossy, exact, grads
-
-    def run(self, lossy: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:
-        """The gradients that `needs` asks for, from `lossy` in place of what was kept."""
-        return self.formula.backward(self.static, needs, lossy, self.exact, *self.grads)
-
-
-class _Kept(NamedTuple):
-    plan: Plan
-    kept: tuple[Meta | Recipe, ...]
-    exact: int
-    extra: int
-    derived: bool
-
-
-class Known:
-    """How a call kept what its formula named, so that a like one need not ask: each in a way, or (None) as it
-    is, if it was given or is made while it is encoded. What a formula makes of tensors that are alike is
-    alike. Nothing is known while `call` is None.
-    """
-
-    __slots__ = ("call", "ways")
-
-    def __init__(self) -> None:
-        self.call: _Kept | None = None
-        self.ways: list[Way | None] = []
-
-    def note(self, call: _Kept, lossy: Sequence[Tensor | Mapped], own: Sequence[Tensor | None]) -> None:
-        """Remembers a call that kept `lossy`, if each is encoded, or one of its `own` that never is."""
-        ways: list[Way | None] = []
-        for tensor, how in zip(lossy, call.kept, strict=True):
-            if isinstance(how, Recipe) or how.expanded is not None:
-                return
-            if how.coded:
-                ways.append(None if isinstance(tensor, Mapped) else way_of(tensor, call.plan.spec))
-            elif True in [flag for flag, each in zip(call.plan.raw, own, strict=True) if each is tensor]:
-                ways.append(None)
-            else:
-                return
-        self.call, self.ways = call, ways
-
-
-class _Watch:
-    observer: Observer | None = None
-    backwards = 0
-
-
-watch = _Watch()
-
-
-def _is_raw(tensor: Tensor | Mapped, raw: Needs, own: Sequence[Tensor | None]) -> bool:
-    """Whether `tensor` is never encoded: one of `own` that is `raw`, or a view of it (eager)."""
-    for place, given in enumerate(own):
-        if tensor is given:
-            return raw[place]
-    return not isinstance(tensor, Mapped) and True in [
-        flag and given is not None and _same(tensor, given) for flag, given in zip(raw, own, strict=True)
-    ]
-
-
-def _same(tensor: Tensor, given: Tensor) -> bool:
-    strided = tensor.layout is given.layout is torch.strided and not torch.compiler.is_compiling()
-    return strided and tensor.untyped_storage()._cdata == given.untyped_storage()._cdata
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 class Apply(torch.autograd.Function):
-    """`apply(plan, memory, *tensors, key)`: see `Call.apply`.
+    """`apply(plan, memories, *tensors, key)`: one call, as planned.
 
-    `tensors` are the formula's, then those of the recipes; of all tensors given, a Function may change the
-    first alone in place where that is a view. Returns the output, or, where the plan gives, the
-    output, the parts of what was encoded, and the exact tensors.
+    `tensors` are the formula's, then those of the recipes; of all arguments, a Function may change the first
+    tensor alone in place where that is a view. Returns the output, or, where the plan exposes it, the output,
+    the packed parts, and the exact tensors.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, memory: Memories | None, *given: Tensor | None
+        ctx: Any, plan: CallPlan, memories: Memories | None, *arguments: Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
-        tensors, key = given[:-1], given[-1]
+        tensors, key = arguments[:-1], arguments[-1]
         assert key is not None
-        known, formula = plan.known, plan.formula
-        if known is not None and known.call is not None:
-            result = formula.forward(plan.static, plan.needs, *tensors)
-            ctx.save_for_backward(*result.exact, *keep_again(result.lossy, known.ways, plan.spec, key))
-            ctx.call = known.call
-            return result.output
-        if plan.places is not None:
-            tensors = tuple([tensors[place] for place in plan.places])
-        count = len(plan.needs)
-        own = tensors[:count]
-        result = formula.forward(plan.static, plan.needs, *own)
-        return _kept_anew(ctx, plan, key, memory, result, own, tensors[count:])
+        if plan.positions is not None:
+            tensors = tuple([tensors[index] for index in plan.positions])
+        formula, count = plan.formula, len(plan.needs)
+        inputs = tensors[:count]
+        result = formula.forward(plan.static, plan.needs, *inputs)
+        stored = _decided(plan, result, inputs) if plan.stored is None else plan.stored
+        lossy = [_as_stored(tensor, how) for tensor, how in zip(result.lossy, stored, strict=True)]
+        sources = _sources(plan, tensors[count:]) if plan.recipes else {}
+        saved = []
+        for index, (tensor, how) in enumerate(zip(lossy, stored, strict=True)):
+            if isinstance(how, Recipe):
+                saved.append(next(parts for i, parts in sources.items() if tensor is inputs[i]))
+            else:
+                memory = None if memories is None else memories.setdefault(index, {})
+                saved.append(store(tensor, how, plan.spec, key, memory))
+        if plan.stored is None:
+            plan = plan.storing(stored, [len(parts) for parts in saved])
+        ctx.save_for_backward(*result.exact, *[part for parts in saved for part in parts])
+        ctx.plan, ctx.exact = plan, len(result.exact)
+        if watch.observer is not None:
+            _show(ctx, plan, lossy, saved, result.exact, inputs)
+        if result.in_place:
+            ctx.mark_dirty(inputs[0])
+        return _returned(ctx, plan, result, saved)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        call: _Kept = ctx.call
-        traced = torch.compiler.is_compiling()
-        if not traced:
+    def backward(ctx: Any, *grads: Any) -> Grads:
+        plan: CallPlan = ctx.plan
+        if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
-                raise _undefined(call.plan.layer)
+                raise _undefined(plan.layer)
             watch.backwards += 1
+        count = len(ctx.needs_input_grad)
         if grads[0] is None:  # somebody's Function had no gradient for the output
-            return (None,) * len(ctx.needs_input_grad)
-        found = _gradients(ctx, call, grads[0], traced)
-        if call.extra:
-            found = (*found, *(None,) * call.extra)
-        return None, None, *(found if call.plan.places is None else _summed(found, call.plan.places)), None
+            return (None,) * count
+        gradients = _gradients(ctx, plan, grads[0])
+        if plan.positions is not None:
+            gradients = _summed(gradients, plan.positions)
+        return (None, None, *gradients, *(None,) * (count - 2 - len(gradients)))
 
 
-def _gradients(ctx: Any, call: _Kept, grad: Tensor, traced: bool) -> tuple[Tensor | None, ...]:
-    """The gradients of a formula's tensors."""
-    plan, formula, saved = call.plan, call.plan.formula, ctx.saved_tensors
-    exact, held = saved[: call.exact], _held(call, saved)
-    if not (formula.piecewise is None or call.derived or traced or _watched()):
-        found = formula.piecewise(plan.static, plan.needs, held, exact, grad)
-        if found is not None:
-            return found
-    lossy = [each.whole() for each in held]
-    if watch.observer is not None:
-        watch.observer.backward(Replay(ctx, call, lossy, exact, (grad,)))
-    return formula.backward(plan.static, plan.needs, lossy, exact, grad)
+def _decided(plan: CallPlan, result: Result, inputs: Sequence[Tensor | None]) -> Stored:
+    """Return how each lossy tensor is stored: made again if it is an input with a recipe, else by itself."""
+    stored: list[Packing | Recipe] = []
+    for tensor in result.lossy:
+        recipes = [recipe for recipe, given in zip(plan.recipes, inputs, strict=False) if tensor is given]
+        if recipes and recipes[0] is not None:
+            stored.append(recipes[0])
+            continue
+        packing = decided(tensor, plan.spec, plan.layer, _is_exact(tensor, plan.exact, inputs))
+        stored.append(packing._replace(deferred=False) if packing.deferred and wants_tensors() else packing)
+    return tuple(stored)
 
 
-def _held(call: _Kept, saved: tuple[Tensor, ...]) -> list[Held]:
-    """What a call kept, out of all that autograd saved for it."""
-    held, first = [], call.exact
-    for how in call.kept:
-        held.append(Held(saved[first : first + how.parts], how, call.plan.spec))  # type: ignore[arg-type]
-        first += how.parts
-    return held
+def _is_exact(tensor: Tensor | Deferred, exact: Needs, inputs: Sequence[Tensor | None]) -> bool:
+    """Return whether `tensor` is never packed: an input that is `exact`, or a view of one (eager)."""
+    for flag, given in zip(exact, inputs, strict=True):
+        if tensor is given:
+            return flag
+    return isinstance(tensor, Tensor) and True in [
+        flag and given is not None and _share_storage(tensor, given)
+        for flag, given in zip(exact, inputs, strict=True)
+    ]
 
 
-def _kept_anew(
-    ctx: Any,
-    plan: Plan,
-    key: Tensor,
-    memory: Memories | None,
-    result: Result,
-    own: Sequence[Tensor | None],
-    extra: Sequence[Tensor | None],
+def _share_storage(tensor: Tensor, other: Tensor) -> bool:
+    strided = tensor.layout is other.layout is torch.strided and not torch.compiler.is_compiling()
+    return strided and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _sources(plan: CallPlan, extra: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:
+    """Return the tensors of each recipe by the position of the input that it makes."""
+    rest = [tensor for tensor in extra if tensor is not None]
+    return {
+        index: take(rest, recipe.parts) for index, recipe in enumerate(plan.recipes) if recipe is not None
+    }
+
+
+def _returned(
+    ctx: Any, plan: CallPlan, result: Result, saved: Sequence[Sequence[Tensor]]
 ) -> Tensor | tuple[Tensor, ...]:
-    """Stores what a formula named; returns what the call does."""
-    if result.in_place:
-        ctx.mark_dirty(own[0])
-    lossy = [_settled(each, plan) if isinstance(each, Mapped) else each for each in result.lossy]
-    kept, parts = _parts(plan, key, memory, lossy, own, _by_input(plan, extra) if extra else {})
-    ctx.save_for_backward(*result.exact, *[part for each in parts for part in each])
-    derived = True in [isinstance(how, Recipe) for how in kept]
-    ctx.call = _Kept(plan, tuple(kept), len(result.exact), len(extra), derived)
-    if plan.known is not None:
-        plan.known.note(ctx.call, lossy, own)
-    if watch.observer is not None:
-        exact = [each for each in result.exact if each is not None]
-        watch.observer.kept(plan.layer, tuple(lossy), tuple(kept), tuple(parts), exact, plan.spec.row)
-        never = tuple([_is_raw(tensor, plan.raw, own) for tensor in lossy])
-        ctx.seen = never, tuple([given is not None for given in own])
-    if plan.gives is None or (result.in_place and result.output._base is not None):
-        return result.output  # a Function that changes a view must return nothing else
-    given = [part for how, each in zip(kept, parts, strict=True) if _is_fresh(how) for part in each]
-    given += [each for place in plan.gives for each in result.exact[place : place + 1] if each is not None]
-    ctx.mark_non_differentiable(*given)
+    """Return the output, with what the plan exposes."""
+    output = result.output
+    if plan.formula.views and not result.in_place:
+        output = _unviewed(output)
+    if plan.exposes is None or (result.in_place and output._base is not None):
+        return output  # a Function that changes a view must return nothing else
+    assert plan.stored is not None
+    stored = zip(plan.stored, saved, strict=True)
+    exposed = [part for how, parts in stored if isinstance(how, Packing) and how.packed for part in parts]
+    exact: Any = result.exact
+    exposed += [exact[index] for index in plan.exposes if exact[index] is not None]
+    ctx.mark_non_differentiable(*exposed)
     ctx.set_materialize_grads(False)  # zeros in the shape of every part would double them in backward
-    return (result.output, *given)
+    return (output, *exposed)
 
 
-def _parts(
-    plan: Plan,
-    key: Tensor,
-    memory: Memories | None,
-    lossy: Sequence[Tensor | Mapped],
-    own: Sequence[Tensor | None],
-    found: Mapping[int, Source],
-) -> tuple[list[Meta | Recipe], list[list[Tensor]]]:
-    """How each of `lossy` is kept, and what is saved for it; `found` may stand for some of `own`."""
-    kept: list[Meta | Recipe] = []
-    parts: list[list[Tensor]] = []
-    for place, tensor in enumerate(lossy):
-        source = next((found[i] for i in found if tensor is own[i]), None)
-        if source is None:
-            remembered = None if memory is None else memory.setdefault(place, {})
-            raw = _is_raw(tensor, plan.raw, own)
-            saved, how = keep(tensor, plan.spec, key, raw, plan.layer, remembered)
-            kept.append(how)
-            parts.append(saved)
-        else:
-            kept.append(source.recipe)
-            parts.append(list(source.tensors))
-    return kept, parts
+def _unviewed(tensor: Tensor) -> Tensor:
+    """Return `tensor`, no view to autograd: an in-place operation on a view that a Function returns would
+    fail. A tracer wants another tensor, too: an input must not be returned as it is.
+    """
+    if torch.compiler.is_compiling():
+        renewed: Tensor = _UNSAFE_VIEW(tensor, tensor.shape)
+        return renewed
+    return tensor if tensor._base is None else tensor.data
+
+
+def _show(
+    ctx: Any,
+    plan: CallPlan,
+    lossy: Sequence[Tensor | Deferred],
+    saved: Sequence[list[Tensor]],
+    exact: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+) -> None:
+    """Show the observer what a call stores."""
+    assert watch.observer is not None
+    assert plan.stored is not None
+    others = [tensor for tensor in exact if tensor is not None]
+    watch.observer.stored(plan.layer, tuple(lossy), plan.stored, tuple(saved), others, plan.spec.row)
+    never = tuple([_is_exact(tensor, plan.exact, inputs) for tensor in lossy])
+    ctx.seen = never, tuple([tensor is not None for tensor in inputs])
+
+
+def _as_stored(tensor: Tensor | Deferred, how: Packing | Recipe) -> Tensor | Deferred:
+    """Return a deferred tensor if the codec has computed it, else the tensor."""
+    if isinstance(tensor, Tensor) or (isinstance(how, Packing) and how.deferred):
+        return tensor
+    return tensor.make()
+
+
+def _gradients(ctx: Any, plan: CallPlan, grad: Tensor) -> Grads:
+    """Return the gradients of the formula's tensors."""
+    tensors, first = ctx.saved_tensors, ctx.exact
+    assert plan.stored is not None
+    lossy: list[SavedTensor] = []
+    for how in plan.stored:
+        lossy.append(saved_tensor(tensors[first : first + how.parts], how, plan.spec))
+        first += how.parts
+    saved = Saved(plan.static, plan.needs, lossy, tensors[: ctx.exact])
+    if wants_tensors():
+        assert watch.observer is not None
+        saved = saved._replace(lossy=[SavedTensor.of(tensor.whole()) for tensor in lossy])
+        watch.observer.backward(Replay(ctx, plan, saved, grad))
+    return plan.formula.backward(saved, grad)
 
 
 apply_plan: Any = super(torch.autograd.Function, Apply).apply  # pyright: ignore[reportAttributeAccessIssue]
 """`Apply.apply` for eager code without transforms of `torch.func`: without what looks for them."""
 
 
-def applied(plan: Plan, key: Tensor, memory: Memories | None, *tensors: Tensor | None) -> Any:
-    """`Apply.apply` of a plan, wherever it is called."""
+def applied(plan: CallPlan, memories: Memories | None, key: Tensor, *tensors: Tensor | None) -> Any:
+    """Return `Apply.apply` of a plan, wherever it is called."""
     if torch.compiler.is_compiling():
-        distinct, places = _distinct(tensors)
+        distinct, positions = _distinct(tensors)
         if len(distinct) < len(tensors):
-            plan, tensors = Plan(*plan[:-1], tuple(places)), tuple(distinct)
+            plan, tensors = plan._replace(positions=tuple(positions)), tuple(distinct)
     elif not torch._C._are_functorch_transforms_active():
-        return apply_plan(plan, memory, *tensors, key)
-    return Apply.apply(plan, memory, *tensors, key)  # type: ignore[no-untyped-call]
+        return apply_plan(plan, memories, *tensors, key)
+    return Apply.apply(plan, memories, *tensors, key)  # type: ignore[no-untyped-call]
+
+
+def run(
+    plan: CallPlan,
+    memories: Memories | None,
+    key: Tensor,
+    tensors: Tensors,
+    sources: Sources,
+    traced: Traced | None = None,
+    recipe: Recipe | None = None,
+) -> Any:
+    """Return the output of a call as planned, which makes inputs again from `sources`.
+
+    What makes its output again is noted if the plan exposes it (`recipe`, if it is known).
+    """
+    # Detached: they get no gradient here, and a backward must not reach others' graphs through them.
+    made = [index for index, recipe in enumerate(plan.recipes) if recipe is not None]
+    extra = [tensor.detach() for index in made for tensor in sources[index].tensors]
+    returned = applied(plan, memories, key, *tensors, *extra)
+    if plan.exposes is None or isinstance(returned, Tensor):
+        return returned
+    y, *parts = returned
+    plan = plan.predicted(tensors, parts) if torch.compiler.is_compiling() else y.grad_fn.plan
+    recipe = recipe or plan.recipe(tensors, sources, y)
+    remember(y, Source(recipe, tuple(plan.ingredients(tensors, sources, parts))), traced)
+    return y
 
 
 def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
-    """Each tensor once, and the place of each there."""
-    found: list[Tensor | None] = []
-    places = []
+    """Return each tensor once, and the position of each there."""
+    distinct: list[Tensor | None] = []
+    positions = []
     for tensor in tensors:
-        known = [place for place, each in enumerate(found) if each is tensor and tensor is not None]
-        places.append(known[0] if known else len(found))
-        if not known:
-            found.append(tensor)
-    return found, places
+        index = [i for i, other in enumerate(distinct) if other is tensor and tensor is not None]
+        positions.append(index[0] if index else len(distinct))
+        if not index:
+            distinct.append(tensor)
+    return distinct, positions
 
 
-def _summed(grads: Sequence[Tensor | None], places: tuple[int, ...]) -> list[Tensor | None]:
-    """For each tensor given, the sum of the gradients for all that it was given for."""
-    sums: list[Tensor | None] = [None] * (max(places) + 1)
-    for grad, place in zip(grads, places, strict=True):
+def _summed(grads: Grads, positions: tuple[int, ...]) -> Grads:
+    """Return, for each tensor passed, the sum of the gradients for all that it was passed for."""
+    sums: list[Tensor | None] = [None] * (max(positions) + 1)
+    for grad, index in zip(grads, positions, strict=False):
         if grad is not None:
-            known = sums[place]
-            sums[place] = grad if known is None else known + grad
-    return sums
-
-
-def _watched() -> bool:
-    """Whether somebody wants to see every tensor."""
-    return watch.observer is not None and watch.observer.wants_tensors
+            total = sums[index]
+            sums[index] = grad if total is None else total + grad
+    return tuple(sums)
 
 
 def _undefined(layer: str) -> RunError:
     return RunError(
-        f"backward with create_graph=True reached {layer!r}, which keeps a compressed copy.\n"
+        f"backward with create_graph=True reached {layer!r}, which saves a compressed copy.\n"
         "Second derivatives of compressed layers are not defined; "
         "give that layer `enable: False`, or mt.revert(model)."
     )
-
-
-def _by_input(plan: Plan, extra: Sequence[Tensor | None]) -> dict[int, Source]:
-    """By input, the recipe that stands for it, with its tensors."""
-    tensors = [tensor for tensor in extra if tensor is not None]
-    return {
-        place: Source(recipe, tuple(take(tensors, recipe.parts)))
-        for place, recipe in enumerate(plan.recipes)
-        if recipe is not None
-    }
-
-
-def _settled(each: Mapped, plan: Plan) -> Tensor | Mapped:
-    """`each`, made unless the encoder can make it and nobody wants to see it."""
-    return each.make() if _watched() or not encodes(each, plan.spec, plan.layer) else each
-
-
-def _is_fresh(kept: Meta | Recipe) -> bool:
-    return isinstance(kept, Meta) and kept.coded

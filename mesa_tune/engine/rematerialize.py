@@ -1,40 +1,42 @@
-"""Having a function's output again without storing it: from what its producer keeps anyway (`store: derive`).
+"""Making a function's output again in backward from what its producer saves anyway (`store: derive`).
 
-A layer norm's output is γ x̂ + β of the x̂ that the norm keeps, and so the layers after it need not keep it.
-The producer gives its packed parts out beside its output; the consumer saves those, and rebuilds the output
-in its backward. What is hard is never to take another tensor for that output: eager code finds it by storage
-and version, as `storage` does; traced code, which can ask for neither, by the tensor itself.
+A layer norm's output is γ x̂ + β of the x̂ that the norm saves, and so the layers after it need not save it.
+The producer returns its packed parts beside its output; the consumer saves those, and makes the output again
+in its backward. What is hard is never to take another tensor for that output: eager code finds it by the
+registry; traced code, which can ask for neither storage nor version, by the tensor itself.
 """
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.formula import Formula, Needs, Static
-from mesa_tune.engine.storage import Meta, restore
+from mesa_tune.engine.rebuild import Ingredients
+from mesa_tune.engine.registry import registry
+from mesa_tune.engine.saved import SavedTensor
+from mesa_tune.engine.storage import Packing, as_is, restore
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a tensor in its storage."""
 
 
 class Recipe(NamedTuple):
-    """How to make the output of `layer` again, or a view of it, from `parts` tensors.
+    """How to make the output of `layer` again, or a view of it, from a list of tensors.
 
-    They are those of what the producer keeps (`kept`), what it keeps exactly, inputs that are there anyway
-    (a norm's weight), and those of `inputs`, which have to be made again first.
+    The list has what the producer saves (`saved`), `exact` tensors that it saves exactly, inputs that exist
+    anyway (`references`: a norm's weight), and what those `inputs` take that have to be made again first.
     """
 
     layer: str
     formula: Formula
     static: Static
     spec: Spec
-    kept: tuple["Meta | Recipe", ...]
+    saved: tuple["Packing | Recipe", ...]
     exact: int
     references: Needs
     inputs: tuple["Recipe", ...]
@@ -44,18 +46,19 @@ class Recipe(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """How many tensors the recipe needs."""
-        below = sum(each.parts for each in (*self.kept, *self.inputs))
+        """The number of tensors that the recipe takes."""
+        below = sum(source.parts for source in (*self.saved, *self.inputs))
         return below + self.exact + sum(self.references)
 
     def seen_as(self, tensor: Tensor) -> "Recipe":
-        """The recipe of `tensor`, a view of the output."""
-        return Recipe(*self[:-1], geometry(tensor))
+        """Return the recipe of `tensor`, a view of the output."""
+        view = geometry(tensor)
+        return self if view == self.view else self._replace(view=view)
 
     def layers(self) -> list[str]:
-        """The layers whose kept tensors this takes, this one first."""
-        below = [each for each in (*self.kept, *self.inputs) if isinstance(each, Recipe)]
-        return [self.layer, *(name for each in below for name in each.layers())]
+        """Return the layers whose saved tensors this takes, this one first."""
+        below = [source for source in (*self.saved, *self.inputs) if isinstance(source, Recipe)]
+        return [self.layer, *(layer for source in below for layer in source.layers())]
 
 
 class Source(NamedTuple):
@@ -65,32 +68,50 @@ class Source(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-def restored(kept: Meta | Recipe, parts: Sequence[Tensor], spec: Spec) -> Tensor:
-    """The kept tensor, from its own parts or made again."""
-    return rebuilt(kept, parts) if isinstance(kept, Recipe) else restore(parts, kept, spec)
+class Rematerialized(SavedTensor):
+    """A saved tensor that is made again by a recipe, and only as a whole."""
+
+    __slots__ = ("recipe",)
+
+    def __init__(self, parts: Sequence[Tensor], recipe: Recipe) -> None:
+        super().__init__(parts, as_is(recipe.view[0], recipe.dtype), None)
+        self.recipe = recipe
+
+    def whole(self) -> Tensor:
+        """Return the tensor, made again."""
+        return rebuilt(self.recipe, self.parts)
+
+
+def saved_tensor(parts: Sequence[Tensor], how: Packing | Recipe, spec: Spec) -> SavedTensor:
+    """Return the tensor that was saved as `parts`."""
+    return Rematerialized(parts, how) if isinstance(how, Recipe) else SavedTensor(parts, how, spec)
 
 
 def rebuilt(recipe: Recipe, tensors: Sequence[Tensor]) -> Tensor:
-    """The output that `recipe` describes, or the view of it."""
+    """Return the output that `recipe` describes, or the view of it."""
     rest = list(tensors)
-    lossy = [restored(each, take(rest, each.parts), recipe.spec) for each in recipe.kept]
+    lossy = [_restored(how, take(rest, how.parts), recipe.spec) for how in recipe.saved]
     exact = take(rest, recipe.exact)
     references = [take(rest, 1)[0] if present else None for present in recipe.references]
-    inputs = [rebuilt(each, take(rest, each.parts)) for each in recipe.inputs]
+    inputs = [rebuilt(source, take(rest, source.parts)) for source in recipe.inputs]
     rebuild = recipe.formula.rebuild
     assert rebuild is not None
-    y = rebuild.run(recipe.static, lossy, exact, references, inputs).to(recipe.dtype)
-    return _placed(y, recipe.output, recipe.view)
+    y = rebuild.run(Ingredients(recipe.static, lossy, exact, references, inputs)).to(recipe.dtype)
+    return _laid_out(y, recipe.output, recipe.view)
+
+
+def _restored(how: Packing | Recipe, parts: Sequence[Tensor], spec: Spec) -> Tensor:
+    return rebuilt(how, parts) if isinstance(how, Recipe) else restore(parts, how, spec)
 
 
 def take(tensors: list[Tensor], count: int) -> list[Tensor]:
-    """The first `count` tensors, which leave the list."""
+    """Return the first `count` tensors, which leave the list."""
     taken = tensors[:count]
     del tensors[:count]
     return taken
 
 
-def _placed(y: Tensor, output: Geometry, view: Geometry) -> Tensor:
+def _laid_out(y: Tensor, output: Geometry, view: Geometry) -> Tensor:
     shape, strides, offset = output
     if y.stride() != strides:
         y = torch.empty_strided(shape, strides, dtype=y.dtype, device=y.device).copy_(y)
@@ -98,61 +119,44 @@ def _placed(y: Tensor, output: Geometry, view: Geometry) -> Tensor:
 
 
 def geometry(tensor: Tensor) -> Geometry:
-    """Where the elements of `tensor` lie in its storage."""
+    """Return where the elements of `tensor` lie in its storage."""
     # Traced code cannot ask for the offset: it knows only whole outputs, and them reshaped.
     offset = 0 if torch.compiler.is_compiling() else int(tensor.storage_offset())
     return tuple(tensor.shape), tuple(tensor.stride()), offset
 
 
-class _Known(NamedTuple):
-    storage: weakref.ref[UntypedStorage]
+class _Output(NamedTuple):
+    """An output that can be made again, as long as its tensors live and its storage keeps this version."""
+
     version: int
     recipe: Recipe
     tensors: list[weakref.ref[Tensor]]
 
 
-class _Outputs(threading.local):
-    def __init__(self) -> None:
-        self.known: dict[int, _Known] = {}
-
-
-_outputs = _Outputs()
-
 Traced = list[tuple[Tensor, Source]]
 """What traced code knows of outputs; lives as long as the outermost forward."""
 
 
-def forget_outputs() -> None:
-    """Empties the table of known outputs; called when an outermost forward begins."""
-    _outputs.known.clear()
-
-
 def remember(y: Tensor, source: Source, traced: Traced | None) -> None:
-    """`y` can be made again from `source`, as long as its tensors live."""
+    """Note that `y` can be made again from `source`, as long as its tensors live."""
     if torch.compiler.is_compiling():
         if traced is not None:
             traced.append((y, source))
-        return
-    if not torch.ops.aten.is_non_overlapping_and_dense(y):
-        return
-    storage, references = y.untyped_storage(), [weakref.ref(tensor) for tensor in source.tensors]
-    _outputs.known[storage._cdata] = _Known(weakref.ref(storage), y._version, source.recipe, references)
+    elif torch.ops.aten.is_non_overlapping_and_dense(y):
+        references = [weakref.ref(tensor) for tensor in source.tensors]
+        registry().file(y)["output"] = _Output(y._version, source.recipe, references)
 
 
 def find(tensor: Tensor, traced: Traced | None) -> Source | None:
-    """How to make `tensor` again; None where nothing is known."""
+    """Return how to make `tensor` again; None where nothing is known."""
     if torch.compiler.is_compiling():
         return _find_traced(tensor, traced or [])
-    if tensor.layout is not torch.strided:
+    facts = registry().facts(tensor) if tensor.layout is torch.strided else None
+    output: _Output | None = None if facts is None else facts.get("output")
+    if output is None or output.version != tensor._version:
         return None
-    storage = tensor.untyped_storage()
-    found = _outputs.known.get(storage._cdata)
-    if found is None or found.storage() is not storage or found.version != tensor._version:
-        return None
-    tensors = tuple(each for reference in found.tensors if (each := reference()) is not None)
-    if len(tensors) < len(found.tensors):
-        return None
-    return Source(found.recipe.seen_as(tensor), tensors)
+    tensors = tuple([alive for reference in output.tensors if (alive := reference()) is not None])
+    return Source(output.recipe.seen_as(tensor), tensors) if len(tensors) == len(output.tensors) else None
 
 
 _OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")}
@@ -167,21 +171,21 @@ def _writes(name: str) -> bool:
 
 IN_PLACE = {
     function
-    for place in (Tensor, torch, F)
-    for name in dir(place)
-    if _writes(name) and callable(function := getattr(place, name))
+    for owner in (Tensor, torch, F)
+    for name in dir(owner)
+    if _writes(name) and callable(function := getattr(owner, name))
 }
 """torch's functions that write over their first argument."""
 
 
-def changed(function: Any, args: Any, kwargs: Any, traced: Traced, known: int) -> None:
-    """Traced code has called `function`, which may have changed its first argument in place.
+def changed(function: Any, args: Any, kwargs: Any, traced: Traced, count: int) -> None:
+    """Forget outputs that traced code may have changed in place by calling `function`.
 
-    Eager code sees that by the version. Of the outputs, the first `known` were there before the call.
+    Eager code sees that by the version. Of the outputs, the first `count` existed before the call.
     """
-    in_place = function in IN_PLACE or kwargs.get("inplace") or any(given is True for given in args)
-    if known and args and in_place:
-        valid = [pair for pair in traced[:known] if not _are_one(pair[0], args[0])] + traced[known:]
+    in_place = function in IN_PLACE or kwargs.get("inplace") or any(argument is True for argument in args)
+    if count and args and in_place:
+        valid = [pair for pair in traced[:count] if not _are_one(pair[0], args[0])] + traced[count:]
         traced.clear()
         traced.extend(valid)
 
@@ -192,7 +196,7 @@ def _are_one(y: Tensor, tensor: Any) -> bool:
 
 def _find_traced(tensor: Tensor, traced: Traced) -> Source | None:
     for y, source in reversed(traced):
-        reshaped = tensor._base is y and tensor.numel() == y.numel() and tensor.is_contiguous()
-        if tensor is y or (reshaped and y.is_contiguous()):
+        reshaped = _are_one(y, tensor) and tensor.numel() == y.numel()
+        if tensor is y or (reshaped and tensor.is_contiguous() and y.is_contiguous()):
             return Source(source.recipe.seen_as(tensor), source.tensors)
     return None

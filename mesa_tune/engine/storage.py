@@ -1,239 +1,236 @@
-"""Storing a tensor for backward, once however many layers keep it (Rules 2 and 3).
+"""Storing a tensor for backward: how is decided once per geometry, and an equal copy is stored once.
 
-The hard part is never to hand out a stale copy: an address is reused as soon as a tensor dies, and an in-
-place operation changes a tensor without moving it. A copy is therefore found by storage *and* version, and
-only while both the storage and the packed parts are alive.
+However many layers save a tensor under the same settings, there is one packed copy (Rule 3), found by the
+tensor's storage and version while both the storage and the packed parts are alive.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Memory, Spec, refusal
+from mesa_tune.engine.registry import registry
 from mesa_tune.notice import warn_once
-from mesa_tune.ops.maps import Mapped
+from mesa_tune.ops.maps import Deferred
 from mesa_tune.policy.settings import SCRAP
 
 
-class Meta(NamedTuple):
-    """How to rebuild a kept tensor from its parts; `coded` False: the part is the tensor itself.
+class Packing(NamedTuple):
+    """How one tensor of this shape and dtype is stored, as `parts` tensors, and comes back.
 
-    `strides`: it was encoded in the order of memory, and comes back in its layout.
+    `packed`: by the codec; else it is saved as it is, or, if `copied`, as a copy out of a large storage.
+    `deferred`: the codec computes it while encoding. `strides`: it is packed in the order of memory, and
+    comes back in this layout. `expanded`: the shape to which it was repeated; then only the elements at
+    `core` are stored. `numel` elements are stored; packed they take `bytes` (None: too few), unless there is
+    a `refusal` of the codec. `copy_key`: what an equal copy has in common with it.
     """
 
-    parts: int
-    coded: bool
+    packed: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
-    expanded: tuple[int, ...] | None
+    parts: int = 1
+    copied: bool = False
+    deferred: bool = False
     strides: tuple[int, ...] | None = None
+    expanded: tuple[int, ...] | None = None
+    core: tuple[slice, ...] | None = None
+    numel: int = 0
+    bytes: int | None = None
+    refusal: str | None = None
+    copy_key: tuple[Any, ...] = ()
+
+    def in_parts(self, count: int) -> "Packing":
+        """Return the packing with this number of parts."""
+        return self if self.parts == count else self._replace(parts=count)
 
 
-class Way(NamedTuple):
-    """How tensors of one shape, strides, dtype and device are stored under one spec.
-
-    `numel` and `encoded` (bytes; None: too small, or no number of ours) are those of what is there: of an
-    expanded tensor its part `one`. `refused`: why the codec cannot take it; `coded`: that it is encoded.
-    `scrap`: a storage of so many bytes is not held for it. `copy`: what of all that an equal copy depends on.
-    `meta` counts the parts that most codecs make; `traced`: for traced code.
-    """
-
-    numel: int
-    encoded: int | None
-    refused: str | None
-    coded: bool
-    scrap: int | None
-    one: tuple[slice, ...] | None
-    copy: tuple[Any, ...]
-    meta: Meta
-    traced: bool
-
-
-_KNOWN_WAYS = 1 << 12
-_ways: dict[Any, Way] = {}
+_CACHED_PACKINGS = 1 << 12
+_packings: dict[Any, Packing] = {}
 _numbers: dict[Spec, int] = {}
 """A number for every spec, which is compared faster."""
 _next_number = count()
 
 
-def way_of(tensor: Tensor, spec: Spec) -> Way:
-    """How `tensor` is stored under `spec`; asked once for all that are alike."""
+def as_is(shape: Sequence[int], dtype: torch.dtype) -> Packing:
+    """Return the packing of a tensor that is saved as it is."""
+    return Packing(False, tuple(shape), dtype)
+
+
+def packing_of(tensor: Tensor | Deferred, spec: Spec) -> Packing:
+    """Return how a tensor of this geometry is stored under `spec`; see `decided` for the rest."""
+    if isinstance(tensor, Deferred):
+        return _deferred_packing(tensor, spec)
     if torch.compiler.is_compiling():
-        return _way(tensor, spec)
-    alike = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, spec)
-    way = _ways.get(alike)
-    if way is None:
-        if len(_ways) >= _KNOWN_WAYS:
-            _ways.clear()
-        way = _ways[alike] = _way(tensor, spec)
-    return way
+        return _packing(tensor, spec)
+    geometry = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, spec)
+    packing = _packings.get(geometry)
+    if packing is None:
+        if len(_packings) >= _CACHED_PACKINGS:
+            _packings.clear()
+        packing = _packings[geometry] = _packing(tensor, spec)
+    return packing
 
 
-def _way(tensor: Tensor, spec: Spec) -> Way:
-    expanded = one = None
-    traced = torch.compiler.is_compiling()
+def _packing(tensor: Tensor, spec: Spec) -> Packing:
+    expanded = core = None
     if 0 in tensor.stride():
         expanded = tuple(tensor.shape)
-        one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-        tensor = tensor[one]
-    numel, floating = tensor.numel(), tensor.is_floating_point()
-    whole = numel * tensor.element_size()
-    encoded = refused = scrap = None
-    if floating and numel > spec.min_elements:
-        encoded = CODECS[spec.codec].packed_bytes(tensor.shape, spec, tensor.element_size())
-        refused = refusal(tensor, spec)
-    elif floating and numel > 0 and not traced:
-        scrap = whole * SCRAP
-    coded = spec.levels > 0 and encoded is not None and encoded < whole and refused is None
-    run = coded and _is_one_run(tensor, spec)
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    alone = _numbers.setdefault(spec.alone, next(_next_number)) if coded and not traced else -1
-    copy = (numel if run else (shape, strides), tensor.dtype, alone)
-    laid_out = strides if run and not tensor.is_contiguous() else None
-    meta = Meta(2 if coded else 1, coded, shape, tensor.dtype, expanded, laid_out)
-    return Way(numel, encoded, refused, coded, scrap, one, copy, meta, traced)
-
-
-def _is_one_run(tensor: Tensor, spec: Spec) -> bool:
-    """Whether groups may follow the order of memory, so that all dense views of a storage share a copy."""
-    if torch.compiler.is_compiling() or spec.codec != "quantize" or spec.quant_groups:
-        return False
-    # Who makes an output again knows the shape of what is kept, not its layout.
-    return tensor.is_contiguous() or (
-        not spec.serves and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+        core = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+        tensor = tensor[core]
+    numel, shape, strides = tensor.numel(), tuple(tensor.shape), tuple(tensor.stride())
+    packed_bytes = why = None
+    if tensor.is_floating_point() and numel > spec.min_elements:
+        packed_bytes = CODECS[spec.codec].packed_bytes(shape, spec, tensor.element_size())
+        why = refusal(tensor, spec)
+    smaller = packed_bytes is not None and packed_bytes < numel * tensor.element_size()
+    packed = smaller and spec.levels > 0 and why is None
+    in_memory_order = packed and _is_in_memory_order(tensor, spec)
+    traced = torch.compiler.is_compiling()
+    number = _numbers.setdefault(spec.alone, next(_next_number)) if packed and not traced else -1
+    return Packing(
+        packed,
+        shape,
+        tensor.dtype,
+        parts=2 if packed else 1,
+        strides=strides if in_memory_order and not tensor.is_contiguous() else None,
+        expanded=expanded,
+        core=core,
+        numel=numel,
+        bytes=packed_bytes,
+        refusal=why,
+        copy_key=(numel if in_memory_order else (shape, strides), tensor.dtype, number),
     )
 
 
-def is_encoded(tensor: Tensor, spec: Spec, layer: str, element_size: int | None = None) -> bool:
-    """Whether `tensor` of `layer` is encoded under `spec`: large enough, smaller so than in `element_size`
-    bytes an element, and of a kind that the codec can take, else it says so.
+def _is_in_memory_order(tensor: Tensor, spec: Spec) -> bool:
+    """Return whether groups may follow the order of memory, so that all dense views of a storage share a
+    copy.
     """
-    way = way_of(tensor, spec)
-    if way.coded and element_size is None:
-        return True
-    size = tensor.element_size() if element_size is None else element_size
-    if way.encoded is None or not way.encoded < way.numel * size:
+    if torch.compiler.is_compiling() or spec.codec != "quantize" or spec.quant_groups:
         return False
-    if way.refused is not None:
-        warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {way.refused}.")
-    return way.refused is None
+    # A layer that derives an output knows the shape of what was saved, not its layout.
+    dense = torch.ops.aten.is_non_overlapping_and_dense
+    return tensor.is_contiguous() or (not spec.exposes and bool(dense(tensor)))
 
 
-def is_scrap(tensor: Tensor, spec: Spec) -> bool:
-    """Whether `tensor` is too small to encode but a view of a large storage, all of which it would hold."""
-    scrap = way_of(tensor, spec).scrap
-    return scrap is not None and scrap <= tensor.untyped_storage().nbytes()
+def _deferred_packing(deferred: Deferred, spec: Spec) -> Packing:
+    packing = packing_of(deferred.source, spec)
+    if deferred.kind == "definite":
+        possible = packing.core is None
+    else:
+        possible = hasattr(CODECS[spec.codec], "encode_deferred")
+    return packing._replace(deferred=True) if packing.packed and possible else packing
 
 
-def keep(
-    tensor: Tensor | Mapped,
-    spec: Spec,
-    key: Tensor,
-    raw: bool,
-    layer: str = "",
-    memory: Memory | None = None,
-) -> tuple[list[Tensor], Meta]:
-    """What to save for `tensor` of `layer`: its encoded parts; a copy if it is a scrap; or itself when `raw`,
-    small, or no smaller encoded. One that the codec `encodes` while it is made is made by it.
+def is_packed(tensor: Tensor, spec: Spec, layer: str, element_size: int | None = None) -> bool:
+    """Return whether `tensor` of `layer` is packed under `spec`, and smaller so than with `element_size`
+    bytes per element; warn if the codec cannot take it.
     """
-    if isinstance(tensor, Mapped):
-        return _keep_mapped(tensor, spec, key, memory)
-    if raw:
-        return [tensor], Meta(1, False, tensor.shape, tensor.dtype, None)
-    way = way_of(tensor, spec)
-    if way.one is not None:
-        tensor = tensor[way.one]
-    if way.coded:
-        parts = _encode_once(tensor, spec, key, memory, way)
-        return parts, _counted(way.meta, len(parts))
-    if way.refused is not None:
-        is_encoded(tensor, spec, layer)  # which says why not
-    if way.scrap is not None and is_scrap(tensor, spec):
-        return _once(tensor, way.copy, _cloned, tensor), way.meta
-    return [tensor], way.meta
+    packing = packing_of(tensor, spec)
+    size = tensor.element_size() if element_size is None else element_size
+    if packing.bytes is None or packing.bytes >= packing.numel * size:
+        return False
+    warn_of_refusal(packing, layer)
+    return packing.refusal is None
 
 
-def keep_again(
-    lossy: Sequence[Tensor | Mapped], ways: Sequence[Way | None], spec: Spec, key: Tensor
+def warn_of_refusal(packing: Packing, layer: str) -> None:
+    """Warn if the codec cannot take a tensor of `layer` (Rule 9)."""
+    if packing.refusal is not None:
+        warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {packing.refusal}.")
+
+
+def decided(tensor: Tensor | Deferred, spec: Spec, layer: str = "", exact: bool = False) -> Packing:
+    """Return how `tensor` of `layer` is stored: `exact`, packed, or, if it is small, saved or copied."""
+    if exact and isinstance(tensor, Tensor):
+        return as_is(tensor.shape, tensor.dtype)
+    packing = packing_of(tensor, spec)
+    warn_of_refusal(packing, layer)
+    if isinstance(tensor, Tensor) and is_copied(tensor, spec):
+        return packing._replace(copied=True)
+    return packing
+
+
+def is_copied(tensor: Tensor, spec: Spec) -> bool:
+    """Return whether `tensor`, too small to be packed, views a large storage, all of which it would hold."""
+    packing = packing_of(tensor, spec)
+    small = packing.bytes is None and packing.numel > 0 and tensor.is_floating_point()
+    if not small or torch.compiler.is_compiling():
+        return False
+    return packing.numel * tensor.element_size() * SCRAP <= tensor.untyped_storage().nbytes()
+
+
+def store(
+    tensor: Tensor | Deferred, packing: Packing, spec: Spec, key: Tensor, memory: Memory | None = None
 ) -> list[Tensor]:
-    """What `keep` saves for each, if it goes its way, or (None) stays as it is or is made by the codec."""
-    saved: list[Tensor] = []
-    for tensor, way in zip(lossy, ways, strict=True):
-        if isinstance(tensor, Mapped) and tensor.kind == "definite":
-            saved += _encode_definite(tensor, spec, key, None)
-        elif way is not None:
-            made = tensor.make() if isinstance(tensor, Mapped) else tensor
-            saved += _encode_once(made, spec, key, None, way)
-        elif isinstance(tensor, Mapped):
-            saved += CODECS[spec.codec].encode_mapped(tensor, spec, key)  # type: ignore[attr-defined]
-        else:
-            saved.append(tensor)
-    return saved
+    """Return what to save for `tensor`, as `packing` says: packed parts, a copy, or itself."""
+    if isinstance(tensor, Deferred):
+        if packing.deferred:
+            return _store_deferred(tensor, packing, spec, key, memory)
+        tensor = tensor.make()
+    if packing.core is not None:
+        tensor = tensor[packing.core]
+    if packing.packed:
+        return _pack_once(tensor, packing, spec, key, memory)
+    return _once(tensor, packing.copy_key, _cloned, tensor) if packing.copied else [tensor]
 
 
-def _counted(meta: Meta, parts: int) -> Meta:
-    """`meta` with that many parts."""
-    return meta if meta.parts == parts else Meta(parts, *meta[1:])
-
-
-def _encode_once(tensor: Tensor, spec: Spec, key: Tensor, memory: Memory | None, way: Way) -> list[Tensor]:
+def _pack_once(
+    tensor: Tensor, packing: Packing, spec: Spec, key: Tensor, memory: Memory | None
+) -> list[Tensor]:
     encode = CODECS[spec.codec].encode
-    if way.traced:  # equal functional ops are merged by the compiler
+    if torch.compiler.is_compiling():  # the compiler merges equal functional ops
         return encode(tensor, spec, key)
-    given = tensor if way.meta.strides is None else tensor.as_strided((way.numel,), (1,))
-    return _once(tensor, way.copy, encode, given, spec, key, memory)
+    return _once(tensor, packing.copy_key, encode, _in_memory_order(tensor, packing), spec, key, memory)
 
 
-def encodes(mapped: Mapped, spec: Spec, layer: str) -> bool:
-    """Whether the codec makes `mapped` of `layer` while encoding it."""
-    if mapped.kind == "definite":
-        way = way_of(mapped.source, spec)
-        return way.coded and way.one is None
-    possible = hasattr(CODECS[spec.codec], "encode_mapped") and spec.levels > 0
-    return possible and is_encoded(mapped.source, spec, layer)
+def _in_memory_order(tensor: Tensor, packing: Packing) -> Tensor:
+    return tensor if packing.strides is None else tensor.as_strided((packing.numel,), (1,))
 
 
-def _keep_mapped(mapped: Mapped, spec: Spec, key: Tensor, memory: Memory | None) -> tuple[list[Tensor], Meta]:
-    if mapped.kind == "definite":
-        parts = _encode_definite(mapped, spec, key, memory)
-        return parts, _counted(way_of(mapped.source, spec).meta, len(parts))
-    parts = CODECS[spec.codec].encode_mapped(mapped, spec, key)  # type: ignore[attr-defined]
-    return parts, Meta(len(parts), True, mapped.source.shape, mapped.source.dtype, None)
+def _store_deferred(
+    deferred: Deferred, packing: Packing, spec: Spec, key: Tensor, memory: Memory | None
+) -> list[Tensor]:
+    codec: Any = CODECS[spec.codec]
+    if deferred.kind != "definite":
+        parts: list[Tensor] = codec.encode_deferred(deferred, spec, key)
+        return parts
+    # Layers that save the source itself share the copy: only NaN differ.
+    source = deferred.source
+    deferred = deferred._replace(source=_in_memory_order(source, packing))
+    if hasattr(codec, "encode_deferred"):
+        return _once(source, packing.copy_key, codec.encode_deferred, deferred, spec, key)
+    return _once(source, packing.copy_key, lambda: codec.encode(deferred.made(), spec, key, memory))
 
 
-def _encode_definite(mapped: Mapped, spec: Spec, key: Tensor, memory: Memory | None) -> list[Tensor]:
-    """The parts of a tensor without its NaN; whoever saves the tensor itself shares them."""
-    codec, source = CODECS[spec.codec], mapped.source
-    way = way_of(source, spec)
-    if way.meta.strides is not None:
-        mapped = mapped._replace(source=source.as_strided((way.numel,), (1,)))
-    made_inside = getattr(codec, "encode_mapped", None)
-    if made_inside is not None:
-        return _once(source, way.copy, made_inside, mapped, spec, key)
-    return _once(source, way.copy, _encode_made, mapped, spec, key, memory)
-
-
-def _encode_made(mapped: Mapped, spec: Spec, key: Tensor, memory: Memory | None) -> list[Tensor]:
-    return CODECS[spec.codec].encode(mapped.made(), spec, key, memory)
+def restore(parts: Sequence[Tensor], packing: Packing, spec: Spec) -> Tensor:
+    """Return the saved tensor: bitwise if it was saved as it is, as decoded otherwise."""
+    if packing.strides is not None:
+        run = CODECS[spec.codec].decode(parts, (packing.numel,), packing.dtype, spec)
+        tensor = run.as_strided(packing.shape, packing.strides)
+    elif packing.packed:
+        tensor = CODECS[spec.codec].decode(parts, packing.shape, packing.dtype, spec)
+    else:
+        tensor = parts[0]
+    return tensor if packing.expanded is None else tensor.expand(packing.expanded)
 
 
 def pack_once(mask: Tensor) -> Tensor:
-    """The bits of `mask`, packed once however many layers keep them."""
+    """Return the bits of `mask`, packed once however many layers save them."""
     if torch.compiler.is_compiling():
         return ops.pack_bits(mask)
-    return _once(mask, (mask.shape, mask.stride()), _packed, mask)[0]
+    return _once(mask, ("bits", mask.shape, mask.stride()), _bits, mask)[0]
 
 
 def pack_zero_rows(x: Tensor) -> Tensor:
-    """Which rows of `x`, along its last dimension, are zero: a bit each, packed once for all that ask."""
+    """Return which rows of `x`, along its last dimension, are zero: one bit per row, packed once."""
     if torch.compiler.is_compiling():
         return _zero_rows(x)[0]
     return _once(x, ("zero rows", x.shape, x.stride()), _zero_rows, x)[0]
@@ -243,7 +240,7 @@ def _zero_rows(x: Tensor) -> list[Tensor]:
     return [ops.pack_bits(torch.linalg.vector_norm(x, torch.inf, -1) == 0)]
 
 
-def _packed(mask: Tensor) -> list[Tensor]:
+def _bits(mask: Tensor) -> list[Tensor]:
     return [ops.pack_bits(mask)]
 
 
@@ -251,62 +248,29 @@ def _cloned(tensor: Tensor) -> list[Tensor]:
     return [tensor.clone()]
 
 
-class _Copies(threading.local):
-    def __init__(self) -> None:
-        self.known: dict[Any, tuple[weakref.ref[UntypedStorage], list[weakref.ref[Tensor]]]] = {}
-        self.limit = _FIRST_LIMIT
-
-    def purge(self) -> None:
-        """Drops copies of dead tensors, now and then: layers that stand alone never begin an outermost
-        forward.
-        """
-        self.known = {place: copy for place, copy in self.known.items() if copy[0]() is not None}
-        self.limit = max(_FIRST_LIMIT, 2 * len(self.known))
-
-
-_FIRST_LIMIT = 1024
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-_copies = _Copies()
-
-
-def forget_copies() -> None:
-    """Empties the table of known copies; called when an outermost forward begins."""
-    _copies.known.clear()
 
 
 def _is_selective() -> bool:
-    """Whether selective checkpointing records the operators that run, or plays them back by their count.
+    """Return whether selective checkpointing records the operators that run, or replays them by their count.
 
-    Both runs of a part must then make the same operators: none is saved by a copy that only one run finds.
+    Both runs of a part must then run the same operators: none is saved by a copy that only one run finds.
     """
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
-def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *given: Any) -> list[Tensor]:
-    """What `make(*given)` makes of `tensor`, or made of it before; `what` says what that depends on."""
+def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
+    """Return what `make(*arguments)` makes of `tensor`, or made of it before under the same `what`."""
     if _is_selective():
-        return make(*given)
-    copies, storage = _copies, tensor.untyped_storage()
-    place = (storage._cdata, tensor._version, tensor.storage_offset(), what)
-    found = copies.known.get(place)
-    if found is not None and found[0]() is storage:
-        parts = [reference() for reference in found[1]]
+        return make(*arguments)
+    facts, name = registry().file(tensor), (tensor._version, tensor.storage_offset(), what)
+    references = facts.get(name)
+    if references is not None:
+        parts = [reference() for reference in references]
         if not [part for part in parts if part is None]:  # `None in parts` would ask the tensors
-            return parts  # type: ignore[return-value]
-    fresh = make(*given)
-    if len(copies.known) >= copies.limit:
-        copies.purge()
-    copies.known[place] = (weakref.ref(storage), [weakref.ref(part) for part in fresh])
+            return parts
+    fresh = make(*arguments)
+    facts[name] = [weakref.ref(part) for part in fresh]
     return fresh
-
-
-def restore(parts: Sequence[Tensor], meta: Meta, spec: Spec) -> Tensor:
-    """The kept tensor: bitwise if it was kept raw, as decoded otherwise."""
-    if meta.strides is not None:
-        run = CODECS[spec.codec].decode(parts, (torch.Size(meta.shape).numel(),), meta.dtype, spec)
-        tensor = run.as_strided(meta.shape, meta.strides)
-    else:
-        tensor = CODECS[spec.codec].decode(parts, meta.shape, meta.dtype, spec) if meta.coded else parts[0]
-    return tensor if meta.expanded is None else tensor.expand(meta.expanded)

@@ -1,15 +1,16 @@
 """Products and quotients, element by element.
 
-y = a b keeps each operand whose partner wants a gradient, as it is before it is repeated along other
+y = a b. Saved: each operand whose partner wants a gradient, as it is before it is repeated along other
 dimensions: da = Σ g b and db = Σ g a over those. Linear in each copy, so unbiased. Numbers cost nothing. A
-small constant (rotary embeddings' cosines, masks) stays by reference, as in PyTorch: it is there anyway, and
-one rounding of it would repeat in every row. Where one activation gates another, rows of zeros stay zeros
+small constant (rotary embeddings' cosines, masks) is saved by reference, as in PyTorch: it exists anyway, and
+one rounding of it would repeat in every row. Where two activations are multiplied, rows of zeros stay zeros
 (`zero_rows`).
 
-y = a / b keeps b by reference, as PyTorch does, and y, which a following product keeps too:  da = g / b,
+y = a / b. Saved: b by reference, as in PyTorch, and y, which a following product saves too:  da = g / b,
 db = −g y / b. Dividing by a rounded b has no bound, and an inverse 1 / b spans as many scales as b does.
 
-A gated unit y = a σ(b) keeps two derived halves, σ(b) and a σ'(b), again linear: da = g σ(b), db = g a σ'(b).
+A gated unit y = a σ(b). Saved: two derived halves, σ(b) and a σ'(b), again linear: da = g σ(b),
+db = g a σ'(b).
 """
 
 from functools import partial
@@ -20,62 +21,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import (
-    Formula,
-    Layers,
-    Needs,
-    Rebuild,
-    References,
-    Result,
-    Route,
-    Routes,
-    Static,
-    Tensors,
-    gathered,
-    like,
-)
-from mesa_tune.engine.packed import Held
+from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.rebuild import Rebuild
+from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import pack_zero_rows
+from mesa_tune.engine.tensors import gathered, like
 from mesa_tune.formulas.norms.composed import REPEATS, aligned, is_repeated, scale
 from mesa_tune.formulas.zero_rows import cleared, may_be_lost
+from mesa_tune.ops.fused import DEQUANTIZE_MUL
 
-Lossy = list[Tensor] | list[Held]
 
-
-def _times(kept: Tensor | Held, factor: Tensor) -> Tensor:
-    """`factor` times what was kept: multiplied as it is decoded, if it is still packed."""
-    return kept.times(factor) if isinstance(kept, Held) else factor * kept
+def times(tensor: SavedTensor, factor: Tensor) -> Tensor:
+    """Return `factor` times a saved tensor, multiplied as it is decoded where that is possible."""
+    product: Tensor | None = None
+    if tensor.dtype == factor.dtype:
+        product = tensor.by_rows(DEQUANTIZE_MUL, factor)
+    return factor * tensor.whole() if product is None else product
 
 
 def forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
-    in_place = static[0]
+    in_place, *_, marks_zeros = static
     before = a.clone() if in_place and needs[1] else a
     y = a.mul_(b) if in_place else torch.mul(a, b)
     lossy = ((before,) if needs[1] else ()) + ((b,) if needs[0] else ())
-    zeros = tuple([pack_zero_rows(each) for each in lossy]) if static[3] else ()
-    return Result(y, lossy, zeros, in_place)
+    return Result(y, lossy, tuple([pack_zero_rows(x) for x in lossy]) if marks_zeros else (), in_place)
 
 
-def backward(
-    static: Static, needs: Needs, lossy: Lossy, exact: Any, grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    _, a, b, marks_zeros = static
-    of_a, of_b = (cleared(grad, exact[-1]), cleared(grad, exact[0])) if marks_zeros else (grad, grad)
-    da = gathered(_times(lossy[-1], of_a), a) if needs[0] else None
-    db = gathered(_times(lossy[0], of_b), b) if needs[1] else None
-    return da, db
-
-
-def product(
-    static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
-) -> Tensor:
-    """a b."""
-    return lossy[0] * lossy[1]
-
-
-def _keeps_both(static: Static, needs: Needs) -> bool:
-    in_place = static[0]
-    return needs[0] and needs[1] and not in_place
+def backward(saved: Saved, grad: Tensor) -> Grads:
+    (_, a, b, marks_zeros), needs, lossy, zeros = saved
+    of_a, of_b = (cleared(grad, zeros[-1]), cleared(grad, zeros[0])) if marks_zeros else (grad, grad)
+    da = gathered(times(lossy[-1], of_a), a) if needs[0] else None
+    return da, gathered(times(lossy[0], of_b), b) if needs[1] else None
 
 
 MUL = Formula(
@@ -83,8 +59,12 @@ MUL = Formula(
     forward,
     backward,
     "each operand whose partner wants a gradient",
-    piecewise=backward,
-    rebuild=Rebuild(product, kept=(0, 1), kept_is_input=True, when=_keeps_both),
+    rebuild=Rebuild(
+        lambda given: given.lossy[0] * given.lossy[1],
+        saved=(0, 1),
+        saved_is_input=True,
+        when=lambda static, needs: needs[0] and needs[1] and not static[0],
+    ),
 )
 
 
@@ -93,120 +73,97 @@ def plus_forward(static: Static, needs: Needs, a: Tensor, b: Tensor, c: Tensor) 
     return Result(y, ((a,) if needs[1] else ()) + ((b,) if needs[0] else ()))
 
 
-def plus_backward(
-    static: Static, needs: Needs, lossy: Lossy, exact: Any, grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    a, b, c, value = static
-    da, db = backward((False, a, b, False), needs, lossy, exact, grad if value == 1 else grad * value)
+def plus_backward(saved: Saved, grad: Tensor) -> Grads:
+    (a, b, c, value), needs, lossy, exact = saved
+    product = Saved((False, a, b, False), needs, lossy, exact)
+    da, db = backward(product, grad if value == 1 else grad * value)
     return da, db, gathered(grad, c) if needs[2] else None
 
 
-MUL_PLUS = Formula("mul_plus", plus_forward, plus_backward, MUL.keeps, piecewise=plus_backward)
+MUL_PLUS = Formula("mul_plus", plus_forward, plus_backward, MUL.saves)
 
 
 def over_forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
     y = a.div_(b) if static[0] else torch.div(a, b)
-    return Result(y, (y,), exact=(b,), in_place=static[0])
+    return Result(y, (y,), (b,), in_place=static[0])
 
 
-def over_backward(
-    static: Static, needs: Needs, lossy: Lossy, exact: tuple[Tensor, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    _, a, b = static
-    da = grad / exact[0]
-    return (gathered(da, a) if needs[0] else None), gathered(-_times(lossy[0], da), b)
+def over_backward(saved: Saved, grad: Tensor) -> Grads:
+    (_, a, b), needs, (y,), (divisor,) = saved
+    da = grad / divisor
+    return gathered(da, a) if needs[0] else None, gathered(-times(y, da), b)
 
 
-DIV = Formula("div", over_forward, over_backward, "the output; exact: the divisor", piecewise=over_backward)
+DIV = Formula("div", over_forward, over_backward, "the output; exact: the divisor")
 
 
 def glu_forward(static: Static, needs: Needs, x: Tensor) -> Result:
     (dim,) = static
     a, b = x.chunk(2, dim)
     gate = torch.sigmoid(b)
-    return Result(F.glu(x, dim), lossy=(gate, torch.ops.aten.sigmoid_backward(a, gate)))
+    return Result(F.glu(x, dim), (gate, torch.ops.aten.sigmoid_backward(a, gate)))
 
 
-def glu_backward(
-    static: Static, needs: Needs, lossy: Lossy, exact: Any, grad: Tensor
-) -> tuple[Tensor | None]:
-    return (torch.cat([_times(each, grad) for each in lossy], static[0]),)
+def glu_backward(saved: Saved, grad: Tensor) -> Grads:
+    return (torch.cat([times(derivative, grad) for derivative in saved.lossy], saved.static[0]),)
 
 
-GLU = Formula("glu", glu_forward, glu_backward, "the derivatives by both halves", piecewise=glu_backward)
+GLU = Formula("glu", glu_forward, glu_backward, "the derivatives by both halves")
 
 
-def _worth(call: Call, x: Tensor, size: int) -> bool:
-    """Whether `x`, kept for a result of `size` elements, is to be encoded."""
-    return not (x.numel() * REPEATS <= size or call.small(x) or call.is_static(x))
+def _is_own(_: Any, tensor: Tensor) -> bool:
+    """Return whether `tensor` is neither a leaf nor a view."""
+    return not tensor.is_leaf and tensor._base is None
 
 
-def _pair(call: Call, a: Any, b: Any, in_place: bool) -> bool:
-    """Whether our functions could take this pair: two tensors, one of which wants a gradient."""
+def _is_pair(call: Call, a: Any, b: Any, in_place: bool) -> bool:
+    """Return whether a formula may take this pair: two tensors, one of which wants a gradient."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and (a.requires_grad or b.requires_grad)):
         return False
-    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula of ours could. What is
-    # changed as well is no factor any more.
-    return not (in_place and (a.is_leaf or a._base is not None or a is b or b._base is a))
+    # In place on a view or a leaf, autograd rebuilds or forbids more than a formula could. A factor that is a
+    # view of the product changes with it; that is asked each time, as no product in place is cached.
+    return not in_place or (call.ask(_is_own, a) and b is not a and b._base is not a)
 
 
-def mul(call: Call, input: Any, other: Any, *, in_place: bool = False, **unknown: Any) -> Any:
+def mul(in_place: bool, call: Call, input: Any, other: Any) -> Any:
     """`torch.mul` and `*`."""
-    if not _pair(call, input, other, in_place):
+    if not _is_pair(call, input, other, in_place):
         return call.plain()
-    if unknown:
-        return call.refuse(f"mul has no formula for {sorted(unknown)}")
     size = max(input.numel(), other.numel())
-    kept = ((input, other), (other, input))
-    for statistic, x in kept:
+    pairs = ((input, other), (other, input))
+    for statistic, x in pairs:
         if not in_place and statistic.requires_grad and is_repeated(statistic, x):
             return scale(call, x, statistic)
-    if not any(partner.requires_grad and _worth(call, x, size) for x, partner in kept):
+    if not any(partner.requires_grad and _gains(call, x, size) for x, partner in pairs):
         return call.plain()
-    gates = input.requires_grad and other.requires_grad and input.shape == other.shape
-    marks_zeros = gates and may_be_lost(call, input) and may_be_lost(call, other)
-    static = (in_place, like(input), like(other), marks_zeros)
-    return _in_groups(call, kept).apply(MUL, static, input, other)
+    for factor, x in pairs:
+        # The gradient of a norm's weight must not meet what zeros were rounded to: groups end with rows.
+        if factor.requires_grad and factor.numel() * REPEATS <= x.numel():
+            call = aligned(call, x)
+    both = input.requires_grad and other.requires_grad and input.shape == other.shape
+    marks_zeros = both and may_be_lost(call, input) and may_be_lost(call, other)
+    return call.apply(MUL, (in_place, like(input), like(other), marks_zeros), input, other)
 
 
-def _in_groups(call: Call, kept: tuple[tuple[Tensor, Tensor], ...]) -> Call:
-    """`call` with groups that end with rows where a norm's weight multiplies them.
-
-    Its gradient must not meet what zeros were rounded to.
-    """
-    for factor, x in kept:
-        call = aligned(call, x) if factor.requires_grad and factor.numel() * REPEATS <= x.numel() else call
-    return call
+def _gains(call: Call, x: Tensor, size: int) -> bool:
+    """Return whether `x`, saved for a result of `size` elements, is worth packing."""
+    return x.numel() * REPEATS > size and call.gains(x) and not call.is_static(x)
 
 
-def div(
-    call: Call,
-    input: Any,
-    other: Any,
-    *,
-    rounding_mode: str | None = None,
-    in_place: bool = False,
-    **unknown: Any,
-) -> Any:
+def div(in_place: bool, call: Call, input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
     """`torch.div` and `/`."""
-    if rounding_mode is not None or not _pair(call, input, other, in_place):
+    if rounding_mode is not None or not _is_pair(call, input, other, in_place):
         return call.plain()
-    if unknown:
-        return call.refuse(f"div has no formula for {sorted(unknown)}")
     # What PyTorch saves for other gradients is the divisor alone, and the batch or a parameter by reference.
-    if not other.requires_grad or call.is_static(input) or call.small(input, other):
+    if not other.requires_grad or call.is_static(input) or not call.gains(input, other):
         return call.plain()
     call = aligned(call, input) if is_repeated(other, input) else call
     return call.apply(DIV, (in_place, like(input), like(other)), input, other)
 
 
-def addcmul(
-    call: Call, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1, **unknown: Any
-) -> Any:
+def addcmul(call: Call, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> Any:
     """`torch.addcmul`."""
-    if unknown:
-        return call.refuse(f"addcmul has no formula for {sorted(unknown)}")
-    if not any(each.requires_grad for each in (tensor1, tensor2)):
+    if not (tensor1.requires_grad or tensor2.requires_grad):
         return call.plain()
     static = (like(tensor1), like(tensor2), like(input), value)
     return call.apply(MUL_PLUS, static, tensor1, tensor2, input)
@@ -217,16 +174,16 @@ def glu(call: Call, input: Tensor, dim: int = -1) -> Any:
     return call.plain() if call.is_static(input) else call.apply(GLU, (dim,), input)
 
 
-_MUL = Route("mul", "mul", mul)
-_DIV = Route("div", "mul", div)
+_MUL = Route("mul", "mul", partial(mul, False))
+_DIV = Route("div", "mul", partial(div, False))
 _ADDCMUL = Route("addcmul", "mul", addcmul)
 ROUTES: Routes = {
     **dict.fromkeys((torch.mul, Tensor.mul, torch.multiply, Tensor.multiply), _MUL),
     **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__), _MUL),
-    Tensor.mul_: Route("mul", "mul", partial(mul, in_place=True)),
+    Tensor.mul_: Route("mul", "mul", partial(mul, True)),
     **dict.fromkeys((torch.div, Tensor.div, torch.divide, Tensor.divide, Tensor.__truediv__), _DIV),
     **dict.fromkeys((torch.true_divide, Tensor.true_divide), _DIV),
-    Tensor.div_: Route("div", "mul", partial(div, in_place=True)),
+    Tensor.div_: Route("div", "mul", partial(div, True)),
     **dict.fromkeys((torch.addcmul, Tensor.addcmul), _ADDCMUL),
     F.glu: Route("glu", "mul", glu),
 }

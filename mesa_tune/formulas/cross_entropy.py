@@ -1,23 +1,21 @@
 """Cross-entropy, −Σ q log p with p = softmax(z), and its two halves.
 
 For class indices t without smoothing, dz = g (p − 1[t]), where g is the incoming gradient times the class
-weight, over the mean's divisor. Saved are p with 0 in the place of the target, and exactly p − 1 of the
-target. A confident model has p near 1 at its targets: their p − 1 is nearly all of the gradient, and would be
-lost in the rounding of p. Soft targets and smoothed ones save the difference p Σq − q, which is small for the
-same model, and exactly the largest of each row; only where the targets themselves want a gradient, log p is
-saved as well.
+weight, over the mean's divisor. Saved: p with 0 for the target, and exactly p − 1 of the target. A confident
+model has p near 1 at its targets: their p − 1 is nearly all of the gradient, and would be lost in the
+rounding of p. Soft targets and smoothed ones save the difference p Σq − q, which is small for the same model,
+and exactly the largest of each row; only where the targets themselves want a gradient, log p as well.
 
 The gradient is linear in what is saved, hence unbiased, and what is sure stays sure: with the logits saved
 instead, the rounding of a large logit is exponentiated (at 4 bits and logits of standard deviation 8 the
 error is 40 times larger for 10 classes, 120 times for 32,000).
 
 A log-softmax saves p, not its output: dz = g − p Σg. It knows no target, so the largest p of each row is the
-one that is saved exactly. What follows it, nll_loss, saves indices. Where PyTorch makes log p on the way, p
-is made of that, while it is encoded.
+one that is saved exactly. What follows it, nll_loss, saves indices. Where PyTorch computes log p on the way,
+p is made of that, while it is encoded.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,31 +24,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Layers, Needs, Result, Route, Routes, Static, cast, narrowed
-from mesa_tune.engine.packed import Held
+from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.saved import SavedTensor
+from mesa_tune.engine.tensors import cast, like, narrowed
 from mesa_tune.formulas.softmax import along, functional_along
 from mesa_tune.ops import maps
-from mesa_tune.ops.fused import by_target
+from mesa_tune.ops.fused import CROSS_ENTROPY_BACKWARD, by_target
 
 
 def forward(static: Static, needs: Needs, logits: Tensor, target: Tensor, weight: Tensor | None) -> Result:
     reduction, ignore = static
-    how: Any = {"ignore_index": ignore, "reduction": reduction}
+    options: Any = {"ignore_index": ignore, "reduction": reduction}
     axis = _class_axis(logits.dim())
     logs = torch.log_softmax(logits, axis)
     if logits.dtype == torch.float32:  # PyTorch takes the same two steps
-        y = F.nll_loss(logs, target, weight, **how)
+        y = F.nll_loss(logs, target, weight, **options)
     else:  # those of other dtypes differ under autocast
-        y = F.cross_entropy(logits, target, weight, **how)
+        y = F.cross_entropy(logits, target, weight, **options)
     index = torch.where(target != ignore, target, 0).unsqueeze(axis)
     surplus = logs.gather(axis, index).to(_wide(logs.dtype)).expm1().squeeze(axis)
     return Result(y, (_others(logs, axis, index, logits.dtype),), (target, weight, surplus))
 
 
-def _others(logs: Tensor, axis: int, index: Tensor, dtype: torch.dtype) -> Tensor | maps.Mapped:
-    """Return the probabilities but 0 at `index`, of their logarithms, which are overwritten."""
+def _others(logs: Tensor, axis: int, index: Tensor, dtype: torch.dtype) -> Tensor | maps.Deferred:
+    """Return the probabilities, but 0 at `index`, of their logarithms, which are overwritten."""
     logs.scatter_(axis, index, -math.inf)
-    return maps.kept(logs, "exp", logs.exp) if dtype == logs.dtype else logs.exp_().to(dtype)
+    return maps.deferred(logs, "exp", logs.exp) if dtype == logs.dtype else logs.exp_().to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -58,57 +57,34 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    wide = lossy[0].to(_wide(lossy[0].dtype))
-    dz = _at_indices(static, tuple(wide.shape), lambda total: wide * total, exact, grad.to(wide.dtype))
-    return dz.to(lossy[0].dtype), None, None
+def backward(saved: Saved, grad: Tensor) -> Grads:
+    """In one pass where the classes are the last dimension; else some samples of a large p at a time."""
+    (reduction, ignore), _, (p,), (target, weight, surplus) = saved
+    axis, mean = _class_axis(len(p.shape)), reduction == "mean"
+    if axis == len(p.shape) - 1 and p.is_row_major() and target.dtype == torch.int64:
+        others = (target, surplus, weight, grad, p.shape[-1], ignore, mean)
+        dz = p.fused(CROSS_ENTROPY_BACKWARD, *others)
+        if dz is not None:
+            return dz, None, None
+    wide = _wide(p.dtype)
+    weight = None if weight is None else weight.to(wide)
+    index, at_target, _ = by_target(target, weight, ignore, mean, grad.to(wide))
+    dz = _product(p, at_target.unsqueeze(axis) if at_target.dim() else at_target, wide)
+    dz.scatter_(axis, index.unsqueeze(axis), (at_target * surplus).unsqueeze(axis))
+    return dz.to(p.dtype), None, None
 
 
-def piecewise(
-    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...] | None:
-    """dz in one pass, or p decoded some samples at a time."""
-    reduction, ignore = static
-    target, weight, surplus = exact
-    shape = held[0].meta.shape
-    assert target is not None
-    assert surplus is not None
-    if _class_axis(len(shape)) == len(shape) - 1:
-        found = held[0].cross_entropy_backward(target, surplus, weight, grad, ignore, reduction == "mean")
-        if found is not None:
-            return found, None, None
-    pieces = held[0].parts_of(torch.float32)
-    if pieces is None:
-        return None
-
-    def product(total: Tensor) -> Tensor:
-        dz = grad.new_empty(shape, dtype=torch.float32)
-        for part, p in pieces:
-            torch.mul(p, total[part], out=dz[part])
-        return dz
-
-    return _at_indices(static, shape, product, exact, grad.to(torch.float32)), None, None
-
-
-def _at_indices(
-    static: Static,
-    shape: tuple[int, ...],
-    times: Callable[[Tensor], Tensor],
-    exact: tuple[Tensor | None, ...],
-    grad: Tensor,
-) -> Tensor:
-    """Return dz for class indices; `times` multiplies p, of this shape."""
-    reduction, ignore = static
-    target, weight, surplus = exact
-    assert target is not None
-    assert surplus is not None
-    weight = None if weight is None else weight.to(grad.dtype)
-    index, at_target, _ = by_target(target, weight, ignore, reduction == "mean", grad)
-    axis = _class_axis(len(shape))
-    total, own = at_target.unsqueeze(axis), (at_target * surplus).unsqueeze(axis)
-    return times(total).scatter_(axis, index.unsqueeze(axis), own)
+def _product(tensor: SavedTensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `tensor`, cast to `dtype`, times a number or one for each sample; a large one is decoded in
+    slices.
+    """
+    slices = tensor.slices(torch.float32)
+    if slices is None:
+        return cast(tensor.whole(), dtype) * factor
+    product = factor.new_empty(tensor.shape)
+    for part, values in slices:
+        torch.mul(values, factor[part] if factor.dim() else factor, out=product[part])
+    return product
 
 
 def _class_axis(dims: int) -> int:
@@ -116,7 +92,7 @@ def _class_axis(dims: int) -> int:
 
 
 def _along(weight: Tensor, dims: int) -> Tensor:
-    """Class weights, shaped to multiply logits of so many dimensions."""
+    """Return class weights, shaped to multiply logits of so many dimensions."""
     return weight if dims == 1 else weight.view([1, -1] + [1] * (dims - 2))
 
 
@@ -125,7 +101,6 @@ CROSS_ENTROPY = Formula(
     forward,
     backward,
     "the probabilities of all classes but the target; exact: targets, p − 1 of each, and class weights",
-    piecewise=piecewise,
 )
 
 
@@ -133,46 +108,37 @@ def soft_forward(
     static: Static, needs: Needs, logits: Tensor, target: Tensor, weight: Tensor | None
 ) -> Result:
     reduction, ignore, smoothing = static
-    how: Any = {"ignore_index": ignore, "reduction": reduction}
-    y = F.cross_entropy(logits, target, weight, label_smoothing=smoothing, **how)
+    options: Any = {"ignore_index": ignore, "reduction": reduction, "label_smoothing": smoothing}
+    y = F.cross_entropy(logits, target, weight, **options)
     axis, dtype = _class_axis(logits.dim()), _wide(logits.dtype)
     logs = torch.log_softmax(logits.to(dtype), axis)
     weight = None if weight is None else weight.to(dtype)
     lossy: tuple[Tensor, ...] = ()
-    index = most = None
+    index = largest = None
     if needs[0]:
         q = _counts(static, logs, target, weight)
         excess = torch.addcmul(q.neg(), logs.exp(), q.sum(axis, keepdim=True))
-        index, most = _split_largest(excess, axis)
-        lossy = (excess.to(logits.dtype),)
+        index = excess.abs().argmax(axis, keepdim=True)
+        largest = excess.gather(axis, index)
+        lossy = (excess.scatter_(axis, index, 0).to(logits.dtype),)
+        index = narrowed(index, logits.shape[axis])
     divisor = _divisor(ignore, target, weight, logs) if reduction == "mean" else None
     if needs[1]:
         lossy = (*lossy, logs.to(target.dtype))
-    return Result(y, lossy, (divisor, weight, index, most))
-
-
-def _split_largest(values: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Set the element of largest magnitude in each row to 0; return its index, in few bytes, and value."""
-    index = values.abs().argmax(axis, keepdim=True)
-    most = values.gather(axis, index)
-    values.scatter_(axis, index, 0)
-    return narrowed(index, values.shape[axis]), most
+    return Result(y, lossy, (divisor, weight, index, largest))
 
 
 def _counts(static: Static, logs: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
     """Return q, what each class counts: the smoothed target times the class weight; 0 where it is ignored."""
     _, ignore, smoothing = static
     axis = _class_axis(logs.dim())
-    classes = logs.shape[axis]
+    least = smoothing / logs.shape[axis]
     if target.is_floating_point():
-        q: Tensor = target.to(logs.dtype) * (1 - smoothing) + smoothing / classes
+        q: Tensor = target.to(logs.dtype) * (1 - smoothing) + least
     else:
         counted = (target != ignore).unsqueeze(axis)
         index = torch.where(counted, target.unsqueeze(axis), 0)
-        q = torch.full_like(logs, smoothing / classes).scatter_(
-            axis, index, 1 - smoothing + smoothing / classes
-        )
-        q.mul_(counted)
+        q = torch.full_like(logs, least).scatter_(axis, index, 1 - smoothing + least).mul_(counted)
     return q if weight is None else q.mul_(_along(weight, q.dim()))
 
 
@@ -186,45 +152,21 @@ def _divisor(ignore: int, target: Tensor, weight: Tensor | None, logs: Tensor) -
     return total
 
 
-def soft_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    smoothing, (_, weight, _, _), dims = static[-1], exact, lossy[0].dim()
-    grad = _by_row(grad, exact, dims)
-    dz = _with_largest(lossy[0] * grad, grad, exact).to(lossy[0].dtype) if needs[0] else None
-    dt = None
+def soft_backward(saved: Saved, grad: Tensor) -> Grads:
+    (*_, smoothing), needs, lossy, (divisor, weight, index, largest) = saved
+    dims = len(lossy[0].shape)
+    axis = _class_axis(dims)
+    grad = grad if divisor is None else grad / divisor
+    grad = grad.unsqueeze(axis) if grad.dim() else grad
+    dz = dt = None
+    if needs[0]:
+        dz = _product(lossy[0], grad)
+        dz.scatter_(axis, index.long(), (largest * grad).to(dz.dtype))
+        dz = dz.to(lossy[0].dtype)
     if needs[1]:
         counts = grad if weight is None else grad * _along(weight, dims)
-        dt = (lossy[-1] * counts * (smoothing - 1)).to(lossy[-1].dtype)
+        dt = (lossy[-1].whole() * counts * (smoothing - 1)).to(lossy[-1].dtype)
     return dz, dt, None
-
-
-def _by_row(grad: Tensor, exact: tuple[Tensor | None, ...], dims: int) -> Tensor:
-    """Return what each row's difference is multiplied by, or all rows'."""
-    grad = grad if exact[0] is None else grad / exact[0]
-    return grad.unsqueeze(_class_axis(dims)) if grad.dim() else grad
-
-
-def _with_largest(dz: Tensor, grad: Tensor, exact: tuple[Tensor | None, ...]) -> Tensor:
-    """Return `dz` with the element in each row that was saved exactly."""
-    *_, index, most = exact
-    assert index is not None
-    assert most is not None
-    return dz.scatter_(_class_axis(dz.dim()), index.long(), (most * grad).to(dz.dtype))
-
-
-def soft_piecewise(
-    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...] | None:
-    """dz of some samples at a time."""
-    pieces = None if needs[1] else held[0].parts_of(torch.float32)
-    if pieces is None:
-        return None
-    dz = grad.new_empty(held[0].meta.shape)
-    grad = _by_row(grad, exact, dz.dim())
-    for part, excess in pieces:
-        torch.mul(excess, grad[part] if grad.dim() else grad, out=dz[part])
-    return _with_largest(dz, grad, exact), None, None
 
 
 SOFT_CROSS_ENTROPY = Formula(
@@ -232,26 +174,22 @@ SOFT_CROSS_ENTROPY = Formula(
     soft_forward,
     soft_backward,
     "the probabilities less the targets, log p where these want a gradient; exact: the largest by row",
-    piecewise=soft_piecewise,
 )
 
 
 def log_softmax_forward(static: Static, needs: Needs, x: Tensor) -> Result:
     dim, dtype, _ = static
     y = torch.log_softmax(x, dim, dtype=dtype)
-    most, index = y.max(dim, keepdim=True)
-    exact = narrowed(index, y.shape[dim]), most.to(_wide(y.dtype)).exp_()
+    largest, index = y.max(dim, keepdim=True)
+    exact = narrowed(index, y.shape[dim]), largest.to(_wide(y.dtype)).exp_()
     return Result(y, (_others(y.clone(), dim, index, y.dtype),), exact)
 
 
-def log_softmax_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
-) -> tuple[Tensor | None]:
-    dim, _, given = static
-    index, most = exact
+def log_softmax_backward(saved: Saved, grad: Tensor) -> Grads:
+    (dim, _, dtype), _, (p,), (index, largest) = saved
     total = grad.sum(dim, keepdim=True)
-    dx = torch.addcmul(grad, lossy[0], total, value=-1)
-    return (cast(dx.scatter_add_(dim, index.long(), (most * -total).to(dx.dtype)), given),)
+    dx = torch.addcmul(grad, p.whole(), total, value=-1)
+    return (cast(dx.scatter_add_(dim, index.long(), (largest * -total).to(dx.dtype)), dtype),)
 
 
 LOG_SOFTMAX = Formula(
@@ -263,20 +201,16 @@ LOG_SOFTMAX = Formula(
 
 
 def nll_forward(static: Static, needs: Needs, logs: Tensor, target: Tensor, weight: Tensor | None) -> Result:
-    _, _, reduction, ignore = static
+    _, reduction, ignore = static
     y = F.nll_loss(logs, target, weight, ignore_index=ignore, reduction=reduction)
     return Result(y, exact=(target, weight))
 
 
-def nll_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    shape, dtype, reduction, ignore = static
-    target, weight = exact
-    assert target is not None
+def nll_backward(saved: Saved, grad: Tensor) -> Grads:
+    ((shape, dtype), reduction, ignore), _, _, (target, weight) = saved
     index, at_target, _ = by_target(target, weight, ignore, reduction == "mean", grad)
+    axis = _class_axis(len(shape))
     dz = at_target.new_zeros(shape)
-    axis = _class_axis(dz.dim())
     dz.scatter_(axis, index.unsqueeze(axis), (-at_target).unsqueeze(axis))
     return dz.to(dtype), None, None
 
@@ -296,17 +230,12 @@ def cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    **unknown: Any,
 ) -> Any:
     """`F.cross_entropy`: class indices or probabilities, `(C,)`, `(N, C)` or `(N, C, d1, …)`."""
-    if (
-        unknown
-        or size_average is not None
-        or reduce is not None
-        or (weight is not None and weight.requires_grad)
-    ):
+    trained = weight is not None and weight.requires_grad
+    if size_average is not None or reduce is not None or trained:
         return call.refuse("cross_entropy has no formula for size_average, reduce or trained class weights")
-    if call.small(input):
+    if not call.gains(input):
         return call.plain()
     if label_smoothing == 0 and not target.is_floating_point():
         return call.apply(CROSS_ENTROPY, (reduction, ignore_index), input, target, weight)
@@ -314,21 +243,16 @@ def cross_entropy(
     return call.apply(SOFT_CROSS_ENTROPY, static, input, target, weight)
 
 
-def log_softmax(
-    call: Call, input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **unknown: Any
-) -> Any:
+def log_softmax(call: Call, input: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
     """`torch.log_softmax` and the method."""
     if input.numel() and (_is_alone(input, dim) or (dtype is torch.float64 is not input.dtype)):
         return call.plain()
-    return along(LOG_SOFTMAX, call, input, dim, dtype, **unknown)
+    return along(LOG_SOFTMAX, call, input, dim, dtype)
 
 
 def _is_alone(x: Tensor, dim: Any) -> bool:
     """Return whether each row along `dim` has one element, whose probability would be saved exactly."""
     return isinstance(dim, int) and -x.dim() <= dim < x.dim() and x.shape[dim] < 2
-
-
-functional_log_softmax = partial(functional_along, log_softmax)
 
 
 def nll_loss(
@@ -340,29 +264,21 @@ def nll_loss(
     ignore_index: int = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
-    **unknown: Any,
 ) -> Any:
     """`F.nll_loss`: log-probabilities `(C,)`, `(N, C)` or `(N, C, d1, …)`."""
-    if unknown or size_average is not None or reduce is not None:
+    if size_average is not None or reduce is not None:
         return call.refuse("nll_loss has no formula for size_average and reduce")
-    # What PyTorch keeps of a small tensor is there anyway.
-    if call.small(input):
+    # What PyTorch saves of a small tensor exists anyway.
+    if not call.gains(input):
         return call.plain()
-    static = (tuple(input.shape), input.dtype, reduction, ignore_index)
-    return call.apply(NLL_LOSS, static, input, target, weight)
+    return call.apply(NLL_LOSS, (like(input), reduction, ignore_index), input, target, weight)
 
 
 _LOG_SOFTMAX = Route("log_softmax", "softmax", log_softmax)
 ROUTES: Routes = {
     F.cross_entropy: Route("cross_entropy", "loss", cross_entropy),
-    F.log_softmax: Route("log_softmax", "softmax", functional_log_softmax),
-    torch.log_softmax: _LOG_SOFTMAX,
-    torch.special.log_softmax: _LOG_SOFTMAX,
-    Tensor.log_softmax: _LOG_SOFTMAX,
+    F.log_softmax: Route("log_softmax", "softmax", partial(functional_along, log_softmax)),
+    **dict.fromkeys((torch.log_softmax, torch.special.log_softmax, Tensor.log_softmax), _LOG_SOFTMAX),
     F.nll_loss: Route("nll_loss", "loss", nll_loss),
 }
-LAYERS: Layers = {
-    nn.CrossEntropyLoss: F.cross_entropy,
-    nn.LogSoftmax: F.log_softmax,
-    nn.NLLLoss: F.nll_loss,
-}
+LAYERS: Layers = {nn.CrossEntropyLoss: F.cross_entropy, nn.LogSoftmax: F.log_softmax, nn.NLLLoss: F.nll_loss}

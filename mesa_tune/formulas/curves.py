@@ -1,16 +1,16 @@
 """Functions of one tensor, y = f(x), and what the backward of each takes.
 
-Most keep the derivative at the input, d = f'(x), and dx = g d: linear in what is kept, hence unbiased under
-stochastic rounding. With x itself kept, the curvature of d would turn its rounding noise into a bias, and the
-biases of all layers add up: with GELU so, on the digits example, at the bytes of uniform 3 bits, the searched
-policy's error was 1.7 times the sum of its layers' own, and is 1.3 times with the derivative.
+Most save the derivative at the input, d = f'(x), and dx = g d: linear in what is saved, hence unbiased under
+stochastic rounding. With x itself saved, the curvature of d would turn its rounding noise into a bias, and
+the biases of all layers add up: with GELU so, on the digits example, at the bytes of uniform 3 bits, the
+searched policy's error was 1.7 times the sum of its layers' own, and is 1.3 times with the derivative.
 
-Some keep a tensor that a neighbour keeps as well, since one copy of it costs less than two:
+Some save a tensor that a neighbour saves as well, since one copy of it costs less than two:
 
 * `exp` its output, which *is* the derivative; `pow` to the second its input, of which the derivative is a
   multiple. Both linear.
-* `sigmoid` and `tanh` their output y, as PyTorch does: what follows is a gate's product or a linear layer,
-  and those keep y. The derivatives y (1 − y) and 1 − y² fall short by the variance of the rounding, at most
+* `sigmoid` and `tanh` their output y, as PyTorch does: what follows is a product or a linear layer, and those
+  save y. The derivatives y (1 − y) and 1 − y² fall short by the variance of the rounding, at most
   (range / (levels − 1))² / 4: of 1, at most 0.0045 at 4 bits and 0.11 at 2.
 
 A derivative with a pole (`sqrt`, `rsqrt`, `reciprocal`, `log`, powers below 1) is no number to round together
@@ -31,14 +31,15 @@ aten = torch.ops.aten
 
 
 class Curve(NamedTuple):
-    """`y = value(x, *parameters)`; backward takes `kept(x, y, *parameters)`, as `back(grad, kept)`.
+    """`y = value(x, *parameters)`; backward returns `back(grad, saved)` of `saved(x, y, *parameters)`.
 
-    `of_output`: what is kept depends on y alone, otherwise on x alone. `in_place` writes y over x.
+    `of_output`: what is saved depends on y alone, otherwise on x alone. `in_place` writes y over x.
+    `map(*parameters)`: the kind of derivative that a kernel computes while encoding (`ops.maps`).
     """
 
     value: Callable[..., Tensor]
     in_place: Callable[..., Tensor] | None
-    kept: Callable[..., Tensor]
+    saved: Callable[..., Tensor]
     of_output: bool = False
     back: Callable[[Tensor, Tensor], Tensor] = torch.mul
     map: Callable[..., str] | None = None
@@ -48,8 +49,8 @@ _OUTS = ("grad_input", "out")
 
 
 def _at_ones(backward: Any, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-    """The derivative, as aten's backward of an incoming gradient of ones."""
-    ones = torch.ones_like(x)  # one number in all places would take aten's slow path: 4 times as long
+    """Return the derivative: aten's `backward` of a gradient of ones."""
+    ones = torch.ones_like(x)  # one expanded number would take aten's slow path: 4 times as long
     traced = torch.compiler.is_compiling()
     out = None if traced else next((name for name in _OUTS if name in backward.overloads()), None)
     if out is None:
@@ -58,11 +59,6 @@ def _at_ones(backward: Any, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
     # Into the ones: memory touched for the first time costs more than the arithmetic.
     getattr(backward, out)(ones, *arguments, **named, **{out: ones})
     return ones
-
-
-def _wide(x: Tensor) -> Tensor:
-    """`x` in a dtype that holds derivatives with poles: in half precision they overflow."""
-    return x.float() if x.dtype == torch.float16 else x
 
 
 def _input(x: Tensor, y: Tensor, *parameters: Any) -> Tensor:
@@ -81,10 +77,6 @@ def _gelu_derivative(x: Tensor, y: Tensor, approximate: str) -> Tensor:
     return _at_ones(aten.gelu_backward, x, x, approximate=approximate)
 
 
-def _gelu_map(approximate: str) -> str:
-    return "gelu" if approximate == "none" else "gelu_tanh"
-
-
 def _softplus_derivative(x: Tensor, y: Tensor, beta: float, threshold: float) -> Tensor:
     return _at_ones(aten.softplus_backward, x, x, beta, threshold)
 
@@ -94,27 +86,23 @@ def _elu_derivative(x: Tensor, y: Tensor, alpha: float, scale: float = 1, input_
 
 
 def _pow_derivative(x: Tensor, y: Tensor, exponent: float) -> Tensor:
-    return _wide(x).pow(exponent - 1).mul_(exponent)
+    wide = x.float() if x.dtype == torch.float16 else x  # in which it does not overflow
+    return wide.pow(exponent - 1).mul_(exponent)
 
 
-def _plain_derivative(backward: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, y: _at_ones(backward, x, x)
+def _with_inplace(function: Any, backward: Any, map: Callable[..., str] | None = None) -> Curve:
+    """Return the curve of a function that has a parameter `inplace` and an aten backward of one tensor."""
+    return Curve(function, partial(function, inplace=True), lambda x, y: _at_ones(backward, x, x), map=map)
 
 
 _SELU = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 CURVES: dict[str, Curve] = {
-    "gelu": Curve(_gelu, None, _gelu_derivative, map=_gelu_map),
-    "silu": Curve(
-        F.silu, partial(F.silu, inplace=True), _plain_derivative(aten.silu_backward), map=lambda: "silu"
-    ),
-    "mish": Curve(F.mish, partial(F.mish, inplace=True), _plain_derivative(aten.mish_backward)),
-    "hardswish": Curve(
-        F.hardswish, partial(F.hardswish, inplace=True), _plain_derivative(aten.hardswish_backward)
-    ),
-    "hardsigmoid": Curve(
-        F.hardsigmoid, partial(F.hardsigmoid, inplace=True), _plain_derivative(aten.hardsigmoid_backward)
-    ),
+    "gelu": Curve(_gelu, None, _gelu_derivative, map=lambda form: "gelu" if form == "none" else "gelu_tanh"),
+    "silu": _with_inplace(F.silu, aten.silu_backward, lambda: "silu"),
+    "mish": _with_inplace(F.mish, aten.mish_backward),
+    "hardswish": _with_inplace(F.hardswish, aten.hardswish_backward),
+    "hardsigmoid": _with_inplace(F.hardsigmoid, aten.hardsigmoid_backward),
     "softplus": Curve(F.softplus, None, _softplus_derivative),
     "elu": Curve(F.elu, partial(F.elu, inplace=True), _elu_derivative),
     "selu": Curve(torch.selu, torch.selu_, lambda x, y: _elu_derivative(x, y, *_SELU)),

@@ -1,7 +1,7 @@
-"""Losses element by element, l(x, t) summed or averaged. Kept: the derivative d = ∂l/∂x.
+"""Losses element by element, l(x, t) summed or averaged. Saved: the derivative d = ∂l/∂x.
 
-dx = g d / n, and dt = −dx for those that take the difference x − t alone: linear in the one tensor kept,
-where PyTorch keeps both x and t. The L1 loss's d is a sign, kept exactly in two bits an element.
+dx = g d / n, and dt = −dx for those that take the difference x − t alone: linear in the one tensor saved,
+where PyTorch saves both x and t. The L1 loss's d is a sign, saved exactly in two bits per element.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from mesa_tune import ops
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Layers, Needs, Result, Route, Routes, Static, like
-
-aten = torch.ops.aten
+from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.tensors import gathered, like
 
 
 def _logits(x: Tensor, t: Tensor, weight: Tensor | None, positive: Tensor | None) -> Tensor:
@@ -27,7 +26,7 @@ def _logits(x: Tensor, t: Tensor, weight: Tensor | None, positive: Tensor | None
 
 
 def _probability(x: Tensor, t: Tensor, weight: Tensor | None, _: Tensor | None) -> Tensor:
-    slope: Tensor = aten.binary_cross_entropy_backward(torch.ones_like(x), x, t, weight, 0)
+    slope: Tensor = torch.ops.aten.binary_cross_entropy_backward(torch.ones_like(x), x, t, weight, 0)
     return slope
 
 
@@ -45,34 +44,29 @@ _SLOPES: dict[str, Callable[..., Tensor]] = {
     "smooth_l1_loss": lambda x, t, beta: ((x - t) / beta).clamp_(-1, 1),
     "huber_loss": lambda x, t, delta: (x - t).clamp_(-delta, delta),
     "kl_div": lambda x, t, log_target: -t.exp() if log_target else -t,
-}
-_BINARY: dict[str, Callable[..., Tensor]] = {
     "binary_cross_entropy": _probability,
     "binary_cross_entropy_with_logits": _logits,
 }
 
 
 def forward(static: Static, needs: Needs, x: Tensor, t: Tensor) -> Result:
-    kind, reduction, names, values, *_ = static
-    y = _LOSSES[kind](x, t, reduction=reduction, **dict(zip(names, values, strict=True)))
-    slope = _SLOPES[kind](x, t, *values)
-    return Result(y, lossy=(slope.to(y.dtype),))
+    kind, reduction, _, _, options = static
+    y = _LOSSES[kind](x, t, reduction=reduction, **dict(options))
+    return Result(y, (_SLOPES[kind](x, t, **dict(options)).to(y.dtype),))
 
 
-def backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    _, reduction, _, _, x, t = static
-    slope = _divided(grad, reduction, lossy[0].shape) * lossy[0]
-    dx = slope.sum_to_size(x[0]).to(x[1]) if needs[0] else None
-    dt = -slope.sum_to_size(t[0]).to(t[1]) if needs[1] else None
-    return dx, dt
+def backward(saved: Saved, grad: Tensor) -> Grads:
+    return _gradients(saved, saved.lossy[0].whole(), grad)
 
 
-def _divided(grad: Tensor, reduction: str, shape: torch.Size) -> Tensor:
-    if reduction == "batchmean":
-        return grad / shape[0] if len(shape) else grad
-    return grad / shape.numel() if reduction == "mean" else grad
+def _gradients(saved: Saved, slope: Tensor, grad: Tensor) -> Grads:
+    (_, reduction, x, t, *_), needs, _, _ = saved
+    if reduction == "mean":
+        grad = grad / slope.numel()
+    elif reduction == "batchmean" and slope.dim():
+        grad = grad / slope.shape[0]
+    slope = grad * slope
+    return gathered(slope, x) if needs[0] else None, -gathered(slope, t) if needs[1] else None
 
 
 DIFFERENCE = Formula("difference_loss", forward, backward, "the derivative by the input")
@@ -84,44 +78,50 @@ def sign_forward(static: Static, needs: Needs, x: Tensor, t: Tensor) -> Result:
     return Result(y, exact=(ops.pack_bits(difference < 0), ops.pack_bits(difference > 0)))
 
 
-def sign_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    shape = torch.broadcast_shapes(static[4][0], static[5][0])
-    below, above = (ops.unpack_bits(each, shape).to(grad.dtype) for each in exact)
-    return backward(static, needs, [above - below], (), grad)
+def sign_backward(saved: Saved, grad: Tensor) -> Grads:
+    shape = torch.broadcast_shapes(saved.static[2][0], saved.static[3][0])
+    below, above = (ops.unpack_bits(bits, shape).to(grad.dtype) for bits in saved.exact)
+    return _gradients(saved, above - below, grad)
 
 
 L1 = Formula(
     "sign_loss",
     sign_forward,
     sign_backward,
-    "nothing lossy; exact: the sign of the difference, two bits an element",
+    "nothing lossy; exact: the sign of the difference, two bits per element",
     lossless=True,
 )
 
 
 def binary_forward(
-    static: Static,
-    needs: Needs,
-    x: Tensor,
-    t: Tensor,
-    weight: Tensor | None,
-    positive: Tensor | None,
+    static: Static, needs: Needs, x: Tensor, t: Tensor, weight: Tensor | None, positive: Tensor | None
 ) -> Result:
     kind, reduction, *_ = static
-    more = {} if positive is None else {"pos_weight": positive}
-    y = _LOSSES[kind](x, t, weight, reduction=reduction, **more)
-    return Result(y, lossy=(_BINARY[kind](x, t, weight, positive).to(y.dtype),))
+    options = {} if positive is None else {"pos_weight": positive}
+    y = _LOSSES[kind](x, t, weight, reduction=reduction, **options)
+    return Result(y, (_SLOPES[kind](x, t, weight, positive).to(y.dtype),))
 
 
-def binary_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    return (*backward(static, (True, False), lossy, exact, grad), None, None)
+def binary_backward(saved: Saved, grad: Tensor) -> Grads:
+    return (*backward(saved, grad), None, None)
 
 
-BINARY = Formula("binary_loss", binary_forward, binary_backward, DIFFERENCE.keeps)
+BINARY = Formula("binary_loss", binary_forward, binary_backward, DIFFERENCE.saves)
+
+
+def _serve(
+    call: Call, kind: str, x: Tensor, t: Tensor, reduction: str, legacy: tuple[Any, ...] = (), **options: Any
+) -> Any:
+    """Run a loss of any two shapes that broadcast."""
+    if any(value is not None for value in legacy):
+        return call.refuse(f"{kind} has no formula for size_average, reduce and weight")
+    if kind == "kl_div" and t.requires_grad:
+        return call.refuse("kl_div has no formula for targets that want a gradient")
+    # Of a divergence PyTorch saves the targets alone, which may exist anyway.
+    if (kind == "kl_div" and call.is_static(t)) or not call.gains(x, t) or options.get("beta") == 0:
+        return call.plain()
+    static = (kind, reduction, like(x), like(t), tuple(options.items()))
+    return call.apply(L1 if kind == "l1_loss" else DIFFERENCE, static, x, t)
 
 
 def difference(
@@ -133,29 +133,9 @@ def difference(
     reduce: bool | None = None,
     reduction: str = "mean",
     weight: Tensor | None = None,
-    **parameters: Any,
 ) -> Any:
-    """`F.mse_loss`, `F.l1_loss`, `F.smooth_l1_loss`, `F.kl_div`: any two shapes that broadcast."""
-    if size_average is not None or reduce is not None or weight is not None:
-        return call.refuse(f"{kind} has no formula for size_average, reduce and weight")
-    if kind == "kl_div" and target.requires_grad:
-        return call.refuse("kl_div has no formula for targets that want a gradient")
-    given = {**_DEFAULTS.get(kind, {}), **parameters}
-    # Of a divergence PyTorch keeps the targets alone, which may be there anyway.
-    if kind == "kl_div" and call.is_static(target):
-        return call.plain()
-    if call.small(input, target) or given.get("beta") == 0:
-        return call.plain()
-    formula = L1 if kind == "l1_loss" else DIFFERENCE
-    static = (kind, reduction, tuple(given), tuple(given.values()), like(input), like(target))
-    return call.apply(formula, static, input, target)
-
-
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "smooth_l1_loss": {"beta": 1.0},
-    "huber_loss": {"delta": 1.0},
-    "kl_div": {"log_target": False},
-}
+    """`F.mse_loss` and `F.l1_loss`."""
+    return _serve(call, kind, input, target, reduction, (size_average, reduce, weight))
 
 
 def smooth_l1(
@@ -168,7 +148,7 @@ def smooth_l1(
     beta: float = 1.0,
 ) -> Any:
     """`F.smooth_l1_loss`."""
-    return difference("smooth_l1_loss", call, input, target, size_average, reduce, reduction, beta=beta)
+    return _serve(call, "smooth_l1_loss", input, target, reduction, (size_average, reduce), beta=beta)
 
 
 def huber(
@@ -180,7 +160,7 @@ def huber(
     weight: Tensor | None = None,
 ) -> Any:
     """`F.huber_loss`."""
-    return difference("huber_loss", call, input, target, None, None, reduction, weight, delta=delta)
+    return _serve(call, "huber_loss", input, target, reduction, (weight,), delta=delta)
 
 
 def kl(
@@ -193,7 +173,7 @@ def kl(
     log_target: bool = False,
 ) -> Any:
     """`F.kl_div`."""
-    return difference("kl_div", call, input, target, size_average, reduce, reduction, log_target=log_target)
+    return _serve(call, "kl_div", input, target, reduction, (size_average, reduce), log_target=log_target)
 
 
 def binary(
@@ -208,12 +188,12 @@ def binary(
     pos_weight: Tensor | None = None,
 ) -> Any:
     """`F.binary_cross_entropy` and `F.binary_cross_entropy_with_logits`."""
-    trained = any(each is not None and each.requires_grad for each in (target, weight, pos_weight))
+    trained = any(tensor is not None and tensor.requires_grad for tensor in (target, weight, pos_weight))
     if size_average is not None or reduce is not None or trained:
         return call.refuse(f"{kind} has no formula for size_average, reduce, or trained targets and weights")
-    if call.small(input) or target.shape != input.shape:
+    if not call.gains(input) or target.shape != input.shape:
         return call.plain()
-    static = (kind, reduction, (), (), like(input), like(target))
+    static = (kind, reduction, like(input), like(target))
     return call.apply(BINARY, static, input, target, weight, pos_weight)
 
 
@@ -223,10 +203,10 @@ ROUTES: Routes = {
     F.smooth_l1_loss: Route("smooth_l1_loss", "loss", smooth_l1),
     F.huber_loss: Route("huber_loss", "loss", huber),
     F.kl_div: Route("kl_div", "loss", kl),
-    F.binary_cross_entropy: Route("binary_cross_entropy", "loss", partial(binary, "binary_cross_entropy")),
-    F.binary_cross_entropy_with_logits: Route(
-        "binary_cross_entropy_with_logits", "loss", partial(binary, "binary_cross_entropy_with_logits")
-    ),
+    **{
+        getattr(F, kind): Route(kind, "loss", partial(binary, kind))
+        for kind in ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+    },
 }
 LAYERS: Layers = {
     nn.MSELoss: F.mse_loss,

@@ -1,10 +1,10 @@
-"""y = x Wᵀ + b. Kept: x, if W wants a gradient (and W by reference, or encoded if it is computed, if x does).
+"""y = x Wᵀ + b. Saved: x, if W wants a gradient (and W by reference, or packed if it is computed, if x does).
 
 dx = g W, dW = gᵀ x, db = Σ g. The gradient of W is linear in the copy of x, so its error is unbiased.
 
 Rows of zeros stay zeros (`zero_rows`).
 
-Bilinear, y_k = a Wₖ bᵀ + b_k, keeps both inputs; the gradient of W multiplies their copies, whose rounding is
+Bilinear, y_k = a Wₖ bᵀ + b_k, saves both inputs; the gradient of W multiplies their copies, whose rounding is
 independent.
 """
 
@@ -14,23 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import (
-    Formula,
-    Layers,
-    Needs,
-    Result,
-    Route,
-    Routes,
-    Static,
-    autocast_dtype,
-    cast,
-    unviewed,
-    wanted,
-)
-from mesa_tune.engine.packed import Held, Total
+from mesa_tune.engine.call import Call, autocast_dtype
+from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.saved import SavedTensor, Total
 from mesa_tune.engine.storage import pack_zero_rows
+from mesa_tune.engine.tensors import cast, wanted
 from mesa_tune.formulas.zero_rows import cleared, may_be_lost
+from mesa_tune.ops.fused import LINEAR_BACKWARD
+
+LARGEST_WEIGHT = 1 << 19
+"""Of so many elements at most, a weight's gradient stays in the cache while all rows are added to it."""
 
 
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
@@ -40,53 +33,49 @@ def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tenso
         given.requires_grad_()  # by which PyTorch chooses how a batch of matrices is multiplied
     y = F.linear(cast(x, dtype), given, None if bias is None else cast(bias, dtype))
     zeros = (pack_zero_rows(x),) if marks_zeros else ()
-    return Result(unviewed(y), ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()), zeros)
+    return Result(y, ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()), zeros)
 
 
-def backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    kept = [cast(tensor, static[0]) for tensor in lossy]
-    dx = grad @ kept[-1] if needs[0] else None
+def backward(saved: Saved, grad: Tensor) -> Grads:
+    """In one pass where that is possible; else x, a large one in slices, is gone before dx is made."""
+    (dtype, _), needs, lossy, zeros = saved
     rows = _rows(grad)
-    dw = _where_not_zero(rows, exact).t() @ _rows(kept[0]) if needs[1] else None
-    db = rows.sum(0) if needs[2] else None
-    return dx, dw, db
+    used = cleared(rows, zeros[0]) if zeros and needs[1] else rows  # 0 where the rows of x are
+    if needs[1] and dtype is None and used is rows:
+        grads = fused_backward(lossy[0], grad, lossy[1] if needs[0] else None, bias=needs[2])
+        if grads is not None:
+            return wanted(grads, needs)
+    dw = _weight_gradient(used, lossy[0], dtype) if needs[1] else None
+    dx = grad @ cast(lossy[-1].whole(), dtype) if needs[0] else None
+    return dx, dw, rows.sum(0) if needs[2] else None
 
 
-def _where_not_zero(rows: Tensor, exact: tuple[Tensor, ...]) -> Tensor:
-    """Return the rows of a gradient, 0 where the input's are."""
-    return cleared(rows, exact[0]) if exact else rows
+def fused_backward(
+    x: SavedTensor, grad: Tensor, weight: SavedTensor | None, bias: bool = False, transposed: bool = False
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the gradients of the input `(*, in)`, the weight `(out, in)`, or, `transposed`, `(in, out)`, and
+    the bias, made in one pass over the packed input; None where that is not possible.
+    """
+    possible = x.codec is not None and grad.is_cpu and grad.dtype == torch.float32 and x.is_row_major()
+    if not possible or grad.shape[-1] * x.shape[-1] > LARGEST_WEIGHT:
+        return None
+    factor = None if weight is None else weight.whole()
+    grads: tuple[Tensor, Tensor, Tensor] | None
+    grads = x.fused(LINEAR_BACKWARD, grad, factor, x.shape[-1], transposed, bias)
+    return grads
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
-def piecewise(
-    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The same in one pass; else x is gone before dx is made, and a part of a large one is decoded at a
-    time.
-    """
-    dtype, rows = static[0], _rows(grad)
-    used = _where_not_zero(rows, exact) if needs[1] else rows
-    if needs[1] and dtype is None and used is rows:
-        found = held[0].linear_backward(grad, held[1].whole() if needs[0] else None, needs[2])
-        if found is not None:
-            return wanted(found, needs)
-    dw = _weight_gradient(used, held[0], dtype) if needs[1] else None
-    dx = grad @ cast(held[-1].whole(), dtype) if needs[0] else None
-    return dx, dw, rows.sum(0) if needs[2] else None
-
-
-def _weight_gradient(rows: Tensor, held: Held, dtype: torch.dtype | None) -> Tensor | None:
-    pieces = held.rows(rows.dtype)
-    if pieces is None:
-        return rows.t() @ _rows(cast(held.whole(), dtype))
+def _weight_gradient(rows: Tensor, x: SavedTensor, dtype: torch.dtype | None) -> Tensor | None:
+    slices = x.rows(rows.dtype)
+    if slices is None:
+        return rows.t() @ _rows(cast(x.whole(), dtype))
     dw = Total()
-    for first, x in pieces:
-        dw.add(rows[first : first + x.shape[0]].t() @ x)
+    for first, part in slices:
+        dw.add(rows[first : first + part.shape[0]].t() @ part)
     return dw.value
 
 
@@ -96,7 +85,7 @@ LINEAR = Formula(
     backward,
     "the input, where the weight wants a gradient; exact: which of its rows are zero",
     independent=(0,),
-    piecewise=piecewise,
+    views=True,
 )
 
 
@@ -104,54 +93,45 @@ def bilinear_forward(
     static: Static, needs: Needs, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Result:
     lossy = ((a,) if needs[1] or needs[2] else ()) + ((b,) if needs[0] or needs[2] else ())
-    return Result(unviewed(F.bilinear(a, b, weight, bias)), lossy=(*lossy, weight))
+    return Result(F.bilinear(a, b, weight, bias), lossy=(*lossy, weight))
 
 
-def bilinear_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    weight, rows = lossy[-1], _rows(grad)
+def bilinear_backward(saved: Saved, grad: Tensor) -> Grads:
+    needs, (*inputs, weight) = saved.needs, [tensor.whole() for tensor in saved.lossy]
+    rows = _rows(grad)
     da = db = dw = None
     if needs[0]:
-        da = torch.einsum("nk,kij,nj->ni", rows, weight, _rows(lossy[-2])).view(*grad.shape[:-1], -1)
+        da = torch.einsum("nk,kij,nj->ni", rows, weight, _rows(inputs[-1])).view(*grad.shape[:-1], -1)
     if needs[1]:
-        db = torch.einsum("nk,kij,ni->nj", rows, weight, _rows(lossy[0])).view(*grad.shape[:-1], -1)
+        db = torch.einsum("nk,kij,ni->nj", rows, weight, _rows(inputs[0])).view(*grad.shape[:-1], -1)
     if needs[2]:
-        dw = torch.einsum("nk,ni,nj->kij", rows, _rows(lossy[0]), _rows(lossy[1]))
+        dw = torch.einsum("nk,ni,nj->kij", rows, _rows(inputs[0]), _rows(inputs[1]))
     return da, db, dw, rows.sum(0) if needs[3] else None
 
 
 BILINEAR = Formula(
-    "bilinear", bilinear_forward, bilinear_backward, "each input whose partner or weight wants a gradient"
+    "bilinear",
+    bilinear_forward,
+    bilinear_backward,
+    "each input whose partner or weight wants a gradient",
+    views=True,
 )
 
 
-def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None, **unknown: Any) -> Any:
+def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """`F.linear`: input `(*, in)`, weight `(out, in)`, bias `(out,)`."""
     fits = weight.dim() == 2 and (bias is None or (bias.dim() == 1 and bias.size(0) == weight.size(0)))
-    if unknown or not fits:
-        return call.refuse("linear has a formula only for a weight (out, in), a bias (out,) and no `out`")
-    return call.apply(
-        LINEAR,
-        (autocast_dtype(input), weight.requires_grad and may_be_lost(call, input)),
-        input,
-        weight,
-        bias,
-    )
+    if not fits:
+        return call.refuse("linear has a formula only for a weight (out, in) and a bias (out,)")
+    marks_zeros = weight.requires_grad and may_be_lost(call, input)
+    return call.apply(LINEAR, (autocast_dtype(input), marks_zeros), input, weight, bias)
 
 
-def bilinear(
-    call: Call,
-    input1: Tensor,
-    input2: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    **unknown: Any,
-) -> Any:
+def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """`F.bilinear`: inputs `(*, in1)` and `(*, in2)`, weight `(out, in1, in2)`, bias `(out,)`."""
-    if unknown or weight.dim() != 3:
+    if weight.dim() != 3:
         return call.refuse("bilinear has a formula only for a weight (out, in1, in2)")
-    if call.small(input1, input2):
+    if not call.gains(input1, input2):
         return call.plain()
     return call.apply(BILINEAR, (), input1, input2, weight, bias)
 

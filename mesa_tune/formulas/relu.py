@@ -1,7 +1,7 @@
 """Functions whose gradient passes, or passes changed, element by element: y = x here, something flat there.
 
-Kept is where, one bit an element (two for the absolute value), exact: dx = g where x passes, s g elsewhere,
-with s = 0 for all but the leaky ones. PyTorch keeps the whole input or output.
+Saved: where it does not pass, one bit per element (two for the absolute value), exact: dx = s g there, g
+elsewhere, with s = 0 for all but the leaky ones. PyTorch saves the whole input or output.
 """
 
 from collections.abc import Callable
@@ -14,33 +14,20 @@ from torch import Tensor, nn
 
 from mesa_tune import ops
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import (
-    Formula,
-    Layers,
-    Needs,
-    Rebuild,
-    References,
-    Result,
-    Route,
-    Routes,
-    Static,
-    Tensors,
-)
-from mesa_tune.ops.fused import GATE as GATED
-from mesa_tune.ops.fused import PACK_AT_MOST
-
-aten = torch.ops.aten
+from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.rebuild import Ingredients, Rebuild
+from mesa_tune.ops.fused import MASK_GRAD, PACK_AT_MOST
 
 
-class Gate(NamedTuple):
-    """`y = value(x, *parameters)`, in place by `in_place`; the gradient does not pass where `shut(x, …)`.
+class Masked(NamedTuple):
+    """`y = value(x, *parameters)`, in place by `in_place`; the gradient does not pass where `mask(x, …)`.
 
     Whether the gradient of a NaN passes is PyTorch's choice (on the CPU), function by function.
     """
 
     value: Callable[..., Tensor]
     in_place: Callable[..., Tensor] | None
-    shut: Callable[..., Tensor]
+    mask: Callable[..., Tensor]
 
 
 def _outside(x: Tensor, low: float, high: float) -> Tensor:
@@ -57,58 +44,56 @@ def _shrunk(x: Tensor, limit: float) -> Tensor:
     return (x < -limit).logical_or_(x > limit).logical_not_()
 
 
-GATES: dict[str, Gate] = {
-    "relu": Gate(torch.relu, torch.relu_, lambda x: x <= 0),
-    "hardtanh": Gate(F.hardtanh, partial(F.hardtanh, inplace=True), _outside),
-    "leaky_relu": Gate(
+FUNCTIONS: dict[str, Masked] = {
+    "relu": Masked(torch.relu, torch.relu_, lambda x: x <= 0),
+    "hardtanh": Masked(F.hardtanh, partial(F.hardtanh, inplace=True), _outside),
+    "leaky_relu": Masked(
         F.leaky_relu, partial(F.leaky_relu, inplace=True), lambda x, slope: (x > 0).logical_not_()
     ),
-    "threshold": Gate(torch.threshold, torch.threshold_, lambda x, limit, value: x <= limit),
-    "clamp": Gate(torch.clamp, torch.clamp_, _clamped),
-    "hardshrink": Gate(F.hardshrink, None, _shrunk),
-    "softshrink": Gate(F.softshrink, None, _shrunk),
+    "threshold": Masked(torch.threshold, torch.threshold_, lambda x, limit, value: x <= limit),
+    "clamp": Masked(torch.clamp, torch.clamp_, _clamped),
+    "hardshrink": Masked(F.hardshrink, None, _shrunk),
+    "softshrink": Masked(F.softshrink, None, _shrunk),
 }
 
 
 def forward(static: Static, needs: Needs, x: Tensor) -> Result:
     kind, in_place, parameters = static
-    gate = GATES[kind]
+    function = FUNCTIONS[kind]
     if kind in ("relu", "threshold") and x.dtype == torch.float32:
-        shut = PACK_AT_MOST(x, parameters[0] if parameters else 0.0)
+        mask = PACK_AT_MOST(x, parameters[0] if parameters else 0.0)
     else:
-        shut = ops.pack_bits(gate.shut(x, *parameters))
-    if in_place and gate.in_place is not None:
-        gate.in_place(x, *parameters)
+        mask = ops.pack_bits(function.mask(x, *parameters))
+    if in_place and function.in_place is not None:
+        function.in_place(x, *parameters)
         # A tracer wants the very input back.
-        return Result(x, exact=(shut,), in_place=True)
-    return Result(gate.value(x, *parameters), exact=(shut,))
+        return Result(x, exact=(mask,), in_place=True)
+    return Result(function.value(x, *parameters), exact=(mask,))
 
 
-def backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
-) -> tuple[Tensor | None]:
-    kind, _, parameters = static
+def backward(saved: Saved, grad: Tensor) -> Grads:
+    (kind, _, parameters), (bits,) = saved.static, saved.exact
     slope = parameters[0] if kind == "leaky_relu" else 0.0
     if grad.dtype == torch.float32 and grad.is_contiguous():
-        return (GATED(grad, exact[0], slope),)
-    shut = ops.unpack_bits(exact[0], grad.shape)
-    return (torch.where(shut, grad * slope, grad) if slope else grad.masked_fill(shut, 0),)
+        return (MASK_GRAD(grad, bits, slope),)
+    mask = ops.unpack_bits(bits, grad.shape)
+    return (torch.where(mask, grad * slope, grad) if slope else grad.masked_fill(mask, 0),)
 
 
-def gated(static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors) -> Tensor:
-    """ReLU and its kind, of the input made again; what ReLU shut is known exactly."""
-    kind, _, parameters = static
-    y = GATES[kind].value(inputs[0], *parameters)
-    return y.masked_fill(ops.unpack_bits(exact[0], y.shape), 0) if kind == "relu" else y
+def masked(given: Ingredients) -> Tensor:
+    """Return the output for the input made again; where ReLU gave zero is known exactly."""
+    kind, _, parameters = given.static
+    y = FUNCTIONS[kind].value(given.inputs[0], *parameters)
+    return y.masked_fill(ops.unpack_bits(given.exact[0], y.shape), 0) if kind == "relu" else y
 
 
-GATE = Formula(
+MASKED = Formula(
     "gate",
     forward,
     backward,
-    "nothing lossy; exact: where the gradient does not pass, one bit an element",
+    "nothing lossy; exact: where the gradient does not pass, one bit per element",
     lossless=True,
-    rebuild=Rebuild(gated, kept=(), exact=(0,), inputs=(0,)),
+    rebuild=Rebuild(masked, saved=(), exact=(0,), inputs=(0,)),
 )
 
 
@@ -116,38 +101,27 @@ def abs_forward(static: Static, needs: Needs, x: Tensor) -> Result:
     return Result(x.abs(), exact=(ops.pack_bits(x < 0), ops.pack_bits(x > 0)))
 
 
-def abs_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor, ...], grad: Tensor
-) -> tuple[Tensor | None]:
-    below, above = (ops.unpack_bits(each, grad.shape).to(grad.dtype) for each in exact)
+def abs_backward(saved: Saved, grad: Tensor) -> Grads:
+    below, above = (ops.unpack_bits(bits, grad.shape).to(grad.dtype) for bits in saved.exact)
     return (grad * (above - below),)
 
 
 ABS = Formula(
-    "abs", abs_forward, abs_backward, "nothing lossy; exact: the sign, two bits an element", lossless=True
+    "abs", abs_forward, abs_backward, "nothing lossy; exact: the sign, two bits per element", lossless=True
 )
 
 
 def serve(call: Call, kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in_place: bool = False) -> Any:
-    """Runs the gate `kind` on `x`, if bits are less than what PyTorch keeps of it."""
-    # A small tensor or parameter is kept by others as well, or by nobody.
-    if not x.requires_grad or call.small(x) or call.is_static(x):
+    """Run the function `kind` on `x`, if bits are less than what PyTorch saves of it."""
+    # A small tensor or parameter is saved by others as well, or by nobody.
+    if not call.gains_on(x) or (in_place and not call.may_change(x)):
         return call.plain()
-    if in_place and not call.changes(x):
-        return call.plain()
-    return call.apply(GATE, (kind, in_place, parameters), x)
+    return call.apply(MASKED, (kind, in_place, parameters), x)
 
 
-def relu(call: Call, input: Tensor, inplace: bool = False, **unknown: Any) -> Any:
+def relu(call: Call, input: Tensor, inplace: bool = False) -> Any:
     """`F.relu`, `torch.relu`, `Tensor.relu`."""
-    if unknown:
-        return call.refuse(f"relu has no formula for {sorted(unknown)}")
     return serve(call, "relu", input, (), inplace)
-
-
-def relu_(call: Call, input: Tensor, **unknown: Any) -> Any:
-    """`torch.relu_`, `Tensor.relu_`."""
-    return relu(call, input, True, **unknown)
 
 
 def relu6(call: Call, input: Tensor, inplace: bool = False) -> Any:
@@ -162,20 +136,10 @@ def hardtanh(
     return serve(call, "hardtanh", input, (min_val, max_val), inplace)
 
 
-def hardtanh_(call: Call, input: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Any:
-    """`F.hardtanh_`."""
-    return hardtanh(call, input, min_val, max_val, True)
-
-
 def leaky_relu(call: Call, input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Any:
     """`F.leaky_relu`."""
     # In place PyTorch takes the sign from the output, and refuses a slope that changes it.
     return serve(call, "leaky_relu", input, (negative_slope,), inplace and negative_slope > 0)
-
-
-def leaky_relu_(call: Call, input: Tensor, negative_slope: float = 0.01) -> Any:
-    """`F.leaky_relu_`."""
-    return leaky_relu(call, input, negative_slope, True)
 
 
 def threshold(call: Call, input: Tensor, threshold: float, value: float, inplace: bool = False) -> Any:
@@ -183,63 +147,49 @@ def threshold(call: Call, input: Tensor, threshold: float, value: float, inplace
     return serve(call, "threshold", input, (threshold, value), inplace)
 
 
-def threshold_(call: Call, input: Tensor, threshold: float, value: float) -> Any:
-    """`F.threshold_`."""
-    return serve(call, "threshold", input, (threshold, value), True)
-
-
 def shrink(kind: str, call: Call, input: Tensor, lambd: float = 0.5) -> Any:
     """`F.hardshrink` and `F.softshrink`."""
     return serve(call, kind, input, (lambd,))
 
 
-def clamp(
-    call: Call, input: Tensor, min: Any = None, max: Any = None, *, in_place: bool = False, **unknown: Any
-) -> Any:
-    """`torch.clamp` and its kin, between numbers."""
+def clamp(in_place: bool, call: Call, input: Tensor, min: Any = None, max: Any = None) -> Any:
+    """`torch.clamp`, `torch.clip` and `torch.clamp_min`, between numbers."""
     if not input.requires_grad:
         return call.plain()
-    if unknown or not all(bound is None or isinstance(bound, (int, float)) for bound in (min, max)):
-        return call.plain() if call.small(input) else call.refuse("clamp has a formula only for numbers")
+    if not all(bound is None or isinstance(bound, (int, float)) for bound in (min, max)):
+        return call.refuse("clamp has a formula only for numbers") if call.gains(input) else call.plain()
     return serve(call, "clamp", input, (min, max), in_place)
 
 
-def clamp_max(call: Call, input: Tensor, max: Any, *, in_place: bool = False) -> Any:
+def clamp_max(in_place: bool, call: Call, input: Tensor, max: Any) -> Any:
     """`torch.clamp_max`."""
-    return clamp(call, input, None, max, in_place=in_place)
+    return clamp(in_place, call, input, None, max)
 
 
 def absolute(call: Call, input: Tensor) -> Any:
     """`torch.abs`."""
-    if not input.requires_grad or call.small(input) or call.is_static(input):
-        return call.plain()
-    return call.apply(ABS, (), input)
+    return call.apply(ABS, (), input) if call.gains_on(input) else call.plain()
 
 
 _RELU = Route("relu", "relu", relu)
-_RELU_ = Route("relu", "relu", relu_)
+_RELU_ = Route("relu", "relu", partial(relu, inplace=True))
 _HARDSHRINK = Route("hardshrink", "relu", partial(shrink, "hardshrink"))
-_CLAMP = Route("clamp", "relu", clamp)
-_CLAMP_ = Route("clamp", "relu", partial(clamp, in_place=True))
-_CLAMP_MAX = Route("clamp", "relu", clamp_max)
-_CLAMP_MAX_ = Route("clamp", "relu", partial(clamp_max, in_place=True))
+_CLAMP = Route("clamp", "relu", partial(clamp, False))
+_CLAMP_ = Route("clamp", "relu", partial(clamp, True))
+_CLAMP_MAX = Route("clamp", "relu", partial(clamp_max, False))
+_CLAMP_MAX_ = Route("clamp", "relu", partial(clamp_max, True))
 _ABS = Route("abs", "relu", absolute)
 ROUTES: Routes = {
-    F.relu: _RELU,
-    torch.relu: _RELU,
-    Tensor.relu: _RELU,
-    torch.relu_: _RELU_,
-    Tensor.relu_: _RELU_,
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _RELU),
+    **dict.fromkeys((torch.relu_, Tensor.relu_), _RELU_),
     F.relu6: Route("relu6", "relu", relu6),
     F.hardtanh: Route("hardtanh", "relu", hardtanh),
-    F.hardtanh_: Route("hardtanh", "relu", hardtanh_),
+    F.hardtanh_: Route("hardtanh", "relu", partial(hardtanh, inplace=True)),
     F.leaky_relu: Route("leaky_relu", "relu", leaky_relu),
-    F.leaky_relu_: Route("leaky_relu", "relu", leaky_relu_),
-    F.threshold: Route("threshold", "relu", threshold),
-    torch.threshold: Route("threshold", "relu", threshold),
-    torch.threshold_: Route("threshold", "relu", threshold_),
-    F.hardshrink: _HARDSHRINK,
-    Tensor.hardshrink: _HARDSHRINK,
+    F.leaky_relu_: Route("leaky_relu", "relu", partial(leaky_relu, inplace=True)),
+    **dict.fromkeys((F.threshold, torch.threshold), Route("threshold", "relu", threshold)),
+    torch.threshold_: Route("threshold", "relu", partial(threshold, inplace=True)),
+    **dict.fromkeys((F.hardshrink, Tensor.hardshrink), _HARDSHRINK),
     F.softshrink: Route("softshrink", "relu", partial(shrink, "softshrink")),
     **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), _CLAMP),
     **dict.fromkeys((torch.clamp_min, Tensor.clamp_min), _CLAMP),

@@ -15,67 +15,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import (
-    Formula,
-    Layers,
-    Needs,
-    Rebuild,
-    References,
-    Result,
-    Route,
-    Routes,
-    Static,
-    Tensors,
-    cast,
-)
-from mesa_tune.engine.packed import Held
+from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.rebuild import Rebuild
+from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.amax import restored, sorted_dims
 from mesa_tune.ops import maps
+from mesa_tune.ops.fused import SOFTMAX_BACKWARD
 
 
 def softmax_forward(static: Static, needs: Needs, x: Tensor) -> Result:
     dim, dtype, _ = static
     y = torch.softmax(x, dim, dtype=dtype)
-    return Result(y, lossy=(maps.definite(y),))
+    return Result(y, (maps.definite(y),))
 
 
-def softmax_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
-) -> tuple[Tensor | None]:
-    dim, _, given = static
-    y = lossy[0]
-    return (cast(torch.ops.aten._softmax_backward_data(grad, y, dim, y.dtype), given),)
+def softmax_backward(saved: Saved, grad: Tensor) -> Grads:
+    """In one pass along the last dimension; else in slices of a large tensor, or of the whole."""
+    (dim, _, dtype), (y,) = saved.static, saved.lossy
+    dim %= max(grad.dim(), 1)
+    if dtype == grad.dtype:
+        dx = y.by_rows(SOFTMAX_BACKWARD, grad) if dim == grad.dim() - 1 else None
+        if dx is not None:
+            return (dx,)
+        slices = y.slices(grad.dtype) if dim else None
+        if slices is not None:
+            dx = torch.empty_like(grad)
+            for part, probabilities in slices:
+                dx[part] = _gradient(grad[part], probabilities, dim)
+            return (dx,)
+    return (cast(_gradient(grad, y.whole(), dim), dtype),)
 
 
-def softmax_piecewise(
-    static: Static, needs: Needs, held: list[Held], exact: Any, grad: Tensor
-) -> tuple[Tensor | None] | None:
-    """In one pass along the last dimension, else dx of some samples at a time."""
-    dim, _, given = static
-    if given != grad.dtype or not grad.dim():
-        return None
-    dim %= grad.dim()
-    found = held[0].softmax_backward(grad) if dim == grad.dim() - 1 else None
-    if found is not None:
-        return (found,)
-    pieces = held[0].parts_of(grad.dtype) if dim else None
-    if pieces is None:
-        return None
-    dx = torch.empty_like(grad)
-    for part, y in pieces:
-        dx[part] = torch.ops.aten._softmax_backward_data(grad[part], y, dim, y.dtype)
-    return (dx,)
-
-
-def _output(
-    static: Static, lossy: Tensors, exact: Tensors, references: References, inputs: Tensors
-) -> Tensor:
-    """What is kept is the output."""
-    return lossy[0]
-
-
-def _keeps_output(static: Static, needs: Needs) -> bool:
-    return static[1] is None
+def _gradient(grad: Tensor, y: Tensor, dim: int) -> Tensor:
+    dx: Tensor = torch.ops.aten._softmax_backward_data(grad, y, dim, y.dtype)
+    return dx
 
 
 SOFTMAX = Formula(
@@ -83,49 +56,40 @@ SOFTMAX = Formula(
     softmax_forward,
     softmax_backward,
     "the output",
-    piecewise=softmax_piecewise,
-    rebuild=Rebuild(_output, when=_keeps_output),
+    rebuild=Rebuild(lambda given: given.lossy[0], when=lambda static, needs: static[1] is None),
 )
 
 
 def logsumexp_forward(static: Static, needs: Needs, x: Tensor) -> Result:
-    dims, keepdim = static
-    y = torch.logsumexp(x, dims, keepdim)
-    total = restored(y, dims, keepdim)
+    y = torch.logsumexp(x, *static)
+    total = restored(y, *static)
     # Where nothing counts, every exp(x) is 0, and so is the gradient.
     p = (x - total.masked_fill(total == -torch.inf, 0)).exp_().to(x.dtype)
-    return Result(y, lossy=(p,))
+    return Result(y, (p,))
 
 
-def logsumexp_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: Any, grad: Tensor
-) -> tuple[Tensor | None]:
-    dims, keepdim = static
-    return ((lossy[0] * restored(grad, dims, keepdim)).to(lossy[0].dtype),)
+def logsumexp_backward(saved: Saved, grad: Tensor) -> Grads:
+    p = saved.lossy[0].whole()
+    return ((p * restored(grad, *saved.static)).to(p.dtype),)
 
 
 LOGSUMEXP = Formula("logsumexp", logsumexp_forward, logsumexp_backward, "the probabilities")
 
 
-def logsumexp(call: Call, input: Tensor, dim: Any, keepdim: bool = False, **unknown: Any) -> Any:
+def logsumexp(call: Call, input: Tensor, dim: Any, keepdim: bool = False) -> Any:
     """`torch.logsumexp` and the method."""
     dims = sorted_dims(input, dim)
-    if unknown or not dims or not input.is_floating_point() or call.is_static(input) or call.small(input):
+    if not (dims and input.is_floating_point() and call.gains_on(input)):
         return call.plain()
     return call.apply(LOGSUMEXP, (dims, keepdim), input)
 
 
 def along(
-    formula: Formula,
-    call: Call,
-    input: Tensor,
-    dim: Any = None,
-    dtype: torch.dtype | None = None,
-    **unknown: Any,
+    formula: Formula, call: Call, input: Tensor, dim: Any = None, dtype: torch.dtype | None = None
 ) -> Any:
-    """`formula` along a dimension, as torch and the method are called."""
-    if unknown or not isinstance(dim, int):
-        return call.refuse(f"{formula.name} has a formula only for a numbered `dim`, and none with `out`")
+    """Serve `formula` along a dimension, with the parameters of torch's function and the method."""
+    if not isinstance(dim, int):
+        return call.refuse(f"{formula.name} has a formula only for a numbered `dim`")
     return call.apply(formula, (dim, dtype, input.dtype), input)
 
 
@@ -136,31 +100,22 @@ def functional_along(
     dim: int | None = None,
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
-    **unknown: Any,
 ) -> Any:
-    """What `serve` does as torch calls it, as `torch.nn.functional` is called."""
-    return serve(call, input, dim, dtype, **unknown)
+    """Return what `serve` does, with the parameters of `torch.nn.functional`."""
+    return serve(call, input, dim, dtype)
 
 
-def softmax(
-    call: Call, input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **unknown: Any
-) -> Any:
+def softmax(call: Call, input: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
     """`torch.softmax` and the method."""
-    return along(SOFTMAX, call, input, dim, dtype, **unknown)
+    return along(SOFTMAX, call, input, dim, dtype)
 
 
 # Partial functions, unlike closures, pickle, and a converted model's routes go with it.
-functional_softmax = partial(functional_along, softmax)
-
 _LOGSUMEXP = Route("logsumexp", "softmax", logsumexp)
 _SOFTMAX = Route("softmax", "softmax", softmax)
 ROUTES: Routes = {
-    F.softmax: Route("softmax", "softmax", functional_softmax),
-    torch.softmax: _SOFTMAX,
-    torch.special.softmax: _SOFTMAX,
-    Tensor.softmax: _SOFTMAX,
-    torch.logsumexp: _LOGSUMEXP,
-    torch.special.logsumexp: _LOGSUMEXP,
-    Tensor.logsumexp: _LOGSUMEXP,
+    F.softmax: Route("softmax", "softmax", partial(functional_along, softmax)),
+    **dict.fromkeys((torch.softmax, torch.special.softmax, Tensor.softmax), _SOFTMAX),
+    **dict.fromkeys((torch.logsumexp, torch.special.logsumexp, Tensor.logsumexp), _LOGSUMEXP),
 }
 LAYERS: Layers = {nn.Softmax: F.softmax, nn.Softmax2d: F.softmax}

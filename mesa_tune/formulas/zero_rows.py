@@ -1,4 +1,4 @@
-"""Rows of zeros (padding, windows) stay zeros: where groups reach over rows, a bit per row says which are.
+"""Rows of zeros (padding, windows) stay zeros: where groups reach over rows, one bit per row marks them.
 
 The gradient that such a row meets may be as large as it likes, and times zero it is zero: behind it
 `normalize` divides by ε, a norm before it multiplies by 1 / √ε.
@@ -11,14 +11,14 @@ from mesa_tune import ops
 from mesa_tune.engine.call import Call
 
 USUAL_GROUPS = 1024
-"""Groups of so many elements, or of a power of two below, end with rows of a multiple of it."""
+"""Groups of this size, or of a smaller power of two, end with rows whose length is a multiple of it."""
 
 
 def may_be_lost(call: Call, x: Tensor) -> bool:
-    """Return whether a row of zeros of `x` might be decoded as other numbers: groups reach over rows.
+    """Return whether a row of zeros of `x` may be decoded as other numbers: groups reach over rows.
 
-    What is saved besides is the same for all usual sizes of groups, codecs and tensors, so that a profile can
-    tell it.
+    The answer is the same for all usual sizes of groups, codecs and tensors, so that a profile can predict
+    what is saved besides.
     """
     spec = call.spec
     if x.dim() < 2 or x.numel() <= spec.min_elements or call.is_static(x):
@@ -28,7 +28,7 @@ def may_be_lost(call: Call, x: Tensor) -> bool:
 
 
 def cleared(grad: Tensor, zero_rows: Tensor) -> Tensor:
-    """Return `grad`, 0 in the rows that the packed bits name; itself where they name none."""
+    """Return `grad` with 0 in the rows that the packed bits mark; `grad` itself where they mark none."""
     zero = ops.unpack_bits(zero_rows, grad.shape[:-1])
     if zero.is_cpu and not torch.compiler.is_compiling() and not zero.any():
         return grad

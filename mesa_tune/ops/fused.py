@@ -8,6 +8,8 @@ native kernels on the CPU and on CUDA, the others on the CPU.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -334,12 +336,28 @@ NAMES = tuple(_KERNELS)
 _library = ops.define("FRAGMENT", _SCHEMAS, _KERNELS)
 
 QUANTIZE_MAP = torch.ops.mesa_tune.quantize_map.default
-DEQUANTIZE_MUL = torch.ops.mesa_tune.dequantize_mul.default
 PACK_AT_MOST = torch.ops.mesa_tune.pack_at_most.default
-GATE = torch.ops.mesa_tune.gate.default
-NORM_BACKWARD = torch.ops.mesa_tune.norm_backward.default
+MASK_GRAD = torch.ops.mesa_tune.gate.default
 ATTENTION_BACKWARD = torch.ops.mesa_tune.attention_backward.default
-BATCH_NORM_BACKWARD = torch.ops.mesa_tune.batch_norm_backward.default
-SOFTMAX_BACKWARD = torch.ops.mesa_tune.softmax_backward.default
-CROSS_ENTROPY_BACKWARD = torch.ops.mesa_tune.cross_entropy_backward.default
-LINEAR_BACKWARD = torch.ops.mesa_tune.linear_backward.default
+
+
+class Fused(NamedTuple):
+    """An op on a packed tensor: `kernel(data, ranges, *arguments, bits, levels, group_size)`.
+
+    `everywhere`: it has a kernel for every device and any group; else for the CPU, and groups up to a size.
+    """
+
+    kernel: Callable[..., Any]
+    everywhere: bool = False
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return what the kernel returns."""
+        return self.kernel(*arguments, **keywords)
+
+
+DEQUANTIZE_MUL = Fused(torch.ops.mesa_tune.dequantize_mul.default, everywhere=True)
+NORM_BACKWARD = Fused(torch.ops.mesa_tune.norm_backward.default)
+BATCH_NORM_BACKWARD = Fused(torch.ops.mesa_tune.batch_norm_backward.default)
+SOFTMAX_BACKWARD = Fused(torch.ops.mesa_tune.softmax_backward.default)
+CROSS_ENTROPY_BACKWARD = Fused(torch.ops.mesa_tune.cross_entropy_backward.default)
+LINEAR_BACKWARD = Fused(torch.ops.mesa_tune.linear_backward.default)

@@ -20,7 +20,7 @@ KINDS = {"normalize": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4, "exp": 5, "defini
 _ON_CUDA = ops.native("cuda")  # they are made while encoding there, too
 
 
-class Mapped(NamedTuple):
+class Deferred(NamedTuple):
     """A tensor to be kept that need not be made: `kind` of `source`, elementwise; `make` makes it.
 
     `normalize`: (source - mean) * rstd, where `inner` neighbours share a mean (none: 0) and a deviation, in
@@ -52,26 +52,26 @@ def are_single(*tensors: Tensor | None) -> bool:
     return False not in [each is None or each.dtype is torch.float32 for each in tensors]
 
 
-def kept(
+def deferred(
     source: Tensor,
     kind: str,
     make: Callable[[], Tensor],
     mean: Tensor | None = None,
     rstd: Tensor | None = None,
     inner: int = 1,
-) -> Tensor | Mapped:
-    """What to keep of `source`: described, where a kernel may make it while encoding, else made."""
-    mapped = Mapped(source, kind, make, mean, rstd, inner)
-    return mapped if mapped.is_dense else make()
+) -> Tensor | Deferred:
+    """Return what to save of `source`: deferred, where a kernel may compute it while encoding, else made."""
+    tensor = Deferred(source, kind, make, mean, rstd, inner)
+    return tensor if tensor.is_dense else make()
 
 
-def definite(x: Tensor) -> Tensor | Mapped:
+def definite(x: Tensor) -> Tensor | Deferred:
     """What to save of `x`, which may have rows of NaN that leave the others' gradients alone.
 
     A softmax of nothing but -Inf has such a row. Stored as NaN in one bit an element it would make its whole
     group NaN.
     """
-    return x if torch.compiler.is_compiling() else Mapped(x, "definite", lambda: x)
+    return x if torch.compiler.is_compiling() else Deferred(x, "definite", lambda: x)
 
 
 def without_nan(x: Tensor) -> Tensor:

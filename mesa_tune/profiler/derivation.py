@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mesa_tune.codecs import Spec
-from mesa_tune.engine.function import Replay
+from mesa_tune.engine.observer import Replay
 from mesa_tune.engine.rematerialize import Recipe, rebuilt, take
-from mesa_tune.engine.storage import Meta
+from mesa_tune.engine.storage import Packing, as_is
 from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.recorded import Cache, Draw, RecordedCall, cached_copy
 from mesa_tune.profiler.step_trace import Place
@@ -65,32 +65,32 @@ class Links:
     def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
         return tensor
 
-    def kept(
+    def stored(
         self,
         layer: str,
         lossy: tuple[Any, ...],
-        kept: tuple[Meta | Recipe, ...],
+        how: tuple[Packing | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
         row: int,
     ) -> None:
-        for place, how, stored in zip(self.turns.places(layer, len(kept)), kept, parts, strict=True):
-            if isinstance(how, Recipe):
-                leaves = tuple(self._leaves(how, list(stored)))
+        for place, packing, stored in zip(self.turns.places(layer, len(how)), how, parts, strict=True):
+            if isinstance(packing, Recipe):
+                leaves = tuple(self._leaves(packing, list(stored)))
                 if any(not isinstance(leaf, Tensor) for leaf in leaves):
-                    self.made[place] = Made(_over_raw(how), leaves)
-            elif how.coded:
+                    self.made[place] = Made(_over_raw(packing), leaves)
+            elif packing.packed:
                 # Held, as a checkpoint drops what its part saves: an address must not be another's later.
                 self.known.setdefault(stored[0].data_ptr(), (place, stored[0]))
 
     def _leaves(self, recipe: Recipe, tensors: list[Tensor]) -> Iterator[Place | Tensor]:
         """For each tensor that the recipe takes, in its order: the place of a packed one, or itself."""
-        for each in recipe.kept:
+        for each in recipe.saved:
             parts = take(tensors, each.parts)
             if isinstance(each, Recipe):
                 yield from self._leaves(each, parts)
             else:
-                yield self.known[parts[0].data_ptr()][0] if each.coded else parts[0]
+                yield self.known[parts[0].data_ptr()][0] if each.packed else parts[0]
         yield from take(tensors, recipe.exact + sum(recipe.references))
         for below in recipe.inputs:
             yield from self._leaves(below, take(tensors, below.parts))
@@ -99,9 +99,8 @@ class Links:
 def _over_raw(recipe: Recipe) -> Recipe:
     """The recipe over kept tensors that are not packed."""
     return recipe._replace(
-        kept=tuple(
-            _over_raw(each) if isinstance(each, Recipe) else Meta(1, False, each.shape, each.dtype, None)
-            for each in recipe.kept
+        saved=tuple(
+            _over_raw(how) if isinstance(how, Recipe) else as_is(how.shape, how.dtype) for how in recipe.saved
         ),
         inputs=tuple(_over_raw(each) for each in recipe.inputs),
     )
@@ -165,7 +164,7 @@ class Derivable:
         return any(
             not flag and tensor.numel() > MIN_ELEMENTS and (layer, turn, number) not in self.made
             for turn, replay in enumerate(self.replays.get(layer, []))
-            for number, (flag, tensor) in enumerate(zip(replay.raw, replay.lossy, strict=True))
+            for number, (flag, tensor) in enumerate(zip(replay.exact_inputs, replay.lossy, strict=True))
         )
 
 
@@ -181,7 +180,7 @@ class _Linked(RecordedCall):
             any(leaf[0] in stored for leaf in self.made[number].places)
             if number in self.made
             else call[0] in stored and not flag and tensor.numel() > MIN_ELEMENTS
-            for number, (flag, tensor) in enumerate(zip(replay.raw, replay.lossy, strict=True))
+            for number, (flag, tensor) in enumerate(zip(replay.exact_inputs, replay.lossy, strict=True))
         ]
         super().__init__(replay, coded)
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from mesa_tune.codecs import Spec
-from mesa_tune.engine.function import Replay
+from mesa_tune.engine.observer import Replay
 from mesa_tune.engine.rematerialize import Recipe
-from mesa_tune.engine.storage import Meta
+from mesa_tune.engine.storage import Packing
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP
 from mesa_tune.profiler.recorded import Cache, Difference, Draw, RecordedCall, add, norm, square, stored
@@ -63,11 +63,11 @@ class _Recording:
 
     def saved(self, layer: str, tensor: Tensor) -> None: ...
 
-    def kept(
+    def stored(
         self,
         layer: str,
         lossy: tuple[Any, ...],
-        kept: tuple[Meta | Recipe, ...],
+        how: tuple[Packing | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
         row: int,

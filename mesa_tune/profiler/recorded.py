@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from mesa_tune.codecs import Spec
-from mesa_tune.engine.function import Replay
-from mesa_tune.engine.storage import forget_copies, keep, restore
+from mesa_tune.engine.observer import Replay
+from mesa_tune.engine.registry import registry
+from mesa_tune.engine.storage import decided, restore, store
 from mesa_tune.policy.settings import MIN_ELEMENTS
 
 Difference = dict[nn.Parameter, Tensor]
@@ -52,7 +53,7 @@ class RecordedCall:
     def __init__(self, replay: Replay, coded: list[bool] | None = None) -> None:
         self.replay = replay
         self.lossy = list(replay.lossy)
-        raw = zip(replay.raw, replay.lossy, strict=True)
+        raw = zip(replay.exact_inputs, replay.lossy, strict=True)
         self.coded = coded or [not flag and tensor.numel() > MIN_ELEMENTS for flag, tensor in raw]
         alone = any(self.coded) and self.coded[0] and not any(self.coded[1:])
         skip = replay.formula.independent if alone else ()
@@ -107,11 +108,12 @@ def _sort(edge: Any, delta: Tensor, final: Difference, sent: list[tuple[Gradient
 
 def stored(tensor: Tensor, spec: Spec, key: Tensor) -> tuple[Tensor, float, float]:
     """`tensor` after being stored by `spec`; milliseconds of encoding and of decoding."""
-    forget_copies()
+    registry().clear()
     start = _now(tensor)
-    parts, meta = keep(tensor, spec, key.to(tensor.device), raw=False)
+    packing = decided(tensor, spec)
+    parts = store(tensor, packing, spec, key.to(tensor.device))
     middle = _now(tensor)
-    copy = restore(parts, meta, spec)
+    copy = restore(parts, packing, spec)
     return copy, 1e3 * (middle - start), 1e3 * (_now(tensor) - middle)
 
 

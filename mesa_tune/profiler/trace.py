@@ -17,11 +17,11 @@ from torch import Tensor, UntypedStorage
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
-from mesa_tune.engine.function import Replay, watch
+from mesa_tune.engine.observer import Replay, watch
 from mesa_tune.engine.rematerialize import Recipe
-from mesa_tune.engine.storage import Meta
+from mesa_tune.engine.storage import Packing
 from mesa_tune.formulas.activation import POINTWISE_INPUT
-from mesa_tune.ops.maps import Mapped
+from mesa_tune.ops.maps import Deferred
 from mesa_tune.policy.settings import SCRAP
 from mesa_tune.profiler.meter import Meter
 from mesa_tune.profiler.step_trace import (
@@ -111,25 +111,25 @@ class Tracer:
         if any(self._is_scrap(tensor) for tensor in _tensors(tensors)):
             self.trace.extents[self._turn(layer)] = NEVER
 
-    def kept(
+    def stored(
         self,
         layer: str,
-        lossy: tuple[Tensor | Mapped, ...],
-        kept: tuple[Meta | Recipe, ...],
+        lossy: tuple[Tensor | Deferred, ...],
+        how: tuple[Packing | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
         row: int,
     ) -> None:
         aside = list(exact)
         self.trace.rows.update({layer: row} if row else {})
-        places = self.turns.places(layer, len(kept))
-        for place, tensor, how, stored in zip(places, lossy, kept, parts, strict=True):
-            if isinstance(how, Recipe):
-                self.trace.derived[place] = tuple(dict.fromkeys(how.layers()))
-                self.trace.serving.update(_serving(how))
-            elif how.coded:
-                source = self._viewed(layer, how, tensor)
-                self._coded(place, how, stored, source)
+        places = self.turns.places(layer, len(how))
+        for place, tensor, packing, stored in zip(places, lossy, how, parts, strict=True):
+            if isinstance(packing, Recipe):
+                self.trace.derived[place] = tuple(dict.fromkeys(packing.layers()))
+                self.trace.serving.update(_serving(packing))
+            elif packing.packed:
+                source = self._viewed(layer, packing, tensor)
+                self._coded(place, packing, stored, source)
                 if isinstance(tensor, Tensor):
                     self._encoded(layer, tensor)
             else:
@@ -163,11 +163,11 @@ class Tracer:
     def _turn(self, layer: str) -> Turn:
         return layer, self.begun.get(layer, -1)
 
-    def _viewed(self, layer: str, meta: Meta, tensor: Tensor | Mapped) -> int | None:
+    def _viewed(self, layer: str, packing: Packing, tensor: Tensor | Deferred) -> int | None:
         """Notes how large a tensor is that a call stores in parts; returns the storage that it would hold."""
-        turn, elements = self._turn(layer), prod(meta.shape)
+        turn, elements = self._turn(layer), prod(packing.shape)
         self.trace.extents[turn] = max(elements, self.trace.extents.get(turn, 0))
-        if isinstance(tensor, Mapped) and tensor.kind == "definite":
+        if isinstance(tensor, Deferred) and tensor.kind == "definite":
             tensor = tensor.source
         if not isinstance(tensor, Tensor) or (turn[1] >= 0 and self._is_scrap(tensor)):
             return None
@@ -184,11 +184,11 @@ class Tracer:
         elements = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         return 0 < elements * tensor.element_size() * SCRAP <= self.trace.lives[number].bytes
 
-    def _coded(self, place: Place, meta: Meta, stored: list[Tensor], source: int | None) -> None:
+    def _coded(self, place: Place, packing: Packing, stored: list[Tensor], source: int | None) -> None:
         numbers = [number for part in stored if (number := self._number(part)) is not None]
         if not numbers:
             return
-        new = CodedTrace([], meta.shape, meta.dtype.itemsize, numbers, source)
+        new = CodedTrace([], packing.shape, packing.dtype.itemsize, numbers, source)
         item = self.trace.coded.setdefault(numbers[0], new)
         item.calls.append(self._turn(place[0]))
         self.trace.places[place] = numbers[0]
@@ -253,7 +253,7 @@ def _serving(recipe: Recipe) -> Iterator[str]:
     """The layers of a recipe that would keep something else if nobody derived from them."""
     if recipe.formula is POINTWISE_INPUT:
         yield recipe.layer
-    for below in (*recipe.kept, *recipe.inputs):
+    for below in (*recipe.saved, *recipe.inputs):
         if isinstance(below, Recipe):
             yield from _serving(below)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mesa_tune.codecs import Spec
-from mesa_tune.conversion import revert, routing
+from mesa_tune.conversion import entering, revert
 from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.layers import Catalog
 from mesa_tune.conversion.model import install
@@ -29,7 +29,7 @@ class RawConversion(Conversion):
 
     def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:
         self.catalog.index(layer, tag, module)
-        self.specs[layer] = RAW._replace(serves=layer in self.producers)
+        self.specs[layer] = RAW._replace(exposes=layer in self.producers)
         return self.specs[layer]
 
 
@@ -44,7 +44,7 @@ class Session:
 
     def loss(self, batch: Any) -> Tensor:
         """The loss of the model on `batch`, named `loss.*`."""
-        with routing.entered(self.losses, "loss"):
+        with entering.entered(self.losses, "loss"):
             return self.workload.compute_loss(self.model, batch)
 
     def layers(self) -> dict[str, tuple[str, int]]:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Spec
-from mesa_tune.engine.storage import forget_copies, keep, restore
+from mesa_tune.engine.registry import registry
+from mesa_tune.engine.storage import decided, restore, store
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from tests.conformance.cases import Case
@@ -126,10 +127,11 @@ def check_rule_3_never_stale(case: Case | None = None) -> None:
     spec, key = Spec("quantize", 8, 256, 64, 0, True, 0), torch.tensor([7])
 
     def kept(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-        parts, meta = keep(tensor, spec, key, raw=False)
-        return restore(parts, meta, spec), parts
+        packing = decided(tensor, spec)
+        parts = store(tensor, packing, spec, key)
+        return restore(parts, packing, spec), parts
 
-    forget_copies()
+    registry().clear()
     x = torch.randn(64, 64)
     first, parts = kept(x)
     assert _near(first, x)

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune import notice
-from mesa_tune.conversion import routing
+from mesa_tune.conversion import entering
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.engine.context import state
+from mesa_tune.engine.routing import state
 from mesa_tune.policy import Policy
 from tests.conformance.running import relative_error, saved_bytes
 from tests.models import Functions, ViT
@@ -85,7 +85,7 @@ def test_small_tensors_stay_exact() -> None:
 def test_without_gradients_the_mode_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = _mlp()
     model = mt.convert(copy.deepcopy(plain), Policy.uniform())
-    monkeypatch.setattr(routing, "enter", None)
+    monkeypatch.setattr(entering, "enter", None)
     with torch.no_grad():
         assert torch.equal(model(X), plain(X))
     with torch.inference_mode():

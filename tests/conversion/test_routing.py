@@ -19,7 +19,7 @@ import mesa_tune as mt
 from mesa_tune import notice
 from mesa_tune.conversion.layers import Catalog, named_layers
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.engine.context import state
+from mesa_tune.engine.routing import state
 from mesa_tune.formulas.table import own_route
 from mesa_tune.policy import Policy
 from tests.conformance.running import relative_error

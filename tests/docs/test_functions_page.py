@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from docs.functions import NOTHING, PAGE, kept_by_pytorch, page, rows, taken
+from docs.functions import NOTHING, PAGE, page, rows, saved_by_pytorch, taken
 from mesa_tune.formulas.table import ROUTES
 from tests.functional_cases import CASES
 
@@ -31,9 +31,9 @@ def test_samples_name_the_formula_that_they_take() -> None:
 
 
 def test_what_pytorch_keeps_is_named_by_argument() -> None:
-    assert kept_by_pytorch(CASES["linear"]) == ["`input`", "`weight`"]
-    assert kept_by_pytorch(CASES["relu"]) == ["the output"]
-    assert kept_by_pytorch(CASES["cross_entropy"])[0] == "float32 of the first argument's size"
+    assert saved_by_pytorch(CASES["linear"]) == ["`input`", "`weight`"]
+    assert saved_by_pytorch(CASES["relu"]) == ["the output"]
+    assert saved_by_pytorch(CASES["cross_entropy"])[0] == "float32 of the first argument's size"
 
 
 @pytest.mark.parametrize("name", NOTHING)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
 from mesa_tune.engine import function as apply
-from mesa_tune.engine.context import state, top_hooks
+from mesa_tune.engine.routing import state, top_hooks
 from tests.models import ViT
 
 Gradients = dict[str, Tensor]

@@ -5,15 +5,15 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 import mesa_tune.nn as mesa_nn
-from mesa_tune.engine import storage as keeping
+from mesa_tune.engine import registry
 
 
 def test_layers_that_stand_alone_leave_no_trace_of_dead_tensors() -> None:
-    keeping.forget_copies()
+    registry.registry().clear()
     layer = mesa_nn.Linear(8, 8)
-    for _ in range(3 * keeping._FIRST_LIMIT):
+    for _ in range(3 * registry._FIRST_LIMIT):
         layer(torch.randn(4, 8, requires_grad=True))
-    assert len(keeping._copies.known) <= keeping._FIRST_LIMIT
+    assert len(registry.registry()._records) <= registry._FIRST_LIMIT
 
 
 class TwoHeads(nn.Module):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.engine.packed import Held
+from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.formulas.attention import by_heads as attention_by_heads
 
 BATCH, TOKENS, HEADS, WIDTH = 9, 37, 4, 16
@@ -98,16 +98,16 @@ def test_the_gradients_are_those_of_the_forward_run_again(
 
 
 def test_parts_are_decoded_by_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples, counts = Held.samples, []
+    samples, counts = SavedTensor.samples, []
 
-    def counted(self: Held, each: int) -> Iterator[Tensor]:
+    def counted(self: SavedTensor, each: int) -> Iterator[Tensor]:
         for place, some in enumerate(samples(self, each)):
             whole = self.whole()[place * each : (place + 1) * each]
             assert torch.equal(some, whole)
             counts.append(whole.shape[0])
             yield some
 
-    monkeypatch.setattr(Held, "samples", counted)
+    monkeypatch.setattr(SavedTensor, "samples", counted)
     torch.manual_seed(0)
     gradients(Block(of_their_own), 16, monkeypatch)
     # The 37 x 64 elements of a sample are 9.25 groups of 256: 4 samples are the fewest that begin with one.

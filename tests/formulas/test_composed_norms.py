@@ -15,7 +15,7 @@ from mesa_tune.engine.call import Call
 from mesa_tune.formulas.norms.composed import aligned, is_repeated
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.joint_error import JointError
-from tests.functional_cases import EIGHT, KEY
+from tests.functional_cases import EIGHT, Bare
 
 
 class DividedNorm(nn.Module):
@@ -97,7 +97,7 @@ def test_prices_are_those_of_groups_that_end_with_rows() -> None:
 
 def test_groups_end_where_rows_do() -> None:
     def group_size(x: Tensor, spec: Spec) -> int:
-        call = Call("layer", spec, lambda device: KEY, lambda tensor: False, lambda: None)
+        call = Call("layer", spec, Bare(), torch.square, [x], {})
         return aligned(call, x).spec.group_size
 
     assert group_size(torch.zeros(8, 512), EIGHT) == 256

@@ -14,8 +14,8 @@ from torch import Tensor
 from mesa_tune.codecs import CODECS, Spec, quantize
 from mesa_tune.conversion.model import ConvertedForward
 from mesa_tune.conversion.wrapping import Instead
-from mesa_tune.engine import storage as keeping
-from mesa_tune.engine.formula import Formula, Result
+from mesa_tune.engine import storage
+from mesa_tune.engine.formula import Formula, Grads, Result, Saved
 from mesa_tune.engine.function import Apply
 from mesa_tune.formulas.norms import layer_norm
 from mesa_tune.formulas.table import FAMILIES, FORMULAS
@@ -72,11 +72,11 @@ def test_rule_1_catches(monkeypatch: Patch, change: Callable[[Tensor], Tensor]) 
 def test_formula_check_catches_a_wrong_factor(monkeypatch: Patch) -> None:
     right = FORMULAS["linear"].backward
 
-    def backward(*args: Any) -> tuple[Tensor | None, ...]:
-        dx, dw, db = right(*args)
+    def backward(saved: Saved, grad: Tensor) -> Grads:
+        dx, dw, db = right(saved, grad)
         return dx, None if dw is None else dw * 1.001, db
 
-    _break_formula(monkeypatch, "linear", backward=backward, piecewise=None)
+    _break_formula(monkeypatch, "linear", backward=backward)
     with pytest.raises(AssertionError):
         rules.check_formula(LINEAR)
 
@@ -87,9 +87,10 @@ def test_rule_2_catches_keeping_for_a_frozen_weight(monkeypatch: Patch) -> None:
     def forward(static: Any, needs: Any, *tensors: Any) -> Result:
         return right.forward(static, needs, *tensors)._replace(lossy=(tensors[0], tensors[1]))
 
-    def backward(static: Any, needs: Any, lossy: Any, exact: Any, grad: Tensor) -> Any:
-        kept = ([lossy[0]] if needs[1] else []) + ([lossy[1]] if needs[0] else [])
-        return right.backward(static, needs, kept, exact, grad)
+    def backward(saved: Saved, grad: Tensor) -> Grads:
+        needs, lossy = saved.needs, saved.lossy
+        used = ([lossy[0]] if needs[1] else []) + ([lossy[1]] if needs[0] else [])
+        return right.backward(saved._replace(lossy=used), grad)
 
     _break_formula(monkeypatch, "linear", forward=forward, backward=backward)
     with pytest.raises(AssertionError, match="keeps"):
@@ -97,24 +98,25 @@ def test_rule_2_catches_keeping_for_a_frozen_weight(monkeypatch: Patch) -> None:
 
 
 def test_rule_2_catches_settings_that_do_not_pay(monkeypatch: Patch) -> None:
-    right = keeping._way
+    right = storage._packing
 
-    def always(tensor: Tensor, spec: Spec) -> keeping.Way:
-        way = right(tensor, spec)
-        return way._replace(encoded=0, coded=True, meta=way.meta._replace(coded=True))
+    def always(tensor: Tensor, spec: Spec) -> storage.Packing:
+        return right(tensor, spec)._replace(bytes=0, packed=True)
 
-    monkeypatch.setattr(keeping, "_way", always)
-    monkeypatch.setattr(keeping, "_ways", {})
+    monkeypatch.setattr(storage, "_packing", always)
+    monkeypatch.setattr(storage, "_packings", {})
     with pytest.raises(AssertionError, match="keeps"):
         rules.check_rule_2(LINEAR)
 
 
-def _each_by_itself(tensor: Tensor, spec: Spec, key: Tensor, *_: Any) -> list[Tensor]:
+def _each_by_itself(
+    tensor: Tensor, packing: storage.Packing, spec: Spec, key: Tensor, *_: Any
+) -> list[Tensor]:
     return CODECS[spec.codec].encode(tensor, spec, key)
 
 
 def test_rule_3_catches_a_copy_for_each(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(keeping, "_encode_once", _each_by_itself)
+    monkeypatch.setattr(storage, "_pack_once", _each_by_itself)
     with pytest.raises(AssertionError, match="keeps"):
         rules.check_rule_3_once()
 
@@ -124,15 +126,15 @@ def test_rule_3_catches_a_stale_copy(monkeypatch: Patch, by: str) -> None:
     copies: dict[int, list[Tensor]] = {}
     held: list[Tensor] = []
 
-    def stale(tensor: Tensor, spec: Spec, key: Tensor, *_: Any) -> list[Tensor]:
+    def stale(tensor: Tensor, packing: storage.Packing, spec: Spec, key: Tensor, *_: Any) -> list[Tensor]:
         place = tensor.data_ptr() + (tensor._version << 50 if by == "address" else 0)
         if by != "address":
             held.append(tensor)  # an address in use is never another's
         if place not in copies:
-            copies[place] = _each_by_itself(tensor, spec, key)
+            copies[place] = _each_by_itself(tensor, packing, spec, key)
         return copies[place]
 
-    monkeypatch.setattr(keeping, "_encode_once", stale)
+    monkeypatch.setattr(storage, "_pack_once", stale)
     with pytest.raises(AssertionError, match="stale"):
         rules.check_rule_3_never_stale()
 
@@ -203,15 +205,13 @@ def test_rule_7_catches_a_norm_that_keeps_its_input(monkeypatch: Patch) -> None:
         y, mean, rstd = torch.native_layer_norm(x, static[0], weight, bias, static[1])
         return Result(y, lossy=(x,), exact=(mean, rstd, weight, bias))
 
-    def backward(static: Any, needs: Any, lossy: Any, exact: Any, grad: Tensor) -> Any:
-        mean, rstd, weight, bias = exact
-        wanted = list(needs[:3])
-        return torch.ops.aten.native_layer_norm_backward(
-            grad, lossy[0], static[0], mean, rstd, weight, bias, wanted
-        )
+    def backward(saved: Saved, grad: Tensor) -> Any:
+        x, (mean, rstd, weight, bias) = saved.lossy[0].whole(), saved.exact
+        shape, wanted = saved.static[0], list(saved.needs[:3])
+        return torch.ops.aten.native_layer_norm_backward(grad, x, shape, mean, rstd, weight, bias, wanted)
 
     assert FORMULAS["layer_norm"] is layer_norm.LAYER_NORM
-    _break_formula(monkeypatch, "layer_norm", forward=forward, backward=backward, piecewise=None)
+    _break_formula(monkeypatch, "layer_norm", forward=forward, backward=backward)
     with pytest.raises(AssertionError, match="at 2 bits"):
         rules.check_rule_7(case("LayerNorm"))
 

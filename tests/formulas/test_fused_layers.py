@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
-from mesa_tune.engine import packed as held
-from mesa_tune.engine.packed import Held
+from mesa_tune.engine import saved
+from mesa_tune.engine.saved import SavedTensor
+from mesa_tune.ops import fused as ops
 
 
 class Rearranged(nn.Module):
@@ -104,9 +105,9 @@ def gradients(
 ) -> tuple[list[Tensor], int]:
     """Of the weights and the input, and how many tensors were decoded in pieces."""
     used: list[int] = []
-    whole_run = Held._decoded
+    whole_run = SavedTensor._decoded
 
-    def counted(self: Held, *sizes: Any) -> Iterator[tuple[int, Tensor]]:
+    def counted(self: SavedTensor, *sizes: Any) -> Iterator[tuple[int, Tensor]]:
         used.append(1)
         return whole_run(self, *sizes)
 
@@ -114,8 +115,8 @@ def gradients(
     model, x = nn.Sequential(layer), torch.randn(shape, requires_grad=True)
     mt.convert(model, mt.Policy.uniform(level), seed=0, min_elements=0)
     with monkeypatch.context() as patch:
-        patch.setattr(Held, "_decoded", counted)
-        patch.setattr(held, "LARGE", large)
+        patch.setattr(SavedTensor, "_decoded", counted)
+        patch.setattr(saved, "LARGE", large)
         patch.setattr(quantize, "LARGEST_GROUP", 0)  # what goes backward in one pass needs no pieces
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = model(x * 1.0)
@@ -124,44 +125,56 @@ def gradients(
     return list(found), len(used)
 
 
-FUSED: dict[str, tuple[str, nn.Module, tuple[int, ...]]] = {
-    "layer": ("decode_norm", nn.LayerNorm([4, 12]), (7, 331, 4, 12)),
-    "layer-without-weights": ("decode_norm", nn.LayerNorm(48, elementwise_affine=False), (7, 331, 48)),
-    "layer-without-bias": ("decode_norm", nn.LayerNorm(48, bias=False), (7, 331, 48)),
-    "rms": ("decode_norm", nn.RMSNorm(48), (7, 331, 48)),
-    "frozen": ("decode_norm", nn.LayerNorm(48).requires_grad_(False), (7, 331, 48)),
-    "batch": ("decode_batch_norm", nn.BatchNorm2d(8), (10, 8, 16, 18)),
-    "batch-without-weights": ("decode_batch_norm", nn.BatchNorm1d(30, affine=False), (64, 30)),
-    "batch-channels-last": ("decode_batch_norm", Rearranged(nn.BatchNorm2d(8)), (10, 8, 16, 18)),
-    "batch-fixed": ("decode_batch_norm", nn.BatchNorm2d(8).eval(), (10, 8, 16, 18)),
-    "batch-frozen": ("decode_batch_norm", nn.BatchNorm2d(8).requires_grad_(False), (10, 8, 16, 18)),
-    "instance": ("decode_batch_norm", nn.InstanceNorm2d(8, affine=True), (10, 8, 16, 18)),
-    "softmax": ("decode_softmax", nn.Softmax(-1), (10, 3, 20, 32)),
-    "softmax-of-a-row": ("decode_softmax", nn.Softmax(0), (500,)),
-    "loss": ("decode_cross_entropy", Loss(), (67, 48)),
-    "loss-weighted": ("decode_cross_entropy", Loss(weight=torch.rand(48), reduction="sum"), (67, 48)),
-    "loss-of-rows": ("decode_cross_entropy", Loss(reduction="none"), (67, 48)),
-    "matmul": ("decode_linear", Product(torch.matmul, 48, 30), (7, 31, 48)),
-    "addmm": ("decode_linear", Product(partial(torch.addmm, torch.ones(30), alpha=0.5), 48, 30), (77, 48)),
-    "mul": ("decode_times", Product(torch.mul, 77, 48), (77, 48)),
-    "div": ("decode_times", Product(torch.div, 77, 48), (77, 48)),
-    "addcmul": ("decode_times", Product(partial(torch.addcmul, torch.ones(48), value=0.5), 77, 48), (77, 48)),
-    "glu": ("decode_times", nn.GLU(), (77, 48)),
+ADDMM = partial(torch.addmm, torch.ones(30), alpha=0.5)
+ADDCMUL = partial(torch.addcmul, torch.ones(48), value=0.5)
+FUSED: dict[str, tuple[ops.Fused, nn.Module, tuple[int, ...]]] = {
+    "layer": (ops.NORM_BACKWARD, nn.LayerNorm([4, 12]), (7, 331, 4, 12)),
+    "layer-without-weights": (ops.NORM_BACKWARD, nn.LayerNorm(48, elementwise_affine=False), (7, 331, 48)),
+    "layer-without-bias": (ops.NORM_BACKWARD, nn.LayerNorm(48, bias=False), (7, 331, 48)),
+    "rms": (ops.NORM_BACKWARD, nn.RMSNorm(48), (7, 331, 48)),
+    "frozen": (ops.NORM_BACKWARD, nn.LayerNorm(48).requires_grad_(False), (7, 331, 48)),
+    "batch": (ops.BATCH_NORM_BACKWARD, nn.BatchNorm2d(8), (10, 8, 16, 18)),
+    "batch-without-weights": (ops.BATCH_NORM_BACKWARD, nn.BatchNorm1d(30, affine=False), (64, 30)),
+    "batch-channels-last": (ops.BATCH_NORM_BACKWARD, Rearranged(nn.BatchNorm2d(8)), (10, 8, 16, 18)),
+    "batch-fixed": (ops.BATCH_NORM_BACKWARD, nn.BatchNorm2d(8).eval(), (10, 8, 16, 18)),
+    "batch-frozen": (ops.BATCH_NORM_BACKWARD, nn.BatchNorm2d(8).requires_grad_(False), (10, 8, 16, 18)),
+    "instance": (ops.BATCH_NORM_BACKWARD, nn.InstanceNorm2d(8, affine=True), (10, 8, 16, 18)),
+    "softmax": (ops.SOFTMAX_BACKWARD, nn.Softmax(-1), (10, 3, 20, 32)),
+    "softmax-of-a-row": (ops.SOFTMAX_BACKWARD, nn.Softmax(0), (500,)),
+    "loss": (ops.CROSS_ENTROPY_BACKWARD, Loss(), (67, 48)),
+    "loss-weighted": (ops.CROSS_ENTROPY_BACKWARD, Loss(weight=torch.rand(48), reduction="sum"), (67, 48)),
+    "loss-of-rows": (ops.CROSS_ENTROPY_BACKWARD, Loss(reduction="none"), (67, 48)),
+    "matmul": (ops.LINEAR_BACKWARD, Product(torch.matmul, 48, 30), (7, 31, 48)),
+    "addmm": (
+        ops.LINEAR_BACKWARD,
+        Product(partial(torch.addmm, torch.ones(30), alpha=0.5), 48, 30),
+        (77, 48),
+    ),
+    "mul": (ops.DEQUANTIZE_MUL, Product(torch.mul, 77, 48), (77, 48)),
+    "div": (ops.DEQUANTIZE_MUL, Product(torch.div, 77, 48), (77, 48)),
+    "addcmul": (
+        ops.DEQUANTIZE_MUL,
+        Product(partial(torch.addcmul, torch.ones(48), value=0.5), 77, 48),
+        (77, 48),
+    ),
+    "glu": (ops.DEQUANTIZE_MUL, nn.GLU(), (77, 48)),
 }
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_gradients_in_one_pass_are_those_in_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[bool] = []
-    decode, layer, shape = FUSED[name]
-    fused = getattr(quantize, decode)
+    expected, layer, shape = FUSED[name]
+    fused = quantize.fused
 
     def run(possible: bool) -> list[Tensor]:
-        def counted(*arguments: Any) -> Any:
+        def counted(op: ops.Fused, *arguments: Any) -> Any:
+            if op is not expected:
+                return fused(op, *arguments)
             used.append(possible)
-            return fused(*arguments) if possible else None
+            return fused(op, *arguments) if possible else None
 
-        monkeypatch.setattr(quantize, decode, counted)
+        monkeypatch.setattr(quantize, "fused", counted)
         torch.manual_seed(0)
         x, own = torch.randn(shape, requires_grad=True), copy.deepcopy(layer)
         model = mt.convert(nn.Sequential(own), mt.Policy.uniform(4), seed=0, min_elements=0)

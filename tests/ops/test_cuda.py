@@ -107,7 +107,7 @@ def test_products() -> None:
 
 def test_what_is_kept_is_described_where_a_kernel_makes_it() -> None:
     x = torch.ones(8, device="cuda")
-    assert isinstance(maps.kept(x, "gelu", x.clone), maps.Mapped)
+    assert isinstance(maps.deferred(x, "gelu", x.clone), maps.Deferred)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

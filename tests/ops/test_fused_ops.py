@@ -91,10 +91,10 @@ def test_what_is_computed_in_more_bits_is_kept_in_those_of_the_input(
     forward: Callable[..., Any], sizes: Any, weights: tuple[None, ...]
 ) -> None:
     x, needs = tensor(5, 8, 6), (True, True, True)
-    for dtype, kept in ((torch.float32, maps.Mapped), (torch.bfloat16, Tensor)):
+    for dtype, kept in ((torch.float32, maps.Deferred), (torch.bfloat16, Tensor)):
         made = forward((sizes, 1e-5, torch.float32), needs, x.to(dtype), *weights).lossy[0]
         assert isinstance(made, kept)
-        assert (made.source if isinstance(made, maps.Mapped) else made).dtype == dtype
+        assert (made.source if isinstance(made, maps.Deferred) else made).dtype == dtype
 
 
 @pytest.mark.parametrize("wrong", [0, 7, -1])
@@ -130,7 +130,7 @@ def test_gates_pass_what_lies_above_the_limit(size: int) -> None:
     shut, grad = fused_ops.PACK_AT_MOST(x, 0.25), torch.randn(size)
     for slope in (0.0, 0.01, -2.0):
         expected = torch.where(x <= 0.25, grad * slope if slope else torch.zeros(()), grad)
-        assert torch.equal(fused_ops.GATE(grad, shut, slope), expected)
+        assert torch.equal(fused_ops.MASK_GRAD(grad, shut, slope), expected)
 
 
 @pytest.mark.parametrize("group_size", [64, 100, 256, 4096])

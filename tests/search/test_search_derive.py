@@ -267,7 +267,7 @@ def test_a_searched_plan_is_at_work_from_the_first_forward_on(digits: tuple[mt.W
         for _ in range(2):
             work.compute_loss(model, work.make_batch())
             specs = {name: conversion.specs[name] for name in activations}
-            serving.append({name for name, spec in specs.items() if spec is not None and spec.serves})
+            serving.append({name for name, spec in specs.items() if spec is not None and spec.exposes})
     first, later, by_hand_first, by_hand_later = serving
     assert first == later == by_hand_later
     assert first < by_hand_first == set(activations)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from mesa_tune.codecs.mixed import allocate
 from mesa_tune.compat.gact import conf
 from mesa_tune.compat.gact.sensitivity import Estimate
-from mesa_tune.conversion import convert, revert, routing
+from mesa_tune.conversion import convert, entering, revert
 from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.layers import Catalog, named_layers
 from mesa_tune.conversion.model import ConvertedForward, conversion_of
 from mesa_tune.conversion.wrapping import Instead
-from mesa_tune.engine.context import inside_backward, state, top_hooks
+from mesa_tune.engine.routing import inside_backward, state, top_hooks
 from mesa_tune.formulas.table import own_route
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
@@ -217,7 +217,7 @@ class Controller:
         if self._losses is None or self._losses.policy is not self.policy:
             self._losses = Conversion(self.policy, Catalog.empty(), torch.initial_seed(), MIN_ELEMENTS)
         self._entered = ExitStack()
-        self._entered.enter_context(routing.entered(self._losses, "loss"))
+        self._entered.enter_context(entering.entered(self._losses, "loss"))
 
     def _leave(self) -> None:
         if self._entered is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from mesa_tune.engine.function import Replay
+from mesa_tune.engine.observer import Replay
 from mesa_tune.policy.settings import MIN_ELEMENTS
 
 GROUP = 256
@@ -49,8 +49,8 @@ class Estimate:
 
     def asked(self, layer: str, tensors: Any) -> None: ...
 
-    def kept(
-        self, layer: str, lossy: Any, kept: Any, parts: tuple[list[Tensor], ...], exact: Any, row: int
+    def stored(
+        self, layer: str, lossy: Any, how: Any, parts: tuple[list[Tensor], ...], exact: Any, row: int
     ) -> None:
         """A call has stored its tensors; equal parts are copies in common."""
         for tensor, stored in zip(lossy, parts, strict=True):
@@ -69,7 +69,7 @@ class Estimate:
             return
         changed = [
             perturbed(tensor) if _is_coded(tensor, raw) else tensor
-            for tensor, raw in zip(replay.lossy, replay.raw, strict=True)
+            for tensor, raw in zip(replay.lossy, replay.exact_inputs, strict=True)
         ]
         if all(new is old for new, old in zip(changed, replay.lossy, strict=True)):
             return

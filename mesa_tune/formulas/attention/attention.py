@@ -1,11 +1,11 @@
-"""y = softmax(s q kᵀ + m) v. Kept: q, k and v; exact: the mask m, and what dropout let through, in a bit an
+"""y = softmax(s q kᵀ + m) v. Saved: q, k and v; exact: the mask m, and what dropout let through, in a bit an
 element where PyTorch makes the softmax whole (CPU, traced code), else by the random state.
 
 Backward makes the softmax again of the decoded q and k (Rule 7): with a saved log-sum-exp, an error of q
 would appear exponentiated in weights that no longer sum to one. On the CPU it does so a head at a time
 (`attention_by_heads`), in traced code, which cannot differentiate inside a backward, by `attention_traced`,
 and elsewhere it runs the forward again; the random state of dropout is put back then, and left as it was
-found. A mask that was made by repeating two smaller ones in a sum is kept as those (`mask_sum`).
+found. A mask that was made by repeating two smaller ones in a sum is saved as those (`engine/sums.py`).
 """
 
 import math
@@ -18,21 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mesa_tune import ops
-from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import (
-    Formula,
-    Layers,
-    Needs,
-    Result,
-    Route,
-    Routes,
-    Static,
-    autocast_dtype,
-    cast,
-    unviewed,
-)
-from mesa_tune.engine.packed import Held
-from mesa_tune.formulas.attention import by_heads, mask_sum
+from mesa_tune.engine import sums
+from mesa_tune.engine.call import Call, autocast_dtype
+from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.tensors import cast
+from mesa_tune.formulas.attention import by_heads
 from mesa_tune.formulas.attention.by_heads import Scores
 from mesa_tune.formulas.attention.traced import traced_gradients, written_out
 
@@ -51,16 +41,15 @@ def forward(
     given = cast(q, dtype), cast(k, dtype), cast(v, dtype)
     added = _cast_mask(mask, dtype, needs[3])
     state = bits = None
-    if static[0] > 0 and _keeps_bits(q):
+    if static[0] > 0 and _saves_bits(q):
         y, bits = _dropped(static, *given, added)
     else:
         state = _random_state(q.device) if static[0] > 0 else None
         y = _attend(static, *given, added)
-    kept = mask if first is None else None
-    return Result(unviewed(y), lossy=(q, k, v), exact=(kept, state, bits, first, second))
+    return Result(y, (q, k, v), (mask if first is None else None, state, bits, first, second))
 
 
-def _keeps_bits(q: Tensor) -> bool:
+def _saves_bits(q: Tensor) -> bool:
     """Whether P is there as a whole in PyTorch's own forward with dropout, or no random state can be read."""
     return q.is_cpu or torch.compiler.is_compiling()
 
@@ -76,19 +65,23 @@ def _dropped(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
     return y, ops.pack_bits(p != 0)
 
 
-def backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
+def backward(saved: Saved, grad: Tensor) -> Grads:
+    """Some samples decoded at a time, if there are several; else all of them."""
+    static, needs, lossy, exact = saved
     *_, dtype = static
+    shapes = [tensor.shape for tensor in lossy]
+    scores = _scores(static, shapes[0][-1], exact)
+    by_head = not (torch.compiler.is_compiling() or needs[3]) and by_heads.serves(shapes, grad)
+    samples = by_heads.packed(lossy) if by_head and dtype is None and shapes[0][0] > 1 else None
+    if samples is not None:
+        return _all(needs, by_heads.gradients(scores, needs, shapes, samples, grad))
     state = exact[1]
-    q, k, v = (cast(each, dtype) for each in lossy)
-    scores = _scores(static, q.shape[-1], exact)
+    q, k, v = (cast(tensor.whole(), dtype) for tensor in lossy)
     mask = scores.mask
     if torch.compiler.is_compiling():
         mask = _cast_mask(mask, dtype, False)
         return traced_gradients(scores._replace(mask=mask), needs, q, k, v, grad)
-    shapes = [each.shape for each in (q, k, v)]
-    if not needs[3] and by_heads.serves(shapes, grad):
+    if by_head:
         whole = [by_heads.Samples(0, q, k, v)]
         return _all(needs, by_heads.gradients(scores, needs, shapes, whole, grad))
     if scores.bits is not None:
@@ -96,38 +89,24 @@ def backward(
     inputs = [q, k, v, *(() if mask is None else (_cast_mask(mask, dtype, needs[3]),))]
     wanted = needs[: len(inputs)]
     with _replaying(q.device, state):
-        again = [each.detach().requires_grad_(want) for each, want in zip(inputs, wanted, strict=True)]
+        again = [tensor.detach().requires_grad_(want) for tensor, want in zip(inputs, wanted, strict=True)]
         y = _attend(static, again[0], again[1], again[2], again[3] if len(again) > 3 else None)
-        found = iter(torch.autograd.grad(y, [each for each in again if each.requires_grad], grad))
+        grads = iter(torch.autograd.grad(y, [tensor for tensor in again if tensor.requires_grad], grad))
     # What the mask is the sum of has its gradient by the mask's.
-    return tuple(next(found) if want else None for want in needs)
-
-
-def piecewise(
-    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...] | None:
-    """Some samples decoded at a time, if there are several."""
-    shapes = [each.meta.shape for each in held]
-    several = shapes[0][0] > 1 and static[4] is None and not needs[3]
-    if not (several and by_heads.serves(shapes, grad)):
-        return None
-    samples = by_heads.packed(held)
-    if samples is None:
-        return None
-    scores = _scores(static, shapes[0][-1], exact)
-    return _all(needs, by_heads.gradients(scores, needs, shapes, samples, grad))
+    return tuple(next(grads) if want else None for want in needs)
 
 
 def _scores(static: Static, width: int, exact: Sequence[Tensor | None]) -> Scores:
     dropout, causal, scale, *_ = static
-    kept, _, bits, first, second = exact
-    mask = first + second if first is not None and second is not None else kept
+    mask, _, bits, first, second = exact
+    if first is not None and second is not None:
+        mask = first + second
     return Scores(1 / math.sqrt(width) if scale is None else scale, causal, mask, dropout, bits)
 
 
-def _all(needs: Needs, found: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients of queries, keys and values, and none of what a mask would be."""
-    return (*found, *(None for _ in needs[len(found) :]))
+def _all(needs: Needs, grads: Grads) -> Grads:
+    """Return the gradients of queries, keys and values, and none of a mask and its parts."""
+    return (*grads, *(None for _ in needs[len(grads) :]))
 
 
 def _attend(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -170,7 +149,7 @@ ATTENTION = Formula(
     forward,
     backward,
     "queries, keys and values; exact: the mask, and dropout's bits, or random state on CUDA",
-    piecewise=piecewise,
+    views=True,
 )
 
 
@@ -185,23 +164,15 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    **unknown: Any,
 ) -> Any:
     """`F.scaled_dot_product_attention`: causal or masked, grouped heads, dropout, any leading dimensions."""
-    if unknown:
-        return call.refuse(f"attention has no formula for {sorted(unknown)}")
-    if call.small(query, key, value):
+    if not call.gains(query, key, value):
         return call.plain()
     if dropout_p > 0 and query.device.type not in ("cpu", "cuda"):
         return call.refuse(f"dropout inside attention cannot be repeated on {query.device.type}")
     static = (dropout_p, is_causal, scale, enable_gqa, autocast_dtype(query))
-    summed = mask_sum.parts(attn_mask)
-    if summed is not None:
-        return call.apply(ATTENTION, static, query, key, value, attn_mask, *summed)
-    output = call.apply(ATTENTION, static, query, key, value, attn_mask)
-    if attn_mask is not None:
-        call.served = None  # the next mask may be a sum
-    return output
+    summed = None if attn_mask is None else call.look_up(sums.parts, attn_mask)
+    return call.apply(ATTENTION, static, query, key, value, attn_mask, *(summed or ()))
 
 
 ROUTES: Routes = {

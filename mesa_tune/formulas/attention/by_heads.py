@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mesa_tune import ops
-from mesa_tune.engine.formula import Needs
-from mesa_tune.engine.packed import Held
+from mesa_tune.engine.formula import Grads, Needs
+from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.ops.fused import ATTENTION_BACKWARD
 
 HEADS_A_THREAD = 16
@@ -63,23 +63,23 @@ def serves(shapes: Sequence[Shape], grad: Tensor) -> bool:
     return grad.is_cpu and grad.dtype == torch.float32 and q[0] * q[1] >= torch.get_num_threads()
 
 
-def packed(held: Sequence[Held]) -> Iterator[Samples] | None:
-    """Some samples at a time of what is packed; None where that is not possible."""
-    steps = [each.sample_step(torch.float32) for each in held]
+def packed(tensors: Sequence[SavedTensor]) -> Iterator[Samples] | None:
+    """Yield some samples at a time of packed tensors; None where that is not possible."""
+    steps = [tensor.sample_step(torch.float32) for tensor in tensors]
     if None in steps:
         return None
-    samples, heads = held[0].meta.shape[:2]
-    step = math.lcm(*(each for each in steps if each is not None))
-    each = min(-(-HEADS_A_THREAD * torch.get_num_threads() // heads), samples // 2)
-    each = max(1, -(-each // step)) * step
-    streams = zip(*(one.samples(each) for one in held), strict=True)
-    return (Samples(place * each, *some) for place, some in enumerate(streams))
+    samples, heads = tensors[0].shape[:2]
+    step = math.lcm(*(step for step in steps if step is not None))
+    size = min(-(-HEADS_A_THREAD * torch.get_num_threads() // heads), samples // 2)
+    size = max(1, -(-size // step)) * step
+    streams = zip(*(tensor.samples(size) for tensor in tensors), strict=True)
+    return (Samples(index * size, *parts) for index, parts in enumerate(streams))
 
 
 def gradients(
     scores: Scores, needs: Needs, shapes: Sequence[Shape], samples: Iterable[Samples], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of queries, keys and values, of these `shapes` (batch, heads, tokens, width)."""
+) -> Grads:
+    """Return the gradients of queries, keys and values, of these `shapes` (batch, heads, tokens, width)."""
     (batch, heads, queries, _), keys = shapes[0], shapes[1][2]
     bias = None
     if scores.mask is not None:

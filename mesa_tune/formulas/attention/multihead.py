@@ -1,7 +1,7 @@
 """`F.multi_head_attention_forward` (`nn.MultiheadAttention`) as the products and the attention inside it.
 
 It arrives as one call, and hooks on its insides would break Rule 7. So it is composed here, operation for
-operation in PyTorch's order and layout (Rule 1), and each part keeps what its own formula says, all under the
+operation in PyTorch's order and layout (Rule 1), and each part saves what its own formula says, all under the
 one layer's settings.
 """
 
@@ -18,13 +18,7 @@ from mesa_tune.engine.formula import Layers, Route, Routes
 from mesa_tune.formulas import linear, matmul, softmax
 from mesa_tune.formulas.attention import attention
 
-_PARTS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.linear: linear.linear,
-    F.softmax: softmax.functional_softmax,
-    F.scaled_dot_product_attention: attention.scaled_dot_product_attention,
-    torch.bmm: matmul.product,
-    torch.baddbmm: matmul.baddbmm,
-}
+_ROUTES = linear.ROUTES | softmax.ROUTES | attention.ROUTES | matmul.ROUTES
 
 
 class _Weights(NamedTuple):
@@ -36,8 +30,7 @@ class _Weights(NamedTuple):
 
 
 def _part(call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    part = call.part(lambda: function(*args, **kwargs))
-    return _PARTS[function](part, *args, **kwargs)
+    return call.part(_ROUTES[function], function, *args, **kwargs)
 
 
 def multi_head_attention(
@@ -67,11 +60,10 @@ def multi_head_attention(
     static_v: Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
-    **unknown: Any,
 ) -> Any:
     """`F.multi_head_attention_forward`: query `(L, N, E)` or `(L, E)`; self and cross attention, masks."""
     rare = (bias_k, bias_v, static_k, static_v)
-    if unknown or add_zero_attn or any(each is not None for each in rare):
+    if add_zero_attn or any(tensor is not None for tensor in rare):
         return call.refuse("bias_k, bias_v, static_k, static_v and add_zero_attn have no formula")
     if not _regular(query, key, value, attn_mask, key_padding_mask, embed_dim_to_check, num_heads):
         return call.plain()

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from mesa_tune import ops
-from mesa_tune.engine.formula import Needs, wanted
+from mesa_tune.engine.formula import Grads, Needs
+from mesa_tune.engine.tensors import wanted
 from mesa_tune.formulas.attention.by_heads import Scores
-
-Grads = tuple[Tensor | None, ...]
 
 
 def traced_gradients(scores: Scores, needs: Needs, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Grads:

@@ -1,7 +1,7 @@
-"""Batch and instance normalizations keep the normalized input x̂, encoded, and r by channel, exact (Rule 7).
+"""Batch and instance norms. Saved: the normalized input x̂, packed, and r by channel, exact (Rule 7).
 
 y = γ x̂ + β with x̂ = r (x − μ);  dγ = Σ g x̂,  dβ = Σ g,  dx = r (ĝ − mean(ĝ) − x̂ mean(ĝ x̂)) with ĝ = γ g;
-see `layer_norm`. A batch norm with fixed statistics has dx = r ĝ, and keeps x̂ only if γ wants a gradient. An
+see `layer_norm`. A batch norm with fixed statistics has dx = r ĝ, and saves x̂ only if γ wants a gradient. An
 instance norm is the batch norm of one sample that has every sample's channels.
 """
 
@@ -13,39 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import (
-    Formula,
-    Layers,
-    Needs,
-    Rebuild,
-    Result,
-    Route,
-    Routes,
-    Static,
-    layout_of,
-    unviewed,
-    wanted,
-)
-from mesa_tune.engine.packed import Held
-from mesa_tune.formulas.norms.layer_norm import by_channel, kept_anyway
+from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.rebuild import Rebuild
+from mesa_tune.engine.tensors import layout_of, wanted
+from mesa_tune.formulas.norms.layer_norm import by_channel, saves_less
 from mesa_tune.ops import maps
+from mesa_tune.ops.fused import BATCH_NORM_BACKWARD
 
 
-def batch_norm_forward(
-    static: Static,
-    needs: Needs,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-) -> Result:
+def batch_norm_forward(static: Static, needs: Needs, x: Tensor, *others: Tensor | None) -> Result:
     training, momentum, eps, _ = static
-    given = (x, weight, bias, running_mean, running_var, training, momentum, eps)
+    weight, _, running_mean, running_var = others
+    arguments = (x, *others, training, momentum, eps)
     if x.is_cpu:
-        y, mean, rstd = torch.native_batch_norm(*given)
+        y, mean, rstd = torch.native_batch_norm(*arguments)
     else:  # what PyTorch's own layer calls, and which chooses that one on the CPU
-        y, mean, rstd, *_ = torch.ops.aten._batch_norm_impl_index(*given, torch.backends.cudnn.enabled)
+        y, mean, rstd, *_ = torch.ops.aten._batch_norm_impl_index(*arguments, torch.backends.cudnn.enabled)
     if not (needs[0] or needs[1]):
         return Result(y)
     if not training:
@@ -54,7 +37,7 @@ def batch_norm_forward(
         mean, rstd = running_mean, (running_var + eps).rsqrt()
     if not (training or needs[1]):
         return Result(y, exact=(rstd, weight))
-    normalized = maps.kept(
+    normalized = maps.deferred(
         x,
         "normalize",
         lambda: (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x)).to(x.dtype),
@@ -65,86 +48,79 @@ def batch_norm_forward(
     return Result(y, lossy=(normalized,), exact=(rstd, weight))
 
 
-def batch_norm_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    training, _, _, layout = static
-    rest = (None, None)
-    if not lossy:
-        db = grad.sum([axis for axis in range(grad.dim()) if axis != 1]) if needs[2] else None
-        return (_scaled(grad, exact) if needs[0] else None, None, db, *rest)
-    rstd, weight = exact
-    assert rstd is not None
-    zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
+def batch_norm_backward(saved: Saved, grad: Tensor) -> Grads:
+    """Return the gradients: in one pass over the packed x̂, from some samples of a large x̂ at a time, or from
+    all of it.
+    """
+    if saved.lossy:
+        grads = _fused(saved, grad) or _by_samples(saved, grad) or _whole(saved, grad)
+    else:
+        dx = (grad * _scale(saved, grad)).to(grad.dtype) if saved.needs[0] else None
+        grads = (dx, None, grad.sum(_all_but_channels(grad)) if saved.needs[2] else None)
+    return *wanted(grads, saved.needs[:3]), None, None
+
+
+def _fused(saved: Saved, grad: Tensor) -> Grads | None:
+    x, (rstd, weight) = saved.lossy[0], saved.exact
+    last = not x.is_row_major()
+    if x.codec is None or x.shape != grad.shape or (last and not x.has_channels_last()):
+        return None
+    laid_out, training = grad.movedim(1, -1) if last else grad, saved.static[0]
+    grads: Grads | None = x.fused(BATCH_NORM_BACKWARD, laid_out, rstd, weight, last, not training)
+    if grads is None or not last:
+        return grads
+    dx, *others = grads
+    assert dx is not None
+    return dx.movedim(-1, 1), *others
+
+
+def _by_samples(saved: Saved, grad: Tensor) -> Grads | None:
+    """Return the gradients from x̂ decoded twice: for the sums over all samples, then for dx."""
+    x = saved.lossy[0]
+    slices = x.slices(grad.dtype) if grad.dtype == torch.float32 else None
+    if slices is None:
+        return None
+    axes = _all_but_channels(grad)
+    dw = torch.stack([part.mul_(grad[index]).sum(axes) for index, part in slices]).sum(0)
+    db, scale = grad.sum(axes), _scale(saved, grad)
+    if not (saved.needs[0] and saved.static[0]):
+        return grad * scale if saved.needs[0] else None, dw, db
+    count = grad.numel() // grad.shape[1]
+    shift, slope = (-scale * _by_channel(total, grad) / count for total in (db, dw))
+    dx = torch.empty_like(grad)
+    for index, part in x.slices(grad.dtype) or ():
+        dx[index] = part.mul_(slope).add_(shift).addcmul_(grad[index], scale)
+    return dx, dw, db
+
+
+def _whole(saved: Saved, grad: Tensor) -> Grads:
+    (training, _, _, layout), needs, (x,), (rstd, weight) = saved
+    # In terms of x̂ the statistics are mean 0 and reciprocal deviation 1; the true r scales the result.
+    statistics = torch.zeros_like(rstd), torch.ones_like(rstd)
     dx, dw, db = torch.ops.aten.native_batch_norm_backward(
         grad,
-        lossy[0].contiguous(memory_format=layout),
+        x.whole().contiguous(memory_format=layout),
         weight,
-        None if training else zero,
-        None if training else one,
-        zero if training else None,
-        one if training else None,
+        *((None, None, *statistics) if training else (*statistics, None, None)),
         training,
         0.0,
-        [needs[0], needs[1], needs[2]],
+        list(needs[:3]),
     )
-    dx = dx.mul_(_by_channel(rstd, dx)) if needs[0] else None
-    return (dx, dw if needs[1] else None, db if needs[2] else None, *rest)
+    return dx.mul_(_by_channel(rstd, dx)) if needs[0] else None, dw, db
 
 
-def batch_norm_piecewise(
-    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...] | None:
-    """In one pass; or x̂ decoded some samples at a time: first for the sums over all, then for dx."""
-    if not held or grad.dtype != torch.float32:
-        return None
-    training, rstd, weight = static[0], *exact
-    assert rstd is not None
-    found = held[0].batch_norm_backward(grad, rstd, weight, not training)
-    if found is not None:
-        return (*wanted(found, needs[:3]), None, None)
-    sums = _sums(held[0], grad)
-    if sums is None:
-        return None
-    dw, db = sums
-    dx = None
-    if needs[0] and not training:
-        dx = _scaled(grad, exact)
-    elif needs[0]:
-        scale = rstd if weight is None else rstd * weight
-        count = grad.numel() // grad.shape[1]
-        shift, slope = (_by_channel(-scale * each / count, grad) for each in (db, dw))
-        dx, scale = torch.empty_like(grad), _by_channel(scale, grad)
-        pieces = held[0].parts_of(grad.dtype)
-        assert pieces is not None
-        for part, x in pieces:
-            dx[part] = x.mul_(slope).add_(shift).addcmul_(grad[part], scale)
-    return (dx, dw if needs[1] else None, db if needs[2] else None, None, None)
+def _scale(saved: Saved, grad: Tensor) -> Tensor:
+    """Return γ r by channel."""
+    rstd, weight = saved.exact
+    return _by_channel(rstd if weight is None else rstd * weight, grad)
 
 
-def _sums(held: Held, grad: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Σ g x̂ and Σ g by channel; None where x̂ has to be decoded as a whole."""
-    pieces = held.parts_of(grad.dtype)
-    if pieces is None:
-        return None
-    axes = [axis for axis in range(grad.dim()) if axis != 1]
-    dw = torch.stack([x.mul_(grad[part]).sum(axes) for part, x in pieces]).sum(0)
-    return dw, grad.sum(axes)
-
-
-def _scaled(grad: Tensor, exact: tuple[Tensor | None, ...]) -> Tensor:
-    rstd, weight = exact
-    assert rstd is not None
-    scale = rstd if weight is None else rstd * weight
-    return (grad * _by_channel(scale, grad)).to(grad.dtype)
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [axis for axis in range(x.dim()) if axis != 1]
 
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.view([1, -1] + [1] * (x.dim() - 2))
-
-
-def _normalizes(static: Static, needs: Needs) -> bool:
-    return needs[1] or (needs[0] and static[0])
 
 
 BATCH_NORM = Formula(
@@ -152,47 +128,26 @@ BATCH_NORM = Formula(
     batch_norm_forward,
     batch_norm_backward,
     "the normalized input; exact: reciprocal deviations by channel",
-    piecewise=batch_norm_piecewise,
-    rebuild=Rebuild(by_channel, references=(1, 2), when=_normalizes),
+    rebuild=Rebuild(
+        by_channel, references=(1, 2), when=lambda static, needs: needs[1] or (needs[0] and static[0])
+    ),
 )
 
 
-def instance_norm_forward(
-    static: Static,
-    needs: Needs,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    var: Tensor | None,
-) -> Result:
+def instance_norm_forward(static: Static, needs: Needs, x: Tensor, *others: Tensor | None) -> Result:
+    weight, bias, *statistics = others
     wide = _repeated(weight, x.shape[0]), _repeated(bias, x.shape[0])
-    result = batch_norm_forward(static, needs, _one_sample(x), *wide, mean, var)
-    return result._replace(output=unviewed(result.output.view(x.shape)))
+    result = batch_norm_forward(static, needs, _one_sample(x), *wide, *statistics)
+    return result._replace(output=result.output.view(x.shape))
 
 
-def instance_norm_backward(
-    static: Static, needs: Needs, lossy: list[Tensor], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    return _of_samples(batch_norm_backward(static, needs, lossy, exact, _one_sample(grad)), grad)
-
-
-def instance_norm_piecewise(
-    static: Static, needs: Needs, held: list[Held], exact: tuple[Tensor | None, ...], grad: Tensor
-) -> tuple[Tensor | None, ...] | None:
-    """See `batch_norm_piecewise`."""
-    found = batch_norm_piecewise(static, needs, held, exact, _one_sample(grad))
-    return None if found is None else _of_samples(found, grad)
-
-
-def _of_samples(found: tuple[Tensor | None, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of one sample that has every sample's channels, by the samples."""
-    dx, dw, db, *rest = found
+def instance_norm_backward(saved: Saved, grad: Tensor) -> Grads:
+    dx, dw, db, *others = batch_norm_backward(saved, _one_sample(grad))
     return (
         None if dx is None else dx.view(grad.shape),
         None if dw is None else dw.view(grad.shape[:2]).sum(0),
         None if db is None else db.view(grad.shape[:2]).sum(0),
-        *rest,
+        *others,
     )
 
 
@@ -205,11 +160,7 @@ def _repeated(tensor: Tensor | None, samples: int) -> Tensor | None:
 
 
 INSTANCE_NORM = Formula(
-    "instance_norm",
-    instance_norm_forward,
-    instance_norm_backward,
-    BATCH_NORM.keeps,
-    piecewise=instance_norm_piecewise,
+    "instance_norm", instance_norm_forward, instance_norm_backward, BATCH_NORM.saves, views=True
 )
 
 
@@ -223,19 +174,18 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    **unknown: Any,
 ) -> Any:
     """`F.batch_norm`: input `(n, channels, *)`; updates the running statistics as PyTorch does."""
-    if unknown or input.dim() < 2:
+    if input.dim() < 2:
         return call.refuse("batch_norm has a formula only for inputs (n, channels, *)")
-    if kept_anyway(call, input) or not _valid(input, training, running_mean, running_var, eps):
+    if not saves_less(call, input) or not _valid(input, training, running_mean, running_var, eps):
         return call.plain()
     static = (training, momentum, eps, layout_of(input))
     return call.apply(BATCH_NORM, static, input, weight, bias, running_mean, running_var)
 
 
 def _valid(input: Tensor, training: bool, mean: Tensor | None, var: Tensor | None, eps: float) -> bool:
-    """False where `F.batch_norm` raises: it then does so by itself."""
+    """Return False where `F.batch_norm` raises: it then does so by itself."""
     if training:
         return input.numel() > input.shape[1] and eps > 0
     return mean is not None and var is not None and eps >= 0
@@ -251,15 +201,11 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    **unknown: Any,
 ) -> Any:
     """`F.instance_norm`: input `(n, channels, *)`; running statistics become those of the samples' mean."""
-    if unknown:
-        return call.refuse(f"instance_norm has no formula for {sorted(unknown)}")
-    wanted = any(each is not None and each.requires_grad for each in (input, weight, bias))
-    if not wanted or kept_anyway(call, input):
-        return call.plain()
-    if not _has_instances(input, use_input_stats, running_mean, running_var):
+    needed = any(tensor is not None and tensor.requires_grad for tensor in (input, weight, bias))
+    valid = _has_instances(input, use_input_stats, running_mean, running_var)
+    if not (needed and valid and saves_less(call, input)):
         return call.plain()
     static = (use_input_stats, momentum, eps, torch.contiguous_format)
     samples, channels = input.shape[:2]
@@ -289,16 +235,15 @@ def torch_instance_norm(
 
 
 def _has_instances(input: Tensor, own: bool, mean: Tensor | None, var: Tensor | None) -> bool:
-    """False where `F.instance_norm` raises: it then does so by itself."""
+    """Return False where `F.instance_norm` raises: it then does so by itself."""
     if input.dim() < 3 or input.numel() == 0:
         return False
     return input[0, 0].numel() > 1 if own else mean is not None and var is not None
 
 
-_INSTANCE_NORM = Route("instance_norm", "instancenorm", instance_norm)
 ROUTES: Routes = {
     F.batch_norm: Route("batch_norm", "bn", batch_norm),
-    F.instance_norm: _INSTANCE_NORM,
+    F.instance_norm: Route("instance_norm", "instancenorm", instance_norm),
     torch.instance_norm: Route("instance_norm", "instancenorm", torch_instance_norm),
 }
 LAYERS: Layers = {

@@ -1,4 +1,4 @@
-"""Calls that are served as their layer's last one was: when they may be, and that it makes no difference."""
+"""Calls that run by a cached plan: when they do, and that it makes no difference."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.engine import cache as settled
-from mesa_tune.engine.function import Known
+from mesa_tune.engine import cache
+from mesa_tune.engine import function as engine_function
+from mesa_tune.engine.cache import CallCache
+from mesa_tune.engine.call import MISS
 from mesa_tune.formulas.table import ROUTES
 from tests.functional_cases import CASES, fresh, gradients
 
@@ -25,7 +27,7 @@ X = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(0))
 
 
 class Net(nn.Module):
-    """A call of each function that settles; what the calls are given can be changed."""
+    """Calls of many functions; their arguments can be changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,15 +65,18 @@ def refusing(*functions: Any) -> Iterator[None]:
     """The routes of these functions refuse."""
     with pytest.MonkeyPatch.context() as patch:
         for function in functions:
-            patch.setitem(ROUTES, function, ROUTES[function]._replace(serve=refuse))
+            route = copy.copy(ROUTES[function])
+            object.__setattr__(route, "serve", refuse)
+            patch.setitem(ROUTES, function, route)
         yield
 
 
 @contextmanager
-def unsettled() -> Iterator[None]:
-    """Each call is served anew."""
+def uncached() -> Iterator[None]:
+    """Each call is planned."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settled, "TensorGuards", None)
+        patch.setattr(CallCache, "run", lambda *_: MISS)
+        patch.setattr(CallCache, "note", lambda *_: None)
         yield
 
 
@@ -102,15 +107,20 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_a_step_like_the_last_one_asks_no_route(autocast: bool) -> None:
+@pytest.mark.parametrize("guards", [True, False], ids=["", "without guards"])
+def test_a_step_like_the_last_one_asks_no_route(
+    autocast: bool, guards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not guards:
+        monkeypatch.setattr(cache, "TensorGuards", None)
     model, twin = converted(), converted()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for turn in range(4):
-            with unsettled():
+            with uncached():
                 right = step(twin)
             with refusing(*FUNCTIONS) if turn > 1 else nullcontext():
                 assert same(step(model), right)
-        with refusing(*FUNCTIONS), unsettled(), pytest.raises(AssertionError, match="asked again"):
+        with refusing(*FUNCTIONS), uncached(), pytest.raises(AssertionError, match="asked again"):
             twin(X)
 
 
@@ -139,8 +149,11 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 }
 
 
+@pytest.mark.parametrize("guards", [True, False], ids=["", "without guards"])
 @pytest.mark.parametrize("name", list(CHANGES))
-def test_what_changes_is_seen(name: str) -> None:
+def test_what_changes_is_seen(name: str, guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not guards:
+        monkeypatch.setattr(cache, "TensorGuards", None)
     model, twin = converted(), converted()
     for turn in range(5):
         if turn == 2:
@@ -148,7 +161,7 @@ def test_what_changes_is_seen(name: str) -> None:
                 CHANGES[name](each)
         x = X.to(model.weight.dtype)
         x = x[:4] if turn == 3 else x
-        with unsettled():
+        with uncached():
             right = step(twin, x)
         assert same(step(model, x), right)
 
@@ -160,12 +173,12 @@ def test_autocast_is_seen() -> None:
         each.weight.data *= 0.1  # or its products are too large for 16 bits
     for dtype in (None, brain, brain, half, half, None, None, half):
         with torch.autocast("cpu", dtype or half, enabled=dtype is not None):
-            with unsettled():
+            with uncached():
                 right = step(twin)
             assert same(step(model), right)
 
 
-def test_the_batch_is_not_encoded_where_the_last_input_was() -> None:
+def test_the_batch_is_not_packed_where_the_last_input_was() -> None:
     class First(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -186,27 +199,25 @@ def test_the_batch_is_not_encoded_where_the_last_input_was() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, {"drop": 0.9}, {"group_size": 64}], ids=str)
-def test_other_codecs_settle_or_not_but_give_the_same(settings: dict[str, Any]) -> None:
+def test_other_codecs_give_the_same(settings: dict[str, Any]) -> None:
     model, twin = converted(**settings), converted(**settings)
     for _ in range(4):
-        with unsettled():
+        with uncached():
             right = step(twin)
         assert same(step(model), right)
 
 
-def test_what_is_kept_is_settled_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_tensors_are_stored_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = converted(), converted()
     for turn in range(5):
         if turn == 3:
-            monkeypatch.setattr(Known, "note", refuse)
+            monkeypatch.setattr(engine_function, "_decided", refuse)
         assert same(step(model), step(twin))
-    for _ in range(2):
-        step(model, X[:4])  # served anew
     with pytest.raises(AssertionError, match="asked again"):
         step(model, X[:4])
 
 
-def test_a_tensor_is_encoded_once_for_all_that_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_is_packed_once_for_all_cached_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -232,45 +243,46 @@ def test_a_tensor_is_encoded_once_for_all_that_settle(monkeypatch: pytest.Monkey
     assert counts[0] < 5  # y once, and the two factors of the product; not y for each layer
 
 
-def test_shapes_that_differ_from_step_to_step_do_not_settle() -> None:
+def test_several_shapes_are_cached() -> None:
+    model, twin = converted(), converted()
+    for turn in range(9):
+        x = X[: 4 + turn % 3]
+        with uncached():
+            right = step(twin, x)
+        with refusing(*FUNCTIONS) if turn > 5 else nullcontext():
+            assert same(step(model, x), right)
+
+
+def test_shapes_that_differ_from_step_to_step_are_not_cached() -> None:
     model = converted()
     conversion = conversion_of(model)
     assert conversion is not None
-    for turn in range(6):
-        step(model, X[: 4 + turn % 2])
-    assert set(conversion.settled) == {"mm.0"}  # of one sample
-    for _ in range(2):
-        step(model, X)
-    assert len(conversion.settled) > len(FUNCTIONS)
+    for size in range(2, 7):
+        step(model, X[:size])
+    assert {name for name, calls in conversion.calls._calls.items() if calls} <= {"mm.0"}  # of one sample
 
 
-def test_nothing_settles_without_guards() -> None:
-    model, twin = converted(), converted()
-    for _ in range(3):
-        right = step(twin)
-        with unsettled():
-            assert same(step(model), right)
-    conversion = conversion_of(model)
-    assert conversion is not None
-    assert not conversion.settled
-
-
-def test_a_tensor_that_is_given_twice_does_not_settle() -> None:
+def test_a_tensor_that_is_passed_twice() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.randn(12))
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.layer_norm(x * self.scale, (12,), self.scale, self.scale)
+            bias = self.scale if self.same else self.scale * 1
+            return F.layer_norm(x * self.scale, (12,), self.scale, bias)
+
+        same = True
 
     plain, policy = Twice(), mt.Policy.uniform(level=16)
-    model = mt.convert(copy.deepcopy(plain), policy, seed=1, min_elements=0)
-    twin = mt.convert(plain, policy, seed=1, min_elements=0)
-    for _ in range(3):
-        with unsettled():
+    model: Any = mt.convert(copy.deepcopy(plain), policy, seed=1, min_elements=0)
+    twin: Any = mt.convert(plain, policy, seed=1, min_elements=0)
+    for turn in range(5):
+        model.same = twin.same = turn != 3
+        with uncached():
             right = step(twin)
-        assert same(step(model), right)
+        with refusing(F.layer_norm) if turn == 4 else nullcontext():
+            assert same(step(model), right)
 
 
 def test_what_a_function_does_beside_its_formula_is_done_each_time() -> None:
@@ -297,21 +309,144 @@ class Attending(nn.Module):
         return F.scaled_dot_product_attention(q, q + 1, q + 2, mask)
 
 
-def test_attention_settles_unless_its_mask_may_be_a_sum() -> None:
+def test_masked_attention_is_cached_by_what_its_mask_is() -> None:
     plain = Attending()
     model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
     twin = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
     rows, columns = torch.randn(16, 1), torch.randn(1, 16)
-    for masks in ((), (), (rows + columns,), (rows + columns,), (rows, columns), (), ()):
-        with unsettled():
-            right = step(twin, X, masks)
-        assert same(step(model, X, masks), right)
-    with refusing(F.scaled_dot_product_attention):
-        step(model)
-    for masks in ((rows + columns,), (rows, columns)):
-        step(model, X, masks)
-        with refusing(F.scaled_dot_product_attention), pytest.raises(AssertionError, match="asked again"):
-            step(model, X, masks)
+    kinds: list[tuple[Tensor, ...]] = [(), (rows + columns,), (rows, columns)]
+    for turn in range(4):
+        for masks in kinds:
+            with uncached():
+                right = step(twin, X, masks)
+            with refusing(F.scaled_dot_product_attention) if turn > 1 else nullcontext():
+                assert same(step(model, X, masks), right)
+
+
+class Deriving(nn.Module):
+    """Layers that derive what a norm, an activation and a product make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12)
+        self.scale = nn.Parameter(torch.ones(12))
+        self.exact = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x * self.scale)
+        y = y * 1.5 if self.exact else y
+        y = self.second(torch.relu(self.first(y)))
+        return F.softmax(y, -1) @ self.scale
+
+
+def test_derived_calls_are_cached_by_what_can_be_derived() -> None:
+    policy = mt.Policy.uniform(level=16, store="derive")
+    plain = Deriving()
+    model: Any = mt.convert(copy.deepcopy(plain), policy, seed=1, min_elements=0)
+    twin: Any = mt.convert(plain, policy, seed=1, min_elements=0)
+    for turn in range(9):
+        model.exact = twin.exact = turn in (4, 5)
+        with uncached():
+            right = step(twin)
+        functions = (F.linear, F.layer_norm, F.softmax) if turn in (3, 6, 7, 8) else ()
+        with refusing(*functions):
+            assert same(step(model), right)
+
+
+def test_parts_of_multi_head_attention_are_cached() -> None:
+    plain = nn.MultiheadAttention(12, 2, batch_first=True)
+    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    twin = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    x, mask = X.clone().requires_grad_(), torch.randn(16, 16)
+    for turn in range(5):
+        outputs = []
+        refused = refusing(F.linear, torch.baddbmm, torch.bmm) if turn > 2 else nullcontext()
+        for layer, way in ((model, refused), (twin, uncached())):
+            with way:
+                layer.zero_grad()
+                y, weights = layer(x, x, x, attn_mask=mask)
+                (y.square().sum() + weights.sum()).backward()
+            outputs.append([y.detach(), *[parameter.grad for parameter in layer.parameters()]])
+        assert same(*outputs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}], ids=str)
+def test_the_loss_under_compress_saved_is_cached(settings: dict[str, Any]) -> None:
+    policy, target = mt.Policy.uniform(level=16, **settings), torch.arange(6)
+    head = nn.Linear(2000, 2000)
+    x = torch.randn(6, 2000)
+    for turn in range(5):
+        refused = refusing(F.linear, F.cross_entropy) if turn > 2 else nullcontext()
+        with mt.compress_saved(policy, seed=turn), refused:
+            loss = F.cross_entropy(F.linear(x.requires_grad_(), head.weight), target)
+        loss.backward()
+
+
+class Lists(nn.Module):
+    """Functions that take lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.sizes = nn.Parameter(torch.ones(12)), [12]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.layer_norm(x * self.scale, self.sizes)
+        return torch.einsum("abc,dbc->ad", [y, y * 1.0])
+
+
+def test_lists_are_compared_by_their_elements() -> None:
+    plain = Lists()
+    model: Any = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    twin: Any = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    for turn in range(8):
+        if turn == 4:
+            for module in (model, twin):
+                module.sizes.insert(0, 16)
+        with uncached():
+            right = step(twin)
+        with refusing(F.layer_norm, torch.einsum) if turn in (3, 7) else nullcontext():
+            assert same(step(model), right)
+
+
+def test_calls_that_stay_plain_are_cached() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x * self.scale)
+
+    model, x = mt.convert(Small(), mt.Policy.uniform(level=16)), X.clone()
+    for turn in range(4):
+        with refusing(torch.tanh, Tensor.__mul__) if turn > 1 else nullcontext():
+            assert type(model(x).grad_fn).__name__ == "TanhBackward0"
+    large = torch.randn(5000, 12)
+    assert type(model(large).grad_fn).__name__ == "ApplyBackward"
+
+
+def test_in_place_calls_are_cached_by_what_may_be_changed() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(12))
+            self.view = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.scale
+            part = y[:3] if self.view else y
+            torch.relu_(part)
+            return y.sum() * 1.0 + part.square().sum()
+
+    plain = InPlace()
+    model: Any = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    twin: Any = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    for turn in range(8):
+        model.view = twin.view = turn in (3, 4, 5, 7)
+        with uncached():
+            right = step(twin)
+        with refusing(torch.relu_) if turn in (2, 6, 7) else nullcontext():
+            assert same(step(model), right)
 
 
 @pytest.mark.parametrize(("first", "then"), [(0.0, -0.0), (0, False), (1, 1.0), (0.5, 0.25)])
@@ -344,7 +479,7 @@ def test_every_function_gives_the_same_again(name: str, autocast: bool) -> None:
     model, twin = (mt.convert(Called(), policy, seed=1, min_elements=0) for _ in range(2))
     for turn in range(4):
         found = []
-        for each, way in ((model, nullcontext()), (twin, unsettled())):
+        for each, way in ((model, nullcontext()), (twin, uncached())):
             args = fresh(case, torch.float32, seed=turn)
             torch.manual_seed(turn)
             with way, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -360,14 +495,14 @@ def test_another_function_of_the_same_name_is_another() -> None:
         assert torch.equal(model(function, [x, 0.5], {}), function(x, 0.5))
 
 
-def test_copies_settle_for_themselves() -> None:
+def test_copies_have_caches_of_their_own() -> None:
     model = converted()
     for _ in range(3):
         step(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         conversion = conversion_of(other)
         assert conversion is not None
-        assert not conversion.settled
+        assert not conversion.calls._calls
         assert same(step(other), step(copy.deepcopy(model)))
 
 
@@ -415,13 +550,13 @@ def test_settings_that_change_after_the_first_forward_are_those_of_the_next() ->
         "# mesa-tune policy 1\non gelu:\n    by_index: all\n    level: 256\n\n    by_index: 1\n    level: 4\n"
     )
     plain, steps = _ManyTimes(), []
-    for alike in (nullcontext, unsettled):
+    for alike in (nullcontext, uncached):
         model = mt.convert(copy.deepcopy(plain), mt.Policy.parse(text), seed=1, min_elements=0)
         conversion = conversion_of(model)
         assert conversion is not None
         with alike():
             first = step(model)
-            assert ("often.gelu.0" in conversion.settled) == (alike is nullcontext)
+            assert ("often.gelu.0" in conversion.calls._calls) == (alike is nullcontext)
             steps.append([first, step(model), step(model)])
     assert all(same(one, other) for one, other in zip(*steps, strict=True))
     exact = step(plain)

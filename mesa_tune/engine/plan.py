@@ -1,0 +1,121 @@
+"""The plan of a call: everything that is decided about it before it runs, and how its tensors are stored."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mesa_tune.codecs import Spec
+from mesa_tune.engine.formula import Formula, Needs, Static
+from mesa_tune.engine.rematerialize import Recipe, Source, geometry, take
+from mesa_tune.engine.storage import Packing, decided, is_packed
+
+Tensors = Sequence[Tensor | None]
+Sources = Mapping[int, Source]
+"""By position, the inputs of a call that can be made again."""
+
+Stored = tuple[Packing | Recipe, ...]
+"""How each lossy tensor of a call is stored: packed, as it is, or not at all."""
+
+
+class CallPlan(NamedTuple):
+    """How one call is handled; constant in traced code.
+
+    `needs` and `exact` (never packed) go by the formula's tensors, as do `recipes`: how to make a tensor
+    again in place of storing it. `exposes`: positions of the exact tensors that the call returns with its
+    packed parts, for others to make its output again; None if nobody wants that. `stored`: known after
+    the first run, the same for all calls that are alike. `positions`: of the formula's tensors among those
+    passed, where one is passed for several (traced code passes each but once).
+    """
+
+    layer: str
+    formula: Formula
+    static: Static
+    needs: Needs
+    exact: Needs
+    spec: Spec
+    recipes: tuple[Recipe | None, ...] = ()
+    exposes: tuple[int, ...] | None = None
+    stored: Stored | None = None
+    positions: tuple[int, ...] | None = None
+
+    def storing(self, stored: Stored, counts: Sequence[int]) -> "CallPlan":
+        """Return the plan of a call that has stored its lossy tensors in these ways, each as
+        so many parts.
+        """
+        counted = [
+            how if isinstance(how, Recipe) else how.in_parts(count)
+            for how, count in zip(stored, counts, strict=True)
+        ]
+        return self._replace(stored=tuple(counted))
+
+    def predicted(self, tensors: Tensors, parts: Sequence[Tensor]) -> "CallPlan":
+        """Return the plan of a traced call, whose run nobody sees, with how it has stored its lossy tensors;
+        `parts` are what it has returned.
+        """
+        rebuild = self.formula.rebuild
+        assert rebuild is not None
+        stored: list[Packing | Recipe] = []
+        for index in rebuild.saved:
+            tensor, recipe = tensors[index], self.recipes[index] if self.recipes else None
+            assert tensor is not None
+            if rebuild.saved_is_input and recipe is not None:
+                stored.append(recipe)
+            else:
+                exact = rebuild.saved_is_input and self.exact[index]
+                stored.append(decided(tensor, self.spec, self.layer, exact))
+        packed = sum(isinstance(how, Packing) and how.packed for how in stored)
+        each = (len(parts) - len(rebuild.exact)) // packed if packed else 1
+        counts = [each if isinstance(how, Packing) and how.packed else 1 for how in stored]
+        return self.storing(tuple(stored), counts)
+
+    def exposing(self, tensors: Tensors, sources: Sources) -> "CallPlan":
+        """Return the plan of a call that lets others make its output again, if they can."""
+        rebuild = self.formula.rebuild
+        if rebuild is None or self.spec.levels == 0 or not rebuild.when(self.static, self.needs):
+            return self
+        packed = rebuild.saved_is_input or all(self._packs(tensors[index]) for index in rebuild.saved)
+        if not packed or any(index not in sources for index in rebuild.inputs):
+            return self
+        return self._replace(exposes=rebuild.exact)
+
+    def _packs(self, tensor: Tensor | None) -> bool:
+        return tensor is not None and 0 not in tensor.stride() and is_packed(tensor, self.spec, self.layer)
+
+    def recipe(self, tensors: Tensors, sources: Sources, y: Tensor) -> Recipe:
+        """Return how to make the output `y` again."""
+        rebuild = self.formula.rebuild
+        assert rebuild is not None
+        assert self.stored is not None
+        return Recipe(
+            self.layer,
+            self.formula,
+            self.static,
+            self.spec,
+            self.stored,
+            len(rebuild.exact),
+            tuple([tensors[index] is not None for index in rebuild.references]),
+            tuple([sources[index].recipe for index in rebuild.inputs]),
+            geometry(y),
+            y.dtype,
+            geometry(y),
+        )
+
+    def ingredients(
+        self, tensors: Sequence[Any], sources: Sources, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield the tensors that the recipe takes; `parts` are those that the call itself has returned."""
+        rebuild, own = self.formula.rebuild, list(parts)
+        assert rebuild is not None
+        assert self.stored is not None
+        for how, index in zip(self.stored, rebuild.saved, strict=True):
+            if isinstance(how, Recipe):
+                yield from sources[index].tensors
+            elif how.packed:
+                yield from take(own, how.parts)
+            else:
+                yield tensors[index]
+        yield from own
+        yield from [tensors[index] for index in rebuild.references if tensors[index] is not None]
+        for index in rebuild.inputs:
+            yield from sources[index].tensors

@@ -1,0 +1,397 @@
+"""Routing: which torch call, in which module, goes to which function of ours.
+
+What is hard about it: the same call can run twice (checkpointing runs a part of the forward again inside
+backward, outside any mode that surrounded the model), and both runs must save the same tensors. Hence every
+module's forward enters with its own frame, and a call is left alone while somebody else's saved-tensor hooks
+lie above the module's own, which is how a checkpointed bare function looks from inside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._C import _autograd
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from mesa_tune.codecs import Spec
+from mesa_tune.engine import sums
+from mesa_tune.engine.cache import CallCache
+from mesa_tune.engine.call import MISS, Call
+from mesa_tune.engine.formula import Route, Routes
+from mesa_tune.engine.function import Memories
+from mesa_tune.engine.observer import watch
+from mesa_tune.engine.rematerialize import Traced, changed
+from mesa_tune.notice import warn_once
+
+
+class Host(Protocol):
+    """What routing needs of a conversion."""
+
+    owed: int
+    waits: bool
+    calls: CallCache
+
+    def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None: ...
+    def end(self) -> None: ...
+    def spec(self, layer: str, tag: str, module: str) -> Spec | None: ...
+    def key(self, device: torch.device) -> Tensor: ...
+    def note(self, layer: str) -> None: ...
+    def memory(self, layer: str) -> Memories | None: ...
+    def is_static(self, tensor: Tensor) -> bool: ...
+
+
+class Frame:
+    """One running module: its name, its own route, and how often each function was called in this run.
+
+    `hooks` and `task` are the saved-tensor hooks and the backward under which it began. `prefix` begins the
+    names of its calls.
+    """
+
+    __slots__ = ("batch", "counts", "hooks", "host", "is_loss", "module", "own", "prefix", "task", "traced")
+
+    def __init__(
+        self,
+        host: Host,
+        module: str,
+        own: Route | None,
+        batch: list[Tensor],
+        traced: Traced,
+        hooks: Any,
+        task: int,
+        is_loss: bool = False,
+    ) -> None:
+        self.host = host
+        self.module = module
+        self.own = own
+        self.batch = batch
+        self.traced = traced
+        self.hooks = hooks
+        self.task = task
+        self.is_loss = is_loss
+        self.prefix = module
+        self.counts: dict[str, int] = {}
+
+    def within(self, name: str) -> Frame:
+        """Return the frame of a Python function of PyTorch, called in this module under this name."""
+        frame = Frame(
+            self.host, self.module, None, self.batch, self.traced, self.hooks, self.task, self.is_loss
+        )
+        frame.prefix = name
+        return frame
+
+    def surrounds(self) -> bool:
+        """Whether what runs now is this module's own run.
+
+        It is not below somebody else's saved-tensor hooks, nor in a backward that began since (one called in
+        the body of `compress_saved` sees the mode and the hooks of the forward), nor under a transform that
+        began in it. Not for traced code.
+        """
+        return self.hooks is top_hooks() and current_task() == self.task and not transformed()
+
+    def layer(self, route: Route) -> str:
+        """The name of the layer whose call comes next."""
+        if self.own is not None and self.own.name == route.name:
+            self.own = None
+            return self.module
+        return self.numbered(route.name)
+
+    def numbered(self, function: str) -> str:
+        """`prefix.function.position`; counts the call."""
+        position = self.counts.get(function, 0)
+        self.counts[function] = position + 1
+        return f"{self.prefix}.{function}.{position}" if self.prefix else f"{function}.{position}"
+
+    def key(self, device: torch.device) -> Tensor:
+        """The one-element int64 tensor that rounding noise depends on."""
+        return self.host.key(device)
+
+    def note(self, layer: str) -> None:
+        """Another layer makes the output of `layer` again."""
+        self.host.note(layer)
+
+    def is_static(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is (a view of) a parameter, a buffer or part of the batch: never encoded, never
+        counted.
+
+        A loss is entered without arguments, so whatever has no gradient there counts as batch.
+        """
+        if type(tensor) is nn.Parameter or (self.is_loss and not tensor.requires_grad):
+            return True
+        base = tensor._base
+        base = tensor if base is None else base
+        if type(base) is not Tensor and isinstance(base, nn.Parameter):  # asking a Parameter's class is slow
+            return True
+        if torch.compiler.is_compiling():
+            return any(base is given or tensor is given for given in self.batch)
+        return self.host.is_static(tensor)
+
+
+class _State(threading.local):
+    """`function` is the torch function that runs; `layer` its name, once somebody asked for it.
+
+    `began`: the number of the first autograd node that the last routed call under an observer could make.
+    """
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.active = False
+        self.paused = False
+        self.began = 0
+        self.function: Any = None
+        self.layer: str | None = None
+
+
+state = _State()
+
+top_saved_hooks = _autograd._top_saved_tensors_default_hooks
+current_task = torch._C._current_graph_task_id
+
+
+def top_hooks() -> Any:
+    """The innermost saved-tensor hooks: what packs."""
+    top = top_saved_hooks(True)
+    return None if top is None else top[0]  # type: ignore[redundant-expr]
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation is on: ours know neither."""
+    if not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        return False
+    warn_once(
+        "mesa-tune: what runs under transforms of torch.func (grad, vjp, jvp, vmap) or forward-mode "
+        "differentiation stores as PyTorch does, uncompressed; loss.backward() stores by the policy."
+    )
+    return True
+
+
+def inside_backward() -> bool:
+    """Whether this runs inside autograd's backward (a checkpointed part being computed again)."""
+    return not torch.compiler.is_compiling() and current_task() != -1
+
+
+def running(host: Host) -> bool:
+    """Whether a module of `host` is running in this thread."""
+    return bool(state.frames) and state.frames[-1].host is host
+
+
+def surroundings() -> tuple[Any, int]:
+    """The saved-tensor hooks and the backward under which a module begins."""
+    return (None, -1) if torch.compiler.is_compiling() else (top_hooks(), current_task())
+
+
+push_hooks = _autograd._push_saved_tensors_default_hooks
+pop_hooks = _autograd._pop_saved_tensors_default_hooks
+
+
+class Hooks(NamedTuple):
+    """Our saved-tensor hooks."""
+
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
+
+    def runs_twice(self, frame: Frame, _: Any = None) -> bool:
+        """Return whether a module may be a checkpointed part, in its first run or in its second, in backward.
+
+        The first run's packed tensors die at once, the second's do not: a call that derives from another's
+        could do so in the second run only, and would not save the same tensors. There each layer stores its
+        own copy.
+        """
+        return frame.task != -1 or not (frame.hooks is None or frame.hooks is self.pack)
+
+
+class Opened(NamedTuple):
+    """A function's name in names of layers, and the copy of it whose body is routed."""
+
+    name: str
+    body: Callable[..., Any]
+
+
+class RoutingMode(TorchFunctionMode):
+    """Sends torch calls to our functions while a module of a conversion runs.
+
+    `routes` are the functions that have a formula; the bodies of those in `opened` are routed.
+    """
+
+    def __init__(self, routes: Routes, opened: Mapping[Callable[..., Any], Opened], hooks: Hooks) -> None:
+        super().__init__()
+        self.routes, self.opened, self.hooks = routes, opened, hooks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() and state.frames:
+            return self._traced(func, args, kwargs)
+        route = self.routes.get(func)
+        if route is not None:
+            return self._serve(route, func, args, kwargs, False)
+        if func in self.opened and _is_serving():
+            return self._inside(func, args, kwargs)
+        output = _passed(func, args, kwargs)
+        if func in sums.ADDITIONS:
+            sums.note(output, args, kwargs)
+        return output
+
+    def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.Tensor.unflatten:
+            func = torch.unflatten  # the method calls super(), which cannot be traced under a mode
+        elif func is torch.Tensor.norm:
+            func = torch.norm  # a method in Python, which tracing does not find in a table
+        traced = state.frames[-1].traced
+        count = len(traced)
+        route = self.routes.get(func)
+        if route is not None:
+            result = self._serve(route, func, args, kwargs, True)
+        elif func in self.opened and not state.paused:
+            result = self._inside(func, args, kwargs)
+        else:
+            result = _passed(func, args, kwargs)
+        changed(func, args, kwargs, traced, count)
+        return result
+
+    def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the body of a Python function of PyTorch with the mode on, under a name of its own."""
+        frames, opened = state.frames, self.opened[func]
+        frame = frames[-1]
+        frames.append(frame.within(frame.numbered(opened.name)))
+        try:
+            with RoutingMode(self.routes, self.opened, self.hooks):
+                return opened.body(*args, **kwargs)
+        finally:
+            frames.pop()
+
+    def _serve(self, route: Route, func: Any, args: Any, kwargs: Any, traced: bool) -> Any:
+        frames = state.frames
+        if state.paused or not frames:
+            return func(*args, **kwargs)
+        frame = frames[-1]
+        layer = frame.layer(route)
+        if not (torch.is_grad_enabled() and (traced or frame.surrounds())):
+            return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
+        output = MISS
+        if not (traced or watch.observer is not None):
+            output = self._cached(frame, layer, func, args, kwargs)
+        return self._planned(route, frame, layer, func, args, kwargs) if output is MISS else output
+
+    def _cached(self, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the output of a call by a cached plan of its layer; `MISS` if there is none for it."""
+        if frame.hooks is not self.hooks.pack:
+            return frame.host.calls.run(layer, func, args, kwargs, frame)
+        pop_hooks()
+        try:
+            return frame.host.calls.run(layer, func, args, kwargs, frame)
+        finally:
+            push_hooks(*self.hooks)
+
+    def _planned(self, route: Route, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the output of a call by the settings of its layer."""
+        observed = watch.observer is not None
+        spec = frame.host.spec(layer, route.tag, frame.module)
+        paused, state.paused, state.function, state.layer = state.paused, True, func, layer
+        # Nothing in there is for our hooks, except to show the observer what PyTorch saves.
+        unhooked = frame.hooks is self.hooks.pack and not observed
+        if unhooked:
+            pop_hooks()
+        try:
+            call = None if spec is None else self._call(frame, layer, spec, func, args, kwargs)
+            if observed:
+                state.began = _autograd._get_sequence_nr()
+                with self._showing(layer):
+                    served = None if call is None else partial(call.served, route)
+                    return _observed(layer, func, args, kwargs, served)
+            if call is None:
+                return func(*args, **kwargs)
+            output = call.served(route)
+            if call.cache is not None:
+                call.cache.note(layer, call, output)
+            return output
+        finally:
+            if unhooked:
+                push_hooks(*self.hooks)
+            state.paused, state.function = paused, None
+
+    def _call(self, frame: Frame, layer: str, spec: Spec, func: Any, args: Any, kwargs: Any) -> Call:
+        memories = frame.host.memory(layer) if spec.remembers else None
+        cache = None if torch.compiler.is_compiling() or watch.observer is not None else frame.host.calls
+        call = Call(layer, spec, frame, func, args, kwargs, memories, cache)
+        if (spec.derive or spec.exposes) and call.ask(self.hooks.runs_twice, None):
+            call.spec = spec.alone
+        call.hooked = lambda: self._unpaused(frame, lambda: func(*args, **kwargs))
+        if func in self.opened:
+            call.opened = lambda: self._unpaused(frame, lambda: self._inside(func, args, kwargs))
+        return call
+
+    def _unpaused(self, frame: Frame, run: Callable[[], Any]) -> Any:
+        """Return what a call without a formula returns, with our hooks on and calls inside it served."""
+        before, state.paused = state.paused, False
+        missing = frame.hooks is self.hooks.pack and top_hooks() is None
+        if missing:
+            push_hooks(*self.hooks)
+        try:
+            return run()
+        finally:
+            if missing:
+                pop_hooks()
+            state.paused = before
+
+    @contextmanager
+    def _showing(self, layer: str) -> Iterator[None]:
+        """Let somebody else's saved-tensor hooks, a checkpoint's, show the observer what they are given."""
+        top = top_saved_hooks(True)
+        if top is None or top[0] is self.hooks.pack:  # type: ignore[redundant-expr]
+            yield
+            return
+
+        def shown(tensor: Tensor) -> Any:
+            if watch.observer is not None:
+                watch.observer.saved(layer, tensor)
+            return top[0](tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(shown, top[1]):
+            yield
+
+
+def _run_as_it_is(code: CodeType) -> None:
+    """Let torch.compile inline `code` where it traces a call, and leave it and its calls alone elsewhere.
+
+    After a graph break the mode is on in code that is not traced. Compiled by itself, its method took one
+    attribute of a tensor for another: guards cannot tell their getters apart.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(code, skip)
+
+
+_run_as_it_is(RoutingMode.__torch_function__.__code__)
+
+
+def _is_serving() -> bool:
+    """Return whether calls that have a route are served now."""
+    frames = state.frames
+    return bool(frames) and not state.paused and torch.is_grad_enabled() and frames[-1].surrounds()
+
+
+def _passed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the output of a function that has no route."""
+    state.function, state.layer = func, None
+    try:
+        return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
+    finally:
+        state.function = None
+
+
+def _observed(
+    layer: str | None, func: Any, args: Any, kwargs: Any, served: Callable[[], Any] | None = None
+) -> Any:
+    """Return `func(*args, **kwargs)`, shown to the observer, or what is `served` in its place."""
+    assert watch.observer is not None
+    watch.observer.begin(layer, (args, kwargs))
+    output = func(*args, **kwargs) if served is None else served()
+    watch.observer.end(layer, output)
+    return output

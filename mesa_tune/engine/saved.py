@@ -1,0 +1,172 @@
+"""A saved tensor as backward finds it, and ways to use it without decoding it as a whole.
+
+A decoded copy of a large tensor would stand beside the gradient that is made of it, where a step's memory
+peaks. What is decoded some rows or samples at a time lies in one small buffer instead, mostly in the cache.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesa_tune.codecs import CODECS, Spec
+from mesa_tune.engine.storage import Packing, as_is, restore
+
+LARGE, PIECES = 1 << 22, 4
+"""A tensor of at least so many elements is decoded in so many pieces: it never exists as a whole."""
+
+
+def _piece(rows: int, step: int) -> int | None:
+    """Return how many rows of a `LARGE` matrix are decoded at a time, a multiple of `step`; None: all."""
+    size = -(-rows // (PIECES * step)) * step
+    return size if size < rows else None
+
+
+class Total:
+    """The sum of what pieces give; that of 16-bit numbers is made in 32 bits."""
+
+    def __init__(self) -> None:
+        self.sum: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+
+    def add(self, part: Tensor | None) -> None:
+        """Add one piece's part, a tensor that nobody else needs, or nothing."""
+        if part is None:
+            return
+        self.dtype, wide = part.dtype, part.float() if part.element_size() == 2 else part
+        self.sum = wide if self.sum is None else self.sum.add_(wide)
+
+    @property
+    def value(self) -> Tensor | None:
+        """The sum in the dtype of its parts; None if there was none."""
+        return None if self.sum is None else self.sum.to(self.dtype)
+
+
+class SavedTensor:
+    """A saved tensor: `parts`, stored as `packing` says under `spec`; decoded by `whole`."""
+
+    __slots__ = ("codec", "packing", "parts", "spec")
+
+    def __init__(self, parts: Sequence[Tensor], packing: Packing, spec: Spec | None) -> None:
+        self.parts, self.packing, self.spec = parts, packing, spec
+        packed = packing.packed and packing.expanded is None and not torch.compiler.is_compiling()
+        self.codec: Any = CODECS[spec.codec] if packed and spec is not None else None
+
+    @staticmethod
+    def of(tensor: Tensor) -> "SavedTensor":
+        """Return a saved tensor that is `tensor` itself."""
+        return SavedTensor([tensor], as_is(tensor.shape, tensor.dtype), None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        return self.packing.expanded or self.packing.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self.packing.dtype
+
+    def whole(self) -> Tensor:
+        """Return the tensor, decoded."""
+        return self.parts[0] if self.spec is None else restore(self.parts, self.packing, self.spec)
+
+    def fused(self, op: Any, *arguments: Any) -> Any:
+        """Return `op(data, ranges, *arguments, bits, levels, group_size)`, an op that decodes as it computes;
+        None where the packed parts or the arguments are not of a kind that it takes (`codec.fused`).
+        """
+        fused = getattr(self.codec, "fused", None)
+        return None if fused is None else fused(op, self.parts, arguments, self.spec)
+
+    def by_rows(self, op: Any, like: Tensor, *arguments: Any) -> Any:
+        """Return `fused(op, like, *arguments)` if the tensor lies row by row in the shape of `like`."""
+        fits = self.codec is not None and self.packing.shape == like.shape and self.is_row_major()
+        return self.fused(op, like, *arguments) if fits else None
+
+    def is_row_major(self) -> bool:
+        """Return whether the tensor was packed row by row."""
+        return self.packing.strides is None or self._is_packed_along(range(len(self.packing.shape)))
+
+    def has_channels_last(self) -> bool:
+        """Return whether it was packed with dimension 1 innermost, the others row by row."""
+        return self._is_packed_along((0, *range(2, len(self.packing.shape)), 1))
+
+    def _is_packed_along(self, dims: Sequence[int]) -> bool:
+        """Return whether its memory is dense, and its dimensions lie there in this order, outermost first."""
+        count, strides = 1, self.packing.strides
+        if strides is None:
+            return False
+        for dim in reversed(dims):
+            size = self.packing.shape[dim]
+            if size > 1 and strides[dim] != count:
+                return False
+            count *= size
+        return True
+
+    def rows(self, dtype: torch.dtype, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
+        """Yield a `LARGE` tensor as a matrix whose rows are its last `axes` dimensions, some rows at a time,
+        each time with the number of the first.
+
+        None where that is not possible, or not in `dtype`. What was yielded is overwritten by the next.
+        """
+        if not self._is_in_runs(dtype) or not self._is_large() or not self.is_row_major():
+            return None
+        shape = self.packing.shape
+        width, rows = math.prod(shape[-axes:]), math.prod(shape[:-axes])
+        size = _piece(rows, self._rows_per_start(width))
+        return None if size is None else self._decoded(rows, width, size)
+
+    def sample_step(self, dtype: torch.dtype) -> int | None:
+        """Return the number of samples (along the first dimension) that can be decoded by themselves; None:
+        only all.
+        """
+        shape, strides = self.packing.shape, self.packing.strides
+        width = math.prod(shape[1:])
+        if not self._is_in_runs(dtype) or not shape or (strides is not None and strides[0] != width):
+            return None
+        return self._rows_per_start(width)
+
+    def samples(self, size: int) -> Iterator[Tensor]:
+        """Yield the tensor laid out as it was, `size` samples at a time: a multiple of `sample_step`.
+
+        What was yielded is overwritten by the next.
+        """
+        shape, strides = self.packing.shape, self.packing.strides
+        for _, run in self._decoded(shape[0], math.prod(shape[1:]), size):
+            part = (run.shape[0], *shape[1:])
+            yield run.view(part) if strides is None else run.as_strided(part, strides)
+
+    def slices(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]] | None:
+        """Yield a `LARGE` tensor some samples at a time, with their slice, laid out as it was.
+
+        None where that is not possible, or not in `dtype`. What was yielded is overwritten by the next.
+        """
+        step = self.sample_step(dtype) if self._is_in_runs(dtype) and self._is_large() else None
+        size = None if step is None else _piece(self.packing.shape[0], step)
+        if size is None:
+            return None
+        parts = enumerate(self.samples(size))
+        return ((slice(index * size, (index + 1) * size), x) for index, x in parts)
+
+    def _is_large(self) -> bool:
+        return math.prod(self.packing.shape) >= LARGE
+
+    def _is_in_runs(self, dtype: torch.dtype) -> bool:
+        """Return whether a part of the memory can be decoded by itself."""
+        possible = hasattr(self.codec, "decode_run") and self.packing.dtype == dtype
+        return possible and self.spec is not None and not self.spec.quant_groups
+
+    def _rows_per_start(self, width: int) -> int:
+        """Return after how many rows of `width` elements a row begins with a group again."""
+        assert self.spec is not None
+        return self.spec.group_size // math.gcd(self.spec.group_size, width)
+
+    def _decoded(self, rows: int, width: int, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield `size` rows of `width` elements at a time, each time with the number of the first."""
+        buffer = self.parts[0].new_empty(min(size, rows), width, dtype=self.packing.dtype)
+        for first in range(0, rows, size):
+            part = buffer[: min(size, rows - first)]
+            self.codec.decode_run(self.parts, first * width, part.numel(), self.spec, part)
+            yield first, part

@@ -1,0 +1,46 @@
+"""Small functions of tensors that formulas have in common."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def wanted(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Return those gradients that are wanted, of a kernel that makes them for all inputs at once."""
+    if False not in needs:
+        return tuple(grads[: len(needs)])
+    return tuple([grad if want else None for grad, want in zip(grads, needs, strict=False)])
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return `tensor` in `dtype`; itself if that is None (or its own: `to` takes a microsecond)."""
+    return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
+
+
+Like = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
+def like(tensor: Tensor) -> Like:
+    """Return the shape and dtype of `tensor`."""
+    return tuple(tensor.shape), tensor.dtype
+
+
+def gathered(grad: Tensor, operand: Like) -> Tensor:
+    """Return `grad` summed over what an operand was repeated along, in the operand's dtype."""
+    shape, dtype = operand
+    return cast(grad if grad.shape == shape else grad.sum_to_size(shape), dtype)
+
+
+def narrowed(index: Tensor, size: int) -> Tensor:
+    """Return indices of a dimension of this size in as few bytes as hold them: 1, 2 or 4."""
+    return index.to(torch.uint8 if size <= 1 << 8 else torch.int16 if size <= 1 << 15 else torch.int32)
+
+
+def layout_of(x: Tensor) -> torch.memory_format:
+    """Return the memory format in which backward wants the decoded copy of `x`."""
+    for dim, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == dim and x.is_contiguous(memory_format=layout) and not x.is_contiguous():
+            return layout
+    return torch.contiguous_format
