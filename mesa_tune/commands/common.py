@@ -34,13 +34,13 @@ __all__ = [
     "RunOption",
     "counted",
     "digest",
-    "document_alone",
     "dump_json",
     "format_bytes",
     "format_table",
     "format_time",
     "load_workload",
     "parse_bytes",
+    "reserve_stdout",
     "write_atomically",
 ]
 
@@ -57,7 +57,7 @@ _documents: ContextVar[TextIO | None] = ContextVar("documents", default=None)
 
 
 @contextmanager
-def document_alone() -> Iterator[None]:
+def reserve_stdout() -> Iterator[None]:
     """Standard output is for `Output.document`; what a model file prints goes to standard error."""
     token = _documents.set(sys.stdout)
     try:
