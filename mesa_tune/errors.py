@@ -1,4 +1,4 @@
-"""Errors that a user can cause. A message says what is wrong, where, and the remedy, in at most three lines."""
+"""Errors that a user can cause. A message says what, where, and the remedy, in three lines at most."""
 
 
 class MesaTuneError(Exception):
