@@ -92,7 +92,7 @@ class Run:
         return path
 
     def check(self, path: Path, inputs: str | Origin) -> None:
-        """Raise RunError unless `path` can be written and is new, or is ours, unedited, of the same inputs."""
+        """Raise RunError unless `path` can be written and is new, or ours with the same inputs, unedited."""
         origin = _origin(inputs)
         self._require_writable()
         if self.force or not path.exists():
