@@ -1,7 +1,4 @@
-"""Warnings that are shown once per process, not once per training step.
-
-torch.compile calls `warn_once` while it compiles and takes its result for a constant.
-"""
+"""Warnings that are shown once per process, not once per training step."""
 
 import warnings
 

@@ -69,18 +69,15 @@ def search_policy(
     """Search the policy with the least gradient error whose training step fits `budget`.
 
     First it is solved exactly, with the profile's errors of single layers. Then, with a `workload`, a study
-    measures joint errors of other policies. A policy of the study replaces the exact solution only if it is
-    better on fresh batches. If the plain step fits the budget, the policy is exact.
+    measures joint errors. A policy of the study replaces the exact solution only if it is better on fresh
+    batches. If the plain step fits the budget, the policy is exact.
 
-    Args:
-        budget: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak.
-        trials: trials of the study, default 100, 0 for no study. Without `timeout`, no limit on time.
-        timeout: seconds of the study, default 120. Without `trials`, no limit on trials.
-        batch_size: batch size to plan for, default the profiled one.
-        max_saved: limit on saved bytes as well. `max_slowdown`: limit on step time over the plain step's.
-        pins: settings that layers (names or globs) must have.
-        storage: path of a SQLite file or a URL, in which the same call continues the study.
-        objective: measures the joint errors instead of the workload.
+    `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. `trials` (default 100,
+    0 for no study) and `timeout` (default 120 seconds) limit the study; either alone removes the other limit.
+    `batch_size`: the size to plan for, default the profiled one. `max_saved`: limit on saved bytes.
+    `max_slowdown`: limit on step time over the plain step's. `pins`: settings that layers (names or globs)
+    must have. `storage`: path of a SQLite file or a URL, in which the same call continues the study.
+    `objective`: measures joint errors instead of the workload.
 
     Raises:
         BudgetError: not an amount, not reachable, or a batch size that the profile cannot predict.
@@ -172,18 +169,14 @@ def _improved(
 ) -> Outcome:
     from mesa_tune.search.study import LocalSearch, StudySettings
 
-    by_default = trials is None and timeout is None
+    by_default, model = trials is None and timeout is None, request.profile.model
     settings = StudySettings(
         identity=request.identity,
         trials=TRIALS if by_default else trials,
         timeout=TIMEOUT if by_default else timeout,
         seed=request.seed,
         storage=storage,
-        labels={
-            "model": request.profile.model,
-            "budget_bytes": request.budget,
-            "batch_size": request.batch_size,
-        },
+        labels={"model": model, "budget_bytes": request.budget, "batch_size": request.batch_size},
         progress=progress,
     )
 

@@ -24,12 +24,12 @@ def polished(
     element per choice.
     """
     ends = np.cumsum([len(unit.choices) for unit in space.units])
-    polished_choice = tuple(chosen)
+    best = tuple(chosen)
     for number, end in enumerate(ends):
         columns = slice(end - len(space.units[number].choices), end)
         # One unit at a time: what a unit saves depends on the units before it.
-        polished_choice = _best(space, limits, polished_choice, number, costs[columns], allowed[columns])
-    return polished_choice
+        best = _best(space, limits, best, number, costs[columns], allowed[columns])
+    return best
 
 
 def _best(

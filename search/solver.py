@@ -153,10 +153,8 @@ class Program:
         return [row for row in _local_maxima(self.space.live(chosen), limits.peak) if row not in rows]
 
     def _structure(self, extra: int) -> Any:
-        """Return the constraints of the space's structure.
-
-        Each unit has one choice. A link is at least the exact choice of each of its units. All units of a
-        cluster derive, or none.
+        """Constrain: one choice per unit; a link at least the exact choice of each of its units; all units of
+        a cluster derive, or none.
         """
         from scipy.optimize import LinearConstraint
         from scipy.sparse import lil_array

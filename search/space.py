@@ -139,12 +139,13 @@ def make_space(
     units = [builder.unit(number, names, pinned) for number, names in enumerate(groups)]
     candidates = clusters(profile, sized, groups) if derive else ()
     derived = tuple(cluster.units for cluster in candidates if builder.extend(units, cluster, pinned))
+    base_ms = profile.step_ms * builder.scale
     return Space(
         tuple(units),
         tuple(builder.links),
         builder.base,
         builder.base_saved,
-        profile.step_ms * builder.scale,
+        base_ms,
         sized.batch_size,
         derived,
     )
@@ -218,12 +219,9 @@ class _Builder:
         pins = [pinned[name] for name in names if name in pinned]
         if number in cluster.takers and pins and pins[-1].store != "derive":
             return []
-        options = [cluster.own(option) for option in pins[-1:] or self._settings(layers)]
-        return [
-            self._choice(number, layers, option, cluster)
-            for option in options
-            if option is not None and not option.exact
-        ]
+        own = (cluster.own(option) for option in pins[-1:] or self._settings(layers))
+        options = [option for option in own if option is not None and not option.exact]
+        return [self._choice(number, layers, option, cluster) for option in options]
 
     def _settings(self, layers: Sequence[LayerEntry]) -> list[LayerSettings]:
         """Return exact, then the settings for which every layer of the unit has an error, finest first.
@@ -235,11 +233,8 @@ class _Builder:
             {option.settings for option in layer.options if option.gradient_error is not None}
             for layer in layers
         ]
-        shared = {
-            self._effective(settings, layers)
-            for settings in set.intersection(*measured)
-            if not settings.exact
-        }
+        common = (settings for settings in set.intersection(*measured) if not settings.exact)
+        shared = {self._effective(settings, layers) for settings in common}
         return [EXACT, *sorted(shared | _between(shared), key=_order)]
 
     def _effective(self, settings: LayerSettings, layers: Sequence[LayerEntry]) -> LayerSettings:

@@ -2,9 +2,8 @@
 
 The hard part is chance: the best of many noisy trials mostly looks better than it is. So all trials use the
 same batches and rounding seeds, promising ones are measured on more of them, and the best trial must beat the
-exact solution on fresh batches and seeds by more than two standard errors of the paired difference. Each
-trial's sampler is seeded by the trial's number and all state is in the storage, so that an interrupted study
-ends with the result of an uninterrupted one.
+exact solution on fresh batches and seeds by more than two standard errors of the paired difference. An
+interrupted study ends as an uninterrupted one: samplers are seeded by trial number, all state is stored.
 """
 
 from __future__ import annotations
@@ -147,10 +146,7 @@ class LocalSearch:
         trial.set_constraint("saved", self.space.saved(chosen) / max(1, self.limits.saved) - 1)
 
     def _measured(self, chosen: Chosen, trials: Sequence[_Trial]) -> tuple[tuple[float, ...], float]:
-        """Return the errors at the measured pairs, and an estimate of the mean of all pairs.
-
-        The estimate scales the exact solution's mean by the ratio at the measured pairs.
-        """
+        """Return the errors at the measured pairs, and the mean of all: by ratio to the exact solution's."""
         equal = next((trial for trial in trials if trial.chosen == chosen), None)
         if equal is not None:
             return equal.errors, equal.value

@@ -107,7 +107,7 @@ def _lines(profiled: Profile, path: Path) -> list[str]:
 
 
 def _exact(profiled: Profile) -> list[str]:
-    """Return a line on what no policy reaches, if there is any: functions without a formula."""
+    """Return a line on the bytes of functions without a formula, if there are any: no policy changes them."""
     from mesa_tune.profiler.entries import REACHED_BY_NONE
 
     sizes: dict[str, int] = {}

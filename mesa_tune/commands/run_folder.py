@@ -101,7 +101,7 @@ class Run:
         if note is None:
             raise RunError(f"{path}: exists, and this run did not write it\n{_REMEDY}")
         if note["inputs"] != origin.inputs and not origin.derived:
-            raise RunError(f"{path}: is of other inputs{_differences(note, origin)}\n{origin.remedy}")
+            raise RunError(f"{path}: was made from other inputs{_differences(note, origin)}\n{origin.remedy}")
         if note["sha256"] is not None and note["sha256"] != _hash(path):
             raise RunError(f"{path}: was edited after it was written\n{_REMEDY}")
 

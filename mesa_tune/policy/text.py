@@ -256,12 +256,9 @@ class _Reader:
 
 def _finish(tag: str, draft: _Draft) -> Rule:
     if {"group_size", "quant_groups"} <= draft.settings.keys():
-        line = max(
-            (draft.source_lines[key] for key in ("group_size", "quant_groups")), key=lambda line: line.number
-        )
-        raise line.error(
-            "both group_size and quant_groups", "keep one of them in a rule: they replace each other"
-        )
+        lines = (draft.source_lines["group_size"], draft.source_lines["quant_groups"])
+        remedy = "keep one of them in a rule: they replace each other"
+        raise max(lines, key=lambda line: line.number).error("both group_size and quant_groups", remedy)
     if tag == MODULE:
         _check_module_rule(draft)
     indices: Indices | None = None
@@ -287,8 +284,8 @@ def _check_module_rule(draft: _Draft) -> None:
 def dump_text(rules: Iterable[Rule], header: Header, *, mesa: bool) -> str:
     """Return the text of a file that `parse_text` and Mesa's parser read as `rules`.
 
-    It has one section per tag, one tag per section, by_index first and only spaces. No line lacks a colon,
-    because Mesa's parser stops there.
+    One section per tag, one tag per section, by_index first, only spaces. Every line has a colon, because
+    Mesa's parser stops at one without.
     """
     by_tag: dict[str, list[Rule]] = {}
     for rule in rules:

@@ -1,7 +1,6 @@
-"""Running the user's functions: errors become a WorkloadError that names the line; seeds are local.
+"""Running the user's functions: an error becomes a WorkloadError, even if it is raised deep inside torch.
 
-The hard part is the line: an error may be raised deep inside torch. The message names the innermost line of
-the user's own file in the traceback.
+It names the innermost line of the user's own file in the traceback.
 """
 
 from __future__ import annotations

@@ -196,18 +196,14 @@ def _loss_fault(loss: object, *, check: bool) -> tuple[str, str] | None:
     if not isinstance(loss, Tensor):
         return f"returned {_kind(loss)}, not a tensor", "return the loss itself, such as F.cross_entropy(…)"
     if loss.numel() != 1 or loss.is_complex():
-        return (
-            f"returned a tensor of shape {tuple(loss.shape)}, not a scalar",
-            "end it with .mean() or .sum()",
-        )
+        what = f"returned a tensor of shape {tuple(loss.shape)}, not a scalar"
+        return what, "end it with .mean() or .sum()"
     if torch.is_grad_enabled() and not loss.requires_grad:
         remedy = "compute it from the model's output, without detach(), item() or no_grad()"
         return "returned a tensor that no gradient flows from", remedy
     if check and not math.isfinite(value := loss.item()):
-        return (
-            f"returned {value}",
-            "the first step must give a finite loss: check data, initialization and dtype",
-        )
+        remedy = "the first step must give a finite loss: check data, initialization and dtype"
+        return f"returned {value}", remedy
     return None
 
 
