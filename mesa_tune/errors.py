@@ -8,7 +8,7 @@ class MesaTuneError(Exception):
 
 
 class PolicyError(MesaTuneError, ValueError):
-    """A policy file cannot be read or must not be overwritten, or a policy does not fit its model."""
+    """A policy file cannot be read or overwritten, or a policy is invalid or does not fit its model."""
 
 
 class WorkloadError(MesaTuneError):

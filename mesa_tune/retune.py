@@ -35,7 +35,7 @@ FEW_SAMPLES, MOST_SAMPLES = 4, 8
 SHARE = 8
 """A slice is at most 1/8 of the batch: a measurement must cost far less than the steps between two."""
 HIDDEN = 0.02
-"""Largest fraction of the saved bytes that a slice may be too small to measure."""
+"""Largest fraction of the saved bytes whose tensors may be encoded in a batch, but too small in a slice."""
 
 
 class Retune:

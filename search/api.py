@@ -66,7 +66,7 @@ def search_policy(
     progress: Callable[[str], None] | None = None,
     objective: Objective | None = None,
 ) -> Plan:
-    """Search the policy with the least gradient error whose training step fits `budget`.
+    """Search for the policy with the least gradient error whose training step fits `budget`.
 
     First it is solved exactly, with the profile's errors of single layers. Then, with a `workload`, a study
     measures joint errors. A policy of the study replaces the exact solution only if it is better on fresh

@@ -20,7 +20,7 @@ class Cluster:
     """Units by number, with the settings of their layers under which all possible tensors are derived.
 
     `takers`: the units that derive. `active`: the derivations under these settings. `linked`: the layers
-    whose temporaries they enlarge.
+    that have temporaries for them.
     """
 
     units: tuple[int, ...]

@@ -100,7 +100,7 @@ def verify(
 
 
 def _origin(profile: Profile, policy: Policy, batch_size: int, own: bool) -> Origin:
-    """Return the origin of verify.json. `own`: made with the run's policy, and remade with a new one."""
+    """Return the origin of verify.json. If the policy is the run's `own`, a newer one may overwrite it."""
     text = policy.dumps()
     about = {"policy": digest(text)[:6], "batch size": str(batch_size)}
     return Origin(digest("verify", profile.fingerprint, batch_size, text), about, derived=own)

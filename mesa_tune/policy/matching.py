@@ -45,11 +45,11 @@ class Names:
         self.has_model = any(not f"{name}.".startswith(_LOSS) for name in {*names, *modules})
 
     def can_check(self, name: str) -> bool:
-        """Return True if the layers of the loss, or of the model, that `name` would be among are there."""
+        """Return True if there are layers of the part that `name` belongs to: the loss or the model."""
         return self.has_loss if name.startswith(_LOSS) else self.has_model
 
     def has(self, tags: Collection[str], name: str) -> bool:
-        """Return True if a layer of one of `tags` has `name`, or a call that was not made yet may have it."""
+        """Return True if a layer of one of `tags` has `name`, or a call that has not run yet may have it."""
         if any(name in self.by_tag.get(tag, ()) for tag in tags):
             return True
         return not self.complete and self._may_be_a_call(name)

@@ -119,7 +119,7 @@ class Policy:
         return tuple(rule for rule in self.rules if rule.tag == MODULE)
 
     def module_settings(self, name: str) -> LayerSettings | None:
-        """Return what `on module:` sets for the module `name` or for one that contains it; None without."""
+        """Return what `on module:` sets for the module `name` or one that contains it; None if nothing."""
         rules = [rule for rule in self.module_rules() if rule.covers(name)]
         return fold(rules, mesa=False) if rules else None
 

@@ -1,6 +1,6 @@
 """Running the user's functions: an error becomes a WorkloadError, even if it is raised deep inside torch.
 
-It names the innermost line of the user's own file in the traceback.
+The error names the innermost line of the user's own file in the traceback.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A workload: the user's model, batch and loss as functions, and how to run them.
 
-The hard part is to trust nothing of the user's. All of it is checked here, so that other modules get a
+The hard part: the user's functions may return anything. It is checked here, so that other modules get a
 trainable model, a batch on the device and a finite scalar loss, and an error in the user's code names its
 line.
 """
@@ -96,7 +96,7 @@ class Workload:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The values to load this workload again, as plain JSON values."""
+        """Plain JSON values from which this workload can be loaded again."""
         return {
             "model": str(self.path.resolve()) if self.path else None,
             "fingerprint": self.fingerprint,
