@@ -146,7 +146,7 @@ class LocalSearch:
         trial.set_constraint("saved", self.space.saved(chosen) / max(1, self.limits.saved) - 1)
 
     def _measured(self, chosen: Chosen, trials: Sequence[_Trial]) -> tuple[tuple[float, ...], float]:
-        """Return the errors at the measured pairs, and the mean over all, scaled from the exact solution's."""
+        """Return errors at the measured pairs, and the mean over all, scaled from the exact solution's."""
         equal = next((trial for trial in trials if trial.chosen == chosen), None)
         if equal is not None:
             return equal.errors, equal.value
