@@ -1,4 +1,4 @@
-"""mesa-tune: the least gradient error that fits your memory budget, layer by layer."""
+"""mesa-tune: store the activations saved for backward in fewer bits, chosen per layer for a memory budget."""
 
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.resume import load_state_dict, state_dict

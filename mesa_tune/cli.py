@@ -1,7 +1,7 @@
-"""The command line: which commands there are, and what becomes of an error.
+"""The command line: the list of commands, and how errors are reported.
 
-Statuses: 0 done; 1 an error of ours or a bad value, at most three lines on standard error; 2 an unknown
-option or command; 130 Ctrl-C. `--debug` shows the traceback instead.
+Exit statuses: 0 success; 1 a MesaTuneError or a bad value, with at most three lines on standard error;
+2 an unknown option or command; 130 Ctrl-C. `--debug` shows the traceback instead of the lines.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Annotated
 
 import typer
 
-from mesa_tune.commands.common import document_alone
+from mesa_tune.commands.common import reserve_stdout
 from mesa_tune.errors import MesaTuneError, RunError
 
-# In the order of use, as the help lists them: function `x` of module mesa_tune.commands.x.
+# In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
 COMMANDS = ("init", "profile", "search", "verify", "report", "demo", "doctor")
 
 _BAD_VALUES = ("BadParameter", "MissingParameter", "BadOptionUsage", "BadArgumentUsage")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `mesa-tune` with `arguments` (default: those of the process) and exit with its status."""
+    """Run `mesa-tune` with `arguments` (default: the arguments of the process) and exit with its status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     sys.exit(run(arguments))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `mesa-tune` with `arguments`; the exit status, with any error printed on standard error."""
+    """Run `mesa-tune` with `arguments`, print any error on standard error, and return the exit status."""
     try:
         return _dispatch(list(arguments))
     except (MesaTuneError, OSError) as error:
         if "--debug" in arguments:
             raise
-        known = _explained(error)
-        print(f"error: {known}", file=sys.stderr)
-        return known.exit_status
+        explained = _explained(error)
+        print(f"error: {explained}", file=sys.stderr)
+        return explained.exit_status
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
         return 130
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def application() -> typer.Typer:
-    """The Typer application: every command of `COMMANDS`, imported now and light to import."""
+    """Import the modules of all `COMMANDS` (none imports anything heavy) and return the Typer application."""
     app = typer.Typer(
         name="mesa-tune",
         help="Find out what a model's activations cost, and how to store them within a memory budget.",
@@ -72,8 +72,8 @@ def application() -> typer.Typer:
 def _dispatch(arguments: list[str]) -> int:
     command = typer.main.get_command(application())
     try:
-        # Without standalone mode Typer hands errors and Ctrl-C to us, and returns the status of an Exit.
-        with _plain_warnings(), document_alone() if "--json" in arguments else nullcontext():
+        # With standalone_mode=False Typer raises errors and Ctrl-C here and returns the status of an Exit.
+        with _plain_warnings(), reserve_stdout() if "--json" in arguments else nullcontext():
             status = command.main(arguments or ["--help"], prog_name="mesa-tune", standalone_mode=False)
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
@@ -85,7 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """A warning is one line that says what; where in our code it was given helps nobody."""
+    """Print each warning as one line, without the source line that raised it."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         print(f"warning: {message}", file=sys.stderr)
@@ -98,9 +98,9 @@ def _plain_warnings() -> Iterator[None]:
 def _explained(error: MesaTuneError | OSError) -> MesaTuneError:
     if isinstance(error, MesaTuneError):
         return error
-    place = f"{error.filename}: " if error.filename else ""
+    path = f"{error.filename}: " if error.filename else ""
     return RunError(
-        f"{place}{error.strerror or error}\n"
+        f"{path}{error.strerror or error}\n"
         "check that the path can be read and written and that the disk has room; --debug shows the traceback"
     )
 
@@ -124,7 +124,7 @@ _VersionOption = Annotated[
 
 
 def _options(show_version: _VersionOption = False) -> None:
-    """What stands before the command; options after it are the command's own."""
+    """Options before the command; options after it belong to the command."""
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""What can go wrong for a user. Each message says what, where and the remedy, in at most three lines."""
+"""Errors that a user can cause. A message says what, where, and the remedy, in three lines at most."""
 
 
 class MesaTuneError(Exception):
-    """Something that its reader can mend; the command line prints it and exits with `exit_status`."""
+    """Error that the user can fix. The command line prints it and exits with `exit_status`."""
 
     exit_status = 1
 
 
 class PolicyError(MesaTuneError, ValueError):
-    """A policy that cannot be read, does not fit its model, or must not be overwritten."""
+    """A policy file cannot be read or overwritten, or a policy is invalid or does not fit its model."""
 
 
 class WorkloadError(MesaTuneError):
-    """A model file whose model, batch, loss or optimizer is missing, fails, or returns something unusable."""
+    """A model, batch, loss or optimizer function is missing, raises, or returns something unusable."""
 
 
 class BudgetError(MesaTuneError):
-    """A memory budget that is not an amount, or that no policy can meet."""
+    """A memory budget is not an amount, or no policy can meet it."""
 
 
 class RunError(MesaTuneError):
-    """A run folder, profile or study that is missing, foreign or damaged; or a step that cannot run."""
+    """A run folder, profile or study is missing, damaged or of another origin, or a step cannot run."""

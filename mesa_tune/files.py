@@ -1,6 +1,7 @@
-"""Files: the one place that writes them, whole or not at all, and JSON documents.
+"""Atomic writes of files, and JSON documents.
 
-A document has `"schema": "mesa-tune.<kind>/1"` and plain values, and is read back or refused.
+A document has `"schema": "mesa-tune.<kind>/1"` and plain values. The reader checks both: a document may have
+been edited or damaged, and then the error must name the file and the part that is wrong.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def schema(kind: str) -> str:
-    """The schema of a document of `kind`."""
+    """Return the schema of a document of `kind`."""
     return f"mesa-tune.{kind}/1"
 
 
 def write_document(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write `content` to `path` as JSON, whole or not at all. RunError where it cannot be written."""
+    """Write `content` to `path` as JSON, atomically. Raise RunError if it cannot be written."""
     write_atomically(Path(path), dump_json(content))
 
 
 def read_document(
     path: str | Path, kind: str, parse: Callable[[Mapping[str, Any]], Value], remedy: str
 ) -> Value:
-    """What `parse` makes of the document of `kind` at `path`.
+    """Read the document of `kind` at `path` and return `parse` of its content.
 
-    RunError, which ends with `remedy`, for a file that cannot be read, is no JSON, has another schema or
+    Raise RunError, which ends with `remedy`, if the file cannot be read, is not JSON, has another schema or
     lacks a part.
     """
     return parse_document(path, _read(Path(path), remedy), kind, parse, remedy)
@@ -45,16 +46,14 @@ def read_document(
 def parse_document(
     path: str | Path, text: str, kind: str, parse: Callable[[Mapping[str, Any]], Value], remedy: str
 ) -> Value:
-    """What `parse` makes of `text`, the content of `path`; RunError as `read_document`."""
+    """Return `parse` of the document `text`, the content of `path`. Raise RunError as in `read_document`."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path}: damaged, this is no JSON: {error}\n{remedy}") from error
-    found = content.get("schema") if isinstance(content, dict) else None
-    if found != schema(kind):
-        raise RunError(
-            f"{path}: not a document of ours: schema {found!r} instead of {schema(kind)!r}\n{remedy}"
-        )
+    actual, expected = content.get("schema") if isinstance(content, dict) else None, schema(kind)
+    if actual != expected:
+        raise RunError(f"{path}: not a document of ours: schema {actual!r} instead of {expected!r}\n{remedy}")
     try:
         return parse(content)
     except KeyError as error:
@@ -64,26 +63,26 @@ def parse_document(
 
 
 def typed(kind: Callable[..., Value], values: Mapping[str, Any]) -> Value:
-    """The dataclass `kind` of `values`, whose plain fields have their types and whose numbers are finite.
+    """Return the dataclass `kind` of `values` after a check of the types of its plain fields.
 
-    TypeError for others, for names that `kind` lacks and for missing ones: a document may have been edited,
-    and a text in place of a number would come out much later, as somebody else's error.
+    Raise TypeError for a value of another type, a number that is not finite, an unknown or missing name.
+    A document may have been edited: without the check, a string instead of a number would fail much later.
     """
     for name, types in _plain_types(kind).items():
         value = values.get(name)
         if name in values and (
             type(value) not in types or (type(value) is float and not math.isfinite(value))
         ):
-            expected = " or ".join(one.__name__ for one in types)
+            expected = " or ".join(type_.__name__ for type_ in types)
             raise TypeError(f"{name} is {value!r:.40}, not {expected}")
     return kind(**values)
 
 
 @lru_cache
 def _plain_types(kind: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
-    """The types that JSON gives the fields of `kind` that are plain, or plain or None."""
-    found = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
-    plain = {name: types for name, types in found.items() if set(types) <= _PLAIN}
+    """Return the allowed types of each field of `kind` whose type is plain, or plain or None."""
+    hints = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
+    plain = {name: types for name, types in hints.items() if set(types) <= _PLAIN}
     return {name: (*types, int) if float in types else types for name, types in plain.items()}
 
 
@@ -99,14 +98,14 @@ def _read(path: Path, remedy: str) -> str:
 
 
 def dump_json(content: object) -> str:
-    """`content` as the house writes JSON: two spaces, a final newline, no NaN."""
+    """Return `content` as JSON, indented by two spaces, with a final newline. NaN is an error."""
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Put `content` at `path`, making its folder; readers see the old file or the new one, never a part.
+    """Write `content` to `path` and create its folder. Readers see the old file or the new one, never a part.
 
-    RunError where the system does not let us.
+    Raise RunError if the system refuses.
     """
     data = content.encode() if isinstance(content, str) else content
     with _explaining(path):
@@ -115,19 +114,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path`, on the disk before the old file is gone.
+    """Write `data` to a new file, sync it to the disk, and move it to `path`.
 
-    OSError where the system does not let us.
+    Raise OSError if the system refuses.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -135,7 +134,7 @@ def _explaining(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        on_the_way = isinstance(error, (FileExistsError, NotADirectoryError))
-        what = "a part of its path is a file, not a folder" if on_the_way else error.strerror
-        remedy = "name a place in a folder that can be written and has room"
+        has_file_parent = isinstance(error, (FileExistsError, NotADirectoryError))
+        what = "a part of its path is a file, not a folder" if has_file_parent else error.strerror
+        remedy = "name a path in a folder that can be written and has room"
         raise RunError(f"{path}: cannot be written: {what}\n{remedy}") from error

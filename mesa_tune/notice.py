@@ -1,4 +1,4 @@
-"""Warnings that name a layer are given once a process, not once a step."""
+"""Warnings that are shown once per process, not once per training step."""
 
 import warnings
 
@@ -9,7 +9,7 @@ _given: set[str] = set()
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def warn_once(text: str) -> bool:
-    """Warns the first time that `text` is given in this process; True if it did."""
+    """Warn the first time that this process passes `text`; return True if it warned."""
     if text in _given:
         return False
     _given.add(text)

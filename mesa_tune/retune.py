@@ -1,7 +1,7 @@
-"""`Retune`: a policy that follows the model while it trains, as GACT's adaptation does.
+"""`Retune`: search the policy again at intervals while the model trains, as GACT's adaptation does.
 
-What is hard is to measure a live model and leave no trace: parameters, buffers, gradients, modes and random
-states are afterwards bit for bit as before, and every rank ends with the same policy.
+The hard part is to measure the model that is training without changing it. Afterwards parameters, buffers,
+gradients, training modes and random states are bitwise as before, and every rank has the same policy.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from mesa_tune.workload.workload import Workload
 OPTIONS = tuple(LayerSettings(level=2**bits) for bits in (1, 2, 4, 8))
 FEW_SAMPLES, MOST_SAMPLES = 4, 8
 SHARE = 8
-"""A slice is at most this part of the batch: a measurement must cost far less than the steps between two."""
+"""A slice is at most 1/8 of the batch: a measurement must cost far less than the steps between two."""
 HIDDEN = 0.02
+"""Largest fraction of the saved bytes whose tensors may be encoded in a batch, but too small in a slice."""
 
 
 class Retune:
-    """Keeps `model` under the policy with the least gradient error for `budget`, measured anew as it trains.
+    """Convert `model` with the policy of least gradient error for `budget`, measured again as it trains.
 
-    `loss(model, batch)` is the training's own, autocast included; `budget` as in `search_policy`, for a batch
-    of the size that `step` is given. Calls in the loss, outside the model, stay as they are. `optimizer`: the
-    training's, for the bytes of its state; without it AdamW's are counted.
+    `loss(model, batch)`: the loss of the training, autocast included. Calls in the loss, outside the model,
+    are not compressed. `budget`: as in `search_policy`, for batches of the size that `step` receives.
+    `optimizer`: that of the training, for the bytes of its state; without it AdamW's state is counted.
 
-    After each optimizer step call `step(batch)`: at the first call, and every `every` calls from then on, the
-    model is measured on a slice of the batch that fits the budget, the budget is solved for, and the model is
-    converted. Deterministic: equal calls on equal models give equal policies; on several ranks, all of which
-    must call, rank 0's plan counts. `plan` is the last one, `policy` its policy.
+    Call `step(batch)` after each optimizer step. The first call, and then every `every`-th, measures the
+    model on a slice of the batch that fits the budget, solves for the budget, and converts the model. Equal
+    calls on equal models give equal policies. With several ranks all must call, and all use the plan of
+    rank 0. `plan` is the latest plan, `policy` its policy.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class Retune:
         self._samples: int | None = None
 
     def step(self, batch: Any) -> bool:
-        """One optimizer step on `batch` is done; True if the model got a policy anew.
+        """Count one optimizer step on `batch`; return True if the model was measured again.
 
-        Raises BudgetError if the first measurement finds no policy for the budget; later ones then warn and
-        leave the policy as it is.
+        Raise BudgetError if the first measurement finds no policy for the budget. Later measurements warn
+        instead, and the policy stays.
         """
         due = self.steps % self.every == 0
         self.steps += 1
@@ -90,7 +91,7 @@ class Retune:
         failure: MesaTuneError | None = None
         text = None
         try:
-            self.plan = self._measured(batch)
+            self.plan = self._search(batch)
             text = self.plan.policy.dumps()
         except MesaTuneError as error:
             failure = error
@@ -101,21 +102,22 @@ class Retune:
         elif self.policy is None:
             raise failure or RunError("retune: rank 0 found no policy\nits own message says why")
         else:
-            warn_once(f"mesa-tune: retune at step {self.steps} keeps the policy that was: {failure}")
+            warn_once(f"mesa-tune: retune at step {self.steps} leaves the policy as it is: {failure}")
 
-    def _measured(self, batch: Any) -> Plan:
+    def _search(self, batch: Any) -> Plan:
         size = batch_size(batch)
         modes = [(module, module.training) for module in self.model.modules()]
         try:
             workload = self._view(batch, self._slice_size(batch, size))
-            found = profile(workload, options=OPTIONS, seeds=1)
+            profiled = profile(workload, options=OPTIONS, seeds=1)
         finally:
             for module, mode in modes:
                 module.training = mode
-        return search_policy(found, self.budget, trials=0, batch_size=size, pins=_pins(found), seed=self.seed)
+        pins = {layer.name: EXACT for layer in profiled.layers if layer.name.startswith("loss.")}
+        return search_policy(profiled, self.budget, trials=0, batch_size=size, pins=pins, seed=self.seed)
 
     def _view(self, batch: Any, samples: int) -> Workload:
-        """The live model and the first `samples` of `batch` as a workload."""
+        """Return a workload of this very model on the first `samples` of `batch`."""
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         device = next((str(parameter.device) for parameter in model.parameters()), "cpu")
         size = batch_size(batch)
@@ -133,57 +135,56 @@ class Retune:
         if self.optimizer is None:
             return AdamW(parameters)
         kind: Any = type(self.optimizer)
-        taken = inspect.signature(kind).parameters
-        given = {name: value for name, value in self.optimizer.defaults.items() if name in taken}
-        made: Optimizer = kind(parameters, **given)
-        return made
+        accepted = inspect.signature(kind).parameters
+        options = {name: value for name, value in self.optimizer.defaults.items() if name in accepted}
+        optimizer: Optimizer = kind(parameters, **options)
+        return optimizer
 
     def _slice_size(self, batch: Any, size: int) -> int:
-        """So many samples that the exact step, and the gradients recorded beside it, fit the budget.
+        """Return how many samples fit the budget in an exact step with the gradients recorded beside it.
 
-        Found once, from the bytes of a few samples; more than `MOST_SAMPLES` only where tensors of a smaller
-        slice are too small to be encoded, and so could not be measured.
+        It is computed once, from the bytes of a few samples. It exceeds `MOST_SAMPLES` only where the tensors
+        of a smaller slice are too small to be encoded, and so could not be measured.
         """
         if self._samples is None:
             few = min(FEW_SAMPLES, size)
-            found = profile(self._view(batch, few), options=[], seeds=1)
-            budget = parse_bytes(self.budget).of(found.timeline.at(size).peak_bytes({}))
+            profiled = profile(self._view(batch, few), options=[], seeds=1)
+            budget = parse_bytes(self.budget).of(profiled.timeline.at(size).peak_bytes({}))
             samples = max(few, min(MOST_SAMPLES, size // SHARE))
-            while samples < size and _hides(found, samples, size):
+            while samples < size and _hides(profiled, samples, size):
                 samples = min(2 * samples, size)
-            while samples > few and _needed(found, samples) > budget:
+            while samples > few and _needed_bytes(profiled, samples) > budget:
                 samples = max(few, samples // 2)
             self._samples = samples
         return min(self._samples, size)
 
 
-def _hides(found: Profile, samples: int, size: int) -> bool:
-    """Whether what are encoded in the whole batch, more than `HIDDEN` of the bytes, are not in a slice."""
-    each = [(prod(tensor.shape) / found.batch_size, tensor.bytes) for tensor in found.tensors]
-    hidden = [bytes_ for one, bytes_ in each if one * samples <= MIN_ELEMENTS < one * size]
-    return sum(hidden) > HIDDEN * found.saved_bytes
+def _hides(profiled: Profile, samples: int, size: int) -> bool:
+    """Return True if tensors that only the whole batch encodes have more than `HIDDEN` of the saved bytes."""
+    hidden = 0
+    for tensor in profiled.tensors:
+        per_sample = prod(tensor.shape) / profiled.batch_size
+        if per_sample * samples <= MIN_ELEMENTS < per_sample * size:
+            hidden += tensor.bytes
+    return hidden > HIDDEN * profiled.saved_bytes
 
 
-def _needed(found: Profile, samples: int) -> int:
-    sized = found.timeline.at(samples)
-    return sized.peak_bytes({}) + sized.saved_bytes({}) + found.static_bytes
-
-
-def _pins(found: Profile) -> dict[str, LayerSettings]:
-    return {layer.name: EXACT for layer in found.layers if layer.name.startswith("loss.")}
+def _needed_bytes(profiled: Profile, samples: int) -> int:
+    sized = profiled.timeline.at(samples)
+    return sized.peak_bytes({}) + sized.saved_bytes({}) + profiled.static_bytes
 
 
 def _of_rank_0(text: str | None) -> str | None:
-    """What rank 0 has; all ranks must call. `text` itself where nothing is distributed."""
+    """Return the `text` of rank 0; all ranks must call. Without torch.distributed return `text` itself."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return text
-    box = [text]
-    torch.distributed.broadcast_object_list(box, src=0)
-    return box[0]
+    objects = [text]
+    torch.distributed.broadcast_object_list(objects, src=0)
+    return objects[0]
 
 
 def batch_size(batch: Any) -> int:
-    """The length of the first dimension of the first tensor in `batch`. RunError if there is none."""
+    """Return the first dimension of the first tensor in `batch`. Raise RunError if there is none."""
     for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]
@@ -194,7 +195,7 @@ def batch_size(batch: Any) -> int:
 
 
 def sliced(batch: Any, count: int, size: int) -> Any:
-    """`batch` with the first `count` of every tensor whose first dimension is `size`; containers stay."""
+    """Return `batch` with the first `count` samples of every tensor whose first dimension is `size`."""
     if isinstance(batch, Tensor):
         return batch[:count] if batch.dim() and batch.shape[0] == size else batch
     if isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""Numbers as people write and read them (bytes, times, budgets), and names cut to fit beside them."""
+"""Text for people from and to numbers: bytes, times, budgets; and layer names shortened to fit tables."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _REMEDY = "write it like 6GB (6·10⁹ bytes), 6GiB (6·2³⁰), 40% (of the pla
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A memory limit: `bytes` (int >= 1) or a `fraction` (> 0) of the baseline peak, never both."""
+    """A memory limit: either `bytes` (int >= 1) or a `fraction` (> 0) of the baseline peak."""
 
     text: str
     bytes: int | None = None
     fraction: float | None = None
 
     def of(self, baseline_peak: int) -> int:
-        """The limit in bytes, for a plain training step whose peak is `baseline_peak` bytes."""
+        """Return the limit in bytes, for a plain training step whose peak is `baseline_peak` bytes."""
         if self.bytes is not None:
             return self.bytes
         assert self.fraction is not None
@@ -32,19 +32,19 @@ class Budget:
 
 
 def parse_bytes(text: str | int | float, name: str = "budget") -> Budget:
-    """A budget (or another limit called `name`) from `6GB`, `6GiB`, `40%` or a number of bytes.
+    """Parse a budget (or another limit called `name`): `6GB`, `6GiB`, `40%` or a number of bytes.
 
-    Raises BudgetError for what is no number, has an unknown unit, or is not above zero.
+    Raise BudgetError if it is not a number, has an unknown unit, or is not above zero.
     """
-    matched = _AMOUNT.fullmatch(str(text))
-    if matched is None:
+    match = _AMOUNT.fullmatch(str(text))
+    if match is None:
         raise BudgetError(f"{name} {text!r}: not an amount of memory\n{_REMEDY}")
-    amount, unit = float(matched[1]), matched[2].lower()
+    amount, unit = float(match[1]), match[2].lower()
     if unit == "%":
         _require_positive(name, text, amount)
         return Budget(str(text), fraction=amount / 100)
     if unit not in _UNITS:
-        raise BudgetError(f"{name} {text!r}: unknown unit {matched[2]!r}\n{_REMEDY}")
+        raise BudgetError(f"{name} {text!r}: unknown unit {match[2]!r}\n{_REMEDY}")
     _require_positive(name, text, amount * _UNITS[unit])
     return Budget(str(text), bytes=max(1, round(amount * _UNITS[unit])))
 
@@ -55,7 +55,7 @@ def _require_positive(name: str, text: str | int | float, amount: float) -> None
 
 
 def format_bytes(count: float) -> str:
-    """`count` bytes in decimal units with three significant digits: `5.71 GB`, `812 kB`, `17 B`."""
+    """Return `count` bytes in decimal units with three significant digits: `5.71 GB`, `812 kB`, `17 B`."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(count) >= 0.9995 * size:
             return f"{_three_digits(count / size)} {unit}"
@@ -63,7 +63,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A duration with three significant digits: `812 µs`, `41.2 ms`, `9.87 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Return a duration as text: `812 µs`, `41.2 ms`, `9.87 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds >= 3600 - 30:
         hours, minutes = divmod(round(seconds / 60), 60)
         return f"{hours} h {minutes:02d} min"
@@ -77,12 +77,12 @@ def format_time(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 trial`, `2 trials`."""
+    """Return `1 trial`, `2 trials`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def shorten(name: str, longest: int) -> str:
-    """`name` in at most `longest` characters: both ends tell layers apart, so the middle goes."""
+    """Cut the middle of `name` to leave `longest` characters: the two ends tell layers apart."""
     if len(name) <= longest:
         return name
     return name[: longest // 3] + "…" + name[len(name) - (longest - longest // 3 - 1) :]

@@ -1,7 +1,7 @@
-"""The policy with the least gradient error whose training step fits a memory budget.
+"""Search for the policy with the least gradient error whose training step fits a memory budget.
 
-Placing bits is a knapsack with a few choices a layer. It is solved exactly first, on measured errors of
-single layers; then an Optuna study looks around the solution for what only joint measurement shows.
+It is a knapsack problem with a few choices per layer. First it is solved exactly, with the measured errors of
+single layers. Then an Optuna study varies the solution and measures the joint error of all layers.
 """
 
 from mesa_tune.search.api import search_policy

@@ -1,4 +1,4 @@
-"""`search_policy`: from a profile and a budget to a plan."""
+"""`search_policy`: a plan from a profile and a budget."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)
-class Task:
-    """What was asked for, in bytes and milliseconds."""
+class Request:
+    """Arguments of the search, in bytes and milliseconds. `requested`: the budget as the user wrote it."""
 
     profile: Profile
     batch_size: int
@@ -40,11 +40,11 @@ class Task:
     limits: Limits
     pins: Pins
     seed: int
-    typed: Budget
+    requested: Budget
 
     @property
     def identity(self) -> str:
-        """Equal for equal tasks on equal profiles."""
+        """A hash, equal for equal requests on equal profiles."""
         pins = {glob: settings.to_dict() for glob, settings in self.pins.items()}
         parts = [self.profile.to_dict(), self.batch_size, vars(self.limits), pins, self.seed]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
@@ -66,19 +66,21 @@ def search_policy(
     progress: Callable[[str], None] | None = None,
     objective: Objective | None = None,
 ) -> Plan:
-    """The policy with the least gradient error whose training step keeps `budget`.
+    """Search for the policy with the least gradient error whose training step fits `budget`.
 
-    `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. First exactly, on the
-    profile's single-layer errors; then, with a `workload`, a study of `trials` (default 100, 0 for none) or
-    `timeout` seconds (default 120; either alone lifts the other's default) measures joint errors and
-    replaces the exact solution only by what is better on fresh batches. `batch_size`: plan for one that was
-    not profiled. `max_saved`: also a limit on saved bytes; `max_slowdown`: on the step's time over the
-    plain one's; `pins`: settings that layers (names or globs) must have. `storage`: path of a SQLite file
-    or a URL, in which the same call continues the study. `objective`: takes the place of measuring on the
-    workload. A budget that the plain step keeps gives the exact policy.
+    First it is solved exactly, with the profile's errors of single layers. Then, with a `workload`, a study
+    measures joint errors. A policy of the study replaces the exact solution only if it is better on fresh
+    batches. If the plain step fits the budget, the policy is exact.
+
+    `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. `trials` (default 100,
+    0 for no study) and `timeout` (default 120 seconds) limit the study; either alone removes the other limit.
+    `batch_size`: the size to plan for, default the profiled one. `max_saved`: limit on saved bytes.
+    `max_slowdown`: limit on step time over the plain step's. `pins`: settings that layers (names or globs)
+    must have. `storage`: path of a SQLite file or a URL, in which the same call continues the study.
+    `objective`: measures joint errors instead of the workload.
 
     Raises:
-        BudgetError: not an amount, not reachable, or a batch size that the profile cannot be stretched to.
+        BudgetError: not an amount, not reachable, or a batch size that the profile cannot predict.
         RunError: a profile without errors, a storage that cannot be used.
         WorkloadError: the workload's functions fail.
     """
@@ -87,22 +89,21 @@ def search_policy(
     _require_positive("max-slowdown", max_slowdown)
     if trials is not None and trials < 0:
         raise BudgetError(f"trials {trials}: must be 0 or more\n0 solves from the profile alone")
-    task = _task(profile, budget, batch_size, max_saved, max_slowdown, pins or {}, seed)
-    if not task.pins and _plain_fits(task):
-        return _exact_plan(task)
-    program = Program(make_space(profile, task.batch_size, task.pins))
-    solved = program.solve(task.limits)
+    request = _request(profile, budget, batch_size, max_saved, max_slowdown, pins or {}, seed)
+    if not request.pins and _plain_fits(request):
+        return _exact_plan(request)
+    program = Program(make_space(profile, request.batch_size, request.pins))
+    solved = program.solve(request.limits)
     if solved is None:
-        raise unreachable(profile, program, task.limits, task.pins, task.typed)
+        raise unreachable(profile, program, request.limits, request.pins, request.requested)
     if (workload is None and objective is None) or trials == 0 or solved.cost == 0:
-        return _plan(task, program, solved, None)
-    outcome = _improved(
-        task, program, solved, objective or _objective(profile, workload), trials, timeout, storage, progress
-    )
-    return _plan(task, program, solved, outcome)
+        return _plan(request, program, solved, None)
+    objective = objective or _objective(profile, workload)
+    outcome = _improved(request, program, solved, objective, trials, timeout, storage, progress)
+    return _plan(request, program, solved, outcome)
 
 
-def _task(
+def _request(
     profile: Profile,
     budget: int | str,
     batch_size: int | None,
@@ -110,8 +111,8 @@ def _task(
     max_slowdown: float | None,
     pins: Pins,
     seed: int,
-) -> Task:
-    # An amount that is none should fail before anything else is looked at.
+) -> Request:
+    # A budget that is not an amount is the first error to raise.
     amount = parse_bytes(budget)
     saved = None if max_saved is None else parse_bytes(max_saved, "max-saved")
     sized = profile.timeline.at(batch_size or profile.batch_size)
@@ -123,28 +124,28 @@ def _task(
         None if max_slowdown is None else max_slowdown * step_ms,
     )
     assert limits.peak is not None
-    return Task(profile, sized.batch_size, limits.peak, baseline, limits, pins, seed, amount)
+    return Request(profile, sized.batch_size, limits.peak, baseline, limits, pins, seed, amount)
 
 
-def _plain_fits(task: Task) -> bool:
-    saved = task.limits.saved
-    return task.baseline.peak_bytes <= task.budget and (saved is None or task.baseline.saved_bytes <= saved)
+def _plain_fits(request: Request) -> bool:
+    saved, plain = request.limits.saved, request.baseline
+    return plain.peak_bytes <= request.budget and (saved is None or plain.saved_bytes <= saved)
 
 
-def _exact_plan(task: Task) -> Plan:
-    predicted = task.profile.predict_assignment({}, batch_size=task.batch_size)
+def _exact_plan(request: Request) -> Plan:
+    predicted = request.profile.predict_assignment({}, batch_size=request.batch_size)
     return Plan(
-        policy=Policy((), _header(task, predicted)),
+        policy=Policy((), _header(request, predicted)),
         predicted=predicted,
-        baseline=task.baseline,
-        budget_bytes=task.budget,
-        batch_size=task.batch_size,
-        profiled_batch_size=task.profile.batch_size,
+        baseline=request.baseline,
+        budget_bytes=request.budget,
+        batch_size=request.batch_size,
+        profiled_batch_size=request.profile.batch_size,
         bound=0.0,
         gap=0.0,
         solver="none",
-        won="the plain step keeps the budget: nothing is compressed",
-        max_saved=task.limits.saved,
+        won="the plain step fits the budget: nothing is compressed",
+        max_saved=request.limits.saved,
     )
 
 
@@ -152,12 +153,12 @@ def _objective(profile: Profile, workload: Workload | None) -> Objective:
     from mesa_tune.profiler.joint_error import JointError
 
     assert workload is not None
-    # The planned batch may not fit without a policy, the profiled one did.
+    # A plain step of the planned batch may not fit in memory; one of the profiled batch did.
     return JointError(workload.with_batch_size(profile.batch_size))
 
 
 def _improved(
-    task: Task,
+    request: Request,
     program: Program,
     solved: Solution,
     objective: Objective,
@@ -166,61 +167,63 @@ def _improved(
     storage: str | Path | None,
     progress: Callable[[str], None] | None,
 ) -> Outcome:
-    from mesa_tune.search.study import Improvement, Request
+    from mesa_tune.search.study import LocalSearch, StudySettings
 
-    unlimited = trials is None and timeout is None
-    request = Request(
-        identity=task.identity,
-        trials=TRIALS if unlimited else trials,
-        timeout=TIMEOUT if unlimited else timeout,
-        seed=task.seed,
+    by_default, model = trials is None and timeout is None, request.profile.model
+    settings = StudySettings(
+        identity=request.identity,
+        trials=TRIALS if by_default else trials,
+        timeout=TIMEOUT if by_default else timeout,
+        seed=request.seed,
         storage=storage,
-        labels={"model": task.profile.model, "budget_bytes": task.budget, "batch_size": task.batch_size},
+        labels={"model": model, "budget_bytes": request.budget, "batch_size": request.batch_size},
         progress=progress,
     )
 
     def policy_of(chosen: tuple[int, ...]) -> Policy:
-        return _policy(task, program, chosen, None)
+        return _policy(request, program, chosen, None)
 
-    return Improvement(program, solved, task.limits, objective, policy_of).run(request)
+    return LocalSearch(program, solved, request.limits, objective, policy_of).run(settings)
 
 
-def _plan(task: Task, program: Program, solved: Solution, outcome: Outcome | None) -> Plan:
+def _plan(request: Request, program: Program, solved: Solution, outcome: Outcome | None) -> Plan:
     chosen = outcome.chosen if outcome else solved.chosen
-    predicted = task.profile.predict_assignment(program.space.assignment(chosen), batch_size=task.batch_size)
+    assignment = program.space.assignment(chosen)
+    predicted = request.profile.predict_assignment(assignment, batch_size=request.batch_size)
     return Plan(
-        policy=_policy(task, program, chosen, _header(task, predicted)),
+        policy=_policy(request, program, chosen, _header(request, predicted)),
         predicted=predicted,
-        baseline=task.baseline,
-        budget_bytes=task.budget,
-        batch_size=task.batch_size,
-        profiled_batch_size=task.profile.batch_size,
+        baseline=request.baseline,
+        budget_bytes=request.budget,
+        batch_size=request.batch_size,
+        profiled_batch_size=request.profile.batch_size,
         bound=solved.bound,
         gap=solved.gap,
         measured=outcome.measured if outcome else None,
         trials=outcome.trials if outcome else 0,
         solver="HiGHS and study" if outcome and outcome.won else "HiGHS",
         won=_won(outcome),
-        max_saved=task.limits.saved,
+        max_saved=request.limits.saved,
     )
 
 
-def _policy(task: Task, program: Program, chosen: tuple[int, ...], header: Header | None) -> Policy:
+def _policy(request: Request, program: Program, chosen: tuple[int, ...], header: Header | None) -> Policy:
     assignment = program.space.assignment(chosen)
-    layers = task.profile.layers
+    layers = request.profile.layers
     return Policy.from_assignments(
         ((layer.tag, layer.index, layer.name, assignment[layer.name]) for layer in layers), header
     )
 
 
-def _header(task: Task, predicted: Prediction) -> Header:
-    slowdown = (predicted.step_ms or 0.0) / (task.profile.step_ms * task.batch_size / task.profile.batch_size)
+def _header(request: Request, predicted: Prediction) -> Header:
+    profile = request.profile
+    slowdown = (predicted.step_ms or 0.0) / (profile.step_ms * request.batch_size / profile.batch_size)
     return Header(
-        model=Path(task.profile.model).stem if task.profile.model else None,
-        fingerprint=task.profile.layers_fingerprint or None,
-        torch=task.profile.torch,
-        batch=task.batch_size,
-        budget=format_bytes(task.budget),
+        model=Path(profile.model).stem if profile.model else None,
+        fingerprint=profile.layers_fingerprint or None,
+        torch=profile.torch,
+        batch=request.batch_size,
+        budget=format_bytes(request.budget),
         predicted=(
             f"peak {format_bytes(predicted.peak_bytes)}, saved {format_bytes(predicted.saved_bytes)}, "
             f"gradient error {predicted.gradient_error:.2e}, step {slowdown:.2f}x"
@@ -231,16 +234,15 @@ def _header(task: Task, predicted: Prediction) -> Header:
 def _won(outcome: Outcome | None) -> str:
     if outcome is None:
         return "no study: solved from the profile alone"
-    measured, short = outcome.measured, outcome.asked is not None and outcome.trials < outcome.asked
-    trials = counted(outcome.trials, "trial")
-    if short:
+    trials, hint = counted(outcome.trials, "trial"), ""
+    if outcome.asked is not None and outcome.trials < outcome.asked:
         trials = f"{outcome.trials} of {outcome.asked} trials (time was up)"
-    goes_on = "; the same command goes on with it" if short else ""
+        hint = "; the same command continues it"
     if not outcome.won:
-        return f"{trials} found nothing better on fresh batches, so the solved plan stays{goes_on}"
-    part = measured.gain / measured.solved
-    error = measured.gain_error / measured.solved
-    return f"{trials} won {part:.1%} ± {error:.1%} of gradient error on fresh batches{goes_on}"
+        return f"{trials} found nothing better on fresh batches, so the solved plan stays{hint}"
+    gain = outcome.measured.gain / outcome.measured.solved
+    error = outcome.measured.gain_error / outcome.measured.solved
+    return f"{trials} won {gain:.1%} ± {error:.1%} of gradient error on fresh batches{hint}"
 
 
 def _require_positive(name: str, value: float | None, *, whole: bool = False) -> None:

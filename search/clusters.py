@@ -1,7 +1,8 @@
-"""Units that derive from one another (`store: derive`): all of a cluster do, or none.
+"""Clusters of units that derive tensors from one another (`store: derive`).
 
-What is derived costs no bytes, and its producers err more: their price in a cluster that derives counts every
-backward that their rounding gets into. A cluster in which only some derive would need further prices.
+The hard part is the price. A derived tensor costs no bytes, but the rounding of its producer then reaches
+further backward formulas, and the error of the producer includes them. Prices for a cluster of which only
+some units derive are not measured, so in a plan either all units of a cluster derive or none.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from mesa_tune.profiler.timeline import SizedTimeline
 
 @dataclass(frozen=True)
 class Cluster:
-    """Units by number, with settings of all their layers under which everything is derived that can be.
+    """Units by number, with the settings of their layers under which all possible tensors are derived.
 
-    `takers`: the units that derive. `active` and `linked`: what then takes place, and the layers with
-    temporaries for it.
+    `takers`: the units that derive. `active`: the derivations under these settings. `linked`: the layers
+    that have temporaries for them.
     """
 
     units: tuple[int, ...]
@@ -30,27 +31,27 @@ class Cluster:
 
     @staticmethod
     def own(settings: LayerSettings) -> LayerSettings | None:
-        """`settings` as units have them while the cluster derives; None where they cannot derive so.
+        """Return the form of `settings` for a unit of a deriving cluster; None if there is none.
 
-        Those that others derive from have `store: derive`, too: an activation keeps its input for others.
+        Producers have `store: derive` too: an activation then saves its input for other layers.
         """
         return replace(settings, store="derive") if settings.store in ("quantize", "derive") else None
 
 
 def clusters(profile: Profile, sized: SizedTimeline, groups: Sequence[Sequence[str]]) -> Iterator[Cluster]:
-    """The clusters of units (layers of each: `groups`) in which everything can be derived at this size."""
+    """Yield the clusters whose tensors can all be derived at this size. `groups`: the layers of each unit."""
     unit_of = {name: number for number, names in enumerate(groups) for name in names}
     joined: list[tuple[set[str], set[str]]] = []
-    for one in profile.derivations:
-        names, takers = {*one.layers, *one.takers, *one.sources}, set(one.takers)
-        names = {name for known in names if known in unit_of for name in groups[unit_of[known]]} | names
-        apart = []
-        for other in joined:
-            if names.isdisjoint(other[0]):
-                apart.append(other)
+    for derivation in profile.derivations:
+        names, takers = {*derivation.layers, *derivation.takers, *derivation.sources}, set(derivation.takers)
+        names |= {name for layer in names if layer in unit_of for name in groups[unit_of[layer]]}
+        disjoint = []
+        for cluster in joined:
+            if names.isdisjoint(cluster[0]):
+                disjoint.append(cluster)
             else:
-                names, takers = names | other[0], takers | other[1]
-        joined = [*apart, (names, takers)]
+                names, takers = names | cluster[0], takers | cluster[1]
+        joined = [*disjoint, (names, takers)]
     for names, takers in joined:
         if names <= unit_of.keys() and not names & sized.small:
             yield _cluster(profile, sized, groups, sorted({unit_of[name] for name in names}), takers)

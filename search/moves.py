@@ -1,8 +1,8 @@
-"""What a trial of the study tries: other prices for kinds of layers, or exchanges around the best plan.
+"""Moves of the study: how a trial proposes another plan.
 
-Single-layer errors leave out how layers' errors meet. Prices let a study say "what normalizations keep
-costs more than it seems" and solve again; exchanges re-solve a few units under disturbed errors and leave
-the rest. Whatever is tried keeps the limits.
+The hard part: errors of single layers do not tell how the errors of several layers combine. A move either
+multiplies the errors of each kind of layer by a price and solves again, or solves again for a few units with
+randomly scaled errors while the other units stay. Every proposal is within the limits.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Floats, Limits
 
-# A trial's answer is measured, so its solution need not be proven to the last digit.
+# A proposal is measured anyway, so its solution needs no tight proof.
 _GAP = 1e-3
 _PRICE = 1.5
 _THIRDS = ("early", "middle", "late")
 
 
 class Moves:
-    """Proposals for one program under `limits`."""
+    """Moves for one program under `limits`."""
 
     def __init__(self, program: Program, limits: Limits) -> None:
         self.program = program
@@ -35,17 +35,17 @@ class Moves:
 
     @property
     def neutral(self) -> dict[str, Any]:
-        """The parameters under which the program is the one that was solved."""
+        """The trial parameters that leave the program unchanged."""
         return {"move": "prices", **{f"price {kind}": 0.0 for kind in self._decided}}
 
     def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
-        """One position a unit within the limits; `best`, the best plan so far, where there is no other."""
+        """Propose a plan within the limits, or return `best`, the best plan so far, if there is no other."""
         moves = ("prices", "exchange") if len(self.free) > 1 else ("prices",)
         if trial.suggest_categorical("move", moves) == "prices":
-            found = self.program.solve(self.limits, self._priced(trial), gap=_GAP)
+            solution = self.program.solve(self.limits, self._priced(trial), gap=_GAP)
         else:
-            found = self._exchanged(trial, best)
-        return tuple(best) if found is None else found.chosen
+            solution = self._exchanged(trial, best)
+        return tuple(best) if solution is None else solution.chosen
 
     def _priced(self, trial: Any) -> Floats:
         prices = {kind: trial.suggest_float(f"price {kind}", -_PRICE, _PRICE) for kind in self._decided}
@@ -55,21 +55,21 @@ class Moves:
     def _exchanged(self, trial: Any, best: Sequence[int]) -> Any:
         count = trial.suggest_int("exchange units", 2, min(16, len(self.free)))
         strength = trial.suggest_float("exchange strength", 0.2, 2.0)
-        chance = np.random.default_rng(trial.suggest_int("exchange seed", 0, 2**31 - 1))
-        moved = chance.choice(self.free, size=count, replace=False)
+        generator = np.random.default_rng(trial.suggest_int("exchange seed", 0, 2**31 - 1))
+        moved = generator.choice(self.free, size=count, replace=False)
         factors = np.ones(len(self.units))
-        factors[moved] = np.exp(strength * chance.standard_normal(count))
+        factors[moved] = np.exp(strength * generator.standard_normal(count))
         allowed = np.concatenate([self._allowed(number, best, moved) for number in range(len(self.units))])
         return self.program.solve(
             self.limits, self.program.errors * np.repeat(factors, self.sizes), gap=_GAP, allowed=allowed
         )
 
     def _allowed(self, number: int, best: Sequence[int], moved: Any) -> Any:
-        """Anything for a moved unit, and for the first of them anything else than now; the others stay."""
-        here = np.arange(self.sizes[number]) == best[number]
+        """Mask of choices: the present one; all for a moved unit; all but the present one for the first."""
+        present = np.arange(self.sizes[number]) == best[number]
         if number == moved[0]:
-            return ~here
-        return np.ones_like(here) if number in moved else here
+            return ~present
+        return np.ones_like(present) if number in moved else present
 
     def _kind(self, number: int) -> str:
         return f"{self.units[number].tag} {_THIRDS[3 * number // len(self.units)]}"

@@ -1,4 +1,4 @@
-"""`Plan`: a policy for a memory budget, and what is known of it."""
+"""`Plan`: a policy for a memory budget, with predictions and measurements. Saved as plan.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REMEDY = "make it again with `mesa-tune search --force`"
 
 @dataclass(frozen=True)
 class Baseline:
-    """The plain step at the planned batch size, in bytes."""
+    """Bytes of the plain step at the planned batch size."""
 
     peak_bytes: int
     saved_bytes: int
@@ -24,11 +24,11 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Joint gradient errors on batches and rounding seeds that no decision was made on.
+    """Joint gradient errors on fresh batches and rounding seeds, which no decision was based on.
 
-    `gradient_error` is the plan's, with its standard error; `solved` the exact solution's on the same
-    `pairs` of batch and seed; `gain` how much lower the plan's is, with `gain_error`, the standard error of
-    the paired difference.
+    `gradient_error` is the plan's mean, with its `standard_error`. `solved` is the mean of the exact solution
+    on the same `pairs` (a number of pairs of batch and seed). `gain` is `solved` minus `gradient_error`, and
+    `gain_error` the standard error of this paired difference.
     """
 
     gradient_error: float
@@ -43,9 +43,9 @@ class Measurement:
 class Plan:
     """The policy chosen for a budget.
 
-    `bound`: no assignment of the profiled options within the limits has a smaller sum of single-layer
-    errors; the exact solution's is at most `gap` (a fraction) above it. `measured`: the joint error, None
-    without a workload. `won`: in words, what the study won over the exact solution.
+    `bound`: a proven lower bound on the sum of single-layer errors of all policies within the limits; the
+    exact solution is at most `gap` (a fraction) above it. `measured`: the joint error, None without a
+    workload. `won`: in words, how much the study improved on the exact solution.
     """
 
     policy: Policy
@@ -65,17 +65,17 @@ class Plan:
 
     @property
     def is_exact(self) -> bool:
-        """True if nothing is compressed: the plain step keeps the budget."""
+        """True if nothing is compressed: the plain step fits the budget."""
         return not self.policy.rules or self.predicted.gradient_error == 0.0
 
     def stores_loss(self, profile: Profile) -> bool:
-        """True if the policy compresses layers of the loss function, which `convert` does not reach."""
+        """Return True if the policy compresses layers of the loss, which `convert` cannot compress."""
         assignment = profile.assignment(self.policy)
         used = profile.timeline.at(self.batch_size).compressed(assignment)
         return any(name.startswith("loss.") for name in used)
 
     def training(self, profile: Profile) -> list[str]:
-        """The lines that put the policy into a training script."""
+        """Return the lines that apply the policy in a training script."""
         load = f'mt.Policy.load("{self.policy_path or "policy.txt"}")'
         if not self.stores_loss(profile):
             return ["import mesa_tune as mt", f"mt.convert(model, {load})"]
@@ -89,11 +89,11 @@ class Plan:
         ]
 
     def at(self, path: str | Path) -> Plan:
-        """The same plan, whose policy is saved at `path`."""
+        """Return the same plan with its policy saved at `path`."""
         return replace(self, policy_path=str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON document `mesa-tune.plan/1`."""
+        """Return the JSON document `mesa-tune.plan/1`."""
         return {
             "schema": schema("plan"),
             **{key: value for key, value in vars(self).items() if key not in _PARTS},
@@ -105,7 +105,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` made `values` of. KeyError, TypeError or ValueError for anything else."""
+        """Return the plan that `to_dict` wrote. Raise KeyError, TypeError or ValueError for anything else."""
         measured = values["measured"]
         parts = {
             "policy": Policy.parse(values["policy"], source="plan.json"),
@@ -116,12 +116,12 @@ class Plan:
         return typed(cls, {**{key: value for key, value in values.items() if key != "schema"}, **parts})
 
     def save(self, path: str | Path) -> None:
-        """Write the document to `path`, whole or not at all. RunError where it cannot be written."""
+        """Write the document to `path` atomically. Raise RunError if it cannot be written."""
         write_document(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """The plan saved at `path`. RunError for a file that is missing, damaged or something else."""
+        """Return the plan saved at `path`. Raise RunError for a missing, damaged or other file."""
         return read_document(path, "plan", cls.from_dict, _REMEDY)
 
 

@@ -1,8 +1,8 @@
-"""Which of equally good plans: the one that keeps the fewest bytes.
+"""Polishing of a solution: fewer saved bytes at the same cost.
 
-A solver stops within a part in a million of the best, and knows no difference between plans that err
-equally. So it leaves layers that hardly err compressed although what they keep is alive anyway: the copy
-then comes on top of it.
+The hard part: the solver stops within 1e-6 of the best cost, and has no preference among plans of equal
+error. So it may compress a layer of almost no error whose exact tensor is alive anyway, and the packed copy
+only adds bytes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from mesa_tune.search.space import Floats, Limits, Space
 def polished(
     space: Space, limits: Limits, chosen: Sequence[int], costs: Floats, allowed: NDArray[np.bool_]
 ) -> tuple[int, ...]:
-    """`chosen` with other choices for single units wherever that saves bytes and costs no more.
+    """Replace the choices of single units in `chosen` where that saves bytes and costs no more.
 
-    Where bytes are equal, the cheaper choice. `limits` stay kept; `costs` and `allowed` are a choice each.
+    At equal bytes take the cheaper choice. The result is within `limits`. `costs` and `allowed` have one
+    element per choice.
     """
     ends = np.cumsum([len(unit.choices) for unit in space.units])
-    found = tuple(chosen)
+    best = tuple(chosen)
     for number, end in enumerate(ends):
-        here = slice(end - len(space.units[number].choices), end)
-        # One unit after another: what the first frees tells what the next one saves.
-        found = _best(space, limits, found, number, costs[here], allowed[here])
-    return found
+        columns = slice(end - len(space.units[number].choices), end)
+        # One unit at a time: what a unit saves depends on the units before it.
+        best = _best(space, limits, best, number, costs[columns], allowed[columns])
+    return best
 
 
 def _best(
@@ -39,23 +40,23 @@ def _best(
     costs: Floats,
     allowed: NDArray[np.bool_],
 ) -> tuple[int, ...]:
-    """`chosen`, with the choice for one unit that keeps the fewest bytes, of those that cost no more."""
+    """Return `chosen` with the choice of unit `number` that saves the fewest bytes and costs no more."""
     choices, now = space.units[number].choices, chosen[number]
-    # A cluster derives as a whole, or not at all: other choices of that are for the solver.
-    # A link is not in `saved`, so this only leaves out what cannot save anything.
+    # Only the solver may change whether a cluster derives, as that concerns several units.
+    # The saved bytes of links are not in `choice.saved`, so the last condition drops no better choice.
     rivals = [
-        place
-        for place, choice in enumerate(choices)
-        if place != now
+        position
+        for position, choice in enumerate(choices)
+        if position != now
         and choice.derived == choices[now].derived
-        and allowed[place]
-        and costs[place] <= costs[now]
+        and allowed[position]
+        and costs[position] <= costs[now]
         and choice.saved <= choices[now].saved
     ]
     best, least = chosen, (space.saved(chosen), costs[now]) if rivals else (0, 0.0)
-    for place in rivals:
-        tried = (*chosen[:number], place, *chosen[number + 1 :])
-        kept = (space.saved(tried), costs[place])
-        if kept < least and limits.kept(space, tried):
-            best, least = tried, kept
+    for position in rivals:
+        candidate = (*chosen[:number], position, *chosen[number + 1 :])
+        value = (space.saved(candidate), costs[position])
+        if value < least and limits.allow(space, candidate):
+            best, least = candidate, value
     return best

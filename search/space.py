@@ -1,9 +1,8 @@
-"""The decisions of a plan: units of layers that get one setting, and what each choice costs.
+"""The search space: units of layers that get one setting, and the cost of each choice.
 
-What is hard: bytes are not simply a sum over layers. Layers that keep the same tensor are tied into one
-unit, so that its packed copy is counted once. A storage that a ReLU keeps together with its neighbour stays
-whole while either is exact, although the two decide for themselves: a link between units. Everything else
-adds up.
+The hard part: the bytes of a step are not a sum over layers. Layers that save the same tensor form one unit,
+so that its packed copy is counted once. A storage that a ReLU shares with a neighbouring layer is saved while
+either is exact, although the two have separate settings: a link between units. All other costs add up.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ Pins = Mapping[str, LayerSettings]
 
 @dataclass(frozen=True)
 class Choice:
-    """One setting for all layers of a unit. `live`: bytes it adds to each slot; `saved`: to saved bytes.
+    """Settings for all layers of a unit, and their cost.
 
-    `derived`: everything in the unit's cluster is derived that can be.
+    `live`: bytes added to each slot of the timeline. `saved`: bytes added to the saved bytes. `derived`: all
+    possible tensors of the unit's cluster are derived.
     """
 
     settings: LayerSettings
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Unit:
-    """Layers that get one setting, and the choices for it."""
+    """Layers that get the same settings, and the choices of them."""
 
     layers: tuple[str, ...]
     tag: str
@@ -54,13 +54,13 @@ class Unit:
 
     @property
     def exact(self) -> int | None:
-        """Position of the exact choice; None where there is none."""
-        return next((place for place, choice in enumerate(self.choices) if choice.settings.exact), None)
+        """Position of the exact choice; None without one."""
+        return next((index for index, choice in enumerate(self.choices) if choice.settings.exact), None)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A storage that stays whole while one of `units` is exact; `live` and `saved` are what it adds."""
+    """A storage that is saved while one of `units` is exact. `live`, `saved`: bytes as in `Choice`."""
 
     units: tuple[int, ...]
     live: NDArray[np.int64]
@@ -69,9 +69,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Space:
-    """All units of a profile at one batch size; `base` bytes a slot and `base_saved` whatever is chosen.
+    """All units of a profile at one batch size.
 
-    Of each of `clusters` (units by number) all choices are `derived`, or none is.
+    `base`: bytes of each slot, and `base_saved`: saved bytes, under every choice. `clusters`: numbers of the
+    units whose choices are all `derived`, or none. An argument `chosen` is one position per unit.
     """
 
     units: tuple[Unit, ...]
@@ -83,39 +84,39 @@ class Space:
     clusters: tuple[tuple[int, ...], ...] = ()
 
     def is_consistent(self, chosen: Sequence[int]) -> bool:
-        """Whether each cluster derives as a whole or not at all."""
+        """Return True if in each cluster all choices are derived, or none."""
         derived = [choice.derived for choice in self.picked(chosen)]
         return all(len({derived[unit] for unit in units}) == 1 for units in self.clusters)
 
     def assignment(self, chosen: Sequence[int]) -> dict[str, LayerSettings]:
-        """Settings by layer name, for one position a unit."""
+        """Return the settings of each layer name."""
         pairs = zip(self.units, chosen, strict=True)
-        return {name: unit.choices[place].settings for unit, place in pairs for name in unit.layers}
+        return {name: unit.choices[position].settings for unit, position in pairs for name in unit.layers}
 
     def live(self, chosen: Sequence[int]) -> NDArray[np.int64]:
-        """Bytes alive in each slot."""
+        """Return the bytes alive in each slot."""
         total = self.base + sum(choice.live for choice in self.picked(chosen))
-        return np.asarray(total + sum(link.live for link in self.held(chosen)), dtype=np.int64)
+        return np.asarray(total + sum(link.live for link in self.saved_links(chosen)), dtype=np.int64)
 
     def saved(self, chosen: Sequence[int]) -> int:
-        """Bytes kept between forward and backward."""
+        """Return the saved bytes."""
         picked = sum(choice.saved for choice in self.picked(chosen))
-        return self.base_saved + picked + sum(link.saved for link in self.held(chosen))
+        return self.base_saved + picked + sum(link.saved for link in self.saved_links(chosen))
 
     def error(self, chosen: Sequence[int]) -> float:
-        """Sum of the units' gradient errors."""
+        """Return the sum of the units' gradient errors."""
         return float(sum(choice.error for choice in self.picked(chosen)))
 
     def ms(self, chosen: Sequence[int]) -> float:
-        """Milliseconds a step."""
+        """Return the milliseconds of a step."""
         return self.base_ms + float(sum(choice.ms for choice in self.picked(chosen)))
 
     def picked(self, chosen: Sequence[int]) -> list[Choice]:
-        """The chosen choices."""
-        return [unit.choices[place] for unit, place in zip(self.units, chosen, strict=True)]
+        """Return the chosen choices."""
+        return [unit.choices[position] for unit, position in zip(self.units, chosen, strict=True)]
 
-    def held(self, chosen: Sequence[int]) -> list[Link]:
-        """The links whose storage stays whole."""
+    def saved_links(self, chosen: Sequence[int]) -> list[Link]:
+        """Return the links whose storage is saved."""
         exact = [choice.settings.exact for choice in self.picked(chosen)]
         return [link for link in self.links if any(exact[unit] for unit in link.units)]
 
@@ -123,34 +124,35 @@ class Space:
 def make_space(
     profile: Profile, batch_size: int | None = None, pins: Pins | None = None, *, derive: bool = True
 ) -> Space:
-    """The decisions that `profile` leaves at `batch_size`, less choices that another one beats in everything.
+    """Return the space of `profile` at `batch_size`, without choices that another one dominates.
 
-    `derive` False leaves out what is derived, except where pins say so.
-    RunError for a profile without gradient errors; PolicyError for a pin that no layer has; BudgetError for a
-    batch size that cannot be planned for.
+    `derive=False` leaves out derived tensors, except those of pins. Raise RunError for a profile without
+    gradient errors, PolicyError for a pin that matches no layer, BudgetError for a batch size that the
+    profile cannot predict.
     """
     _require_errors(profile)
     sized = profile.timeline.at(batch_size or profile.batch_size)
     groups = _groups(profile)
     unit_of = {name: number for number, names in enumerate(groups) for name in names}
-    parts = _Parts(profile, sized, unit_of)
+    builder = _Builder(profile, sized, unit_of)
     pinned = _pinned(profile, pins or {})
-    units = [parts.unit(number, names, pinned) for number, names in enumerate(groups)]
-    found = clusters(profile, sized, groups) if derive else ()
-    joined = tuple(cluster.units for cluster in found if parts.extend(units, cluster, pinned))
+    units = [builder.unit(number, names, pinned) for number, names in enumerate(groups)]
+    candidates = clusters(profile, sized, groups) if derive else ()
+    derived = tuple(cluster.units for cluster in candidates if builder.extend(units, cluster, pinned))
+    base_ms = profile.step_ms * builder.scale
     return Space(
         tuple(units),
-        tuple(parts.links),
-        parts.base,
-        parts.base_saved,
-        profile.step_ms * parts.scale,
+        tuple(builder.links),
+        builder.base,
+        builder.base_saved,
+        base_ms,
         sized.batch_size,
-        joined,
+        derived,
     )
 
 
-class _Parts:
-    """Slots and kept things, dealt out to the units that decide over them."""
+class _Builder:
+    """Builder of units and links. It assigns each slot and each saved storage to the unit that decides it."""
 
     def __init__(self, profile: Profile, sized: SizedTimeline, unit_of: Mapping[str, int]) -> None:
         self.profile = profile
@@ -162,29 +164,29 @@ class _Parts:
         self.slots: dict[int, list[int]] = {}
         self.base = np.full(len(profile.timeline.slots), sized.static, dtype=np.int64)
         self.base_saved = 0
-        for place, slot in enumerate(profile.timeline.slots):
+        for index, slot in enumerate(profile.timeline.slots):
             if slot.layer is not None and slot.layer in unit_of:
-                self.slots.setdefault(unit_of[slot.layer], []).append(place)
+                self.slots.setdefault(unit_of[slot.layer], []).append(index)
             else:
-                self.base[place] += sized.exact[place]
+                self.base[index] += sized.exact[index]
         for item, size in zip(sized.kept, sized.sizes, strict=True):
-            self._deal(item, size, unit_of)
+            self._assign(item, size, unit_of)
 
-    def _deal(self, item: Kept, size: int, unit_of: Mapping[str, int]) -> None:
+    def _assign(self, item: Kept, size: int, unit_of: Mapping[str, int]) -> None:
         units = tuple(sorted({unit_of[name] for name in item.layers if name in unit_of}))
         fixed = (name not in unit_of or name in self.sized.small for name in item.layers)
         always = item.kind == "plain" and any(fixed)
         if len(units) == 1 and not always:
             self.owned.setdefault(units[0], []).append((item, size))
         elif item.kind == "plain" and units and not always:
-            live = self._over(item, size)
+            live = self._live(item, size)
             self.links.append(Link(units, live, size if self.sized.is_saved(item) else 0))
             self.linked.update(units)
         elif always or item.kind == "always":
-            self.base += self._over(item, size)
+            self.base += self._live(item, size)
             self.base_saved += size if self.sized.is_saved(item) else 0
 
-    def _over(self, item: Kept, size: int) -> NDArray[np.int64]:
+    def _live(self, item: Kept, size: int) -> NDArray[np.int64]:
         live = np.zeros_like(self.base)
         live[item.first : item.last + 1] = size
         return live
@@ -193,17 +195,17 @@ class _Parts:
         layers = [self.profile.layer(name) for name in names]
         pins = [pinned[name] for name in names if name in pinned]
         settings = pins[-1:] or self._settings(layers)
-        choices = [self._choice(number, layers, one) for one in settings]
+        choices = [self._choice(number, layers, option) for option in settings]
         return Unit(names, layers[0].tag, tuple(_undominated(choices, number in self.linked)))
 
     def extend(self, units: list[Unit], cluster: Cluster, pinned: Mapping[str, LayerSettings]) -> bool:
-        """Adds the choices of a cluster that derives to its `units`; False where one of them has none."""
-        found = {
+        """Add the derived choices of `cluster` to its `units`; return False if one of them has none."""
+        derived = {
             number: self._derived(number, units[number].layers, cluster, pinned) for number in cluster.units
         }
-        if not all(found.values()):
+        if not all(derived.values()):
             return False
-        for number, choices in found.items():
+        for number, choices in derived.items():
             unit = units[number]
             plain = () if unit.choices[0].settings.store == "derive" else unit.choices
             units[number] = replace(unit, choices=(*plain, *_undominated(choices, False)))
@@ -212,31 +214,28 @@ class _Parts:
     def _derived(
         self, number: int, names: Sequence[str], cluster: Cluster, pinned: Mapping[str, LayerSettings]
     ) -> list[Choice]:
-        """The unit's choices while the cluster derives."""
+        """Return the choices of the unit while the cluster derives."""
         layers = [self.profile.layer(name) for name in names]
         pins = [pinned[name] for name in names if name in pinned]
         if number in cluster.takers and pins and pins[-1].store != "derive":
             return []
-        own = [cluster.own(one) for one in pins[-1:] or self._settings(layers)]
-        return [
-            self._choice(number, layers, one, cluster) for one in own if one is not None and not one.exact
-        ]
+        own = (cluster.own(option) for option in pins[-1:] or self._settings(layers))
+        options = [option for option in own if option is not None and not option.exact]
+        return [self._choice(number, layers, option, cluster) for option in options]
 
     def _settings(self, layers: Sequence[LayerEntry]) -> list[LayerSettings]:
-        """Exact, then the settings that every layer of the unit has a known error for, finest first.
+        """Return exact, then the settings for which every layer of the unit has an error, finest first.
 
-        And 5 and 7 bits between measured neighbours: above 4 bits errors follow 1 / (level − 1)² closely.
+        They include 5 and 7 bits between measured neighbours: above 4 bits errors are almost proportional to
+        1 / (level − 1)².
         """
-        found = [
+        measured = [
             {option.settings for option in layer.options if option.gradient_error is not None}
             for layer in layers
         ]
-        shared = {self._effective(one, layers) for one in set.intersection(*found) if not one.exact}
-        shared |= _between(shared)
-        return [
-            EXACT,
-            *sorted(shared, key=_order),
-        ]
+        common = (settings for settings in set.intersection(*measured) if not settings.exact)
+        shared = {self._effective(settings, layers) for settings in common}
+        return [EXACT, *sorted(shared | _between(shared), key=_order)]
 
     def _effective(self, settings: LayerSettings, layers: Sequence[LayerEntry]) -> LayerSettings:
         return self.sized.compressed({layers[0].name: settings}).get(layers[0].name, settings)
@@ -258,59 +257,66 @@ class _Parts:
             count = self.sized.kept_bytes(item, size, used)
             live[item.first : item.last + 1] += count
             saved += count if self.sized.is_saved(item) else 0
-        for place in self.slots.get(number, []):
-            live[place] += self._work(place, settings, linked)
+        for slot in self.slots.get(number, []):
+            live[slot] += self._temporary_bytes(slot, settings, linked)
         error = self.profile.error_of(layers, assignment, active)
         if error is None:
-            raise RunError(f"{layers[0].name}: no gradient error is known for {settings.label}\n{_AGAIN}")
+            raise RunError(f"{layers[0].name}: no gradient error of {settings.label} measured\n{_REMEDY}")
         ms = self.profile.ms_of(layers, assignment, active) * self.scale
         return Choice(settings, error, ms, live, saved, cluster is not None)
 
-    def _work(self, place: int, settings: LayerSettings, linked: Collection[str]) -> int:
+    def _temporary_bytes(self, slot: int, settings: LayerSettings, linked: Collection[str]) -> int:
         if settings.exact:
-            return int(self.sized.exact[place])
-        derives = self.profile.timeline.slots[place].layer in linked
-        return int((self.sized.derived if derives else self.sized.packed)[place])
+            return int(self.sized.exact[slot])
+        derives = self.profile.timeline.slots[slot].layer in linked
+        return int((self.sized.derived if derives else self.sized.packed)[slot])
 
 
 def _order(settings: LayerSettings) -> tuple[int, int, int, str]:
     return -settings.level, settings.group_size or 0, settings.quant_groups or 0, settings.label
 
 
-_AGAIN = "profile it with `mesa-tune profile`, which measures all options"
+_REMEDY = "profile it with `mesa-tune profile`, which measures all options"
 
 
 def _between(settings: Collection[LayerSettings]) -> set[LayerSettings]:
-    """Settings of 5 or 7 bits whose neighbours, a bit more and a bit less, are among `settings`."""
+    """Return settings of 5 or 7 bits for which both one bit more and one bit less are in `settings`."""
     return {
-        replace(one, level=2 * one.level)
-        for one in settings
-        if one.level in (16, 64) and replace(one, level=4 * one.level) in settings
+        replace(lower, level=2 * lower.level)
+        for lower in settings
+        if lower.level in (16, 64) and replace(lower, level=4 * lower.level) in settings
     }
 
 
 def _undominated(choices: Sequence[Choice], linked: bool) -> list[Choice]:
-    """Choices that no other beats or equals in error, time and bytes everywhere; of equal ones the first."""
-    kept: list[Choice] = []
-    for place, choice in enumerate(choices):
-        others = [*kept, *choices[place + 1 :]]
-        # An exact choice that holds a link costs more than its own bytes say, so it beats nothing there.
-        rivals = (other for other in others if not (linked and other.settings.exact))
-        if not any(_beats(rival, choice, earlier=any(rival is one for one in kept)) for rival in rivals):
-            kept.append(choice)
-    return kept
+    """Return the choices that no other dominates in error, time and bytes; of equal ones the first."""
+    selected: list[Choice] = []
+    for index, choice in enumerate(choices):
+        rivals = [(rival, True) for rival in selected] + [(rival, False) for rival in choices[index + 1 :]]
+        # An exact choice also costs the bytes of its links, so with links it dominates nothing.
+        if not any(
+            _dominates(rival, choice, or_equal=earlier)
+            for rival, earlier in rivals
+            if not (linked and rival.settings.exact)
+        ):
+            selected.append(choice)
+    return selected
 
 
-def _beats(rival: Choice, choice: Choice, earlier: bool) -> bool:
-    mine = (choice.error, choice.ms, choice.saved)
-    its = (rival.error, rival.ms, rival.saved)
-    if any(one > other for one, other in zip(its, mine, strict=True)) or (rival.live > choice.live).any():
+def _dominates(rival: Choice, choice: Choice, *, or_equal: bool) -> bool:
+    """Return True if `rival` costs nowhere more than `choice` and somewhere less (`or_equal`: or equal)."""
+    costs = (choice.error, choice.ms, choice.saved)
+    rival_costs = (rival.error, rival.ms, rival.saved)
+    if (
+        any(high > low for high, low in zip(rival_costs, costs, strict=True))
+        or (rival.live > choice.live).any()
+    ):
         return False
-    return earlier or its != mine or bool((rival.live < choice.live).any())
+    return or_equal or rival_costs != costs or bool((rival.live < choice.live).any())
 
 
 def _groups(profile: Profile) -> list[tuple[str, ...]]:
-    """The layers in the order of the profile, those that must have one setting together."""
+    """Group the layers that must have the same settings, in the order of the profile."""
     together = [tie.layers for tie in profile.ties]
     together += [item.layers for item in profile.timeline.kept if item.kind == "coded"]
     root = {layer.name: layer.name for layer in profile.layers}
@@ -335,13 +341,13 @@ def _root(root: Mapping[str, str], name: str) -> str:
 
 def _pinned(profile: Profile, pins: Pins) -> dict[str, LayerSettings]:
     names = [layer.name for layer in profile.layers]
-    found: dict[str, LayerSettings] = {}
+    pinned: dict[str, LayerSettings] = {}
     for glob, settings in pins.items():
-        matched = [name for name in names if fnmatchcase(name, glob)]
-        if not matched:
+        matches = [name for name in names if fnmatchcase(name, glob)]
+        if not matches:
             raise PolicyError(f"pin {glob!r}: no layer has this name{_near(glob, names)}")
-        found.update(dict.fromkeys(matched, settings))
-    return found
+        pinned.update(dict.fromkeys(matches, settings))
+    return pinned
 
 
 def _near(word: str, names: Iterable[str]) -> str:
@@ -356,19 +362,19 @@ def _require_errors(profile: Profile) -> None:
         )
     options = [option for layer in profile.layers for option in layer.options if not option.settings.exact]
     if all(option.gradient_error is None for option in options):
-        raise RunError(f"the profile holds bytes only, no gradient errors\n{_AGAIN}")
+        raise RunError(f"the profile has only bytes, no gradient errors\n{_REMEDY}")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step may take: `peak` and `saved` bytes, milliseconds. None: no limit."""
+    """Limits of a step: `peak` and `saved` bytes, milliseconds. None: no limit."""
 
     peak: int | None = None
     saved: int | None = None
     ms: float | None = None
 
-    def kept(self, space: Space, chosen: Sequence[int]) -> bool:
-        """Whether the chosen step stays within all limits."""
+    def allow(self, space: Space, chosen: Sequence[int]) -> bool:
+        """Return True if the chosen step is within all limits."""
         return (
             (self.peak is None or int(space.live(chosen).max()) <= self.peak)
             and (self.saved is None or space.saved(chosen) <= self.saved)

@@ -1,4 +1,4 @@
-"""Where a study lives: memory, a SQLite file, or a shared database; never somebody else's file."""
+"""Storage of a study: memory, a SQLite file, or a shared database. A file of another kind is refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _REMEDY = "--force makes a new study, --run DIR one in another folder, --storage
 _URL_REMEDY = "check the URL of --storage and that its database answers, or leave it out: study.db of the run"
 
 
-def open_study(storage: str | Path | None, name: str, seen_by: dict[str, Any]) -> Any:
-    """The study `name` in `storage`: continued if it is there, else new, with `seen_by` as user attributes.
+def open_study(storage: str | Path | None, name: str, labels: dict[str, Any]) -> Any:
+    """Open the study `name` in `storage`, or create it. `labels` become its user attributes.
 
-    `storage`: None (memory), the path of a SQLite file, or a URL of Optuna's. RunError for a file that is
-    damaged or not a study's, and for a database that does not answer.
+    `storage`: None (memory), the path of a SQLite file, or a URL as in Optuna. Raise RunError for a file that
+    is damaged or not a study's, and for a database that does not answer.
     """
     import optuna
 
@@ -27,23 +27,23 @@ def open_study(storage: str | Path | None, name: str, seen_by: dict[str, Any]) -
     if path is not None:
         _require_ours(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-    # A database of a newer Optuna is a RuntimeError.
-    with explaining(storage, RuntimeError):
+    # Optuna raises RuntimeError for a database of a newer version.
+    with storage_errors(storage, RuntimeError):
         study = optuna.create_study(
             storage=None if storage is None else f"sqlite:///{path}" if path else str(storage),
             study_name=name,
             load_if_exists=True,
             direction="minimize",
         )
-        for key, value in seen_by.items():
+        for key, value in labels.items():
             if study.user_attrs.get(key) != value:
                 study.set_user_attr(key, value)
     return study
 
 
 @contextmanager
-def explaining(storage: str | Path | None, *further: type[Exception]) -> Iterator[None]:
-    """What the database raises, and errors of the `further` kinds, come out as a RunError that names it."""
+def storage_errors(storage: str | Path | None, *further: type[Exception]) -> Iterator[None]:
+    """Turn errors of the database, and of the `further` kinds, into a RunError that names the storage."""
     from alembic.util import CommandError
     from optuna.exceptions import OptunaError
     from sqlalchemy.exc import SQLAlchemyError
@@ -64,7 +64,7 @@ def _path(storage: str | Path | None) -> Path | None:
 
 
 def _shown(storage: str | Path | None) -> str:
-    # A URL may hold a password.
+    # A URL may contain a password.
     text = str(storage)
     return text if "@" not in text else text.split("://", 1)[0] + "://…@" + text.rsplit("@", 1)[1]
 

@@ -1,10 +1,9 @@
-"""The study: does anything near the exact solution do better when the whole gradient is measured?
+"""The study: search for a policy near the exact solution whose measured joint error is lower.
 
-What is hard is luck. Of many noisy trials the best is always better than the rest, and mostly by chance. So
-all trials meet the same batches and rounding seeds, promising ones are measured longer, and the winner must
-beat the exact solution on batches and seeds that nothing was chosen on, by more than two standard errors of
-the paired difference. Each trial's sampler is seeded by its number and all state is in the storage, so that
-a study that was interrupted ends as if it had not been.
+The hard part is chance: the best of many noisy trials mostly looks better than it is. So all trials use the
+same batches and rounding seeds, promising ones are measured on more of them, and the best trial must beat the
+exact solution on fresh batches and seeds by more than two standard errors of the paired difference. An
+interrupted study ends as an uninterrupted one: samplers are seeded by trial number, all state is stored.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from mesa_tune.search.moves import Moves
 from mesa_tune.search.plan import Measurement
 from mesa_tune.search.solver import Program, Solution
 from mesa_tune.search.space import Limits
-from mesa_tune.search.storage import explaining, open_study
+from mesa_tune.search.storage import open_study, storage_errors
 
-# Pairs (draw of the batch, rounding seed). A trial is screened on one seed a draw, then measured on all.
+# Pairs (draw of the batch, rounding seed). A trial is first measured on one seed per draw, then on all.
 DRAWS = range(4)
 SCREEN: tuple[Pair, ...] = tuple((draw, 0) for draw in DRAWS)
 FULL: tuple[Pair, ...] = SCREEN + tuple((draw, seed) for draw in DRAWS for seed in (1, 2))
@@ -38,8 +37,8 @@ Chosen = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Request:
-    """How long to try, and where the study lives. `identity`: equal for equal problems alone."""
+class StudySettings:
+    """Length and storage of a study. `identity`: a hash, equal only for equal problems."""
 
     identity: str
     trials: int | None
@@ -52,9 +51,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The plan to take, its joint error on fresh batches, and what the study was.
+    """Result of a study: the chosen plan, its joint error on fresh batches, and the number of trials.
 
-    `asked`: the trials that were to be, None for as many as there is time for.
+    `won`: the plan is not the exact solution. `asked`: the limit on trials, None without.
     """
 
     chosen: Chosen
@@ -65,8 +64,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """A finished trial: its choice, its errors at the first pairs of `FULL`, and their estimate for all."""
+class _Trial:
+    """A finished trial: its plan, its errors at the first pairs of `FULL`, and the estimated mean of all."""
 
     number: int
     chosen: Chosen
@@ -74,12 +73,12 @@ class _Tried:
     value: float
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.errors) == len(FULL)
 
 
-class Improvement:
-    """A search around `solved` that measures joint errors; see the module."""
+class LocalSearch:
+    """Search around `solved` that measures joint errors."""
 
     def __init__(
         self,
@@ -99,31 +98,31 @@ class Improvement:
         )
         self.moves = Moves(program, self.limits)
 
-    def run(self, request: Request) -> Outcome:
-        """Try until the trials or the time are used up, then confirm. After Ctrl-C it goes on later.
+    def run(self, settings: StudySettings) -> Outcome:
+        """Run trials until their number or the time is used up, then confirm the best one.
 
-        RunError for a storage that cannot be used.
+        After Ctrl-C the same call continues the study. Raise RunError for a storage that cannot be used.
         """
-        study = open_study(request.storage, f"mesa-tune {request.identity}", request.labels)
-        with explaining(request.storage):
+        study = open_study(settings.storage, f"mesa-tune {settings.identity}", settings.labels)
+        with storage_errors(settings.storage):
             if not study.get_trials(deepcopy=False):
                 study.enqueue_trial(self.moves.neutral)
-            tried = _finished(study)
-            end = None if request.timeout is None else time.monotonic() + request.timeout
-            while _goes_on(len(tried), request.trials, end):
-                self._try(study, tried, request.seed)
-                tried = _finished(study)
-                if request.progress:
-                    request.progress(_status(tried, request.trials))
-        return replace(self._confirmed(tried), asked=request.trials)
+            trials = _finished(study)
+            end = None if settings.timeout is None else time.monotonic() + settings.timeout
+            while _has_budget(len(trials), settings.trials, end):
+                self._run_trial(study, trials, settings.seed)
+                trials = _finished(study)
+                if settings.progress:
+                    settings.progress(_status(trials, settings.trials))
+        return replace(self._confirmed(trials), asked=settings.trials)
 
-    def _try(self, study: Any, tried: Sequence[_Tried], seed: int) -> None:
-        study.sampler = _sampler(seed, len(tried))
+    def _run_trial(self, study: Any, trials: Sequence[_Trial], seed: int) -> None:
+        study.sampler = _sampler(seed, len(trials))
         trial = study.ask()
         done = False
         try:
-            chosen = self._chosen(trial, tried)
-            errors, value = self._measured(chosen, tried)
+            chosen = self._chosen(trial, trials)
+            errors, value = self._measured(chosen, trials)
             trial.set_user_attr("chosen", list(chosen))
             trial.set_user_attr("errors", list(errors))
             self._constrain(trial, chosen)
@@ -133,48 +132,48 @@ class Improvement:
             if not done:
                 study.tell(trial, state=_failed())
 
-    def _chosen(self, trial: Any, tried: Sequence[_Tried]) -> Chosen:
-        if not tried:
+    def _chosen(self, trial: Any, trials: Sequence[_Trial]) -> Chosen:
+        if not trials:
             self.moves.propose(trial, self.solved.chosen)
             return self.solved.chosen
-        return self.moves.propose(trial, _best(tried).chosen)
+        return self.moves.propose(trial, _best(trials).chosen)
 
     def _constrain(self, trial: Any, chosen: Chosen) -> None:
-        """Optuna counts a trial without constraints as feasible, so they are always set."""
+        """Set the constraints of every trial: Optuna counts a trial without constraints as feasible."""
         assert self.limits.peak is not None
         assert self.limits.saved is not None
         trial.set_constraint("peak", int(self.space.live(chosen).max()) / self.limits.peak - 1)
         trial.set_constraint("saved", self.space.saved(chosen) / max(1, self.limits.saved) - 1)
 
-    def _measured(self, chosen: Chosen, tried: Sequence[_Tried]) -> tuple[tuple[float, ...], float]:
-        """Errors at the pairs, and the estimated mean over all, by way of the exact solution's."""
-        known = next((one for one in tried if one.chosen == chosen), None)
-        if known is not None:
-            return known.errors, known.value
+    def _measured(self, chosen: Chosen, trials: Sequence[_Trial]) -> tuple[tuple[float, ...], float]:
+        """Return errors at the measured pairs, and the mean over all, scaled from the exact solution's."""
+        equal = next((trial for trial in trials if trial.chosen == chosen), None)
+        if equal is not None:
+            return equal.errors, equal.value
         policy = self.policy_of(chosen)
-        if not tried:
+        if not trials:
             errors = self.objective.errors(policy, FULL)
             return tuple(errors), statistics.fmean(errors)
         errors = self.objective.errors(policy, SCREEN)
-        if _promising(errors, _best(tried).errors):
+        if _promising(errors, _best(trials).errors):
             errors = [*errors, *self.objective.errors(policy, FULL[len(SCREEN) :])]
-        base = tried[0]
-        return tuple(errors), base.value * sum(errors) / sum(base.errors[: len(errors)])
+        first = trials[0]
+        return tuple(errors), first.value * sum(errors) / sum(first.errors[: len(errors)])
 
-    def _confirmed(self, tried: Sequence[_Tried]) -> Outcome:
-        """The best trial if it beats the exact solution on fresh pairs, else the exact solution."""
+    def _confirmed(self, trials: Sequence[_Trial]) -> Outcome:
+        """Return the best trial if it beats the exact solution on fresh pairs, else the exact solution."""
         solved = self.objective.errors(self.policy_of(self.solved.chosen), FRESH)
-        best = _best(tried).chosen if tried else self.solved.chosen
+        best = _best(trials).chosen if trials else self.solved.chosen
         if best != self.solved.chosen:
             errors = self.objective.errors(self.policy_of(best), FRESH)
             measured = measurement(errors, solved)
             if measured.gain > 2 * measured.gain_error:
-                return Outcome(best, measured, len(tried), True)
-        return Outcome(self.solved.chosen, measurement(solved, solved), len(tried), False)
+                return Outcome(best, measured, len(trials), True)
+        return Outcome(self.solved.chosen, measurement(solved, solved), len(trials), False)
 
 
 def measurement(errors: Sequence[float], solved: Sequence[float]) -> Measurement:
-    """What errors at the same pairs say: means, and the paired difference with its standard error."""
+    """Return the means of errors at the same pairs, and the paired difference with its standard error."""
     gains = [before - after for before, after in zip(solved, errors, strict=True)]
     return Measurement(
         gradient_error=statistics.fmean(errors),
@@ -191,32 +190,33 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 def _promising(errors: Sequence[float], best: Sequence[float]) -> bool:
-    """True unless the trial is worse than the best one by more than a standard error of their difference."""
+    """Return False if the trial is worse than the best by more than a standard error of the difference."""
     gains = [before - after for before, after in zip(best[: len(errors)], errors, strict=True)]
     return bool(np.isfinite(errors).all()) and statistics.fmean(gains) > -_standard_error(gains)
 
 
-def _best(tried: Sequence[_Tried]) -> _Tried:
-    """The lowest estimate among trials measured at all pairs; of equal ones the first."""
-    return min((one for one in tried if one.whole), key=lambda one: one.value)
+def _best(trials: Sequence[_Trial]) -> _Trial:
+    """Return the trial with the lowest value among those measured at all pairs; of equal ones the first."""
+    return min((trial for trial in trials if trial.is_complete), key=lambda trial: trial.value)
 
 
-def _finished(study: Any) -> list[_Tried]:
+def _finished(study: Any) -> list[_Trial]:
     from optuna.trial import TrialState
 
     return [
-        _Tried(number, tuple(trial.user_attrs["chosen"]), tuple(trial.user_attrs["errors"]), trial.value)
+        _Trial(number, tuple(trial.user_attrs["chosen"]), tuple(trial.user_attrs["errors"]), trial.value)
         for number, trial in enumerate(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
     ]
 
 
-def _goes_on(done: int, trials: int | None, end: float | None) -> bool:
+def _has_budget(done: int, trials: int | None, end: float | None) -> bool:
     return (trials is None or done < trials) and (end is None or time.monotonic() < end)
 
 
-def _status(tried: Sequence[_Tried], trials: int | None) -> str:
-    total = f" of {trials}" if trials else ""
-    return f"trial {len(tried)}{total}: gradient error {_best(tried).value:.3g}, solved {tried[0].value:.3g}"
+def _status(trials: Sequence[_Trial], limit: int | None) -> str:
+    total = f" of {limit}" if limit else ""
+    best, solved = _best(trials).value, trials[0].value
+    return f"trial {len(trials)}{total}: gradient error {best:.3g}, solved {solved:.3g}"
 
 
 def _sampler(seed: int, number: int) -> Any:

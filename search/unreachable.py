@@ -1,4 +1,4 @@
-"""Why no plan keeps the limits, and what would be reachable."""
+"""The error for limits that no plan meets: which limit is the reason, and what would be reachable."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from mesa_tune.search.space import Limits, Pins, make_space
 from mesa_tune.units import Budget, format_bytes
 
 
-def unreachable(profile: Profile, program: Program, limits: Limits, pins: Pins, typed: Budget) -> BudgetError:
-    """The error for limits that nothing keeps, with the smallest reachable peak and what would fit.
+def unreachable(
+    profile: Profile, program: Program, limits: Limits, pins: Pins, requested: Budget
+) -> BudgetError:
+    """Return the error for limits that no plan meets, with the smallest reachable peak and what would fit.
 
-    `typed`: the budget as it was given, for an answer in the same unit.
+    `requested`: the budget as the user wrote it, for an answer in the same unit.
     """
     if limits.saved is not None and (least := program.smallest_saved()) > limits.saved:
         return BudgetError(
@@ -26,14 +28,14 @@ def unreachable(profile: Profile, program: Program, limits: Limits, pins: Pins, 
     assert lowest is not None  # without limits every choice is feasible
     if limits.peak is None or lowest.cost <= limits.peak:
         return BudgetError(
-            "no policy keeps all limits at once, though each alone may be reachable\n"
+            "no policy meets all limits at once, though each alone may be reachable\n"
             "raise the budget, max-saved or max-slowdown"
         )
-    return BudgetError(_peak_text(profile, program, limits, pins, int(lowest.cost), typed))
+    return BudgetError(_peak_text(profile, program, limits, pins, int(lowest.cost), requested))
 
 
 def _peak_text(
-    profile: Profile, program: Program, limits: Limits, pins: Pins, lowest: int, typed: Budget
+    profile: Profile, program: Program, limits: Limits, pins: Pins, lowest: int, requested: Budget
 ) -> str:
     assert limits.peak is not None
     batch_size = program.space.batch_size
@@ -42,14 +44,14 @@ def _peak_text(
         f"budget {format_bytes(limits.peak)}: not reachable at batch size {batch_size}; "
         f"static bytes are {format_bytes(sized.static)}\n"
         f"the smallest reachable peak is {_exactly(lowest)}: "
-        f"--budget {_as_typed(lowest, sized.peak_bytes({}), typed)}\n"
-        f"{_meant(typed) or _batch_advice(profile, limits, pins, batch_size)}"
+        f"--budget {_as_requested(lowest, sized.peak_bytes({}), requested)}\n"
+        f"{_meant(requested) or _batch_advice(profile, limits, pins, batch_size)}"
     )
 
 
-def _as_typed(lowest: int, plain: int, typed: Budget) -> str:
-    """The least budget that is reachable, as a percentage where one was typed."""
-    if typed.fraction is None:
+def _as_requested(lowest: int, plain: int, requested: Budget) -> str:
+    """Return the least reachable budget, as a percentage if the user wrote one."""
+    if requested.fraction is None:
         return str(lowest)
     tenths = math.ceil(1000 * lowest / plain)
     while int(tenths / 10 / 100 * plain) < lowest:
@@ -57,10 +59,10 @@ def _as_typed(lowest: int, plain: int, typed: Budget) -> str:
     return f"{tenths / 10:g}%"
 
 
-def _meant(typed: Budget) -> str:
-    """A remark on a number that only makes sense as a percentage."""
+def _meant(requested: Budget) -> str:
+    """Return a hint if the budget is a number that was probably meant as a percentage."""
     try:
-        number = float(typed.text)
+        number = float(requested.text)
     except ValueError:
         return ""
     if number > 100:
@@ -72,26 +74,27 @@ def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int)
     fits = largest_batch(profile, limits, pins, batch_size - 1)
     if fits is None:
         return f"profile at a smaller batch size than {batch_size}"
-    # In bytes: a percentage of the smaller batch's peak would be another budget.
+    # In bytes: a percentage would be of the smaller batch's peak.
     command = f"--budget {limits.peak} --batch-size {fits}"
     return "not even a batch of one fits" if fits == 0 else f"batch size {fits} would fit: {command}"
 
 
 def largest_batch(profile: Profile, limits: Limits, pins: Pins, most: int) -> int | None:
-    """The largest batch size up to `most` at which some policy keeps the limits; 0: none, None: not known.
+    """Return the largest batch size up to `most` at which some policy meets the limits; 0 if none does.
 
-    A limit in milliseconds is for the planned batch and left out. Peaks grow with the batch, hence halving.
+    None: the profile has only one batch size. A limit in milliseconds is for the planned batch, so it is
+    ignored. Peaks grow with the batch size, so bisection finds it.
     """
     low, high = profile.timeline.batch_sizes
     if low == high:
         return None
-    none, fits = most + 1, 0
-    while none - fits > 1:
-        middle = (none + fits) // 2
+    too_large, fits = most + 1, 0
+    while too_large - fits > 1:
+        middle = (too_large + fits) // 2
         if _fits(profile, replace(limits, ms=None), pins, middle):
             fits = middle
         else:
-            none = middle
+            too_large = middle
     return fits
 
 
@@ -101,5 +104,5 @@ def _fits(profile: Profile, limits: Limits, pins: Pins, batch_size: int) -> bool
 
 
 def _exactly(count: int) -> str:
-    """Bytes for people, and to the byte, so that the number can be used as the next budget."""
+    """Return rounded bytes, and the exact number, which can be the next budget."""
     return f"{format_bytes(count)} ({count} bytes)"

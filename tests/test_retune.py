@@ -116,7 +116,7 @@ def test_an_impossible_budget_is_an_error_first_and_a_warning_later() -> None:
     tuner = mt.Retune(model, loss, "60%", every=1)
     tuner.step(batch)
     policy, tuner.budget = tuner.policy, 10
-    with pytest.warns(UserWarning, match="retune at step 2 keeps the policy that was"):
+    with pytest.warns(UserWarning, match="retune at step 2 leaves the policy as it is"):
         tuner.step(batch)
     assert tuner.policy is policy
 

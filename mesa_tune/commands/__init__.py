@@ -1,1 +1,1 @@
-"""The commands of `mesa-tune`, a module each: options in, the library called, text and files out."""
+"""The commands of `mesa-tune`, one module each: parse options, call the library, write text and files."""

@@ -1,4 +1,4 @@
-"""What every command shares: its options and its way of speaking."""
+"""Options, output and loading of the workload, shared by all commands."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ __all__ = [
     "RunOption",
     "counted",
     "digest",
-    "document_alone",
     "dump_json",
     "format_bytes",
     "format_table",
     "format_time",
     "load_workload",
     "parse_bytes",
+    "reserve_stdout",
     "write_atomically",
 ]
 
@@ -48,7 +48,9 @@ RunOption = Annotated[Path, typer.Option("--run", metavar="DIR", help="Folder of
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors and warnings.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite files that are not ours to overwrite.")]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Overwrite files edited by hand or made from other inputs.")
+]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", metavar="cuda|cpu", help="Default: cuda if there is one, else cpu.")
 ]
@@ -57,8 +59,8 @@ _documents: ContextVar[TextIO | None] = ContextVar("documents", default=None)
 
 
 @contextmanager
-def document_alone() -> Iterator[None]:
-    """Standard output is for `Output.document`; what a model file prints goes to standard error."""
+def reserve_stdout() -> Iterator[None]:
+    """Reserve standard output for `Output.document`: what a model file prints goes to standard error."""
     token = _documents.set(sys.stdout)
     try:
         with redirect_stdout(sys.stderr):
@@ -68,10 +70,10 @@ def document_alone() -> Iterator[None]:
 
 
 class Output:
-    """A command's voice: lines for people, or one JSON document for programs.
+    """Output of a command: lines for people, or one JSON document for programs.
 
-    Lines go to standard output; with `json` to standard error, so that standard output holds the document
-    alone; with `quiet` nowhere. Warnings always go to standard error.
+    Lines go to standard output; with `json` to standard error, so that standard output has only the document;
+    with `quiet` they are not printed. Warnings always go to standard error.
     """
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
@@ -84,11 +86,11 @@ class Output:
             print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
 
     def device(self, device: str, note: str = "") -> None:
-        """Print the first line of any command's output: the device it works on."""
+        """Print the device of the command, the first line of its output."""
         self.line(f"device: {device}" + (f" ({note})" if note else ""))
 
     def status(self, text: str) -> None:
-        """Show `text` in place of the last status; nothing where standard error is no terminal."""
+        """Replace the last status on the terminal by `text`. Without a terminal print nothing."""
         if not self.quiet and sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
@@ -98,16 +100,16 @@ class Output:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def document(self, kind: str, content: Mapping[str, Any]) -> None:
-        """Print `content` as the JSON document `mesa-tune.<kind>/1`, where the user asked for JSON."""
+        """Print `content` as the JSON document `mesa-tune.<kind>/1` if the user asked for JSON."""
         if self.json:
             document = dump_json({"schema": f"mesa-tune.{kind}/1", **content})
             print(document, end="", file=_documents.get() or sys.stdout, flush=True)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 80) -> list[str]:
-    """Lines of a table with aligned columns: the first to the left, the others to the right.
+    """Return the lines of a table: the first column aligned to the left, the others to the right.
 
-    Texts of the first column lose their middle where a line would have more than `width` columns.
+    Where a line would be longer than `width` characters, the middle of the first column's text is cut.
     """
     table = [list(header), *map(list, rows)]
     others = sum(2 + max(len(row[column]) for row in table) for column in range(1, len(header)))
@@ -124,9 +126,9 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
-    """The workload that `profile` was made of, from its model file; RunError if that is gone or changed.
+    """Load the workload of `profile` from its model file. Raise RunError if the file is gone or changed.
 
-    `without`: what can be done without the file.
+    `without`: what can be done without the file, for the message.
     """
     from mesa_tune.workload.workload import Workload
 
@@ -135,7 +137,7 @@ def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
     if not Path(profile.model).is_file():
         raise RunError(
             f"{profile.model}: no such file, though it was profiled\n"
-            f"put it back, or `mesa-tune profile model.py --force{folder.option}` where it is now\n{without}"
+            f"put it back, or `mesa-tune profile model.py --force{folder.option}` on its new path\n{without}"
         )
     workload = Workload.load(
         profile.model,

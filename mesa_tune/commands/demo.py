@@ -1,4 +1,4 @@
-"""`mesa-tune demo`: the whole way on a real model and real data, in minutes, ending in one table."""
+"""`mesa-tune demo`: all commands on a real model and real data, in minutes, and one table at the end."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ def demo(
     debug: DebugOption = False,
     force: ForceOption = False,
 ) -> None:
-    """All of it on the digits ViT and real data, ending in one table."""
+    """Run all commands on a digits ViT; ends with one table."""
     output = Output(json=as_json, quiet=quiet)
     example = find_example()
     begin = time.perf_counter()
-    shared = [flag for flag, given in (("--debug", debug), ("--force", force)) if given]
+    shared = [flag for flag, is_set in (("--debug", debug), ("--force", force)) if is_set]
     shared += ["--run", str(run), *(["--quiet"] if as_json or quiet else [])]
-    _walk(context, output, str(example), shared)
+    for command in (["profile", str(example)], ["search", "--budget", BUDGET], ["verify"]):
+        _run_command(context, output, command, shared)
     rows = _measure(output, example, Run(run))
-    _walk_on(context, output, ["report"], shared)
+    _run_command(context, output, ["report"], shared)
     output.line()
     for line in table(rows):
         output.line(line)
@@ -58,18 +59,18 @@ def demo(
 
 
 def find_example() -> Path:
-    """The example's model file: in the current folder's checkout, or in the one that runs."""
+    """Return the example's path: in the checkout of the current folder, or of this package."""
     for root in (Path(), Path(__file__).resolve().parents[2]):
         if (root / EXAMPLE).is_file():
             return root / EXAMPLE
     raise RunError(
-        f"{EXAMPLE}: not in {Path.cwd()}, and the installed package does not carry it\n"
+        f"{EXAMPLE}: not in {Path.cwd()}, and the installed package does not contain it\n"
         "run `mesa-tune demo` in a clone of the source, or profile your own: `mesa-tune init`"
     )
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The demo's table, of at most 80 columns."""
+    """Return the lines of the demo's table, of at most 80 characters each."""
     header = ["", "saved", "peak", "step time", "gradient error", "test accuracy"]
     return format_table(header, [_cells(row) for row in rows])
 
@@ -80,21 +81,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["name"],
         format_bytes(row["saved_bytes"]),
         format_bytes(row["peak_bytes"]),
-        # Each policy was timed in turn with plain steps: on a busy machine only that ratio holds.
+        # Steps of a policy alternate with plain ones: on a busy machine only their ratio is reliable.
         f"{row['step_ratio']:.2f} x plain" if row["step_ratio"] else format_time(row["step_ms"] / 1000),
         f"{error:.1e}" if error else "0",
         f"{100 * row['accuracy']:.1f} %",
     ]
 
 
-def _walk(context: typer.Context, output: Output, example: str, shared: list[str]) -> None:
-    """The commands that a user would type, with their own output."""
-    _walk_on(context, output, ["profile", example], shared)
-    _walk_on(context, output, ["search", "--budget", BUDGET], shared)
-    _walk_on(context, output, ["verify"], shared)
-
-
-def _walk_on(context: typer.Context, output: Output, command: list[str], shared: list[str]) -> None:
+def _run_command(context: typer.Context, output: Output, command: list[str], shared: list[str]) -> None:
     output.line(f"\n$ mesa-tune {' '.join(command)}")
     program = context.find_root().command
     status = program.main([*command, *shared], prog_name="mesa-tune", standalone_mode=False)
@@ -103,7 +97,7 @@ def _walk_on(context: typer.Context, output: Output, command: list[str], shared:
 
 
 def _measure(output: Output, example: Path, folder: Run) -> list[dict[str, Any]]:
-    """A row each for plain, uniform and searched: memory and time of real steps, accuracy of a training."""
+    """Return rows for plain, uniform and searched: memory and time of real steps, accuracy after training."""
     from mesa_tune.policy import Policy
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.verification import Verification, verify
@@ -127,7 +121,7 @@ def _measure(output: Output, example: Path, folder: Run) -> list[dict[str, Any]]
 
 
 def uniform_label() -> str:
-    """`4 bits`: how the table calls the uniform policy."""
+    """Return the name of the uniform policy in the table: `4 bits`."""
     return f"{(UNIFORM_LEVEL - 1).bit_length()} bits"
 
 
@@ -139,10 +133,10 @@ def _trained(output: Output, train: Callable[..., float], name: str, policy: Pol
     return accuracy
 
 
-def _row(name: str, found: Verification | None, beside: Verification, accuracy: float) -> dict[str, Any]:
-    """The row of what `found` verified; of the plain steps `beside` a policy where there is nothing found."""
-    measured = found.policy if found else beside.baseline
-    error = found.gradient_error if found else 0.0
+def _row(name: str, check: Verification | None, plain: Verification, accuracy: float) -> dict[str, Any]:
+    """Return the row of the policy that `check` measured; without one, of the plain steps in `plain`."""
+    measured = check.policy if check else plain.baseline
+    error = check.gradient_error if check else 0.0
     values = {quantity: getattr(measured, quantity) for quantity in ("saved_bytes", "peak_bytes", "step_ms")}
-    ratio = found.step_ratio.median if found and found.step_ratio else None
+    ratio = check.step_ratio.median if check and check.step_ratio else None
     return {"name": name, **values, "step_ratio": ratio, "gradient_error": error, "accuracy": accuracy}

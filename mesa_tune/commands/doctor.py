@@ -1,4 +1,4 @@
-"""`mesa-tune doctor`: what this machine has of what mesa-tune can use, and how to mend what is missing."""
+"""`mesa-tune doctor`: what mesa-tune finds on this machine, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: what was found, whether it is as it should be, and else the remedy."""
+    """One thing that was checked: what was found, whether it is good, and the remedy if not."""
 
     name: str
     found: str
@@ -33,7 +33,7 @@ class Finding:
 
 
 def doctor(as_json: JsonOption = False, quiet: QuietOption = False, debug: DebugOption = False) -> None:
-    """Say what this machine has, and how to mend what is missing."""
+    """Say what this machine has, and how to install what is missing."""
     from mesa_tune.workload.workload import default_device
 
     output = Output(json=as_json, quiet=quiet)
@@ -46,7 +46,7 @@ def doctor(as_json: JsonOption = False, quiet: QuietOption = False, debug: Debug
             output.line(f"       {finding.remedy}")
     good = all(finding.good for finding in findings)
     output.document(
-        "doctor", {"device": device, "good": good, "findings": [asdict(item) for item in findings]}
+        "doctor", {"device": device, "good": good, "findings": [asdict(finding) for finding in findings]}
     )
 
 
@@ -85,7 +85,7 @@ def _kernels() -> Finding:
 
 
 def _build() -> str:
-    """How to come by kernels: by building them where the sources are, else by another wheel."""
+    """Return how to get kernels: build them if there are sources, else install another wheel."""
     from mesa_tune import ops
 
     sources = ops.LIBRARY.parents[1]
@@ -112,8 +112,7 @@ def _cuda_kernels() -> Finding:
 
 
 def _compiler() -> Finding:
-    wanted = os.environ.get("CXX") or "c++"
-    for name in (wanted, "g++", "clang++"):
+    for name in (os.environ.get("CXX") or "c++", "g++", "clang++"):
         if path := shutil.which(name):
             return Finding("C++ compiler", path, True)
     remedy = "install g++ or clang++ (Debian: apt install g++), or name one in CXX; needed for building only"

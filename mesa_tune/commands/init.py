@@ -1,4 +1,4 @@
-"""`mesa-tune init`: a model file to start from."""
+"""`mesa-tune init`: write a model file to start from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import typer
 
 from mesa_tune.commands.common import (
     DebugOption,
-    ForceOption,
     JsonOption,
     Output,
     QuietOption,
@@ -21,6 +20,7 @@ from mesa_tune.errors import RunError
 PathArgument = Annotated[
     Path, typer.Argument(metavar="model.py", help="Where to write it.", show_default=False)
 ]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")]
 
 
 def init(
@@ -33,10 +33,10 @@ def init(
     """Write a model file with comments, to put your own model into."""
     if path.exists() and not force:
         raise RunError(
-            f"{path}: is there already\n--force overwrites it; `mesa-tune init other.py` writes another"
+            f"{path}: exists already\n--force overwrites it; `mesa-tune init other.py` writes another"
         )
     write_atomically(path, files("mesa_tune").joinpath("templates/model.py").read_text("utf-8"))
     output = Output(json=as_json, quiet=quiet)
-    output.line(f"{path}: written; it runs as it is")
+    output.line(f"wrote {path}; it runs as it is")
     output.line(f"next: put your model in, then `mesa-tune profile {path}`")
     output.document("init", {"path": str(path)})

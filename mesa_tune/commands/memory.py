@@ -1,4 +1,4 @@
-"""What to do when memory runs out: which batch size would fit, by the profile's timeline."""
+"""Advice when memory runs out: the batch size that would fit, from the timeline of the profile."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 def advising(
     profile: Profile, batch_size: int, assignment: Assignment, advice: Callable[[int], str]
 ) -> Iterator[None]:
-    """Lack of memory in the body comes out as a RunError that says which batch size would fit.
+    """Turn an out-of-memory error in the body into a RunError that names the batch size that would fit.
 
-    The body runs steps of `batch_size` under `assignment`; `advice` says what to type for the size that fits.
+    The body runs steps of `batch_size` under `assignment`; `advice` returns the command for the size that
+    fits.
     """
     from mesa_tune.workload.user_code import is_out_of_memory
 
@@ -30,21 +31,21 @@ def advising(
         if not is_out_of_memory(error):
             raise
         fits = fitting_batch(profile, batch_size, assignment)
-        known = "not even one sample would fit"
+        remedy = "not even one sample would fit"
         if fits:
             peak = format_bytes(profile.timeline.at(fits).peak_bytes(assignment))
-            known = f"batch size {fits} would fit in {peak}: {advice(fits)}"
+            remedy = f"batch size {fits} would fit in {peak}: {advice(fits)}"
         raise RunError(
-            f"out of memory on {profile.device} at batch size {batch_size}\n{known}\n"
-            "or free some memory: other programs on this device may hold it"
+            f"out of memory on {profile.device} at batch size {batch_size}\n{remedy}\n"
+            "or free some memory: other programs on this device may use it"
         ) from error
 
 
 def fitting_batch(profile: Profile, failed: int, assignment: Assignment) -> int:
-    """The largest batch size below `failed` whose step should fit, by the timeline; 0 if there is none.
+    """Return the largest batch size below `failed` whose step should fit, by the timeline; 0 if none does.
 
-    What fits is known from the profile, whose plain step did. Where the step that failed needed no more than
-    that, there is less memory now, and half of the batch is a guess.
+    The peak of the profiled step is taken for the memory limit. If the failed step needed no more than that,
+    there is less memory now, and half the batch is a guess.
     """
     limit = profile.peak_bytes
     low, high = profile.timeline.batch_sizes

@@ -1,4 +1,4 @@
-"""`mesa-tune profile`: measure what a model's activations cost, layer by layer."""
+"""`mesa-tune profile`: measure what the activations of each layer cost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FastOption = Annotated[
     bool, typer.Option("--fast", help="One group size and one rounding seed: a first look.")
 ]
 
-_SHOWN = 12
+_MAX_ROWS = 12
 
 
 def profile(
@@ -54,7 +54,7 @@ def profile(
     force: ForceOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure what each layer keeps, and what fewer bits would do."""
+    """Measure what each layer saves, and what fewer bits would do."""
     from mesa_tune.profiler.entries import fast_grid, full_grid
     from mesa_tune.profiler.profiling import profile as measure
     from mesa_tune.workload.workload import Workload
@@ -68,61 +68,62 @@ def profile(
     inputs = digest("profile", workload.description, fast)
     folder.check(folder.profile, inputs)
     try:
-        found = measure(
+        profiled = measure(
             workload,
             options=options,
             seeds=seeds,
             path=folder.profile,
             progress=lambda text, share: output.status(f"{share:4.0%} {text}"),
-            save=lambda made: folder.write(folder.profile, dump_json(made.to_dict()), inputs),
+            save=lambda partial: folder.write(folder.profile, dump_json(partial.to_dict()), inputs),
         )
     finally:
         output.status("")
-    for line in _lines(found, folder.profile):
+    for line in _lines(profiled, folder.profile):
         output.line(line)
-    output.document("profile", found.to_dict())
+    output.document("profile", profiled.to_dict())
 
 
-def _lines(found: Profile, path: Path) -> list[str]:
-    largest = sorted(found.layers, key=lambda layer: -layer.own_bytes)[:_SHOWN]
+def _lines(profiled: Profile, path: Path) -> list[str]:
+    largest = sorted(profiled.layers, key=lambda layer: -layer.own_bytes)[:_MAX_ROWS]
     rows = [
-        [layer.name, layer.tag, format_bytes(layer.own_bytes), _error(found, layer.name)] for layer in largest
+        [layer.name, layer.tag, format_bytes(layer.own_bytes), _error(profiled, layer.name)]
+        for layer in largest
     ]
-    rest = sum(layer.own_bytes for layer in found.layers) - sum(layer.own_bytes for layer in largest)
+    rest = sum(layer.own_bytes for layer in profiled.layers) - sum(layer.own_bytes for layer in largest)
     if rest > 0:
-        rows.append([f"{len(found.layers) - len(largest)} further layers", "", format_bytes(rest), ""])
-    static = format_bytes(found.static_bytes)
+        rows.append([f"{len(profiled.layers) - len(largest)} further layers", "", format_bytes(rest), ""])
+    static = format_bytes(profiled.static_bytes)
     return [
-        *(f"note: {note}" for note in found.notes),
-        f"peak of a step   {format_bytes(found.peak_bytes):>8}   (weights, optimizer, batch: {static})",
-        f"saved activations {format_bytes(found.saved_bytes):>7}   in {len(found.layers)} layers",
-        *_exact(found),
-        f"a step takes     {format_time(found.step_ms / 1e3):>8}",
+        *(f"note: {note}" for note in profiled.notes),
+        f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
+        f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
+        *_exact(profiled),
+        f"a step takes     {format_time(profiled.step_ms / 1e3):>8}",
         "",
-        *format_table(["layer", "tag", "keeps", "error at 4 bits"], rows),
+        *format_table(["layer", "tag", "saves", "error at 4 bits"], rows),
         "",
         f"wrote {path}; next: mesa-tune search --budget 40%",
     ]
 
 
-def _exact(found: Profile) -> list[str]:
-    """Return a line on what no policy reaches, if there is any: functions without a formula."""
+def _exact(profiled: Profile) -> list[str]:
+    """Return a line on the bytes of functions without a formula, if there are any: no policy changes them."""
     from mesa_tune.profiler.entries import REACHED_BY_NONE
 
     sizes: dict[str, int] = {}
-    for entry in found.exact:
+    for entry in profiled.exact:
         if entry.why in REACHED_BY_NONE:
             sizes[entry.function] = sizes.get(entry.function, 0) + entry.bytes
     if not sizes:
         return []
     largest = sorted(sizes, key=lambda name: -sizes[name])
     named = ", ".join(largest[:3]) + (", ..." if len(largest) > 3 else "")
-    share = sum(sizes.values()) / found.saved_bytes
+    share = sum(sizes.values()) / profiled.saved_bytes
     return [f"exact: no formula {format_bytes(sum(sizes.values())):>7}   {share:.1%}, by {named}"]
 
 
-def _error(found: Profile, name: str) -> str:
+def _error(profiled: Profile, name: str) -> str:
     from mesa_tune.policy.settings import LayerSettings
 
-    error = found.layer_error(found.layer(name), LayerSettings(level=16))
+    error = profiled.layer_error(profiled.layer(name), LayerSettings(level=16))
     return "" if error is None else f"{error:.1e}"

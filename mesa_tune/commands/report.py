@@ -49,7 +49,7 @@ def report(
     debug: DebugOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Write report.html and its figures, of as much as the run holds."""
+    """Write report.html and figures of what the run has so far."""
     folder = Run(run, force=force)
     results, notes = load_results(folder)
     output = Output(json=as_json, quiet=quiet)
@@ -59,18 +59,18 @@ def report(
     for note in results.missing:
         output.line(note)
     files = _files(folder, results, form)
-    # Made from whatever the run holds at the time.
+    # The report is made from whatever files the run has now.
     origin = Origin(digest("report", results.profile.layers_fingerprint), derived=True)
     for path in files:
         folder.check(path, origin)
     for path, content in files.items():
         folder.write(path, content, origin)
-        output.line(f"written: {path}")
+        output.line(f"wrote {path}")
     output.document("report", {"files": [str(path) for path in files], "missing": results.missing})
 
 
 def load_results(folder: Run) -> tuple[Results, list[str]]:
-    """What the run holds, and what of it was left out because it belongs to something else."""
+    """Load the results of the run; also return notes on results left out as those of another policy."""
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.verification import Verification
     from mesa_tune.reports.contents import Results
@@ -78,21 +78,21 @@ def load_results(folder: Run) -> tuple[Results, list[str]]:
 
     profile = Profile.load(folder.require(folder.profile, "mesa-tune profile model.py"))
     plan = Plan.load(folder.plan) if folder.plan.is_file() else None
-    found = Verification.load(folder.verify) if folder.verify.is_file() else None
+    check = Verification.load(folder.verify) if folder.verify.is_file() else None
     notes = []
     if plan is not None and not plan.policy.header.is_for(profile.layers_fingerprint):
         raise RunError(
             f"{folder.plan}: was made for another model than {folder.profile}\n"
             "search again: `mesa-tune search --budget 40% --force`"
         )
-    if found is not None and (plan is None or found.predicted != plan.predicted):
-        notes.append(f"{folder.verify} measured another policy than {folder.plan} holds: left out")
-        found = None
-    return Results(profile, plan, found), notes
+    if check is not None and (plan is None or check.predicted != plan.predicted):
+        notes.append(f"{folder.verify} measured another policy than that of {folder.plan}: left out")
+        check = None
+    return Results(profile, plan, check), notes
 
 
 def _files(folder: Run, results: Results, form: Format) -> dict[Path, str | bytes]:
-    """All that is to be written, made before any of it is: an error leaves the run as it was."""
+    """Return the content of all files. None is written yet, so an error leaves the run unchanged."""
     from mesa_tune.reports.contents import make_figures, make_frames
     from mesa_tune.reports.html import png, render
 
@@ -101,16 +101,16 @@ def _files(folder: Run, results: Results, form: Format) -> dict[Path, str | byte
         return {folder.figures / f"{name}.csv": frame.to_csv(index=False) for name, frame in tables.items()}
     if form is Format.json:
         return {folder.folder / "report.json": dump_json(_document(tables))}
-    drawn = make_figures(results, tables)
+    figures = make_figures(results, tables)
     files: dict[Path, str | bytes] = {}
     if form is Format.html:
-        files[folder.report] = render(results, tables, drawn)
-    return files | {folder.figures / f"{name}.png": png(figure) for name, figure in drawn.items()}
+        files[folder.report] = render(results, tables, figures)
+    return files | {folder.figures / f"{name}.png": png(figure) for name, figure in figures.items()}
 
 
 def _document(tables: dict[str, pd.DataFrame]) -> dict[str, object]:
     import json
 
-    # pandas writes NaN as null and numpy's numbers as plain ones.
+    # pandas writes NaN as null, and numpy's numbers as JSON numbers.
     plain = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
     return {"schema": "mesa-tune.report/1", **plain}

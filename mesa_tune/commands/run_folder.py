@@ -1,8 +1,8 @@
-"""The folder of a run, and writing to it without destroying what is the user's.
+"""The folder of a run, and writing to it without overwriting the user's files.
 
-The run folder is where a command could destroy something: a policy tuned by hand, a profile that took an
-hour. So each file that we write is noted in `.written.json` with what it was made from and the hash of what
-we wrote; a file that is not in there, or differs from what is noted, belongs to the user.
+The hard part: a command must not destroy a policy edited by hand, or a profile that took an hour. So every
+file that we write is noted in `.written.json`, with its inputs and the hash of its content. A file without a
+note, or with another hash, belongs to the user.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _REMEDY = "--force overwrites it; --run DIR writes to another folder"
 
 @dataclass(frozen=True)
 class Origin:
-    """What a file is made from.
+    """The inputs that a file is made from.
 
-    `inputs`: a `digest` of all of it; `about`: its parts in words, so that a refusal can say what differs;
-    `derived`: made from other files of the run alone, so that it is remade when they are others now;
-    `remedy`: what to do instead of overwriting.
+    `inputs`: a `digest` of all inputs. `about`: the inputs in words, so that an error can say which differ.
+    `derived`: the file is made only from other files of the run, so it may be overwritten when they change.
+    `remedy`: what the user can do instead of overwriting, for the error.
     """
 
     inputs: str
@@ -41,11 +41,11 @@ class Origin:
 
 
 class Run:
-    """The folder of a run: its paths, and writing to it without destroying what is the user's.
+    """The folder of a run: its paths, and writing to it without overwriting the user's files.
 
-    `inputs`, where a method takes it, is a `digest` of all that a file is made from, or an `Origin` that says
-    more. Files are replaced whole or not at all. RunError for a file that may not be overwritten and for a
-    folder or disk that cannot be written.
+    The argument `inputs` of a method is a `digest` of everything that a file is made from, or an `Origin`.
+    Files are replaced atomically. The methods raise RunError for a file that must not be overwritten and for
+    a folder or disk that cannot be written.
     """
 
     def __init__(self, folder: Path, *, force: bool = False) -> None:
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def option(self) -> str:
-        """` --run DIR` for a command that goes on with this run; empty for the default folder."""
+        """The option ` --run DIR` for the next command on this run; empty for the default folder."""
         return "" if self.folder == DEFAULT_RUN else f" --run {self.folder}"
 
     @property
@@ -86,57 +86,57 @@ class Run:
         return self.folder / "figures"
 
     def require(self, path: Path, command: str) -> Path:
-        """`path`, which is a file; RunError that names the `command` that makes it where it is not there."""
+        """Return `path` if it is a file; else raise RunError with the `command` that writes it."""
         if not path.is_file():
             raise RunError(f"{path}: no such file\nrun `{command}` first, or name another run with --run DIR")
         return path
 
     def check(self, path: Path, inputs: str | Origin) -> None:
-        """Raise RunError unless `path` can be written and is new or ours, of the same inputs and unedited."""
+        """Raise RunError unless `path` can be written and is new, or ours with the same inputs, unedited."""
         origin = _origin(inputs)
         self._require_writable()
         if self.force or not path.exists():
             return
         note = self._notes().get(self._key(path))
         if note is None:
-            raise RunError(f"{path}: was there before, and this run did not write it\n{_REMEDY}")
+            raise RunError(f"{path}: exists, and this run did not write it\n{_REMEDY}")
         if note["inputs"] != origin.inputs and not origin.derived:
-            raise RunError(f"{path}: is of other inputs{_differences(note, origin)}\n{origin.remedy}")
+            raise RunError(f"{path}: was made from other inputs{_differences(note, origin)}\n{origin.remedy}")
         if note["sha256"] is not None and note["sha256"] != _hash(path):
             raise RunError(f"{path}: was edited after it was written\n{_REMEDY}")
 
     def _require_writable(self) -> None:
-        """Before hours of measuring, not after them."""
-        there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise RunError(f"{there}: is a file, so no run can be kept in it\nname a folder with --run DIR")
-        if not os.access(there, os.W_OK | os.X_OK):
+        """Raise RunError if the folder cannot be written: before hours of measuring, not after them."""
+        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise RunError(f"{existing}: is a file, not a folder\nname a folder with --run DIR")
+        if not os.access(existing, os.W_OK | os.X_OK):
             raise RunError(
-                f"{there}: cannot be written\nchange its permissions, or name another with --run DIR"
+                f"{existing}: cannot be written\nchange its permissions, or name another with --run DIR"
             )
 
     def claim(self, path: Path, inputs: str | Origin) -> None:
-        """Note, after `check`, that `path` is being written from `inputs`, piece by piece, by other code.
+        """Check `path`, and note that other code is writing it from `inputs`.
 
-        Until `seal`, or for good (a database), its content may change without counting as edited by hand.
+        Until `seal`, any content counts as ours. A database is never sealed.
         """
         self.check(path, inputs)
         origin = _origin(inputs)
         self._note(path, {"inputs": origin.inputs, "about": dict(origin.about), "sha256": None})
 
     def seal(self, path: Path) -> None:
-        """Note the content of a claimed `path` as ours: what changes from here on was edited by hand."""
+        """Note the content of a claimed `path` as ours: later changes count as edited by hand."""
         self._note(path, {**self._notes()[self._key(path)], "sha256": _hash(path)})
 
     def write(self, path: Path, content: str | bytes, inputs: str | Origin) -> Path:
-        """Write `content` to `path`, whole or not at all, and note it as ours. Returns `path`."""
+        """Write `content` to `path` atomically, note it as ours, and return `path`."""
         self.claim(path, inputs)
         write_atomically(path, content)
         self.seal(path)
         return path
 
     def adopt(self, path: Path, source: Path) -> Path:
-        """Copy `source`, a file of another run, to `path`, as much ours as it was there. Returns `path`."""
+        """Copy `source`, a file of another run, to `path` with the inputs noted there, and return `path`."""
         content = source.read_bytes()
         if not (path.is_file() and path.read_bytes() == content):
             note = Run(source.parent)._notes().get(source.name, {"inputs": digest("copy", content)})
@@ -150,7 +150,7 @@ class Run:
         try:
             notes = json.loads((self.folder / _NOTES).read_text("utf-8"))
         except (OSError, ValueError):
-            # Without readable notes nothing is known to be ours, which is the safe side.
+            # Without readable notes every file counts as the user's, which is safe.
             return {}
         pairs = notes.items() if isinstance(notes, dict) else ()
         return {name: note for name, note in pairs if isinstance(note, dict) and note.keys() >= _NOTE_KEYS}
@@ -164,19 +164,19 @@ def _origin(inputs: str | Origin) -> Origin:
 
 
 def _differences(note: Mapping[str, Any], origin: Origin) -> str:
-    """` (budget 6.00 GB, now 35.3 MB)`; empty where the parts that are known do not differ."""
-    before = note.get("about")
-    known = before if isinstance(before, dict) else {}
+    """Return ` (budget 6.00 GB, now 35.3 MB)`; empty if no noted input differs."""
+    about = note.get("about")
+    noted = about if isinstance(about, dict) else {}
     parts = [
-        f"{name} {known[name]}, now {value}"
+        f"{name} {noted[name]}, now {value}"
         for name, value in origin.about.items()
-        if name in known and known[name] != value
+        if name in noted and noted[name] != value
     ]
     return f" ({'; '.join(parts)})" if parts else ""
 
 
 def digest(*parts: object) -> str:
-    """A hash of `parts`: equal for equal JSON values (paths and other objects count as their text)."""
+    """Return a hash of `parts`, equal for equal JSON values. Paths and other objects count as their text."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

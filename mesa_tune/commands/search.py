@@ -1,4 +1,4 @@
-"""`mesa-tune search`: from the run's profile and a budget to plan.json and policy.txt."""
+"""`mesa-tune search`: read the run's profile and a budget, write plan.json and policy.txt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import typer
 
 from mesa_tune.commands.common import (
     DebugOption,
-    ForceOption,
     JsonOption,
     Origin,
     Output,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from mesa_tune.workload.workload import Workload
 
 _PROFILE = "mesa-tune profile model.py"
-_WITHOUT = "--trials 0 plans from the profile alone, without the model"
+_WITHOUT_MODEL = "--trials 0 plans from the profile alone, without the model"
 
 BudgetOption = Annotated[
     str, typer.Option("--budget", metavar="BYTES", help="Peak of the whole step: 6GB, 6GiB, 40% or bytes.")
@@ -57,7 +56,7 @@ TimeoutOption = Annotated[
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the study.")]
 SlowdownOption = Annotated[
     float | None,
-    typer.Option("--max-slowdown", metavar="X", help="Limit on step time over the plain one's: 1.2"),
+    typer.Option("--max-slowdown", metavar="X", help="Limit on step time over the plain step's: 1.2"),
 ]
 SavedOption = Annotated[
     str | None, typer.Option("--max-saved", metavar="BYTES", help="Limit on saved bytes as well.")
@@ -68,13 +67,19 @@ StorageOption = Annotated[
 ]
 ProfileOption = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="FILE", help="profile.json of another run, to be copied into this."),
+    typer.Option(
+        "--profile", metavar="FILE", help="profile.json of another run; it is copied into this run."
+    ),
+]
+ForceOption = Annotated[
+    bool,
+    typer.Option("--force", help="Overwrite files edited by hand or of other inputs; start a new study."),
 ]
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What was typed, by the names of `search_policy`; None where nothing was."""
+class _Arguments:
+    """Arguments of `search_policy` from the command line; None for an option that was not typed."""
 
     budget: str
     batch_size: int | None
@@ -96,7 +101,7 @@ class _Asked:
         return search_policy(profile, workload=workload, storage=study, progress=progress, **vars(self))
 
     def origin(self, run: Run, profile: Profile, plan: Plan) -> Origin:
-        """Of plan and policy: the same for the same limits, however they were typed."""
+        """Return the origin of plan and policy: equal for equal limits, however they were typed."""
         source = _profiled_from(profile)
         limits = (plan.budget_bytes, plan.batch_size, self.max_slowdown, plan.max_saved, self.seed)
         about = {
@@ -107,9 +112,9 @@ class _Asked:
             "seed": str(self.seed),
             "workload": source[:6],
         }
-        return Origin(digest("search", source, *limits), about, remedy=self._keeping_both(run))
+        return Origin(digest("search", source, *limits), about, remedy=self._remedy(run))
 
-    def _keeping_both(self, run: Run) -> str:
+    def _remedy(self, run: Run) -> str:
         options = {
             "seed": self.seed or None,
             **{name: value for name, value in vars(self).items() if name != "seed"},
@@ -117,10 +122,10 @@ class _Asked:
         typed = " ".join(
             f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value is not None
         )
-        beside = f"{run.folder}-{re.sub(r'[^0-9A-Za-z.]', '', self.budget)}"
+        folder = f"{run.folder}-{re.sub(r'[^0-9A-Za-z.]', '', self.budget)}"
         return (
             "--force overwrites it; or keep both, from the same profile:\n"
-            f"mesa-tune search {typed} --profile {run.profile} --run {beside}"
+            f"mesa-tune search {typed} --profile {run.profile} --run {folder}"
         )
 
 
@@ -145,21 +150,21 @@ def search(
     Best is the least gradient error. The budget is the peak of the whole step.
     """
     parse_bytes(budget)
-    asked = _Asked(budget, batch_size, trials, timeout, seed, max_slowdown, max_saved)
+    arguments = _Arguments(budget, batch_size, trials, timeout, seed, max_slowdown, max_saved)
     output, run = Output(json=json, quiet=quiet), Run(run_folder, force=force)
     profile = _profile(run, profile_path)
-    # From the profile alone first: what cannot be planned is refused before anything is written or deleted.
-    plan = asked.plan(profile)
-    workload = None if trials == 0 else load_workload(run, profile, _WITHOUT)
-    origin = asked.origin(run, profile, plan)
+    # From the profile alone first: without a possible plan nothing must be written or deleted.
+    plan = arguments.plan(profile)
+    workload = None if trials == 0 else load_workload(run, profile, _WITHOUT_MODEL)
+    origin = arguments.origin(run, profile, plan)
     for path in (run.plan, run.policy):
         run.check(path, origin)
     if profile_path is not None:
         run.adopt(run.profile, profile_path)
     output.device(profile.device)
     if workload is not None and plan.predicted.gradient_error:
-        output.line(f"solved from the profile; a study tries plans around it: {_limits(asked)}")
-        plan = _studied(asked, run, profile, workload, _study(run, profile, storage), output)
+        output.line(f"solved from the profile; a study tries plans around it: {_limits(arguments)}")
+        plan = _studied(arguments, run, profile, workload, _study(run, profile, storage), output)
     plan = plan.at(run.policy)
     _write(run, plan, origin)
     for line in summary(plan, profile):
@@ -167,47 +172,46 @@ def search(
     output.document("search", _document(plan))
 
 
-def _profile(run: Run, elsewhere: Path | None) -> Profile:
+def _profile(run: Run, path: Path | None) -> Profile:
     from mesa_tune.profiler.profile import Profile
 
-    if elsewhere is None:
+    if path is None:
         return Profile.load(run.require(run.profile, _PROFILE))
-    if not elsewhere.is_file():
-        raise RunError(f"{elsewhere}: no such file\n--profile takes the profile.json that `{_PROFILE}` made")
-    return Profile.load(elsewhere)
+    if not path.is_file():
+        raise RunError(f"{path}: no such file\n--profile takes the profile.json that `{_PROFILE}` wrote")
+    return Profile.load(path)
 
 
 def _profiled_from(profile: Profile) -> str:
-    """The same for every profile of a workload: a plan of our own follows a profile that is made again."""
+    """Return a digest that all profiles of a workload share: a new profile may replace the old plan."""
     names = ("fingerprint", "layers_fingerprint", "device", "autocast", "batch_size", "seed")
     return digest({name: getattr(profile, name) for name in names})
 
 
-def _limits(asked: _Asked) -> str:
+def _limits(arguments: _Arguments) -> str:
     from mesa_tune.search.api import TIMEOUT, TRIALS
 
-    if asked.trials is None and asked.timeout is None:
+    if arguments.trials is None and arguments.timeout is None:
         return f"up to {TRIALS} in {TIMEOUT:.0f} s"
-    if asked.timeout is None:
-        return f"{asked.trials}"
-    return (
-        f"for {asked.timeout:g} s" if asked.trials is None else f"up to {asked.trials} in {asked.timeout:g} s"
-    )
+    if arguments.timeout is None:
+        return f"{arguments.trials}"
+    time = f"{arguments.timeout:g} s"
+    return f"for {time}" if arguments.trials is None else f"up to {arguments.trials} in {time}"
 
 
 def _studied(
-    asked: _Asked, run: Run, profile: Profile, workload: Workload, study: str | Path, output: Output
+    arguments: _Arguments, run: Run, profile: Profile, workload: Workload, study: str | Path, output: Output
 ) -> Plan:
     command = f"mesa-tune profile {profile.model} --force{run.option} --batch-size"
-    # The study takes plain steps of the profiled batch, which fits more often than the planned one.
+    # The study runs plain steps at the profiled batch size, which fit more often than the planned ones.
     with advising(profile, profile.batch_size, {}, lambda fits: f"`{command} {fits}`"):
-        plan = asked.plan(profile, workload, study, output.status)
+        plan = arguments.plan(profile, workload, study, output.status)
     output.status("")
     return plan
 
 
 def _study(run: Run, profile: Profile, storage: str | None) -> str | Path:
-    """Where the study lives; the run's own file is noted as ours, and with --force begun anew."""
+    """Return the storage of the study. The run's own file is noted as ours, and deleted with --force."""
     if storage is not None:
         return storage
     inputs = digest("study", _profiled_from(profile))
@@ -231,7 +235,7 @@ def _document(plan: Plan) -> dict[str, object]:
 
 
 def summary(plan: Plan, profile: Profile) -> list[str]:
-    """What was solved and won, in lines of at most 80 columns, ending with the two that train with it."""
+    """Return the plan in lines of at most 80 characters; the last lines are code for the training script."""
     return [
         f"budget {format_bytes(plan.budget_bytes)} at batch size {plan.batch_size}" + _profiled(plan),
         f"  peak            {_change(plan.baseline.peak_bytes, plan.predicted.peak_bytes)}",
@@ -266,7 +270,7 @@ def _errors(plan: Plan) -> list[str]:
     error = plan.predicted.gradient_error
     if not error:
         return ["  gradient error  0"]
-    # The sum of errors can be proven least only to the solver's own tolerance.
+    # The solver proves a minimum only up to its own tolerance.
     least = "no plan predicts less" if _nearly(error, plan.bound) else f"no plan is below {plan.bound:.2e}"
     lines = [f"  gradient error  {error:.2e} predicted; {least}"]
     if plan.measured is not None:

@@ -1,4 +1,4 @@
-"""`mesa-tune verify`: real training steps under a policy, predicted beside measured."""
+"""`mesa-tune verify`: run real training steps under a policy and compare them with the prediction."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ PolicyOption = Annotated[
     Path | None, typer.Option("--policy", metavar="policy.txt", help="Default: the run's own.")
 ]
 StepsOption = Annotated[
-    int, typer.Option("--steps", min=1, metavar="N", help="Steps to time, of plain and policy each.")
+    int, typer.Option("--steps", min=1, metavar="N", help="Number of steps of plain and of policy.")
 ]
 SeedsOption = Annotated[
     int, typer.Option("--seeds", min=1, metavar="N", help="Rounding seeds of the gradient error.")
 ]
 ForceOption = Annotated[
     bool,
-    typer.Option("--force", help="Overwrite verify.json whatever it is; apply a policy of another model."),
+    typer.Option("--force", help="Overwrite any verify.json; apply a policy of another model."),
 ]
 
 _FOREIGN = "make one for this model with `mesa-tune search`; --force applies it anyway, where it fits"
@@ -64,7 +64,7 @@ def verify(
     debug: DebugOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Run real steps under a policy; predicted beside measured."""
+    """Run real steps under a policy; compare with the prediction."""
     from mesa_tune.policy import Policy
     from mesa_tune.policy.policy import Header
     from mesa_tune.profiler.profile import Profile
@@ -79,7 +79,7 @@ def verify(
     origin = _origin(profile, chosen, workload.batch_size, own=policy is None)
     foreign = not chosen.header.is_for(profile.layers_fingerprint)
     if foreign and force:
-        # Without its header nothing says whose it is, and what fits is applied.
+        # Without the header's fingerprint, every rule that fits is applied.
         chosen = replace(chosen, header=Header())
     chosen.require_model(profile.layers_fingerprint, _FOREIGN)
     folder.check(folder.verify, origin)
@@ -87,20 +87,20 @@ def verify(
     for line in _first_lines(path, chosen, workload.batch_size, steps, foreign):
         output.line(line)
     if expected is None:
-        again = ", ".join(chosen.reruns(layer.name for layer in profile.layers))
-        output.line(f"nothing is predicted: {again} run again in backward, which no profile knows")
+        rerun = ", ".join(chosen.reruns(layer.name for layer in profile.layers))
+        output.line(f"nothing is predicted: {rerun} run again in backward, which no profile measures")
     planned, assignment = workload.batch_size, profile.assignment(chosen)
     with advising(profile, planned, assignment, lambda fits: _advice(folder, profile, planned, fits)):
-        found = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds)
-    folder.write(folder.verify, dump_json(found.to_dict()), origin)
-    for line in describe(found, profile.plain_ms(found.batch_size)):
+        check = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds)
+    folder.write(folder.verify, dump_json(check.to_dict()), origin)
+    for line in describe(check, profile.plain_ms(check.batch_size)):
         output.line(line)
-    output.line(f"written: {folder.verify}")
-    output.document("verify", found.to_dict())
+    output.line(f"wrote {folder.verify}")
+    output.document("verify", check.to_dict())
 
 
 def _origin(profile: Profile, policy: Policy, batch_size: int, own: bool) -> Origin:
-    """Of verify.json. Made of the run's own policy it follows that; another policy is another input."""
+    """Return the origin of verify.json. If the policy is the run's `own`, a newer one may overwrite it."""
     text = policy.dumps()
     about = {"policy": digest(text)[:6], "batch size": str(batch_size)}
     return Origin(digest("verify", profile.fingerprint, batch_size, text), about, derived=own)
@@ -115,9 +115,9 @@ def _first_lines(path: Path, policy: Policy, batch_size: int, steps: int, foreig
 def _expectation(
     folder: Run, profile: Profile, policy: Policy, workload: Workload
 ) -> tuple[Prediction | None, Workload]:
-    """What is predicted for `policy`, and the workload at the batch size that it was planned for.
+    """Return the prediction for `policy`, and the workload at the batch size that it was planned for.
 
-    Nothing, where modules run again in backward: of what these keep, a profile knows nothing.
+    The prediction is None if modules run again in backward: a profile does not measure what these save.
     """
     from mesa_tune.search.plan import Plan
 
@@ -131,7 +131,7 @@ def _expectation(
 
 
 def _advice(folder: Run, profile: Profile, failed: int, fits: int) -> str:
-    """What plans for the batch that fits; less memory than when it was profiled asks for another profile."""
+    """Return the command for the batch size that fits: search for it, or profile again with less memory."""
     if failed > profile.batch_size:
         what = f"search --budget {profile.peak_bytes} --batch-size {fits}"
     else:
@@ -139,13 +139,13 @@ def _advice(folder: Run, profile: Profile, failed: int, fits: int) -> str:
     return f"`mesa-tune {what} --force{folder.option}`"
 
 
-def describe(found: Verification, profiled_ms: float | None = None) -> list[str]:
-    """The verification as a table of at most 80 columns.
+def describe(check: Verification, profiled_ms: float | None = None) -> list[str]:
+    """Return the verification as lines of a table of at most 80 characters each.
 
-    `profiled_ms`: the plain step in the profile that the prediction was made from.
+    `profiled_ms`: milliseconds of the plain step in the profile that the prediction was made from.
     """
     rows = [
-        [label, *_cells(form, quantity, found, profiled_ms)]
+        [label, *_cells(form, quantity, check, profiled_ms)]
         for label, quantity, form in (
             ("saved bytes", "saved_bytes", format_bytes),
             ("peak bytes", "peak_bytes", format_bytes),
@@ -154,17 +154,17 @@ def describe(found: Verification, profiled_ms: float | None = None) -> list[str]
         )
     ]
     lines = format_table(["", "plain", "predicted", "measured"], rows)
-    if found.step_ratio is not None:
-        ratio = found.step_ratio
+    if check.step_ratio is not None:
+        ratio = check.step_ratio
         spread = f"middle half of the pairs {ratio.low:.2f} to {ratio.high:.2f}"
         lines.append(f"a step takes {ratio.median:.2f} times the plain one ({spread})")
-    if found.baseline.peak_bytes is None:
-        lines.append("the plain step does not fit in memory, so nothing stands beside it")
-    return [*lines, *_resident(found.device)]
+    if check.baseline.peak_bytes is None:
+        lines.append("the plain step does not fit in memory, so there is nothing to compare with")
+    return [*lines, *_resident_note(check.device)]
 
 
-def _resident(device: str) -> list[str]:
-    """What to set so that freed memory leaves the process: glibc keeps more and more of it otherwise."""
+def _resident_note(device: str) -> list[str]:
+    """Return what to set so that glibc returns freed memory to the system."""
     if device != "cpu" or platform.libc_ver()[0] != "glibc" or _THRESHOLD in os.environ:
         return []
     return [
@@ -174,13 +174,13 @@ def _resident(device: str) -> list[str]:
 
 
 def _cells(
-    form: Callable[[float], str], quantity: str, found: Verification, profiled_ms: float | None
+    form: Callable[[float], str], quantity: str, check: Verification, profiled_ms: float | None
 ) -> list[str]:
-    values, predicted = found.to_dict(), found.predicted_beside(profiled_ms)
+    values, predicted = check.to_dict(), check.predicted_beside(profiled_ms)
     plain = {"gradient_error": 0.0, **values["baseline"]}
     columns = (plain, predicted.to_dict() if predicted else {}, values["policy"])
-    known = [column.get(quantity) for column in columns]
-    return ["–" if value is None else form(value) for value in known]
+    cells = [column.get(quantity) for column in columns]
+    return ["–" if value is None else form(value) for value in cells]
 
 
 def _milliseconds(value: float) -> str:

@@ -152,7 +152,8 @@ def extreme(
         return pair(f"{function}imum", call, input, other)
     if dim is None:
         return reduced(function, call, input)
-    return along(function, call, input, dim, keepdim)
+    index: Any = dim
+    return along(function, call, input, index, keepdim)
 
 
 def _routes(end: str) -> Routes:

@@ -26,9 +26,7 @@ _BACKWARDS: dict[tuple[str, int], Callable[..., Tensor]] = {
 }
 
 
-def forward(
-    static: Static, needs: Needs, x: Tensor, y: Tensor | None = None, indices: Tensor | None = None
-) -> Result:
+def forward(static: Static, needs: Needs, x: Tensor, y: Any = None, indices: Any = None) -> Result:
     """Return the pooled input, or `y`, if it was pooled before, with its `indices`."""
     # An input that is returned as it is would be a view.
     y, indices = _pooled(static, x) if y is None else (y.detach(), indices)

@@ -46,8 +46,9 @@ WHERE = Formula(
 
 def fill_forward(static: Static, needs: Needs, x: Tensor, mask: Tensor, value: Tensor | None) -> Result:
     in_place, number, *_ = static
-    bits, value = pack_once(_dense(mask)), number if value is None else value
-    y = x.masked_fill_(mask, value) if in_place else x.masked_fill(mask, value)
+    bits = pack_once(_dense(mask))
+    filler: Any = number if value is None else value
+    y = x.masked_fill_(mask, filler) if in_place else x.masked_fill(mask, filler)
     return Result(y, exact=(bits,), in_place=in_place)
 
 

@@ -1,4 +1,4 @@
-"""Policies: which layer stores its activations how; settings, rules, policy.txt."""
+"""Policies: how each layer stores its activations. Settings, rules, and the file policy.txt."""
 
 from mesa_tune.policy.policy import Policy
 

@@ -1,6 +1,7 @@
-"""Policy files on disk: read with clear errors, written whole, never over someone's edits.
+"""Policy files on disk: clear errors, atomic writes, and no overwriting of a file that somebody edited.
 
-A written file carries a checksum of its other lines. A file without one, or with another, is someone's own.
+A written file has a comment with the checksum of its other lines. A missing or wrong checksum means that
+somebody else wrote or edited the file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _NOTE: Final = "(once edited, this file is not overwritten without --force)"
 
 
 def read_text(path: Path) -> str:
-    """The text of the policy file `path`. Raises PolicyError if there is none, or it is no text."""
+    """Return the text of the policy file `path`. Raise PolicyError if there is none, or it is not text."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -41,7 +42,7 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
-    """Puts `text` and its checksum into the file `path`. Raises PolicyError if it must not or cannot be."""
+    """Write `text` and its checksum to `path`. Raise PolicyError if that is impossible or not allowed."""
     target = path.resolve()
     if target.is_dir():
         raise PolicyError(
@@ -58,9 +59,9 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
 
 
 def stamped(text: str) -> str:
-    """`text` with its checksum behind the comments at its top."""
+    """Return `text` with its checksum after the comments at the top."""
     lines = text.splitlines(keepends=True)
-    top = next((at for at, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    top = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return "".join([*lines[:top], f"# checksum {_digest(text)} {_NOTE}\n", *lines[top:]])
 
 

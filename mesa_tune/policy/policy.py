@@ -1,4 +1,4 @@
-"""`Policy`: which layer stores its activations how. Rules in order, read from and written to policy.txt."""
+"""`Policy`: an ordered list of rules, layers to settings, read from and written to policy.txt."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from mesa_tune.errors import PolicyError
 from mesa_tune.policy.files import read_text, write_text
-from mesa_tune.policy.matching import Known, Layer, mismatches, unavailable
+from mesa_tune.policy.matching import Layer, Names, mismatches, unavailable
 from mesa_tune.policy.rules import MODULE, NO_HEADER, Header, Rule, finest, fold, is_glob, suggestion
 from mesa_tune.policy.settings import EXACT, KEYS, TAGS, LayerSettings, Value
 from mesa_tune.policy.text import dump_text, parse_text
 
 __all__ = ["Header", "Policy", "Rule"]
 
-# Characters that policy.txt separates words with, or ends them at.
+# Characters that end a word in policy.txt.
 _SEPARATORS = frozenset(" \t\n\r\v\f,:#")
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """An ordered list of rules; later ones win key by key, and a layer that no rule binds is left alone.
+    """An ordered list of rules. Later rules win key by key; a layer that no rule binds stays exact.
 
-    `is_mesa`: the rules are Mesa's, with Mesa's defaults. `warnings`: what the reader of the file should
-    know. `source`: the file's name, for messages. Two policies are equal if they have the same rules in each
-    tag, whatever their headers say.
+    `is_mesa`: the rules have Mesa's defaults. `warnings`: messages about the file, for its reader. `source`:
+    the file's name, for messages. Two policies are equal if they have the same rules in each tag, whatever
+    their headers say.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -37,9 +37,9 @@ class Policy:
 
     @staticmethod
     def uniform(level: int = 256, **settings: Any) -> Policy:
-        """One rule for every layer of every tag; `settings` are further keys of policy.txt.
+        """Return a policy with one rule for all layers of each tag. `settings`: more keys of policy.txt.
 
-        Raises PolicyError for an unknown key or a value outside its range.
+        Raise PolicyError for an unknown key or a value outside its range.
         """
         for key in settings:
             if key not in KEYS:
@@ -54,11 +54,11 @@ class Policy:
     def from_assignments(
         assignments: Iterable[tuple[str, int | None, str, LayerSettings]], header: Header | None = None
     ) -> Policy:
-        """The policy under which each layer (tag, index, name) has exactly its settings.
+        """Return the policy that gives each layer (tag, index, name) exactly its settings.
 
         A tag whose layers all have the same settings gets one rule for `all`; otherwise layers of equal
-        settings share a rule that lists them. Layers that are not listed are left alone, and those of a
-        profile that no policy can name (of a negative index) stand in none.
+        settings share a rule that lists them. Layers that are not listed stay exact. A negative index means
+        that no policy can name the layer: such layers are skipped.
         """
         by_tag: dict[str, dict[LayerSettings, dict[str, int | None]]] = {tag: {} for tag in TAGS}
         for tag, index, name, settings in assignments:
@@ -71,39 +71,39 @@ class Policy:
 
     @staticmethod
     def parse(text: str, *, source: str = "policy.txt") -> Policy:
-        """The policy that a policy file's `text` describes, ours or Mesa's.
+        """Return the policy in the `text` of a policy file, ours or Mesa's.
 
-        Raises PolicyError with `source`, the line's number and text, and a remedy.
+        Raise PolicyError with `source`, the line's number and text, and a remedy.
         """
         parsed = parse_text(text, source)
         return Policy(parsed.rules, parsed.header, parsed.mesa, parsed.warnings, source)
 
     @staticmethod
     def load(path: str | Path) -> Policy:
-        """The policy in the file `path`. Raises PolicyError as `parse` does, or if it cannot be read."""
+        """Return the policy in the file `path`. Raise PolicyError as in `parse`, or if it cannot be read."""
         return Policy.parse(read_text(Path(path)), source=str(path))
 
     def dumps(self) -> str:
-        """The text of a policy file that `parse` reads as an equal policy, with the same header."""
+        """Return the text of a policy file that `parse` reads as an equal policy, with the same header."""
         return dump_text(self.rules, self.header, mesa=self.is_mesa)
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Writes the policy to the file `path`, whole or not at all.
+        """Write the policy to the file `path`, atomically.
 
-        Raises PolicyError if it cannot, or, unless `force`, if a file is there that `save` did not write or
-        that was edited since.
+        Raise PolicyError if it cannot be written. Without `force`, raise it too if the file exists and was
+        not written by `save`, or was edited since.
         """
         write_text(Path(path), self.dumps(), force=force)
 
     @property
     def is_searched(self) -> bool:
-        """True if a search made the policy: layers from whose packed tensors others derive say so, too."""
+        """True if a search made the policy. Then producers of derived tensors have `store: derive` too."""
         return self.header.budget is not None
 
     def settings(self, tag: str, index: int | None, name: str) -> LayerSettings:
-        """The settings of the layer `name`, which has `index` within `tag`; not enabled if no rule binds it.
+        """Return the settings of the layer `name`, which has `index` within `tag`; exact if no rule binds it.
 
-        With `index` None (a call whose index is not yet known): the finest that it may turn out to have.
+        With `index` None (a call whose index is still unknown): the finest that any index would give it.
         """
         module = self.module_settings(name)
         if module is not None and module.exact:
@@ -115,46 +115,46 @@ class Policy:
         return finest(candidates) if candidates else EXACT
 
     def module_rules(self) -> tuple[Rule, ...]:
-        """The rules for whole modules (`on module:`)."""
+        """Return the rules for whole modules (`on module:`)."""
         return tuple(rule for rule in self.rules if rule.tag == MODULE)
 
     def module_settings(self, name: str) -> LayerSettings | None:
-        """What `on module:` says of the module `name` or of one that it lies in; None if nothing."""
-        rules = [rule for rule in self.module_rules() if rule.holds(name)]
+        """Return what `on module:` sets for the module `name` or one that contains it; None if nothing."""
+        rules = [rule for rule in self.module_rules() if rule.covers(name)]
         return fold(rules, mesa=False) if rules else None
 
     def recomputed(self, name: str) -> LayerSettings | None:
-        """The settings of the module `name` if it runs again in backward (`store: recompute`).
+        """Return the settings of the module `name` if it runs again in backward (`store: recompute`).
 
-        Of the modules that one glob names, the outermost do.
+        Of the modules that one glob matches, only the outermost run again.
         """
         settings = self.module_settings(name)
         if settings is None or not settings.enable or settings.store != "recompute":
             return None
         rules = [rule for rule in self.module_rules() if dict(rule.keys).get("store") == "recompute"]
-        return settings if any(rule.begins(name) for rule in rules) else None
+        return settings if any(rule.starts_at(name) for rule in rules) else None
 
     def reruns(self, layers: Iterable[str]) -> list[str]:
-        """The modules around `layers` that run again in backward (`store: recompute`)."""
+        """Return the modules around `layers` that run again in backward (`store: recompute`)."""
         if not self.module_rules():
             return []
-        ends = ((name, [*(place for place, c in enumerate(name) if c == "."), len(name)]) for name in layers)
-        modules = dict.fromkeys(name[:end] for name, places in ends for end in places)
+        dotted = (f"{name}." for name in layers)
+        modules = dict.fromkeys(name[:end] for name in dotted for end, c in enumerate(name) if c == ".")
         return [module for module in modules if self.recomputed(module) is not None]
 
     def bind_attention(self) -> Policy:
-        """The policy for a model that calls scaled_dot_product_attention.
+        """Return the policy for a model that calls scaled_dot_product_attention.
 
-        Mesa's rules for all matmul and all softmax layers bind `attention` as well, and a warning says so.
-        This policy itself, if it is not Mesa's or has no such rules.
+        In a Mesa policy the rules for all matmul and all softmax layers bind `attention` as well, with a
+        warning. Without such rules, or if the policy is not Mesa's, return the policy itself.
         """
-        found = [rule for rule in self.rules if rule.tag in {"matmul", "softmax"} and _binds_all(rule)]
-        if not self.is_mesa or not found:
+        rules = [rule for rule in self.rules if rule.tag in {"matmul", "softmax"} and _binds_all(rule)]
+        if not self.is_mesa or not rules:
             return self
-        tags = " and ".join(dict.fromkeys(rule.tag for rule in found))
+        tags = " and ".join(dict.fromkeys(rule.tag for rule in rules))
         why = "the model calls scaled_dot_product_attention"
         text = f"{self.source}: {why}, so the rules for all {tags} layers bind 'attention' as well"
-        bound = tuple(replace(rule, tag="attention") for rule in found)
+        bound = tuple(replace(rule, tag="attention") for rule in rules)
         return replace(self, rules=bound + self.rules, warnings=(*self.warnings, text))
 
     def check(
@@ -167,11 +167,11 @@ class Policy:
         modules: Collection[str] = (),
         source: str | None = None,
     ) -> tuple[str, ...]:
-        """Raises PolicyError if the policy is another model's, or names a layer that is not among `layers`.
+        """Raise PolicyError if the policy is another model's, or names a layer that is not among `layers`.
 
-        `layers` are (tag, index, name); `modules` are names of modules. `complete` False: calls of functions
-        are not known yet, so indices pass, and so do names of calls in one of `modules`. `force` lets
-        everything pass, and the texts of what it let pass are returned.
+        `layers` are (tag, index, name); `modules` are names of modules. `complete=False`: calls of functions
+        are still unknown, so any index is accepted, and any name of a call in one of `modules`. With `force`
+        nothing is raised, and the messages are returned.
         """
         shown = source or self.source
         problems = (
@@ -179,29 +179,29 @@ class Policy:
             if fingerprint is None or self.header.is_for(fingerprint)
             else [self._foreign(fingerprint, shown, _FOREIGN)]
         )
-        problems += mismatches(self.rules, Known(layers, modules, complete), shown)
+        problems += mismatches(self.rules, Names(layers, modules, complete), shown)
         if problems and not force:
             raise PolicyError(problems[0])
         return tuple(problems)
 
     def require_model(self, fingerprint: str, remedy: str) -> None:
-        """Raises PolicyError, ending in `remedy`, if the header names another model's layers."""
+        """Raise PolicyError, ending in `remedy`, if the header has another model's fingerprint."""
         if not self.header.is_for(fingerprint):
             raise PolicyError(self._foreign(fingerprint, self.source, remedy))
 
     def require_available(self) -> None:
-        """Raises PolicyError for settings that this version cannot carry out."""
+        """Raise PolicyError for settings that cannot take effect."""
         for text in unavailable(self.rules):
             raise PolicyError(text)
 
     def unmatched(self, layers: Iterable[Layer]) -> tuple[str, ...]:
-        """A text for every index and plain name that no layer has, now that all `layers` are known."""
+        """Return a message for every index and name without wildcard that none of all `layers` has."""
         return self.check(layers, force=True)
 
     def _foreign(self, fingerprint: str, source: str, remedy: str) -> str:
         what = f"made for another model (this model's layers are {fingerprint[:16]})"
-        where = self.header.place.says(what) if self.header.place else f"{source}: {what}"
-        return f"{where}\n{remedy}"
+        line = self.header.source_line
+        return f"{line.message(what) if line else f'{source}: {what}'}\n{remedy}"
 
     def _normalized(self) -> tuple[bool, frozenset[tuple[str, tuple[Rule, ...]]]]:
         tags = {rule.tag for rule in self.rules}
@@ -229,7 +229,7 @@ def _binds_all(rule: Rule) -> bool:
 
 
 def _possible_indices(rules: Iterable[Rule]) -> list[int]:
-    """Every index that a rule treats apart from others, and one that none does."""
+    """Return every index that a rule lists, and one that no rule lists."""
     named = {index for rule in rules if isinstance(rule.indices, tuple) for index in rule.indices}
     return [*sorted(named), max(named, default=-1) + 1]
 
@@ -237,7 +237,7 @@ def _possible_indices(rules: Iterable[Rule]) -> list[int]:
 def _keys_of(settings: LayerSettings, *, exact_is_disabled: bool = True) -> dict[str, Value]:
     if exact_is_disabled and settings.exact:
         return {"enable": False}
-    # Mesa enables a layer only where it is told to, so `enable` is written although it is our default.
+    # `enable: True` is our default but not Mesa's, so it is always written.
     return {"enable": settings.enable, **settings.to_dict()}
 
 
@@ -248,13 +248,13 @@ def _rules_of(tag: str, groups: dict[LayerSettings, dict[str, int | None]]) -> I
             yield Rule.of(tag, "all", None, keys)
             continue
         indices = [index for index in layers.values() if index is not None]
-        # A model that is one layer has the name "", which no line can hold.
+        # A model that is one layer has the name "", which cannot be written in a line.
         names = None if "" in layers else [_as_glob(name) for name in layers]
         yield Rule.of(tag, indices or None, names, keys)
 
 
 def _as_glob(name: str) -> str:
-    """A word that matches `name` alone, or, for separators, any one character in their places."""
+    """Return a glob that matches `name`. A separator becomes `?`; everything else matches itself only."""
     if not is_glob(name) and not _SEPARATORS & set(name):
         return name
     return "".join("?" if c in _SEPARATORS else f"[{c}]" if c in "*?[" else c for c in name)

@@ -1,4 +1,4 @@
-"""What a policy is made of: rules, the header, and how rules fold into the settings of one layer."""
+"""The parts of a policy: rules and the header; and how several rules make the settings of one layer."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ Indices = tuple[int, ...] | Literal["all"]
 _RIVALS: Final = {"group_size": "quant_groups", "quant_groups": "group_size"}
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a policy file."""
 
     source: str
     number: int
     text: str
 
-    def says(self, what: str) -> str:
-        """`what`, with file and line number in front and the line's text behind."""
+    def message(self, what: str) -> str:
+        """Return `what` between the file and line number and the text of the line."""
         text = "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in self.text.rstrip())
         shown = text if len(text) <= 50 else text[:49] + "…"
         return f'{self.source}:{self.number}: {what} in "{shown}"'
 
-    def refuse(self, what: str, remedy: str) -> PolicyError:
-        """The error for a mistake in this line."""
-        return PolicyError(f"{self.says(what)}\n{remedy}")
+    def error(self, what: str, remedy: str) -> PolicyError:
+        """Return the error for a mistake in this line."""
+        return PolicyError(f"{self.message(what)}\n{remedy}")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Settings for some layers of one tag (or for whole modules: tag `module`).
+    """Settings for some layers of one tag, or for whole modules (tag `module`).
 
-    `names` are globs; a rule that has them binds by name, and its `indices` are for Mesa's parser only.
-    `keys` are the settings given, in the order of `LayerSettings`. `places` are the lines it was read from.
+    `names` are globs; a rule with names binds by name, and its `indices` are for Mesa's parser only. `keys`
+    are the settings that the rule gives, in the order of `LayerSettings`. `source_lines` are the lines of the
+    file that it was read from, per key.
     """
 
     tag: str
     indices: Indices | None
     names: tuple[str, ...] | None
     keys: tuple[tuple[str, Value], ...]
-    places: tuple[tuple[str, Place], ...] = field(default=(), compare=False)
+    source_lines: tuple[tuple[str, SourceLine], ...] = field(default=(), compare=False)
 
     @staticmethod
     def of(
@@ -59,9 +60,9 @@ class Rule:
         indices: Iterable[int] | str | None,
         names: Iterable[str] | None,
         keys: dict[str, Value],
-        places: dict[str, Place] | None = None,
+        source_lines: dict[str, SourceLine] | None = None,
     ) -> Rule:
-        """The rule in its normal form: indices (a string: all) sorted, names in their order, each once."""
+        """Return a rule with sorted indices (a string: all) and without duplicate indices or names."""
         bound: Indices | None = "all" if isinstance(indices, str) else None
         if indices is not None and not isinstance(indices, str):
             bound = tuple(sorted(set(indices)))
@@ -70,46 +71,46 @@ class Rule:
             bound,
             None if names is None else tuple(dict.fromkeys(names)),
             tuple((key, keys[key]) for key in KEYS if key in keys),
-            tuple((places or {}).items()),
+            tuple((source_lines or {}).items()),
         )
 
     def binds(self, index: int | None, name: str) -> bool:
-        """True if the rule is for the layer of its tag with this index and name."""
+        """Return True if the rule is for the layer of its tag with this index and name."""
         if self.names is not None:
             plain, globs = _plain_and_globs(self.names)
             return name in plain or any(fnmatchcase(name, glob) for glob in globs)
         return self.indices == "all" or (self.indices is not None and index in self.indices)
 
-    def holds(self, name: str) -> bool:
-        """True if the rule, of tag `module`, names the module `name` or one that it lies in."""
+    def covers(self, name: str) -> bool:
+        """Return True if the rule (tag `module`) names the module `name` or a module that contains it."""
         ends = [match.start() for match in re.finditer(r"\.", name)] + [len(name)]
         return any(self.binds(None, name[:end]) for end in ends)
 
-    def begins(self, name: str) -> bool:
-        """True if the rule names the module `name`, and, if by a glob, no module that it lies in."""
+    def starts_at(self, name: str) -> bool:
+        """Return True if `name` is listed, or matches a glob while no module that contains it is covered."""
         plain, _ = _plain_and_globs(self.names or ())
-        above = name.rpartition(".")[0] if "." in name else None
-        return name in plain or (self.binds(None, name) and not (above is not None and self.holds(above)))
+        parent = name.rpartition(".")[0] if "." in name else None
+        return name in plain or (self.binds(None, name) and not (parent is not None and self.covers(parent)))
 
-    def place(self, key: str) -> Place | None:
-        """The line that gave `key`, if the rule was read from a file."""
-        return dict(self.places).get(key)
+    def source_line(self, key: str) -> SourceLine | None:
+        """Return the line of `key`, if the rule was read from a file."""
+        return dict(self.source_lines).get(key)
 
 
 def is_glob(name: str) -> bool:
-    """True if `name` has a wildcard."""
+    """Return True if `name` has a wildcard."""
     return any(character in name for character in "*?[")
 
 
 @lru_cache(maxsize=4096)
 def _plain_and_globs(names: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
-    # Policies that a search makes list hundreds of plain names, and it asks for thousands of policies.
+    # Cached: a search makes thousands of policies, each with hundreds of names without wildcard.
     globs = tuple(name for name in names if is_glob(name))
     return frozenset(names) - frozenset(globs), globs
 
 
 def fold(rules: Iterable[Rule], *, mesa: bool) -> LayerSettings:
-    """The settings that `rules` give together, later ones winning key by key."""
+    """Merge the settings of `rules`; later rules win key by key."""
     values: dict[str, Value] = dict(MESA_DEFAULTS) if mesa else {}
     for key, value in (pair for rule in rules for pair in rule.keys):
         values.pop(_RIVALS.get(key, ""), None)
@@ -118,7 +119,7 @@ def fold(rules: Iterable[Rule], *, mesa: bool) -> LayerSettings:
 
 
 def finest(candidates: Sequence[LayerSettings]) -> LayerSettings:
-    """Settings as fine as any of `candidates`: exact if one is, else most levels and smallest groups."""
+    """Return settings as fine as any of `candidates`: exact if one is, else most levels, smallest groups."""
     exact = [settings for settings in candidates if settings.exact]
     if exact:
         return exact[0]
@@ -134,7 +135,7 @@ def finest(candidates: Sequence[LayerSettings]) -> LayerSettings:
 
 
 def _fineness(settings: LayerSettings) -> tuple[bool, int, bool]:
-    # What is stored at all is exact with `store: exact` (beside `drop`) and `store: offload`.
+    # `store: offload`, and `store: exact` with `drop`, store the elements that they store exactly.
     return settings.store in ("exact", "offload"), settings.level, settings.store == "quantize"
 
 
@@ -142,8 +143,8 @@ def _fineness(settings: LayerSettings) -> tuple[bool, int, bool]:
 class Header:
     """What a policy was made for; None where the file does not say.
 
-    `fingerprint` is that of the model's layers (names and classes of modules), possibly only its beginning;
-    `place` is the line that it was read from.
+    `fingerprint` is that of the model's layers (names and classes of modules), or the beginning of it.
+    `source_line` is the line of the file with the fingerprint.
     """
 
     model: str | None = None
@@ -152,10 +153,10 @@ class Header:
     batch: int | None = None
     budget: str | None = None
     predicted: str | None = None
-    place: Place | None = field(default=None, compare=False, repr=False)
+    source_line: SourceLine | None = field(default=None, compare=False, repr=False)
 
     def lines(self) -> list[str]:
-        """The comment lines that follow the first line of a policy file."""
+        """Return the comment lines that follow the first line of a policy file."""
         made_for = [
             f"model {_one_line(self.model or 'unnamed')}" if self.model or self.fingerprint else "",
             f"torch {_one_line(self.torch)}" if self.torch else "",
@@ -169,28 +170,28 @@ class Header:
         return lines + ([f"# predicted: {_one_line(self.predicted)}"] if self.predicted else [])
 
     @staticmethod
-    def read(places: Iterable[Place]) -> Header:
-        """The header that comment lines hold; other comments are passed over."""
-        found: dict[str, str] = {}
-        where: Place | None = None
-        for place in places:
-            text = place.text.strip().lstrip("#").strip()
+    def read(lines: Iterable[SourceLine]) -> Header:
+        """Return the header in comment lines; other comments are ignored."""
+        parts: dict[str, str] = {}
+        source_line: SourceLine | None = None
+        for line in lines:
+            text = line.text.strip().lstrip("#").strip()
             for key, pattern in _HEADER_PARTS.items():
                 if match := pattern.search(text):
-                    found[key] = match[1]
-                    where = place if key == "fingerprint" else where
+                    parts[key] = match[1]
+                    source_line = line if key == "fingerprint" else source_line
         return Header(
-            model=found.get("model"),
-            fingerprint=found.get("fingerprint", "").rstrip("….") or None,
-            torch=found.get("torch"),
-            batch=int(found["batch"]) if "batch" in found else None,
-            budget=found.get("budget"),
-            predicted=found.get("predicted"),
-            place=where,
+            model=parts.get("model"),
+            fingerprint=parts.get("fingerprint", "").rstrip("….") or None,
+            torch=parts.get("torch"),
+            batch=int(parts["batch"]) if "batch" in parts else None,
+            budget=parts.get("budget"),
+            predicted=parts.get("predicted"),
+            source_line=source_line,
         )
 
     def is_for(self, fingerprint: str) -> bool:
-        """False if the header names another model's layers than `fingerprint`'s."""
+        """Return False if the header has the fingerprint of another model's layers."""
         mine = self.fingerprint or ""
         return fingerprint.startswith(mine) or mine.startswith(fingerprint)
 
@@ -213,14 +214,13 @@ def _one_line(text: str) -> str:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The one of `words` that `word` was probably meant to be."""
-    known = list(dict.fromkeys(words))
-    lowered = {other.lower(): other for other in reversed(known)}
+    """Return the item of `words` that `word` was probably meant to be."""
+    lowered = {choice.lower(): choice for choice in reversed(list(dict.fromkeys(words)))}
     close = get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.55)
     return lowered[close[0]] if close else None
 
 
 def suggestion(word: str, words: Sequence[str], what: str) -> str:
-    """`did you mean 'level'?` and the list of `words`, for a message's last line."""
+    """Return `did you mean 'level'?` and the list of `words`, for the last line of a message."""
     near = nearest(word, words)
     return (f"did you mean {near!r}? " if near else "") + f"{what}: {', '.join(words)}"

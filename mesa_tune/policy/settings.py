@@ -1,4 +1,4 @@
-"""`LayerSettings`: how one layer stores what it keeps for backward; and the tags that layers go by."""
+"""`LayerSettings`: how one layer stores what it saves for backward. Also the list of tags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final
 
-# In the order in which a written policy has its sections: Mesa's tags, then ours.
+# In the order of the sections in a written policy: Mesa's tags, then ours.
 MESA_TAGS: Final = ("fc", "conv", "bn", "layernorm", "gelu", "relu", "softmax", "matmul")
 TAGS: Final = (
     *MESA_TAGS,
@@ -33,14 +33,14 @@ TAGS: Final = (
 ROUNDINGS: Final = ("stochastic", "nearest")
 ALLOCATIONS: Final = ("uniform", "sample")
 STORES = ["quantize", "exact", "derive", "recompute", "offload"]
-"""What `store` can be: among others the codecs that are chosen by their name."""
+"""Values of `store`. The codecs that a policy chooses by name add theirs to this list."""
 
 MIN_ELEMENTS: Final = 4096
-"""Tensors of up to so many elements stay exact: they save nothing and hurt most."""
+"""Tensors of at most 4096 elements stay exact: compressing them saves little and errs most."""
 SCRAP: Final = 8
-"""A small tensor that views a storage so many times as large is copied: else it would hold all of it."""
+"""A tensor whose storage is at least 8 times as large is copied: a view would save the whole storage."""
 HOOKED_LEVELS: Final = 256
-"""Hooks know no formula, so Rule 7 cannot hold for them: they never store fewer than 8 bits."""
+"""Hooks have no formula to apply Rule 7, so they always store 8 bits per element."""
 
 Value = bool | int | float | str
 
@@ -49,11 +49,11 @@ Value = bool | int | float | str
 class LayerSettings:
     """Settings of one layer, complete and valid; the keys are those of policy.txt.
 
-    `level` is a number of quantization levels (2 to 256). Exactly one of `group_size` (contiguous elements
-    a group) and `quant_groups` (groups along channels or heads, over the whole batch) is set; the other is
-    None. `drop` is the fraction of smallest-magnitude elements not stored; what is left is quantized, or kept
-    as it is with `store` exact. With `allocation` sample each sample has its own bits, `bits` on average.
-    Raises ValueError for a value outside its range.
+    `level` is the number of quantization levels (2 to 256). Exactly one of `group_size` (contiguous elements
+    per group) and `quant_groups` (groups along channels or heads, over the whole batch) is set; the other is
+    None. `drop` is the fraction of smallest-magnitude elements that are not stored; the others are quantized,
+    or stored exactly with `store` exact. With `allocation` sample each sample has its own number of bits per
+    element, `bits` on average. Raise ValueError for a value outside its range.
     """
 
     enable: bool = True
@@ -79,19 +79,19 @@ class LayerSettings:
 
     @property
     def bits(self) -> int:
-        """Bits that store one element: ceil(log2(level)), 1 to 8."""
+        """Bits per element: ceil(log2(level)), 1 to 8."""
         return (self.level - 1).bit_length()
 
     @property
     def exact(self) -> bool:
-        """True if the layer keeps what PyTorch keeps."""
+        """True if the layer saves exactly what PyTorch saves."""
         return not self.enable or (self.store == "exact" and not self.drop)
 
     @property
     def hooked(self) -> LayerSettings:
-        """These settings for a layer stored by hooks: no formula bounds its error, so 8 bits for everything.
+        """These settings for a layer stored by hooks: no formula bounds its error, so 8 bits per element.
 
-        What is stored exactly stays so.
+        Exact and offloaded layers stay so.
         """
         if self.exact or self.store == "offload":
             return self
@@ -121,7 +121,7 @@ class LayerSettings:
         return parts + ([self.store] if self.store != "quantize" else [])
 
     def to_dict(self) -> dict[str, Value]:
-        """Plain values for JSON: level and grouping of an enabled layer, and all that is not the default."""
+        """Return plain values for JSON: level and groups of an enabled layer, and what is not the default."""
         always = ("enable", "level", "group_size", "quant_groups") if self.enable else ()
         return {
             field.name: value
@@ -132,20 +132,19 @@ class LayerSettings:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> LayerSettings:
-        """The settings that `to_dict` made `values` of. Raises ValueError for an unknown key or bad value."""
+        """Return the settings that `to_dict` wrote. Raise ValueError for an unknown key or a bad value."""
         if unknown := sorted(set(values) - set(KEYS)):
             raise ValueError(f"unknown settings {', '.join(unknown)}; known are {', '.join(KEYS)}")
-        given = dict(values)
-        if given.get("quant_groups") is not None:
-            given.setdefault("group_size", None)
-        return LayerSettings(**given)
+        if values.get("quant_groups") is not None:
+            values = {"group_size": None, **values}
+        return LayerSettings(**values)
 
 
 KEYS: Final = tuple(field.name for field in fields(LayerSettings))
 
 
 def check_value(key: str, value: object) -> None:
-    """Raises ValueError, with the value and what is allowed, if `key` of KEYS cannot have `value`."""
+    """Raise ValueError, with the value and what is allowed, if `key` of KEYS cannot have `value`."""
     _CHECKS[key](key, value)
 
 
@@ -174,7 +173,7 @@ def _require_store(key: str, value: object) -> None:
     _require_word(key, value, STORES)
 
 
-# Counts beyond 2³¹ - 1 are no group of anything and would not pass into the kernels.
+# The kernels take counts as 32-bit integers.
 _require_count = partial(_require_integer, low=1, high=2**31 - 1)
 _CHECKS: Final[dict[str, Callable[[str, object], None]]] = {
     "enable": _require_bool,

@@ -1,4 +1,4 @@
-"""Values of policy.txt: text into numbers and words, each mistake with the line it stands in."""
+"""Parser of the values in policy.txt: numbers, words and lists. Every error names its line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from mesa_tune.policy.rules import Indices, Place, nearest
+from mesa_tune.policy.rules import Indices, SourceLine, nearest
 from mesa_tune.policy.settings import ALLOCATIONS, ROUNDINGS, STORES, Value, check_value
 
 CONDITIONS: Final = ("by_index", "by_name", "by_tag")
 
-# What each key takes, as messages say it.
+# The allowed values of each key, as messages print them.
 _WORDS: Final = {
     "by_index": "`all` or indices such as 0 3 5",
     "by_name": "layer names or globs such as blocks.*.mlp.fc1",
@@ -27,8 +27,8 @@ _WORDS: Final = {
 }
 
 
-def words_for(key: str) -> str:
-    """What `key` takes, in words."""
+def allowed_values(key: str) -> str:
+    """Return the allowed values of `key`, in words."""
     return _WORDS[key] if key in _WORDS else f"one of {', '.join(_choices(key))}"
 
 
@@ -39,43 +39,43 @@ def _choices(key: str) -> tuple[str, ...]:
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,18}")
 
 
-def words_of(value: str) -> list[str]:
-    """The items of a list whose separators are spaces, tabs or commas."""
+def split_words(value: str) -> list[str]:
+    """Split a list at spaces, tabs and commas."""
     return value.replace(",", " ").split()
 
 
-def read_indices(place: Place, words: list[str]) -> Indices:
-    """`all`, or the indices in `words`. Raises PolicyError for anything else."""
+def read_indices(line: SourceLine, words: list[str]) -> Indices:
+    """Return `all`, or the indices in `words`. Raise PolicyError for anything else."""
     if words == ["all"]:
         return "all"
     if "all" in words:
-        raise place.refuse("`all` beside indices", "write `all` or the indices, not both")
+        raise line.error("`all` beside indices", "write `all` or the indices, not both")
     for word in words:
         if not _INTEGER.fullmatch(word):
             near = " (did you mean 'all'?)" if nearest(word, ["all"]) else ""
-            raise place.refuse(f"{word!r} is no index", f"write {words_for('by_index')}{near}")
+            raise line.error(f"{word!r} is no index", f"write {allowed_values('by_index')}{near}")
         if int(word) < 0:
-            raise place.refuse(f"index {word} is below 0", "indices count the layers of a tag from 0")
+            raise line.error(f"index {word} is below 0", "indices count the layers of a tag from 0")
     return tuple(int(word) for word in words)
 
 
-def read_value(place: Place, key: str, words: list[str]) -> Value:
-    """The value of `key` from its `words`. Raises PolicyError if it is missing, not one, or not allowed."""
+def read_value(line: SourceLine, key: str, words: list[str]) -> Value:
+    """Parse the value of `key`. Raise PolicyError unless `words` is a single allowed value."""
     if len(words) != 1:
         what = f"{key} without a value" if not words else f"{len(words)} values for {key}"
-        raise place.refuse(what, f"{key} takes {words_for(key)}")
+        raise line.error(what, f"{key} takes {allowed_values(key)}")
     try:
         value = _READERS[key](words[0])
         check_value(key, value)
     except ValueError:
         near = nearest(words[0], _choices(key))
-        remedy = f"{key} takes {words_for(key)}" + (f"; did you mean {near!r}?" if near else "")
-        raise place.refuse(f"bad value {words[0]!r} for {key}", remedy) from None
+        remedy = f"{key} takes {allowed_values(key)}" + (f"; did you mean {near!r}?" if near else "")
+        raise line.error(f"bad value {words[0]!r} for {key}", remedy) from None
     return value
 
 
 def _read_bool(word: str) -> bool:
-    # Mesa's own spellings; it takes every other word, `FALSE` and `0` too, for True.
+    # Mesa reads every other word, even `FALSE` and `0`, as True.
     if word not in {"True", "true", "False", "false"}:
         raise ValueError(word)
     return word in {"True", "true"}

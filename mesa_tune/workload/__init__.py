@@ -1,1 +1,1 @@
-"""The user's model, batch and loss: read, run, and put back as they were."""
+"""The user's model, batch and loss: read them, run them, and restore their state."""

@@ -1,4 +1,4 @@
-"""Batches are whatever the user's loss takes: tensors at any depth of any container."""
+"""Moving a batch to a device. A batch is whatever the user's loss takes: tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mesa_tune.errors import WorkloadError
 
 
 def to_device(batch: Any, device: str, origin: str = "batch()") -> Any:
-    """`batch` with every tensor on `device`; the containers keep their types, and the original is unchanged.
+    """Return a copy of `batch` with every tensor on `device` and containers of the same types.
 
-    Looks into mappings, lists, tuples, named tuples, sets and dataclasses, and asks everything that has a
-    method `to` (transformers' BatchEncoding, PackedSequence) to move itself. `origin` names the function in
-    errors. WorkloadError for a tensor that cannot be moved: on the meta device, or inside an object of
-    another kind.
+    Mappings, lists, tuples, named tuples, sets and dataclasses are searched for tensors. Objects with a
+    method `to` (transformers' BatchEncoding, PackedSequence) move themselves. `origin` names the function in
+    errors. Raise WorkloadError for a tensor that cannot be moved: on the meta device, or inside another
+    object.
     """
     if isinstance(batch, Tensor):
         return _moved(batch, device, origin)
@@ -29,14 +29,14 @@ def to_device(batch: Any, device: str, origin: str = "batch()") -> Any:
         return _container_to(batch, device, origin)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return _dataclass_to(batch, device, origin)
-    _require_no_strays(batch, device, origin)
+    _require_device(batch, device, origin)
     return batch
 
 
 def _moved(tensor: Tensor, device: str, origin: str) -> Tensor:
     if tensor.is_meta and torch.device(device).type != "meta":
         raise WorkloadError(
-            f"{origin} returned a tensor on the device meta, which holds no values; {device} was asked for\n"
+            f"{origin} returned a tensor on the device meta, which has no values; {device} was asked for\n"
             "make the batch on the CPU: tensors are moved to the device for you"
         )
     return tensor.to(device)
@@ -57,15 +57,15 @@ def _container_to(batch: Any, device: str, origin: str) -> Any:
 def _dataclass_to(batch: Any, device: str, origin: str) -> Any:
     result = copy.copy(batch)
     for field in dataclasses.fields(batch):
-        # object's own: a frozen dataclass is no reason to fail, and the copy is ours.
+        # object.__setattr__ also sets the fields of a frozen dataclass.
         object.__setattr__(result, field.name, to_device(getattr(batch, field.name), device, origin))
     return result
 
 
-def _require_no_strays(batch: Any, device: str, origin: str) -> None:
-    wanted = torch.device(device)
+def _require_device(batch: Any, device: str, origin: str) -> None:
+    expected = torch.device(device)
     for name, value in getattr(batch, "__dict__", {}).items():
-        if isinstance(value, Tensor) and value.device.type != wanted.type:
+        if isinstance(value, Tensor) and value.device.type != expected.type:
             raise WorkloadError(
                 f"{origin} returned a {type(batch).__name__} with .{name} on {value.device}, not {device}\n"
                 "return tensors in dicts, lists, tuples or dataclasses, or give the class a method to(device)"

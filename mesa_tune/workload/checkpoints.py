@@ -1,4 +1,7 @@
-"""Checkpointing switched off for a while, however a model's code has got hold of `checkpoint`."""
+"""A context in which activation checkpointing is off.
+
+The hard part: a model may have imported `checkpoint` under any name, so what `checkpoint` calls is replaced.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch.utils.checkpoint
 
 
 class _Direct:
-    """Stands for `CheckpointFunction`: runs the function as it is."""
+    """Replacement for `CheckpointFunction` that only calls the function."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -19,13 +22,13 @@ class _Direct:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Stands for the generator of what a non-reentrant checkpoint does before and after its function."""
+    """Replacement for the generator of a non-reentrant checkpoint, without work before and after it."""
     yield
 
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """In the body `torch.utils.checkpoint.checkpoint` calls its function, and that is all."""
+    """In the body `torch.utils.checkpoint.checkpoint` only calls its function."""
     module = torch.utils.checkpoint
     with (
         patch.object(module, "CheckpointFunction", _Direct),

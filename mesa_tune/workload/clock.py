@@ -1,4 +1,4 @@
-"""How long a step takes."""
+"""Timing of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def median_ms(run: Callable[[], object], repeats: int, device: str) -> float:
-    """Median milliseconds of `run()`, after one run that does not count."""
+    """Return the median milliseconds of `run()` over `repeats` calls, after one warm-up call."""
     run()
     return statistics.median(_once(run, device) for _ in range(repeats))
 

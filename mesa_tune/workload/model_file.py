@@ -1,7 +1,8 @@
-"""Reading a model file: the Python file in which the user says what is trained on what.
+"""Reading a model file: the user's Python file that defines model, batch and loss.
 
-It runs as a module of its own that pickle and dataclasses can find, from its present content (no bytecode is
-written next to it), with its folder on the import path, as Python does for a script.
+The hard part is to run it as Python runs a script, yet as a module: pickle and dataclasses must find the
+module in sys.modules, and its folder is on the import path. The code comes from the present content of the
+file, and no bytecode is written.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ _START = "`mesa-tune init` writes a model file to start from"
 
 
 def read_model_file(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The content of the model file at `path` and the names that it defines.
+    """Return the content of the model file at `path` and the names that it defines.
 
-    WorkloadError for a file that is not there, is no Python, raises, or lacks one of the three functions.
+    Raise WorkloadError if the file does not exist, is not Python, raises, or lacks one of the three
+    functions.
     """
     content = _read(path)
     names = vars(_executed(path, content))
     for name, signature in _REQUIRED.items():
         if not callable(names.get(name)):
-            found = f"{name} is a {type(names[name]).__name__}" if name in names else f"{name} is missing"
+            fault = f"{name} is a {type(names[name]).__name__}" if name in names else f"{name} is missing"
             raise WorkloadError(
-                f"{path}: no function {signature}: {found}\n"
+                f"{path}: no function {signature}: {fault}\n"
                 f"a model file defines {', '.join(_REQUIRED.values())}\n{_START}"
             )
     if names.get("optimizer") is not None and not callable(names["optimizer"]):

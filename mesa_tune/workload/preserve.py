@@ -1,4 +1,4 @@
-"""Leaving a model, its optimizer and the random generators bit for bit as they were."""
+"""Contexts that restore a model, its optimizer and the random generators bitwise."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mesa_tune.conversion.model import conversion_of, install
 
 @contextmanager
 def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[Callable[[], None]]:
-    """`model` is plain in the body, which may train and convert it; afterwards all of it is as before.
+    """Revert the conversion of `model` for the body, and restore everything afterwards.
 
-    Parameters, buffers, gradients, training mode, optimizer state, conversion and random states. What it
-    gives puts the parameters back at once: buffers may tell that the first step is over.
+    That is: parameters, buffers, gradients, training modes, optimizer state, conversion and random states.
+    The body may train and convert the model. The context yields a function that restores the parameters
+    alone: a buffer may record that the first step is over.
     """
-    weights, buffers = (
-        [(each, each.detach().clone()) for each in tensors]
+    parameters, buffers = (
+        [(tensor, tensor.detach().clone()) for tensor in tensors]
         for tensors in (model.parameters(), model.buffers())
     )
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -31,11 +32,11 @@ def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[
     conversion = conversion_of(model)
     revert(model)
     state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-    with random_states_kept():
+    with preserved_random_states():
         try:
-            yield lambda: _put_back(weights)
+            yield lambda: _restore(parameters)
         finally:
-            _put_back([*weights, *buffers])
+            _restore([*parameters, *buffers])
             for (parameter, gradient), copied in zip(gradients, copies, strict=True):
                 parameter.grad = gradient if copied is None or gradient is None else gradient.copy_(copied)
             for module, training in modes:
@@ -48,14 +49,14 @@ def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
-    """The random generators of torch, on all devices, are afterwards as before."""
+def preserved_random_states() -> Iterator[None]:
+    """Restore the random states of torch on all devices after the body."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices=devices):
         yield
 
 
 @torch.no_grad()
-def _put_back(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _restore(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for tensor, copied in tensors:
         tensor.copy_(copied)

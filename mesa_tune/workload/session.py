@@ -1,4 +1,4 @@
-"""A workload's model and loss under one policy for a while."""
+"""A context in which a workload's model and loss run under one policy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mesa_tune.policy import Policy
 from mesa_tune.workload.workload import Workload
 
 RAW = Spec("quantize", 8, 0, 256, 0, True, 0)
-"""Our functions' own formulas, over tensors kept as they are."""
+"""Settings under which our formulas run and save exact tensors."""
 
 
 class RawConversion(Conversion):
-    """Every layer goes through our functions, and nothing is encoded.
+    """Conversion under which every layer runs our formulas and nothing is encoded.
 
-    Layers named in `producers` keep what they keep when others derive from them.
+    Layers named in `producers` save what they save when other layers derive from them.
     """
 
     def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:
@@ -35,7 +35,7 @@ class RawConversion(Conversion):
 
 @dataclass
 class Session:
-    """A model under a policy, and the loss with its own layers under it, too."""
+    """A model under a policy, and the layers of the loss under the same policy."""
 
     workload: Workload
     model: nn.Module
@@ -43,18 +43,18 @@ class Session:
     losses: Conversion
 
     def loss(self, batch: Any) -> Tensor:
-        """The loss of the model on `batch`, named `loss.*`."""
+        """Return the loss of the model on `batch`; layers of the loss are named `loss.*`."""
         with entering.entered(self.losses, "loss"):
             return self.workload.compute_loss(self.model, batch)
 
     def layers(self) -> dict[str, tuple[str, int]]:
-        """Tag and index of every layer met; the loss's come after the model's."""
-        found: dict[str, tuple[str, int]] = {}
+        """Return tag and index of every layer that ran; indices of the loss follow those of the model."""
+        layers: dict[str, tuple[str, int]] = {}
         for catalog in (self.conversion.catalog, self.losses.catalog):
-            before = [tag for tag, _ in found.values()]
+            before = [tag for tag, _ in layers.values()]
             for tag, index, name in catalog.known():
-                found[name] = (tag, (index or 0) + before.count(tag))
-        return found
+                layers[name] = (tag, (index or 0) + before.count(tag))
+        return layers
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def session(
     min_elements: int = 0,
     kind: type[Conversion] = Conversion,
 ) -> Iterator[Session]:
-    """`model` under `policy` in the body, plain again after it."""
+    """Convert `model` with `policy` for the body, and revert it afterwards."""
     revert(model)
     conversion = kind(policy, Catalog.of(model), seed, min_elements)
     install(model, conversion)

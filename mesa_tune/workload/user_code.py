@@ -1,4 +1,7 @@
-"""Running the user's functions: whatever they raise comes out as one WorkloadError that says where."""
+"""Running the user's functions: an error becomes a WorkloadError, even if it is raised deep inside torch.
+
+The error names the innermost line of the user's own file in the traceback.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +27,21 @@ _LONGEST = 300
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or what it was raised from, says that memory ran out: on a device or on the host."""
+    """Return True if `error` or its cause says that memory ran out, on a device or on the host."""
     if error is None:
         return False
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     text = str(error).lower()
-    said = isinstance(error, RuntimeError) and any(phrase in text for phrase in _OUT_OF_MEMORY)
-    return said or is_out_of_memory(error.__cause__)
+    by_text = isinstance(error, RuntimeError) and any(phrase in text for phrase in _OUT_OF_MEMORY)
+    return by_text or is_out_of_memory(error.__cause__)
 
 
 class explaining:  # noqa: N801 - reads as a statement: `with explaining(...)`
-    """A context that turns what the user's `function` (called `name`) raises into a WorkloadError.
+    """Context that turns an error of the user's `function` (called `name`) into a WorkloadError.
 
-    Errors of ours and lack of memory pass as they are: callers act on them. `path` is the model file, where
-    the function came from one; otherwise the file that defines the function counts.
+    A MesaTuneError or an out-of-memory error passes unchanged: callers act on it. `path` is the model file;
+    None means the file that defines the function.
     """
 
     def __init__(
@@ -54,31 +57,31 @@ class explaining:  # noqa: N801 - reads as a statement: `with explaining(...)`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # SystemExit too: a model file that calls sys.exit() must not end a profile as if it were done.
+        # SystemExit too: a model file that calls sys.exit() must not end the profile with success.
         if not isinstance(error, (Exception, SystemExit)) or isinstance(error, MesaTuneError):
             return
         if not is_out_of_memory(error):
             raise WorkloadError(self._message(error, trace)) from error
 
     def _message(self, error: BaseException, trace: TracebackType | None) -> str:
-        file, line = self._place(trace)
+        file, line = self._location(trace)
         source = linecache.getline(file, line).strip()
         what = f"{_shown(file)}:{line}: {self.name} raised {type(error).__name__}: {first_line(error)}"
         return "\n".join([what, *([f"    {source}"] if source else []), _remedy(error)])
 
-    def _place(self, trace: TracebackType | None) -> tuple[str, int]:
-        """The innermost line of the user's file on the way to the error, or where the function begins."""
-        file, first = place_of(self.function, self.path)
+    def _location(self, trace: TracebackType | None) -> tuple[str, int]:
+        """Return the innermost line of the user's file in the traceback, or the first of the function."""
+        file, first = _definition(self.function, self.path)
         frames = [frame for frame in traceback.extract_tb(trace) if frame.filename == file]
         return file, (frames[-1].lineno or first) if frames else first
 
 
-def place_of(function: Callable[..., Any] | None, path: Path | None = None) -> tuple[str, int]:
-    """File and line at which `function` is defined; the start of `path` for what has no code of its own."""
+def _definition(function: Callable[..., Any] | None, path: Path | None = None) -> tuple[str, int]:
+    """Return file and line of the definition of `function`; line 1 of `path` if it has no code."""
     if isinstance(function, functools.partial):
-        return place_of(function.func, path)
+        return _definition(function.func, path)
     plain = inspect.unwrap(function) if function else None
-    of_type = getattr(type(plain), "__call__", None)  # noqa: B004 - its code is wanted, not whether it is there
+    of_type = getattr(type(plain), "__call__", None)  # noqa: B004 - not a test for callable
     code = getattr(plain, "__code__", None) or getattr(of_type, "__code__", None)
     if code is None:
         return str(path or "<unknown>"), 1
@@ -86,25 +89,25 @@ def place_of(function: Callable[..., Any] | None, path: Path | None = None) -> t
 
 
 def located(function: Callable[..., Any], path: Path | None = None) -> str:
-    """`model.py:12`: where `function` is defined, for the head of a message."""
-    file, line = place_of(function, path)
+    """Return where `function` is defined, such as `model.py:12`, for the head of a message."""
+    file, line = _definition(function, path)
     return f"{_shown(file)}:{line}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what `error` says, no longer than a few terminal lines."""
+    """Return the first line of the message of `error`, cut at 300 characters."""
     lines = str(error).strip().splitlines() or ["(no message)"]
     return lines[0] if len(lines[0]) <= _LONGEST else lines[0][:_LONGEST] + "…"
 
 
 @contextmanager
 def seeded(seed: int, device: str) -> Iterator[None]:
-    """Torch's, NumPy's and Python's random generators start at `seed` inside, and are as before after it."""
+    """Seed the random generators of torch, NumPy and Python for the body, and restore them afterwards."""
     cuda = torch.cuda.is_available() and (device.startswith("cuda") or torch.cuda.is_initialized())
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     cuda_states = torch.cuda.get_rng_state_all() if cuda else []
     try:
-        # Not torch.manual_seed: where CUDA has not started it would leave a seed behind for its start.
+        # Not torch.manual_seed: before CUDA is initialized it would queue a seed for the initialization.
         torch.default_generator.manual_seed(seed)
         if cuda:
             torch.cuda.manual_seed_all(seed)
@@ -120,12 +123,12 @@ def seeded(seed: int, device: str) -> Iterator[None]:
 
 
 def mixed_seed(seed: int, draw: int) -> int:
-    """A seed of 63 bits for the `draw`-th use of `seed`; neighbours have nothing in common."""
+    """Return a 63-bit seed for the `draw`-th use of `seed`, a hash of both."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{draw}".encode()).digest()[:8], "little") >> 1
 
 
 def _shown(file: str) -> str:
-    """The path as a person in the current folder would write it."""
+    """Return the path relative to the current folder if it is inside."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 

@@ -1,7 +1,8 @@
 """A workload: the user's model, batch and loss as functions, and how to run them.
 
-Everything that comes from the user passes through here, so that the rest of the program meets only models,
-batches on the device and finite scalar losses, and so that an error in the user's code names its line.
+The hard part: the user's functions may return anything. It is checked here, so that other modules get a
+trainable model, a batch on the device and a finite scalar loss, and an error in the user's code names its
+line.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step that can be built and run again and again, each time with the same numbers.
+    """A training step that can be built and run many times, each time with the same numbers.
 
-    `model() -> nn.Module`, `batch(batch_size) -> anything that holds tensors`, `loss(model, batch) -> scalar
+    `model() -> nn.Module`, `batch(batch_size) -> tensors in any containers`, `loss(model, batch) -> scalar
     tensor`, `optimizer(parameters) -> Optimizer` (default AdamW). `device` is `cpu` or `cuda[:n]`, `autocast`
-    None, `bfloat16` or `float16`. `path` and `fingerprint` (SHA-256 of the content) belong to a model file.
+    None, `bfloat16` or `float16`. `path` and `fingerprint` (SHA-256 of the content) are those of the model
+    file.
 
-    Every method raises WorkloadError for what the functions raise or return amiss; only lack of memory passes
-    as it is (`is_out_of_memory`).
+    Every method raises WorkloadError if a function raises or returns something wrong. Out-of-memory errors
+    (`is_out_of_memory`) pass unchanged.
     """
 
     model: Callable[[], nn.Module]
@@ -67,13 +69,14 @@ class Workload:
         autocast: str | None = None,
         seed: int = 0,
     ) -> Workload:
-        """The workload of the model file at `path`; arguments override its BATCH_SIZE and AUTOCAST.
+        """Load the workload of the model file at `path`; arguments override its BATCH_SIZE and AUTOCAST.
 
-        `device` is `cuda` where there is one, else `cpu`; `autocast="none"` switches the file's AUTOCAST off.
+        The default of `device` is `cuda` if there is one, else `cpu`. `autocast="none"` switches the file's
+        AUTOCAST off.
         """
         path = Path(path)
         content, names = read_model_file(path)
-        wanted = names.get("AUTOCAST") if autocast is None else autocast
+        autocast = names.get("AUTOCAST") if autocast is None else autocast
         return cls(
             names["model"],
             names["batch"],
@@ -81,19 +84,19 @@ class Workload:
             names.get("optimizer"),
             batch_size=names.get("BATCH_SIZE", DEFAULT_BATCH_SIZE) if batch_size is None else batch_size,
             device=device or default_device(),
-            autocast=None if wanted == "none" else wanted,
+            autocast=None if autocast == "none" else autocast,
             seed=seed,
             path=path,
             fingerprint=hashlib.sha256(content).hexdigest(),
         )
 
     def with_batch_size(self, batch_size: int) -> Workload:
-        """The same workload at another batch size."""
+        """Return the same workload with another batch size."""
         return replace(self, batch_size=batch_size)
 
     @property
     def description(self) -> dict[str, Any]:
-        """What it takes to load this workload again, as plain JSON values."""
+        """Plain JSON values from which this workload can be loaded again."""
         return {
             "model": str(self.path.resolve()) if self.path else None,
             "fingerprint": self.fingerprint,
@@ -104,41 +107,42 @@ class Workload:
         }
 
     def build(self) -> nn.Module:
-        """A new model, the same at each call: seeded, on the device, in training mode.
+        """Build a model, the same at each call: seeded, on the device, in training mode.
 
-        The random generators of the caller are as before.
+        The caller's random states do not change.
         """
         with seeded(self.seed, self.device), explaining("model()", self.model, self.path):
             model = self.model()
             fault = _model_fault(model)
             if fault is None:
                 return model.to(self.device).train()
-        raise self._amiss("model", self.model, *fault)
+        raise self._error("model", self.model, *fault)
 
     def make_batch(self, n: int | None = None, *, draw: int = 0) -> Any:
-        """The `draw`-th batch of `n` samples (default: the batch size), on the device.
+        """Make the `draw`-th batch of `n` samples (default: the batch size), on the device.
 
-        Equal for equal seed, n and draw, as long as `batch` takes its chance from the random generators of
-        torch, NumPy or Python; those of the caller are as before.
+        Equal seed, `n` and `draw` give equal batches, if `batch` uses only the random generators of torch,
+        NumPy and Python. The caller's random states do not change.
         """
         with seeded(mixed_seed(self.seed, draw), self.device), explaining("batch()", self.batch, self.path):
             batch = self.batch(self.batch_size if n is None else n)
             return to_device(batch, self.device, f"{located(self.batch, self.path)}: batch()")
 
     def compute_loss(self, model: nn.Module, batch: Any, *, check: bool = True) -> Tensor:
-        """The loss of `model` on `batch`, a scalar that gradients can start from, under this autocast.
+        """Return the loss of `model` on `batch`, a scalar that requires grad, under this autocast.
 
-        `check=False` leaves its value unread: for fake tensors, and where waiting for the device would tell.
+        `check=False` does not read its value: for fake tensors, and where a synchronization would disturb
+        times.
         """
         with explaining("loss()", self.loss, self.path), self.autocasting():
             loss = self.loss(model, batch)
-        fault = _fault(loss, check=check)
+        fault = _loss_fault(loss, check=check)
         if fault:
-            raise self._amiss("loss", self.loss, *fault)
+            raise self._error("loss", self.loss, *fault)
         return loss
 
     def take_step(self, model: nn.Module, batch: Any, optimizer: Optimizer) -> None:
-        """One training step of `model` on `batch`."""
+        """Run one training step of `model` on `batch`."""
         optimizer.zero_grad(set_to_none=True)
         loss = self.compute_loss(model, batch)
         with explaining("the backward of loss()", self.loss, self.path):
@@ -148,23 +152,23 @@ class Workload:
             optimizer.step()
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer over the trainable parameters of `model`: the user's, or AdamW."""
+        """Return the user's optimizer, or AdamW, over the trainable parameters of `model`."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.optimizer is None:
             return AdamW(parameters)
         with explaining("optimizer()", self.optimizer, self.path):
             optimizer = self.optimizer(parameters)
         if not isinstance(optimizer, Optimizer):
-            raise self._amiss("optimizer", self.optimizer, f"returned {_kind(optimizer)}, not an Optimizer")
+            raise self._error("optimizer", self.optimizer, f"returned {_kind(optimizer)}, not an Optimizer")
         return optimizer
 
     def autocasting(self) -> AbstractContextManager[Any]:
-        """The autocast context of this workload, or one that does nothing."""
+        """Return the autocast context of this workload, or one that does nothing."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(torch.device(self.device).type, dtype=AUTOCAST_DTYPES[self.autocast])
 
-    def _amiss(self, name: str, function: Callable[..., Any], what: str, remedy: str = "") -> WorkloadError:
+    def _error(self, name: str, function: Callable[..., Any], what: str, remedy: str = "") -> WorkloadError:
         return WorkloadError(
             f"{located(function, self.path)}: {name}() {what}\n"
             + (remedy or "`mesa-tune init` writes a model file that shows what each function returns")
@@ -172,38 +176,34 @@ class Workload:
 
 
 def default_device() -> str:
-    """`cuda` where there is one, else `cpu`."""
+    """Return `cuda` if there is one, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _model_fault(model: object) -> tuple[str, ...] | None:
-    """What keeps `model` from being trained, and the remedy where it has its own; None for a good one."""
+    """Return why `model` cannot be trained, with a remedy if there is a special one; None for a good one."""
     if not isinstance(model, nn.Module):
         return (f"returned {_kind(model)}, not an nn.Module",)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
-            what = f"returned a model whose {name} is on the device meta, which holds no values"
+            what = f"returned a model whose {name} is on the device meta, which has no values"
             return what, "build it on the CPU: the model is moved to the device for you"
     return None
 
 
-def _fault(loss: object, *, check: bool) -> tuple[str, str] | None:
-    """What keeps `loss` from being trained on, and the remedy; None for a good one."""
+def _loss_fault(loss: object, *, check: bool) -> tuple[str, str] | None:
+    """Return why `loss` cannot be trained on, and the remedy; None for a good one."""
     if not isinstance(loss, Tensor):
         return f"returned {_kind(loss)}, not a tensor", "return the loss itself, such as F.cross_entropy(…)"
     if loss.numel() != 1 or loss.is_complex():
-        return (
-            f"returned a tensor of shape {tuple(loss.shape)}, not a scalar",
-            "end it with .mean() or .sum()",
-        )
+        what = f"returned a tensor of shape {tuple(loss.shape)}, not a scalar"
+        return what, "end it with .mean() or .sum()"
     if torch.is_grad_enabled() and not loss.requires_grad:
         remedy = "compute it from the model's output, without detach(), item() or no_grad()"
         return "returned a tensor that no gradient flows from", remedy
     if check and not math.isfinite(value := loss.item()):
-        return (
-            f"returned {value}",
-            "the first step must give a finite loss: check data, initialization and dtype",
-        )
+        remedy = "the first step must give a finite loss: check data, initialization and dtype"
+        return f"returned {value}", remedy
     return None
 
 
@@ -232,8 +232,8 @@ def _require_device(device: str) -> None:
     if kind not in {"cpu", "cuda"} or (index and not index.isdecimal()):
         raise WorkloadError(f"device {device!r}: must be cpu, cuda or cuda:N\nchoose with --device")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
+        count = torch.cuda.device_count()
         raise WorkloadError(
-            f"device {device!r}: torch {torch.__version__} finds {found} CUDA devices\n"
+            f"device {device!r}: torch {torch.__version__} finds {count} CUDA devices\n"
             "use --device cpu, or see `mesa-tune doctor`"
         )

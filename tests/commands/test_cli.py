@@ -187,7 +187,7 @@ def test_init_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["init", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"schema": "mesa-tune.init/1", "path": "model.py"}
-    assert "written" in captured.err
+    assert "wrote" in captured.err
 
 
 # doctor

@@ -109,7 +109,7 @@ def test_a_refusal_names_what_differs(run: Run) -> None:
     run.write(run.plan, "x", Origin(INPUTS, {"budget": "6 GB", "seed": "0"}))
     with pytest.raises(RunError) as raised:
         run.check(run.plan, Origin(OTHER, {"budget": "4 GB", "seed": "0"}, remedy="do this"))
-    assert str(raised.value) == f"{run.plan}: is of other inputs (budget 6 GB, now 4 GB)\ndo this"
+    assert str(raised.value) == f"{run.plan}: was made from other inputs (budget 6 GB, now 4 GB)\ndo this"
 
 
 def test_derived_files_are_remade_unless_edited(run: Run) -> None:

@@ -130,7 +130,7 @@ def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_budget_that_the_plain_step_keeps_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert search("--budget", "6GB") == 0
-    assert "plain step keeps the budget" in capsys.readouterr().out
+    assert "plain step fits the budget" in capsys.readouterr().out
     assert Policy.load("mesa-run/policy.txt") == Policy()
 
 

@@ -110,12 +110,12 @@ def test_solutions_are_those_of_brute_force(factor: float) -> None:
     compared = 0
     for place, peak in enumerate(np.linspace(peaks[0], peaks[-1], 8, dtype=int)):
         limits = Limits(int(peak), saved[len(saved) // 3] if place % 2 else None)
-        errors = [space.error(chosen) for chosen in every if limits.kept(space, chosen)]
+        errors = [space.error(chosen) for chosen in every if limits.allow(space, chosen)]
         solved = Program(space).solve(limits)
         assert (solved is None) is (not errors)
         if solved is not None:
             assert space.is_consistent(solved.chosen)
-            assert limits.kept(space, solved.chosen)
+            assert limits.allow(space, solved.chosen)
             assert solved.cost == pytest.approx(min(errors), rel=1e-6)
             compared += 1
     assert compared >= 4

@@ -87,12 +87,12 @@ def test_solutions_are_those_of_brute_force(seed: int) -> None:
     program = Program(space)
     compared = 0
     for limits in limits_between(space, 12):
-        errors = [space.error(chosen) for chosen in everything(space) if limits.kept(space, chosen)]
+        errors = [space.error(chosen) for chosen in everything(space) if limits.allow(space, chosen)]
         solved = program.solve(limits)
         assert (solved is None) is (not errors)
         if solved is None:
             continue
-        assert limits.kept(space, solved.chosen)
+        assert limits.allow(space, solved.chosen)
         assert solved.cost == pytest.approx(min(errors), rel=1e-6)
         assert solved.cost == pytest.approx(space.error(solved.chosen))
         assert solved.bound <= solved.cost

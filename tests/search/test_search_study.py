@@ -93,7 +93,7 @@ def test_luck_wins_nothing(profile: Profile) -> None:
 def test_a_study_that_ran_out_of_time_says_so(profile: Profile) -> None:
     ended = search_policy(profile, BUDGET, objective=Weighted(profile, {}), trials=10_000, timeout=0.2)
     assert f"{ended.trials} of 10000 trials (time was up) found nothing better" in ended.won
-    assert ended.won.endswith("the same command goes on with it")
+    assert ended.won.endswith("the same command continues it")
     whole = search_policy(profile, BUDGET, objective=Weighted(profile, {}), trials=1)
     assert whole.won == "1 trial found nothing better on fresh batches, so the solved plan stays"
 

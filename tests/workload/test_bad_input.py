@@ -138,7 +138,7 @@ OPTIONS = {
     "verify --steps 0": ("--steps", "mesa-tune verify --help"),
     "verify --policy no.txt": ("no.txt: no such policy file", "mesa-tune search"),
     "report --format pdf": ("pdf", "html"),
-    "init model.py": ("model.py: is there already", "--force"),
+    "init model.py": ("model.py: exists already", "--force"),
     "init model.py/more.py": ("model.py/more.py: cannot be written", "is a file"),
     f"{PROFILE} --run model.py": ("model.py: is a file", "--run DIR"),
     f"{PROFILE} --run model.py/below": ("model.py: is a file", "--run DIR"),

@@ -31,7 +31,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.rules import Rule
 from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.trace import observing
-from mesa_tune.workload.preserve import random_states_kept
+from mesa_tune.workload.preserve import preserved_random_states
 
 MOST_BITS = 8
 
@@ -321,7 +321,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with random_states_kept():
+        with preserved_random_states():
             yield
     finally:
         for parameter, gradient in gradients:

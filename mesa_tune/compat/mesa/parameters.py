@@ -7,7 +7,7 @@ from mesa_tune.errors import PolicyError
 from mesa_tune.policy.rules import suggestion
 from mesa_tune.policy.settings import KEYS, check_value
 from mesa_tune.policy.text import MESA_KEYS
-from mesa_tune.policy.values import CONDITIONS, words_of
+from mesa_tune.policy.values import CONDITIONS, split_words
 
 TENSORS: Final = ("clip_val", "shift", "iteration")
 _NOT_SETTINGS: Final = (*CONDITIONS, "trigger", "section", "index", "tag")
@@ -38,7 +38,7 @@ def read(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _words(value: Any) -> list[str]:
     if isinstance(value, str):
-        return words_of(value)
+        return split_words(value)
     return [str(word) for word in value] if isinstance(value, (list, tuple)) else [str(value)]
 
 

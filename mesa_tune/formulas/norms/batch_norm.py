@@ -24,7 +24,7 @@ from mesa_tune.ops.fused import BATCH_NORM_BACKWARD
 def batch_norm_forward(static: Static, needs: Needs, x: Tensor, *others: Tensor | None) -> Result:
     training, momentum, eps, _ = static
     weight, _, running_mean, running_var = others
-    arguments = (x, *others, training, momentum, eps)
+    arguments: Any = (x, *others, training, momentum, eps)
     if x.is_cpu:
         y, mean, rstd = torch.native_batch_norm(*arguments)
     else:  # what PyTorch's own layer calls, and which chooses that one on the CPU
