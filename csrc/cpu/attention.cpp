@@ -39,10 +39,10 @@ struct Block {
 // s q k^T + m; what is not seen, and what is beyond the keys, least.
 MESA_TUNE_INLINE void scores_row(const AttentionBackward& task, const Block& block, int64_t i,
                                  float* __restrict p) {
-  const int64_t keys = block.keys, step = task.bias.key;
+  const int64_t keys = block.keys, step = task.bias.key_stride;
   const float scale = task.scale;
   for (int64_t j = 0; j < block.row; ++j) p[j] *= scale;
-  const float* __restrict bias = block.bias + (block.bias == nullptr ? 0 : i * task.bias.query);
+  const float* __restrict bias = block.bias + (block.bias == nullptr ? 0 : i * task.bias.query_stride);
   if (bias != nullptr && step == 1) {
     for (int64_t j = 0; j < keys; ++j) p[j] += bias[j];
   } else if (bias != nullptr) {
@@ -118,7 +118,7 @@ MESA_TUNE_PATHS(backward, (const AttentionBackward& task, const Block& block), (
 
 void clear(const Heads& heads, float* data, int64_t tokens) {
   for (int64_t i = 0; data != nullptr && i < tokens; ++i)
-    std::fill_n(data + i * heads.token, heads.width, 0.0f);
+    std::fill_n(data + i * heads.token_stride, heads.width, 0.0f);
 }
 
 int64_t row_length(int64_t keys) {
@@ -158,7 +158,7 @@ class Head {
         keys,
         row,
         bias.data == nullptr ? nullptr
-                             : bias.data + sample_ * bias.sample + head_ * bias.head + first * bias.query,
+                             : bias.data + sample_ * bias.sample_stride + head_ * bias.head_stride + first * bias.query_stride,
         task_.first_bit + ((sample_ * task_.heads + head_) * task_.queries + first) * task_.keys};
     const Tensor p = matrix(block.p, count, keys, row), dp = matrix(block.dp, count, keys, row);
     const Tensor q = rows(task_.q, first, count), grad = rows(task_.grad, first, count);
@@ -174,11 +174,11 @@ class Head {
   }
 
   Tensor rows(const Heads& of, int64_t first, int64_t count) const {
-    return matrix(of.at(sample_, head_) + first * of.token, count, of.width, of.token);
+    return matrix(of.at(sample_, head_) + first * of.token_stride, count, of.width, of.token_stride);
   }
 
   Tensor columns(const Heads& of, int64_t count) const {
-    return transposed(of.at(sample_, head_), count, of.width, of.token);
+    return transposed(of.at(sample_, head_), count, of.width, of.token_stride);
   }
 
   const AttentionBackward& task_;

@@ -23,12 +23,12 @@ struct Line {
 
 MESA_TUNE_INLINE Line line_of(const BatchNormBackward& task, int64_t channel) {
   const float scale = task.rstd[channel] * (task.weight == nullptr ? 1.0f : task.weight[channel]);
-  const float each = -scale / static_cast<float>(task.samples * task.places);
+  const float each = -scale / static_cast<float>(task.samples * task.positions);
   return {scale, each * task.dw[channel], each * task.db[channel]};
 }
 
 int64_t channels_at_once(const BatchNormBackward& task) {
-  return std::min(task.channels, std::max<int64_t>(1, kTile / task.places));
+  return std::min(task.channels, std::max<int64_t>(1, kTile / task.positions));
 }
 
 // Adds the sums over one channel's neighbours.
@@ -60,16 +60,16 @@ MESA_TUNE_INLINE void run_backward(const Line& line, const float* __restrict gra
 MESA_TUNE_INLINE void channels_backward(const BatchNormBackward& task, const Packed& packed,
                                         const Settings& s, const Split& parts, float* values, int64_t first,
                                         int64_t count) {
-  const int64_t n = task.places;
+  const int64_t n = task.positions;
   for (int64_t sample = 0; sample < task.samples; ++sample) {
     const int64_t at = (sample * task.channels + first) * n;
-    const float* x = decoded(packed, s, parts, at, count * n, values);
+    const float* x = decode_slice(packed, s, parts, at, count * n, values);
     for (int64_t i = 0; i < count; ++i)
       add_run(task.grad + at + i * n, x + i * n, n, task.dw[first + i], task.db[first + i]);
   }
   for (int64_t sample = 0; sample < task.samples; ++sample) {
     const int64_t at = (sample * task.channels + first) * n;
-    const float* x = task.fixed ? nullptr : decoded(packed, s, parts, at, count * n, values);
+    const float* x = task.fixed ? nullptr : decode_slice(packed, s, parts, at, count * n, values);
     for (int64_t i = 0; i < count; ++i) {
       const Line line = line_of(task, first + i);
       const float* __restrict grad = task.grad + at + i * n;
@@ -85,7 +85,7 @@ MESA_TUNE_INLINE void channels_backward(const BatchNormBackward& task, const Pac
 
 MESA_TUNE_INLINE void some_channels(const BatchNormBackward& task, const Packed& packed, const Settings& s,
                                     float* values, int64_t from, int64_t to) {
-  const Split parts = split(task.samples * task.channels * task.places, s);
+  const Split parts = split(task.samples * task.channels * task.positions, s);
   const int64_t each = channels_at_once(task);
   for (int64_t first = from * each; first < std::min(task.channels, to * each); first += each)
     channels_backward(task, packed, s, parts, values, first, std::min(each, task.channels - first));
@@ -97,8 +97,8 @@ MESA_TUNE_PATHS(some_channels,
 
 void by_channels(const BatchNormBackward& task, const Packed& packed, const Settings& s) {
   const int64_t each = channels_at_once(task);
-  parallel(pieces(task.channels, each), task.samples * each * task.places, [&](int64_t from, int64_t to) {
-    const auto values = room(each * task.places, s);
+  parallel(ceil_div(task.channels, each), task.samples * each * task.positions, [&](int64_t from, int64_t to) {
+    const auto values = decode_buffer(each * task.positions, s);
     some_channels_paths[path()](task, packed, s, values.get(), from, to);
   });
 }
@@ -114,14 +114,14 @@ struct Rows {
 MESA_TUNE_INLINE void sum_rows(const Rows& rows, const Packed& packed, const Settings& s, float* values,
                                int64_t from, int64_t to) {
   const BatchNormBackward& task = rows.task;
-  const int64_t n = task.channels, each = rows_at_once(n, s);
+  const int64_t n = task.channels, each = rows_per_tile(n, s);
   const Split parts = split(task.samples * n, s);
   for (int64_t at = from; at < to; ++at) {
     float* __restrict dw = rows.sums + 2 * at * n, * __restrict db = dw + n;
     const int64_t end = std::min(task.samples, (at + 1) * rows.portion);
     for (int64_t row = at * rows.portion; row < end; row += each) {
       const int64_t count = std::min(each, end - row);
-      const float* x = decoded(packed, s, parts, row * n, count * n, values);
+      const float* x = decode_slice(packed, s, parts, row * n, count * n, values);
       for (int64_t i = 0; i < count; ++i) {
         const float* __restrict grad = task.grad + (row + i) * n, * __restrict value = x + i * n;
         for (int64_t j = 0; j < n; ++j) {
@@ -141,12 +141,12 @@ MESA_TUNE_PATHS(sum_rows,
 MESA_TUNE_INLINE void make_rows(const Rows& rows, const Packed& packed, const Settings& s, float* values,
                                 int64_t from, int64_t to) {
   const BatchNormBackward& task = rows.task;
-  const int64_t n = task.channels, each = rows_at_once(n, s);
+  const int64_t n = task.channels, each = rows_per_tile(n, s);
   const Split parts = split(task.samples * n, s);
   const float* __restrict scale = rows.scale, * __restrict slope = rows.slope, * __restrict shift = rows.shift;
   for (int64_t row = from; row < to; row += each) {
     const int64_t count = std::min(each, to - row);
-    const float* x = task.fixed ? nullptr : decoded(packed, s, parts, row * n, count * n, values);
+    const float* x = task.fixed ? nullptr : decode_slice(packed, s, parts, row * n, count * n, values);
     for (int64_t i = 0; i < count; ++i) {
       const float* __restrict grad = task.grad + (row + i) * n;
       float* __restrict dx = task.dx + (row + i) * n;
@@ -165,21 +165,21 @@ MESA_TUNE_PATHS(make_rows,
                 (rows, packed, s, values, from, to))
 
 void by_rows(const BatchNormBackward& task, const Packed& packed, const Settings& s) {
-  const int64_t n = task.channels, each = rows_at_once(n, s);
-  const int64_t portion = rows_of_portion(task.samples, kFewest, n, s);
-  const int64_t portions = pieces(task.samples, portion), space = std::min(each, task.samples) * n;
+  const int64_t n = task.channels, each = rows_per_tile(n, s);
+  const int64_t portion = rows_per_portion(task.samples, kFewest, n, s);
+  const int64_t portions = ceil_div(task.samples, portion), space = std::min(each, task.samples) * n;
   std::vector<float> sums(static_cast<size_t>(2 * portions * n)), lines(static_cast<size_t>(3 * n));
   const Rows rows{task, portion, sums.data(), lines.data(), lines.data() + n, lines.data() + 2 * n};
   parallel(portions, portion * n, [&](int64_t from, int64_t to) {
-    sum_rows_paths[path()](rows, packed, s, room(space, s).get(), from, to);
+    sum_rows_paths[path()](rows, packed, s, decode_buffer(space, s).get(), from, to);
   });
   add_portions(sums, n, task.dw, task.db);
   for (int64_t i = 0; i < n; ++i) {
     const Line line = line_of(task, i);
     lines[i] = line.scale, lines[n + i] = line.slope, lines[2 * n + i] = line.shift;
   }
-  parallel(pieces(task.samples, each), each * n, [&](int64_t from, int64_t to) {
-    make_rows_paths[path()](rows, packed, s, room(space, s).get(), from * each,
+  parallel(ceil_div(task.samples, each), each * n, [&](int64_t from, int64_t to) {
+    make_rows_paths[path()](rows, packed, s, decode_buffer(space, s).get(), from * each,
                             std::min(task.samples, to * each));
   });
 }
@@ -189,8 +189,8 @@ void by_rows(const BatchNormBackward& task, const Packed& packed, const Settings
 void batch_norm_backward(const BatchNormBackward& task, const Packed& packed, const Settings& settings) {
   std::fill_n(task.dw, task.channels, 0.0f);
   std::fill_n(task.db, task.channels, 0.0f);
-  if (task.samples * task.channels * task.places == 0) return;
-  if (task.places == 1) return by_rows(task, packed, settings);
+  if (task.samples * task.channels * task.positions == 0) return;
+  if (task.positions == 1) return by_rows(task, packed, settings);
   by_channels(task, packed, settings);
 }
 

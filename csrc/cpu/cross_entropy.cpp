@@ -35,7 +35,7 @@ MESA_TUNE_INLINE void tiles(const CrossEntropyBackward& task, const Packed& pack
   const Split parts = split(numel, s);
   for (int64_t first = from * each; first < std::min(numel, to * each); first += each) {
     const int64_t n = std::min(each, numel - first);
-    some(task, decoded(packed, s, parts, first, n, values), first, n);
+    some(task, decode_slice(packed, s, parts, first, n, values), first, n);
   }
 }
 MESA_TUNE_PATHS(tiles,
@@ -48,8 +48,8 @@ MESA_TUNE_PATHS(tiles,
 void cross_entropy_backward(const CrossEntropyBackward& task, const Packed& packed,
                             const Settings& settings) {
   const int64_t each = tile_of(settings);
-  parallel(pieces(task.rows * task.classes, each), each, [&](int64_t from, int64_t to) {
-    tiles_paths[path()](task, packed, settings, room(each, settings).get(), from, to);
+  parallel(ceil_div(task.rows * task.classes, each), each, [&](int64_t from, int64_t to) {
+    tiles_paths[path()](task, packed, settings, decode_buffer(each, settings).get(), from, to);
   });
 }
 

@@ -59,7 +59,7 @@ MESA_TUNE_INLINE void decode_tile(const Decode& task, const Span& span, int64_t 
 }
 
 MESA_TUNE_INLINE void decode_tiles(const Decode& task, const Span& span, int64_t from, int64_t to) {
-  const int64_t each = pieces(span.plane(), kRun);
+  const int64_t each = ceil_div(span.plane(), kRun);
   for (int64_t tile = from; tile < to; ++tile)
     decode_tile(task, span, span.first + tile / each, tile % each * kRun);
 }
@@ -73,7 +73,7 @@ void decode_span(const Decode& task, const Span& span) {
       decode_groups_paths[path()](task, span, span.first + from, span.first + to);
     });
   }
-  parallel(span.count * pieces(span.plane(), kRun), kTile,
+  parallel(span.count * ceil_div(span.plane(), kRun), kTile,
            [&](int64_t from, int64_t to) { decode_tiles_paths[path()](task, span, from, to); });
 }
 

@@ -29,12 +29,12 @@ MESA_TUNE_INLINE Range range_of(const Packed& packed, int64_t group) {
   return {packed.ranges[2 * group], packed.ranges[2 * group + 1]};
 }
 
-MESA_TUNE_INLINE void keep_range(const Packed& packed, int64_t group, const Range& range) {
+MESA_TUNE_INLINE void store_range(const Packed& packed, int64_t group, const Range& range) {
   packed.ranges[2 * group] = range.zero;
   packed.ranges[2 * group + 1] = range.step;
 }
 
-constexpr int64_t pieces(int64_t size, int64_t piece) {
+constexpr int64_t ceil_div(int64_t size, int64_t piece) {
   return (size + piece - 1) / piece;
 }
 

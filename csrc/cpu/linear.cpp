@@ -17,8 +17,8 @@ constexpr int64_t kAtOnce = 1 << 17;          // elements of x and of the gradie
 constexpr int64_t kFewest = 64, kMost = 256;  // so many rows
 constexpr int64_t kWork = 1 << 18;            // multiplications that are worth a thread
 
-int64_t rows_at_once(const LinearBackward& task, const Settings& s) {
-  return rows_of_groups(std::clamp(kAtOnce / (task.in + task.out), kFewest, kMost), task.in, s);
+int64_t rows_per_chunk(const LinearBackward& task, const Settings& s) {
+  return rows_to_group(std::clamp(kAtOnce / (task.in + task.out), kFewest, kMost), task.in, s);
 }
 
 // How threads share the work: by rows, where each part sums up a dw of its own, as long as these take no
@@ -39,7 +39,7 @@ Shares shares(const LinearBackward& task) {
 // Part `number` of `of` of a count.
 struct Part {
   Part(int64_t count, int64_t number, int64_t of, int64_t step = 1) {
-    const int64_t each = pieces(pieces(count, of), step) * step;
+    const int64_t each = ceil_div(ceil_div(count, of), step) * step;
     first = std::min(number * each, count);
     size = std::min(each, count - first);
   }
@@ -59,7 +59,7 @@ struct Chunk {
 
 MESA_TUNE_INLINE void take(const LinearBackward& task, const Packed& packed, const Settings& s,
                            const Split& parts, Chunk& chunk) {
-  chunk.x = decoded(packed, s, parts, chunk.first * task.in, chunk.count * task.in, chunk.values);
+  chunk.x = decode_slice(packed, s, parts, chunk.first * task.in, chunk.count * task.in, chunk.values);
   float* __restrict sums = chunk.sums;
   const int64_t n = chunk.columns.size;
   std::fill_n(sums, task.db == nullptr ? 0 : n, 0.0f);
@@ -77,11 +77,11 @@ MESA_TUNE_PATHS(take,
 void backward(const LinearBackward& task, const Packed& packed, const Settings& s, const Part& rows,
               const Part& outs, const Part& ins) {
   const Split parts = split(task.rows * task.in, s);
-  const int64_t each = rows_at_once(task, s);
-  const auto values = room(std::min(each, rows.size) * task.in, s);
+  const int64_t each = rows_per_chunk(task, s);
+  const auto values = decode_buffer(std::min(each, rows.size) * task.in, s);
   std::vector<float> sums(static_cast<size_t>(outs.size));
   const auto dw =
-      matrix(task.dw.data + outs.first * task.dw.row, outs.size, task.in, task.dw.row, task.dw.column);
+      matrix(task.dw.data + outs.first * task.dw.row_stride, outs.size, task.in, task.dw.row_stride, task.dw.column_stride);
   for (int64_t first = rows.first; first < rows.first + rows.size; first += each) {
     const int64_t count = std::min(each, rows.first + rows.size - first);
     Chunk chunk{first, count, values.get(), outs, sums.data()};
@@ -98,7 +98,7 @@ void backward(const LinearBackward& task, const Packed& packed, const Settings& 
       const Matrix<const float>& w = task.weight;
       product(matrix(task.dx + first * task.in + ins.first, count, ins.size, task.in),
               matrix(grads, count, task.out, task.out),
-              matrix(w.data + ins.first * w.column, task.out, ins.size, w.row, w.column));
+              matrix(w.data + ins.first * w.column_stride, task.out, ins.size, w.row_stride, w.column_stride));
     }
     for (int64_t j = 0; task.db != nullptr && j < outs.size; ++j) task.db[outs.first + j] += sums[j];
   }
@@ -114,7 +114,7 @@ void linear_backward(const LinearBackward& task, const Packed& packed, const Set
     return;
   }
   const Shares share = shares(task);
-  const int64_t step = row_step(kFewest, task.in, s), more = share.rows - 1;
+  const int64_t step = rows_between_groups(kFewest, task.in, s), more = share.rows - 1;
   std::vector<float> dw(static_cast<size_t>(more * numel)), db(static_cast<size_t>(more * task.out));
   torch::stable::parallel_for(0, share.rows * share.columns, 1, [&](int64_t from, int64_t to) {
     for (int64_t job = from; job < to; ++job) {

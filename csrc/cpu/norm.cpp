@@ -47,13 +47,13 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
 MESA_TUNE_INLINE void rows_backward(const NormBackward& task, const Packed& packed, const Settings& s,
                                     float* sums, float* values, int64_t from, int64_t to) {
   const Split parts = split(task.rows * task.inner, s);
-  const int64_t portion = rows_of_portion(task.rows, 1, task.inner, s), each = rows_at_once(task.inner, s);
+  const int64_t portion = rows_per_portion(task.rows, 1, task.inner, s), each = rows_per_tile(task.inner, s);
   for (int64_t at = from; at < to; ++at) {
     float *dw = sums + 2 * at * task.inner, *db = dw + task.inner;
     const int64_t end = std::min(task.rows, (at + 1) * portion);
     for (int64_t row = at * portion; row < end; row += each) {
       const int64_t count = std::min(each, end - row);
-      const float* x = decoded(packed, s, parts, row * task.inner, count * task.inner, values);
+      const float* x = decode_slice(packed, s, parts, row * task.inner, count * task.inner, values);
       for (int64_t i = 0; i < count; ++i) row_backward(task, row + i, x + i * task.inner, dw, db);
     }
   }
@@ -69,10 +69,10 @@ void norm_backward(const NormBackward& task, const Packed& packed, const Setting
   std::fill_n(task.dw, task.inner, 0.0f);
   std::fill_n(task.db, task.inner, 0.0f);
   if (task.rows * task.inner == 0) return;
-  const int64_t each = rows_of_portion(task.rows, 1, task.inner, settings), count = pieces(task.rows, each);
+  const int64_t each = rows_per_portion(task.rows, 1, task.inner, settings), count = ceil_div(task.rows, each);
   std::vector<float> sums(static_cast<size_t>(2 * count * task.inner));
   parallel(count, each * task.inner, [&](int64_t from, int64_t to) {
-    const auto values = room(std::min(task.rows, rows_at_once(task.inner, settings)) * task.inner, settings);
+    const auto values = decode_buffer(std::min(task.rows, rows_per_tile(task.inner, settings)) * task.inner, settings);
     rows_backward_paths[path()](task, packed, settings, sums.data(), values.get(), from, to);
   });
   add_portions(sums, task.inner, task.dw, task.db);

@@ -90,8 +90,8 @@ struct Batch {
       step[i] = range.step;
     }
   }
-  MESA_TUNE_INLINE void keep_ranges(const Packed& packed, int64_t first, int64_t count) const {
-    for (int64_t i = 0; i < count; ++i) keep_range(packed, first + i, {zero[i], step[i]});
+  MESA_TUNE_INLINE void store_ranges(const Packed& packed, int64_t first, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) store_range(packed, first + i, {zero[i], step[i]});
   }
   MESA_TUNE_INLINE void read_ranges(const Packed& packed, int64_t first, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
@@ -102,16 +102,16 @@ struct Batch {
   }
   MESA_TUNE_INLINE void mix_keys(int64_t count, const Keys& keys, int64_t group) {
     for (int64_t i = 0; i < count; ++i) {
-      const Keys own = keys.of_group(group + i, {zero[i], step[i]});
-      one[i] = own.one;
-      two[i] = own.two;
+      const Keys group_keys = keys.of_group(group + i, {zero[i], step[i]});
+      counter_key[i] = group_keys.counter_key;
+      hash_key[i] = group_keys.hash_key;
     }
   }
 
   const float* values[kMost];
   int32_t low[kMost], high[kMost];
   float zero[kMost], step[kMost];
-  uint32_t one[kMost], two[kMost];
+  uint32_t counter_key[kMost], hash_key[kMost];
 };
 
 MESA_TUNE_INLINE void encode_group(const Encode& task, const Span& span, int64_t group, const float* values,
@@ -160,12 +160,12 @@ MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_
       batch.read_ranges(task.packed, first, count);
     } else {
       batch.measure_all(count, span.size, task.settings.levels);
-      batch.keep_ranges(task.packed, first, count);
+      batch.store_ranges(task.packed, first, count);
     }
     batch.mix_keys(count, task.keys, first);
     for (int64_t i = 0; i < count; ++i) {
       prefetch(task, span, first + most + i, to);
-      encode_group(task, span, first + i, batch.values[i], {batch.one[i], batch.two[i]},
+      encode_group(task, span, first + i, batch.values[i], {batch.counter_key[i], batch.hash_key[i]},
                    buffer + i * span.size);
     }
   }
@@ -177,7 +177,7 @@ MESA_TUNE_PATHS(encode_groups, (const Encode& task, const Span& span, int64_t fr
 MESA_TUNE_INLINE void measure_pieces(const Encode& task, const Span& span, bool finite, Extremes* found,
                                      int64_t from, int64_t to) {
   alignas(64) float buffer[kTile];
-  const int64_t each = pieces(span.size, kTile);
+  const int64_t each = ceil_div(span.size, kTile);
   for (int64_t piece = from; piece < to; ++piece) {
     const int64_t group = span.first + piece / each, begin = piece % each * kTile;
     const int64_t n = std::min(kTile, span.size - begin);
@@ -218,7 +218,7 @@ MESA_TUNE_INLINE void encode_tile(const Encode& task, const Span& span, int64_t 
 }
 
 MESA_TUNE_INLINE void encode_tiles(const Encode& task, const Span& span, int64_t from, int64_t to) {
-  const int64_t each = pieces(span.plane(), kRun);
+  const int64_t each = ceil_div(span.plane(), kRun);
   for (int64_t tile = from; tile < to; ++tile)
     encode_tile(task, span, span.first + tile / each, tile % each * kRun);
 }
@@ -227,7 +227,7 @@ MESA_TUNE_PATHS(encode_tiles, (const Encode& task, const Span& span, int64_t fro
 
 // The extremes of every group of a span: of all elements, or the finite ones.
 std::vector<Extremes> measure_span(const Encode& task, const Span& span, bool finite = false) {
-  const int64_t each = pieces(span.size, kTile);
+  const int64_t each = ceil_div(span.size, kTile);
   std::vector<Extremes> found(static_cast<size_t>(span.count * each));
   parallel(span.count * each, std::min(span.size, kTile), [&](int64_t from, int64_t to) {
     measure_pieces_paths[path()](task, span, finite, found.data(), from, to);
@@ -240,14 +240,14 @@ std::vector<Extremes> measure_span(const Encode& task, const Span& span, bool fi
   return found;
 }
 
-void keep_ranges(const Encode& task, const Span& span) {
+void store_ranges(const Encode& task, const Span& span) {
   const std::vector<Extremes> found = measure_span(task, span);
   const auto is_finite = [](const Extremes& extremes) { return extremes.finite(); };
   const bool valid = std::all_of(found.begin(), found.end(), is_finite);
   const std::vector<Extremes> finite = valid ? found : measure_span(task, span, true);
   for (int64_t group = 0; group < span.count; ++group) {
     const bool gaps = !found[group].finite();
-    keep_range(task.packed, span.first + group, measure(finite[group], task.settings.levels, gaps));
+    store_range(task.packed, span.first + group, measure(finite[group], task.settings.levels, gaps));
   }
 }
 
@@ -258,8 +258,8 @@ void encode_span(const Encode& task, const Span& span) {
       encode_groups_paths[path()](task, span, span.first + from, span.first + to);
     });
   }
-  if (!task.given) keep_ranges(task, span);
-  parallel(span.count * pieces(span.plane(), kRun), kTile,
+  if (!task.given) store_ranges(task, span);
+  parallel(span.count * ceil_div(span.plane(), kRun), kTile,
            [&](int64_t from, int64_t to) { encode_tiles_paths[path()](task, span, from, to); });
 }
 
@@ -294,8 +294,8 @@ void extents(const Strided& x, const Settings& settings, float* ends) {
     const std::vector<Extremes> found = measure_span(task, span);
     for (int64_t group = 0; group < span.count; ++group) {
       float* own = ends + 2 * (span.first + group);
-      own[0] = found[group].least();
-      own[1] = found[group].most();
+      own[0] = found[group].minimum();
+      own[1] = found[group].maximum();
     }
   }
 }

@@ -39,14 +39,14 @@ class Encoder {
                                      uint32_t counter, uint8_t* __restrict first_codes,
                                      uint8_t* __restrict second_codes) const {
     for (int64_t i = 0; i < kHalf; ++i, ++counter) {  // the counter has 32 bits: vectors of these, not 64
-      const uint32_t both = noise(counter, keys_.two);
+      const uint32_t both = noise(counter, keys_.hash_key);
       first_codes[i] = code(first[i], both);
       second_codes[i] = code(second[i], both >> 16);
     }
   }
   MESA_TUNE_INLINE void encode_half(const float* __restrict values, int64_t n, uint32_t counter, int shift,
                                     uint8_t* __restrict codes) const {
-    for (int64_t i = 0; i < n; ++i, ++counter) codes[i] = code(values[i], noise(counter, keys_.two) >> shift);
+    for (int64_t i = 0; i < n; ++i, ++counter) codes[i] = code(values[i], noise(counter, keys_.hash_key) >> shift);
   }
   MESA_TUNE_INLINE void encode_nearest(const float* __restrict values, int64_t n,
                                        uint8_t* __restrict codes) const {

@@ -32,7 +32,7 @@ MESA_TUNE_INLINE void rows_backward(const SoftmaxBackward& task, const Packed& p
   const Split parts = split(task.rows * task.width, s);
   for (int64_t row = from * each; row < std::min(task.rows, to * each); row += each) {
     const int64_t count = std::min(each, task.rows - row), at = row * task.width;
-    const float* y = decoded(packed, s, parts, at, count * task.width, values);
+    const float* y = decode_slice(packed, s, parts, at, count * task.width, values);
     for (int64_t i = 0; i < count * task.width; i += task.width)
       row_backward(task.grad + at + i, y + i, task.width, task.dx + at + i);
   }
@@ -46,9 +46,9 @@ MESA_TUNE_PATHS(rows_backward,
 
 void softmax_backward(const SoftmaxBackward& task, const Packed& packed, const Settings& settings) {
   if (task.rows * task.width == 0) return;
-  const int64_t each = rows_at_once(task.width, settings);
-  parallel(pieces(task.rows, each), each * task.width, [&](int64_t from, int64_t to) {
-    const auto values = room(std::min(each, task.rows) * task.width, settings);
+  const int64_t each = rows_per_tile(task.width, settings);
+  parallel(ceil_div(task.rows, each), each * task.width, [&](int64_t from, int64_t to) {
+    const auto values = decode_buffer(std::min(each, task.rows) * task.width, settings);
     rows_backward_paths[path()](task, packed, settings, values.get(), each, from, to);
   });
 }

@@ -142,13 +142,13 @@ __device__ inline uint4 pack(const Values& value, const uint32_t (&codes)[kWords
 template <bool kStochastic, class Type>
 __device__ inline uint32_t four_codes(const Raw<Type>& raw, int run, int column, const Scale& scale,
                                       float factor, uint32_t element, const Keys& keys) {
-  const uint32_t counter = pair_of(element) + keys.one;  // of the first; neighbours by four share a half
+  const uint32_t counter = pair_of(element) + keys.counter_key;  // of the first; neighbours by four share a half
   const uint32_t half = noise_half(element);
   uint32_t codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float position = scale.position(raw.value(run, column + i) * factor);
-    codes[i] = kStochastic ? rounded(position, lift(counter + i, keys.two, half)) : nearest(position);
+    codes[i] = kStochastic ? rounded(position, lift(counter + i, keys.hash_key, half)) : nearest(position);
   }
   return __byte_perm(__byte_perm(codes[0], codes[1], 0x73), __byte_perm(codes[2], codes[3], 0x73), 0x5410);
 }

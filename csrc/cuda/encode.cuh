@@ -39,7 +39,7 @@ void encode_strided(const Strided& x, const Map& map, const Settings& s, const S
   const int64_t pieces = (span.size + kPiece - 1) / kPiece, collected = pieces > 1 ? span.count : 0;
   launch(clear_extremes, collected, stream, groups, packed);
   launch(measure_pieces<Type, kMapped>, span.count * pieces * kWarp, stream, data, map, groups, packed);
-  launch(keep_ranges, collected, stream, groups, packed);
+  launch(store_ranges, collected, stream, groups, packed);
   launch(encode_columns<Type, kMapped>, span.count * span.plane(), stream, data, map, groups, noise, packed);
 }
 

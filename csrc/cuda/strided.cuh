@@ -37,7 +37,7 @@ __device__ inline Range stored_range(const Packed& packed, int64_t group) {
 }
 
 // The range of a group whose elements have these extremes, of all of them and of the finite ones.
-__device__ inline void keep_range(const Packed& packed, int64_t group, const Extremes& all,
+__device__ inline void store_range(const Packed& packed, int64_t group, const Extremes& all,
                                   const Extremes& finite, int levels) {
   const Range range = measure(finite, levels, !all.finite());
   packed.ranges[2 * group] = range.zero;
@@ -106,7 +106,7 @@ __global__ void measure_pieces(const typename Type::Storage* x, const Map map,
     if (!all.finite()) finite = measured<Type, kMapped, true>(x, map, groups, group, begin, end);
     if (turn % kWarp > 0) continue;
     if (each == 1) {
-      keep_range(packed, group, all, finite, groups.settings.levels);
+      store_range(packed, group, all, finite, groups.settings.levels);
     } else {
       collect(extremes_of(packed, group), all);
       collect(finite_of(groups, packed, group), finite);
@@ -115,11 +115,11 @@ __global__ void measure_pieces(const typename Type::Storage* x, const Map map,
 }
 
 // Of groups of several pieces.
-static __global__ void keep_ranges(const __grid_constant__ Groups groups, const Packed packed) {
+static __global__ void store_ranges(const __grid_constant__ Groups groups, const Packed packed) {
   for (int64_t i = thread_number(); i < groups.span.count; i += thread_count()) {
     const int64_t group = groups.span.first + i;
     const Extremes all = *extremes_of(packed, group), finite = *finite_of(groups, packed, group);
-    keep_range(packed, group, all, finite, groups.settings.levels);
+    store_range(packed, group, all, finite, groups.settings.levels);
   }
 }
 
@@ -145,7 +145,7 @@ __global__ void encode_columns(const typename Type::Storage* x, const Map map,
       // What is not finite ends at the top code, which a raised step keeps from what is.
       const float position = scale.position(is_finite(value) ? value : fabsf(value));
       const uint32_t code =
-          noise.stochastic ? rounded(position, lift(counter_of(element, keys), keys.two, noise_half(element)))
+          noise.stochastic ? rounded(position, lift(counter_of(element, keys), keys.hash_key, noise_half(element)))
                            : nearest(position);
       codes |= uint64_t{code >> 24} << (8 * run);
     }
