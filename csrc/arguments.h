@@ -50,10 +50,11 @@ inline void check_settings(const Settings& s, const torch::stable::Tensor& x) {
   STD_TORCH_CHECK(extent % s.quant_groups == 0, "quant_groups ", s.quant_groups, " does not divide ", extent);
 }
 
-// A new contiguous tensor on the device of `like`. Calls PyTorch's C shim directly, which is faster than a call
-// of the operator by name.
-inline torch::stable::Tensor empty_tensor(const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
-                                   torch::headeronly::ScalarType type) {
+// A new contiguous tensor on the device of `like`. Calls PyTorch's C shim directly, which is faster than a
+// call of the operator by name.
+inline torch::stable::Tensor empty_tensor(const torch::stable::Tensor& like,
+                                          const std::vector<int64_t>& sizes,
+                                          torch::headeronly::ScalarType type) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
   int32_t device = 0;
@@ -80,9 +81,10 @@ inline bool same_device(const torch::stable::Tensor& a, const torch::stable::Ten
   return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
 }
 
-// The memory of `data`, which must be contiguous, on the device of `like`, with `count` elements of this type.
+// The memory of `data`, which must be contiguous, on the device of `like`, with `count` elements of this
+// type.
 inline const void* dense_data(const torch::stable::Tensor& data, const torch::stable::Tensor& like,
-                         torch::headeronly::ScalarType type, int64_t count, const char* name) {
+                              torch::headeronly::ScalarType type, int64_t count, const char* name) {
   STD_TORCH_CHECK(
       same_device(data, like) && data.scalar_type() == type && data.is_contiguous() && data.numel() == count,
       "expected contiguous ", name, " of ", count, " elements on the tensor's device, but got ",
@@ -90,8 +92,8 @@ inline const void* dense_data(const torch::stable::Tensor& data, const torch::st
   return data.const_data_ptr();
 }
 
-inline const float* float_data(const torch::stable::Tensor& x, const torch::stable::Tensor& like, int64_t count,
-                           const char* name) {
+inline const float* float_data(const torch::stable::Tensor& x, const torch::stable::Tensor& like,
+                               int64_t count, const char* name) {
   return static_cast<const float*>(dense_data(x, like, torch::headeronly::ScalarType::Float, count, name));
 }
 
@@ -101,7 +103,8 @@ inline Packed read_packed(const torch::stable::Tensor& data, const torch::stable
   STD_TORCH_CHECK(s.group_size <= cpu::kMaxGroupSize, "expected groups of at most ", cpu::kMaxGroupSize,
                   " elements, but got ", s.group_size);
   const Split parts = split(numel, s);
-  const void* codes = dense_data(data, like, torch::headeronly::ScalarType::Byte, parts.bytes(s.bits), "data");
+  const void* codes =
+      dense_data(data, like, torch::headeronly::ScalarType::Byte, parts.bytes(s.bits), "data");
   return {static_cast<uint8_t*>(const_cast<void*>(codes)),
           const_cast<float*>(float_data(ranges, like, 2 * parts.groups(), "ranges"))};
 }

@@ -1,5 +1,5 @@
-// Ranges, rounding noise and scaling of one group, for every device. What is hard is that they must give the bytes
-// of mesa_tune/ops/reference/__init__.py: each operation and its order are the same there.
+// Ranges, rounding noise and scaling of one group, for every device. What is hard is that they must give the
+// bytes of mesa_tune/ops/reference/__init__.py: each operation and its order are the same there.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,9 @@ namespace mesa_tune {
 constexpr float kQuarter = 0.25f;
 constexpr float kWide = 0x1p124f;
 constexpr float kSmallestStep = 0x1p-126f;
-constexpr float kRoom = 1.0f + 0x1p-15f;  // factor of a hidden step, so that no finite element gets the top code
-constexpr int kHidden = 9;                // lower bits of the step that a hidden step loses
+constexpr float kRoom =
+    1.0f + 0x1p-15f;        // factor of a hidden step, so that no finite element gets the top code
+constexpr int kHidden = 9;  // lower bits of the step that a hidden step loses
 constexpr int32_t kNan = 0x7FC00000;
 constexpr uint32_t kMix1 = 0x21F0AAAD, kMix2 = 0x735A2D97;
 constexpr uint32_t kLane1 = 0x2545F491, kLane2 = 0x6A09E667, kCarry = 0x27D4EB2F;
@@ -23,8 +24,8 @@ MESA_TUNE_INLINE bool is_finite(float value) {
   return (bit_cast<uint32_t>(value) & 0x7F800000) != 0x7F800000;
 }
 
-// Minimum and maximum of some floats, as integers in the order of their bits. NaNs are beyond the infinities, so
-// the extremes show whether all numbers were finite. The result does not depend on the order of elements.
+// Minimum and maximum of some floats, as integers in the order of their bits. NaNs are beyond the infinities,
+// so the extremes show whether all numbers were finite. The result does not depend on the order of elements.
 struct Extremes {
   int32_t low = std::numeric_limits<int32_t>::max();
   int32_t high = std::numeric_limits<int32_t>::min();
@@ -76,8 +77,9 @@ struct Extremes {
 };
 
 // The two stored numbers of a group: the value of code 0, and the step between codes. Of a range too wide for
-// fp32, a quarter of the step is stored, negated. A group with gaps (NaN or Inf) stores the range of its finite
-// elements, with the step hidden in the bits of a NaN. If no finite element can be stored, both numbers are NaN.
+// fp32, a quarter of the step is stored, negated. A group with gaps (NaN or Inf) stores the range of its
+// finite elements, with the step hidden in the bits of a NaN. If no finite element can be stored, both
+// numbers are NaN.
 struct Range {
   float zero;
   float step;
@@ -86,7 +88,8 @@ struct Range {
   MESA_TUNE_INLINE bool valid() const { return step == step; }
   MESA_TUNE_INLINE bool plain() const { return step >= 0; }  // neither wide nor invalid
   MESA_TUNE_INLINE bool has_gaps() const { return !valid() && zero == zero; }
-  // Hides the step: its upper bits, rounded up, in the payload of a NaN. The arithmetic shift preserves the sign.
+  // Hides the step: its upper bits, rounded up, in the payload of a NaN. The arithmetic shift preserves the
+  // sign.
   MESA_TUNE_INLINE Range hidden() const {
     const int32_t bits = bit_cast<int32_t>(step * kRoom) + ((1 << kHidden) - 1);
     return {zero, bit_cast<float>(bits >> kHidden | kNan)};
@@ -115,8 +118,8 @@ MESA_TUNE_INLINE Range measure(const Extremes& extremes, int64_t levels) {
   return {finite ? low : nan, finite ? (wide ? -step : step) : nan};
 }
 
-// The range of a group. If it has gaps, `extremes` are those of its finite elements, and the top code is reserved
-// for the gaps; with two levels, the one remaining code is not enough for the finite elements.
+// The range of a group. If it has gaps, `extremes` are those of its finite elements, and the top code is
+// reserved for the gaps; with two levels, the one remaining code is not enough for the finite elements.
 MESA_TUNE_INLINE Range measure(const Extremes& extremes, int levels, bool gaps) {
   const Range range = measure(extremes, levels - gaps);
   if (!gaps) return range;

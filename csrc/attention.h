@@ -28,8 +28,8 @@ struct Bias {
   int64_t key_stride;
 };
 
-// The backward of softmax(scale q k^T + bias) v. Dropout multiplied each probability by `raised` where its bit is
-// set, by 0 elsewhere; without `bits` there was no dropout.
+// The backward of softmax(scale q k^T + bias) v. Dropout multiplied each probability by `raised` where its
+// bit is set, by 0 elsewhere; without `bits` there was no dropout.
 struct AttentionBackward {
   Heads q, k, v, grad;
   Heads dq, dk, dv;

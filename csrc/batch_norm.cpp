@@ -22,20 +22,23 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(Tensor data, Tensor range
   const int64_t dims = dense_grad.dim(), numel = dense_grad.numel();
   STD_TORCH_CHECK(dims > 1, "expected a gradient of samples and channels");
   const int64_t channels = dense_grad.size(last ? dims - 1 : 1), all = numel / std::max<int64_t>(1, channels);
-  const int64_t samples = last ? all : dense_grad.size(0), positions = last ? 1 : all / std::max<int64_t>(1, samples);
+  const int64_t samples = last ? all : dense_grad.size(0),
+                positions = last ? 1 : all / std::max<int64_t>(1, samples);
   const Packed packed = read_packed(data, ranges, dense_grad, numel, s);
-  Tensor dx = empty_tensor_like(dense_grad), dw = empty_tensor(dense_grad, {channels}, dense_grad.scalar_type());
+  Tensor dx = empty_tensor_like(dense_grad),
+         dw = empty_tensor(dense_grad, {channels}, dense_grad.scalar_type());
   Tensor db = empty_tensor_like(dw);
-  const BatchNormBackward task{float_data(dense_grad, dense_grad, numel, "float32 gradient"),
-                               float_data(rstd, dense_grad, channels, "reciprocal deviations"),
-                               weight.has_value() ? float_data(*weight, dense_grad, channels, "weight") : nullptr,
-                               samples,
-                               channels,
-                               positions,
-                               fixed,
-                               static_cast<float*>(dx.mutable_data_ptr()),
-                               static_cast<float*>(dw.mutable_data_ptr()),
-                               static_cast<float*>(db.mutable_data_ptr())};
+  const BatchNormBackward task{
+      float_data(dense_grad, dense_grad, numel, "float32 gradient"),
+      float_data(rstd, dense_grad, channels, "reciprocal deviations"),
+      weight.has_value() ? float_data(*weight, dense_grad, channels, "weight") : nullptr,
+      samples,
+      channels,
+      positions,
+      fixed,
+      static_cast<float*>(dx.mutable_data_ptr()),
+      static_cast<float*>(dw.mutable_data_ptr()),
+      static_cast<float*>(db.mutable_data_ptr())};
   cpu::batch_norm_backward(task, packed, s);
   return {dx, dw, db};
 }

@@ -6,8 +6,9 @@
 namespace mesa_tune {
 
 // The backward of a batch norm: dx = rstd * (u - mean(u) - xhat * mean(u * xhat)) with u = weight * grad and
-// means per channel; or rstd * u if the statistics are fixed (not computed from the batch). All tensors are dense
-// float32. Element (sample, channel, position) has index (sample * channels + channel) * positions + position.
+// means per channel; or rstd * u if the statistics are fixed (not computed from the batch). All tensors are
+// dense float32. Element (sample, channel, position) has index (sample * channels + channel) * positions +
+// position.
 struct BatchNormBackward {
   const float* grad;
   const float* rstd;    // one number per channel

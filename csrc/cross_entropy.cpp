@@ -39,9 +39,11 @@ Tensor cross_entropy_backward(Tensor data, Tensor ranges, Tensor target, Tensor 
   const int64_t rows = targets.numel();
   const auto* indices =
       static_cast<const int64_t*>(dense_data(targets, dense_grad, ScalarType::Long, rows, "int64 targets"));
-  const float* grads = float_data(dense_grad, dense_grad, dense_grad.numel() == 1 ? 1 : rows, "float32 gradient");
+  const float* grads =
+      float_data(dense_grad, dense_grad, dense_grad.numel() == 1 ? 1 : rows, "float32 gradient");
   const float* surpluses = float_data(surplus, dense_grad, rows, "float32 surplus");
-  const float* weights = weight.has_value() ? float_data(*weight, dense_grad, classes, "class weights") : nullptr;
+  const float* weights =
+      weight.has_value() ? float_data(*weight, dense_grad, classes, "class weights") : nullptr;
   const Packed packed = read_packed(data, ranges, dense_grad, rows * classes, s);
   std::vector<int64_t> sizes = targets.sizes().vec();
   sizes.push_back(classes);

@@ -1,5 +1,5 @@
-// Sizes and offsets of a packed tensor, as in mesa_tune/ops/reference/__init__.py. All of it is in 64 bits: tensors
-// may have more than 2^31 elements.
+// Sizes and offsets of a packed tensor, as in mesa_tune/ops/reference/__init__.py. All of it is in 64 bits:
+// tensors may have more than 2^31 elements.
 #pragma once
 
 #include <cstdint>

@@ -14,7 +14,8 @@ struct Axis {
   int64_t stride;
 };
 
-// Integer quotient of two non-negative numbers. A GPU divides 64-bit numbers many times slower than 32-bit ones.
+// Integer quotient of two non-negative numbers. A GPU divides 64-bit numbers many times slower than 32-bit
+// ones.
 MESA_TUNE_INLINE int64_t quotient(int64_t a, int64_t b) {
 #ifdef __CUDA_ARCH__
   if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
@@ -22,9 +23,9 @@ MESA_TUNE_INLINE int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
-// The offset of element i of group g is g * group_step plus the offset of i in row-major order over the axes. For
-// groups of consecutive elements the axes are those of the whole tensor, group_step and g are 0, and i counts the
-// elements of the tensor.
+// The offset of element i of group g is g * group_step plus the offset of i in row-major order over the axes.
+// For groups of consecutive elements the axes are those of the whole tensor, group_step and g are 0, and i
+// counts the elements of the tensor.
 class Layout {
  public:
   // Adds an axis. Drops it if its size is 1; merges it with the last one if together they have one stride.

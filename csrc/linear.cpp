@@ -41,13 +41,15 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor data, Tensor ranges, T
   Matrix<const float> weights{nullptr, 0, 0};
   if (weight.has_value()) {
     STD_TORCH_CHECK(same_device(*weight, dense_grad) && weight->scalar_type() == ScalarType::Float &&
-                        weight->dim() == 2 && weight->size(0) == weight_rows && weight->size(1) == weight_columns,
+                        weight->dim() == 2 && weight->size(0) == weight_rows &&
+                        weight->size(1) == weight_columns,
                     "expected a float32 weight of shape (", weight_rows, ", ", weight_columns, ")");
     weights = {static_cast<const float*>(weight->const_data_ptr()), weight->stride(transposed ? 1 : 0),
                weight->stride(transposed ? 0 : 1)};
   }
   const Packed packed = read_packed(data, ranges, dense_grad, rows * width, s);
-  Tensor dx = result(dense_grad, weight.has_value(), sizes), dw = result(dense_grad, true, {weight_rows, weight_columns});
+  Tensor dx = result(dense_grad, weight.has_value(), sizes),
+         dw = result(dense_grad, true, {weight_rows, weight_columns});
   Tensor db = result(dense_grad, bias, {out});
   const LinearBackward task{float_data(dense_grad, dense_grad, rows * out, "float32 gradient"),
                             weights,

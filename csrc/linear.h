@@ -13,8 +13,8 @@ struct Matrix {
   int64_t column_stride;
 };
 
-// The backward of y = x w^T + b: dx = grad w, dw = grad^T x, db = sum of the rows of grad. A null dx (then the
-// weight is null, too) or db is not computed. Tensors without strides are dense.
+// The backward of y = x w^T + b: dx = grad w, dw = grad^T x, db = sum of the rows of grad. A null dx (then
+// the weight is null, too) or db is not computed. Tensors without strides are dense.
 struct LinearBackward {
   const float* grad;           // (rows, out)
   Matrix<const float> weight;  // (out, in)

@@ -5,8 +5,8 @@
 
 namespace mesa_tune {
 
-// The backward of a norm over rows: dx = rstd * (u - mean(u) - xhat * mean(u * xhat)) with u = weight * grad. A
-// norm that is not centered (RMS norm) has no mean(u). All tensors are dense float32.
+// The backward of a norm over rows: dx = rstd * (u - mean(u) - xhat * mean(u * xhat)) with u = weight * grad.
+// A norm that is not centered (RMS norm) has no mean(u). All tensors are dense float32.
 struct NormBackward {
   const float* grad;
   const float* rstd;    // one number per row

@@ -22,8 +22,8 @@ std::vector<Windows> parse(const std::vector<int64_t>& numbers, const Tensor& li
                   "expected six numbers for each of at most ", like.dim(), " dimensions");
   for (int64_t d = 0; d < dims; ++d) {
     const Windows& window = windows[d];
-    STD_TORCH_CHECK(window.number == like.size(like.dim() - dims + d) && window.size > 0 && window.extent > 0 &&
-                        window.step > 0,
+    STD_TORCH_CHECK(window.number == like.size(like.dim() - dims + d) && window.size > 0 &&
+                        window.extent > 0 && window.step > 0,
                     "expected as many windows as outputs, and positive sizes, extents and steps");
   }
   STD_TORCH_CHECK(offset_bits(windows) <= 32, "expected windows of at most 2**32 positions");

@@ -7,8 +7,8 @@
 
 namespace mesa_tune {
 
-// The windows along one dimension: `number` windows of `extent` positions that are `step` apart, on an input of
-// `size`. As in mesa_tune/ops/reference/windows.py.
+// The windows along one dimension: `number` windows of `extent` positions that are `step` apart, on an input
+// of `size`. As in mesa_tune/ops/reference/windows.py.
 struct Windows {
   int64_t size, number, extent, step, stride, padding;
 };

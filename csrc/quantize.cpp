@@ -151,8 +151,8 @@ Tensor dequantize_mul(Tensor data, Tensor ranges, Tensor factor, int64_t bits, i
   const Tensor dense_factor = to_contiguous(factor);
   Tensor out = empty_tensor_like(dense_factor);
   check_settings(s, out);
-  const auto* factors =
-      static_cast<const float*>(dense_data(dense_factor, out, ScalarType::Float, out.numel(), "float32 factor"));
+  const auto* factors = static_cast<const float*>(
+      dense_data(dense_factor, out, ScalarType::Float, out.numel(), "float32 factor"));
   const Packed packed = packed_of(data, ranges, s, out);
   const Strided target = strided(out, out.mutable_data_ptr(), s);
   dispatch(

@@ -1,4 +1,5 @@
-// Interface between the quantizer's operators (quantize.cpp, quantize_within.cpp) and the kernels of each device.
+// Interface between the quantizer's operators (quantize.cpp, quantize_within.cpp) and the kernels of each
+// device.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,8 @@ Tensor softmax_backward(Tensor data, Tensor ranges, Tensor grad, int64_t bits, i
   const Tensor dense_grad = to_contiguous(grad);
   check_on_cpu(dense_grad);
   check_settings(s, dense_grad);
-  const int64_t numel = dense_grad.numel(), dims = dense_grad.dim(), width = dims == 0 ? 1 : dense_grad.size(dims - 1);
+  const int64_t numel = dense_grad.numel(), dims = dense_grad.dim(),
+                width = dims == 0 ? 1 : dense_grad.size(dims - 1);
   const Packed packed = read_packed(data, ranges, dense_grad, numel, s);
   Tensor dx = empty_tensor_like(dense_grad);
   const SoftmaxBackward task{float_data(dense_grad, dense_grad, numel, "float32 gradient"),

@@ -35,8 +35,8 @@ std::tuple<Tensor, Tensor> sparsify(Tensor x, int64_t count) {
 Tensor densify(Tensor bitmap, Tensor survivors, std::vector<int64_t> shape) {
   check_on_cpu(survivors);
   Tensor out = empty_tensor(survivors, shape, survivors.scalar_type());
-  const auto* bits =
-      static_cast<const uint8_t*>(dense_data(bitmap, out, ScalarType::Byte, plane_bytes(out.numel()), "bitmap"));
+  const auto* bits = static_cast<const uint8_t*>(
+      dense_data(bitmap, out, ScalarType::Byte, plane_bytes(out.numel()), "bitmap"));
   const void* values = dense_data(survivors, out, survivors.scalar_type(), survivors.numel(), "survivors");
   const int64_t bits_set =
       cpu::densify(bits, values, width_of(survivors), out.numel(), survivors.numel(), out.mutable_data_ptr());

@@ -1,5 +1,5 @@
-// Interface between the operators (sparsify.cpp) and their CPU kernels (cpu/sparsify.cpp). Elements are floats
-// of `width` bytes; their magnitudes are compared as integers, the bits without the sign.
+// Interface between the operators (sparsify.cpp) and their CPU kernels (cpu/sparsify.cpp). Elements are
+// floats of `width` bytes; their magnitudes are compared as integers, the bits without the sign.
 #pragma once
 
 #include <cstdint>
