@@ -1,4 +1,5 @@
-// Gives the CPU's kernel to `cross_entropy_backward` of mesa_tune/ops/fused.py.
+// The CPU implementation of operator `cross_entropy_backward` (mesa_tune/ops/fused.py): checks the tensors
+// and calls the kernel.
 
 #include "cross_entropy.h"
 
@@ -10,7 +11,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// What each row's gradient is multiplied by; 0 where its target is ignored.
+// The factor of each row of dx: weight times incoming gradient, divided by the sum of weights for a mean; 0
+// where the target is ignored.
 std::vector<float> scales(const int64_t* target, const float* weight, const float* grad, bool single_grad,
                           int64_t rows, int64_t classes, int64_t ignore, bool mean) {
   std::vector<float> scale(static_cast<size_t>(rows));
@@ -35,7 +37,7 @@ Tensor cross_entropy_backward(Tensor data, Tensor ranges, Tensor target, Tensor 
   const Tensor dense_grad = to_contiguous(grad), targets = to_contiguous(target);
   check_on_cpu(dense_grad);
   check_settings(s, dense_grad);
-  STD_TORCH_CHECK(classes >= 0, "expected no negative number of classes, but got ", classes);
+  STD_TORCH_CHECK(classes >= 0, "expected a non-negative number of classes, but got ", classes);
   const int64_t rows = targets.numel();
   const auto* indices =
       static_cast<const int64_t*>(dense_data(targets, dense_grad, ScalarType::Long, rows, "int64 targets"));

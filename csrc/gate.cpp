@@ -1,4 +1,5 @@
-// Gives the CPU's kernels to `pack_at_most` and `gate` of mesa_tune/ops/fused.py.
+// The CPU implementations of operators `pack_at_most` and `gate` (mesa_tune/ops/fused.py): check the tensors
+// and call the kernels.
 
 #include "gate.h"
 

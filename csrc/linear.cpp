@@ -1,4 +1,5 @@
-// Gives the CPU's kernel to `linear_backward` of mesa_tune/ops/fused.py.
+// The CPU implementation of operator `linear_backward` (mesa_tune/ops/fused.py): checks the tensors and calls
+// the kernel.
 
 #include "linear.h"
 
@@ -14,13 +15,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// What is written, or a tensor without elements.
-Tensor result(const Tensor& like, bool wanted, std::vector<int64_t> sizes) {
-  return empty_tensor(like, wanted ? sizes : std::vector<int64_t>{0}, ScalarType::Float);
+// A tensor for a result; without elements if the result is not requested.
+Tensor result(const Tensor& like, bool requested, std::vector<int64_t> sizes) {
+  return empty_tensor(like, requested ? sizes : std::vector<int64_t>{0}, ScalarType::Float);
 }
 
-float* result_data(const Tensor& x, bool wanted) {
-  return wanted ? static_cast<float*>(x.mutable_data_ptr()) : nullptr;
+float* result_data(const Tensor& x, bool requested) {
+  return requested ? static_cast<float*>(x.mutable_data_ptr()) : nullptr;
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor data, Tensor ranges, Tensor grad,

@@ -1,4 +1,5 @@
-// Gives the CPU's kernels to `pack_windows` and `unpack_windows` of mesa_tune/ops/codecs.py.
+// The CPU implementations of operators `pack_windows` and `unpack_windows` (mesa_tune/ops/codecs.py): check
+// the tensors and call the kernels.
 
 #include "pack_windows.h"
 
@@ -10,7 +11,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Windows over the last dimensions of tensors of this shape.
+// The windows from flattened numbers, checked against `like`, which has one element per window.
 std::vector<Windows> parse(const std::vector<int64_t>& numbers, const Tensor& like) {
   constexpr size_t fields = 6;
   std::vector<Windows> windows;

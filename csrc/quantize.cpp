@@ -1,6 +1,6 @@
-// Gives the kernels of the CPU, and of CUDA where it was built, to the operators that
-// mesa_tune/ops/__init__.py defines. Checks what memory safety needs; what users may get wrong is checked,
-// and explained, there.
+// The implementations, for the CPU and for CUDA if it was built, of the operators of
+// mesa_tune/ops/__init__.py, and of `quantize_map` and `dequantize_mul` of mesa_tune/ops/fused.py. They check
+// what memory safety needs. Errors of users are checked in Python, with better messages.
 
 #include <optional>
 #include <tuple>
@@ -19,7 +19,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Runs the kernels of the device that `x` is on: CUDA's on its current stream.
+// Calls on_cpu(), or on_cuda(stream) with the current stream of the device of `x`.
 template <class OnCpu, class OnCuda>
 void dispatch(const Tensor& x, const OnCpu& on_cpu, [[maybe_unused]] const OnCuda& on_cuda) {
   if (x.is_cpu()) return on_cpu();
@@ -40,7 +40,7 @@ void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, con
   dense_data(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges");
 }
 
-// Memory for what `x` is encoded to.
+// New tensors for the data and ranges of `x`.
 std::tuple<Tensor, Tensor> new_parts(const Tensor& x, const Settings& s) {
   const Split parts = split(x.numel(), s);
   return {empty_tensor(x, {parts.bytes(s.bits)}, ScalarType::Byte),
@@ -62,7 +62,7 @@ void encode(const Tensor& x, const Settings& s, bool stochastic, const std::opti
       [&](auto stream) { cuda::quantize(source, s, noise, packed, stream); });
 }
 
-// What `out` is decoded from; only read.
+// The packed form from which `out` is decoded; only read.
 Packed packed_of(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
   check_packed(out, data, ranges, s);
   return {const_cast<uint8_t*>(static_cast<const uint8_t*>(data.const_data_ptr())),
@@ -97,7 +97,7 @@ Map map_of(const Tensor& x, int64_t kind, const std::optional<Tensor>& mean,
                   kind);
   if (kind != Map::kNormalize) return {static_cast<Map::Kind>(kind)};
   STD_TORCH_CHECK(rstd.has_value() && rstd->numel() > 0 && inner > 0,
-                  "to normalize takes a reciprocal deviation and a positive number of neighbours");
+                  "expected reciprocal deviations and a positive inner for the map `normalize`");
   const int64_t count = rstd->numel();
   return {Map::kNormalize, statistics(x, mean, count), statistics(x, rstd, count), inner, count};
 }

@@ -1,4 +1,5 @@
-// Gives the CPU's kernels to `extents` and `quantize_within` of mesa_tune/ops/codecs.py.
+// The CPU implementations of operators `extents` and `quantize_within` (mesa_tune/ops/codecs.py): check the
+// tensors and call the kernels.
 
 #include <optional>
 #include <vector>

@@ -1,4 +1,5 @@
-// Gives the CPU's kernel to `softmax_backward` of mesa_tune/ops/fused.py.
+// The CPU implementation of operator `softmax_backward` (mesa_tune/ops/fused.py): checks the tensors and
+// calls the kernel.
 
 #include "softmax.h"
 

@@ -1,4 +1,5 @@
-// Gives the CPU's kernels to `sparsify` and `densify` of mesa_tune/ops/codecs.py.
+// The CPU implementations of operators `sparsify` and `densify` (mesa_tune/ops/codecs.py): check the tensors
+// and call the kernels.
 
 #include "sparsify.h"
 
