@@ -88,8 +88,7 @@ struct Range {
   MESA_TUNE_INLINE bool valid() const { return step == step; }
   MESA_TUNE_INLINE bool plain() const { return step >= 0; }  // neither wide nor invalid
   MESA_TUNE_INLINE bool has_gaps() const { return !valid() && zero == zero; }
-  // Hides the step: its upper bits, rounded up, in the payload of a NaN. The arithmetic shift preserves the
-  // sign.
+  // Hides the step: its upper bits, rounded up, in the payload of a NaN; the shift preserves the sign.
   MESA_TUNE_INLINE Range hidden() const {
     const int32_t bits = bit_cast<int32_t>(step * kRoom) + ((1 << kHidden) - 1);
     return {zero, bit_cast<float>(bits >> kHidden | kNan)};

@@ -30,8 +30,7 @@ class Encoder {
  private:
   static constexpr int64_t kHalf = kNoiseBlock / 2;
 
-  // The code of a value: its position in units of 2^-16, plus 16 bits of noise, which may carry to the next
-  // code.
+  // The code of a value: its position in units of 2^-16 plus 16 bits of noise, without the lower 16 bits.
   MESA_TUNE_INLINE uint8_t code(float value, uint32_t noise) const {
     const auto position = static_cast<int32_t>(scale_.position(value) * 0x1p16f + 0.5f);
     return static_cast<uint8_t>((position + static_cast<int32_t>(noise & 0xFFFF)) >> 16);

@@ -72,9 +72,9 @@ uint32_t maximum(Type type, uint32_t a, uint32_t b) {
 #endif
 
 // The extremes of the lane at this distance.
-__device__ inline Extremes of_lane(const Extremes& own, int distance) {
-  const int low = __shfl_xor_sync(kAllLanes, own.low, distance);
-  const int high = __shfl_xor_sync(kAllLanes, own.high, distance);
+__device__ inline Extremes of_lane(const Extremes& extremes, int distance) {
+  const int low = __shfl_xor_sync(kAllLanes, extremes.low, distance);
+  const int high = __shfl_xor_sync(kAllLanes, extremes.high, distance);
   return {low, high};
 }
 

@@ -39,11 +39,11 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
         if torch.compiler.is_compiling():
             warn_once(_COMPILED)
         return quantize.in_single(x, spec, key)
-    own = RAW.extents(x, spec.group_size, spec.quant_groups)
-    ends = _ends_of_forward(own, memory) if _in_backward() else _updated(own, spec.ema_decay, memory)
+    extents = RAW.extents(x, spec.group_size, spec.quant_groups)
+    ends = _ends_of_forward(extents, memory) if _in_backward() else _updated(extents, spec.ema_decay, memory)
     ranges = reference.ranges_of(ends[:, 0], ends[:, 1], spec.levels)
     gaps = reference.with_gaps(reference.ranges_of(ends[:, 0], ends[:, 1], spec.levels - 1), spec.levels)
-    ranges = torch.where(_finite(own)[:, None], ranges, gaps)
+    ranges = torch.where(_finite(extents)[:, None], ranges, gaps)
     sizes = (spec.bits, spec.levels, spec.group_size, spec.quant_groups)
     return [RAW.quantize_within(x, ranges, *sizes, spec.stochastic, key), ranges]
 
@@ -67,30 +67,30 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _finite(own: Tensor) -> Tensor:
-    return torch.isfinite(own).all(1)
+def _finite(extents: Tensor) -> Tensor:
+    return torch.isfinite(extents).all(1)
 
 
-def _updated(own: Tensor, decay: float, memory: Memory) -> Tensor:
-    """Update the averages in `memory` by the tensor's `own` ends; return the ends of the updated ranges."""
-    state = _state(own, memory)
-    state = torch.where(memory["iteration"].to(own.device) == 0, math.nan, state)
-    current = torch.stack([own[:, 1] - own[:, 0], own[:, 0]])
+def _updated(extents: Tensor, decay: float, memory: Memory) -> Tensor:
+    """Update the averages in `memory` by the tensor's extents; return minima and maxima of the new ranges."""
+    state = _state(extents, memory)
+    state = torch.where(memory["iteration"].to(extents.device) == 0, math.nan, state)
+    current = torch.stack([extents[:, 1] - extents[:, 0], extents[:, 0]])
     updated = torch.where(torch.isnan(state), current, state - (1 - decay) * (state - current))
-    updated = torch.where(_finite(own), updated, state)
-    memory["clip_val"][: own.shape[0]] = updated[0]
-    memory["shift"][: own.shape[0]] = updated[1]
+    updated = torch.where(_finite(extents), updated, state)
+    memory["clip_val"][: extents.shape[0]] = updated[0]
+    memory["shift"][: extents.shape[0]] = updated[1]
     memory["iteration"].add_(1)
-    return _ends(updated, own)
+    return _ends(updated, extents)
 
 
-def _ends_of_forward(own: Tensor, memory: Memory) -> Tensor:
-    """Return the ends that the forward used which runs again; the tensor's `own` where there was none."""
-    if not _checkpoint_runs_again() or "shift" not in memory or memory["shift"].shape[0] < own.shape[0]:
-        return own
+def _ends_of_forward(extents: Tensor, memory: Memory) -> Tensor:
+    """Return minima and maxima that the forward used; the tensor's extents where no forward made any."""
+    if not _checkpoint_runs_again() or "shift" not in memory or memory["shift"].shape[0] < extents.shape[0]:
+        return extents
     # Before the first update a memory may contain the initial values of Mesa's buffers: 0 and 1.
-    initial = memory["iteration"].to(own.device) == 0
-    return torch.where(initial, own, _ends(_state(own, memory), own))
+    initial = memory["iteration"].to(extents.device) == 0
+    return torch.where(initial, extents, _ends(_state(extents, memory), extents))
 
 
 def _checkpoint_runs_again() -> bool:
@@ -98,23 +98,23 @@ def _checkpoint_runs_again() -> bool:
     return _autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _ends(state: Tensor, own: Tensor) -> Tensor:
-    """Return minimum and maximum of each group, `[groups, 2]`; those in `own` where `state` has NaN."""
+def _ends(state: Tensor, extents: Tensor) -> Tensor:
+    """Return minimum and maximum of each group, `[groups, 2]`; the tensor's extents where `state` has NaN."""
     ends = torch.stack([state[1], state[1] + state[0]], 1)
-    return torch.where(torch.isnan(ends), own, ends)
+    return torch.where(torch.isnan(ends), extents, ends)
 
 
-def _state(own: Tensor, memory: Memory) -> Tensor:
+def _state(extents: Tensor, memory: Memory) -> Tensor:
     """Return widths and minima of the groups, `[2, groups]`, after adding missing groups to the memory.
 
     The groups of a smaller batch are the first groups of a larger one.
     """
-    groups = own.shape[0]
+    groups = extents.shape[0]
     for name in ("clip_val", "shift"):
-        saved = memory.get(name, own.new_empty(0))
-        if name not in memory or saved.shape[0] < groups or saved.device != own.device:
-            saved = saved.to(own.device)
-            missing = own.new_full((max(0, groups - saved.shape[0]),), math.nan)
+        saved = memory.get(name, extents.new_empty(0))
+        if name not in memory or saved.shape[0] < groups or saved.device != extents.device:
+            saved = saved.to(extents.device)
+            missing = extents.new_full((max(0, groups - saved.shape[0]),), math.nan)
             memory[name] = torch.cat([saved, missing])
-    memory.setdefault("iteration", own.new_zeros(1))
+    memory.setdefault("iteration", extents.new_zeros(1))
     return torch.stack([memory["clip_val"][:groups], memory["shift"][:groups]])
