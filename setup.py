@@ -1,8 +1,9 @@
 """Packages, metadata and the native extension of mesa-tune.
 
-`search/` and `reports/` lie at the top level and install as `mesa_tune.search` and `mesa_tune.reports`. The
-packages are computed: an extension without packages would build a wheel that holds only the library.
-Without torch, setup gives a pure wheel, and `mesa_tune.ops` then says that its kernels are missing.
+`search/` and `reports/` are folders at the top level that install as `mesa_tune.search` and
+`mesa_tune.reports`. The list of packages is computed here: setuptools finds none by itself once there is an
+extension, and would build a wheel of only the library. Without torch, setup builds a pure Python wheel; then
+`mesa_tune.ops` warns that its kernels are missing.
 """
 
 import importlib.util
@@ -16,52 +17,53 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 MAPPED = ("search", "reports")
-STABLE_ABI = "0x020a000000000000"  # torch 2.10: one build serves this and every later one
+STABLE_ABI = "0x020a000000000000"  # torch 2.10: one build works with this version and every later one
 PYTHON_ABI = "cp310"
 
 
 def packages() -> list[str]:
-    """Every package under its installed name."""
+    """Return every package under its installed name."""
     linked = [f"mesa_tune.{name}" for name in MAPPED]
-    hidden = [pattern for name in linked for pattern in (name, f"{name}.*")]
-    own = find_packages(str(ROOT), include=["mesa_tune", "mesa_tune.*"], exclude=hidden)
+    excluded = [pattern for name in linked for pattern in (name, f"{name}.*")]
+    unmapped = find_packages(str(ROOT), include=["mesa_tune", "mesa_tune.*"], exclude=excluded)
     mapped = find_packages(str(ROOT), include=[pattern for name in MAPPED for pattern in (name, f"{name}.*")])
-    return own + [f"mesa_tune.{name}" for name in mapped]
+    return unmapped + [f"mesa_tune.{name}" for name in mapped]
 
 
 def package_dir() -> dict[str, str]:
-    """Where the packages lie that are not at their installed name."""
+    """Return the folders of the packages whose installed name differs from their path."""
     return {f"mesa_tune.{name}": name for name in MAPPED if (ROOT / name / "__init__.py").exists()}
 
 
 def cuda() -> dict[str, Any] | None:
-    """How to build the CUDA kernels, where nvcc is found and torch has CUDA: csrc/cuda/nvcc.py's names."""
+    """Return the names of csrc/cuda/nvcc.py if there is an nvcc and torch has CUDA; None otherwise."""
     import torch
 
     nvcc = runpy.run_path(str(ROOT / "csrc" / "cuda" / "nvcc.py"))
-    path = None if nvcc["wanted"]() == "0" else nvcc["find"]()
+    path = None if nvcc["requested"]() == "0" else nvcc["find"]()
     if path is None or torch.version.cuda is not None:
         return nvcc if path else None
-    if nvcc["wanted"]() == "1":
+    if nvcc["requested"]() == "1":
         warnings.warn(
-            "this torch has no CUDA and cannot load its kernels: they are only checked", stacklevel=1
+            "this torch has no CUDA and cannot load CUDA kernels: they are checked, not built", stacklevel=1
         )
         nvcc["check"](path)
     return None
 
 
 def sources(*patterns: str) -> list[str]:
-    """The files of csrc/ with these names."""
+    """Return the files of csrc/ with names that match."""
     return sorted(str(path.relative_to(ROOT)) for name in patterns for path in (ROOT / "csrc").rglob(name))
 
 
 def extension() -> dict[str, Any]:
-    """The native library, if torch is there to build against and there are sources."""
+    """Return setup's arguments for the native library; none without torch or without sources."""
     if importlib.util.find_spec("torch") is None or not sources("*.cpp"):
         return {}
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
-    # No fused multiply-add: the kernels give the reference's bytes. No -march: processors choose at run time.
+    # No fused multiply-add: the kernels must give the reference's bytes. No -march: the instruction set is
+    # chosen at run time (csrc/cpu/paths.h).
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
     stable = f"-DTORCH_TARGET_VERSION={STABLE_ABI}"
     nvcc = cuda()
@@ -85,7 +87,7 @@ def extension() -> dict[str, Any]:
 
 
 def readme() -> str:
-    """The README, where there is one."""
+    """Return the text of the README; empty if there is none."""
     path = ROOT / "README.md"
     return path.read_text(encoding="utf-8") if path.exists() else ""
 

@@ -1,4 +1,5 @@
-// Tensors as kernels take them.
+// Checks tensors and turns them into what kernels take: pointers, sizes and strides. What is hard: only the
+// stable ABI of PyTorch may be used, so that one build works with every later version.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -26,7 +27,7 @@ inline Strided strided(const torch::stable::Tensor& x, void* data, const Setting
   return {data, dtype_of(x.scalar_type()), make_layout(x.sizes(), x.strides(), x.dim(), s), x.numel()};
 }
 
-// A tensor that is only read.
+// For a tensor that is only read.
 inline Strided strided(const torch::stable::Tensor& x, const Settings& s) {
   return strided(x, const_cast<void*>(x.const_data_ptr()), s);
 }
@@ -49,69 +50,73 @@ inline void check_settings(const Settings& s, const torch::stable::Tensor& x) {
   STD_TORCH_CHECK(extent % s.quant_groups == 0, "quant_groups ", s.quant_groups, " does not divide ", extent);
 }
 
-// New contiguous memory where `like` lies: straight from PyTorch, without the boxes of a call by name.
-inline torch::stable::Tensor fresh(const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
-                                   torch::headeronly::ScalarType type) {
+// A new contiguous tensor on the device of `like`. Calls PyTorch's C shim directly, which is faster than a
+// call of the operator by name.
+inline torch::stable::Tensor empty_tensor(const torch::stable::Tensor& like,
+                                          const std::vector<int64_t>& sizes,
+                                          torch::headeronly::ScalarType type) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
   int32_t device = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  AtenTensorHandle made = nullptr;
+  AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
                                                   strides.data(), dtype, device, like.get_device_index(),
-                                                  &made));
-  return torch::stable::Tensor(made);
+                                                  &handle));
+  return torch::stable::Tensor(handle);
 }
 
-// The same in the shape and dtype of `like`.
-inline torch::stable::Tensor fresh_like(const torch::stable::Tensor& like) {
-  return fresh(like, like.sizes().vec(), like.scalar_type());
+// A new contiguous tensor of the shape, dtype and device of `like`.
+inline torch::stable::Tensor empty_tensor_like(const torch::stable::Tensor& like) {
+  return empty_tensor(like, like.sizes().vec(), like.scalar_type());
 }
 
-// `x`, or a contiguous copy.
+// `x` if it is contiguous, else a contiguous copy.
 inline torch::stable::Tensor to_contiguous(const torch::stable::Tensor& x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
-inline bool together(const torch::stable::Tensor& a, const torch::stable::Tensor& b) {
+inline bool same_device(const torch::stable::Tensor& a, const torch::stable::Tensor& b) {
   return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
 }
 
-// `data` if it lies where `like` does, as `count` neighbours of this type.
-inline const void* dense(const torch::stable::Tensor& data, const torch::stable::Tensor& like,
-                         torch::headeronly::ScalarType type, int64_t count, const char* name) {
+// The memory of `data`, which must be contiguous, on the device of `like`, with `count` elements of this
+// type.
+inline const void* dense_data(const torch::stable::Tensor& data, const torch::stable::Tensor& like,
+                              torch::headeronly::ScalarType type, int64_t count, const char* name) {
   STD_TORCH_CHECK(
-      together(data, like) && data.scalar_type() == type && data.is_contiguous() && data.numel() == count,
+      same_device(data, like) && data.scalar_type() == type && data.is_contiguous() && data.numel() == count,
       "expected contiguous ", name, " of ", count, " elements on the tensor's device, but got ",
       data.numel());
   return data.const_data_ptr();
 }
 
-inline const float* floats(const torch::stable::Tensor& x, const torch::stable::Tensor& like, int64_t count,
-                           const char* name) {
-  return static_cast<const float*>(dense(x, like, torch::headeronly::ScalarType::Float, count, name));
+inline const float* float_data(const torch::stable::Tensor& x, const torch::stable::Tensor& like,
+                               int64_t count, const char* name) {
+  return static_cast<const float*>(dense_data(x, like, torch::headeronly::ScalarType::Float, count, name));
 }
 
-// What `numel` elements, in groups that are decoded some rows at a time, were packed into, where `like` lies.
+// The packed form of `numel` elements, on the device of `like`, for kernels that decode some rows at a time.
 inline Packed read_packed(const torch::stable::Tensor& data, const torch::stable::Tensor& ranges,
                           const torch::stable::Tensor& like, int64_t numel, const Settings& s) {
-  STD_TORCH_CHECK(s.group_size <= cpu::kMostInGroup, "expected groups of at most ", cpu::kMostInGroup,
+  STD_TORCH_CHECK(s.group_size <= cpu::kMaxGroupSize, "expected groups of at most ", cpu::kMaxGroupSize,
                   " elements, but got ", s.group_size);
   const Split parts = split(numel, s);
-  const void* codes = dense(data, like, torch::headeronly::ScalarType::Byte, parts.bytes(s.bits), "data");
+  const void* codes =
+      dense_data(data, like, torch::headeronly::ScalarType::Byte, parts.bytes(s.bits), "data");
   return {static_cast<uint8_t*>(const_cast<void*>(codes)),
-          const_cast<float*>(floats(ranges, like, 2 * parts.groups(), "ranges"))};
+          const_cast<float*>(float_data(ranges, like, 2 * parts.groups(), "ranges"))};
 }
 
-// The noise for encoding `x`; a seed on a device is not read here.
+// The noise for encoding `x`. A seed on a device is not read on the host: the kernel gets a pointer.
 inline Noise read_noise(const torch::stable::Tensor& x, bool stochastic,
                         const std::optional<torch::stable::Tensor>& seed) {
   if (!stochastic) return {false, 0};
   STD_TORCH_CHECK(seed.has_value(), "stochastic rounding needs a seed");
-  const auto* number = static_cast<const int64_t*>(
-      dense(*seed, seed->is_cpu() ? *seed : x, torch::headeronly::ScalarType::Long, 1, "seed"));
-  return seed->is_cpu() ? Noise{true, *number} : Noise{true, 0, number};
+  const auto* value = static_cast<const int64_t*>(
+      dense_data(*seed, seed->is_cpu() ? *seed : x, torch::headeronly::ScalarType::Long, 1, "seed"));
+  return seed->is_cpu() ? Noise{true, *value} : Noise{true, 0, value};
 }
 
 }  // namespace mesa_tune

@@ -1,4 +1,5 @@
-// Gives the CPU's kernel to `attention_backward` of mesa_tune/ops/fused.py.
+// The CPU implementation of operator `attention_backward` (mesa_tune/ops/fused.py): checks the tensors and
+// calls the kernel.
 
 #include "attention.h"
 

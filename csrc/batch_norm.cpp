@@ -1,4 +1,5 @@
-// Gives the CPU's kernel to `batch_norm_backward` of mesa_tune/ops/fused.py.
+// The CPU implementation of operator `batch_norm_backward` (mesa_tune/ops/fused.py): checks the tensors and
+// calls the kernel.
 
 #include "batch_norm.h"
 
@@ -16,26 +17,29 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(Tensor data, Tensor range
                                                        std::optional<Tensor> weight, bool last, bool fixed,
                                                        int64_t bits, int64_t levels, int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
-  const Tensor given = to_contiguous(grad);
-  check_on_cpu(given);
-  check_settings(s, given);
-  const int64_t dims = given.dim(), numel = given.numel();
+  const Tensor dense_grad = to_contiguous(grad);
+  check_on_cpu(dense_grad);
+  check_settings(s, dense_grad);
+  const int64_t dims = dense_grad.dim(), numel = dense_grad.numel();
   STD_TORCH_CHECK(dims > 1, "expected a gradient of samples and channels");
-  const int64_t channels = given.size(last ? dims - 1 : 1), all = numel / std::max<int64_t>(1, channels);
-  const int64_t samples = last ? all : given.size(0), places = last ? 1 : all / std::max<int64_t>(1, samples);
-  const Packed packed = read_packed(data, ranges, given, numel, s);
-  Tensor dx = fresh_like(given), dw = fresh(given, {channels}, given.scalar_type());
-  Tensor db = fresh_like(dw);
-  const BatchNormBackward task{floats(given, given, numel, "float32 gradient"),
-                               floats(rstd, given, channels, "reciprocal deviations"),
-                               weight.has_value() ? floats(*weight, given, channels, "weight") : nullptr,
-                               samples,
-                               channels,
-                               places,
-                               fixed,
-                               static_cast<float*>(dx.mutable_data_ptr()),
-                               static_cast<float*>(dw.mutable_data_ptr()),
-                               static_cast<float*>(db.mutable_data_ptr())};
+  const int64_t channels = dense_grad.size(last ? dims - 1 : 1), all = numel / std::max<int64_t>(1, channels);
+  const int64_t samples = last ? all : dense_grad.size(0),
+                positions = last ? 1 : all / std::max<int64_t>(1, samples);
+  const Packed packed = read_packed(data, ranges, dense_grad, numel, s);
+  Tensor dx = empty_tensor_like(dense_grad),
+         dw = empty_tensor(dense_grad, {channels}, dense_grad.scalar_type());
+  Tensor db = empty_tensor_like(dw);
+  const BatchNormBackward task{
+      float_data(dense_grad, dense_grad, numel, "float32 gradient"),
+      float_data(rstd, dense_grad, channels, "reciprocal deviations"),
+      weight.has_value() ? float_data(*weight, dense_grad, channels, "weight") : nullptr,
+      samples,
+      channels,
+      positions,
+      fixed,
+      static_cast<float*>(dx.mutable_data_ptr()),
+      static_cast<float*>(dw.mutable_data_ptr()),
+      static_cast<float*>(db.mutable_data_ptr())};
   cpu::batch_norm_backward(task, packed, s);
   return {dx, dw, db};
 }

@@ -1,29 +1,30 @@
-// What the dispatcher's side (batch_norm.cpp) asks of the CPU's kernel.
+// Interface between the operator (batch_norm.cpp) and its CPU kernel (cpu/batch_norm.cpp).
 #pragma once
 
 #include "quantize.h"
 
 namespace mesa_tune {
 
-// The backward of a batch norm: dx = r (u - mean(u) - xhat mean(u xhat)) with u = weight * grad and means by
-// channel, or r u where the statistics are fixed. Dense float32; the element at (sample, channel, place) lies
-// at (sample * channels + channel) * places + place.
+// The backward of a batch norm: dx = rstd * (u - mean(u) - xhat * mean(u * xhat)) with u = weight * grad and
+// means per channel; or rstd * u if the statistics are fixed (not computed from the batch). All tensors are
+// dense float32. Element (sample, channel, position) has index (sample * channels + channel) * positions +
+// position.
 struct BatchNormBackward {
   const float* grad;
-  const float* rstd;    // one a channel
-  const float* weight;  // one a channel; null: 1
+  const float* rstd;    // one number per channel
+  const float* weight;  // one number per channel; null: 1
   int64_t samples;
   int64_t channels;
-  int64_t places;
+  int64_t positions;
   bool fixed;
   float* dx;
-  float* dw;  // by channel, the sum of grad * xhat
-  float* db;  // and of grad
+  float* dw;  // per channel, the sum of grad * xhat
+  float* db;  // per channel, the sum of grad
 };
 
 namespace cpu {
 
-// xhat is what is packed, in groups of consecutive elements.
+// `packed`: xhat, in groups of consecutive elements.
 void batch_norm_backward(const BatchNormBackward& task, const Packed& packed, const Settings& settings);
 
 }  // namespace cpu

@@ -1,5 +1,6 @@
-// float32 to and from the 16-bit types by integer arithmetic, which vectorizes everywhere and does not depend
-// on the processor's treatment of denormal numbers. Rounds to nearest, ties to even.
+// Conversion of float32 to and from the 16-bit types, to nearest, ties to even. On the CPU by integer
+// arithmetic: it vectorizes with every instruction set, and it does not depend on how the processor is set to
+// treat denormal numbers.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,7 @@ struct Float {
   static MESA_TUNE_INLINE float load(float value) { return value; }
   static MESA_TUNE_INLINE float store(float value) {
 #ifdef __CUDA_ARCH__
-    return value == value ? value : bit_cast<float>(0x7FC00000);  // a GPU's own NaN has other bits
+    return value == value ? value : bit_cast<float>(0x7FC00000);  // the bits of NaN as on the CPU
 #else
     return value;
 #endif
@@ -58,7 +59,7 @@ struct Half {
     const uint32_t rest = uint32_t{value & 0x7FFFu} << 13;
     const uint32_t exponent = rest & (0x1Fu << 23);
     const uint32_t normal = rest + (exponent == (0x1Fu << 23) ? 224u << 23 : 112u << 23);
-    // A denormal half is a multiple of 2^-24: put it behind the one of 2^-14, then take that away.
+    // A denormal half is a multiple of 2^-24: with the exponent of 2^-14 it is 2^-14 too large.
     const float tiny = bit_cast<float>(rest + (113u << 23)) - bit_cast<float>(113u << 23);
     return bit_cast<float>(sign | (exponent == 0 ? bit_cast<uint32_t>(tiny) : normal));
 #endif
@@ -70,7 +71,7 @@ struct Half {
     const uint32_t bits = bit_cast<uint32_t>(value);
     const uint32_t rest = bits & 0x7FFFFFFF;
     const uint32_t normal = (rest - (112u << 23) + 0xFFF + ((rest >> 13) & 1)) >> 13;
-    // Adding 1/2 leaves multiples of 2^-24, the step of denormal halves, in the low bits.
+    // After adding 1/2, the lowest bit counts 2^-24, the step of denormal halves.
     const uint32_t tiny = bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3F000000;
     uint32_t half = rest < 0x38800000 ? tiny : normal;
     half = rest >= 0x47800000 ? 0x7C00 : half;

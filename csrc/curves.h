@@ -1,5 +1,6 @@
-// The functions of which derivatives are encoded, on every device. Each operation and its order are those of
-// mesa_tune/ops/maps.py.
+// The elementwise functions that are computed while a tensor is encoded, for every device: derivatives of
+// activations, mostly. What is hard is that they must give the bytes of mesa_tune/ops/maps.py: each operation
+// and its order are the same there.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +9,12 @@
 
 namespace mesa_tune {
 
-// exp(x) for x <= 88, 0 below -87: 2^n times a polynomial of what is left of x.
+// exp(x) for x <= 88, 0 below -87. x = n log(2) + r, so exp(x) is 2^n times a polynomial of r.
 MESA_TUNE_INLINE float exponential(float x) {
-  const float most = x > -87.0f ? x : -87.0f;
-  const float shifted = most * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer in the low bits
+  const float clamped = x > -87.0f ? x : -87.0f;
+  const float shifted = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: n is in the low bits
   const float n = shifted - 12582912.0f;
-  const float r = (most - n * 0.693359375f) - n * -2.12194440e-4f;
+  const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -26,11 +27,10 @@ MESA_TUNE_INLINE float exponential(float x) {
   return x > -87.0f ? value : (x == x ? 0.0f : x);
 }
 
-// exp(-z^2 / 2) for 0 <= z <= 13, as a power of two: a polynomial of the fraction, the integer in the
-// exponent.
+// exp(-z^2 / 2) for 0 <= z <= 13 as 2^(n + r): n goes into the exponent, 2^r is a polynomial.
 MESA_TUNE_INLINE float gaussian(float z) {
   const float t = z * z * -0.721347520f;
-  const float shifted = t + 12582912.0f;  // 1.5 * 2^23: the integer in the low bits
+  const float shifted = t + 12582912.0f;  // 1.5 * 2^23: n is in the low bits
   const float r = t - (shifted - 12582912.0f);
   float p = 1.32768e-3f;
   p = p * r + 9.67556e-3f;
@@ -42,11 +42,11 @@ MESA_TUNE_INLINE float gaussian(float z) {
   return p * bit_cast<float>(power);
 }
 
-// d/dx of x Phi(x): with z = |x| it is 1 - q at z and q at -z, where q / exp(-z^2 / 2) is nearly a polynomial
-// (a minimax fit: 3e-7 of error). What lies beyond 13 is 1 or 0 in fp32.
+// d/dx of x Phi(x), GELU's derivative. With z = |x| it is 1 - q at z and q at -z. q / exp(-z^2 / 2) is
+// approximated by a minimax polynomial, with an error of 3e-7. Beyond 13 the result is 1 or 0 in fp32.
 MESA_TUNE_INLINE float gelu_derivative(float x) {
-  const float size = x < 0.0f ? -x : x;
-  const float z = size > 13.0f ? 13.0f : size;
+  const float magnitude = x < 0.0f ? -x : x;
+  const float z = magnitude > 13.0f ? 13.0f : magnitude;
   float p = -8.120477e-6f;
   p = p * z + 1.52635507e-4f;
   p = p * z + -1.2746394e-3f;
@@ -64,16 +64,16 @@ MESA_TUNE_INLINE float gelu_derivative(float x) {
 MESA_TUNE_INLINE float gelu_tanh_derivative(float x) {
   const float square = x * x;
   const float inner = x * (square * 0.0356774081f + 0.797884561f);
-  const float below = inner < 40.0f ? inner : 40.0f;
-  const float most = below > -40.0f ? below : -40.0f;
-  const float s = 1.0f / (exponential(most * -2.0f) + 1.0f);  // (1 + tanh) / 2
+  const float bounded = inner < 40.0f ? inner : 40.0f;
+  const float clamped = bounded > -40.0f ? bounded : -40.0f;
+  const float s = 1.0f / (exponential(clamped * -2.0f) + 1.0f);  // (1 + tanh) / 2
   const float slope = square * 0.107032224f + 0.797884561f;
   return s + x * (s * (1.0f - s)) * 2.0f * slope;
 }
 
 MESA_TUNE_INLINE float silu_derivative(float x) {
-  const float most = x > -80.0f ? x : -80.0f;
-  const float s = 1.0f / (exponential(-most) + 1.0f);
+  const float clamped = x > -80.0f ? x : -80.0f;
+  const float s = 1.0f / (exponential(-clamped) + 1.0f);
   return s * (x * (1.0f - s) + 1.0f);
 }
 

@@ -1,4 +1,5 @@
-// Gives the CPU's kernels to `pack_at_most` and `gate` of mesa_tune/ops/fused.py.
+// The CPU implementations of operators `pack_at_most` and `gate` (mesa_tune/ops/fused.py): check the tensors
+// and call the kernels.
 
 #include "gate.h"
 
@@ -17,8 +18,8 @@ Tensor pack_at_most(Tensor x, double limit) {
   check_on_cpu(flat);
   const int64_t numel = flat.numel();
   const auto* values =
-      static_cast<const float*>(dense(flat, flat, ScalarType::Float, numel, "float32 tensor"));
-  Tensor data = fresh(flat, {plane_bytes(numel)}, ScalarType::Byte);
+      static_cast<const float*>(dense_data(flat, flat, ScalarType::Float, numel, "float32 tensor"));
+  Tensor data = empty_tensor(flat, {plane_bytes(numel)}, ScalarType::Byte);
   cpu::pack_at_most(values, numel, static_cast<float>(limit), static_cast<uint8_t*>(data.mutable_data_ptr()));
   return data;
 }
@@ -28,9 +29,9 @@ Tensor gate(Tensor grad, Tensor data, double slope) {
   check_on_cpu(flat);
   const int64_t numel = flat.numel();
   const auto* values =
-      static_cast<const float*>(dense(flat, flat, ScalarType::Float, numel, "float32 gradient"));
-  const void* bits = dense(data, flat, ScalarType::Byte, plane_bytes(numel), "bits");
-  Tensor out = fresh_like(flat);
+      static_cast<const float*>(dense_data(flat, flat, ScalarType::Float, numel, "float32 gradient"));
+  const void* bits = dense_data(data, flat, ScalarType::Byte, plane_bytes(numel), "bits");
+  Tensor out = empty_tensor_like(flat);
   cpu::gate(values, static_cast<const uint8_t*>(bits), numel, static_cast<float>(slope),
             static_cast<float*>(out.mutable_data_ptr()));
   return out;

@@ -1,5 +1,5 @@
-// Sizes and offsets of a packed tensor: the arithmetic of mesa_tune/ops/reference/__init__.py, all of it in
-// 64 bits.
+// Sizes and offsets of a packed tensor, as in mesa_tune/ops/reference/__init__.py. All of it is in 64 bits:
+// tensors may have more than 2^31 elements.
 #pragma once
 
 #include <cstdint>
@@ -13,23 +13,23 @@ struct Settings {
   int64_t quant_groups;
 };
 
-// Bytes of one bit plane of a group of `size` elements; also the length of the eight runs behind it.
+// Bytes of one bit plane of a group of `size` elements; also the length of each of the group's eight runs.
 constexpr int64_t plane_bytes(int64_t size) {
   return (size + 7) / 8;
 }
 
-// Groups that have one size: their elements and their bytes are consecutive.
+// Consecutive groups of one size.
 struct Span {
-  int64_t first;
-  int64_t count;
-  int64_t size;
-  int64_t element;  // where the first group's elements begin, in packing order
-  int64_t byte;     // where its planes begin
+  int64_t first;    // number of the first group
+  int64_t count;    // number of groups
+  int64_t size;     // elements of each group
+  int64_t element;  // index of the first group's first element, in packing order
+  int64_t byte;     // offset of the first group's planes in the data
 
   constexpr int64_t plane() const { return plane_bytes(size); }
 };
 
-// `numel` elements as whole groups and, behind them, at most one partial group.
+// The groups of a tensor: whole groups, and after them at most one partial group, the rest.
 struct Split {
   Span whole;
   Span rest;
@@ -50,7 +50,7 @@ constexpr Split split(int64_t numel, const Settings& s) {
           {count, rest_count, rest, count * size, s.bits * count * plane_bytes(size)}};
 }
 
-// Past 2^31 elements, groups, bytes and elements of one group, without the memory.
+// More than 2^31 elements, groups, bytes, and elements of one group: checked without the memory for them.
 constexpr int64_t kLarge = (int64_t{1} << 40) + 5;
 static_assert(split(kLarge, {4, 16, 256, 0}).groups() == (int64_t{1} << 32) + 1);
 static_assert(split(kLarge, {4, 16, 256, 0}).rest.element == int64_t{1} << 40);

@@ -1,5 +1,6 @@
-// Functions that are compiled into their callers: for the caller's instruction set on a CPU, and for both
-// sides in CUDA's sources. A lambda that is not MESA_TUNE_FLATTEN may be compiled for the default set only.
+// Macros for functions that must be inlined. On a CPU, an inlined function is compiled for the instruction
+// set of its caller (cpu/paths.h); a lambda without MESA_TUNE_FLATTEN may be compiled for the default set
+// only. In CUDA sources, these functions are compiled for host and device.
 #pragma once
 
 #define MESA_TUNE_FLATTEN __attribute__((always_inline))

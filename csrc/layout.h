@@ -1,4 +1,4 @@
-// How the elements of a group lie in a tensor of any shape and strides.
+// Offsets of a group's elements in a tensor of any shape and strides.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,8 @@ struct Axis {
   int64_t stride;
 };
 
-// Whole quotient of numbers that are not negative. A GPU divides 64 bits many times slower than 32.
+// Integer quotient of two non-negative numbers. A GPU divides 64-bit numbers many times slower than 32-bit
+// ones.
 MESA_TUNE_INLINE int64_t quotient(int64_t a, int64_t b) {
 #ifdef __CUDA_ARCH__
   if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
@@ -22,11 +23,12 @@ MESA_TUNE_INLINE int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
-// Element i of group g lies at g * group_step + the offset of i in row-major order over the axes. Groups of
-// consecutive elements share one set of axes, the whole tensor's, and group_step is 0: i counts through.
+// The offset of element i of group g is g * group_step plus the offset of i in row-major order over the axes.
+// For groups of consecutive elements the axes are those of the whole tensor, group_step and g are 0, and i
+// counts the elements of the tensor.
 class Layout {
  public:
-  // Axes of size 1 are dropped and neighbours that lie like one axis are joined.
+  // Adds an axis. Drops it if its size is 1; merges it with the last one if together they have one stride.
   void append(int64_t size, int64_t stride) {
     if (size == 1) return;
     if (count_ > 0 && axes_[count_ - 1].stride == size * stride) {
@@ -36,10 +38,10 @@ class Layout {
     axes_[count_++] = {size, stride};
   }
 
-  // True if `n` elements from `index` on are neighbours in memory.
+  // True if consecutive elements of a group are consecutive in memory.
   bool contiguous() const { return count_ == 0 || (count_ == 1 && axes_[0].stride == 1); }
 
-  // Calls visit(offset, stride, count) for each run along the last axis of elements [index, index + n).
+  // Calls visit(offset, stride, count) for elements [index, index + n), once per row of the last axis.
   template <class Visit>
   inline __attribute__((always_inline)) void for_each_run(int64_t group, int64_t index, int64_t n,
                                                           const Visit& visit) const {
@@ -57,7 +59,7 @@ class Layout {
     }
   }
 
-  // Where one element lies.
+  // The offset of one element.
   MESA_TUNE_INLINE int64_t offset(int64_t group, int64_t index) const {
     const int64_t base = group * group_step;
     if (count_ == 0) return base;
@@ -79,12 +81,12 @@ class Layout {
     return count_ > 1 ? offset + row * axes_[0].stride : offset;
   }
 
-  // Fewer than 2^63 elements cannot have more axes that are longer than 1.
+  // Fewer than 2^63 elements have fewer than 64 axes of size 2 or more.
   Axis axes_[64] = {};
   int count_ = 0;
 };
 
-// The layout of a tensor for these settings: `Sizes` is anything indexed by dimension.
+// The layout of a tensor for these settings. `Sizes`: any type that is indexed by the dimension.
 template <class Sizes>
 Layout make_layout(const Sizes& sizes, const Sizes& strides, int64_t dims, const Settings& s) {
   Layout layout;

@@ -1,4 +1,5 @@
-// Gives the CPU's kernel to `linear_backward` of mesa_tune/ops/fused.py.
+// The CPU implementation of operator `linear_backward` (mesa_tune/ops/fused.py): checks the tensors and calls
+// the kernel.
 
 #include "linear.h"
 
@@ -14,13 +15,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// What is written, or a tensor without elements.
-Tensor made(const Tensor& like, bool wanted, std::vector<int64_t> sizes) {
-  return fresh(like, wanted ? sizes : std::vector<int64_t>{0}, ScalarType::Float);
+// A tensor for a result; without elements if the result is not requested.
+Tensor result(const Tensor& like, bool requested, std::vector<int64_t> sizes) {
+  return empty_tensor(like, requested ? sizes : std::vector<int64_t>{0}, ScalarType::Float);
 }
 
-float* written(const Tensor& x, bool wanted) {
-  return wanted ? static_cast<float*>(x.mutable_data_ptr()) : nullptr;
+float* result_data(const Tensor& x, bool requested) {
+  return requested ? static_cast<float*>(x.mutable_data_ptr()) : nullptr;
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor data, Tensor ranges, Tensor grad,
@@ -28,32 +29,34 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor data, Tensor ranges, T
                                                    bool transposed, bool bias, int64_t bits, int64_t levels,
                                                    int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
-  const Tensor given = to_contiguous(grad);
-  check_on_cpu(given);
-  check_settings(s, given);
-  STD_TORCH_CHECK(given.dim() > 0 && width > 0, "expected a gradient of rows, and an input of a width");
-  std::vector<int64_t> sizes = given.sizes().vec();
+  const Tensor dense_grad = to_contiguous(grad);
+  check_on_cpu(dense_grad);
+  check_settings(s, dense_grad);
+  STD_TORCH_CHECK(dense_grad.dim() > 0 && width > 0, "expected a gradient of rows, and an input of a width");
+  std::vector<int64_t> sizes = dense_grad.sizes().vec();
   const int64_t out = sizes.back();
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];
   sizes.back() = width;
-  const int64_t first = transposed ? width : out, second = transposed ? out : width;
+  const int64_t weight_rows = transposed ? width : out, weight_columns = transposed ? out : width;
   Matrix<const float> weights{nullptr, 0, 0};
   if (weight.has_value()) {
-    STD_TORCH_CHECK(together(*weight, given) && weight->scalar_type() == ScalarType::Float &&
-                        weight->dim() == 2 && weight->size(0) == first && weight->size(1) == second,
-                    "expected a float32 weight of shape (", first, ", ", second, ")");
+    STD_TORCH_CHECK(same_device(*weight, dense_grad) && weight->scalar_type() == ScalarType::Float &&
+                        weight->dim() == 2 && weight->size(0) == weight_rows &&
+                        weight->size(1) == weight_columns,
+                    "expected a float32 weight of shape (", weight_rows, ", ", weight_columns, ")");
     weights = {static_cast<const float*>(weight->const_data_ptr()), weight->stride(transposed ? 1 : 0),
                weight->stride(transposed ? 0 : 1)};
   }
-  const Packed packed = read_packed(data, ranges, given, rows * width, s);
-  Tensor dx = made(given, weight.has_value(), sizes), dw = made(given, true, {first, second});
-  Tensor db = made(given, bias, {out});
-  const LinearBackward task{floats(given, given, rows * out, "float32 gradient"),
+  const Packed packed = read_packed(data, ranges, dense_grad, rows * width, s);
+  Tensor dx = result(dense_grad, weight.has_value(), sizes),
+         dw = result(dense_grad, true, {weight_rows, weight_columns});
+  Tensor db = result(dense_grad, bias, {out});
+  const LinearBackward task{float_data(dense_grad, dense_grad, rows * out, "float32 gradient"),
                             weights,
-                            written(dx, weight.has_value()),
-                            {written(dw, true), transposed ? 1 : width, transposed ? out : 1},
-                            written(db, bias),
+                            result_data(dx, weight.has_value()),
+                            {result_data(dw, true), transposed ? 1 : width, transposed ? out : 1},
+                            result_data(db, bias),
                             rows,
                             out,
                             width};

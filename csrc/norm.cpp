@@ -1,4 +1,5 @@
-// Gives the CPU's kernel to `norm_backward` of mesa_tune/ops/fused.py.
+// The CPU implementation of operator `norm_backward` (mesa_tune/ops/fused.py): checks the tensors and calls
+// the kernel.
 
 #include "norm.h"
 
@@ -16,17 +17,17 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Ten
                                                  Tensor weight, bool centered, int64_t bits, int64_t levels,
                                                  int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
-  const Tensor given = to_contiguous(grad);
-  const int64_t numel = given.numel(), rows = rstd.numel(), inner = weight.numel();
-  check_on_cpu(given);
-  check_settings(s, given);
+  const Tensor dense_grad = to_contiguous(grad);
+  const int64_t numel = dense_grad.numel(), rows = rstd.numel(), inner = weight.numel();
+  check_on_cpu(dense_grad);
+  check_settings(s, dense_grad);
   STD_TORCH_CHECK(rows * inner == numel, "expected ", rows, " rows of ", inner, " elements, but got ", numel);
-  const Packed packed = read_packed(data, ranges, given, numel, s);
-  Tensor dx = fresh_like(given);
-  Tensor dw = fresh_like(weight), db = fresh_like(weight);
-  const NormBackward task{floats(given, given, numel, "float32 gradient"),
-                          floats(rstd, given, rows, "reciprocal deviations"),
-                          floats(weight, given, inner, "weight"),
+  const Packed packed = read_packed(data, ranges, dense_grad, numel, s);
+  Tensor dx = empty_tensor_like(dense_grad);
+  Tensor dw = empty_tensor_like(weight), db = empty_tensor_like(weight);
+  const NormBackward task{float_data(dense_grad, dense_grad, numel, "float32 gradient"),
+                          float_data(rstd, dense_grad, rows, "reciprocal deviations"),
+                          float_data(weight, dense_grad, inner, "weight"),
                           rows,
                           inner,
                           centered,

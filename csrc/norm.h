@@ -1,27 +1,27 @@
-// What the dispatcher's side (norm.cpp) asks of the CPU's kernels.
+// Interface between the operator (norm.cpp) and its CPU kernel (cpu/norm.cpp).
 #pragma once
 
 #include "quantize.h"
 
 namespace mesa_tune {
 
-// The backward of a norm over rows: dx = r (u - mean(u) - xhat mean(u xhat)) with u = weight * grad, without
-// mean(u) where the norm subtracts none. All dense float32.
+// The backward of a norm over rows: dx = rstd * (u - mean(u) - xhat * mean(u * xhat)) with u = weight * grad.
+// A norm that is not centered (RMS norm) has no mean(u). All tensors are dense float32.
 struct NormBackward {
   const float* grad;
-  const float* rstd;    // one a row
-  const float* weight;  // `inner` numbers
+  const float* rstd;    // one number per row
+  const float* weight;  // `inner` numbers, one per column
   int64_t rows;
   int64_t inner;
   bool centered;
   float* dx;
   float* dw;  // sums over rows of grad * xhat
-  float* db;  // and of grad
+  float* db;  // sums over rows of grad
 };
 
 namespace cpu {
 
-// xhat is what is packed, in groups of consecutive elements.
+// `packed`: xhat, in groups of consecutive elements.
 void norm_backward(const NormBackward& task, const Packed& packed, const Settings& settings);
 
 }  // namespace cpu

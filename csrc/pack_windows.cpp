@@ -1,4 +1,5 @@
-// Gives the CPU's kernels to `pack_windows` and `unpack_windows` of mesa_tune/ops/codecs.py.
+// The CPU implementations of operators `pack_windows` and `unpack_windows` (mesa_tune/ops/codecs.py): check
+// the tensors and call the kernels.
 
 #include "pack_windows.h"
 
@@ -10,20 +11,20 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Windows over the last dimensions of tensors of this shape.
+// The windows from flattened numbers, checked against `like`, which has one element per window.
 std::vector<Windows> parse(const std::vector<int64_t>& numbers, const Tensor& like) {
   constexpr size_t fields = 6;
   std::vector<Windows> windows;
   for (size_t i = 0; i + fields <= numbers.size(); i += fields)
     windows.push_back(
         {numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3], numbers[i + 4], numbers[i + 5]});
-  const auto places = static_cast<int64_t>(windows.size());
-  STD_TORCH_CHECK(places > 0 && places <= like.dim() && numbers.size() % fields == 0,
+  const auto dims = static_cast<int64_t>(windows.size());
+  STD_TORCH_CHECK(dims > 0 && dims <= like.dim() && numbers.size() % fields == 0,
                   "expected six numbers for each of at most ", like.dim(), " dimensions");
-  for (int64_t d = 0; d < places; ++d) {
-    const Windows& each = windows[d];
-    STD_TORCH_CHECK(each.number == like.size(like.dim() - places + d) && each.size > 0 && each.extent > 0 &&
-                        each.step > 0,
+  for (int64_t d = 0; d < dims; ++d) {
+    const Windows& window = windows[d];
+    STD_TORCH_CHECK(window.number == like.size(like.dim() - dims + d) && window.size > 0 &&
+                        window.extent > 0 && window.step > 0,
                     "expected as many windows as outputs, and positive sizes, extents and steps");
   }
   STD_TORCH_CHECK(offset_bits(windows) <= 32, "expected windows of at most 2**32 positions");
@@ -33,20 +34,20 @@ std::vector<Windows> parse(const std::vector<int64_t>& numbers, const Tensor& li
 Tensor pack_windows(Tensor indices, std::vector<int64_t> windows) {
   const std::vector<Windows> parsed = parse(windows, indices);
   const Tensor flat = to_contiguous(indices);
-  const auto* from =
-      static_cast<const int64_t*>(dense(flat, flat, ScalarType::Long, indices.numel(), "indices"));
+  const auto* source =
+      static_cast<const int64_t*>(dense_data(flat, flat, ScalarType::Long, indices.numel(), "indices"));
   const std::vector<int64_t> size{offset_bits(parsed) * plane_bytes(indices.numel())};
-  Tensor data = fresh(flat, size, ScalarType::Byte);
-  cpu::pack_windows(from, indices.numel(), parsed, static_cast<uint8_t*>(data.mutable_data_ptr()));
+  Tensor data = empty_tensor(flat, size, ScalarType::Byte);
+  cpu::pack_windows(source, indices.numel(), parsed, static_cast<uint8_t*>(data.mutable_data_ptr()));
   return data;
 }
 
 Tensor unpack_windows(Tensor data, std::vector<int64_t> windows, std::vector<int64_t> shape) {
-  Tensor indices = fresh(data, shape, ScalarType::Long);
+  Tensor indices = empty_tensor(data, shape, ScalarType::Long);
   const std::vector<Windows> parsed = parse(windows, indices);
   const int64_t size = offset_bits(parsed) * plane_bytes(indices.numel());
-  const auto* from = static_cast<const uint8_t*>(dense(data, indices, ScalarType::Byte, size, "data"));
-  cpu::unpack_windows(from, indices.numel(), parsed, static_cast<int64_t*>(indices.mutable_data_ptr()));
+  const auto* source = static_cast<const uint8_t*>(dense_data(data, indices, ScalarType::Byte, size, "data"));
+  cpu::unpack_windows(source, indices.numel(), parsed, static_cast<int64_t*>(indices.mutable_data_ptr()));
   return indices;
 }
 

@@ -1,4 +1,4 @@
-// What the dispatcher's side (pack_windows.cpp) asks of a device's kernels.
+// Interface between the operators (pack_windows.cpp) and their CPU kernels (cpu/pack_windows.cpp).
 #pragma once
 
 #include <bit>
@@ -7,15 +7,16 @@
 
 namespace mesa_tune {
 
-// The windows along one dimension, as mesa_tune/ops/reference/windows.py has them.
+// The windows along one dimension: `number` windows of `extent` positions that are `step` apart, on an input
+// of `size`. As in mesa_tune/ops/reference/windows.py.
 struct Windows {
   int64_t size, number, extent, step, stride, padding;
 };
 
-// Bits of an offset in a window of all dimensions.
+// Bits of an offset, which counts the positions of a window over all dimensions.
 inline int64_t offset_bits(const std::vector<Windows>& windows) {
   int64_t positions = 1;
-  for (const Windows& each : windows) positions *= each.extent;
+  for (const Windows& window : windows) positions *= window.extent;
   return positions < 2 ? 1 : std::bit_width(static_cast<uint64_t>(positions - 1));
 }
 

@@ -1,6 +1,6 @@
-// Gives the kernels of the CPU, and of CUDA where it was built, to the operators that
-// mesa_tune/ops/__init__.py defines. Checks what memory safety needs; what users may get wrong is checked,
-// and explained, there.
+// The implementations, for the CPU and for CUDA if it was built, of the operators of
+// mesa_tune/ops/__init__.py, and of `quantize_map` and `dequantize_mul` of mesa_tune/ops/fused.py. They check
+// what memory safety needs. Errors of users are checked in Python, with better messages.
 
 #include <optional>
 #include <tuple>
@@ -19,7 +19,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Runs the kernels of the device that `x` is on: CUDA's on its current stream.
+// Calls on_cpu(), or on_cuda(stream) with the current stream of the device of `x`.
 template <class OnCpu, class OnCuda>
 void dispatch(const Tensor& x, const OnCpu& on_cpu, [[maybe_unused]] const OnCuda& on_cuda) {
   if (x.is_cpu()) return on_cpu();
@@ -36,15 +36,15 @@ void dispatch(const Tensor& x, const OnCpu& on_cpu, [[maybe_unused]] const OnCud
 
 void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, const Settings& s) {
   const Split parts = split(x.numel(), s);
-  dense(data, x, ScalarType::Byte, parts.bytes(s.bits), "data");
-  dense(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges");
+  dense_data(data, x, ScalarType::Byte, parts.bytes(s.bits), "data");
+  dense_data(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges");
 }
 
-// Memory for what `x` is encoded to.
+// New tensors for the data and ranges of `x`.
 std::tuple<Tensor, Tensor> new_parts(const Tensor& x, const Settings& s) {
   const Split parts = split(x.numel(), s);
-  return {fresh(x, {parts.bytes(s.bits)}, ScalarType::Byte),
-          fresh(x, {parts.groups(), 2}, ScalarType::Float)};
+  return {empty_tensor(x, {parts.bytes(s.bits)}, ScalarType::Byte),
+          empty_tensor(x, {parts.groups(), 2}, ScalarType::Float)};
 }
 
 Packed packed_in(const Tensor& data, const Tensor& ranges) {
@@ -56,13 +56,13 @@ void encode(const Tensor& x, const Settings& s, bool stochastic, const std::opti
   check_packed(x, data, ranges, s);
   const Packed packed = packed_in(data, ranges);
   const Noise noise = read_noise(x, stochastic, seed);
-  const Strided from = strided(x, s);
+  const Strided source = strided(x, s);
   dispatch(
-      x, [&] { cpu::quantize(from, Map{}, s, noise, packed); },
-      [&](auto stream) { cuda::quantize(from, s, noise, packed, stream); });
+      x, [&] { cpu::quantize(source, Map{}, s, noise, packed); },
+      [&](auto stream) { cuda::quantize(source, s, noise, packed, stream); });
 }
 
-// What `out` is decoded from; only read.
+// The packed form from which `out` is decoded; only read.
 Packed packed_of(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
   check_packed(out, data, ranges, s);
   return {const_cast<uint8_t*>(static_cast<const uint8_t*>(data.const_data_ptr())),
@@ -71,10 +71,10 @@ Packed packed_of(const Tensor& data, const Tensor& ranges, const Settings& s, co
 
 void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
   const Packed packed = packed_of(data, ranges, s, out);
-  const Strided to = strided(out, out.mutable_data_ptr(), s);
+  const Strided target = strided(out, out.mutable_data_ptr(), s);
   dispatch(
-      out, [&] { cpu::dequantize(packed, s, to); },
-      [&](auto stream) { cuda::dequantize(packed, s, to, stream); });
+      out, [&] { cpu::dequantize(packed, s, target); },
+      [&](auto stream) { cuda::dequantize(packed, s, target, stream); });
 }
 
 std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
@@ -86,9 +86,9 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int6
   return {data, ranges};
 }
 
-const float* floats(const Tensor& x, const std::optional<Tensor>& values, int64_t count) {
+const float* statistics(const Tensor& x, const std::optional<Tensor>& values, int64_t count) {
   if (!values.has_value()) return nullptr;
-  return static_cast<const float*>(dense(*values, x, ScalarType::Float, count, "float32 statistics"));
+  return static_cast<const float*>(dense_data(*values, x, ScalarType::Float, count, "float32 statistics"));
 }
 
 Map map_of(const Tensor& x, int64_t kind, const std::optional<Tensor>& mean,
@@ -97,9 +97,9 @@ Map map_of(const Tensor& x, int64_t kind, const std::optional<Tensor>& mean,
                   kind);
   if (kind != Map::kNormalize) return {static_cast<Map::Kind>(kind)};
   STD_TORCH_CHECK(rstd.has_value() && rstd->numel() > 0 && inner > 0,
-                  "to normalize takes a reciprocal deviation and a positive number of neighbours");
+                  "expected reciprocal deviations and a positive inner for the map `normalize`");
   const int64_t count = rstd->numel();
-  return {Map::kNormalize, floats(x, mean, count), floats(x, rstd, count), inner, count};
+  return {Map::kNormalize, statistics(x, mean, count), statistics(x, rstd, count), inner, count};
 }
 
 std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Tensor> mean,
@@ -108,14 +108,14 @@ std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Ten
                                         std::optional<Tensor> seed) {
   const Settings s{bits, levels, group_size, 0};
   check_settings(s, x);
-  const Map made = map_of(x, map, mean, rstd, inner);
+  const Map mapping = map_of(x, map, mean, rstd, inner);
   const Noise noise = read_noise(x, stochastic, seed);
   const auto [data, ranges] = new_parts(x, s);
   const Packed packed = packed_in(data, ranges);
-  const Strided from = strided(x, s);
+  const Strided source = strided(x, s);
   dispatch(
-      x, [&] { cpu::quantize(from, made, s, noise, packed); },
-      [&](auto stream) { cuda::quantize_map(from, made, s, noise, packed, stream); });
+      x, [&] { cpu::quantize(source, mapping, s, noise, packed); },
+      [&](auto stream) { cuda::quantize_map(source, mapping, s, noise, packed, stream); });
   return {data, ranges};
 }
 
@@ -129,7 +129,7 @@ void quantize_out(Tensor x, int64_t bits, int64_t levels, int64_t group_size, in
 Tensor dequantize(Tensor data, Tensor ranges, std::vector<int64_t> shape, ScalarType dtype, int64_t bits,
                   int64_t levels, int64_t group_size, int64_t quant_groups) {
   const Settings s{bits, levels, group_size, quant_groups};
-  Tensor out = fresh(ranges, shape, dtype);
+  Tensor out = empty_tensor(ranges, shape, dtype);
   check_settings(s, out);
   decode(data, ranges, s, out);
   return out;
@@ -148,16 +148,16 @@ void dequantize_out(Tensor data, Tensor ranges, int64_t bits, int64_t levels, in
 Tensor dequantize_mul(Tensor data, Tensor ranges, Tensor factor, int64_t bits, int64_t levels,
                       int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
-  const Tensor times = to_contiguous(factor);
-  Tensor out = fresh_like(times);
+  const Tensor dense_factor = to_contiguous(factor);
+  Tensor out = empty_tensor_like(dense_factor);
   check_settings(s, out);
-  const auto* numbers =
-      static_cast<const float*>(dense(times, out, ScalarType::Float, out.numel(), "float32 factor"));
+  const auto* factors = static_cast<const float*>(
+      dense_data(dense_factor, out, ScalarType::Float, out.numel(), "float32 factor"));
   const Packed packed = packed_of(data, ranges, s, out);
-  const Strided to = strided(out, out.mutable_data_ptr(), s);
+  const Strided target = strided(out, out.mutable_data_ptr(), s);
   dispatch(
-      out, [&] { cpu::dequantize(packed, s, to, numbers); },
-      [&](auto stream) { cuda::dequantize_mul(packed, s, to, numbers, stream); });
+      out, [&] { cpu::dequantize(packed, s, target, factors); },
+      [&](auto stream) { cuda::dequantize_mul(packed, s, target, factors, stream); });
   return out;
 }
 
@@ -165,26 +165,26 @@ Tensor pack_bits(Tensor mask) {
   STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "expected a bool tensor");
   const Tensor dense = to_contiguous(mask);
   const int64_t bytes = plane_bytes(dense.numel());
-  Tensor data = fresh(dense, {bytes}, ScalarType::Byte);
-  const auto* from = static_cast<const uint8_t*>(dense.const_data_ptr());
-  auto* to = static_cast<uint8_t*>(data.mutable_data_ptr());
+  Tensor data = empty_tensor(dense, {bytes}, ScalarType::Byte);
+  const auto* source = static_cast<const uint8_t*>(dense.const_data_ptr());
+  auto* target = static_cast<uint8_t*>(data.mutable_data_ptr());
   dispatch(
-      mask, [&] { cpu::pack_bits(from, dense.numel(), to); },
-      [&](auto stream) { cuda::pack_bits(from, dense.numel(), to, stream); });
+      mask, [&] { cpu::pack_bits(source, dense.numel(), target); },
+      [&](auto stream) { cuda::pack_bits(source, dense.numel(), target, stream); });
   return data;
 }
 
 Tensor unpack_bits(Tensor data, std::vector<int64_t> shape) {
-  Tensor mask = fresh(data, shape, ScalarType::Bool);
+  Tensor mask = empty_tensor(data, shape, ScalarType::Bool);
   STD_TORCH_CHECK(data.scalar_type() == ScalarType::Byte && data.is_contiguous() &&
                       data.numel() == plane_bytes(mask.numel()),
                   "expected contiguous data of ", plane_bytes(mask.numel()), " bytes (uint8), but got ",
                   data.numel());
-  const auto* from = static_cast<const uint8_t*>(data.const_data_ptr());
-  auto* to = static_cast<uint8_t*>(mask.mutable_data_ptr());
+  const auto* source = static_cast<const uint8_t*>(data.const_data_ptr());
+  auto* target = static_cast<uint8_t*>(mask.mutable_data_ptr());
   dispatch(
-      data, [&] { cpu::unpack_bits(from, mask.numel(), to); },
-      [&](auto stream) { cuda::unpack_bits(from, mask.numel(), to, stream); });
+      data, [&] { cpu::unpack_bits(source, mask.numel(), target); },
+      [&](auto stream) { cuda::unpack_bits(source, mask.numel(), target, stream); });
   return mask;
 }
 

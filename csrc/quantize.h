@@ -1,4 +1,5 @@
-// What the dispatcher's side (quantize.cpp) asks of a device's kernels.
+// Interface between the quantizer's operators (quantize.cpp, quantize_within.cpp) and the kernels of each
+// device.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@ namespace mesa_tune {
 
 enum class Dtype { kFloat, kHalf, kBFloat16 };
 
-// A tensor of any strides, or memory that a kernel may write in that order.
+// A tensor of any strides, to read or to write.
 struct Strided {
   void* data;
   Dtype dtype;
@@ -18,39 +19,40 @@ struct Strided {
   int64_t numel;
 };
 
-// What is encoded in place of the elements: a function of each (mesa_tune/ops/maps.py).
+// An elementwise function that is applied while a tensor is encoded (mesa_tune/ops/maps.py). Only kNormalize
+// has more fields: element i uses statistic i / inner % count.
 struct Map {
   enum Kind { kNone, kNormalize, kGelu, kGeluTanh, kSilu, kExp, kDefinite };
   Kind kind = kNone;
-  const float* mean = nullptr;  // 0 if there is none
+  const float* mean = nullptr;  // null: 0
   const float* rstd = nullptr;
   int64_t inner = 1;
   int64_t count = 1;
 };
 
 struct Packed {
-  uint8_t* data;
-  float* ranges;  // two a group
+  uint8_t* data;  // bit planes of the codes, group after group
+  float* ranges;  // two numbers per group
 };
 
 struct Noise {
   bool stochastic;
   int64_t seed;
-  const int64_t* seed_on_device = nullptr;  // where it lies if the host cannot read it
+  const int64_t* seed_on_device = nullptr;  // used instead of `seed` unless null
 };
 
 namespace cpu {
 
-// Groups of at most so many elements are decoded some rows at a time.
-constexpr int64_t kMostInGroup = 4096;
+// Largest group size for kernels that decode some rows at a time.
+constexpr int64_t kMaxGroupSize = 4096;
 
 void quantize(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
               const Packed& packed);
-// The same for ranges that are given; values outside take the nearest end.
+// Quantizes in the ranges that `packed` already has; values outside take the nearest end.
 void quantize_within(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed);
-// Minimum and maximum of every group.
+// Writes minimum and maximum of every group to `ends`.
 void extents(const Strided& x, const Settings& settings, float* ends);
-// Times `factor`, if there is one: dense float32, as `out` then is.
+// Multiplies the decoded elements by `factor` unless null; then `out` and `factor` are dense float32.
 void dequantize(const Packed& packed, const Settings& settings, const Strided& out,
                 const float* factor = nullptr);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
@@ -58,16 +60,16 @@ void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
 
 }  // namespace cpu
 
-// On the current device; `stream` is a cudaStream_t.
+// These run on the current device; `stream` is a cudaStream_t.
 namespace cuda {
 
 void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
               void* stream);
-// For groups of consecutive elements; `map` makes something of them.
+// Quantizes `map` of x, in groups of consecutive elements.
 void quantize_map(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
                   const Packed& packed, void* stream);
 void dequantize(const Packed& packed, const Settings& settings, const Strided& out, void* stream);
-// Times `factor`: dense float32, as `out` then is.
+// Multiplies the decoded elements by `factor`; `out` and `factor` are dense float32.
 void dequantize_mul(const Packed& packed, const Settings& settings, const Strided& out, const float* factor,
                     void* stream);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data, void* stream);

@@ -1,4 +1,5 @@
-// Gives the CPU's kernels to `extents` and `quantize_within` of mesa_tune/ops/codecs.py.
+// The CPU implementations of operators `extents` and `quantize_within` (mesa_tune/ops/codecs.py): check the
+// tensors and call the kernels.
 
 #include <optional>
 #include <vector>
@@ -16,9 +17,9 @@ Tensor extents(Tensor x, int64_t group_size, int64_t quant_groups) {
   check_on_cpu(x);
   check_settings(s, x);
   const int64_t groups = split(x.numel(), s).groups();
-  Tensor found = fresh(x, {groups, 2}, ScalarType::Float);
-  cpu::extents(strided(x, s), s, static_cast<float*>(found.mutable_data_ptr()));
-  return found;
+  Tensor ends = empty_tensor(x, {groups, 2}, ScalarType::Float);
+  cpu::extents(strided(x, s), s, static_cast<float*>(ends.mutable_data_ptr()));
+  return ends;
 }
 
 Tensor quantize_within(Tensor x, Tensor ranges, int64_t bits, int64_t levels, int64_t group_size,
@@ -27,10 +28,10 @@ Tensor quantize_within(Tensor x, Tensor ranges, int64_t bits, int64_t levels, in
   check_on_cpu(x);
   check_settings(s, x);
   const Split parts = split(x.numel(), s);
-  const auto* given =
-      static_cast<const float*>(dense(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges"));
-  Tensor data = fresh(x, {parts.bytes(bits)}, ScalarType::Byte);
-  const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()), const_cast<float*>(given)};
+  const auto* range_data =
+      static_cast<const float*>(dense_data(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges"));
+  Tensor data = empty_tensor(x, {parts.bytes(bits)}, ScalarType::Byte);
+  const Packed packed{static_cast<uint8_t*>(data.mutable_data_ptr()), const_cast<float*>(range_data)};
   cpu::quantize_within(strided(x, s), s, read_noise(x, stochastic, seed), packed);
   return data;
 }

@@ -1,4 +1,5 @@
-// Gives the CPU's kernel to `softmax_backward` of mesa_tune/ops/fused.py.
+// The CPU implementation of operator `softmax_backward` (mesa_tune/ops/fused.py): checks the tensors and
+// calls the kernel.
 
 #include "softmax.h"
 
@@ -12,13 +13,14 @@ using torch::stable::Tensor;
 Tensor softmax_backward(Tensor data, Tensor ranges, Tensor grad, int64_t bits, int64_t levels,
                         int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
-  const Tensor given = to_contiguous(grad);
-  check_on_cpu(given);
-  check_settings(s, given);
-  const int64_t numel = given.numel(), dims = given.dim(), width = dims == 0 ? 1 : given.size(dims - 1);
-  const Packed packed = read_packed(data, ranges, given, numel, s);
-  Tensor dx = fresh_like(given);
-  const SoftmaxBackward task{floats(given, given, numel, "float32 gradient"),
+  const Tensor dense_grad = to_contiguous(grad);
+  check_on_cpu(dense_grad);
+  check_settings(s, dense_grad);
+  const int64_t numel = dense_grad.numel(), dims = dense_grad.dim(),
+                width = dims == 0 ? 1 : dense_grad.size(dims - 1);
+  const Packed packed = read_packed(data, ranges, dense_grad, numel, s);
+  Tensor dx = empty_tensor_like(dense_grad);
+  const SoftmaxBackward task{float_data(dense_grad, dense_grad, numel, "float32 gradient"),
                              numel / std::max<int64_t>(1, width), width,
                              static_cast<float*>(dx.mutable_data_ptr())};
   cpu::softmax_backward(task, packed, s);

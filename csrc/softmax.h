@@ -1,11 +1,11 @@
-// What the dispatcher's side (softmax.cpp) asks of the CPU's kernel.
+// Interface between the operator (softmax.cpp) and its CPU kernel (cpu/softmax.cpp).
 #pragma once
 
 #include "quantize.h"
 
 namespace mesa_tune {
 
-// The backward of a softmax over rows: dx = y (grad - sum(y grad)). Dense float32.
+// The backward of a softmax over rows: dx = y * (grad - sum(y * grad)). All tensors are dense float32.
 struct SoftmaxBackward {
   const float* grad;
   int64_t rows;
@@ -15,7 +15,7 @@ struct SoftmaxBackward {
 
 namespace cpu {
 
-// y is what is packed, in groups of consecutive elements.
+// `packed`: y, the output of the softmax, in groups of consecutive elements.
 void softmax_backward(const SoftmaxBackward& task, const Packed& packed, const Settings& settings);
 
 }  // namespace cpu

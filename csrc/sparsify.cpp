@@ -1,4 +1,5 @@
-// Gives the CPU's kernels to `sparsify` and `densify` of mesa_tune/ops/codecs.py.
+// The CPU implementations of operators `sparsify` and `densify` (mesa_tune/ops/codecs.py): check the tensors
+// and call the kernels.
 
 #include "sparsify.h"
 
@@ -25,8 +26,8 @@ std::tuple<Tensor, Tensor> sparsify(Tensor x, int64_t count) {
                   count);
   const Tensor flat = to_contiguous(x);
   const std::vector<int64_t> bytes{plane_bytes(x.numel())};
-  Tensor bitmap = fresh(flat, bytes, ScalarType::Byte);
-  Tensor survivors = fresh(flat, {count}, flat.scalar_type());
+  Tensor bitmap = empty_tensor(flat, bytes, ScalarType::Byte);
+  Tensor survivors = empty_tensor(flat, {count}, flat.scalar_type());
   cpu::sparsify(flat.const_data_ptr(), width_of(x), x.numel(), count,
                 static_cast<uint8_t*>(bitmap.mutable_data_ptr()), survivors.mutable_data_ptr());
   return {bitmap, survivors};
@@ -34,13 +35,13 @@ std::tuple<Tensor, Tensor> sparsify(Tensor x, int64_t count) {
 
 Tensor densify(Tensor bitmap, Tensor survivors, std::vector<int64_t> shape) {
   check_on_cpu(survivors);
-  Tensor out = fresh(survivors, shape, survivors.scalar_type());
-  const auto* bits =
-      static_cast<const uint8_t*>(dense(bitmap, out, ScalarType::Byte, plane_bytes(out.numel()), "bitmap"));
-  const void* values = dense(survivors, out, survivors.scalar_type(), survivors.numel(), "survivors");
-  const int64_t set =
+  Tensor out = empty_tensor(survivors, shape, survivors.scalar_type());
+  const auto* bits = static_cast<const uint8_t*>(
+      dense_data(bitmap, out, ScalarType::Byte, plane_bytes(out.numel()), "bitmap"));
+  const void* values = dense_data(survivors, out, survivors.scalar_type(), survivors.numel(), "survivors");
+  const int64_t bits_set =
       cpu::densify(bits, values, width_of(survivors), out.numel(), survivors.numel(), out.mutable_data_ptr());
-  STD_TORCH_CHECK(set == survivors.numel(), "expected a survivor for each of the bitmap's ", set,
+  STD_TORCH_CHECK(bits_set == survivors.numel(), "expected a survivor for each of the bitmap's ", bits_set,
                   " bits, but got ", survivors.numel());
   return out;
 }

@@ -1,6 +1,7 @@
-// Attention's gradients, a head at a time and of it so many queries that their scores stay in the
-// second-level cache: P = softmax(s q k^T + m), dP = g v^T, dS = P (dP - sum(dP P)), dq = s dS k, dk = s dS^T
-// q, dv = P^T g. Rows of scores are whole, so no statistics of a forward are needed. Products are PyTorch's.
+// Attention's gradients. With scale s, bias m and output gradient g: P = softmax(s q k^T + m), dP = g v^T,
+// dS = P * (dP - sum(dP * P)), dq = s dS k, dk = s dS^T q, dv = P^T g. A thread processes one head at a time,
+// in blocks of queries whose scores fit the second-level cache. Rows of scores are whole, so no statistics
+// from the forward are needed. Matrix products are PyTorch's.
 
 #include "attention.h"
 
@@ -19,63 +20,64 @@ namespace {
 
 using torch::stable::Tensor;
 
-constexpr int64_t kScores = 1 << 16;  // at a time, of
-constexpr int64_t kQueries = 64;      // at least so many queries, or products are slow
-constexpr float kLeast = -std::numeric_limits<float>::infinity();
+constexpr int64_t kScores = 1 << 16;  // scores of one block
+constexpr int64_t kMinQueries = 64;   // fewest queries of one block: with fewer, products are slow
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
-// Scores of some queries: `count` rows of `keys` numbers, `row` apart, which is a multiple of the lanes.
+// The scores of queries [first, first + count): `count` rows of `keys` numbers. `row` is the stride of rows,
+// a multiple of kLanes.
 struct Block {
-  float* p;
-  float* dp;
-  float* factors;  // one a row: P is what `p` holds times that
-  int64_t first;   // query
+  float* p;        // q k^T, then P before its factors, then P after dropout
+  float* dp;       // dP, then dS
+  float* factors;  // one number per row, by which P is multiplied
+  int64_t first;
   int64_t count;
   int64_t keys;
   int64_t row;
-  const float* bias;
-  int64_t bit;
+  const float* bias;  // of the first query; null: none
+  int64_t bit;        // index of the first query's first dropout bit
 };
 
-// s q k^T + m; what is not seen, and what is beyond the keys, least.
+// s q k^T + m; kMasked for keys that causal attention masks, and in the padding of the row.
 MESA_TUNE_INLINE void scores_row(const AttentionBackward& task, const Block& block, int64_t i,
                                  float* __restrict p) {
-  const int64_t keys = block.keys, step = task.bias.key;
+  const int64_t keys = block.keys, step = task.bias.key_stride;
   const float scale = task.scale;
   for (int64_t j = 0; j < block.row; ++j) p[j] *= scale;
-  const float* __restrict bias = block.bias + (block.bias == nullptr ? 0 : i * task.bias.query);
+  const float* __restrict bias = block.bias + (block.bias == nullptr ? 0 : i * task.bias.query_stride);
   if (bias != nullptr && step == 1) {
     for (int64_t j = 0; j < keys; ++j) p[j] += bias[j];
   } else if (bias != nullptr) {
     for (int64_t j = 0; j < keys; ++j) p[j] += bias[j * step];
   }
-  const int64_t seen = task.causal ? std::min(keys, block.first + i + 1) : keys;
-  std::fill(p + seen, p + block.row, kLeast);
+  const int64_t visible = task.causal ? std::min(keys, block.first + i + 1) : keys;
+  std::fill(p + visible, p + block.row, kMasked);
 }
 
-MESA_TUNE_INLINE float greatest(const float* values, int64_t n) {
-  int32_t most = std::numeric_limits<int32_t>::min();
-  for (int64_t i = 0; i < n; ++i) most = std::max(most, Extremes::ordered(values[i]));
-  return Extremes::value(most);
+MESA_TUNE_INLINE float maximum(const float* values, int64_t n) {
+  int32_t largest = std::numeric_limits<int32_t>::min();
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, Extremes::ordered(values[i]));
+  return Extremes::value(largest);
 }
 
-// P in place of q k^T, but for a factor, which is returned.
+// Replaces q k^T by exp(scores - maximum); returns the factor by which these are P.
 MESA_TUNE_INLINE float softmax_row(const AttentionBackward& task, const Block& block, int64_t i,
                                    float* __restrict p) {
   scores_row(task, block, i, p);
-  const float most = greatest(p, block.row);
-  if (most == kLeast && block.bias != nullptr) {  // a mask may shut out a whole row, which then is zero
+  const float largest = maximum(p, block.row);
+  if (largest == kMasked && block.bias != nullptr) {  // the bias masks all keys of the query: P is 0
     std::fill_n(p, block.row, 0.0f);
     return 0.0f;
   }
   Lanes sums;
   for (int64_t j = 0; j < block.row; j += kLanes) {
-    for (int64_t lane = j; lane < j + kLanes; ++lane) p[lane] = exponential(p[lane] - most);
+    for (int64_t lane = j; lane < j + kLanes; ++lane) p[lane] = exponential(p[lane] - largest);
     sums.add(Lanes::read(p + j));
   }
   return 1.0f / sums.total();
 }
 
-// Some scores of a row times what dropout multiplies them by.
+// Multiplies the numbers of one row by their dropout factors, whose bits begin with number `bit`.
 MESA_TUNE_INLINE void drop(const AttentionBackward& task, int64_t bit, int64_t keys,
                            float* __restrict scores) {
   const uint8_t* __restrict bits = task.bits;
@@ -84,7 +86,7 @@ MESA_TUNE_INLINE void drop(const AttentionBackward& task, int64_t bit, int64_t k
     scores[j] *= bits[(bit + j) >> 3] >> ((bit + j) & 7) & 1 ? raised : 0.0f;
 }
 
-// dS in place of dP, and what dropout makes of P in place of it.
+// Replaces dP by dS, and P by P after dropout.
 MESA_TUNE_INLINE void backward_row(const AttentionBackward& task, const Block& block, int64_t i,
                                    float* __restrict p, float* __restrict dp) {
   const int64_t row = block.row, bit = block.bit + i * task.keys;
@@ -118,19 +120,19 @@ MESA_TUNE_PATHS(backward, (const AttentionBackward& task, const Block& block), (
 
 void clear(const Heads& heads, float* data, int64_t tokens) {
   for (int64_t i = 0; data != nullptr && i < tokens; ++i)
-    std::fill_n(data + i * heads.token, heads.width, 0.0f);
+    std::fill_n(data + i * heads.token_stride, heads.width, 0.0f);
 }
 
 int64_t row_length(int64_t keys) {
   return (keys + kLanes - 1) / kLanes * kLanes;
 }
 
-int64_t queries_at_once(const AttentionBackward& task) {
-  const int64_t suits = std::max(kScores / row_length(task.keys), kQueries);
-  return std::max<int64_t>(1, std::min(suits, task.queries));
+int64_t queries_per_block(const AttentionBackward& task) {
+  const int64_t queries = std::max(kScores / row_length(task.keys), kMinQueries);
+  return std::max<int64_t>(1, std::min(queries, task.queries));
 }
 
-// One head of one sample.
+// The backward of one head of one sample. `scores`: a buffer for one block.
 class Head {
  public:
   Head(const AttentionBackward& task, int64_t number, float* scores)
@@ -139,13 +141,13 @@ class Head {
   void run() const {
     clear(task_.dk, task_.dk.at(sample_, head_), task_.keys);
     clear(task_.dv, task_.dv.at(sample_, head_), task_.keys);
-    const int64_t each = queries_at_once(task_);
-    for (int64_t first = 0; first < task_.queries; first += each)
-      run(first, std::min(each, task_.queries - first));
+    const int64_t block = queries_per_block(task_);
+    for (int64_t first = 0; first < task_.queries; first += block)
+      run_block(first, std::min(block, task_.queries - first));
   }
 
  private:
-  void run(int64_t first, int64_t count) const {
+  void run_block(int64_t first, int64_t count) const {
     const int64_t keys = task_.causal ? std::min(task_.keys, first + count) : task_.keys;
     const int64_t row = row_length(keys);
     const Bias& bias = task_.bias;
@@ -157,8 +159,9 @@ class Head {
         count,
         keys,
         row,
-        bias.data == nullptr ? nullptr
-                             : bias.data + sample_ * bias.sample + head_ * bias.head + first * bias.query,
+        bias.data == nullptr
+            ? nullptr
+            : bias.data + sample_ * bias.sample_stride + head_ * bias.head_stride + first * bias.query_stride,
         task_.first_bit + ((sample_ * task_.heads + head_) * task_.queries + first) * task_.keys};
     const Tensor p = matrix(block.p, count, keys, row), dp = matrix(block.dp, count, keys, row);
     const Tensor q = rows(task_.q, first, count), grad = rows(task_.grad, first, count);
@@ -173,12 +176,15 @@ class Head {
       add_product(rows(task_.dv, 0, keys), transposed(block.p, count, keys, row), grad);
   }
 
-  Tensor rows(const Heads& of, int64_t first, int64_t count) const {
-    return matrix(of.at(sample_, head_) + first * of.token, count, of.width, of.token);
+  // Tokens [first, first + count) of this head, one per row.
+  Tensor rows(const Heads& tensor, int64_t first, int64_t count) const {
+    return matrix(tensor.at(sample_, head_) + first * tensor.token_stride, count, tensor.width,
+                  tensor.token_stride);
   }
 
-  Tensor columns(const Heads& of, int64_t count) const {
-    return transposed(of.at(sample_, head_), count, of.width, of.token);
+  // The first tokens of this head, one per column.
+  Tensor columns(const Heads& tensor, int64_t count) const {
+    return transposed(tensor.at(sample_, head_), count, tensor.width, tensor.token_stride);
   }
 
   const AttentionBackward& task_;
@@ -191,8 +197,8 @@ class Head {
 
 void attention_backward(const AttentionBackward& task) {
   torch::stable::parallel_for(0, task.samples * task.heads, 1, [&](int64_t from, int64_t to) {
-    const int64_t numbers = queries_at_once(task) * (2 * row_length(task.keys) + 1);
-    const auto scores = std::make_unique<float[]>(static_cast<size_t>(numbers));
+    const int64_t size = queries_per_block(task) * (2 * row_length(task.keys) + 1);
+    const auto scores = std::make_unique<float[]>(static_cast<size_t>(size));
     for (int64_t number = from; number < to; ++number) Head(task, number, scores.get()).run();
   });
 }

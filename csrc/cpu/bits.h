@@ -1,4 +1,5 @@
-// Eight bytes that are 0 or 1 as the bits of one, the first the lowest.
+// Packs masks, one byte of 0 or 1 per element, into one bit per element, and back. The first element is in
+// the lowest bit.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +9,19 @@
 
 namespace mesa_tune::cpu {
 
+// Eight bytes that are 0 or 1 as the bits of one byte.
 MESA_TUNE_INLINE uint8_t gather_bits(const uint8_t* bytes) {
-  constexpr uint64_t gather = 0x0102040810204080;  // brings their low bits into the top byte
+  constexpr uint64_t gather = 0x0102040810204080;  // moves the low bit of each byte into the top byte
   uint64_t word;
   std::memcpy(&word, bytes, 8);
   return static_cast<uint8_t>((word * gather) >> 56);
 }
 
-// Eight bits as bytes that are 0 or 1.
+// The bits of one byte as eight bytes that are 0 or 1.
 MESA_TUNE_INLINE void spread_bits(uint8_t bits, uint8_t* bytes) {
-  constexpr uint64_t every = 0x0101010101010101;     // a byte into all eight
+  constexpr uint64_t spread = 0x0101010101010101;    // copies a byte into all eight bytes
   constexpr uint64_t diagonal = 0x8040201008040201;  // bit i of byte i
-  const uint64_t word = (((bits * every & diagonal) + 0x7F * every) >> 7) & every;
+  const uint64_t word = (((bits * spread & diagonal) + 0x7F * spread) >> 7) & spread;
   std::memcpy(bytes, &word, 8);
 }
 

@@ -1,5 +1,5 @@
-// Some elements out of packed groups, wherever they begin: for kernels that use them while they are in the
-// cache.
+// Decodes slices of a packed tensor for kernels that use them while they are in the cache. What is hard: a
+// slice may begin and end inside a group, but groups are decoded whole.
 #pragma once
 
 #include <algorithm>
@@ -13,57 +13,59 @@
 
 namespace mesa_tune::cpu {
 
-// Room for `n` elements and what lies about them in their groups.
-inline std::unique_ptr<float[]> room(int64_t n, const Settings& s) {
+// A buffer for `n` decoded elements, plus the other elements of the first and the last group.
+inline std::unique_ptr<float[]> decode_buffer(int64_t n, const Settings& s) {
   return std::unique_ptr<float[]>(new float[static_cast<size_t>(n + 2 * s.group_size)]);
 }
 
-// Each so many rows of `width` elements begin with a group; 1 where these are more than `most`.
-inline int64_t row_step(int64_t most, int64_t width, const Settings& s) {
+// Number of rows of `width` elements from one that begins with a group to the next that does; 1 if this is
+// more than `max_rows`.
+inline int64_t rows_between_groups(int64_t max_rows, int64_t width, const Settings& s) {
   const int64_t step = s.group_size / std::gcd(s.group_size, width);
-  return step <= most ? step : 1;
+  return step <= max_rows ? step : 1;
 }
 
-// Up to `most` rows, after which the next ones begin with a group where that is possible.
-inline int64_t rows_of_groups(int64_t most, int64_t width, const Settings& s) {
-  const int64_t step = row_step(most, width, s);
-  return most / step * step;
+// Largest number of rows, at most `max_rows`, after which the next row begins with a group, if that is
+// possible.
+inline int64_t rows_to_group(int64_t max_rows, int64_t width, const Settings& s) {
+  const int64_t step = rows_between_groups(max_rows, width, s);
+  return max_rows / step * step;
 }
 
-// Rows that are decoded at a time: about a tile, and beginning with a group where that is possible.
-inline int64_t rows_at_once(int64_t width, const Settings& s) {
-  return rows_of_groups(std::max<int64_t>(1, kTile / std::max<int64_t>(1, width)), width, s);
+// Number of rows that are decoded at a time: about a tile, beginning with a group if that is possible.
+inline int64_t rows_per_tile(int64_t width, const Settings& s) {
+  return rows_to_group(std::max<int64_t>(1, kTile / std::max<int64_t>(1, width)), width, s);
 }
 
-// Sums over rows are made in portions, of so many rows each, whatever the number of threads: `fewest` at
-// least.
-inline int64_t rows_of_portion(int64_t rows, int64_t fewest, int64_t width, const Settings& s) {
+// Number of rows, at least `min_rows`, in each portion of a sum over rows. It does not depend on the number
+// of threads, so the order of additions does not, either.
+inline int64_t rows_per_portion(int64_t rows, int64_t min_rows, int64_t width, const Settings& s) {
   constexpr int64_t kPortions = 64;
-  const int64_t each = rows_at_once(width, s);
-  return pieces(std::max(fewest, pieces(rows, kPortions)), each) * each;
+  const int64_t tile = rows_per_tile(width, s);
+  return ceil_div(std::max(min_rows, ceil_div(rows, kPortions)), tile) * tile;
 }
 
-// Adds up the portions' sums in their order: of each, `n` numbers that belong to `dw`, then those of `db`.
+// Adds the portions' sums in their order. Each portion has `n` sums for `dw`, then `n` for `db`.
 inline void add_portions(const std::vector<float>& sums, int64_t n, float* dw, float* db) {
-  for (const float *own = sums.data(), *end = own + sums.size(); own != end; own += 2 * n) {
-    for (int64_t i = 0; i < n; ++i) dw[i] += own[i];
-    for (int64_t i = 0; i < n; ++i) db[i] += own[n + i];
+  for (const float *portion = sums.data(), *end = portion + sums.size(); portion != end; portion += 2 * n) {
+    for (int64_t i = 0; i < n; ++i) dw[i] += portion[i];
+    for (int64_t i = 0; i < n; ++i) db[i] += portion[n + i];
   }
 }
 
-// Elements [first, first + n) into `values`; returns where they begin.
-MESA_TUNE_INLINE const float* decoded(const Packed& packed, const Settings& s, const Split& parts,
-                                      int64_t first, int64_t n, float* values) {
-  alignas(64) uint8_t codes[kMostInGroup + 8];
-  const int64_t from = first / s.group_size, to = (first + n - 1) / s.group_size;
-  for (int64_t group = from; group <= to; ++group) {
+// Decodes the groups of elements [first, first + n) into `values`; returns the address of element `first`.
+MESA_TUNE_INLINE const float* decode_slice(const Packed& packed, const Settings& s, const Split& parts,
+                                           int64_t first, int64_t n, float* values) {
+  alignas(64) uint8_t codes[kMaxGroupSize + 8];
+  const int64_t first_group = first / s.group_size, last_group = (first + n - 1) / s.group_size;
+  for (int64_t group = first_group; group <= last_group; ++group) {
     const Span& span = group < parts.whole.count ? parts.whole : parts.rest;
-    float* out = values + (group - from) * s.group_size;
+    float* out = values + (group - first_group) * s.group_size;
     transpose_rows(planes_of(packed, s, span, group), span.plane(), s.bits, codes, span.plane(), 8,
                    span.plane());
     decode(range_of(packed, group), s.levels, codes, span.size, out);
   }
-  return values + (first - from * s.group_size);
+  return values + (first - first_group * s.group_size);
 }
 
 }  // namespace mesa_tune::cpu

@@ -1,5 +1,5 @@
-// Gates of the ReLU kind: where a number is at most some limit, one bit an element; and the gradient past
-// them.
+// The ops of ReLU and its relatives: pack_at_most packs one bit per element, whether it is at most the
+// threshold; gate multiplies the gradient of these elements by a slope.
 
 #include "gate.h"
 
@@ -14,8 +14,8 @@
 namespace mesa_tune::cpu {
 namespace {
 
-constexpr int64_t kTile = 4096;  // elements worked on in the first-level cache
-constexpr int64_t kGrain = 8;    // tiles that are worth a thread
+constexpr int64_t kTile = 4096;  // elements processed at a time, in the first-level cache
+constexpr int64_t kGrain = 8;    // grain size of parallel_for: fewest tiles per thread
 
 MESA_TUNE_INLINE void compare_tiles(const float* x, int64_t numel, float limit, uint8_t* data, int64_t from,
                                     int64_t to) {
@@ -41,8 +41,8 @@ MESA_TUNE_INLINE void gate_tiles(const float* grad, const uint8_t* data, int64_t
     const int64_t n = std::min(kTile, numel - tile * kTile);
     unpack(data + tile * (kTile / 8), mask, (n + 7) / 8);
     for (int64_t i = 0; i < n; ++i) {
-      const float shut = slope == 0.0f ? 0.0f : values[i] * slope;
-      result[i] = mask[i] ? shut : values[i];
+      const float scaled = slope == 0.0f ? 0.0f : values[i] * slope;
+      result[i] = mask[i] ? scaled : values[i];
     }
   }
 }

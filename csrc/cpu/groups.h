@@ -1,4 +1,4 @@
-// Where a group's elements, codes and ranges are, and what one thread takes at a time.
+// Offsets of a group's elements, codes and ranges, and the division of work among threads.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -9,10 +9,11 @@
 
 namespace mesa_tune::cpu {
 
-constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
+constexpr int64_t kGrain = 1 << 15;  // grain size of parallel_for: fewest elements per thread
 
-// Where elements of a group are in a layout's count: groups of consecutive elements count through the tensor.
-MESA_TUNE_INLINE int64_t start(const Settings& settings, const Span& span, int64_t group) {
+// Index of the group's first element, and number of the group, in its Layout. Groups of consecutive elements
+// are one group of the Layout, the whole tensor.
+MESA_TUNE_INLINE int64_t first_index(const Settings& settings, const Span& span, int64_t group) {
   return settings.quant_groups > 0 ? 0 : span.element + (group - span.first) * span.size;
 }
 
@@ -29,23 +30,26 @@ MESA_TUNE_INLINE Range range_of(const Packed& packed, int64_t group) {
   return {packed.ranges[2 * group], packed.ranges[2 * group + 1]};
 }
 
-MESA_TUNE_INLINE void keep_range(const Packed& packed, int64_t group, const Range& range) {
+MESA_TUNE_INLINE void store_range(const Packed& packed, int64_t group, const Range& range) {
   packed.ranges[2 * group] = range.zero;
   packed.ranges[2 * group + 1] = range.step;
 }
 
-constexpr int64_t pieces(int64_t size, int64_t piece) {
-  return (size + piece - 1) / piece;
+// a / b, rounded up.
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
 }
 
-// Elements of run `run` of a tile that begins at column `column`.
-MESA_TUNE_INLINE int64_t run_length(const Span& span, int64_t first, int64_t columns) {
-  return std::clamp<int64_t>(span.size - first, 0, columns);
+// Number of elements of one run in a tile of `columns` columns. `first_element`: index in the group of the
+// run's first element in the tile. The last run of a group may be shorter than the others, or empty.
+MESA_TUNE_INLINE int64_t run_length(const Span& span, int64_t first_element, int64_t columns) {
+  return std::clamp<int64_t>(span.size - first_element, 0, columns);
 }
 
+// Calls work(begin, end) for ranges of items on several threads.
 template <class Work>
-void parallel(int64_t count, int64_t elements_each, const Work& work) {
-  torch::stable::parallel_for(0, count, std::max<int64_t>(1, kGrain / elements_each), work);
+void parallel(int64_t items, int64_t elements_per_item, const Work& work) {
+  torch::stable::parallel_for(0, items, std::max<int64_t>(1, kGrain / elements_per_item), work);
 }
 
 }  // namespace mesa_tune::cpu

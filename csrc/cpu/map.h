@@ -1,4 +1,4 @@
-// What is encoded in place of the elements themselves: a function of each, made in the first-level cache.
+// Applies a Map to elements that are about to be encoded, while they are in the first-level cache.
 #pragma once
 
 #include <algorithm>
@@ -8,24 +8,25 @@
 
 namespace mesa_tune::cpu {
 
-// (x - mean) * rstd; `inner` neighbours share a mean and a deviation, of which there are `count`, in turn.
+// (x - mean) * rstd of elements [index, index + n). Element i uses statistic i / inner % count.
 MESA_TUNE_INLINE void normalize(const Map& map, const float* values, int64_t index, int64_t n, float* out) {
-  int64_t at = index / map.inner % map.count, left = map.inner - index % map.inner;
+  int64_t statistic = index / map.inner % map.count, remaining = map.inner - index % map.inner;
   while (n > 0) {
-    const int64_t here = std::min(n, map.inner == 1 ? map.count - at : left);
-    const float mean = map.mean == nullptr ? 0.0f : map.mean[at], rstd = map.rstd[at];
+    const int64_t count = std::min(n, map.inner == 1 ? map.count - statistic : remaining);
+    const float mean = map.mean == nullptr ? 0.0f : map.mean[statistic], rstd = map.rstd[statistic];
     if (map.inner > 1) {
-      for (int64_t i = 0; i < here; ++i) out[i] = (values[i] - mean) * rstd;
+      for (int64_t i = 0; i < count; ++i) out[i] = (values[i] - mean) * rstd;
     } else {
-      for (int64_t i = 0; i < here; ++i)
-        out[i] = (values[i] - (map.mean == nullptr ? 0.0f : map.mean[at + i])) * map.rstd[at + i];
+      for (int64_t i = 0; i < count; ++i)
+        out[i] =
+            (values[i] - (map.mean == nullptr ? 0.0f : map.mean[statistic + i])) * map.rstd[statistic + i];
     }
-    values += here, out += here, n -= here, left = map.inner;
-    at = map.inner == 1 || at + 1 == map.count ? 0 : at + 1;
+    values += count, out += count, n -= count, remaining = map.inner;
+    statistic = map.inner == 1 || statistic + 1 == map.count ? 0 : statistic + 1;
   }
 }
 
-// Elements [index, index + n) as they are encoded: in `out`, or `values` itself where nothing is to be done.
+// Elements [index, index + n) as they are encoded: `values` itself without a map, else in `out`.
 MESA_TUNE_INLINE const float* mapped(const Map& map, const float* values, int64_t index, int64_t n,
                                      float* out) {
   switch (map.kind) {

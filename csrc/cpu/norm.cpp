@@ -1,6 +1,7 @@
-// The backward of norms over rows, from their packed normalized input: some rows are decoded into the first-
-// level cache, used there, and forgotten. Sums run in lanes of a fixed number and portions of fixed rows, so
-// that neither the vector path nor the number of threads changes a bit.
+// The backward of norms over rows, from their packed normalized input. A tile of rows is decoded into the
+// first-level cache and used there. What is hard is that neither the instruction set nor the number of
+// threads may change a bit: sums have a fixed number of lanes, and sums over rows are made in portions of
+// fixed size.
 
 #include "norm.h"
 
@@ -19,13 +20,13 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
   const float* __restrict grad = task.grad + row * inner;
   const float* __restrict weight = task.weight;
   float* __restrict dx = task.dx + row * inner;
-  Lanes first, second;
+  Lanes sums_u, sums_ux;
   for (int64_t i = 0; i < even; i += kLanes) {
     Lanes u = Lanes::read(grad + i);
     u.multiply(Lanes::read(weight + i));
-    first.add(u);
+    sums_u.add(u);
     u.multiply(Lanes::read(x + i));
-    second.add(u);
+    sums_ux.add(u);
   }
   float sum = 0, product = 0;
   for (int64_t i = even; i < inner; ++i) {
@@ -34,8 +35,8 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
     product += u * x[i];
   }
   const float count = static_cast<float>(inner), rstd = task.rstd[row];
-  const float mean = task.centered ? (first.total() + sum) / count : 0.0f;
-  const float slope = (second.total() + product) / count;
+  const float mean = task.centered ? (sums_u.total() + sum) / count : 0.0f;
+  const float slope = (sums_ux.total() + product) / count;
   for (int64_t i = 0; i < inner; ++i) {
     const float g = grad[i], value = x[i];
     dx[i] = (g * weight[i] - mean - value * slope) * rstd;
@@ -44,21 +45,23 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
   }
 }
 
-MESA_TUNE_INLINE void rows_backward(const NormBackward& task, const Packed& packed, const Settings& s,
-                                    float* sums, float* values, int64_t from, int64_t to) {
+// Portions [from, to) of the rows: their dx, and their sums for dw and db.
+MESA_TUNE_INLINE void portions_backward(const NormBackward& task, const Packed& packed, const Settings& s,
+                                        float* sums, float* values, int64_t from, int64_t to) {
   const Split parts = split(task.rows * task.inner, s);
-  const int64_t portion = rows_of_portion(task.rows, 1, task.inner, s), each = rows_at_once(task.inner, s);
-  for (int64_t at = from; at < to; ++at) {
-    float *dw = sums + 2 * at * task.inner, *db = dw + task.inner;
-    const int64_t end = std::min(task.rows, (at + 1) * portion);
-    for (int64_t row = at * portion; row < end; row += each) {
-      const int64_t count = std::min(each, end - row);
-      const float* x = decoded(packed, s, parts, row * task.inner, count * task.inner, values);
+  const int64_t rows = rows_per_portion(task.rows, 1, task.inner, s),
+                tile_rows = rows_per_tile(task.inner, s);
+  for (int64_t portion = from; portion < to; ++portion) {
+    float *dw = sums + 2 * portion * task.inner, *db = dw + task.inner;
+    const int64_t end = std::min(task.rows, (portion + 1) * rows);
+    for (int64_t row = portion * rows; row < end; row += tile_rows) {
+      const int64_t count = std::min(tile_rows, end - row);
+      const float* x = decode_slice(packed, s, parts, row * task.inner, count * task.inner, values);
       for (int64_t i = 0; i < count; ++i) row_backward(task, row + i, x + i * task.inner, dw, db);
     }
   }
 }
-MESA_TUNE_PATHS(rows_backward,
+MESA_TUNE_PATHS(portions_backward,
                 (const NormBackward& task, const Packed& packed, const Settings& s, float* sums,
                  float* values, int64_t from, int64_t to),
                 (task, packed, s, sums, values, from, to))
@@ -69,11 +72,13 @@ void norm_backward(const NormBackward& task, const Packed& packed, const Setting
   std::fill_n(task.dw, task.inner, 0.0f);
   std::fill_n(task.db, task.inner, 0.0f);
   if (task.rows * task.inner == 0) return;
-  const int64_t each = rows_of_portion(task.rows, 1, task.inner, settings), count = pieces(task.rows, each);
-  std::vector<float> sums(static_cast<size_t>(2 * count * task.inner));
-  parallel(count, each * task.inner, [&](int64_t from, int64_t to) {
-    const auto values = room(std::min(task.rows, rows_at_once(task.inner, settings)) * task.inner, settings);
-    rows_backward_paths[path()](task, packed, settings, sums.data(), values.get(), from, to);
+  const int64_t rows = rows_per_portion(task.rows, 1, task.inner, settings);
+  const int64_t portions = ceil_div(task.rows, rows);
+  std::vector<float> sums(static_cast<size_t>(2 * portions * task.inner));
+  parallel(portions, rows * task.inner, [&](int64_t from, int64_t to) {
+    const auto values =
+        decode_buffer(std::min(task.rows, rows_per_tile(task.inner, settings)) * task.inner, settings);
+    portions_backward_paths[path()](task, packed, settings, sums.data(), values.get(), from, to);
   });
   add_portions(sums, task.inner, task.dw, task.db);
 }

@@ -1,4 +1,4 @@
-// Bool masks at one bit an element, the first element in the lowest bit of the first byte.
+// Bool masks in one bit per element, the first element in the lowest bit of the first byte.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -9,7 +9,7 @@
 namespace mesa_tune::cpu {
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // bytes of packed mask that are worth a thread
+constexpr int64_t kGrain = 1 << 15;  // grain size of parallel_for: fewest bytes of packed mask per thread
 
 MESA_TUNE_PATHS(pack, (const uint8_t* mask, uint8_t* data, int64_t bytes), (mask, data, bytes))
 

@@ -1,5 +1,5 @@
-// Positions of maxima as offsets in their windows, and back. The bits of offsets lie in planes, each as
-// pack_bits has it.
+// A max pool's indices as offsets in their windows, and back. Offsets are stored as bit planes, each packed
+// as by pack_bits. What is hard is speed: an iterator updates the start of the window from output to output.
 
 #include "pack_windows.h"
 
@@ -14,61 +14,61 @@
 namespace mesa_tune::cpu {
 namespace {
 
-constexpr int64_t kBlock = 1 << 12;  // outputs, a multiple of 8
+constexpr int64_t kBlock = 1 << 12;  // outputs processed at a time; a multiple of 8
 
-// Walks through the outputs in row-major order and knows where the window of each starts.
-class Walk {
+// Iterates over the outputs in row-major order, with the start of each output's window.
+class WindowIterator {
  public:
-  Walk(const std::vector<Windows>& windows, int64_t output)
-      : windows_(windows), at_(windows.size()), start_(windows.size()) {
+  WindowIterator(const std::vector<Windows>& windows, int64_t output)
+      : windows_(windows), window_(windows.size()), start_(windows.size()) {
     for (size_t d = windows.size(); d-- > 0; output /= windows[d].number) move(d, output % windows[d].number);
   }
   int64_t start(size_t d) const { return start_[d]; }
   void next() {
-    for (size_t d = at_.size(); d-- > 0;) {
-      if (at_[d] + 1 < windows_[d].number) return move(d, at_[d] + 1);
+    for (size_t d = window_.size(); d-- > 0;) {
+      if (window_[d] + 1 < windows_[d].number) return move(d, window_[d] + 1);
       move(d, 0);
     }
   }
 
  private:
   void move(size_t d, int64_t window) {
-    const Windows& own = windows_[d];
-    at_[d] = window;
-    start_[d] = own.stride > 0 ? window * own.stride - own.padding : window * own.size / own.number;
+    const Windows& axis = windows_[d];
+    window_[d] = window;
+    start_[d] = axis.stride > 0 ? window * axis.stride - axis.padding : window * axis.size / axis.number;
   }
 
   const std::vector<Windows>& windows_;
-  std::vector<int64_t> at_, start_;
+  std::vector<int64_t> window_, start_;
 };
 
-// Quotients of numbers that fit are those of 32 bits: twice as fast.
+// Divides in 32 bits where both numbers fit: twice as fast.
 uint64_t quotient(uint64_t a, uint64_t b) {
   if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;
 }
 
-uint32_t to_offset(int64_t index, const std::vector<Windows>& windows, const Walk& walk) {
+uint32_t to_offset(int64_t index, const std::vector<Windows>& windows, const WindowIterator& iterator) {
   int64_t offset = 0, scale = 1;
   for (size_t d = windows.size(); d-- > 0;) {
-    const Windows& own = windows[d];
-    const auto rest = static_cast<int64_t>(quotient(index, own.size));
-    const int64_t within = index - rest * own.size - walk.start(d);
-    offset += (own.step == 1 ? within : within / own.step) * scale;
-    scale *= own.extent;
+    const Windows& axis = windows[d];
+    const auto rest = static_cast<int64_t>(quotient(index, axis.size));
+    const int64_t distance = index - rest * axis.size - iterator.start(d);
+    offset += (axis.step == 1 ? distance : distance / axis.step) * scale;
+    scale *= axis.extent;
     index = rest;
   }
   return static_cast<uint32_t>(offset);
 }
 
-int64_t to_index(uint32_t offset, const std::vector<Windows>& windows, const Walk& walk) {
+int64_t to_index(uint32_t offset, const std::vector<Windows>& windows, const WindowIterator& iterator) {
   int64_t index = 0, scale = 1;
   for (size_t d = windows.size(); d-- > 0;) {
-    const Windows& own = windows[d];
-    const auto rest = static_cast<uint32_t>(quotient(offset, own.extent));
-    const int64_t within = offset - rest * own.extent;
-    index += (within * own.step + walk.start(d)) * scale;
-    scale *= own.size;
+    const Windows& axis = windows[d];
+    const auto rest = static_cast<uint32_t>(quotient(offset, axis.extent));
+    const int64_t step = offset - rest * axis.extent;
+    index += (step * axis.step + iterator.start(d)) * scale;
+    scale *= axis.size;
     offset = rest;
   }
   return index;
@@ -89,7 +89,7 @@ MESA_TUNE_INLINE void add_plane(const uint8_t* data, int64_t bytes, int64_t plan
 MESA_TUNE_PATHS(add_plane, (const uint8_t* data, int64_t bytes, int64_t plane, uint32_t* offsets),
                 (data, bytes, plane, offsets))
 
-// Calls work(first output, how many) for each block.
+// Calls work(first output, number of outputs) for each block.
 template <class Work>
 void for_blocks(int64_t numel, const Work& work) {
   torch::stable::parallel_for(0, (numel + kBlock - 1) / kBlock, 1, [&](int64_t from, int64_t to) {
@@ -104,8 +104,9 @@ void pack_windows(const int64_t* indices, int64_t numel, const std::vector<Windo
   const int64_t planes = offset_bits(windows), plane = (numel + 7) / 8;
   for_blocks(numel, [&](int64_t first, int64_t n) {
     alignas(64) uint32_t offsets[kBlock] = {};
-    Walk walk(windows, first);
-    for (int64_t i = 0; i < n; ++i, walk.next()) offsets[i] = to_offset(indices[first + i], windows, walk);
+    WindowIterator iterator(windows, first);
+    for (int64_t i = 0; i < n; ++i, iterator.next())
+      offsets[i] = to_offset(indices[first + i], windows, iterator);
     for (int64_t p = 0; p < planes; ++p)
       pack_plane_paths[path()](offsets, (n + 7) / 8, p, data + p * plane + first / 8);
   });
@@ -118,8 +119,9 @@ void unpack_windows(const uint8_t* data, int64_t numel, const std::vector<Window
     alignas(64) uint32_t offsets[kBlock] = {};
     for (int64_t p = 0; p < planes; ++p)
       add_plane_paths[path()](data + p * plane + first / 8, (n + 7) / 8, p, offsets);
-    Walk walk(windows, first);
-    for (int64_t i = 0; i < n; ++i, walk.next()) indices[first + i] = to_index(offsets[i], windows, walk);
+    WindowIterator iterator(windows, first);
+    for (int64_t i = 0; i < n; ++i, iterator.next())
+      indices[first + i] = to_index(offsets[i], windows, iterator);
   });
 }
 

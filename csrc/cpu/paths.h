@@ -1,5 +1,6 @@
-// One source, several instruction sets. A kernel's body is an always-inlined function; MESA_TUNE_PATHS
-// compiles it once for each set, and the processor chooses at run time. All of them give the same bytes.
+// One source, several instruction sets. A kernel's body is an always-inlined function. MESA_TUNE_PATHS
+// compiles it once per instruction set (a path); path() chooses one at run time by the processor. All give
+// the same bytes.
 #pragma once
 
 #include <cstdlib>
@@ -40,13 +41,13 @@
 
 namespace mesa_tune::cpu {
 
-// Index into a kernel's paths: what the processor has, or less where ATEN_CPU_CAPABILITY, which holds torch's
-// own kernels back, says `default` or `avx2`.
+// Index of the best path that the processor supports. ATEN_CPU_CAPABILITY, which limits torch's own kernels,
+// limits this one, too, if it is `default` or `avx2`.
 inline int detect_path() {
 #if defined(__x86_64__)
-  const char* wish = std::getenv("ATEN_CPU_CAPABILITY");
-  if (wish != nullptr && std::strcmp(wish, "default") == 0) return 0;
-  const bool narrow = wish != nullptr && std::strcmp(wish, "avx2") == 0;
+  const char* limit = std::getenv("ATEN_CPU_CAPABILITY");
+  if (limit != nullptr && std::strcmp(limit, "default") == 0) return 0;
+  const bool narrow = limit != nullptr && std::strcmp(limit, "avx2") == 0;
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (wide && !narrow) return 2;

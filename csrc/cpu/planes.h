@@ -1,6 +1,6 @@
-// Codes to bit planes and back. Eight runs of bytes (one code a byte) and eight planes are each other's
-// transpose: bit p of byte j of run k is bit k of byte j of plane p. Three rounds of swaps do either, on
-// whole words, since no bit leaves its byte. Every width takes the same way.
+// Codes to bit planes and back. Eight runs of codes (one byte per code) and eight planes are each other's
+// transpose: bit p of byte j of run k is bit k of byte j of plane p. Three rounds of swaps transpose them. No
+// bit changes its byte column, so the swaps work on whole words, and the same for 1 to 8 bits per element.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ MESA_TUNE_INLINE void transpose(V (&rows)[8]) {
   swap_round<1>(rows, 0x5555555555555555);
 }
 
-// Transposes `bytes` (at most sizeof(V)) columns of `rows_in` rows into `rows_out` rows; missing rows are
-// zero.
+// Transposes `bytes` (at most sizeof(V)) columns of `rows_in` rows into `rows_out` rows. Missing input rows
+// are 0.
 template <class V>
 MESA_TUNE_INLINE void transpose_columns(const uint8_t* in, int64_t in_stride, int64_t rows_in, uint8_t* out,
                                         int64_t out_stride, int64_t rows_out, int64_t bytes) {
@@ -45,6 +45,7 @@ MESA_TUNE_INLINE void transpose_columns(const uint8_t* in, int64_t in_stride, in
   }
 }
 
+// Transposes any number of columns.
 MESA_TUNE_INLINE void transpose_rows(const uint8_t* in, int64_t in_stride, int64_t rows_in, uint8_t* out,
                                      int64_t out_stride, int64_t rows_out, int64_t columns) {
   constexpr int64_t wide = sizeof(Words), narrow = sizeof(Word);

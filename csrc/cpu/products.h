@@ -1,4 +1,5 @@
-// PyTorch's own matrix products of parts of float32 tensors; in a thread of ours they run in it alone.
+// PyTorch's matrix products on slices of float32 tensors. Inside parallel_for they use only the calling
+// thread.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -10,25 +11,30 @@
 
 namespace mesa_tune::cpu {
 
-inline torch::stable::Tensor matrix(const float* data, int64_t rows, int64_t columns, int64_t row,
-                                    int64_t column = 1) {
-  const int64_t sizes[] = {rows, columns}, strides[] = {row, column};
-  AtenTensorHandle made = nullptr;
+// A matrix over this memory.
+inline torch::stable::Tensor matrix(const float* data, int64_t rows, int64_t columns, int64_t row_stride,
+                                    int64_t column_stride = 1) {
+  const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
+  AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(const_cast<float*>(data), 2, sizes, strides, 0,
                                                             aoti_torch_dtype_float32(),
-                                                            aoti_torch_device_type_cpu(), 0, &made));
-  return torch::stable::Tensor(made);
+                                                            aoti_torch_device_type_cpu(), 0, &handle));
+  return torch::stable::Tensor(handle);
 }
 
-inline torch::stable::Tensor transposed(const float* data, int64_t rows, int64_t columns, int64_t row) {
-  return matrix(data, columns, rows, 1, row);
+// The transpose of a matrix over this memory.
+inline torch::stable::Tensor transposed(const float* data, int64_t rows, int64_t columns,
+                                        int64_t row_stride) {
+  return matrix(data, columns, rows, 1, row_stride);
 }
 
+// out = a b.
 inline void product(const torch::stable::Tensor& out, const torch::stable::Tensor& a,
                     const torch::stable::Tensor& b) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
 }
 
+// out += a b.
 inline void add_product(const torch::stable::Tensor& out, const torch::stable::Tensor& a,
                         const torch::stable::Tensor& b) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));

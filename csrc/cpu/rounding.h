@@ -1,4 +1,4 @@
-// Rounds values of one group to codes and back.
+// Rounds values of one group to codes, and decodes codes to values.
 #pragma once
 
 #include "arithmetic.h"
@@ -11,49 +11,51 @@ class Encoder {
   Encoder(const Range& range, int64_t levels, bool stochastic, const Keys& keys)
       : stochastic_(stochastic), keys_(keys), scale_(range, levels) {}
 
-  // Elements [element, element + n) of the group, already quartered if its range is wide.
+  // Encodes elements [element, element + n) of the group; `values` are quartered if the range is wide.
   MESA_TUNE_INLINE void encode(const float* values, int64_t n, int64_t element, uint8_t* codes) const {
     if (!stochastic_) return encode_nearest(values, n, codes);
     while (n > 0) {
       const bool whole = element % kNoiseBlock == 0 && n >= 2 * kHalf;
-      const int64_t here = whole ? 2 * kHalf : std::min(n, kHalf - element % kHalf);
+      const int64_t count = whole ? 2 * kHalf : std::min(n, kHalf - element % kHalf);
       const uint32_t counter = counter_of(element, keys_);
       if (whole) {
         encode_pairs(values, values + kHalf, counter, codes, codes + kHalf);
       } else {
-        encode_half(values, here, counter, takes_upper_noise(element) ? 16 : 0, codes);
+        encode_half(values, count, counter, takes_upper_noise(element) ? 16 : 0, codes);
       }
-      values += here, codes += here, element += here, n -= here;
+      values += count, codes += count, element += count, n -= count;
     }
   }
 
  private:
   static constexpr int64_t kHalf = kNoiseBlock / 2;
 
-  // The code of a value: its position in units of 2^-16, and what carries it up.
+  // The code of a value: its position in units of 2^-16 plus 16 bits of noise, without the lower 16 bits.
   MESA_TUNE_INLINE uint8_t code(float value, uint32_t noise) const {
-    const auto at = static_cast<int32_t>(scale_.position(value) * 0x1p16f + 0.5f);
-    return static_cast<uint8_t>((at + static_cast<int32_t>(noise & 0xFFFF)) >> 16);
+    const auto position = static_cast<int32_t>(scale_.position(value) * 0x1p16f + 0.5f);
+    return static_cast<uint8_t>((position + static_cast<int32_t>(noise & 0xFFFF)) >> 16);
   }
   MESA_TUNE_INLINE void encode_pairs(const float* __restrict first, const float* __restrict second,
                                      uint32_t counter, uint8_t* __restrict first_codes,
                                      uint8_t* __restrict second_codes) const {
-    for (int64_t i = 0; i < kHalf; ++i, ++counter) {  // the counter has 32 bits: vectors of these, not 64
-      const uint32_t both = noise(counter, keys_.two);
-      first_codes[i] = code(first[i], both);
-      second_codes[i] = code(second[i], both >> 16);
+    for (int64_t i = 0; i < kHalf;
+         ++i, ++counter) {  // a 32-bit counter, so that vectors have 32-bit elements
+      const uint32_t pair_noise = noise(counter, keys_.hash_key);
+      first_codes[i] = code(first[i], pair_noise);
+      second_codes[i] = code(second[i], pair_noise >> 16);
     }
   }
   MESA_TUNE_INLINE void encode_half(const float* __restrict values, int64_t n, uint32_t counter, int shift,
                                     uint8_t* __restrict codes) const {
-    for (int64_t i = 0; i < n; ++i, ++counter) codes[i] = code(values[i], noise(counter, keys_.two) >> shift);
+    for (int64_t i = 0; i < n; ++i, ++counter)
+      codes[i] = code(values[i], noise(counter, keys_.hash_key) >> shift);
   }
   MESA_TUNE_INLINE void encode_nearest(const float* __restrict values, int64_t n,
                                        uint8_t* __restrict codes) const {
     for (int64_t i = 0; i < n; ++i) {
-      const float at = scale_.position(values[i]);
-      const int32_t whole = static_cast<int32_t>(at);
-      codes[i] = static_cast<uint8_t>(whole + (at - static_cast<float>(whole) > 0.5f));
+      const float position = scale_.position(values[i]);
+      const int32_t whole = static_cast<int32_t>(position);
+      codes[i] = static_cast<uint8_t>(whole + (position - static_cast<float>(whole) > 0.5f));
     }
   }
 
@@ -62,7 +64,7 @@ class Encoder {
   Scale scale_;
 };
 
-// Of ranges that are wide or invalid.
+// Decodes a group whose range is wide or invalid.
 inline void decode_slowly(const Range& stored, int64_t levels, const uint8_t* codes, int64_t n,
                           float* values) {
   const Range range = stored.revealed();

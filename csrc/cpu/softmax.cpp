@@ -1,5 +1,5 @@
-// The backward of a softmax over rows, from its packed output: some rows are decoded into the first-level
-// cache, and used there. Sums run in a fixed number of lanes, so that every vector path gives the same bits.
+// The backward of a softmax over rows, from its packed output. A tile of rows is decoded into the first-level
+// cache and used there. Sums have a fixed number of lanes, so that every instruction set gives the same bits.
 
 #include "softmax.h"
 
@@ -26,30 +26,30 @@ MESA_TUNE_INLINE void row_backward(const float* __restrict grad, const float* __
   for (int64_t i = 0; i < n; ++i) dx[i] = y[i] * (grad[i] - sum);
 }
 
-// Pieces of `each` rows.
-MESA_TUNE_INLINE void rows_backward(const SoftmaxBackward& task, const Packed& packed, const Settings& s,
-                                    float* values, int64_t each, int64_t from, int64_t to) {
+// Tiles [from, to), of `tile_rows` rows each.
+MESA_TUNE_INLINE void tiles_backward(const SoftmaxBackward& task, const Packed& packed, const Settings& s,
+                                     float* values, int64_t tile_rows, int64_t from, int64_t to) {
   const Split parts = split(task.rows * task.width, s);
-  for (int64_t row = from * each; row < std::min(task.rows, to * each); row += each) {
-    const int64_t count = std::min(each, task.rows - row), at = row * task.width;
-    const float* y = decoded(packed, s, parts, at, count * task.width, values);
+  for (int64_t row = from * tile_rows; row < std::min(task.rows, to * tile_rows); row += tile_rows) {
+    const int64_t count = std::min(tile_rows, task.rows - row), first = row * task.width;
+    const float* y = decode_slice(packed, s, parts, first, count * task.width, values);
     for (int64_t i = 0; i < count * task.width; i += task.width)
-      row_backward(task.grad + at + i, y + i, task.width, task.dx + at + i);
+      row_backward(task.grad + first + i, y + i, task.width, task.dx + first + i);
   }
 }
-MESA_TUNE_PATHS(rows_backward,
+MESA_TUNE_PATHS(tiles_backward,
                 (const SoftmaxBackward& task, const Packed& packed, const Settings& s, float* values,
-                 int64_t each, int64_t from, int64_t to),
-                (task, packed, s, values, each, from, to))
+                 int64_t tile_rows, int64_t from, int64_t to),
+                (task, packed, s, values, tile_rows, from, to))
 
 }  // namespace
 
 void softmax_backward(const SoftmaxBackward& task, const Packed& packed, const Settings& settings) {
   if (task.rows * task.width == 0) return;
-  const int64_t each = rows_at_once(task.width, settings);
-  parallel(pieces(task.rows, each), each * task.width, [&](int64_t from, int64_t to) {
-    const auto values = room(std::min(each, task.rows) * task.width, settings);
-    rows_backward_paths[path()](task, packed, settings, values.get(), each, from, to);
+  const int64_t tile_rows = rows_per_tile(task.width, settings);
+  parallel(ceil_div(task.rows, tile_rows), tile_rows * task.width, [&](int64_t from, int64_t to) {
+    const auto values = decode_buffer(std::min(tile_rows, task.rows) * task.width, settings);
+    tiles_backward_paths[path()](task, packed, settings, values.get(), tile_rows, from, to);
   });
 }
 

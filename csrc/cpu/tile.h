@@ -1,5 +1,4 @@
-// Moves elements of a group between a tensor and a small buffer of float32, whatever the tensor's dtype and
-// strides.
+// Copies elements of a group between a tensor of any dtype and strides and a small float32 buffer.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +8,8 @@
 
 namespace mesa_tune::cpu {
 
-// Groups of up to this many elements are worked on whole, in the first-level cache; larger ones by tiles.
+// Groups of up to this many elements are processed whole, in the first-level cache; larger ones in tiles. A
+// tile has kRun elements of each of the group's eight runs.
 constexpr int64_t kTile = 4096;
 constexpr int64_t kRun = kTile / 8;
 
@@ -42,7 +42,7 @@ MESA_TUNE_INLINE void scatter(const float* values, int64_t group, int64_t index,
   out.layout.for_each_run(group, index, n, run);
 }
 
-// True if float32 neighbours can be read or written where they are.
+// True if elements can be read or written without a buffer: they are float32, and consecutive in memory.
 inline bool direct(const Strided& x) {
   return x.dtype == Dtype::kFloat && x.layout.contiguous();
 }
@@ -51,7 +51,7 @@ inline float* address(const Strided& x, int64_t group, int64_t index) {
   return static_cast<float*>(x.data) + group * x.layout.group_step + index;
 }
 
-// Elements [index, index + n) as float32: in `buffer`, or where they are.
+// Elements [index, index + n) as float32: the tensor's own memory, or a copy in `buffer`.
 MESA_TUNE_INLINE const float* load(const Strided& x, int64_t group, int64_t index, int64_t n, float* buffer) {
   if (direct(x)) return address(x, group, index);
   switch (x.dtype) {

@@ -1,6 +1,7 @@
-// Groups of consecutive elements in one pass. A lane takes 16 bytes of each of a group's eight runs: whole
-// bytes of every plane, so nothing but the range goes between lanes. A group has a power of two of lanes, at
-// most a warp. Lanes of the last warp that find no group repeat the last one: they write the same bytes.
+// Encodes and decodes groups of consecutive elements in one pass. A lane processes 16 bytes of each of a
+// group's eight runs. So it has whole bytes of every plane, and lanes exchange nothing but the range. The
+// lanes per group are a power of two, at most a warp. What is hard is that all lanes of a warp must take part
+// in an exchange: in the last warp, lanes without a group repeat the last group, and write the same bytes.
 #pragma once
 
 #include <cstring>
@@ -15,60 +16,61 @@
 namespace mesa_tune::cuda {
 
 template <class Type>
-constexpr int kColumns = 16 / sizeof(typename Type::Storage);  // elements of 16 bytes, bytes of a plane
+constexpr int kColumns =
+    16 / sizeof(typename Type::Storage);  // elements in 16 bytes = bytes of a lane per plane
 
 template <class Type>
-constexpr int kWords = kColumns<Type> / 4;
+constexpr int kWords = kColumns<Type> / 4;  // words of a lane per plane
 
 struct Dense {
   int64_t groups;
-  int shift;  // log2 of the lanes of a group
+  int shift;  // log2 of the lanes per group
   int bits;
   int levels;
 
   __device__ int lanes() const { return 1 << shift; }
   __device__ int lane() const { return static_cast<int>(threadIdx.x) & (lanes() - 1); }
-  // The same for all lanes of a warp, which exchange values.
+  // Whether a lane of this warp has a group: the same for all its lanes, which exchange values.
   __device__ bool any(int64_t turn) const { return (turn & -kWarp) >> shift < groups; }
   __device__ int64_t group(int64_t turn) const {
-    const int64_t own = turn >> shift;
-    return own < groups ? own : groups - 1;
+    const int64_t group = turn >> shift;
+    return group < groups ? group : groups - 1;
   }
 };
 
-// What a lane has of a group: 16 bytes of each run.
+// A lane's elements: 16 bytes of each run of a group.
 template <class Type>
 struct Raw {
   uint32_t words[8][4];
 
-  __device__ Raw(const uint4* from, int64_t first, int lanes) {
+  __device__ Raw(const uint4* x, int64_t first, int lanes) {
 #pragma unroll
     for (int run = 0; run < 8; ++run) {
-      const uint4 read = from[first + run * lanes];
-      words[run][0] = read.x, words[run][1] = read.y, words[run][2] = read.z, words[run][3] = read.w;
+      const uint4 bytes = x[first + run * lanes];
+      words[run][0] = bytes.x, words[run][1] = bytes.y, words[run][2] = bytes.z, words[run][3] = bytes.w;
     }
   }
   __device__ float value(int run, int column) const {
-    constexpr int each = kPairs<Type> ? 2 : 1;
-    return number_of<Type>(words[run][column / each], column % each);
+    constexpr int per_word = kPairs<Type> ? 2 : 1;
+    return number_of<Type>(words[run][column / per_word], column % per_word);
   }
 };
 
-// What decoded numbers are multiplied by where there is no factor.
+// The interface of Raw for a decode without a factor.
 struct Ones {
   __device__ Ones(const uint4*, int64_t, int) {}
   __device__ float value(int, int) const { return 1.0f; }
 };
 
-// A map, and how the places of a lane's elements follow one another.
+// A map, and the steps from a lane's element to that in the next column and to that in the next run.
 struct Mapping {
   Map map;
-  Place column, run;
+  StatisticIndex column, run;
 
   Mapping(const Map& map, int64_t columns) : map(map), column(map, 1), run(map, columns) {}
 };
 
-// What is encoded in place of a lane's elements, whose first one has number `index`.
+// Applies a map to a lane's elements. `index`: index in the tensor of the lane's first element.
 template <Map::Kind kKind>
 __device__ inline void apply(const Mapping& mapping, int64_t index, Raw<Float>& raw) {
 #pragma unroll
@@ -79,81 +81,85 @@ __device__ inline void apply(const Mapping& mapping, int64_t index, Raw<Float>& 
 }
 template <>
 __device__ inline void apply<Map::kNormalize>(const Mapping& mapping, int64_t index, Raw<Float>& raw) {
-  Place first(mapping.map, index);
+  StatisticIndex first(mapping.map, index);
 #pragma unroll
   for (int run = 0; run < 8; ++run) {
-    Place place = first;
+    StatisticIndex statistic = first;
 #pragma unroll
     for (int column = 0; column < 4; ++column) {
       uint32_t& word = raw.words[run][column];
-      word = bit_cast<uint32_t>(normalized(mapping.map, place, bit_cast<float>(word)));
-      place.add(mapping.map, mapping.column);
+      word = bit_cast<uint32_t>(normalized(mapping.map, statistic, bit_cast<float>(word)));
+      statistic.add(mapping.map, mapping.column);
     }
     first.add(mapping.map, mapping.run);
   }
 }
 
+// The extremes of a group, in each of its lanes.
 template <class Type>
 __device__ inline Extremes extremes_of(const Raw<Type>& raw, const Dense& d) {
-  uint32_t lows = raw.words[0][0], highs = lows;
+  uint32_t minima = raw.words[0][0], maxima = minima;
 #pragma unroll
   for (int i = 1; i < 32; ++i) {
-    lows = lesser(Type(), lows, raw.words[i / 4][i % 4]);
-    highs = greater(Type(), highs, raw.words[i / 4][i % 4]);
+    minima = minimum(Type(), minima, raw.words[i / 4][i % 4]);
+    maxima = maximum(Type(), maxima, raw.words[i / 4][i % 4]);
   }
   for (int distance = d.lanes() / 2; distance > 0; distance /= 2) {
-    lows = lesser(Type(), lows, __shfl_xor_sync(kAllLanes, lows, distance));
-    highs = greater(Type(), highs, __shfl_xor_sync(kAllLanes, highs, distance));
+    minima = minimum(Type(), minima, __shfl_xor_sync(kAllLanes, minima, distance));
+    maxima = maximum(Type(), maxima, __shfl_xor_sync(kAllLanes, maxima, distance));
   }
-  return extremes_within<Type>(lows, highs);
+  return extremes_within<Type>(minima, maxima);
 }
 
-// Those of what is finite. Infinities then are positive: like NaN they end at the top code, which a raised
-// step keeps from all finite elements. For whole warps, which exchange values.
+// The extremes of the finite elements. Clears the sign of infinities: so they get the top code, as NaN does,
+// which no finite element gets because kRoom raises the step. All lanes of the warp must call this: they
+// exchange values.
 template <class Type>
 __device__ inline Extremes finite_extremes_of(Raw<Type>& raw, const Dense& d) {
-  constexpr int each = kPairs<Type> ? 2 : 1;
+  constexpr int per_word = kPairs<Type> ? 2 : 1;
   constexpr uint32_t sign = kPairs<Type> ? 0x8000 : 0x80000000;
   Extremes finite;
 #pragma unroll
-  for (int i = 0; i < 32 * each; ++i) {
-    uint32_t& word = raw.words[i / each / 4][i / each % 4];
-    const float value = number_of<Type>(word, i % each);
+  for (int i = 0; i < 32 * per_word; ++i) {
+    uint32_t& word = raw.words[i / per_word / 4][i / per_word % 4];
+    const float value = number_of<Type>(word, i % per_word);
     finite.include_finite(&value, 1);
-    if (!is_finite(value)) word &= ~(sign << (16 * (i % each)));
+    if (!is_finite(value)) word &= ~(sign << (16 * (i % per_word)));
   }
   for (int distance = d.lanes() / 2; distance > 0; distance /= 2) finite.include(of_lane(finite, distance));
   return finite;
 }
 
+// The decoded elements of one run, 16 bytes.
 template <class Type, class Factor>
-__device__ inline uint4 pack(const Values& value, const uint32_t (&codes)[kWords<Type>], const Factor& factor,
-                             int run) {
-  typename Type::Storage parts[kColumns<Type>];
+__device__ inline uint4 decoded_run(const Values& value, const uint32_t (&codes)[kWords<Type>],
+                                    const Factor& factor, int run) {
+  typename Type::Storage elements[kColumns<Type>];
 #pragma unroll
   for (int i = 0; i < kColumns<Type>; ++i)
-    parts[i] = Type::store(value(codes[i / 4] >> (i % 4 * 8) & 0xFF) * factor.value(run, i));
-  uint4 raw;
-  std::memcpy(&raw, parts, sizeof(raw));
-  return raw;
+    elements[i] = Type::store(value(codes[i / 4] >> (i % 4 * 8) & 0xFF) * factor.value(run, i));
+  uint4 bytes;
+  std::memcpy(&bytes, elements, sizeof(bytes));
+  return bytes;
 }
 
-// The codes of four neighbours from `column` on, a byte each.
+// The codes of four consecutive elements from `column` on, one byte per code.
 template <bool kStochastic, class Type>
 __device__ inline uint32_t four_codes(const Raw<Type>& raw, int run, int column, const Scale& scale,
                                       float factor, uint32_t element, const Keys& keys) {
-  const uint32_t counter = pair_of(element) + keys.one;  // of the first; neighbours by four share a half
+  const uint32_t counter =
+      pair_of(element) + keys.counter_key;  // of the first; all four are in the same half
   const uint32_t half = noise_half(element);
   uint32_t codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float position = scale.position(raw.value(run, column + i) * factor);
-    codes[i] = kStochastic ? rounded(position, lift(counter + i, keys.two, half)) : nearest(position);
+    codes[i] = kStochastic ? rounded(position, lift(counter + i, keys.hash_key, half)) : nearest(position);
   }
   return __byte_perm(__byte_perm(codes[0], codes[1], 0x73), __byte_perm(codes[2], codes[3], 0x73), 0x5410);
 }
 
-// A lane's bytes of every plane.
+// A lane's bytes of one plane.
 template <int kCount>
 struct Bytes {
   uint32_t words[kCount];
@@ -198,9 +204,10 @@ __global__ void __launch_bounds__(kThreads, 3)
       uint32_t rows[8];
 #pragma unroll
       for (int run = 0; run < 8; ++run) {
-        // Not by the lane: what is the same for every group would take registers all along.
-        const auto place = static_cast<uint32_t>((first + run * d.lanes()) * kColumns<Type> + 4 * word);
-        const uint32_t element = place & (8 * d.lanes() * kColumns<Type> - 1);
+        // Computed from the index in the tensor, because values computed from the lane would be the same in
+        // every turn, and the compiler would reserve registers for all of them.
+        const auto index = static_cast<uint32_t>((first + run * d.lanes()) * kColumns<Type> + 4 * word);
+        const uint32_t element = index & (8 * d.lanes() * kColumns<Type> - 1);
         rows[run] = four_codes<kStochastic>(raw, run, 4 * word, scale, factor, element, keys);
       }
       to_planes<kPlanes>(rows);
@@ -213,10 +220,12 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
-// NaN where codes are the top one, whose bits say of each plane what it holds there.
+// Writes NaN where the code is the top one: where the bit in each plane is that of the top code.
 template <class Type>
-__device__ inline void put_gaps(const Bytes<kWords<Type>>* planes, const Dense& d, int64_t group, void* out) {
-  auto* at = static_cast<typename Type::Storage*>(out) + (group * 8 * d.lanes() + d.lane()) * kColumns<Type>;
+__device__ inline void write_gaps(const Bytes<kWords<Type>>* planes, const Dense& d, int64_t group,
+                                  void* out) {
+  auto* first =
+      static_cast<typename Type::Storage*>(out) + (group * 8 * d.lanes() + d.lane()) * kColumns<Type>;
   for (int word = 0; word < kWords<Type>; ++word) {
     uint32_t gaps = ~0u;
     for (int plane = 0; plane < d.bits; ++plane) {
@@ -224,9 +233,9 @@ __device__ inline void put_gaps(const Bytes<kWords<Type>>* planes, const Dense& 
       gaps &= (d.levels - 1) >> plane & 1 ? bits : ~bits;
     }
 #pragma unroll 1
-    for (int i = 0; i < 32; ++i)  // a byte a column, a bit a run
+    for (int i = 0; i < 32; ++i)  // one byte per column, one bit per run
       if (gaps >> i & 1)
-        at[i % 8 * d.lanes() * kColumns<Type> + 4 * word + i / 8] = Type::store(bit_cast<float>(kNan));
+        first[i % 8 * d.lanes() * kColumns<Type> + 4 * word + i / 8] = Type::store(bit_cast<float>(kNan));
   }
 }
 
@@ -256,8 +265,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
 #pragma unroll
     for (int run = 0; run < 8; ++run)
-      out[(group * 8 + run) * d.lanes() + d.lane()] = pack<Type>(value, codes[run], factor, run);
-    if (stored.has_gaps()) put_gaps<Type>(planes, d, group, out);
+      out[(group * 8 + run) * d.lanes() + d.lane()] = decoded_run<Type>(value, codes[run], factor, run);
+    if (stored.has_gaps()) write_gaps<Type>(planes, d, group, out);
   }
 }
 
@@ -265,7 +274,7 @@ inline bool aligned(const void* address, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
 
-// log2 of the lanes that share a group, or -1 where the group does not suit them.
+// log2 of the lanes per group, or -1 if the groups cannot be processed in one pass.
 template <class Type>
 int dense_shift(const Strided& x, const Settings& s, const Packed& packed) {
   if (s.quant_groups > 0 || !x.layout.contiguous()) return -1;
@@ -275,7 +284,7 @@ int dense_shift(const Strided& x, const Settings& s, const Packed& packed) {
   return -1;
 }
 
-// Calls visit with the number of planes, 1, 2, 4 or 8, as a type.
+// Calls visit with the number of planes rounded up to 1, 2, 4 or 8, as a std::integral_constant.
 template <class Visit>
 void with_planes(int bits, const Visit& visit) {
   if (bits == 1) return visit(std::integral_constant<int, 1>());

@@ -1,4 +1,4 @@
-// How tensors are encoded: by which kernels, and in which order.
+// Encodes a tensor: chooses the kernels, and launches them in their order.
 #pragma once
 
 #include "dense.cuh"
@@ -7,6 +7,7 @@
 
 namespace mesa_tune::cuda {
 
+// Calls visit with Float, Half or BFloat16.
 template <class Visit>
 void with_type(Dtype dtype, const Visit& visit) {
   switch (dtype) {
@@ -36,14 +37,14 @@ void encode_strided(const Strided& x, const Map& map, const Settings& s, const S
                     const Packed& packed, void* stream) {
   const auto* data = static_cast<const typename Type::Storage*>(x.data);
   const Groups groups{x.layout, s, span};
-  const int64_t pieces = (span.size + kPiece - 1) / kPiece, collected = pieces > 1 ? span.count : 0;
-  launch(clear_extremes, collected, stream, groups, packed);
+  const int64_t pieces = (span.size + kPiece - 1) / kPiece, merged = pieces > 1 ? span.count : 0;
+  launch(clear_extremes, merged, stream, groups, packed);
   launch(measure_pieces<Type, kMapped>, span.count * pieces * kWarp, stream, data, map, groups, packed);
-  launch(keep_ranges, collected, stream, groups, packed);
+  launch(store_ranges, merged, stream, groups, packed);
   launch(encode_columns<Type, kMapped>, span.count * span.plane(), stream, data, map, groups, noise, packed);
 }
 
-// Maps of 16-bit numbers have 32 bits: they go the general way.
+// A map of 16-bit elements has 32-bit results, which the kernels of dense.cuh do not support.
 template <class Type, Map::Kind kKind>
 void encode(const Strided& x, const Map& map, const Settings& s, const Noise& noise, const Packed& packed,
             void* stream) {

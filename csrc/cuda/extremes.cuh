@@ -1,4 +1,5 @@
-// Smallest and largest of numbers as they lie in memory, those of 16 bits in pairs; NaN if one of them is.
+// Minimum and maximum of numbers in words as they are in memory, so 16-bit numbers in pairs. The result is
+// NaN if one of the numbers is NaN.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,66 +24,66 @@ __device__ inline float number_of(uint32_t word, int i) {
 
 #ifdef __CUDA_ARCH__
 
-__device__ inline uint32_t lesser(Float, uint32_t a, uint32_t b) {
-  float found;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(bit_cast<float>(a)), "f"(bit_cast<float>(b)));
-  return bit_cast<uint32_t>(found);
+__device__ inline uint32_t minimum(Float, uint32_t a, uint32_t b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(bit_cast<float>(a)), "f"(bit_cast<float>(b)));
+  return bit_cast<uint32_t>(result);
 }
-__device__ inline uint32_t greater(Float, uint32_t a, uint32_t b) {
-  float found;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(bit_cast<float>(a)), "f"(bit_cast<float>(b)));
-  return bit_cast<uint32_t>(found);
+__device__ inline uint32_t maximum(Float, uint32_t a, uint32_t b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(bit_cast<float>(a)), "f"(bit_cast<float>(b)));
+  return bit_cast<uint32_t>(result);
 }
-__device__ inline uint32_t lesser(Half, uint32_t a, uint32_t b) {
+__device__ inline uint32_t minimum(Half, uint32_t a, uint32_t b) {
   asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
   return a;
 }
-__device__ inline uint32_t greater(Half, uint32_t a, uint32_t b) {
+__device__ inline uint32_t maximum(Half, uint32_t a, uint32_t b) {
   asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
   return a;
 }
-__device__ inline uint32_t lesser(BFloat16, uint32_t a, uint32_t b) {
+__device__ inline uint32_t minimum(BFloat16, uint32_t a, uint32_t b) {
   asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
   return a;
 }
-__device__ inline uint32_t greater(BFloat16, uint32_t a, uint32_t b) {
+__device__ inline uint32_t maximum(BFloat16, uint32_t a, uint32_t b) {
   asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
   return a;
 }
 
-#else  // the same for hosts, which test these kernels
+#else  // the same in C++, for the tests that run these kernels on the host
 
 template <class Type>
-uint32_t lesser(Type, uint32_t a, uint32_t b) {
-  uint32_t found = 0;
+uint32_t minimum(Type, uint32_t a, uint32_t b) {
+  uint32_t result = 0;
   for (int i = 0; i <= kPairs<Type>; ++i) {
-    const float one = number_of<Type>(a, i), two = number_of<Type>(b, i);
-    const uint32_t from = one < two || one != one ? a : b;
-    found |= kPairs<Type> ? from & 0xFFFFu << (16 * i) : from;
+    const float x = number_of<Type>(a, i), y = number_of<Type>(b, i);
+    const uint32_t word = x < y || x != x ? a : b;
+    result |= kPairs<Type> ? word & 0xFFFFu << (16 * i) : word;
   }
-  return found;
+  return result;
 }
 template <class Type>
-uint32_t greater(Type type, uint32_t a, uint32_t b) {
+uint32_t maximum(Type type, uint32_t a, uint32_t b) {
   constexpr uint32_t signs = kPairs<Type> ? 0x80008000 : 0x80000000;
-  return lesser(type, a ^ signs, b ^ signs) ^ signs;
+  return minimum(type, a ^ signs, b ^ signs) ^ signs;
 }
 
 #endif
 
-// What the lane at this distance has found.
-__device__ inline Extremes of_lane(const Extremes& own, int distance) {
-  const int low = __shfl_xor_sync(kAllLanes, own.low, distance);
-  const int high = __shfl_xor_sync(kAllLanes, own.high, distance);
+// The extremes of the lane at this distance.
+__device__ inline Extremes of_lane(const Extremes& extremes, int distance) {
+  const int low = __shfl_xor_sync(kAllLanes, extremes.low, distance);
+  const int high = __shfl_xor_sync(kAllLanes, extremes.high, distance);
   return {low, high};
 }
 
-// Of the numbers in the smallest and the largest words.
+// The extremes of all numbers, from the minima and the maxima of each half of the words.
 template <class Type>
 __device__ inline Extremes extremes_within(uint32_t low, uint32_t high) {
   if constexpr (kPairs<Type>) {
-    low = lesser(Type(), low, low >> 16 | low << 16);
-    high = greater(Type(), high, high >> 16 | high << 16);
+    low = minimum(Type(), low, low >> 16 | low << 16);
+    high = maximum(Type(), high, high >> 16 | high << 16);
   }
   return {Extremes::ordered(number_of<Type>(low, 0)), Extremes::ordered(number_of<Type>(high, 0))};
 }

@@ -1,4 +1,4 @@
-// How kernels start, on torch's current stream, and how their threads share the work.
+// Launches kernels on torch's current stream, and divides their work among threads.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,27 +13,28 @@ namespace mesa_tune::cuda {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFF;
-constexpr int64_t kMostBlocks = 1 << 20;  // from there on, threads take several turns
+constexpr int64_t kMaxBlocks = 1 << 20;  // for more work than that, each thread takes several turns
 
 inline void check(cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // told here, and not again by whoever asks next
+  cudaGetLastError();  // clears the error, so that it is reported only once
   throw std::runtime_error(std::string("a CUDA kernel of mesa-tune did not start: ") +
                            cudaGetErrorString(error));
 }
 
-// Starts enough blocks for that many threads; none for none.
+// Launches enough blocks for this many threads; nothing for 0 threads.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t threads, void* stream, Arguments&&... arguments) {
   if (threads == 0) return;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::min((threads + kThreads - 1) / kThreads, kMostBlocks)));
+  config.gridDim = dim3(static_cast<unsigned>(std::min((threads + kThreads - 1) / kThreads, kMaxBlocks)));
   config.blockDim = dim3(kThreads);
   config.stream = static_cast<cudaStream_t>(stream);
   check(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
-// This thread's number, and how many there are: the work of its next turn lies that much further.
+// The index of this thread, which is its first turn, and the number of threads, the distance to its next
+// turn.
 __device__ inline int64_t thread_number() {
   return int64_t{blockIdx.x} * kThreads + threadIdx.x;
 }

@@ -1,4 +1,4 @@
-// What is encoded in place of the elements themselves: a function of each, as csrc/cpu/map.h has it.
+// Applies a Map to elements that are about to be encoded, as csrc/cpu/map.h does.
 #pragma once
 
 #include "curves.h"
@@ -6,31 +6,32 @@
 
 namespace mesa_tune::cuda {
 
-// Which mean and deviation an element takes, and which it is of the neighbours that share them.
-struct Place {
-  int64_t at;
-  int64_t within;
+// The index of an element's mean and deviation, and the element's index among the `inner` elements that share
+// them.
+struct StatisticIndex {
+  int64_t statistic;
+  int64_t element;
 
-  MESA_TUNE_INLINE Place(const Map& map, int64_t index) {
-    const int64_t turn = quotient(index, map.inner);
-    within = index - turn * map.inner;
-    at = turn - quotient(turn, map.count) * map.count;
+  MESA_TUNE_INLINE StatisticIndex(const Map& map, int64_t index) {
+    const int64_t run = quotient(index, map.inner);
+    element = index - run * map.inner;
+    statistic = run - quotient(run, map.count) * map.count;
   }
-  // The place of the sum of both indices.
-  MESA_TUNE_INLINE void add(const Map& map, const Place& other) {
-    at += other.at;
-    within += other.within;
-    if (within >= map.inner) {
-      within -= map.inner;
-      ++at;
+  // Changes this to the StatisticIndex of the sum of both indices.
+  MESA_TUNE_INLINE void add(const Map& map, const StatisticIndex& step) {
+    statistic += step.statistic;
+    element += step.element;
+    if (element >= map.inner) {
+      element -= map.inner;
+      ++statistic;
     }
-    if (at >= map.count) at -= map.count;
+    if (statistic >= map.count) statistic -= map.count;
   }
 };
 
-__device__ inline float normalized(const Map& map, const Place& place, float value) {
-  const float mean = map.mean == nullptr ? 0.0f : map.mean[place.at];
-  return (value - mean) * map.rstd[place.at];
+__device__ inline float normalized(const Map& map, const StatisticIndex& index, float value) {
+  const float mean = map.mean == nullptr ? 0.0f : map.mean[index.statistic];
+  return (value - mean) * map.rstd[index.statistic];
 }
 
 template <Map::Kind kKind>
@@ -49,13 +50,13 @@ __device__ inline float curve(float value) {
   }
 }
 
-// Any map of element `index`.
+// Applies any map to the element with index `index` in the tensor.
 __device__ inline float mapped(const Map& map, int64_t index, float value) {
   switch (map.kind) {
     case Map::kNone:
       return value;
     case Map::kNormalize:
-      return normalized(map, Place(map, index), value);
+      return normalized(map, StatisticIndex(map, index), value);
     case Map::kGelu:
       return curve<Map::kGelu>(value);
     case Map::kGeluTanh:

@@ -1,4 +1,4 @@
-// Bool masks at one bit an element on CUDA devices, at any alignment.
+// Bool masks in one bit per element on CUDA devices. The packed bytes may have any alignment.
 
 #include <cstring>
 
@@ -8,28 +8,28 @@
 namespace mesa_tune::cuda {
 namespace {
 
-constexpr uint64_t kSpread = 0x0101010101010101;    // a byte into all eight
+constexpr uint64_t kSpread = 0x0101010101010101;    // copies a byte into all eight bytes
 constexpr uint64_t kDiagonal = 0x8040201008040201;  // bit i of byte i
 
-// A warp gathers 32 words of 32 elements, and each of its lanes keeps one.
+// A warp gathers 32 words of 32 elements each; each of its lanes writes one word.
 __global__ void pack(const uint8_t* mask, int64_t numel, uint8_t* data) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   for (int64_t turn = thread_number(); (turn & -kWarp) * kWarp < numel; turn += thread_count()) {
     const int64_t first = (turn & -kWarp) * kWarp;
-    uint32_t kept = 0;
+    uint32_t lane_bits = 0;
 #pragma unroll
     for (int word = 0; word < kWarp; ++word) {
       const int64_t element = first + word * kWarp + lane;
       const uint32_t bits = __ballot_sync(kAllLanes, element < numel && mask[element] != 0);
-      if (lane == word) kept = bits;
+      if (lane == word) lane_bits = bits;
     }
     const int64_t byte = turn * 4, bytes = (numel + 7) / 8;
     for (int i = 0; i < 4; ++i)
-      if (byte + i < bytes) data[byte + i] = static_cast<uint8_t>(kept >> (8 * i));
+      if (byte + i < bytes) data[byte + i] = static_cast<uint8_t>(lane_bits >> (8 * i));
   }
 }
 
-// A thread a byte.
+// One thread per byte.
 __global__ void unpack(const uint8_t* data, int64_t numel, uint8_t* mask) {
   for (int64_t byte = thread_number(); byte * 8 < numel; byte += thread_count()) {
     const uint64_t bits = data[byte] * kSpread & kDiagonal;
@@ -48,7 +48,7 @@ void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data, void* stream) 
   launch(pack, (numel + kWarp - 1) / kWarp, stream, mask, numel, data);
 }
 
-// `mask` is new memory, and so aligned.
+// `mask` is newly allocated, so it is aligned.
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask, void* stream) {
   launch(unpack, (numel + 7) / 8, stream, data, numel, mask);
 }

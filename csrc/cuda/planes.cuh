@@ -1,5 +1,5 @@
-// Codes to bit planes and back, as csrc/cpu/planes.h does it, four columns of bytes a word. The number of
-// planes is 1, 2, 4 or 8, so that rounds of swaps whose bits are known to be zero need not be done.
+// Codes to bit planes and back, as in csrc/cpu/planes.h, with four columns of bytes per word. The number of
+// planes, 1, 2, 4 or 8, is known to the compiler, which omits swaps of bits that are always zero.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,6 +8,7 @@
 
 namespace mesa_tune::cuda {
 
+// The lower kDistance of each 2 * kDistance bits.
 template <int kDistance>
 constexpr uint32_t kLower = kDistance == 4   ? 0x0F0F0F0F
                             : kDistance == 2 ? 0x33333333
@@ -25,14 +26,15 @@ __device__ inline void swap_rows(uint32_t (&rows)[8]) {
   }
 }
 
-// The same where only the lowest `kDistance` rows, and then bits, are in use.
+// The same if only the lower kDistance bits of each 2 * kDistance bits are in use before (merge_rows), or
+// only the lower kDistance rows (split_rows).
 template <int kDistance>
 __device__ inline void merge_rows(uint32_t (&rows)[8]) {
 #pragma unroll
   for (int low = 0; low < kDistance; ++low) rows[low] |= rows[low + kDistance] << kDistance;
 }
 template <int kDistance>
-__device__ inline void part_rows(uint32_t (&rows)[8]) {
+__device__ inline void split_rows(uint32_t (&rows)[8]) {
 #pragma unroll
   for (int low = 0; low < kDistance; ++low) {
     rows[low + kDistance] = (rows[low] >> kDistance) & kLower<kDistance>;
@@ -52,13 +54,13 @@ __device__ inline void to_planes_round(uint32_t (&rows)[8]) {
 template <int kDistance, int kPlanes>
 __device__ inline void to_codes_round(uint32_t (&rows)[8]) {
   if constexpr (kPlanes <= kDistance) {
-    part_rows<kDistance>(rows);
+    split_rows<kDistance>(rows);
   } else {
     swap_rows<kDistance, kPlanes>(rows);
   }
 }
 
-// Eight rows of codes, one a run, become `kPlanes` rows of planes.
+// Eight rows of codes, one per run, become `kPlanes` rows, one per plane.
 template <int kPlanes>
 __device__ inline void to_planes(uint32_t (&rows)[8]) {
   to_planes_round<4, kPlanes>(rows);
@@ -66,6 +68,7 @@ __device__ inline void to_planes(uint32_t (&rows)[8]) {
   to_planes_round<1, kPlanes>(rows);
 }
 
+// `kPlanes` rows, one per plane, become eight rows of codes, one per run.
 template <int kPlanes>
 __device__ inline void to_codes(uint32_t (&rows)[8]) {
   to_codes_round<1, kPlanes>(rows);
@@ -73,7 +76,7 @@ __device__ inline void to_codes(uint32_t (&rows)[8]) {
   to_codes_round<4, kPlanes>(rows);
 }
 
-// One column: byte k is run k's code, and becomes plane k's byte.
+// One column: byte k is the code of run k before, and the byte of plane k after, or the reverse.
 __device__ inline uint64_t transposed(uint64_t x) {
   uint64_t change = (x ^ (x >> 7)) & 0x00AA00AA00AA00AA;
   x ^= change ^ (change << 7);

@@ -1,5 +1,6 @@
-// quantize, dequantize and dequantize_mul on CUDA devices. Consecutive elements in groups that suit 16-byte
-// accesses take one pass (dense.cuh); all others, and a partial last group, the general way (strided.cuh).
+// quantize, dequantize and dequantize_mul on CUDA devices. Groups of consecutive elements that can be
+// accessed in units of 16 bytes take one pass (dense.cuh). All others, and a partial last group, use general
+// kernels (strided.cuh).
 
 #include "encode.cuh"
 

@@ -1,7 +1,7 @@
-// Groups of any size and layout. A warp measures a piece. Where a group has several, their extremes are
-// collected by atomics, whose order does not matter: in the memory of the range those of all elements, in
-// that of the codes those of the finite ones. Then each thread encodes or decodes one column of eight
-// elements.
+// Kernels for groups of any size and layout. One warp measures one piece of a group. The extremes of a group
+// of several pieces are merged by atomics, whose order does not matter. They need no memory of their own: the
+// extremes of all elements use that of the range, the extremes of the finite elements that of the codes. Then
+// each thread encodes or decodes one column of eight elements.
 #pragma once
 
 #include "extremes.cuh"
@@ -12,9 +12,9 @@
 
 namespace mesa_tune::cuda {
 
-constexpr int64_t kPiece = 2048;  // elements of one group that a warp measures
+constexpr int64_t kPiece = 2048;  // elements of one group that one warp measures
 
-// Groups of one size. Passed by reference to constant memory: layouts are too large for registers.
+// Groups of one size. A kernel reads them in constant memory: a Layout is too large for registers.
 struct Groups {
   Layout layout;
   Settings settings;
@@ -23,7 +23,7 @@ struct Groups {
   __device__ int64_t offset(int64_t group, int64_t index) const {
     return settings.quant_groups > 0 ? layout.offset(group, index) : layout.offset(0, element(group, index));
   }
-  // Which of all elements this is, where groups follow one another.
+  // The index of this element in packing order.
   __device__ int64_t element(int64_t group, int64_t index) const {
     return span.element + (group - span.first) * span.size + index;
   }
@@ -36,29 +36,31 @@ __device__ inline Range stored_range(const Packed& packed, int64_t group) {
   return {packed.ranges[2 * group], packed.ranges[2 * group + 1]};
 }
 
-// The range of a group whose elements have these extremes, of all of them and of the finite ones.
-__device__ inline void keep_range(const Packed& packed, int64_t group, const Extremes& all,
-                                  const Extremes& finite, int levels) {
+// Stores the range of a group from the extremes of all its elements and of the finite ones.
+__device__ inline void store_range(const Packed& packed, int64_t group, const Extremes& all,
+                                   const Extremes& finite, int levels) {
   const Range range = measure(finite, levels, !all.finite());
   packed.ranges[2 * group] = range.zero;
   packed.ranges[2 * group + 1] = range.step;
 }
 
+// The extremes of all elements, in the memory of the group's range.
 __device__ inline Extremes* extremes_of(const Packed& packed, int64_t group) {
   return reinterpret_cast<Extremes*>(packed.ranges) + group;
 }
 
-// In the first whole words of the codes, of which a group of several pieces has enough.
+// The extremes of the finite elements, in the first aligned words of the group's codes. A group of several
+// pieces has enough of them.
 __device__ inline Extremes* finite_of(const Groups& groups, const Packed& packed, int64_t group) {
   constexpr uintptr_t word = alignof(Extremes);
-  const auto at = reinterpret_cast<uintptr_t>(groups.planes(packed, group));
-  return reinterpret_cast<Extremes*>((at + word - 1) & ~(word - 1));
+  const auto address = reinterpret_cast<uintptr_t>(groups.planes(packed, group));
+  return reinterpret_cast<Extremes*>((address + word - 1) & ~(word - 1));
 }
 
-// An element as it is encoded.
+// One element, with the map applied.
 template <class Type, bool kMapped>
-__device__ inline float take(const typename Type::Storage* x, const Map& map, const Groups& groups,
-                             int64_t group, int64_t index) {
+__device__ inline float load_mapped(const typename Type::Storage* x, const Map& map, const Groups& groups,
+                                    int64_t group, int64_t index) {
   const float value = Type::load(x[groups.offset(group, index)]);
   return kMapped ? mapped(map, groups.element(group, index), value) : value;
 }
@@ -70,56 +72,56 @@ static __global__ void clear_extremes(const __grid_constant__ Groups groups, con
   }
 }
 
-__device__ inline void collect(Extremes* at, const Extremes& found) {
-  atomicMin(&at->low, found.low);
-  atomicMax(&at->high, found.high);
+__device__ inline void merge(Extremes* merged, const Extremes& piece) {
+  atomicMin(&merged->low, piece.low);
+  atomicMax(&merged->high, piece.high);
 }
 
-// Extremes of elements [begin, end), all or the finite ones, for every lane of a warp.
+// Extremes of elements [begin, end), or of the finite ones, in every lane of a warp.
 template <class Type, bool kMapped, bool kFinite>
 __device__ inline Extremes measured(const typename Type::Storage* x, const Map& map, const Groups& groups,
                                     int64_t group, int64_t begin, int64_t end) {
-  Extremes found;
+  Extremes extremes;
   for (int64_t i = begin + threadIdx.x % kWarp; i < end; i += kWarp) {
-    const float value = take<Type, kMapped>(x, map, groups, group, i);
+    const float value = load_mapped<Type, kMapped>(x, map, groups, group, i);
     if constexpr (kFinite) {
-      found.include_finite(&value, 1);
+      extremes.include_finite(&value, 1);
     } else {
-      found.include(&value, 1);
+      extremes.include(&value, 1);
     }
   }
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) found.include(of_lane(found, distance));
-  return found;
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) extremes.include(of_lane(extremes, distance));
+  return extremes;
 }
 
-// A warp a piece.
+// One warp per piece.
 template <class Type, bool kMapped>
 __global__ void measure_pieces(const typename Type::Storage* x, const Map map,
                                const __grid_constant__ Groups groups, const Packed packed) {
   const Span& span = groups.span;
-  const int64_t each = (span.size + kPiece - 1) / kPiece;
-  for (int64_t turn = thread_number(); turn / kWarp < span.count * each; turn += thread_count()) {
-    const int64_t piece = turn / kWarp, number = quotient(piece, each), group = span.first + number;
-    const int64_t begin = (piece - number * each) * kPiece, end = std::min(begin + kPiece, span.size);
+  const int64_t pieces = (span.size + kPiece - 1) / kPiece;
+  for (int64_t turn = thread_number(); turn / kWarp < span.count * pieces; turn += thread_count()) {
+    const int64_t piece = turn / kWarp, number = quotient(piece, pieces), group = span.first + number;
+    const int64_t begin = (piece - number * pieces) * kPiece, end = std::min(begin + kPiece, span.size);
     const Extremes all = measured<Type, kMapped, false>(x, map, groups, group, begin, end);
     Extremes finite = all;
     if (!all.finite()) finite = measured<Type, kMapped, true>(x, map, groups, group, begin, end);
     if (turn % kWarp > 0) continue;
-    if (each == 1) {
-      keep_range(packed, group, all, finite, groups.settings.levels);
+    if (pieces == 1) {
+      store_range(packed, group, all, finite, groups.settings.levels);
     } else {
-      collect(extremes_of(packed, group), all);
-      collect(finite_of(groups, packed, group), finite);
+      merge(extremes_of(packed, group), all);
+      merge(finite_of(groups, packed, group), finite);
     }
   }
 }
 
-// Of groups of several pieces.
-static __global__ void keep_ranges(const __grid_constant__ Groups groups, const Packed packed) {
+// Stores the ranges of groups of several pieces.
+static __global__ void store_ranges(const __grid_constant__ Groups groups, const Packed packed) {
   for (int64_t i = thread_number(); i < groups.span.count; i += thread_count()) {
     const int64_t group = groups.span.first + i;
     const Extremes all = *extremes_of(packed, group), finite = *finite_of(groups, packed, group);
-    keep_range(packed, group, all, finite, groups.settings.levels);
+    store_range(packed, group, all, finite, groups.settings.levels);
   }
 }
 
@@ -141,12 +143,13 @@ __global__ void encode_columns(const typename Type::Storage* x, const Map map,
     for (int run = 0; run < 8; ++run) {
       const int64_t element = run * span.plane() + column;
       if (element >= span.size) break;
-      const float value = take<Type, kMapped>(x, map, groups, group, element) * factor;
-      // What is not finite ends at the top code, which a raised step keeps from what is.
+      const float value = load_mapped<Type, kMapped>(x, map, groups, group, element) * factor;
+      // NaN and Inf get the top code; no finite element gets it, because kRoom raises the step.
       const float position = scale.position(is_finite(value) ? value : fabsf(value));
       const uint32_t code =
-          noise.stochastic ? rounded(position, lift(counter_of(element, keys), keys.two, noise_half(element)))
-                           : nearest(position);
+          noise.stochastic
+              ? rounded(position, lift(counter_of(element, keys), keys.hash_key, noise_half(element)))
+              : nearest(position);
       codes |= uint64_t{code >> 24} << (8 * run);
     }
     const uint64_t bytes = transposed(codes);
@@ -174,10 +177,10 @@ __global__ void decode_columns(const Packed packed, const __grid_constant__ Grou
     for (int run = 0; run < 8; ++run) {
       const int64_t element = run * span.plane() + column;
       if (element >= span.size) break;
-      const float times = factor == nullptr ? 1.0f : factor[groups.element(group, element)];
+      const float multiplier = factor == nullptr ? 1.0f : factor[groups.element(group, element)];
       const uint32_t code = static_cast<uint32_t>(codes >> (8 * run)) & 0xFF;
       out[groups.offset(group, element)] =
-          Type::store(code == gap ? bit_cast<float>(kNan) : value(code) * times);
+          Type::store(code == gap ? bit_cast<float>(kNan) : value(code) * multiplier);
     }
   }
 }

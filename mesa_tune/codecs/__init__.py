@@ -1,6 +1,7 @@
-"""The ways to store a tensor, one file a codec.
+"""The codecs, the ways to store a tensor: one file per codec, and the table `CODECS`.
 
-To add one: its file, its line in `CODECS`, and its word in `STORES` (settings), by which policies choose it.
+To add a codec, add its file, its line in `CODECS`, and its word in `STORES` of `mesa_tune.policy.settings`,
+by which policies choose it.
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,13 @@ __all__ = ["CODECS", "Codec", "Memory", "Spec", "fitting_size", "memory_bytes", 
 
 
 def refusal(tensor: Tensor, spec: Spec) -> str | None:
-    """Why `tensor` cannot be stored by `spec`; None if it can.
+    """Return why `tensor` cannot be stored by `spec`; None if it can.
 
-    A codec that stores not just what the quantizer does says so by itself, in `refuses(tensor, spec)`.
+    A codec whose limits differ from the quantizer's has a function `refuses(tensor, spec)` of its own.
     """
     refuses = getattr(CODECS[spec.codec], "refuses", None)
     if refuses is not None:
-        return str(why) if (why := refuses(tensor, spec)) else None
+        return str(reason) if (reason := refuses(tensor, spec)) else None
     if tensor.dtype not in ops.DTYPES:
         return f"its dtype is {tensor.dtype}"
     if spec.quant_groups:
@@ -41,6 +42,6 @@ def refusal(tensor: Tensor, spec: Spec) -> str | None:
 
 
 def memory_bytes(shape: Sequence[int], spec: Spec) -> int:
-    """Bytes that the codec of `spec` keeps from step to step for a tensor of `shape`."""
-    needs = getattr(CODECS[spec.codec], "memory_bytes", None)
-    return 0 if needs is None else int(needs(shape, spec))
+    """Return the bytes of the memory that the codec of `spec` needs from step to step for one tensor."""
+    size = getattr(CODECS[spec.codec], "memory_bytes", None)
+    return 0 if size is None else int(size(shape, spec))

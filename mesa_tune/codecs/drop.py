@@ -1,9 +1,10 @@
-"""Only the largest magnitudes: DropIT (arXiv 2202.13808), min-k over the whole tensor, `drop` in policy.txt.
+"""Store only the largest magnitudes: DropIT (arXiv 2202.13808), min-k over the whole tensor.
 
-A fraction γ of the elements, those of smallest magnitude, is not stored and decodes to zero. A bitmap says
-which (one bit an element, where DropIT stores an index of 32 bits for each survivor), and the survivors
-follow in order: as they are (`store: exact`) or quantized in groups of their own. Dropping is biased, as
-DropIT's is; what a linear layer or a convolution keeps enters its weight's gradient alone.
+`drop: γ` in policy.txt. The fraction γ of the elements with the smallest magnitudes is not stored and decodes
+to zero. The others, the survivors, are marked in a bitmap of one bit per element (DropIT stores a 32-bit
+index per survivor). Their values follow in order: exact (`store: exact`), or quantized in groups of their
+own. Dropping is biased, in DropIT as well: the input that a linear layer or a convolution saves enters only
+the gradient of its weight.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,12 @@ from mesa_tune.ops.codecs import RAW
 
 
 def survivors(numel: int, drop: float) -> int:
-    """How many of `numel` elements are stored: the integer part of numel · (1 - γ), as DropIT counts."""
+    """Return how many of `numel` elements are stored: the integer part of numel · (1 - γ), as in DropIT."""
     return int(numel * (1 - drop))
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
-    """The bitmap (uint8), then the survivors in the dtype of x, or their packed levels and ranges."""
+    """Return the bitmap (uint8), then the survivors in the dtype of x, or their packed codes and ranges."""
     bitmap, values = RAW.sparsify(x, survivors(x.numel(), spec.drop))
     if spec.exact:
         return [bitmap, values]
@@ -32,7 +33,7 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
 
 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-    """The tensor with its survivors, zero elsewhere."""
+    """Return the tensor with its survivors, zero elsewhere."""
     bitmap, *stored = parts
     values = stored[0]
     if not spec.exact:
@@ -43,7 +44,7 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-    """Bytes of bitmap and survivors; `element_size` is that of the tensor."""
+    """Return the bytes of bitmap and survivors; `element_size`: bytes per element of the tensor."""
     numel = _numel(shape)
     count = survivors(numel, spec.drop)
     stored = count * element_size
@@ -53,14 +54,14 @@ def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int
 
 
 def refuses(tensor: Tensor, spec: Spec) -> str | None:
-    """Why `tensor` cannot be stored so; exact survivors may have any real dtype."""
+    """Return why `tensor` cannot be stored by this codec; exact survivors may have any real dtype."""
     if not spec.exact and tensor.dtype not in ops.DTYPES:
         return f"its dtype is {tensor.dtype}"
     return None
 
 
 def _grouped(spec: Spec, count: int) -> Spec:
-    """The spec of the survivors, which have no channels: `quant_groups` of them become equal runs."""
+    """Return the spec of the survivors. They have no channels: `quant_groups` means groups of equal size."""
     if not spec.quant_groups:
         return spec
     return spec._replace(group_size=max(1, -(-count // spec.quant_groups)), quant_groups=0)

@@ -1,10 +1,10 @@
-"""Bits by sample and bits by layer: ActNN (arXiv 2104.14129), section 4; `allocation: sample`.
+"""Mixed precision, by sample and by layer: ActNN (arXiv 2104.14129), section 4; `allocation: sample`.
 
-Stochastic rounding of a group of n elements with range R to b bits has a variance of about
-n · R² / (6 · (2ᵇ - 1)²). Within a tensor every sample (dimension 0) gets 1 to 8 bits so that the sum of its
-groups' variances is least at the same total: `level` says the average. A sample of one bit cannot tell NaN
-and Inf from the rest of their group, which becomes NaN with them. Between layers `allocate` does the
-same, given what each layer's variance does to the gradient.
+Stochastic rounding of a group of n elements with range R to b bits has a variance of about n · R² / (6 · (2ᵇ
+- 1)²). Within a tensor every sample (dimension 0) gets 1 to 8 bits. They minimize the sum of all groups'
+variances; `level` fixes the average. In a sample of 1 bit, a group that contains NaN or Inf decodes to NaN as
+a whole, because no code is left for NaN. `allocate` does the same between layers, from the effect of each
+layer's variance on the gradient.
 """
 
 import heapq
@@ -21,9 +21,9 @@ MOST_BITS = reference_codecs.MOST_BITS
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
-    """Packed levels, the groups' ranges (float32, `[groups, 2]`), and the bits of every sample (uint8).
+    """Return the packed codes, the groups' ranges (float32, `[groups, 2]`), and every sample's bits (uint8).
 
-    `memory["sensitivity"]`, if there with one number a sample, weights the samples' variances.
+    `memory["sensitivity"]`, if it has one number per sample, weights the samples' variances.
     """
     sensitivity = None if memory is None else memory.get("sensitivity")
     if sensitivity is not None and sensitivity.numel() != reference_codecs.sample_shape(x.shape)[0]:
@@ -36,7 +36,7 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
 
 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-    """The tensor whose packed levels, ranges and bits `parts` hold."""
+    """Return the tensor from `parts`: packed codes, ranges and bits."""
     result: Tensor = codec_ops.RAW.dequantize_samples(
         *parts, shape, dtype, spec.group_size, spec.quant_groups
     )
@@ -44,35 +44,35 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-    """Bytes of packed levels, ranges and the samples' bits."""
+    """Return the bytes of packed codes, ranges and the samples' bits."""
     ranges = 8 * reference_codecs.sample_rows(shape, spec.group_size, spec.quant_groups)
     return codec_ops.sample_bytes(shape, spec.bits) + ranges + reference_codecs.sample_shape(shape)[0]
 
 
 def allocate(sensitivities: Sequence[float], sizes: Sequence[int], average: float) -> list[int]:
-    """Bits (1 to 8) for each layer, least in Σ sensitivity / (2ᵇ - 1)² at `average` bits an element.
+    """Return bits (1 to 8) per layer that minimize Σ sensitivity / (2ᵇ - 1)² at `average` bits per element.
 
-    `sizes`: elements of each layer. One bit after the other goes where it gains most an element, as long as
-    it fits. Raises ValueError unless `1 <= average <= 8`.
+    `sizes`: elements of each layer. Greedy: the next bit goes to the layer where it gains most per element,
+    as long as it fits. Raises ValueError unless `1 <= average <= 8`.
     """
     if not 1 <= average <= MOST_BITS:
         raise ValueError(f"`1 <= average <= {MOST_BITS}` must hold, but got average={average}")
     bits = [1] * len(sizes)
-    left = average * sum(sizes) - sum(sizes)
+    remaining = average * sum(sizes) - sum(sizes)
     pairs = list(zip(sensitivities, sizes, strict=True))
     queue = [(-_gain(*pair, 1), layer) for layer, pair in enumerate(pairs)]
     heapq.heapify(queue)
     while queue:
         _, layer = heapq.heappop(queue)
-        if sizes[layer] > left or bits[layer] == MOST_BITS:
+        if sizes[layer] > remaining or bits[layer] == MOST_BITS:
             continue
         bits[layer] += 1
-        left -= sizes[layer]
+        remaining -= sizes[layer]
         heapq.heappush(queue, (-_gain(*pairs[layer], bits[layer]), layer))
     return bits
 
 
 def _gain(sensitivity: float, size: int, bits: int) -> float:
-    """What one bit more than `bits` gains, an element."""
-    here, next_one = float(2**bits - 1), float(2 ** (bits + 1) - 1)
-    return sensitivity / max(size, 1) * (1 / here**2 - 1 / next_one**2)
+    """Return the decrease of the error per element from one bit more than `bits`."""
+    top, next_top = float(2**bits - 1), float(2 ** (bits + 1) - 1)
+    return sensitivity / max(size, 1) * (1 / top**2 - 1 / next_top**2)

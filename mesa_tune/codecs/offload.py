@@ -1,10 +1,10 @@
-"""Host memory instead of the device's: `store: offload`, exact, with the next copy back one layer ahead.
+"""Host memory instead of device memory: `store: offload`, exact, with prefetch of one tensor in backward.
 
-What is hard is the order of things. Copies run on a stream of their own beside the computation. A tensor's
-memory may be used again only when its copy out is done, and the computation must wait for a copy back before
-it reads; backward asks for tensors in the opposite order to forward, so whoever asks for one gets the one
-kept just before it on its way, and never more than one, or the copies ahead would fill what was to be freed.
-`Shelf` is that order; a `Copier` moves the bytes.
+What is hard is the order of events. Copies run on their own stream beside the computation. The memory of a
+tensor may be used again only when its copy to the host is done, and the computation must wait for a copy to
+the device before it reads it. Backward loads tensors in the opposite order to forward. So loading one tensor
+starts the copy of the tensor saved just before it, and of no more than one: further copies would fill the
+memory that offloading frees. `OffloadQueue` decides this order; a `Copier` moves the bytes.
 """
 
 import weakref
@@ -17,19 +17,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mesa_tune.codecs.spec import Memory, Spec
 
-Arrival = Callable[[], Tensor]
-"""Waits for a copy back, in the order of the device's work, and gives it."""
+PendingCopy = Callable[[], Tensor]
+"""Makes the device's work wait for a copy to the device, and returns the copy."""
 
 
 class Copier(Protocol):
-    """Moves tensors between a device and the host without waiting."""
+    """Moves tensors between a device and the host; the host does not wait."""
 
-    def out(self, x: Tensor) -> Tensor:
-        """A copy of x on the host; x may be freed at once, the copy is not to be read there."""
+    def to_host(self, x: Tensor) -> Tensor:
+        """Return a copy of x on the host. x may be freed at once; the host must not read the copy."""
         ...
 
-    def back(self, host: Tensor) -> Arrival:
-        """Begins the copy of `host` to the device."""
+    def to_device(self, host: Tensor) -> PendingCopy:
+        """Start the copy of `host` to the device."""
         ...
 
 
@@ -40,136 +40,136 @@ class StreamCopier:
         self.device = device
         self.stream: Any = torch.cuda.Stream(device)
 
-    def out(self, x: Tensor) -> Tensor:
+    def to_host(self, x: Tensor) -> Tensor:
         host = torch.empty_like(x, device="cpu", pin_memory=True)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             host.copy_(x, non_blocking=True)
-        x.record_stream(self.stream)  # its memory is not handed out again before the copy is done
+        x.record_stream(self.stream)  # the allocator reuses its memory only after the copy
         return host
 
-    def back(self, host: Tensor) -> Arrival:
-        with torch.cuda.stream(self.stream):  # behind the copy out, so the bytes are there
+    def to_device(self, host: Tensor) -> PendingCopy:
+        with torch.cuda.stream(self.stream):  # after the copy to the host, so the bytes are there
             copy = torch.empty_like(host, device=self.device, pin_memory=False)
             copy.copy_(host, non_blocking=True)
             done: Any = torch.cuda.Event()
             done.record(self.stream)
 
-        def arrived() -> Tensor:
+        def wait() -> Tensor:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(done)
             copy.record_stream(current)
             return copy
 
-        return arrived
+        return wait
 
 
 class PlainCopier:
-    """Copies as `Tensor.to` does, for devices without streams that we know."""
+    """Copies by `Tensor.to`, for devices whose streams are not supported."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def out(self, x: Tensor) -> Tensor:
+    def to_host(self, x: Tensor) -> Tensor:
         return x.to("cpu", copy=True)
 
-    def back(self, host: Tensor) -> Arrival:
+    def to_device(self, host: Tensor) -> PendingCopy:
         return lambda: host.to(self.device, copy=True)
 
 
-class _Ticket:
-    """One kept tensor: where it lies on the host, and the ticket before it."""
+class _HostCopy:
+    """One saved tensor: a weak reference to its copy on the host, and the tensor saved before it."""
 
-    def __init__(self, host: Tensor, before: "_Ticket | None") -> None:
-        self.host = weakref.ref(host.untyped_storage())
+    def __init__(self, host: Tensor, previous: "_HostCopy | None") -> None:
+        self.storage = weakref.ref(host.untyped_storage())
         self.alive = StorageWeakRef(host.untyped_storage())
         self.shape, self.stride, self.dtype = host.shape, host.stride(), host.dtype
-        self.before = before
+        self.previous = previous
 
     def tensor(self) -> Tensor | None:
-        """The tensor on the host; None once nobody keeps it."""
-        storage = self.host()
+        """Return the tensor on the host; None once it is freed."""
+        storage = self.storage()
         if storage is None or self.alive.expired():
             return None
         return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.stride)
 
 
-class Shelf:
-    """What lies on the host for one device, in the order of forward, and at most one copy ahead."""
+class OffloadQueue:
+    """The tensors that one device has saved on the host, in forward order, and one prefetched copy."""
 
     def __init__(self, copier: Copier) -> None:
         self.copier = copier
-        self.last: _Ticket | None = None
-        self.tickets: dict[int, _Ticket] = {}
-        self.ahead: tuple[_Ticket, Arrival] | None = None
+        self.last: _HostCopy | None = None
+        self.copies: dict[int, _HostCopy] = {}
+        self.prefetched: tuple[_HostCopy, PendingCopy] | None = None
 
-    def put(self, x: Tensor) -> Tensor:
-        """A copy of x on the host."""
-        host = self.copier.out(x)
-        self._forget_dead()
-        self.last = self.tickets[host.untyped_storage()._cdata] = _Ticket(host, self.last)
+    def save(self, x: Tensor) -> Tensor:
+        """Return a copy of x on the host."""
+        host = self.copier.to_host(x)
+        self._remove_freed()
+        self.last = self.copies[host.untyped_storage()._cdata] = _HostCopy(host, self.last)
         return host
 
-    def take(self, host: Tensor) -> Tensor:
-        """`host` on the device again, and the one kept before it on its way."""
-        ticket = self.tickets.get(host.untyped_storage()._cdata)
-        if self.ahead is not None and self.ahead[0] is ticket:
-            arrival = self.ahead[1]
+    def load(self, host: Tensor) -> Tensor:
+        """Return `host` on the device, and start the copy of the tensor saved before it."""
+        saved = self.copies.get(host.untyped_storage()._cdata)
+        if self.prefetched is not None and self.prefetched[0] is saved:
+            pending = self.prefetched[1]
         else:
-            arrival = self.copier.back(host)
-        self.ahead = None
-        before = ticket.before if ticket is not None else None
-        while before is not None:
-            waiting = before.tensor()
-            if waiting is not None:
-                self.ahead = (before, self.copier.back(waiting))
+            pending = self.copier.to_device(host)
+        self.prefetched = None
+        previous = saved.previous if saved is not None else None
+        while previous is not None:
+            tensor = previous.tensor()
+            if tensor is not None:
+                self.prefetched = (previous, self.copier.to_device(tensor))
                 break
-            before = before.before
-        return arrival()
+            previous = previous.previous
+        return pending()
 
-    def _forget_dead(self) -> None:
-        """Drops tickets whose tensors nobody keeps, from the end of the row and from the table."""
+    def _remove_freed(self) -> None:
+        """Remove freed tensors from the end of the list and from the table."""
         while self.last is not None and self.last.alive.expired():
-            self.last = self.last.before
+            self.last = self.last.previous
         if self.last is None:
-            self.ahead = None
-        self.tickets = {key: ticket for key, ticket in self.tickets.items() if not ticket.alive.expired()}
+            self.prefetched = None
+        self.copies = {key: saved for key, saved in self.copies.items() if not saved.alive.expired()}
 
 
-_shelves: dict[torch.device, Shelf] = {}
+_queues: dict[torch.device, OffloadQueue] = {}
 
 
-def _shelf(device: torch.device) -> Shelf:
-    if device not in _shelves:
+def _queue(device: torch.device) -> OffloadQueue:
+    if device not in _queues:
         copier: Copier = StreamCopier(device) if device.type == "cuda" else PlainCopier(device)
-        _shelves[device] = Shelf(copier)
-    return _shelves[device]
+        _queues[device] = OffloadQueue(copier)
+    return _queues[device]
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
-    """The tensor on the host, and an empty one that stays on the device and names it."""
+    """Return the tensor on the host, and an empty tensor whose device is that of x."""
     x = x.detach()
     marker = x.new_empty(0)
     if torch.compiler.is_compiling():
         return [x.to("cpu", non_blocking=True), marker]
-    return [_shelf(x.device).put(x), marker]
+    return [_queue(x.device).save(x), marker]
 
 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-    """The tensor on its device again, bit for bit."""
+    """Return the tensor on its device again, bit for bit."""
     host, marker = parts
     if torch.compiler.is_compiling():
         return host.to(marker.device, non_blocking=True)
-    return _shelf(marker.device).take(host)
+    return _queue(marker.device).load(host)
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-    """Bytes on the device: none."""
+    """Return the bytes on the device: none."""
     return 0
 
 
 def refuses(tensor: Tensor, spec: Spec) -> str | None:
-    """Why `tensor` stays where it is."""
+    """Return why `tensor` cannot be offloaded; None if it can."""
     if tensor.device.type == "cpu":
         return "`store: offload` frees nothing on a CPU device, whose memory is the host's"
     return None

@@ -1,4 +1,4 @@
-"""`Spec`: the settings of a layer in the flat, hashable form that traced code carries."""
+"""`Spec`, a layer's settings as a flat, hashable tuple for traced code, and `Codec`, the codecs' protocol."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -11,11 +11,11 @@ from mesa_tune.policy.settings import HOOKED_LEVELS, LayerSettings
 
 
 class Spec(NamedTuple):
-    """How one layer stores what it keeps. `levels` 0 keeps the tensor as it is (the profiler's exact run).
+    """How one layer stores the tensors it saves. `levels` 0 stores them exactly (the profiler's exact run).
 
-    `derive`: what can be made again from what other layers keep is not stored. `exposes`: other layers may
-    make this one's output again. `exact`: what is stored is stored as it is. `row`: groups end where
-    rows of so many elements do (0: anywhere).
+    `derive`: do not store a tensor that can be rematerialized from what other layers save. `exposes`: other
+    layers may rematerialize this layer's output. `exact`: store elements in full precision. `row`: a group
+    never crosses the end of a row of so many elements (0: groups ignore rows).
     """
 
     codec: str
@@ -34,14 +34,14 @@ class Spec(NamedTuple):
 
     @property
     def alone(self) -> "Spec":
-        """The same way to store, whatever other layers keep; two layers share a copy by this."""
+        """The spec without the fields about other layers; layers share a copy where this is equal."""
         if not (self.derive or self.exposes or self.row):
             return self
         return self._replace(derive=False, exposes=False, row=0)
 
     @staticmethod
     def of(settings: LayerSettings, min_elements: int) -> "Spec | None":
-        """The spec of `settings`; None if the layer keeps what PyTorch keeps."""
+        """Return the spec of `settings`; None if the layer saves what PyTorch saves."""
         if settings.exact:
             return None
         if keys := overruled(settings):
@@ -61,36 +61,38 @@ class Spec(NamedTuple):
         )
 
     def within(self, row: int) -> "Spec":
-        """Return this spec with groups that end where rows of `row` elements do; groups by channels or heads
-        stay.
+        """Return this spec with groups that divide rows of `row` elements; `quant_groups` stays.
+
+        `_replace` cannot be traced, so this calls the constructor.
         """
         size = fitting_size(self.group_size, row)
         return Spec(*self[:3], size, *self[4:-1], row)  # type: ignore[arg-type] # `_replace` cannot be traced
 
     @property
     def remembers(self) -> bool:
-        """Whether the codec wants a memory from step to step."""
+        """Whether the codec needs a memory from step to step."""
         return self.codec in ("running", "mixed")
 
     @property
     def hooked(self) -> "Spec | None":
-        """This spec for a layer stored by hooks, as `LayerSettings.hooked`; None: as PyTorch stores it."""
+        """This spec for a layer stored by hooks, as in `LayerSettings.hooked`; None: saved as by PyTorch."""
         if self.exact:
             return None if self.codec == "drop" else self
         return self._replace(codec="quantize", bits=8, levels=HOOKED_LEVELS, drop=0.0, ema_decay=0.0)
 
 
 def fitting_size(size: int, row: int) -> int:
-    """The largest group of at most `size` elements that divides a row; 0 (no such groups) stays."""
+    """Return the largest group size of at most `size` that divides `row`; `size` itself if either is 0."""
     if size == 0 or row == 0 or row % size == 0:
         return size
-    return max(each for each in range(1, min(size, row) + 1) if row % each == 0)
+    return max(divisor for divisor in range(1, min(size, row) + 1) if row % divisor == 0)
 
 
 def codec_of(settings: LayerSettings) -> str:
-    """The name in `CODECS` of the way in which `settings` store a tensor that has to be stored.
+    """Return the name in `CODECS` of the codec that `settings` choose.
 
-    Of settings that ask for several at once the first here takes effect; `Spec.of` warns of the others.
+    If they ask for several codecs, the first in the order of this function is used; `Spec.of` warns about the
+    others.
     """
     if settings.store not in ("quantize", "exact", "derive", "recompute"):
         return settings.store
@@ -102,36 +104,36 @@ def codec_of(settings: LayerSettings) -> str:
 
 
 def overruled(settings: LayerSettings) -> list[str]:
-    """The keys of `settings` that have no effect beside the others."""
-    asked = {"offload": settings.store == "offload", "drop": settings.drop > 0}
-    asked |= {"mixed": settings.allocation == "sample", "running": settings.ema_decay > 0}
+    """Return the keys of `settings` that have no effect because others choose the codec."""
+    requested = {"offload": settings.store == "offload", "drop": settings.drop > 0}
+    requested |= {"mixed": settings.allocation == "sample", "running": settings.ema_decay > 0}
     keys = {"drop": "drop", "mixed": "allocation", "running": "ema_decay"}
-    return [keys[codec] for codec, wanted in asked.items() if wanted and codec != codec_of(settings)]
+    return [keys[codec] for codec, wanted in requested.items() if wanted and codec != codec_of(settings)]
 
 
 Memory = dict[str, Tensor]
-"""What a codec remembers of one kept tensor of one layer from step to step (running ranges); eager only."""
+"""A codec's state for one saved tensor of one layer from step to step (as in running ranges); eager only."""
 
 
 class Codec(Protocol):
     """A way to store a tensor. Modules of this package implement it with plain functions."""
 
     def encode(self, x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
-        """The stored parts of `x` (any shape), as many for every tensor of that shape and dtype; `key` is the
-        int64 tensor that rounding noise depends on.
+        """Return the packed parts of `x` (any shape); their number depends only on its shape and dtype.
 
-        `memory` is this tensor's own, to be changed in place; None where nothing can be remembered.
+        `key`: an int64 tensor, the seed of rounding noise. `memory`: this saved tensor's own, updated in
+        place; None where no state is possible.
         """
         ...
 
     def decode(self, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-        """A tensor of `shape` and `dtype` near the one that was encoded."""
+        """Return the decoded tensor of `shape` and `dtype`, an approximation of the encoded one."""
         ...
 
-    # Three more are for those that need them: `refuses(tensor, spec)`, why a tensor cannot be stored so, in
-    # place of the quantizer's reasons; `memory_bytes(shape, spec)`, what it remembers of a tensor; and
+    # Three optional functions: `refuses(tensor, spec)`, why a tensor cannot be stored, instead of the
+    # quantizer's reasons; `memory_bytes(shape, spec)`, the size of the memory for one tensor; and
     # `encode_deferred(deferred, spec, key)`, for tensors computed while they are encoded (`ops/maps.py`).
 
     def packed_bytes(self, shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-        """Bytes on the device of all parts of an encoded tensor, `element_size` bytes an element."""
+        """Return the device bytes of all packed parts of a tensor of `element_size` bytes per element."""
         ...

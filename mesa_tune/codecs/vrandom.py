@@ -1,7 +1,8 @@
-"""Elements at random: DropIT's `vrandom`, to compare its choice by magnitude with.
+"""Store randomly chosen elements: DropIT's `vrandom`, the baseline for its choice by magnitude.
 
-So many elements as `drop` keeps, all equally likely, stay as they are; a bitmap says which. The choice is a
-function of the key alone, so equal encodes are equal. Unlike DropIT, which stores the zeros too.
+As many elements as `drop` would store are chosen, all equally likely. A bitmap marks them, and their values
+are stored exactly; DropIT stores the zeros, too. The choice depends on the key alone, so encoding twice gives
+the same result.
 """
 
 from collections.abc import Sequence
@@ -16,19 +17,19 @@ from mesa_tune.ops import reference
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
-    """The bitmap (uint8), then the chosen elements in the dtype of x, in order."""
+    """Return the bitmap (uint8), then the chosen elements in the dtype of x, in order."""
     chosen = _chosen(x.numel(), drop.survivors(x.numel(), spec.drop), key.to(x.device))
     mask = torch.zeros(x.numel(), dtype=torch.bool, device=x.device).index_fill(0, chosen, True)
     return [ops.pack_bits(mask), x.reshape(-1)[chosen]]
 
 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-    """The tensor with the chosen elements, zero elsewhere."""
+    """Return the tensor with the chosen elements, zero elsewhere."""
     return drop.decode(parts, shape, dtype, spec)
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-    """Bytes of bitmap and elements."""
+    """Return the bytes of bitmap and elements."""
     return drop.packed_bytes(shape, spec, element_size)
 
 
@@ -36,7 +37,7 @@ refuses = drop.refuses
 
 
 def _chosen(numel: int, count: int, key: Tensor) -> Tensor:
-    """The places of `count` of `numel` elements, in order."""
+    """Return the indices of `count` random elements out of `numel`, in order."""
     low, high = key & reference.MASK, (key >> 32) & reference.MASK
     scores = reference.mix(reference.mix(torch.arange(numel, device=key.device) ^ low) ^ high)
     return scores.topk(count, sorted=False).indices.sort().values

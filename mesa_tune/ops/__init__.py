@@ -1,13 +1,13 @@
-"""The one doorway to the native kernels: schema, shapes, and the reference as default.
+"""The only interface to the native kernels: schemas, fake kernels, and the reference as default kernel.
 
 Importing this module defines the functional ops `torch.ops.mesa_tune.{quantize, dequantize, pack_bits,
 unpack_bits}` and two that write into existing memory, `quantize_out` and `dequantize_out`. Their default
-kernel is `mesa_tune.ops.reference`; the native library above this package adds the CPU's, and CUDA's where
-they were built. Callers never ask which of them runs: they give the same bytes. `MESA_TUNE_REFERENCE=1`
-leaves the library out.
+kernels are those of `mesa_tune.ops.reference`. The native library, `LIBRARY`, adds kernels for the CPU and,
+if built with nvcc, for CUDA. Callers need not ask which kernel runs: all give the same bytes.
+`MESA_TUNE_REFERENCE=1` leaves the library out.
 
-The ops are pure: equal arguments (the seed is one) give equal results, so a compiler may merge them. Only
-`fresh_seed`, by which compiled code draws from the private count, is not.
+What is hard is randomness. The ops are pure: the seed is an argument, and equal arguments give equal results,
+so a compiler may merge equal calls. Only `fresh_seed`, by which compiled code gets a new seed, is not pure.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from mesa_tune.ops import reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LIBRARY = Path(__file__).parents[1] / "_C.abi3.so"
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the private count over all 64 bits of a seed
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the private counter over all 64 bits of a seed
 
 _SIZES = "int bits, int levels, int group_size, int quant_groups"
 _NOISE = "bool stochastic, Tensor? seed"
@@ -45,9 +45,10 @@ Kernels = dict[str, tuple[Callable[..., object], Callable[..., object]]]
 
 
 class Quantized(NamedTuple):
-    """A tensor as `quantize` stores it: what `dequantize` takes.
+    """Result of `quantize` and argument of `dequantize`.
 
-    `data` is uint8, `ranges` float32 `[groups, 2]`: the value of code 0, and the step between codes.
+    `data`: uint8 bit planes of the codes. `ranges`: float32 `[groups, 2]`, the value of code 0 and the step
+    between codes.
     """
 
     data: Tensor
@@ -61,7 +62,7 @@ class Quantized(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data and ranges together."""
+        """Bytes of `data` and `ranges` together."""
         return self.data.nbytes + self.ranges.nbytes
 
 
@@ -76,40 +77,41 @@ def quantize(
     seed: int | Tensor | None = None,
     out: Quantized | None = None,
 ) -> Quantized:
-    """x is stored in `bits` bits an element and two fp32 numbers a group; `dequantize` brings it back.
+    """Store x in `bits` bits per element and two float32 numbers per group.
 
-    x: float32, float16 or bfloat16, of any shape and strides. bits: 1 to 8; levels: 2 to 2**bits, the
-    default. Groups are `group_size` consecutive elements in row-major order, the last one shorter; or, with
-    `quant_groups`, that many along channels or heads (dimension 1 of 4-d and 5-d tensors, else the last) over
-    the whole batch. Stochastic rounding is unbiased; its noise depends only on the seed, the group's number
-    and stored range, and the element's place in it. Without it the nearest level is taken. seed: an int, or
-    an int64 tensor of one element, which is never read on the host; None: `torch.initial_seed()` and a
-    private count, so that torch's generators stay where they are. out: an earlier result of the same
-    geometry, whose memory is reused.
+    x: float32, float16 or bfloat16, of any shape and strides. bits: 1 to 8. levels: 2 to 2**bits, the
+    default. group_size: elements per group, consecutive in row-major order; the last group may be shorter.
+    quant_groups: instead, the number of groups along channels or heads (dimension 1 of 4-d and 5-d tensors,
+    else the last) over the whole batch. stochastic: unbiased rounding, whose noise depends only on the seed,
+    the group's number and stored range, and the element's index in the group; False: to the nearest level.
+    seed: an int, or an int64 tensor of one element, which is never read on the host; None: a new seed from
+    `torch.initial_seed()` and a private counter, which leaves torch's generators unchanged. out: an earlier
+    result of the same geometry, whose memory is reused.
 
-    A group of equal values decodes exactly; steps below 2**-126 are 2**-126. NaN and Inf decode to NaN. The
-    finite elements of such a group have their own range and all codes but one; of two levels that is not
-    enough, and all of it decodes to NaN. Raises TypeError and ValueError for arguments outside these.
+    A group of equal values decodes exactly; the smallest step is 2**-126. NaN and Inf decode to NaN. In a
+    group that contains them, the finite elements have their own range and all codes but one; with two levels
+    one code is not enough, and the whole group decodes to NaN. Raises TypeError or ValueError for other
+    arguments.
     """
     levels = _check(x, bits, levels, group_size, quant_groups)
     shape, groups = tuple(x.shape), quant_groups or 0
-    noise = _seed_tensor(seed, x) if stochastic else None
+    noise_seed = _seed_tensor(seed, x) if stochastic else None
     x = x.detach()
     if out is None:
         data, ranges = torch.ops.mesa_tune.quantize.default(
-            x, bits, levels, group_size, groups, stochastic, noise
+            x, bits, levels, group_size, groups, stochastic, noise_seed
         )
         return Quantized(data, ranges, shape, x.dtype, bits, levels, group_size, quant_groups)
-    made = Quantized(out.data, out.ranges, shape, x.dtype, bits, levels, group_size, quant_groups)
-    _check_out(out, made)
+    result = Quantized(out.data, out.ranges, shape, x.dtype, bits, levels, group_size, quant_groups)
+    _check_out(out, result)
     torch.ops.mesa_tune.quantize_out.default(
-        x, bits, levels, group_size, groups, stochastic, noise, out.data, out.ranges
+        x, bits, levels, group_size, groups, stochastic, noise_seed, out.data, out.ranges
     )
-    return made
+    return result
 
 
 def dequantize(q: Quantized, *, out: Tensor | None = None) -> Tensor:
-    """The tensor that `q` stores, contiguous, of its shape and dtype; decoded into `out` if given."""
+    """Return the tensor that `q` stores, contiguous, of its shape and dtype; decoded into `out` if given."""
     sizes = (q.bits, q.levels, q.group_size, q.quant_groups or 0)
     if out is None:
         decoded: Tensor = torch.ops.mesa_tune.dequantize.default(q.data, q.ranges, q.shape, q.dtype, *sizes)
@@ -117,14 +119,14 @@ def dequantize(q: Quantized, *, out: Tensor | None = None) -> Tensor:
     if tuple(out.shape) != q.shape or out.dtype != q.dtype:
         raise ValueError(
             f"`out` must have shape {list(q.shape)} and dtype {q.dtype}, but has {list(out.shape)} and"
-            f" {out.dtype}: give a tensor like the one that was quantized, or leave `out` away."
+            f" {out.dtype}: give a tensor like the one that was quantized, or omit `out`."
         )
     torch.ops.mesa_tune.dequantize_out.default(q.data, q.ranges, *sizes, out)
     return out
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """A bool tensor of any shape in ceil(n / 8) bytes (uint8), the first element in the lowest bit."""
+    """Pack a bool tensor of any shape into ceil(n / 8) bytes (uint8), the first element in the lowest bit."""
     if mask.dtype != torch.bool:
         raise TypeError(
             f"`mask` must be a bool tensor, but has dtype {mask.dtype}: compare it with something."
@@ -134,7 +136,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
-    """The bool tensor of `shape` that `pack_bits` packed into `data`."""
+    """Return the bool tensor of `shape` that `pack_bits` packed into `data`."""
     mask: Tensor = torch.ops.mesa_tune.unpack_bits.default(data, shape)
     return mask
 
@@ -142,7 +144,7 @@ def unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
 def packed_bytes(
     shape: int | Sequence[int], bits: int, group_size: int = 256, quant_groups: int | None = None
 ) -> int:
-    """Exact bytes that `quantize` makes of this shape (or number of elements): data and ranges."""
+    """Return the bytes of `data` and `ranges` for a tensor of this shape (or number of elements)."""
     numel = shape if isinstance(shape, int) else math.prod(shape)
     groups = quant_groups or 0
     return reference.data_bytes(numel, bits, group_size, groups) + 8 * reference.group_count(
@@ -151,12 +153,12 @@ def packed_bytes(
 
 
 def native(device: str = "cpu") -> bool:
-    """True if the native kernels of this kind of device (`cpu` or `cuda`) are loaded."""
+    """Return whether the native kernels of this device type (`cpu` or `cuda`) are loaded."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("mesa_tune::quantize", device.upper())
 
 
 def _check(x: Tensor, bits: int, levels: int | None, group_size: int, quant_groups: int | None) -> int:
-    """The number of levels; raises where arguments make no sense."""
+    """Return the number of levels; raise if an argument is invalid."""
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be float32, float16 or bfloat16, but has dtype {x.dtype}: convert it first.")
     if not 1 <= operator.index(bits) <= 8:
@@ -186,16 +188,16 @@ def _check_groups(shape: Sequence[int], group_size: int, quant_groups: int | Non
         )
 
 
-def _check_out(out: Quantized, made: Quantized) -> None:
-    if out[2:] != made[2:]:
+def _check_out(out: Quantized, result: Quantized) -> None:
+    if out[2:] != result[2:]:
         raise ValueError(
-            f"`out` must be a result of the same geometry, but holds {out[2:]} where {made[2:]} is quantized:"
-            " leave `out` away when shape, dtype or settings change."
+            f"`out` must be a result of the same geometry, but has {out[2:]} where {result[2:]} is quantized:"
+            " omit `out` when shape, dtype or settings change."
         )
 
 
 def _wrap(value: int) -> int:
-    """The int64 with the low 64 bits of `value`."""
+    """Return the int64 with the low 64 bits of `value`."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -213,8 +215,8 @@ def _seed_tensor(seed: int | Tensor | None, x: Tensor) -> Tensor:
     if seed is not None:
         return torch.full((1,), _wrap(operator.index(seed)), dtype=torch.int64, device=x.device)
     if torch.compiler.is_compiling():
-        fresh: Tensor = torch.ops.mesa_tune.fresh_seed.default(x)
-        return fresh
+        fresh_seed: Tensor = torch.ops.mesa_tune.fresh_seed.default(x)
+        return fresh_seed
     return _fresh_seed(x)
 
 
@@ -234,9 +236,9 @@ def _quantize_out(
     data: Tensor,
     ranges: Tensor,
 ) -> None:
-    made = reference.quantize(x, bits, levels, group_size, quant_groups, stochastic, seed)
-    data.copy_(made[0])
-    ranges.copy_(made[1])
+    parts = reference.quantize(x, bits, levels, group_size, quant_groups, stochastic, seed)
+    data.copy_(parts[0])
+    ranges.copy_(parts[1])
 
 
 def _dequantize_out(
@@ -280,7 +282,7 @@ def _fake_fresh_seed(like: Tensor) -> Tensor:
 
 
 def nothing(*arguments: object) -> None:
-    """What an op without results returns of a fake tensor."""
+    """Fake kernel of an op without results."""
 
 
 _KERNELS: Kernels = {
@@ -295,9 +297,10 @@ _KERNELS: Kernels = {
 
 
 def define(kind: str, schemas: Sequence[str], kernels: Kernels) -> torch.library.Library:
-    """Ops of the namespace, which lives as long as what is returned; `kind` is `DEF` once, then `FRAGMENT`.
+    """Define ops of the namespace `mesa_tune`, which live as long as the returned library.
 
-    `kernels`: by name, the default kernel and what an op returns of fake tensors.
+    `kind`: `DEF` for the first library of the namespace, `FRAGMENT` for others. `kernels`: the default kernel
+    and the fake kernel of each op, by name.
     """
     library = torch.library.Library("mesa_tune", kind)
     for schema in schemas:

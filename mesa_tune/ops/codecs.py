@@ -1,9 +1,9 @@
-"""Ops of the codecs, opaque to compilers so that only packed bytes are kept.
+"""The codecs' ops. Compilers cannot see inside them, so compiled code saves only their packed results.
 
 Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
-pack_windows, unpack_windows, quantize_samples, dequantize_samples}`. They are pure, and mean what
-`mesa_tune.ops.reference.codecs` and `mesa_tune.ops.reference.windows` do. The native library has its kernels
-for the CPU of all but the last two.
+pack_windows, unpack_windows, quantize_samples, dequantize_samples}`. They are pure. Their default kernels are
+in `mesa_tune.ops.reference.codecs` and `mesa_tune.ops.reference.windows`. The native library has CPU kernels
+for all but the last two.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _SCHEMAS = (
 
 
 def sample_bytes(shape: Sequence[int], bits: int) -> int:
-    """Bytes of the packed levels of `quantize_samples`."""
+    """Return the bytes of the packed codes of `quantize_samples`."""
     samples, elements = reference_codecs.sample_shape(shape)
     return samples * bits * reference.plane_bytes(elements)
 
@@ -103,4 +103,4 @@ _KERNELS: ops.Kernels = {
 _library = ops.define("FRAGMENT", _SCHEMAS, _KERNELS)
 
 RAW = torch.ops.mesa_tune
-"""The namespace, from the module that has filled it."""
+"""The namespace `torch.ops.mesa_tune`. Import it from here, so that its ops are defined."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.codecs import Spec, offload
-from mesa_tune.codecs.offload import Arrival, Shelf
+from mesa_tune.codecs.offload import OffloadQueue, PendingCopy
 from mesa_tune.policy.settings import LayerSettings
 
 KEY = torch.tensor([5], dtype=torch.int64)
@@ -23,93 +23,93 @@ class Notes:
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def out(self, x: Tensor) -> Tensor:
+    def to_host(self, x: Tensor) -> Tensor:
         self.done.append(f"out {int(x[0])}")
         return x.clone()
 
-    def back(self, host: Tensor) -> Arrival:
+    def to_device(self, host: Tensor) -> PendingCopy:
         number, copy = int(host[0]), host.clone()
         self.done.append(f"back {number}")
 
-        def arrived() -> Tensor:
+        def wait() -> Tensor:
             self.done.append(f"arrived {number}")
             return copy
 
-        return arrived
+        return wait
 
 
-def filled(count: int) -> tuple[Shelf, Notes, list[Tensor]]:
+def filled(count: int) -> tuple[OffloadQueue, Notes, list[Tensor]]:
     notes = Notes()
-    shelf = Shelf(notes)
-    hosts = [shelf.put(torch.full((4,), float(number))) for number in range(count)]
+    queue = OffloadQueue(notes)
+    hosts = [queue.save(torch.full((4,), float(number))) for number in range(count)]
     notes.done.clear()
-    return shelf, notes, hosts
+    return queue, notes, hosts
 
 
-def test_each_take_has_the_one_before_on_its_way() -> None:
-    shelf, notes, hosts = filled(3)
+def test_each_load_prefetches_the_tensor_saved_before() -> None:
+    queue, notes, hosts = filled(3)
     for number in (2, 1, 0):
-        assert shelf.take(hosts.pop())[0] == number
+        assert queue.load(hosts.pop())[0] == number
     assert notes.done == [
         *("back 2", "back 1", "arrived 2"),
         *("back 0", "arrived 1"),
         "arrived 0",
     ]
-    assert shelf.ahead is None
+    assert queue.prefetched is None
 
 
-def test_what_nobody_keeps_is_passed_over() -> None:
-    shelf, notes, hosts = filled(4)
+def test_freed_tensors_are_not_prefetched() -> None:
+    queue, notes, hosts = filled(4)
     last = hosts.pop()
     del hosts[1:]
     gc.collect()
-    shelf.take(last)
+    queue.load(last)
     assert notes.done == ["back 3", "back 0", "arrived 3"]
 
 
 def test_another_order_costs_a_copy_and_nothing_else() -> None:
-    shelf, notes, hosts = filled(3)
-    assert shelf.take(hosts[0])[0] == 0
-    assert shelf.take(hosts[2])[0] == 2
-    assert shelf.take(hosts[0])[0] == 0
-    assert shelf.take(hosts[1])[0] == 1
+    queue, notes, hosts = filled(3)
+    assert queue.load(hosts[0])[0] == 0
+    assert queue.load(hosts[2])[0] == 2
+    assert queue.load(hosts[0])[0] == 0
+    assert queue.load(hosts[1])[0] == 1
     assert notes.done.count("back 0") == 3
 
 
 def test_a_second_backward_gets_the_same() -> None:
-    shelf, _, hosts = filled(3)
+    queue, _, hosts = filled(3)
     for _ in range(2):
-        assert [int(shelf.take(host)[0]) for host in reversed(hosts)] == [2, 1, 0]
+        assert [int(queue.load(host)[0]) for host in reversed(hosts)] == [2, 1, 0]
 
 
-def test_at_most_one_copy_is_ahead() -> None:
-    shelf, notes, hosts = filled(6)
+def test_at_most_one_copy_is_prefetched() -> None:
+    queue, notes, hosts = filled(6)
     for host in reversed(hosts):
-        shelf.take(host)
+        queue.load(host)
         begun, arrived = (sum(word.startswith(what) for word in notes.done) for what in ("back", "arrived"))
         assert begun - arrived <= 1
 
 
 def test_a_new_step_forgets_the_last_one() -> None:
-    shelf, _, hosts = filled(3)
-    shelf.take(hosts[2])
+    queue, _, hosts = filled(3)
+    queue.load(hosts[2])
     hosts.clear()
     gc.collect()
-    host = shelf.put(torch.zeros(4))
-    assert shelf.ahead is None
-    assert len(shelf.tickets) == 1
-    assert shelf.last is not None
-    assert shelf.last.before is None
-    assert shelf.take(host)[0] == 0
+    host = queue.save(torch.zeros(4))
+    assert queue.prefetched is None
+    assert len(queue.copies) == 1
+    assert queue.last is not None
+    assert queue.last.previous is None
+    assert queue.load(host)[0] == 0
 
 
-def test_copies_ahead_of_freed_tensors_are_freed() -> None:
-    shelf, notes, hosts = filled(2)
-    shelf.take(hosts[1])
+def test_prefetched_copies_of_freed_tensors_are_freed() -> None:
+    queue, notes, hosts = filled(2)
+    queue.load(hosts[1])
     hosts.clear()
     gc.collect()
-    shelf.put(torch.ones(4))
-    assert shelf.ahead is None
+    queue.save(torch.ones(4))
+    assert queue.prefetched is None
     assert notes.done == ["back 1", "back 0", "arrived 1", "out 1"]
 
 

@@ -1,16 +1,19 @@
-"""The quantizer in plain PyTorch: what `mesa_tune.ops` means, bit for bit.
+"""The quantizer in plain PyTorch: the reference for `mesa_tune.ops`, bit for bit.
 
-The native kernels must give the same bytes. That rests on three things: every fp32 operation is rounded by
-itself and in this order (no fused multiply-add), every random number is a 32-bit hash that int64 arithmetic
-reproduces without overflow (multipliers below 2**31), and minimum and maximum do not care about order.
+What is hard is that the native kernels must give the same bytes. Three rules make this possible. Every fp32
+operation is rounded separately and in this order (no fused multiply-add). Every random number is a 32-bit
+hash that int64 arithmetic computes without overflow (multipliers below 2**31). The result of minimum and
+maximum does not depend on the order of elements.
 
-Layout. A group of n elements stores its codes as `bits` planes of ceil(n / 8) bytes. With S = ceil(n / 8),
-bit k of byte j of plane p is bit p of the code of element k * S + j: eight strided runs make one plane,
-which vectorizes on a CPU, and coalesces on a GPU, at every width. Ranges are two fp32 numbers a group, the
-value of code 0 and the step from one code to the next.
+Layout. A group of n elements stores its codes as `bits` planes of S = ceil(n / 8) bytes. Bit k of byte j of
+plane p is bit p of the code of element k * S + j. So the elements of a group form eight runs of S consecutive
+elements, and byte j of each plane has one bit from each run. This vectorizes on a CPU, and coalesces on a
+GPU, for every number of bits. Ranges are two fp32 numbers per group: the value of code 0, and the step from
+one code to the next.
 
-Gaps. A group may hold NaN or Inf: its range is that of its finite elements, which have all codes but the top
-one. That one decodes to NaN. A step that is NaN says so; the real one hides behind the bits of NaN.
+Gaps. A group may contain NaN or Inf, its gaps. Its range is then that of its finite elements, which have all
+codes but the top one; the top code decodes to NaN. Such a group stores a NaN as step, and the upper bits of
+the real step in the payload of that NaN: the step is hidden.
 """
 
 import math
@@ -19,13 +22,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Elements worked on at a time: int64 temporaries that stay in a CPU's cache, or that fill a GPU.
+# Elements processed at a time: their int64 temporaries fit a CPU's cache, or fill a GPU.
 CPU_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 24
 QUARTER = 0.25
 WIDE = 2.0**124  # a quarter of the widest range whose fp32 arithmetic cannot overflow
 SMALLEST_STEP = 2.0**-126  # smallest normal fp32 number: its reciprocal is finite
-ROOM = 1 + 2.0**-15  # what a hidden step is raised by, so that no finite element is rounded to the top code
-HIDDEN = 9  # bits that a hidden step lacks
+ROOM = 1 + 2.0**-15  # factor of a hidden step, so that no finite element is rounded to the top code
+HIDDEN = 9  # lower bits of the step that a hidden step loses
 NAN = 0x7FC00000
 MASK = 0xFFFFFFFF
 # Multipliers and shifts of a low-bias 32-bit mixer (C. Wellons, "Prospecting for hash functions", 2018-2022).
@@ -34,30 +37,30 @@ LANE_1, LANE_2, CARRY = 0x2545F491, 0x6A09E667, 0x27D4EB2F
 
 
 def plane_bytes(size: int) -> int:
-    """Bytes of one bit plane of a group of `size` elements."""
+    """Return the bytes of one bit plane of a group of `size` elements."""
     return (size + 7) // 8
 
 
 def split(numel: int, group_size: int, quant_groups: int) -> tuple[int, int, int]:
-    """(whole groups, their size, size of the partial group behind them or 0) of `numel` elements."""
+    """Return (number of whole groups, their size, size of the partial last group or 0)."""
     if quant_groups:
         return quant_groups, numel // quant_groups, 0
     return numel // group_size, group_size, numel % group_size
 
 
 def group_count(numel: int, group_size: int, quant_groups: int) -> int:
-    """Number of groups, the partial one included: rows of `ranges`."""
+    """Return the number of groups, including the partial one: the rows of `ranges`."""
     return quant_groups or (numel + group_size - 1) // group_size
 
 
 def data_bytes(numel: int, bits: int, group_size: int, quant_groups: int) -> int:
-    """Length of `data`. Branch-free in `numel`, so that symbolic sizes stay symbolic."""
+    """Return the length of `data`. Without branches on `numel`, so that symbolic sizes stay symbolic."""
     whole, size, rest = split(numel, group_size, quant_groups)
     return bits * (whole * plane_bytes(size) + plane_bytes(rest))
 
 
 def grouped_shape(shape: Sequence[int], quant_groups: int) -> tuple[int, int, int]:
-    """Shape (outer, quant_groups, inner) as which groups along channels or heads are the middle dimension.
+    """Return the shape (outer, quant_groups, inner) in which the middle dimension counts the groups.
 
     Tensors of 4 and 5 dimensions are grouped along dimension 1, others along the last (Mesa's rule).
     """
@@ -68,14 +71,14 @@ def grouped_shape(shape: Sequence[int], quant_groups: int) -> tuple[int, int, in
 
 
 def mix(h: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers (held in int64) whose outputs look unrelated."""
+    """Hash 32-bit numbers (in int64) by a bijection."""
     h = ((h ^ (h >> 16)) * MIX_1) & MASK
     h = ((h ^ (h >> 15)) * MIX_2) & MASK
     return h ^ (h >> 15)
 
 
 def group_keys(seed: Tensor, first: int, ranges: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit keys a group from (seed, group number, stored range), each of shape (groups, 1)."""
+    """Return two 32-bit keys per group from (seed, group number, stored range), each of shape (groups, 1)."""
     number = torch.arange(first, first + ranges.shape[0], device=ranges.device)
     stored = ranges.view(torch.int32).to(torch.int64)
     seed = seed.reshape(1).to(ranges.device, non_blocking=True)
@@ -88,8 +91,9 @@ def group_keys(seed: Tensor, first: int, ranges: Tensor) -> tuple[Tensor, Tensor
 
 
 def noise(seed: Tensor, first: int, ranges: Tensor, element: Tensor) -> Tensor:
-    """16 random bits (int64) for these elements of every group: of 256, each in the first half shares 32 with
-    the one 128 after it.
+    """Return 16 random bits (int64) for the elements with these indices of every group.
+
+    Elements i and i + 128 of each block of 256 elements (i < 128) share one 32-bit hash.
     """
     one, two = group_keys(seed, first, ranges)
     pair = (element // 256) * 128 + element % 128
@@ -101,47 +105,48 @@ def noise(seed: Tensor, first: int, ranges: Tensor, element: Tensor) -> Tensor:
 
 
 def round_up(position: Tensor, noise: Tensor) -> Tensor:
-    """`position` or the integer above it, as 16 bits of noise say; it counts in units of 2**-16."""
+    """Round `position` to a multiple of 2**-16, then down or up to an integer as 16 bits of noise decide."""
     return ((position * 2.0**16 + 0.5).to(torch.int64) + noise) >> 16
 
 
 def measure(rows: Tensor, levels: int | Tensor) -> Tensor:
-    """Ranges (groups, 2) of fp32 rows, each from its minimum to its maximum; `levels` may be one a row."""
-    whole = ranges_of(rows.amin(1) + 0.0, rows.amax(1), levels)  # + 0.0: -0 and 0 are one minimum
+    """Return the ranges (groups, 2) of fp32 rows, one group each; `levels` may have one number per row."""
+    ranges = ranges_of(rows.amin(1) + 0.0, rows.amax(1), levels)  # + 0.0: -0 becomes 0
     low, high = finite_ends(rows)
-    parts = with_gaps(ranges_of(low, high, levels - 1), levels)
-    return torch.where(whole[:, 1:].isnan(), parts, whole)
+    ranges_with_gaps = with_gaps(ranges_of(low, high, levels - 1), levels)
+    return torch.where(ranges[:, 1:].isnan(), ranges_with_gaps, ranges)
 
 
 def finite_ends(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of what is finite in each row (last dimension); Inf and -Inf where nothing is."""
+    """Return minimum and maximum of the finite elements of each row (last dimension); of none: Inf, -Inf."""
     finite = rows.isfinite()
-    low, high = (torch.where(finite, rows, none) for none in (math.inf, -math.inf))
+    low, high = (torch.where(finite, rows, neutral) for neutral in (math.inf, -math.inf))
     return low.amin(-1) + 0.0, high.amax(-1)
 
 
 def with_gaps(ranges: Tensor, levels: int | Tensor) -> Tensor:
-    """What groups that hold NaN or Inf store for `ranges` of their finite elements, to `levels - 1` levels.
+    """Return what groups with gaps store, from `ranges` of their finite elements to `levels - 1` levels.
 
-    Of two levels, one is not enough for these: then all is NaN, as without anything finite. The step is
-    raised a little, and its upper bits are kept, rounded up; shifted as a number, they bring the sign along.
+    With two levels, one level for the finite elements is not enough: the range is NaN, as without a finite
+    element. Else the step is multiplied by ROOM, and its upper bits are stored, rounded up. The arithmetic
+    shift preserves the sign.
     """
     bits = (ranges[:, 1] * ROOM).view(torch.int32) + ((1 << HIDDEN) - 1)
     hidden = ((bits >> HIDDEN) | NAN).view(torch.float32)
-    none = ranges[:, 1].isnan() | (torch.zeros_like(hidden) + levels == 2)
-    return torch.where(none[:, None], math.nan, torch.stack([ranges[:, 0], hidden], 1))
+    invalid = ranges[:, 1].isnan() | (torch.zeros_like(hidden) + levels == 2)
+    return torch.where(invalid[:, None], math.nan, torch.stack([ranges[:, 0], hidden], 1))
 
 
 def have_gaps(ranges: Tensor) -> Tensor:
-    """Which groups hold NaN or Inf beside finite elements, (groups, 1)."""
+    """Return which groups contain NaN or Inf beside finite elements, (groups, 1)."""
     return ranges[:, 1:].isnan() & ~ranges[:, :1].isnan()
 
 
 def ranges_of(low: Tensor, high: Tensor, levels: int | Tensor) -> Tensor:
-    """Ranges (groups, 2) from `low` to `high`: the step is rounded up until the top level reaches `high`.
+    """Return ranges (groups, 2) from `low` to `high`: the step is rounded up until the top level is `high`.
 
-    A range too wide for fp32 is kept as a quarter of its step, negated; NaN or Inf in `low` or `high` makes
-    both numbers NaN.
+    Of a range too wide for fp32, a quarter of the step is stored, negated. NaN or Inf in `low` or `high`
+    makes both numbers NaN.
     """
     factor = torch.where(high * QUARTER - low * QUARTER > WIDE, QUARTER, 1.0)
     base, end = low * factor, high * factor
@@ -149,22 +154,25 @@ def ranges_of(low: Tensor, high: Tensor, levels: int | Tensor) -> Tensor:
     top = torch.zeros_like(span) + (levels - 1)  # a tensor: CUDA divides by a Python scalar inexactly
     step = torch.where(span > 0, (span / top).clamp_min(SMALLEST_STEP), 0.0)
     for _ in range(4):
-        short = base + top * step < end
-        step = torch.where(short, (step.view(torch.int32) + 1).view(torch.float32), step)
+        too_small = base + top * step < end
+        step = torch.where(too_small, (step.view(torch.int32) + 1).view(torch.float32), step)
     ranges = torch.stack([low, torch.where(factor < 1, -step, step)], 1)
     finite = torch.isfinite(low) & torch.isfinite(high)
     return torch.where(finite[:, None], ranges, math.nan)
 
 
 def revealed(ranges: Tensor) -> Tensor:
-    """Ranges with their steps, where these hide behind NaN."""
+    """Return the ranges with hidden steps as fp32 numbers."""
     stored = ranges[:, 1:].contiguous()
     steps = (stored.view(torch.int32) << HIDDEN).view(torch.float32).copysign(stored)
     return torch.cat([ranges[:, :1], torch.where(have_gaps(ranges), steps, stored)], 1)
 
 
 def unpack_ranges(ranges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(factor, base, step), each (groups, 1): a value is (base + code * step) / factor; without gaps."""
+    """Return (factor, base, step), each (groups, 1), of ranges without hidden steps.
+
+    The value of a code is (base + code * step) / factor.
+    """
     zero, stored = ranges[:, :1], ranges[:, 1:]
     wide = stored < 0
     factor = torch.where(wide, QUARTER, 1.0)
@@ -172,9 +180,10 @@ def unpack_ranges(ranges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def round_rows(rows: Tensor, ranges: Tensor, levels: int | Tensor, seed: Tensor | None, first: int) -> Tensor:
-    """Codes (groups, size), uint8: stochastic with a seed, else to the nearest level.
+    """Round rows to codes (groups, size), uint8: stochastically with a seed, else to the nearest level.
 
-    Values outside their range take its nearest end. `levels` may be a tensor (groups, 1).
+    Values outside the range take its nearest end. `levels` may be a tensor (groups, 1). `first`: number of
+    the first group.
     """
     codes = _round_finite(rows, ranges, levels, seed, first)
     top = (torch.zeros_like(rows[:, :1]) + (levels - 1)).to(torch.uint8)
@@ -184,7 +193,7 @@ def round_rows(rows: Tensor, ranges: Tensor, levels: int | Tensor, seed: Tensor 
 def _round_finite(
     rows: Tensor, ranges: Tensor, levels: int | Tensor, seed: Tensor | None, first: int
 ) -> Tensor:
-    """Codes of what is finite; others have any."""
+    """Return codes that are valid for finite elements."""
     factor, base, step = unpack_ranges(revealed(ranges))
     inverse = torch.where(step > 0, 1.0 / step, 0.0)
     position = ((rows * factor - base) * inverse).clamp_min(0.0)
@@ -199,57 +208,60 @@ def _round_finite(
 
 
 def values_of(codes: Tensor, ranges: Tensor, levels: int | Tensor) -> Tensor:
-    """The fp32 values (groups, size) of codes; `levels` may be a tensor (groups, 1)."""
+    """Return the fp32 values (groups, size) of codes; `levels` may be a tensor (groups, 1)."""
     factor, base, step = unpack_ranges(revealed(ranges))
     gaps = have_gaps(ranges)
     values = base + codes * step
-    ended = values.minimum(torch.finfo(torch.float32).max * factor)
-    values = torch.where(gaps | (factor < 1), ended, values) / factor
+    clamped = values.minimum(torch.finfo(torch.float32).max * factor)
+    values = torch.where(gaps | (factor < 1), clamped, values) / factor
     return torch.where(gaps & (codes == levels - 1), math.nan, values)
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """Codes (groups, size) as bit planes (groups, bits * plane_bytes(size))."""
+    """Pack codes (groups, size) into bit planes (groups, bits * plane_bytes(size))."""
     groups, size = codes.shape
     plane = plane_bytes(size)
     runs = torch.nn.functional.pad(codes, (0, 8 * plane - size)).view(groups, 8, plane)
-    place = torch.arange(8, dtype=torch.uint8, device=codes.device)[:, None]
-    planes = [(((runs >> p) & 1) << place).sum(1, dtype=torch.uint8) for p in range(bits)]
+    shift = torch.arange(8, dtype=torch.uint8, device=codes.device)[:, None]
+    planes = [(((runs >> p) & 1) << shift).sum(1, dtype=torch.uint8) for p in range(bits)]
     return torch.stack(planes, 1).view(groups, bits * plane)
 
 
 def unpack_rows(data: Tensor, bits: int, size: int) -> Tensor:
-    """Bit planes (groups, bits * plane_bytes(size)) as codes (groups, size)."""
+    """Unpack bit planes (groups, bits * plane_bytes(size)) into codes (groups, size)."""
     planes = data.view(data.shape[0], bits, 1, -1)
-    place = torch.arange(8, dtype=torch.uint8, device=data.device)[:, None]
-    codes = sum((((planes[:, p] >> place) & 1) << p for p in range(1, bits)), (planes[:, 0] >> place) & 1)
+    shift = torch.arange(8, dtype=torch.uint8, device=data.device)[:, None]
+    codes = sum((((planes[:, p] >> shift) & 1) << p for p in range(1, bits)), (planes[:, 0] >> shift) & 1)
     return codes.view(data.shape[0], -1)[:, :size]
 
 
 def pieces(
     numel: int, group_size: int, quant_groups: int, bits: int, device: torch.device
 ) -> Iterator[tuple[int, int, slice, slice]]:
-    """(first group, groups, their elements, their bytes) of rectangles that are worked on at a time."""
+    """Yield (first group, number of groups, slice of elements, slice of bytes) of groups processed at a time.
+
+    All groups of a piece have one size.
+    """
     whole, size, rest = split(numel, group_size, quant_groups)
-    most = max(1, (CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK) // max(size, 1))
-    rectangles = [(first, min(most, whole - first), size) for first in range(0, whole, most)] if numel else []
+    step = max(1, (CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK) // max(size, 1))
+    rectangles = [(first, min(step, whole - first), size) for first in range(0, whole, step)] if numel else []
     if rest:
         rectangles.append((whole, 1, rest))
     for first, groups, length in rectangles:
         element, byte = first * size, first * bits * plane_bytes(size)
-        many = groups * bits * plane_bytes(length)
-        yield first, groups, slice(element, element + groups * length), slice(byte, byte + many)
+        nbytes = groups * bits * plane_bytes(length)
+        yield first, groups, slice(element, element + groups * length), slice(byte, byte + nbytes)
 
 
 def as_groups(x: Tensor, quant_groups: int) -> Tensor:
-    """x in one dimension, groups after each other."""
+    """Return x in one dimension, one group after the other."""
     if quant_groups:
         x = x.reshape(grouped_shape(x.shape, quant_groups)).transpose(0, 1)
     return x.reshape(-1)
 
 
 def from_groups(flat: Tensor, shape: Sequence[int], quant_groups: int) -> Tensor:
-    """Undoes `as_groups`; contiguous."""
+    """Return the contiguous tensor of `shape` from the result of `as_groups`."""
     if quant_groups:
         outer, groups, inner = grouped_shape(shape, quant_groups)
         flat = flat.view(groups, outer, inner).transpose(0, 1)
@@ -265,17 +277,17 @@ def quantize(
     stochastic: bool,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """x as (data, ranges): uint8 bit planes, and two fp32 numbers a group."""
+    """Return x as (data, ranges): uint8 bit planes, and two fp32 numbers per group."""
     numel = x.numel()
     flat = as_groups(x.detach(), quant_groups)
     data = flat.new_empty(data_bytes(numel, bits, group_size, quant_groups), dtype=torch.uint8)
     ranges = flat.new_zeros(group_count(numel, group_size, quant_groups), 2, dtype=torch.float32)
-    for first, groups, elements, place in pieces(numel, group_size, quant_groups, bits, data.device):
+    for first, groups, elements, packed in pieces(numel, group_size, quant_groups, bits, data.device):
         rows = flat[elements].view(groups, -1).to(torch.float32)
         measured = measure(rows, levels)
         codes = round_rows(rows, measured, levels, seed if stochastic else None, first)
         ranges[first : first + groups] = measured
-        data[place] = pack_rows(codes, bits).view(-1)
+        data[packed] = pack_rows(codes, bits).view(-1)
     return data, ranges
 
 
@@ -289,24 +301,24 @@ def dequantize(
     group_size: int,
     quant_groups: int,
 ) -> Tensor:
-    """What `quantize` packed, decoded into a contiguous tensor of `shape` and `dtype`."""
+    """Decode the result of `quantize` into a contiguous tensor of `shape` and `dtype`."""
     numel = math.prod(shape)
     flat = data.new_empty(numel, dtype=dtype)
-    for first, groups, elements, place in pieces(numel, group_size, quant_groups, bits, data.device):
+    for first, groups, elements, packed in pieces(numel, group_size, quant_groups, bits, data.device):
         size = (elements.stop - elements.start) // groups
-        codes = unpack_rows(data[place].view(groups, -1), bits, size)
+        codes = unpack_rows(data[packed].view(groups, -1), bits, size)
         flat[elements] = values_of(codes, ranges[first : first + groups], levels).view(-1).to(dtype)
     return from_groups(flat, shape, quant_groups)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """A bool tensor at one bit an element, the first element in the lowest bit of the first byte."""
+    """Pack a bool tensor into one bit per element, the first element in the lowest bit of the first byte."""
     bits = mask.reshape(-1).to(torch.uint8)
     bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
     return (bits << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
-    """What `pack_bits` packed, as a bool tensor of `shape`."""
+    """Return the bool tensor of `shape` that `pack_bits` packed into `data`."""
     bits = (data[:, None] >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1
     return bits.view(-1)[: math.prod(shape)].view(tuple(shape)).to(torch.bool)

@@ -1,8 +1,8 @@
-"""Where in its window a max pool's maximum lies, in few bits, in plain PyTorch: what the ops of windows mean.
+"""A max pool's indices as offsets in their windows, in few bits: the reference in plain PyTorch.
 
-Along each dimension window i starts at i s − p and has steps of the dilation; those of an adaptive pool start
-at ⌊i in / out⌋. A position's offset counts through its window in row-major order; offsets are stored as
-`pack_bits` stores each of their bits, the lowest first.
+Along each dimension, window i starts at i · stride − padding, and its positions are `dilation` apart. The
+windows of an adaptive pool start at ⌊i · input size / output size⌋. An offset counts the positions of its
+window in row-major order. Offsets are stored as bit planes, the lowest bit first, each packed by `pack_bits`.
 """
 
 import math
@@ -16,7 +16,7 @@ from mesa_tune.ops import reference
 
 
 class Windows(NamedTuple):
-    """The windows along one dimension of `size`: `number` of them, each `extent` positions, `step` apart."""
+    """The windows along one dimension of `size`: `number` windows of `extent` positions, `step` apart."""
 
     size: int
     number: int
@@ -26,58 +26,59 @@ class Windows(NamedTuple):
     padding: int
 
     def starts(self, device: torch.device) -> Tensor:
-        """The first position of each window; an adaptive pool (stride 0) shares the input out evenly."""
-        each = torch.arange(self.number, device=device)
-        return each * self.stride - self.padding if self.stride else each * self.size // self.number
+        """Return the first position of each window; stride 0 means an adaptive pool."""
+        window = torch.arange(self.number, device=device)
+        return window * self.stride - self.padding if self.stride else window * self.size // self.number
 
 
 def flattened(windows: Sequence[Windows]) -> list[int]:
-    """The windows of all dimensions as the ops take them."""
-    return [number for each in windows for number in each]
+    """Return the windows of all dimensions as one list of integers, the argument of the ops."""
+    return [number for axis in windows for number in axis]
 
 
 def offset_bits(windows: Sequence[int]) -> int:
-    """Bits of an offset in flattened `windows`."""
+    """Return the bits of an offset in flattened `windows`."""
     return max(1, (math.prod(windows[2 :: len(Windows._fields)]) - 1).bit_length())
 
 
 def to_offsets(indices: Tensor, windows: Sequence[Windows]) -> Tensor:
-    """Positions in the input, flattened over its last dimensions, as offsets in each one's window."""
+    """Return the offsets of indices, which count the input's positions over its last dimensions."""
     offset = torch.zeros_like(indices)
     rest = indices
-    for place, each in reversed(list(enumerate(windows))):
-        position, rest = rest % each.size, rest.div(each.size, rounding_mode="floor")
-        within = (position - _along(each.starts(indices.device), place, windows)) // each.step
-        offset += within * math.prod([later.extent for later in windows[place + 1 :]])
+    for dim, axis in reversed(list(enumerate(windows))):
+        position, rest = rest % axis.size, rest.div(axis.size, rounding_mode="floor")
+        step = (position - _along(axis.starts(indices.device), dim, windows)) // axis.step
+        offset += step * math.prod([inner.extent for inner in windows[dim + 1 :]])
     return offset
 
 
 def to_indices(offset: Tensor, windows: Sequence[Windows]) -> Tensor:
-    """What `to_offsets` took."""
+    """Return the indices from the result of `to_offsets`."""
     indices = torch.zeros_like(offset)
-    for place, each in enumerate(windows):
-        within = offset // math.prod([later.extent for later in windows[place + 1 :]]) % each.extent
-        position = within * each.step + _along(each.starts(offset.device), place, windows)
-        indices = indices * each.size + position
+    for dim, axis in enumerate(windows):
+        step = offset // math.prod([inner.extent for inner in windows[dim + 1 :]]) % axis.extent
+        position = step * axis.step + _along(axis.starts(offset.device), dim, windows)
+        indices = indices * axis.size + position
     return indices
 
 
-def _along(values: Tensor, place: int, windows: Sequence[Windows]) -> Tensor:
-    return values.view([-1] + [1] * (len(windows) - 1 - place))
+def _along(values: Tensor, dim: int, windows: Sequence[Windows]) -> Tensor:
+    """Return a vector as a tensor that broadcasts along dimension `dim` of the windows."""
+    return values.view([-1] + [1] * (len(windows) - 1 - dim))
 
 
 def pack_windows(indices: Tensor, windows: Sequence[int]) -> Tensor:
-    """Positions in the input, flattened over its last dimensions, as planes of their offsets' bits."""
+    """Pack indices, which count the input's positions over its last dimensions, as bit planes of offsets."""
     offset = to_offsets(indices, _parsed(windows)).reshape(1, -1)
-    places = torch.arange(offset_bits(windows), device=offset.device)[:, None]
-    return torch.cat([reference.pack_bits(plane) for plane in (offset >> places) & 1 == 1])
+    bit = torch.arange(offset_bits(windows), device=offset.device)[:, None]
+    return torch.cat([reference.pack_bits(plane) for plane in (offset >> bit) & 1 == 1])
 
 
 def unpack_windows(data: Tensor, windows: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The positions (int64, `shape`) that `pack_windows` took."""
+    """Return the indices (int64, `shape`) that `pack_windows` packed into `data`."""
     offset = torch.zeros(tuple(shape), dtype=torch.int64, device=data.device)
-    for place, plane in enumerate(data.view(offset_bits(windows), -1)):
-        offset += reference.unpack_bits(plane, shape).to(torch.int64) << place
+    for bit, plane in enumerate(data.view(offset_bits(windows), -1)):
+        offset += reference.unpack_bits(plane, shape).to(torch.int64) << bit
     return to_indices(offset, _parsed(windows))
 
 
