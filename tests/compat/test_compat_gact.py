@@ -430,7 +430,7 @@ def test_the_loss_below_hooks_is_named() -> None:
     notice._given.clear()
     model, loss = make()
     controller = Controller(model)
-    with pytest.warns(UserWarning, match="leaves unchanged what functions outside the model save"):
+    with pytest.warns(UserWarning, match="leaves unchanged what functions outside the model"):
         below_hooks(model, controller, loss)()
 
 

@@ -193,8 +193,8 @@ def set_optimization_level(level: str) -> None:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, but got {level!r}")
     if _layer_created:
         warn_once(
-            "mesa-tune: actnn: existing layers do not take over the new level: call set_optimization_level
-            before " "layers are created, or assign fields of actnn.config, which apply to all layers."
+            "mesa-tune: actnn: existing layers do not take over the new level: call set_optimization_level "
+            "before layers are created, or assign fields of actnn.config, which apply to all layers."
         )
     for name in {name for keys in LEVELS.values() for name in keys}:
         config.set_by_level(name, LEVELS[level].get(name, _DEFAULTS[name]))

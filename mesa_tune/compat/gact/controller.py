@@ -101,8 +101,8 @@ class Controller:
             if hook is not None and hook not in self._hooks:
                 self._hooks.append(hook)
             warn_once(
-                "mesa-tune: gact: Controller.quantize leaves unchanged what functions outside the model save.
-                " "Call install_hook() instead of using hooks of your own to compress the loss, too; "
+                "mesa-tune: gact: Controller.quantize leaves unchanged what functions outside the model "
+                "save. Call install_hook() instead of hooks of your own to compress the loss, too; "
                 "gact.ops.op_quantize packs a tensor."
             )
         return input.detach()

@@ -1,7 +1,7 @@
 """`ms.policy`: convert torch's layers to Mesa's, and deploy policies on them.
 
 What is hard: Mesa's parser accepts almost anything in silence. Here what it would ignore is an error or a
-warning, and everything that it understands keeps its meaning.
+warning, and whatever it understands has the same meaning here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
