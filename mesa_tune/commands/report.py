@@ -26,7 +26,7 @@ from mesa_tune.errors import RunError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mesa_tune.reports.contents import Results
+    from mesa_tune.reports.contents import RunResults
 
 
 class Format(str, Enum):
@@ -69,11 +69,11 @@ def report(
     output.document("report", {"files": [str(path) for path in files], "missing": results.missing})
 
 
-def load_results(folder: Run) -> tuple[Results, list[str]]:
+def load_results(folder: Run) -> tuple[RunResults, list[str]]:
     """What the run holds, and what of it was left out because it belongs to something else."""
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.verification import Verification
-    from mesa_tune.reports.contents import Results
+    from mesa_tune.reports.contents import RunResults
     from mesa_tune.search.plan import Plan
 
     profile = Profile.load(folder.require(folder.profile, "mesa-tune profile model.py"))
@@ -88,10 +88,10 @@ def load_results(folder: Run) -> tuple[Results, list[str]]:
     if found is not None and (plan is None or found.predicted != plan.predicted):
         notes.append(f"{folder.verify} measured another policy than {folder.plan} holds: left out")
         found = None
-    return Results(profile, plan, found), notes
+    return RunResults(profile, plan, found), notes
 
 
-def _files(folder: Run, results: Results, form: Format) -> dict[Path, str | bytes]:
+def _files(folder: Run, results: RunResults, form: Format) -> dict[Path, str | bytes]:
     """All that is to be written, made before any of it is: an error leaves the run as it was."""
     from mesa_tune.reports.contents import make_figures, make_frames
     from mesa_tune.reports.html import png, render

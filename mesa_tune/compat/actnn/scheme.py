@@ -1,7 +1,7 @@
 """ActNN's schemes: the bits of each layer, and the sensitivity of each sample.
 
 What is hard: ActNN's users set class attributes (`QScheme.num_samples`, `QScheme.batch`), and
-`QScheme.layers` lists all schemes of the process; the list must not extend the life of deleted models' schemes.
+`QScheme.layers` lists all schemes of the process, without extending the life of deleted models' schemes.
 """
 
 from __future__ import annotations
