@@ -36,8 +36,12 @@ def commands(page: Path, program: str) -> list[str]:
     return [line for line in lines if line.startswith(f"{program} ")]
 
 
+class ReadersModel(nn.Sequential):
+    """A model of its own class: a warning is given once per process, and would be missed by other tests."""
+
+
 def small_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 10))
+    return ReadersModel(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 10))
 
 
 def migrating_names() -> dict[str, Any]:
