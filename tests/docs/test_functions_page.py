@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from docs.functions import NOTHING, PAGE, kept_by_pytorch, page, rows, taken
+from docs.functions import NOTHING, PAGE, page, rows, saved_by_pytorch, taken
 from mesa_tune.formulas.table import ROUTES
 from tests.functional_cases import CASES
 
@@ -30,15 +30,15 @@ def test_samples_name_the_formula_that_they_take() -> None:
     assert taken(CASES["addmm"]) == ["matmul_plus"]
 
 
-def test_what_pytorch_keeps_is_named_by_argument() -> None:
-    assert kept_by_pytorch(CASES["linear"]) == ["`input`", "`weight`"]
-    assert kept_by_pytorch(CASES["relu"]) == ["the output"]
-    assert kept_by_pytorch(CASES["cross_entropy"])[0] == "float32 of the first argument's size"
+def test_what_pytorch_saves_is_named_by_argument() -> None:
+    assert saved_by_pytorch(CASES["linear"]) == ["`input`", "`weight`"]
+    assert saved_by_pytorch(CASES["relu"]) == ["the output"]
+    assert saved_by_pytorch(CASES["cross_entropy"])[0] == "float32 of the first argument's size"
 
 
 @pytest.mark.parametrize("name", NOTHING)
 def test_a_function_that_needs_nothing_saves_no_floats(name: str) -> None:
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
         NOTHING[name]()
     assert [tensor.shape for tensor in saved if tensor.is_floating_point()] == []
