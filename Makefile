@@ -1,7 +1,7 @@
-# make            what there is
+# make            a list of the targets
 # make demo       the main job on real data
 # make test       the whole suite
-# Each of them first makes .venv, with the pinned packages and the kernels built in place.
+# Each target first creates .venv, installs the pinned packages and builds the kernels in place.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,12 +16,12 @@ pip := $(bin)/python -m pip --disable-pip-version-check
 run_tests := $(bin)/python -m pytest -n 2 --dist loadfile
 sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-# What runs a second time without the native kernels: whatever calls them.
+# Tests that run a second time without the native kernels: those that call them.
 core := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops/test_sparsify.py ops/test_ops*.py ops/test_fused*.py \
 	formulas/test_fused*.py formulas/test_functional*.py formulas/test_conformance.py nn/test_nn.py conversion/test_conversion.py \
 	engine/test_keeping.py engine/test_sharing.py))
 
-# The tests of the ops, and the two libraries that a sanitized extension needs before all others.
+# The tests of the ops, and the two libraries that must be loaded before a sanitized extension.
 ops := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops/test_sparsify.py ops/test_ops*.py ops/test_fused*.py \
 	formulas/test_fused*.py codecs/test_codecs.py codecs/test_codec_drop.py codecs/test_codec_mixed.py codecs/test_codec_running.py))
 preloaded = $(shell $(or $(CXX),c++) -print-file-name=libasan.so) $(shell $(or $(CXX),c++) -print-file-name=libstdc++.so)
@@ -29,17 +29,17 @@ preloaded = $(shell $(or $(CXX),c++) -print-file-name=libasan.so) $(shell $(or $
 .PHONY: help demo test sweep lint cuda-check bench sanitize wheel-check format install
 
 help:
-	@echo 'make demo         profile, search, verify, train and report on real data; writes mesa-run/report.html'
-	@echo 'make test         every test, and the core again without the native kernels'
-	@echo 'make sweep        every operator, module and architecture, plain beside converted; goes on where it stopped'
-	@echo 'make lint         ruff, mypy, pyright, clang-format'
-	@echo 'make cuda-check   compile the CUDA kernels, where there is nvcc, and look for spilled registers'
-	@echo 'make bench        every benchmark; adds to benchmarks/results/'
-	@echo 'make sanitize     the tests of the ops on kernels built with AddressSanitizer and UBSan (gcc)'
-	@echo 'make wheel-check  builds the wheel in dist/ and uses it where there is no source, compiler or AVX'
-	@echo 'make format       let ruff and clang-format rewrite the layout'
-	@echo 'make install      only .venv, its packages and the kernels'
-	@echo 'Each makes .venv first, where it is missing or out of date. Needs Python >= 3.10 and a C++ compiler.'
+	@echo 'make demo         profiles, searches, verifies, trains and reports on real data; writes mesa-run/report.html'
+	@echo 'make test         runs every test, and the core tests again without the native kernels'
+	@echo 'make sweep        runs every operator, module and architecture, plain beside converted; a second run resumes'
+	@echo 'make lint         runs ruff, mypy, pyright and clang-format'
+	@echo 'make cuda-check   compiles the CUDA kernels if there is nvcc, and looks for spilled registers'
+	@echo 'make bench        runs every benchmark, and adds to benchmarks/results/'
+	@echo 'make sanitize     runs the tests of the ops on kernels built with AddressSanitizer and UBSan (gcc)'
+	@echo 'make wheel-check  builds the wheel in dist/, and tests it without source, compiler and AVX'
+	@echo 'make format       formats the code with ruff and clang-format'
+	@echo 'make install      only creates .venv, installs its packages and builds the kernels'
+	@echo 'Each target first creates or updates .venv. Needs Python >= 3.10 and a C++ compiler.'
 
 install: .venv/.kernels
 
@@ -49,10 +49,10 @@ demo: .venv/.kernels
 test: .venv/.kernels
 	@echo '== tests'
 	$(run_tests)
-	@echo '== the core again, without the native kernels'
+	@echo '== the core tests again, without the native kernels'
 	$(if $(core),MESA_TUNE_REFERENCE=1 $(run_tests) -m 'not slow' $(core),@echo 'no such tests')
 
-# Results lie in build/sweeps/; a second run repeats only what has no result of the same code.
+# Results are in build/sweeps/. A second run repeats only cases without a result of the same code.
 sweep: .venv/.kernels
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.sweeps
 
@@ -75,8 +75,8 @@ format: .venv/.packages
 bench: .venv/.kernels
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(bin)/python "$$file"; done
 
-# A package of its own, so that the kernels in place stay as they are; `cd`, so that it is the one imported.
-# torch and Python never free some memory: leaks are not looked for.
+# The sanitized build is a separate package, so the kernels built in place stay; `cd` makes Python import it.
+# Leaks are not detected, because torch and Python never free some memory.
 sanitize: .venv/.kernels
 	@echo '== building the kernels with AddressSanitizer and UBSan'
 	CFLAGS='-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1' \
@@ -87,7 +87,7 @@ sanitize: .venv/.kernels
 	(cd build/sanitized/lib && ../../../$(bin)/python -c 'from mesa_tune import ops; assert ops.native(), ops.LIBRARY'); \
 	PYTHONPATH=build/sanitized/lib $(bin)/pytest --import-mode=append -p no:cacheprovider -m 'not slow' $(ops)
 
-# What an earlier build copied may be gone from the source.
+# Delete build/lib.*: an earlier build may have copied files that the source no longer has.
 wheel-check: .venv/.kernels
 	@echo '== building the wheel'
 	rm -rf build/lib.* dist
@@ -101,7 +101,7 @@ wheel-check: .venv/.kernels
 	@echo "== making .venv with $$($(PYTHON) --version)"
 	$(PYTHON) -m venv .venv
 
-# torch goes first and alone: the extension is built against it, and nothing may bring in another.
+# torch is installed first and alone: the extension is built against it, and no other package may replace it.
 .venv/.packages: requirements/constraints.txt requirements/runtime.txt requirements/dev.txt | .venv/bin/python
 	@echo '== installing torch, then the other packages (minutes, the first time)'
 	$(pip) install --quiet -c requirements/constraints.txt torch

@@ -1,9 +1,9 @@
-"""Does training with a policy end where plain training ends? The digits ViT, several seeds, paired.
+"""Does training with a policy reach the accuracy of plain training? The digits ViT, several seeds, paired.
 
     python benchmarks/accuracy.py [--seeds 5] [--budget 40%]
 
-Each seed decides initialization and data order, for plain, uniform 4 bits and searched alike, so the
-differences to plain are paired: their mean stands with its 95 % interval by Student's t.
+A seed determines initialization and data order, equally for plain, uniform 4 bits and searched, so the
+differences to plain are paired. The result is their mean with its 95 % interval by Student's t.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Train = Callable[..., float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, default=5, help="trainings of each kind (at least 2)")
-    parser.add_argument("--budget", default="40%", help="of the searched policy")
+    parser.add_argument("--budget", default="40%", help="budget of the searched policy")
     arguments = parser.parse_args()
     if arguments.seeds < 2:
         parser.error("--seeds must be at least 2: one training has no spread")
@@ -49,14 +49,14 @@ def main() -> None:
 
 
 def searched_plan(budget: str) -> Any:
-    """What profile and search make of the example at `budget`."""
+    """Profile the example, and search its policy at `budget`."""
     workload = mt.Workload.load(EXAMPLE, device="cpu")
     print("profiling and searching", flush=True)
     return mt.search_policy(mt.profile(workload), budget, workload=workload)
 
 
 def load_example() -> Any:
-    """The example's module."""
+    """Import the example as a module."""
     spec = importlib.util.spec_from_file_location("digits_vit", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -66,36 +66,36 @@ def load_example() -> Any:
 
 
 def train_all(train: Train, policies: Mapping[str, Any], seeds: Sequence[int]) -> dict[str, list[float]]:
-    """Accuracy by policy, a value a seed; the kinds in turn, so that nothing drifts between them."""
-    found: dict[str, list[float]] = {name: [] for name in policies}
+    """Return one accuracy per seed for each policy. Policies are trained in turn, against slow drifts."""
+    accuracies: dict[str, list[float]] = {name: [] for name in policies}
     for seed in seeds:
         for name, policy in policies.items():
-            found[name].append(train(policy, seed=seed))
-            print(f"seed {seed}: {name} {100 * found[name][-1]:.2f} %", flush=True)
-    return found
+            accuracies[name].append(train(policy, seed=seed))
+            print(f"seed {seed}: {name} {100 * accuracies[name][-1]:.2f} %", flush=True)
+    return accuracies
 
 
 def differences(accuracies: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float | bool]]:
-    """Of each kind to plain, seed by seed: mean, 95 % interval, and whether it contains zero."""
-    found: dict[str, dict[str, float | bool]] = {}
+    """Return mean and 95 % interval of the paired differences to plain, and whether it contains zero."""
+    results: dict[str, dict[str, float | bool]] = {}
     for name, values in accuracies.items():
         if name != "plain":
             paired = [value - plain for value, plain in zip(values, accuracies["plain"], strict=True)]
             interval = mean_interval(paired)
-            found[name] = {**interval._asdict(), "contains_zero": interval.low <= 0 <= interval.high}
-    return found
+            results[name] = {**interval._asdict(), "contains_zero": interval.low <= 0 <= interval.high}
+    return results
 
 
 def describe(result: Mapping[str, Any]) -> list[str]:
-    """The result as lines for people: percentage points."""
+    """Return the result as lines of text, in percentage points."""
     lines = []
     for name, values in result["accuracies"].items():
         line = f"{name:<16} {100 * sum(values) / len(values):6.2f} %"
         if name in result["differences"]:
-            one = result["differences"][name]
-            inside = "contains zero" if one["contains_zero"] else "does not contain zero"
-            spread = f"{100 * one['low']:+.2f} to {100 * one['high']:+.2f}"
-            line += f"   to plain {100 * one['mean']:+.2f} points, 95 % interval {spread}: {inside}"
+            difference = result["differences"][name]
+            inside = "contains zero" if difference["contains_zero"] else "does not contain zero"
+            spread = f"{100 * difference['low']:+.2f} to {100 * difference['high']:+.2f}"
+            line += f"   to plain {100 * difference['mean']:+.2f} points, 95 % interval {spread}: {inside}"
         lines.append(line)
     return lines
 

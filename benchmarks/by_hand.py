@@ -1,6 +1,7 @@
-"""The functions of overhead.py, each written by hand: an `autograd.Function` that calls the same ops.
+"""The functions of overhead.py, each written by hand as an `autograd.Function` that calls the same ops.
 
-No name, no settings, nothing shared: what these take, no general way can save.
+They have no layer name, no settings and no shared copies: their time is a lower bound for any general
+mechanism.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ Backward = Callable[..., Any]
 
 
 def written(forward: Forward, backward: Backward) -> Any:
-    """The `apply` of a Function with these two halves."""
-    halves = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type("ByHand", (torch.autograd.Function,), halves).apply  # type: ignore[attr-defined]
+    """Return the `apply` of an `autograd.Function` with this forward and backward."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("ByHand", (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
 
 
 def quantize(x: Tensor) -> Any:
@@ -225,4 +226,4 @@ BY_HAND: dict[str, tuple[Any, tuple[str, ...]]] = {
     "log_softmax": (written(log_softmax_forward, log_softmax_backward), ()),
     "cross_entropy": (written(cross_entropy_forward, cross_entropy_backward), ("target",)),
 }
-"""Each function, and which of the module's tensors it takes after its own."""
+"""Each function, and the attributes of the `Calls` module that it takes as further arguments."""

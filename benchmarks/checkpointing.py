@@ -1,10 +1,10 @@
-"""Policies under gradient checkpointing: DeiT-Ti of 96 pixels, GPT-2 of 4 layers.
+"""How do policies behave under gradient checkpointing? DeiT-Ti for images of 96 × 96, GPT-2 of 4 layers.
 
     python benchmarks/checkpointing.py
 
-For each: predicted and measured saved bytes and the gradient error of uniform 4 bits, of the same with
-`store: derive`, and of a policy searched half way from uniform to plain; then the loss after a few steps of
-training.
+The policies are uniform 4 bits, the same with `store: derive`, and one searched with saved bytes half way
+from uniform to plain. For each: predicted and measured saved bytes, the gradient error, and the loss after a
+few steps of training.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def images(count: int) -> dict[str, Tensor]:
 
 
 def tokens(count: int) -> dict[str, Tensor]:
-    found = torch.randint(0, 8192, (count, TOKENS))
-    return {"input_ids": found, "labels": found}
+    ids = torch.randint(0, 8192, (count, TOKENS))
+    return {"input_ids": ids, "labels": ids}
 
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Tensor]]]] = {
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Tensor]]]] 
 
 
 def workload(name: str, reentrant: bool | None) -> mt.Workload:
-    """The model's step, under that kind of checkpointing; None: without."""
+    """Return the model's workload with one kind of checkpointing (None: without)."""
     make, batch = MODELS[name]
 
     def model() -> nn.Module:
@@ -75,7 +75,7 @@ def policies(profile: mt.Profile) -> Iterator[tuple[str, mt.Policy]]:
 
 
 def trained(work: mt.Workload, policy: mt.Policy) -> float:
-    """The loss after a few steps under `policy`."""
+    """Return the loss after a few steps under `policy`."""
     torch.manual_seed(0)
     model = mt.convert(work.build(), policy, seed=0)
     optimizer, batch = torch.optim.AdamW(model.parameters(), 1e-4), work.make_batch()

@@ -1,8 +1,8 @@
-"""How fast are the other native ops, beside the same in plain PyTorch and a `copy_` of their source?
+"""How fast are the codecs' native ops, relative to plain PyTorch and to `copy_` of the same tensor?
 
     python benchmarks/codecs.py [--size 22] [--rounds 5]
 
-Correctness comes first: a kernel must give the reference's bytes. Then all three take turns.
+Before timing, a kernel must give the reference's bytes. Then all three are timed in turn.
 """
 
 import argparse
@@ -34,22 +34,22 @@ def main() -> None:
     arguments = parser.parse_args()
     if not ops.native():
         sys.exit("the native kernels are not loaded: `mesa-tune doctor` says how to build them")
-    found = {}
+    results = {}
     for name, case in cases(torch.randn(1 << arguments.size)).items():
-        found[name] = measure(name, case, arguments.rounds)
-        milliseconds, faster = found[name]["ms"]["native"], found[name]["times_the_reference"]
-        beside = found[name]["times_copy"]["median"]
+        results[name] = measure(name, case, arguments.rounds)
+        milliseconds, speedup = results[name]["ms"]["native"], results[name]["times_the_reference"]
+        ratio = results[name]["times_copy"]["median"]
         print(
-            f"{name}: {milliseconds['median']:.1f} ms, {beside:.1f} times copy,"
-            f" {faster['median']:.0f} times as fast as the reference",
+            f"{name}: {milliseconds['median']:.1f} ms, {ratio:.1f} times copy,"
+            f" {speedup['median']:.0f} times as fast as the reference",
             flush=True,
         )
-    result = {"subject": "ops of the codecs", "elements": f"2^{arguments.size}", "cases": found}
+    result = {"subject": "ops of the codecs", "elements": f"2^{arguments.size}", "cases": results}
     print(f"appended to {append('codecs', result)}")
 
 
 def cases(x: Tensor) -> dict[str, Case]:
-    """Kernel, reference, arguments and source of each op."""
+    """Return kernel, reference, arguments and source tensor of each op."""
     sizes = (4, 16, 256, 0)
     ranges = reference_codecs.extents(x, 256, 0)
     ranges = reference.ranges_of(ranges[:, 0], ranges[:, 1], 16)
@@ -58,7 +58,7 @@ def cases(x: Tensor) -> dict[str, Case]:
     pooled = x.view(16, 64, 64, -1)
     y, indices = F.max_pool2d(pooled, 3, 2, 1, return_indices=True)
     shape = zip(pooled.shape[2:], y.shape[2:], strict=True)
-    windows = reference_windows.flattened([reference_windows.Windows(*each, 3, 1, 2, 1) for each in shape])
+    windows = reference_windows.flattened([reference_windows.Windows(*pair, 3, 1, 2, 1) for pair in shape])
     packed, offsets = ops.pack_bits(mask), RAW.pack_windows(indices, windows)
     raw = torch.ops.mesa_tune
     return {
@@ -84,12 +84,13 @@ def cases(x: Tensor) -> dict[str, Case]:
 
 
 def measure(name: str, case: Case, rounds: int) -> dict[str, Any]:
-    """Milliseconds, and ratios within a round; stops where kernel and reference differ."""
+    """Return milliseconds, and ratios within a round; exit if kernel and reference differ."""
     native, plain, arguments, source = case
-    made, expected = (
-        each if isinstance(each, tuple) else (each,) for each in (native(*arguments), plain(*arguments))
+    actual, expected = (
+        output if isinstance(output, tuple) else (output,)
+        for output in (native(*arguments), plain(*arguments))
     )
-    if not all(torch.equal(*pair) for pair in zip(made, expected, strict=True)):
+    if not all(torch.equal(*pair) for pair in zip(actual, expected, strict=True)):
         sys.exit(f"kernel and reference differ: {name}")
     out = torch.zeros_like(source)
     calls: dict[str, Callable[[], Any]] = {
@@ -97,12 +98,12 @@ def measure(name: str, case: Case, rounds: int) -> dict[str, Any]:
         "native": lambda: native(*arguments),
         "reference": lambda: plain(*arguments),
     }
-    times: dict[str, list[float]] = {each: [] for each in calls}
+    times: dict[str, list[float]] = {kind: [] for kind in calls}
     for _ in range(rounds):
-        for each, call in calls.items():
-            times[each].append(timed(call))
+        for kind, call in calls.items():
+            times[kind].append(timed(call))
     return {
-        "ms": {each: spread(values)._asdict() for each, values in times.items()},
+        "ms": {kind: spread(values)._asdict() for kind, values in times.items()},
         "times_copy": ratios(times["copy"], times["native"])._asdict(),
         "times_the_reference": ratios(times["native"], times["reference"])._asdict(),
     }

@@ -1,4 +1,4 @@
-"""What every benchmark's result begins with, and the statistics that they share."""
+"""What benchmarks share: the header of a result, the results file, timing in turn, and statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("mesa-tune", "torch", "numpy", "scipy", "optuna", "transformers")
 
 
 class Spread(NamedTuple):
-    """A median with the ends of the middle half."""
+    """A median, and the lower and upper quartile."""
 
     median: float
     low: float
@@ -37,7 +37,7 @@ class Interval(NamedTuple):
 
 
 def header() -> dict[str, Any]:
-    """Date, hardware, versions and command of this run."""
+    """Return date, hardware, versions and command of this run."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hardware": hardware(),
@@ -47,7 +47,7 @@ def header() -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """The processor, its instruction set as torch uses it, threads, and the GPU or None."""
+    """Return the processor, the instruction set that torch uses, the threads, and the GPU or None."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": _cpu_name(),
@@ -59,7 +59,7 @@ def hardware() -> dict[str, Any]:
 
 
 def append(subject: str, result: Mapping[str, Any]) -> Path:
-    """Add the header and `result` as one line to `results/<subject>.jsonl`; returns the file."""
+    """Append the header and `result` as one line to `results/<subject>.jsonl`; return the path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{subject}.jsonl"
     with path.open("a", encoding="utf-8") as file:
@@ -68,7 +68,7 @@ def append(subject: str, result: Mapping[str, Any]) -> Path:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The median of `values` and the ends of their middle half."""
+    """Return the median and the quartiles of `values`."""
     if len(values) == 1:
         return Spread(values[0], values[0], values[0])
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -76,12 +76,12 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(before: Sequence[float], after: Sequence[float]) -> Spread:
-    """after / before, pair by pair: what was measured in turn is compared in turn."""
+    """Return the spread of after / before, pair by pair: both were measured in the same round."""
     return spread([second / first for first, second in zip(before, after, strict=True)])
 
 
 def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each of `runs`, A B C A B C …, after a round to warm up."""
+    """Return the milliseconds of each of `runs`, called A B C A B C …, after one warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name, run in runs.items():
@@ -93,13 +93,13 @@ def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, 
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The mean of at least two `values` and its interval by Student's t."""
+    """Return the mean of at least two `values`, with its confidence interval by Student's t."""
     from scipy import stats
 
     mean = statistics.fmean(values)
     error = statistics.stdev(values) / len(values) ** 0.5
-    reach = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * error
-    return Interval(mean, mean - reach, mean + reach)
+    half_width = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * error
+    return Interval(mean, mean - half_width, mean + half_width)
 
 
 def _cpu_name() -> str:
@@ -112,7 +112,7 @@ def _cpu_name() -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {package: found for package in PACKAGES if (found := _version(package)) is not None}
+    return {package: number for package in PACKAGES if (number := _version(package)) is not None}
 
 
 def _version(package: str) -> str | None:

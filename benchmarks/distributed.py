@@ -1,10 +1,11 @@
-"""Do DDP and FSDP2 with a searched policy train the digits ViT to the accuracy of one process?
+"""Do DDP and FSDP2 with a searched policy reach the accuracy of plain training in one process?
 
     python benchmarks/distributed.py [--seeds 3] [--budget 40% | --policy policy.txt]
 
-Two processes on this machine (gloo), each with half of every batch. One policy file, made on the plain model
-in one process, is converted before DDP wraps the model, and after `fully_shard` has sharded it. Each seed
-decides initialization and data order for all kinds alike, so the differences to one plain process are paired.
+The digits ViT is trained in two processes on this machine (gloo), each with half of every batch. All use one
+policy file, searched on the plain model in one process. The model is converted before DDP wraps it, and after
+`fully_shard` shards it. A seed determines initialization and data order of all kinds, so the differences to
+one plain process are paired.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ KINDS = ("plain", "DDP searched", "FSDP2 searched")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind (at least 2)")
-    parser.add_argument("--budget", default="40%", help="of the policy, which is searched first")
-    parser.add_argument("--policy", type=Path, help="what a search has made of the example before")
+    parser.add_argument("--budget", default="40%", help="budget of the policy, which is searched first")
+    parser.add_argument("--policy", type=Path, help="a policy searched before, instead of --budget")
     arguments = parser.parse_args()
     if arguments.seeds < 2:
         parser.error("--seeds must be at least 2: one training has no spread")
-    given = arguments.policy
-    policy = mt.Policy.load(given) if given is not None else searched_plan(arguments.budget).policy
+    path = arguments.policy
+    policy = mt.Policy.load(path) if path is not None else searched_plan(arguments.budget).policy
     with TemporaryDirectory() as folder:
         policy.save(Path(folder) / "policy.txt")
         accuracies = {
@@ -47,7 +48,7 @@ def main() -> None:
         }
     result = {
         "subject": f"test accuracy of the digits ViT in {PROCESSES} processes",
-        "budget": arguments.budget if given is None else None,
+        "budget": arguments.budget if path is None else None,
         "policy": policy.dumps(),
         "accuracies": accuracies,
         "differences": differences(accuracies),
@@ -58,16 +59,16 @@ def main() -> None:
 
 
 def accuracy(kind: str, seed: int, folder: Path) -> float:
-    """The accuracy after a training of that kind, 0 to 1."""
+    """Train one kind, and return the accuracy, 0 to 1."""
     processes = 1 if kind == "plain" else PROCESSES
     spawn(train, (kind, seed, processes, free_port(), folder), nprocs=processes)
-    reached = float((folder / "accuracy").read_text())
-    print(f"{kind}, seed {seed}: {100 * reached:.2f} %", flush=True)
-    return reached
+    result = float((folder / "accuracy").read_text())
+    print(f"{kind}, seed {seed}: {100 * result:.2f} %", flush=True)
+    return result
 
 
 def free_port() -> int:
-    """A port on which nobody listens now."""
+    """Return a free port."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port: int = server.getsockname()[1]
@@ -75,7 +76,7 @@ def free_port() -> int:
 
 
 def train(rank: int, kind: str, seed: int, processes: int, port: int, folder: Path) -> None:
-    """One process's part of a training, as the example trains; rank 0 writes the accuracy."""
+    """Train in one process, as the example does; rank 0 writes the accuracy."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = f"tcp://127.0.0.1:{port}"
@@ -95,14 +96,14 @@ def train(rank: int, kind: str, seed: int, processes: int, port: int, folder: Pa
         value.backward()
         stepper.step()
         schedule.step()
-    reached = example.accuracy(network)
+    result = example.accuracy(network)
     if rank == 0:
-        (folder / "accuracy").write_text(str(reached))
+        (folder / "accuracy").write_text(str(result))
     distributed.destroy_process_group()
 
 
 def prepared(example: Any, kind: str, seed: int, folder: Path) -> tuple[nn.Module, Any]:
-    """The model wrapped and converted, and the context of its loss."""
+    """Return the model, wrapped and converted, and the context of its loss."""
     network: nn.Module = example.model()
     policy = mt.Policy.load(folder / "policy.txt") if kind.endswith("searched") else None
     if kind.startswith("FSDP2"):
@@ -112,7 +113,7 @@ def prepared(example: Any, kind: str, seed: int, folder: Path) -> tuple[nn.Modul
 
 
 def shard(network: Any) -> None:
-    """FSDP2, a group per block."""
+    """Shard the model by FSDP2, one group per block."""
     for block in network.blocks:
         fully_shard(block)
     fully_shard(network)

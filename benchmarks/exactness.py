@@ -1,6 +1,7 @@
-"""Whether a policy leaves the forward as it is and `revert` the model, bit for bit; and the gradient's error.
+"""Check that a policy does not change the forward, and `revert` restores the model; measure gradient errors.
 
-Relative squared error by two whole backwards from one torch seed, so that dropout falls alike.
+The gradient error compares two whole backward passes. Both start from the same torch seed, so that dropout
+drops the same elements.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ import mesa_tune as mt
 TORCH_SEED = 11
 
 
-class Step(NamedTuple):
-    """What one forward and backward gives: outputs and loss, what it leaves behind, and gradients."""
+class StepResult(NamedTuple):
+    """Results of one forward and backward: outputs with the loss, random state and buffers, gradients."""
 
     outputs: list[Tensor]
-    behind: list[Tensor]
+    states: list[Tensor]
     gradients: list[Tensor]
 
 
 def step(
     workload: mt.Workload, model: nn.Module, batch: Any, policy: mt.Policy | None, seed: int = 0
-) -> Step:
-    """A forward and a backward from the same torch seed; `seed` is that of the loss's rounding."""
+) -> StepResult:
+    """Run a forward and a backward from `TORCH_SEED`; `seed` is the rounding seed of the loss."""
     outputs: list[Tensor] = []
-    handle = model.register_forward_hook(lambda module, given, output: outputs.extend(_tensors(output)))
+    handle = model.register_forward_hook(lambda module, inputs, output: outputs.extend(_tensors(output)))
     model.zero_grad(set_to_none=True)
     torch.manual_seed(TORCH_SEED)
     loss = loss_under(workload, policy, seed)(model, batch)
     handle.remove()
-    behind = [torch.get_rng_state(), *(buffer.clone() for buffer in model.buffers())]
+    states = [torch.get_rng_state(), *(buffer.clone() for buffer in model.buffers())]
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return Step([loss.detach(), *outputs], behind, gradients)
+    return StepResult([loss.detach(), *outputs], states, gradients)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -47,48 +48,48 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def differences(workload: mt.Workload, policy: mt.Policy) -> list[str]:
-    """What a step under `policy`, or one after `revert`, does otherwise than the plain model's: nothing."""
+    """Return what differs from the plain model in a step under `policy` or after `revert`: best nothing."""
     batch = workload.make_batch()
     plain_model = workload.build()
-    names = list(plain_model.state_dict())
+    keys = list(plain_model.state_dict())
     plain = step(workload, plain_model, batch, None)
     model = mt.convert(workload.build(), policy, seed=0)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    ours = step(workload, model, batch, policy)
-    found = _apart({"outputs": (plain.outputs, ours.outputs), "left behind": (plain.behind, ours.behind)})
-    found += [] if list(model.state_dict()) == names else ["state_dict keys"]
+    converted = step(workload, model, batch, policy)
+    pairs = {"outputs": (plain.outputs, converted.outputs), "left behind": (plain.states, converted.states)}
+    different = _different(pairs)
+    different += [] if list(model.state_dict()) == keys else ["state_dict keys"]
     model.load_state_dict(start)
     again = step(workload, mt.revert(model), batch, None)
-    return found + _apart(
-        {f"reverted {name}": pair for name, *pair in zip(Step._fields, plain, again, strict=True)}
+    names = ["outputs", "behind", "gradients"]
+    return different + _different(
+        {f"reverted {name}": pair for name, *pair in zip(names, plain, again, strict=True)}
     )
 
 
-def _apart(pairs: Mapping[str, Any]) -> list[str]:
-    return [name for name, (here, there) in pairs.items() if not _equal(here, there)]
+def _different(pairs: Mapping[str, Any]) -> list[str]:
+    return [name for name, (first, second) in pairs.items() if not _equal(first, second)]
 
 
-def _equal(here: list[Tensor], there: list[Tensor]) -> bool:
-    return len(here) == len(there) and all(map(torch.equal, here, there))
+def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 def errors(workload: mt.Workload, policies: Mapping[str, mt.Policy], seeds: int) -> dict[str, Any]:
-    """‖ĝ − g‖² / ‖g‖² over all parameters, of each policy on each rounding seed, and their mean."""
+    """Return ‖ĝ − g‖² / ‖g‖² over all parameters, for each policy and rounding seed, and the means."""
     model, batch = workload.build(), workload.make_batch()
     exact = step(workload, model, batch, None).gradients
-    found = {}
+    results = {}
     for name, policy in policies.items():
         values = []
         for seed in range(seeds):
             mt.convert(model, policy, seed=1000 + seed)
             values.append(_error(step(workload, model, batch, policy, 1000 + seed).gradients, exact))
-        found[name] = {"mean": sum(values) / seeds, "seeds": values}
+        results[name] = {"mean": sum(values) / seeds, "seeds": values}
     mt.revert(model)
-    return found
+    return results
 
 
 def _error(gradients: list[Tensor], exact: list[Tensor]) -> float:
-    apart = sum(
-        float((here - there).double().square().sum()) for here, there in zip(gradients, exact, strict=True)
-    )
-    return apart / sum(float(there.double().square().sum()) for there in exact)
+    squared = sum(float((a - b).double().square().sum()) for a, b in zip(gradients, exact, strict=True))
+    return squared / sum(float(gradient.double().square().sum()) for gradient in exact)

@@ -1,11 +1,11 @@
-"""What a step of DeiT-Ti keeps, peaks at and costs, predicted and measured by independent meters.
+"""Saved bytes, peak, gradient error and time of a step of DeiT-Ti: predicted, and measured independently.
 
     python benchmarks/memory.py [--batch-size 16] [--pairs 7]
 
-Full profile, then plain, uniform 4 bits (level 16) and a searched policy at 40 %: saved and peak bytes as
-predicted, as counted by live storages, and as the growth of resident memory in a process of its own; gradient
-error on three rounding seeds; time of steps in turn. Correctness first: the policy's loss must be bitwise the
-plain one's.
+After a full profile, the kinds are plain, uniform 4 bits (level 16) and a policy searched at 40 %. Saved and
+peak bytes are predicted, counted by live storages, and measured as growth of resident memory in a separate
+process. Gradient errors use three rounding seeds. Steps are timed in turn. First, the loss of every policy
+must be bitwise the plain one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def require_exact_forward(workload: mt.Workload, policies: dict[str, mt.Policy]) -> None:
-    """Stops unless every policy's loss is the plain one's, bit for bit."""
+    """Exit unless every policy's loss is bitwise the plain one."""
     batch = workload.make_batch()
     losses = [
         loss_under(workload, policy)(model_under(workload, policy), batch) for policy in policies.values()
@@ -72,7 +72,7 @@ def require_exact_forward(workload: mt.Workload, policies: dict[str, mt.Policy])
 
 
 def measure(workload: mt.Workload, profile: mt.Profile, policy: mt.Policy) -> dict[str, Any]:
-    """All figures of one policy but its time."""
+    """Return all figures of one policy except its time."""
     predicted = profile.predict(policy)
     check = mt.verify(workload, policy, steps=1, seeds=3)
     resident = in_own_process([__file__, "--batch-size", str(workload.batch_size)], policy)
@@ -92,7 +92,7 @@ def measure(workload: mt.Workload, profile: mt.Profile, policy: mt.Policy) -> di
 def steps_in_turn(
     workload: mt.Workload, policies: dict[str, mt.Policy], pairs: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of training steps, A B C A B C …, after a warm-up of each."""
+    """Return the milliseconds of training steps, A B C A B C …, after a warm-up of each."""
     batch = workload.make_batch()
     runs: dict[str, Callable[[], None]] = {}
     for name, policy in policies.items():
@@ -113,7 +113,7 @@ def stepper(
 
 
 def describe(name: str, row: dict[str, Any]) -> str:
-    """A policy's figures in words."""
+    """Return a policy's figures as text."""
     mb = {
         key: f"{value / 1e6:.1f}"
         for key, value in row.items()

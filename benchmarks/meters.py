@@ -1,8 +1,10 @@
-"""Two meters of saved bytes that share no code with what they measure, nor with each other.
+"""Two independent meters of saved bytes: they share no code with each other or with mesa-tune's own meter.
 
-`storages_after_forward` counts the storages that were born in a forward and are alive after it.
-`resident_growth` reads from the operating system by how much the process has grown, in a process of its own
-whose allocator gives large blocks back at once. A policy of None is the plain model, never converted.
+`storages_after_forward` counts the storages that were created in a forward and are alive after it.
+`resident_growth` reads the growth of the process from the operating system, in a separate process whose
+allocator returns large blocks at once. A policy of None means the plain model, never converted.
+
+What is hard: autocast's copies of parameters, and memory that libraries allocate once, are not activations.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def model_under(workload: mt.Workload, policy: mt.Policy | None) -> nn.Module:
-    """The workload's model, new, under the policy."""
+    """Build the workload's model and convert it by `policy`."""
     model = workload.build()
     return model if policy is None else mt.convert(model, policy, seed=0)
 
 
 def loss_under(workload: mt.Workload, policy: mt.Policy | None, seed: int = 0) -> Loss:
-    """The workload's loss, its own layers under the policy, too."""
+    """Return the workload's loss function, with its own layers under `policy`."""
     if policy is None:
         return workload.compute_loss
 
@@ -49,22 +51,23 @@ def loss_under(workload: mt.Workload, policy: mt.Policy | None, seed: int = 0) -
 
 
 class Saved(NamedTuple):
-    """Bytes alive for backward, and beside them those in which autocast holds copies of parameters."""
+    """Bytes alive for backward, and separately the bytes of autocast's copies of parameters."""
 
     bytes: int
     weight_copies: int
 
 
-class Births(TorchDispatchMode):
-    """Every storage that appears, by weak reference: an independent count of what is alive.
+class CreatedStorages(TorchDispatchMode):
+    """Weak references to all storages created while the mode is entered; `alive` counts their bytes.
 
-    `given` (parameters, buffers, the batch) is never counted; parameters in another dtype are told apart.
+    The storages of `excluded` (parameters, buffers, the batch) are never counted. Copies of parameters in
+    another dtype are counted separately.
     """
 
-    def __init__(self, given: Sequence[Tensor] = ()) -> None:
+    def __init__(self, excluded: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
-        self.seen: list[weakref.ref[torch.UntypedStorage]] = []
+        self.excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+        self.activations: list[weakref.ref[torch.UntypedStorage]] = []
         self.copies: list[weakref.ref[torch.UntypedStorage]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,70 +75,66 @@ class Births(TorchDispatchMode):
         is_copy = func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                (self.copies if is_copy else self.seen).append(weakref.ref(leaf.untyped_storage()))
+                (self.copies if is_copy else self.activations).append(weakref.ref(leaf.untyped_storage()))
         return result
 
     def alive(self, without: Sequence[Tensor] = ()) -> Saved:
-        """Bytes alive now, each storage once, except those of `without`."""
-        excluded = {tensor.untyped_storage().data_ptr() for tensor in without} | self.given
-        copies = {place: size for place, size in _living(self.copies).items() if place not in excluded}
-        excluded |= copies.keys()  # a copy's views are no others
-        others = {place: size for place, size in _living(self.seen).items() if place not in excluded}
-        return Saved(sum(others.values()), sum(copies.values()))
+        """Return the bytes alive now, each storage once, except those of `without`."""
+        excluded = {tensor.untyped_storage().data_ptr() for tensor in without} | self.excluded
+        copies = {address: size for address, size in _alive(self.copies).items() if address not in excluded}
+        excluded |= copies.keys()  # views of a copy have its storage
+        activations = _alive(self.activations).items()
+        return Saved(
+            sum(size for address, size in activations if address not in excluded), sum(copies.values())
+        )
 
 
-def _living(references: Sequence[weakref.ref[torch.UntypedStorage]]) -> dict[int, int]:
+def _alive(references: Sequence[weakref.ref[torch.UntypedStorage]]) -> dict[int, int]:
     storages = (storage for reference in references if (storage := reference()) is not None)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def given_tensors(model: nn.Module, batch: Any) -> list[Tensor]:
-    """What is there before a step: parameters, buffers and the batch."""
+    """Return the tensors that exist before a step: parameters, buffers and the batch."""
     leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     return [*model.parameters(), *model.buffers(), *leaves]
 
 
 def storages_after_forward(workload: mt.Workload, policy: mt.Policy | None) -> Saved:
-    """Bytes of storages born in the forward and alive after it; parameters, buffers, batch and loss apart."""
+    """Return the bytes of storages created in the forward and alive after it, without batch and loss."""
     model, batch = model_under(workload, policy), workload.make_batch()
-    with Births(given_tensors(model, batch)) as births:
+    with CreatedStorages(given_tensors(model, batch)) as created:
         loss = loss_under(workload, policy)(model, batch)
-        # Buffers may have been made anew in the forward.
-        return births.alive([*model.buffers(), loss])
+        # The forward may have replaced buffers by new tensors.
+        return created.alive([*model.buffers(), loss])
 
 
 def in_own_process(command: Sequence[str], policy: mt.Policy | None) -> dict[str, int]:
-    """What `command` prints in a fresh process: it ends in `--resident` and the policy's file, or `plain`."""
+    """Run `command --resident FILE` in a new process (FILE: the policy, or `plain`); return its JSON."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "policy.txt"
         if policy is not None:
             policy.save(path)
-        given = [
-            sys.executable,
-            "-W",
-            "ignore",
-            *command,
-            "--resident",
-            "plain" if policy is None else str(path),
-        ]
+        source = "plain" if policy is None else str(path)
+        full_command = [sys.executable, "-W", "ignore", *command, "--resident", source]
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-        out = subprocess.run(given, env=environment, check=True, capture_output=True, text=True).stdout
-    found: dict[str, int] = json.loads(out.splitlines()[-1])
-    return found
+        out = subprocess.run(full_command, env=environment, check=True, capture_output=True, text=True).stdout
+    measured: dict[str, int] = json.loads(out.splitlines()[-1])
+    return measured
 
 
 def resident_growth(workload: mt.Workload, path: str) -> dict[str, int]:
-    """Growth of this process's resident memory over its second step: after the forward, and at its peak.
+    """Return the growth of resident memory in the second step: after the forward, and at the peak.
 
     `path`: the policy's file, or `plain`.
     """
     policy = None if path == "plain" else mt.Policy.load(path)
-    # Libraries' own memory for what runs the first time, or in new shapes, is nobody's activation.
+    # The first step also allocates memory of libraries, which is not activations.
     warm = model_under(workload, policy)
     loss_under(workload, policy)(warm, workload.make_batch()).backward()
     del warm
     gc.collect()
-    _trim()  # else what was small and freed would be used again, unseen
+    _trim()  # small freed blocks would otherwise be reused without growth
     model, batch = model_under(workload, policy), workload.make_batch()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
@@ -147,12 +146,12 @@ def resident_growth(workload: mt.Workload, path: str) -> dict[str, int]:
 
 
 def _trim() -> None:
-    """glibc hands freed memory back to the system, as it does with large blocks at once."""
+    """Make glibc return freed memory to the system; it returns only large blocks by itself."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident(field: str) -> int:
-    """A field of /proc/self/status in bytes."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return 1024 * int(found[1])
+    """Return a field of /proc/self/status in bytes."""
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return 1024 * int(match[1])

@@ -1,12 +1,12 @@
-"""What a training step of well-known models keeps, plain and at a policy, by two independent meters.
+"""What does a training step of well-known models save, plain and under a policy, by two independent meters?
 
     python benchmarks/models.py [--models deit_s,gpt2] [--batch 8] [--bf16] [--derive] [--policy FILE]
     python benchmarks/models.py --docs          # writes docs/models.md from the latest results
 
-Correctness first: outputs, loss, buffers and random state must be bitwise the plain model's with dropout on,
-and what `revert` leaves must train bitwise as the plain model. Then saved bytes, what is left uncompressed
-and by whom, and the gradient's error at 8, 4 and 2 bits, each on several rounding seeds. Weights and batches
-are random. A result at the published size is a line of `results/models.jsonl`.
+First, with dropout on, outputs, loss, buffers and random state must be bitwise the plain model's, and a
+reverted model must train bitwise as the plain one. Then saved bytes, the uncompressed tensors by layer, and
+the gradient errors at 8, 4 and 2 bits are measured, each error on several rounding seeds. Weights and batches
+are random. A result at the published size is appended to `results/models.jsonl`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ import mesa_tune as mt
 
 LEVELS = (256, 16, 4)
 SEEDS = 3
-SHOWN = 12
-SERVING = {"layernorm": 32, "gelu": 64, "silu": 64}
-"""Levels of the tags whose outputs others derive, in a policy of one rule."""
+MAX_ROWS = 12
+PRODUCER_LEVELS = {"layernorm": 32, "gelu": 64, "silu": 64}
+"""Levels of the tags from whose copies other layers are derived, in a policy that was not searched."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", default=",".join(ZOO), help=f"of {', '.join(ZOO)}")
-    parser.add_argument("--batch", type=int, default=8, help="whose bytes are counted")
-    parser.add_argument("--error-batch", type=int, default=2, help="of the gradient's error and exactness")
+    parser.add_argument("--batch", type=int, default=8, help="batch size of the byte counts")
+    parser.add_argument(
+        "--error-batch", type=int, default=2, help="batch size of gradient errors and exactness"
+    )
     parser.add_argument("--scale", choices=("published", "tiny"), default="published")
     parser.add_argument("--bf16", action="store_true", help="under autocast to bfloat16")
     parser.add_argument(
-        "--derive", action="store_true", help="with `store: derive`: searched for some, else one rule"
+        "--derive", action="store_true", help="with `store: derive`: a searched policy if there is one"
     )
-    parser.add_argument("--policy", help="a policy file in place of uniform 16")
-    parser.add_argument("--bytes-only", action="store_true", help="neither errors nor exactness")
+    parser.add_argument("--policy", help="a policy file instead of uniform 16")
+    parser.add_argument("--bytes-only", action="store_true", help="skip errors and exactness")
     parser.add_argument("--docs", action="store_true", help="write docs/models.md from the latest results")
     parser.add_argument("--resident", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -63,13 +65,13 @@ def main() -> None:
                 append("models", result)
 
 
-def _workload(name: str, batch: int, arguments: argparse.Namespace, **more: Any) -> mt.Workload:
+def _workload(name: str, batch: int, arguments: argparse.Namespace, **options: Any) -> mt.Workload:
     autocast = "bfloat16" if arguments.bf16 else None
-    return workload(name, batch, scale=arguments.scale, autocast=autocast, **more)
+    return workload(name, batch, scale=arguments.scale, autocast=autocast, **options)
 
 
 def policy_of(name: str, arguments: argparse.Namespace) -> tuple[str, mt.Policy]:
-    """The policy to measure, and what the table calls it."""
+    """Return the name of the policy in the table, and the policy."""
     if arguments.policy:
         return Path(arguments.policy).stem, mt.Policy.load(arguments.policy)
     if arguments.derive:
@@ -78,22 +80,22 @@ def policy_of(name: str, arguments: argparse.Namespace) -> tuple[str, mt.Policy]
 
 
 def deriving(name: str, scale: str) -> mt.Policy:
-    """What a search found for the published model (`policies.py`), or else one rule for all models.
+    """Return the searched policy of the published model (`policies.py`), or else one for all models.
 
-    That is uniform 16 with `store: derive`, and finer where others derive from what is kept.
+    The latter is uniform 16 with `store: derive`, with more levels where other layers are derived.
     """
     path = POLICIES / f"{name}.txt"
     if scale == "published" and path.is_file():
         return mt.Policy.load(path)
     text = mt.Policy.uniform(level=16, store="derive").dumps()
-    for tag, level in SERVING.items():
+    for tag, level in PRODUCER_LEVELS.items():
         section = text[text.index(f"on {tag}:") :].split("\non ")[0]
         text = text.replace(section, section.replace("level: 16", f"level: {level}"))
     return mt.Policy.parse(text)
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one model under the chosen policy."""
+    """Return all figures of one model under the chosen policy."""
     start = time.perf_counter()
     label, policy = policy_of(name, arguments)
     result: dict[str, Any] = {
@@ -122,33 +124,33 @@ def _checked(name: str, arguments: argparse.Namespace, label: str, policy: mt.Po
 
 
 def _command(name: str, arguments: argparse.Namespace) -> list[str]:
-    given = [__file__, "--models", name, "--batch", str(arguments.batch), "--scale", arguments.scale]
-    return [*given, *(["--bf16"] if arguments.bf16 else [])]
+    command = [__file__, "--models", name, "--batch", str(arguments.batch), "--scale", arguments.scale]
+    return [*command, *(["--bf16"] if arguments.bf16 else [])]
 
 
 def saved(chosen: mt.Workload, policy: mt.Policy, command: Sequence[str]) -> dict[str, Any]:
-    """Saved bytes by both meters, how much of plain's is under a codec, and what is left."""
-    plain, ours = storages_after_forward(chosen, None), storages_after_forward(chosen, policy)
+    """Return the saved bytes by both meters, the share under a codec, and the uncompressed tensors."""
+    plain, converted = storages_after_forward(chosen, None), storages_after_forward(chosen, policy)
     left = left_uncompressed(chosen, policy)
-    # Of the process's growth, autocast's copies of parameters are no activations either.
+    # Autocast's copies of parameters are part of the growth, but are no activations.
     plain_resident = in_own_process(command, None)["saved"] - plain.weight_copies
-    ours_resident = in_own_process(command, policy)["saved"] - ours.weight_copies
+    converted_resident = in_own_process(command, policy)["saved"] - converted.weight_copies
     return {
         "plain": {"storages": plain.bytes, "resident": plain_resident},
-        "saved": {"storages": ours.bytes, "resident": ours_resident},
-        "share": {"storages": ours.bytes / plain.bytes, "resident": ours_resident / plain_resident},
-        "weight_copies": {"plain": plain.weight_copies, "saved": ours.weight_copies},
+        "saved": {"storages": converted.bytes, "resident": converted_resident},
+        "share": {"storages": converted.bytes / plain.bytes, "resident": converted_resident / plain_resident},
+        "weight_copies": {"plain": plain.weight_copies, "saved": converted.weight_copies},
         "coded_bytes": left.coded_bytes,
         "uncompressed_bytes": left.bytes,
         "under_codec": 1 - left.bytes / plain.bytes,
-        "unseen_bytes": ours.bytes - left.coded_bytes - left.bytes,
+        "unseen_bytes": converted.bytes - left.coded_bytes - left.bytes,
         "left": [vars(row) for row in left.rows],
         "derived": [vars(pair) for pair in left.derived],
     }
 
 
 def describe(result: Mapping[str, Any]) -> list[str]:
-    """The figures in words."""
+    """Return the figures as lines of text."""
     total, share = result["plain"]["storages"], result["share"]
     precision = result["autocast"] or "fp32"
     lines = [
@@ -156,14 +158,14 @@ def describe(result: Mapping[str, Any]) -> list[str]:
         f"  saved {share['storages']:.2%} of {total / 1e6:.1f} MB, resident {share['resident']:.2%}",
         f"  under a codec {result['under_codec']:.2%}; unseen {result['unseen_bytes'] / 1e6:.2f} MB; left:",
     ]
-    for row in result["left"][:SHOWN]:
+    for row in result["left"][:MAX_ROWS]:
         shape = "×".join(map(str, row["shape"]))
         lines.append(
             f"    {row['bytes'] / total:7.3%} {row['bytes'] / 1e6:8.2f} MB  {row['function']:<24} "
             f"{row['tensors']:>3} of {shape} {row['dtype']}  {row['layers']}"
         )
     if "errors" in result:
-        errors = ", ".join(f"{name}: {found['mean']:.2e}" for name, found in result["errors"].items())
+        errors = ", ".join(f"{name}: {error['mean']:.2e}" for name, error in result["errors"].items())
         lines.append(f"  gradient error {errors}; differs: {', '.join(result['differs']) or 'nothing'}")
     return lines
 

@@ -1,4 +1,4 @@
-"""`docs/models.md`: the latest results of `models.py` in one table, and what each model has uncompressed."""
+"""Write docs/models.md: the latest results of `models.py`, and what each model saves uncompressed."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ BF16_ASKED = 0.27
 HEAD = """\
 # Models
 
-What a training step of well-known models keeps for backward, plain and with `mt.Policy.uniform(level=16)`.
-Generated: `python benchmarks/models.py` measures, `python benchmarks/models.py --docs` writes this page.
+What a training step of well-known models saves for backward, plain and with `mt.Policy.uniform(level=16)`.
+`python benchmarks/models.py` measures it; `python benchmarks/models.py --docs` writes this page.
 
-* Models are built from transformers' configurations at their published sizes; the U-Net is our own
-  (`benchmarks/zoo.py`). Weights and batches are random; images are 224 × 224 (128 × 128 for the U-Net), texts
-  256 long; dropout is as published. Models in italics show what happens to models that nobody tuned for.
-* Policy **derive** has `store: derive`: outputs of norms, activations and gates are made again from what
-  their producers keep. For DeiT-S and ResNet-50 a search placed bits layer by layer within a share of plain's
-  bytes, on two samples (`python benchmarks/policies.py` writes `benchmarks/policies/`); for the others it is
-  uniform 16, with 32 levels for what layer norms keep and 64 for GELU and SiLU, which then serve two layers.
-* **storages** and **resident** are saved bytes in % of the plain model's, by two meters that share no code:
-  storages born in the forward and alive after it, and the growth of the process. Parameters, buffers, the
-  batch and autocast's copies of parameters are left out. **asked** is the most that they may be.
-* **under a codec**: the share of the plain model's saved bytes that does not stay as PyTorch keeps it. What
-  is left is listed by model below, with the shape of the largest tensor.
-* **error**: ‖ĝ − g‖² / ‖g‖² over all parameters, mean of three rounding seeds, at the batch in brackets.
+* Models are built from transformers' configurations at their published sizes; the U-Net is defined in
+  `benchmarks/zoo.py`. Weights and batches are random. Images are 224 × 224 (128 × 128 for the U-Net), texts
+  have 256 tokens; dropout is as published. Models in italics were never used to tune mesa-tune.
+* Policy **derive** has `store: derive`: backward computes the outputs of norms and activations from what the
+  layers that produce them save. For DeiT-S and ResNet-50 a search allocated the bits layer by layer within a
+  share of the plain bytes, on two samples (`python benchmarks/policies.py` writes `benchmarks/policies/`).
+  For the others it is uniform 16, with 32 levels for layer norms and 64 for GELU and SiLU, which serve two
+  layers.
+* **storages** and **resident** are saved bytes in % of the plain model's, by two independent meters: the
+  storages created in the forward and alive after it, and the growth of the process. They exclude parameters,
+  buffers, the batch and autocast's copies of parameters. **asked** is the largest acceptable share.
+* **under a codec**: the share of the plain model's saved bytes that is not stored as PyTorch stores it. The
+  rest is listed by model below, with the shape of the largest tensor.
+* **error**: ‖ĝ − g‖² / ‖g‖² over all parameters, mean of three rounding seeds, at the batch size in brackets.
 * **exact**: with dropout 0.1 everywhere, outputs, loss, buffers and random state are bitwise those of the
-  plain model; and after `mt.revert` outputs, buffers and gradients are, too.
+  plain model; after `mt.revert`, outputs, buffers and gradients are, too.
 """
 COLUMNS = (
     "model",
@@ -54,24 +55,24 @@ COLUMNS = (
 
 
 def write() -> Path:
-    """Writes the page from `results/models.jsonl`; returns its path."""
+    """Write the page from `results/models.jsonl`; return its path."""
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(read()), encoding="utf-8")
     return PAGE
 
 
 def read() -> list[dict[str, Any]]:
-    """All results, oldest first."""
+    """Return all results, oldest first."""
     path = RESULTS / "models.jsonl"
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
 
 
 def page(results: Iterable[Mapping[str, Any]]) -> str:
-    """The page of the latest of `results`, by model, precision and policy."""
-    latest = {(each["subject"], each["autocast"], each["policy"]): each for each in results}
+    """Return the page of the latest `results` of each model, precision and policy."""
+    latest = {(result["subject"], result["autocast"], result["policy"]): result for result in results}
     ordered = sorted(latest.values(), key=_order)
-    rows = [_row(each) for each in ordered]
-    parts = [HEAD, _table(COLUMNS, rows), *(_left(each) for each in ordered), _conditions(ordered)]
+    rows = [_row(result) for result in ordered]
+    parts = [HEAD, _table(COLUMNS, rows), *(_left(result) for result in ordered), _conditions(ordered)]
     return "\n".join(parts)
 
 
@@ -103,7 +104,7 @@ def _title(result: Mapping[str, Any]) -> str:
 
 
 def _asked(result: Mapping[str, Any]) -> str:
-    """The share of plain's bytes that the project promises at uniform 16, or where all is derived."""
+    """Return the largest acceptable share of the plain bytes, for `uniform 16` and `derive`."""
     model = ZOO[result["subject"]]
     single = {"uniform 16": model.asked, "derive": model.derived}
     half = {"uniform 16": BF16_ASKED}
@@ -116,12 +117,12 @@ def _precision(result: Mapping[str, Any]) -> str:
 
 
 def _errors(result: Mapping[str, Any]) -> list[str]:
-    found = {name: each["mean"] for name, each in result.get("errors", {}).items()}
-    own, uniform = found.get(result["policy"]), found.get("uniform 16")
-    # A policy other than the uniform ones has one error, which stands where uniform 16's would.
+    means = {name: error["mean"] for name, error in result.get("errors", {}).items()}
+    own, uniform = means.get(result["policy"]), means.get("uniform 16")
+    # A policy that is not uniform has only its own error, which is written in the column of uniform 16.
     cells = [
-        "—" if one is None else f"{one:.1e} ({result['error_batch_size']})"
-        for one in (found.get("uniform 256"), own, found.get("uniform 4"))
+        "—" if error is None else f"{error:.1e} ({result['error_batch_size']})"
+        for error in (means.get("uniform 256"), own, means.get("uniform 4"))
     ]
     if own is not None and uniform is not None and result["policy"] != "uniform 16":
         cells[1] += f", {own / uniform:.2f} × uniform 16's"
@@ -148,25 +149,25 @@ def _left(result: Mapping[str, Any]) -> str:
         for row in result["left"][:LARGEST]
     ]
     rest = sum(row["bytes"] for row in result["left"][LARGEST:])
-    text = f"{result['uncompressed_bytes'] / total:.2%} of the plain bytes stay as they are"
-    more = f"; further {rest / 1e6:.2f} MB in smaller parts." if rest else "."
+    text = f"{result['uncompressed_bytes'] / total:.2%} of the plain bytes stay uncompressed"
+    end = f"; the table leaves out {rest / 1e6:.2f} MB in smaller parts." if rest else "."
     table = _table(("layers", "function", "tensors", "MB", "of plain"), rows)
-    return head + text + more + "\n\n" + table + _derived(result)
+    return head + text + end + "\n\n" + table + _derived(result)
 
 
 def _derived(result: Mapping[str, Any]) -> str:
-    """Which layers store nothing of an input, as they have its producer's output made again."""
+    """Return the table of layers whose inputs are computed again from what another layer saves."""
     pairs = result.get("derived", [])
-    rows = [[f"`{each['layers']}`", f"`{each['producers']}`", str(each["tensors"])] for each in pairs]
-    return "\nDerived:\n\n" + _table(("layers", "from what is kept by", "tensors"), rows) if rows else ""
+    rows = [[f"`{pair['layers']}`", f"`{pair['producers']}`", str(pair["tensors"])] for pair in pairs]
+    return "\nDerived:\n\n" + _table(("layers", "from what is saved by", "tensors"), rows) if rows else ""
 
 
 def _conditions(results: Sequence[Mapping[str, Any]]) -> str:
-    """When, where and with which versions the results were measured."""
+    """Return when, where and with which versions the results were measured."""
     lines = {
-        f"* {each['date'][:10]}: {each['hardware']['cpu']}, {each['hardware']['threads']} threads, "
-        f"torch {each['versions']['torch']}, transformers {each['versions'].get('transformers')}"
-        for each in results
+        f"* {result['date'][:10]}: {result['hardware']['cpu']}, {result['hardware']['threads']} threads, "
+        f"torch {result['versions']['torch']}, transformers {result['versions'].get('transformers')}"
+        for result in results
     }
     return "\n## Measured\n\n" + "\n".join(sorted(lines)) + "\n"
 

@@ -1,14 +1,14 @@
-"""What Python of ours costs a call, in microseconds: eager mode, tensors so small that nothing else counts.
+"""How many microseconds does mesa-tune's Python code add to one call, in eager mode, on very small tensors?
 
     python benchmarks/overhead.py [--calls 200] [--rounds 20] [function ...]
 
-A block of calls in a plain module and the same in a converted one, in turn; processor time, and the least
-of all rounds, since other programs can only add to it (the median of the differences is given beside it).
-Routed calls go forward and backward, each on tensors of its own. What is not Python of ours is measured
-apart and taken off: an encode and a decode of each tensor kept, and PyTorch's own cost of an
-`autograd.Function` written in Python. `by hand`: the same count for such a Function of the very same ops,
-written for this one function (by_hand.py); below 0 where PyTorch's own backward takes longer. Correctness
-first: outputs must be bitwise the plain ones.
+Each round runs the same calls in a plain module and in a converted one. The result is the processor time of
+the fastest round, since other programs can only add time; the median of the differences is printed, too.
+Routed calls run forward and backward, each on its own tensors. Two costs are measured separately and
+subtracted: encoding and decoding the saved tensors, and PyTorch's overhead of an `autograd.Function` in
+Python. `by hand` is the same measurement for an `autograd.Function` written for this one function with the
+same ops (by_hand.py); it is negative where PyTorch's own backward is slower. Before timing, outputs must be
+bitwise the plain ones.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SETTINGS = (4, 16, 256, 0)
 Call = Callable[..., Tensor]
 
 
-class Case(NamedTuple):
-    """`call(module, *tensors)` of so many `tensors` of this `shape`, which encodes `coded` of them."""
+class FunctionCase(NamedTuple):
+    """A call `call(module, *tensors)` with `tensors` tensors of `shape`, of which it encodes `coded`."""
 
     call: Call
     shape: tuple[int, ...] = (8, WIDTH)
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 
 class Calls(nn.Module):
-    """One function, called on the tensors of lists, in turn."""
+    """Module that calls one function once per element of the given lists of tensors."""
 
     target: Tensor
 
@@ -60,12 +60,12 @@ class Calls(nn.Module):
         self.kernel = nn.Parameter(torch.randn(4, 4, 3, 3))
         self.register_buffer("target", torch.arange(8))
 
-    def forward(self, *given: list[Tensor]) -> list[Tensor]:
-        return [self.call(self, *some) for some in zip(*given, strict=True)]
+    def forward(self, *lists: list[Tensor]) -> list[Tensor]:
+        return [self.call(self, *tensors) for tensors in zip(*lists, strict=True)]
 
 
-class Bare(torch.autograd.Function):
-    """What every function written in Python costs."""
+class Identity(torch.autograd.Function):
+    """A function that does nothing: its time is the overhead of every `autograd.Function` in Python."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -78,15 +78,15 @@ class Bare(torch.autograd.Function):
         return grad, None, None
 
 
-def bare(module: Calls, x: Tensor) -> Tensor:
-    applied: Tensor = Bare.apply(x, module.weight, module.scale)
+def identity(module: Calls, x: Tensor) -> Tensor:
+    applied: Tensor = Identity.apply(x, module.weight, module.scale)
     return applied
 
 
 def by_hand(name: str) -> Call:
-    """The function written by hand."""
-    apply, more = BY_HAND[name]
-    return lambda module, *some: apply(*some, *[getattr(module, each) for each in more])
+    """Return the function written by hand, as a call of a `Calls` module."""
+    apply, attributes = BY_HAND[name]
+    return lambda module, *tensors: apply(*tensors, *[getattr(module, name) for name in attributes])
 
 
 def batch_norm(module: Calls, x: Tensor) -> Tensor:
@@ -102,33 +102,33 @@ def shape(module: Calls, x: Tensor) -> Tensor:
     return x
 
 
-ROUTED: dict[str, Case] = {
-    "linear": Case(lambda module, x: F.linear(x, module.weight, module.scale)),
-    "layer_norm": Case(lambda module, x: F.layer_norm(x, (WIDTH,), module.scale, module.shift)),
-    "gelu": Case(lambda _, x: F.gelu(x)),
-    "relu": Case(lambda _, x: F.relu(x)),
-    "tanh": Case(lambda _, x: torch.tanh(x)),
-    "dropout": Case(lambda _, x: F.dropout(x, 0.1)),
-    "mul": Case(lambda module, x: torch.mul(x, module.scale)),
-    "matmul": Case(lambda module, x: torch.matmul(x, module.weight)),
-    "bmm": Case(lambda _, a, b: torch.bmm(a, b), (2, 8, 8), 2, 2),
-    "softmax": Case(lambda _, x: F.softmax(x, -1)),
-    "batch_norm": Case(batch_norm),
-    "conv2d": Case(lambda module, x: F.conv2d(x, module.kernel, None, 1, 1), (2, 4, 4, 4)),
-    "attention": Case(attention, (1, 2, 8, 8), 3, 3),
-    "log_softmax": Case(lambda _, x: F.log_softmax(x, -1)),
-    "cross_entropy": Case(lambda module, x: F.cross_entropy(x, module.target)),
+ROUTED: dict[str, FunctionCase] = {
+    "linear": FunctionCase(lambda module, x: F.linear(x, module.weight, module.scale)),
+    "layer_norm": FunctionCase(lambda module, x: F.layer_norm(x, (WIDTH,), module.scale, module.shift)),
+    "gelu": FunctionCase(lambda _, x: F.gelu(x)),
+    "relu": FunctionCase(lambda _, x: F.relu(x)),
+    "tanh": FunctionCase(lambda _, x: torch.tanh(x)),
+    "dropout": FunctionCase(lambda _, x: F.dropout(x, 0.1)),
+    "mul": FunctionCase(lambda module, x: torch.mul(x, module.scale)),
+    "matmul": FunctionCase(lambda module, x: torch.matmul(x, module.weight)),
+    "bmm": FunctionCase(lambda _, a, b: torch.bmm(a, b), (2, 8, 8), 2, 2),
+    "softmax": FunctionCase(lambda _, x: F.softmax(x, -1)),
+    "batch_norm": FunctionCase(batch_norm),
+    "conv2d": FunctionCase(lambda module, x: F.conv2d(x, module.kernel, None, 1, 1), (2, 4, 4, 4)),
+    "attention": FunctionCase(attention, (1, 2, 8, 8), 3, 3),
+    "log_softmax": FunctionCase(lambda _, x: F.log_softmax(x, -1)),
+    "cross_entropy": FunctionCase(lambda module, x: F.cross_entropy(x, module.target)),
 }
-NOT_ROUTED: dict[str, Case] = {
-    "add": Case(lambda _, x: torch.add(x, x), coded=0),
-    "shape": Case(shape, coded=0),
+NOT_ROUTED: dict[str, FunctionCase] = {
+    "add": FunctionCase(lambda _, x: torch.add(x, x), coded=0),
+    "shape": FunctionCase(shape, coded=0),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
-        "--calls", type=int, default=200, help="a forward; a ResNet-50 makes 158, a DeiT-Ti 148"
+        "--calls", type=int, default=200, help="calls per forward; ResNet-50 has 158, DeiT-Ti 148"
     )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("functions", nargs="*", help="which to measure (default: all)")
@@ -145,28 +145,28 @@ def main() -> None:
     print(f"appended to {append('overhead', {'subject': 'Python a call', 'cases': cases})}")
 
 
-def measure(name: str, case: Case, calls: int, rounds: int) -> dict[str, Any]:
-    """Microseconds that a converted module adds to each call, and what of them is not ours."""
+def measure(name: str, case: FunctionCase, calls: int, rounds: int) -> dict[str, Any]:
+    """Return the microseconds that a converted module adds to each call, and the costs to subtract."""
     plain, converted, written = (Calls(case.call) for _ in range(3))
     mt.convert(converted, mt.Policy.uniform(level=16), seed=0, min_elements=0)
     if case.coded:
         written.call = by_hand(name)
-    for other in (converted, written):
-        other.load_state_dict(plain.state_dict())
-        check(name, plain, other, tensors(case, calls))
-    one = Case(bare)
+    for module in (converted, written):
+        module.load_state_dict(plain.state_dict())
+        check(name, plain, module, make_tensors(case, calls))
+    one = FunctionCase(identity)
     kinds: dict[str, Callable[[], float]] = {
         "plain": lambda: run(plain, case, calls),
         "converted": lambda: run(converted, case, calls),
         "by hand": lambda: run(written, case, calls),
-        "codec": lambda: code(case, calls),
-        "function": lambda: run(Calls(bare), one, calls),
+        "codec": lambda: encode_and_decode(case, calls),
+        "function": lambda: run(Calls(identity), one, calls),
         "view": lambda: run(Calls(view), one, calls),
     }
     rows = [[1e6 * kind() / calls for kind in kinds.values()] for _ in range(rounds + 2)]
-    taken = dict(zip(kinds, zip(*rows[2:], strict=True), strict=True))  # two calls are served anew
-    plain_us, added_us, hand_us, codec_us, function_us, view_us = map(min, taken.values())
-    median = statistics.median(map(operator.sub, taken["converted"], taken["plain"]))
+    times = dict(zip(kinds, zip(*rows[2:], strict=True), strict=True))  # the first two rounds fill caches
+    plain_us, added_us, hand_us, codec_us, function_us, view_us = map(min, times.values())
+    median = statistics.median(map(operator.sub, times["converted"], times["plain"]))
     measured = {
         "added_us": added_us - plain_us,
         "median_us": median,
@@ -178,12 +178,12 @@ def measure(name: str, case: Case, calls: int, rounds: int) -> dict[str, Any]:
     return measured
 
 
-def check(name: str, plain: Calls, other: Calls, given: list[list[Tensor]]) -> None:
-    """The outputs must be the same, of the same random numbers."""
+def check(name: str, plain: Calls, module: Calls, inputs: list[list[Tensor]]) -> None:
+    """Exit unless both modules give the same outputs with the same random numbers."""
     torch.manual_seed(0)
-    expected = plain(*given)
+    expected = plain(*inputs)
     torch.manual_seed(0)
-    if not all(map(torch.equal, expected, other(*given))):
+    if not all(map(torch.equal, expected, module(*inputs))):
         raise SystemExit(f"{name}: the forward is not exact")
 
 
@@ -191,28 +191,28 @@ def view(module: Calls, x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def tensors(case: Case, count: int) -> list[list[Tensor]]:
-    """Outputs of another function, as a module meets them; a list for each tensor of a call."""
+def make_tensors(case: FunctionCase, count: int) -> list[list[Tensor]]:
+    """Return one list per tensor of a call; the tensors are outputs of another function, as in a model."""
     leaf = torch.randn(case.shape, requires_grad=True)
     return [[leaf * 1.0 for _ in range(count)] for _ in range(case.tensors)]
 
 
-def run(module: Calls, case: Case, calls: int) -> float:
-    """Seconds of processor time for all calls, forward and backward."""
-    given = tensors(case, calls)
+def run(module: Calls, case: FunctionCase, calls: int) -> float:
+    """Return the seconds of processor time for all calls, forward and backward."""
+    inputs = make_tensors(case, calls)
     gc.collect()
     gc.disable()
     start = time.process_time()
-    found = module(*given)
-    if found[0] is not given[0][0]:
-        torch.autograd.backward(found, [torch.ones_like(output) for output in found])
-    used = time.process_time() - start
+    outputs = module(*inputs)
+    if outputs[0] is not inputs[0][0]:
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    seconds = time.process_time() - start
     gc.enable()
-    return used
+    return seconds
 
 
-def code(case: Case, calls: int) -> float:
-    """Seconds in which the tensors of all calls are encoded and decoded, called straight."""
+def encode_and_decode(case: FunctionCase, calls: int) -> float:
+    """Return the seconds of processor time to encode and decode the tensors of all calls."""
     x, key = torch.randn(case.shape), torch.zeros(1, dtype=torch.int64)
     quantize, dequantize = torch.ops.mesa_tune.quantize.default, torch.ops.mesa_tune.dequantize_out.default
     start = time.process_time()
@@ -223,15 +223,15 @@ def code(case: Case, calls: int) -> float:
 
 
 def describe(case: dict[str, Any]) -> str:
-    """One function's figures in a line."""
-    off = case["codec_us"] + case["function_us"]
+    """Return one function's figures as a line."""
+    subtracted = case["codec_us"] + case["function_us"]
     line = (
         f"{case['function']:14}+{case['added_us']:6.1f} µs (median {case['median_us']:.1f}):"
-        f" own {case['added_us'] - off:5.1f}, asked {ASKED[case['kind']]:.0f}"
+        f" own {case['added_us'] - subtracted:5.1f}, asked {ASKED[case['kind']]:.0f}"
     )
     if case["kind"] == "routed":
         line += (
-            f"; by hand {case['by_hand_us'] - off:5.1f}; taken off: codec {case['codec_us']:.1f},"
+            f"; by hand {case['by_hand_us'] - subtracted:5.1f}; subtracted: codec {case['codec_us']:.1f},"
             f" autograd.Function {case['function_us']:.1f}"
         )
     return line

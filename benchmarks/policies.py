@@ -1,10 +1,10 @@
-"""Policies that a search places layer by layer, for `models.py --derive`.
+"""Search policies layer by layer, for `models.py --derive`.
 
     python benchmarks/policies.py [--models deit_s,resnet_50] [--run DIR]
 
-Each model is profiled at a small batch, and `mt.search_policy` then places bits, groups and `store: derive`
-so that a step at batch 8 keeps at most the given share of plain's saved bytes, by as small a gradient error
-as it can. Writes `policies/<model>.txt`. Profiles stay in DIR, where the same command takes them up again.
+Each model is profiled at a small batch size. `mt.search_policy` then chooses bits, groups and `store: derive`
+for the least gradient error at which a step at batch size 8 saves at most a given share of the plain bytes.
+Writes `policies/<model>.txt`. Profiles are saved in DIR, where the same command resumes them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ OPTIONS = [mt.LayerSettings(level=level, group_size=size) for level in (8, 16, 6
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", default=",".join(SHARES), help=f"of {', '.join(SHARES)}")
-    parser.add_argument("--run", type=Path, default=Path("mesa-run"), help="where profiles stay")
+    parser.add_argument("--run", type=Path, default=Path("mesa-run"), help="folder of the profiles")
     arguments = parser.parse_args()
     for name in arguments.models.split(","):
         plan = planned(name, arguments.run)
         POLICIES.mkdir(exist_ok=True)
         plan.policy.save(POLICIES / f"{name}.txt", force=True)
         share = plan.predicted.saved_bytes / plan.baseline.saved_bytes
-        print(f"{name}: {share:.2%} of plain's, gradient error {plan.predicted.gradient_error:.2e} predicted")
+        error = plan.predicted.gradient_error
+        print(f"{name}: {share:.2%} of the plain saved bytes, gradient error {error:.2e} predicted")
 
 
 def planned(name: str, run: Path) -> mt.Plan:
-    """The plan for `name` at `PLANNED` samples that keeps its share of plain's saved bytes."""
+    """Return the plan for `name` at batch size `PLANNED`, within its share of the plain saved bytes."""
     run.mkdir(parents=True, exist_ok=True)
     chosen = workload(name, PROFILED)
     profile = mt.profile(chosen, options=OPTIONS, seeds=1, path=run / f"{name}.json", progress=True)

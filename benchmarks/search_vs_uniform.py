@@ -2,10 +2,11 @@
 
     python benchmarks/search_vs_uniform.py [--seeds 5] [--trials 100] [--steps 600] [--batches 8]
 
-The digits ViT, trained to convergence. For uniform 4, 3 and 2 bits: the search gets the uniform policy's peak
-and saved bytes as its limits; both policies are then judged by the gradient code of this file, on batches and
-rounding seeds that no search has seen. Beside it stand the solver's bound, the solution without a study, and
-what the study added, over `--seeds` studies. Bytes of both policies are measured, too, before any error.
+The model is the digits ViT, trained to convergence. For uniform 4, 3 and 2 bits, the search gets the uniform
+policy's peak and saved bytes as limits. The gradient errors of both policies are then computed by the code of
+this file, on batches and rounding seeds that the search has not seen. The result also has the solver's bound,
+the solution without a study, and the gain of the study over `--seeds` studies. The bytes of both policies are
+measured before any error.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, default=5, help="studies of each kind (at least 2)")
     parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--timeout", type=float, default=None, help="seconds a study")
-    parser.add_argument("--steps", type=int, default=600, help="of training before anything is measured")
-    parser.add_argument("--batches", type=int, default=8, help="unseen batches to judge by")
+    parser.add_argument("--timeout", type=float, default=None, help="seconds per study")
+    parser.add_argument("--steps", type=int, default=600, help="training steps before anything is measured")
+    parser.add_argument("--batches", type=int, default=8, help="unseen batches for the gradient errors")
     arguments = parser.parse_args()
     example = load_example()
     trained = train(example, arguments.steps)
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def load_example() -> ModuleType:
-    """The example as a module."""
+    """Import the example as a module."""
     spec = importlib.util.spec_from_file_location("digits_vit", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -65,7 +66,7 @@ def load_example() -> ModuleType:
 
 
 def train(example: ModuleType, steps: int) -> nn.Module:
-    """The example's model after plain training."""
+    """Return the example's model after plain training."""
     torch.manual_seed(0)
     model: nn.Module = example.model()
     optimizer = example.optimizer(list(model.parameters()))
@@ -87,7 +88,7 @@ def train(example: ModuleType, steps: int) -> nn.Module:
 
 
 def copy_of(example: ModuleType, trained: nn.Module) -> nn.Module:
-    """A new model with the trained weights."""
+    """Return a new model with the trained weights."""
     model: nn.Module = example.model()
     model.load_state_dict(trained.state_dict())
     return model
@@ -96,7 +97,7 @@ def copy_of(example: ModuleType, trained: nn.Module) -> nn.Module:
 def compare(
     workload: mt.Workload, profile: mt.Profile, example: ModuleType, bits: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """One row: uniform `bits`, the solved policy, and the studies', at the uniform policy's bytes."""
+    """Compare uniform `bits` with the solved and the studied policies at the uniform policy's bytes."""
     uniform = mt.Policy.uniform(level=2**bits)
     limits = profile.predict(uniform)
     search = partial(mt.search_policy, profile, limits.peak_bytes, max_saved=limits.saved_bytes)
@@ -106,10 +107,10 @@ def compare(
         for seed in range(arguments.seeds)
     ]
     require_no_larger(workload, uniform, [solved.policy, *(plan.policy for plan in studies)])
-    judge = Judge(workload, unseen_batches(example, workload.batch_size, arguments.batches))
-    home = Judge(workload, [workload.make_batch()])
-    errors = {"uniform": judge.error(uniform), "solved": judge.error(solved.policy)}
-    searched = [judge.error(plan.policy) for plan in studies]
+    unseen = GradientError(workload, unseen_batches(example, workload.batch_size, arguments.batches))
+    profiled = GradientError(workload, [workload.make_batch()])
+    errors = {"uniform": unseen.error(uniform), "solved": unseen.error(solved.policy)}
+    searched = [unseen.error(plan.policy) for plan in studies]
     gains = [1 - error / errors["solved"] for error in searched]
     return {
         "bits": bits,
@@ -118,7 +119,7 @@ def compare(
         "uniform_error": errors["uniform"],
         "bound": solved.bound,
         "solved_predicted": solved.predicted.gradient_error,
-        "solved_on_profiled_batch": home.error(solved.policy, seeds=8),
+        "solved_on_profiled_batch": profiled.error(solved.policy, seeds=8),
         "solved_error": errors["solved"],
         "solved_times_lower": errors["uniform"] / errors["solved"],
         "searched_errors": searched,
@@ -130,30 +131,30 @@ def compare(
 
 
 def require_no_larger(workload: mt.Workload, uniform: mt.Policy, policies: list[mt.Policy]) -> None:
-    """Fails if a policy's real step keeps or peaks above the uniform one's by more than 1 %."""
+    """Exit if the saved or peak bytes of a policy's real step exceed the uniform policy's by over 1 %."""
     allowed = measured_bytes(workload, uniform)
     for policy in policies:
-        found = measured_bytes(workload, policy)
-        if any(here > 1.01 * there for here, there in zip(found, allowed, strict=True)):
+        measured = measured_bytes(workload, policy)
+        if any(count > 1.01 * limit for count, limit in zip(measured, allowed, strict=True)):
             raise SystemExit(
-                f"a searched policy is larger than the uniform one: {found} against {allowed} bytes"
+                f"a searched policy is larger than the uniform one: {measured} against {allowed} bytes"
             )
 
 
 def measured_bytes(workload: mt.Workload, policy: mt.Policy) -> tuple[int, int]:
-    """Saved and peak bytes of a real step."""
+    """Return saved and peak bytes of a real step."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         with mt.compress_saved(policy, seed=0):
             return workload.compute_loss(model, batch)
 
     model = mt.convert(workload.build(), policy, seed=0)
-    found = measure_step(model, workload.make_batch(), loss, workload.make_optimizer(model))
-    return found.saved_bytes, found.peak_bytes
+    memory = measure_step(model, workload.make_batch(), loss, workload.make_optimizer(model))
+    return memory.saved_bytes, memory.peak_bytes
 
 
 def unseen_batches(example: ModuleType, size: int, count: int) -> list[Any]:
-    """Batches that no profile and no study draws."""
+    """Return batches that no profile and no study draws."""
     batches = []
     for draw in range(count):
         torch.manual_seed(UNSEEN + draw)
@@ -161,24 +162,24 @@ def unseen_batches(example: ModuleType, size: int, count: int) -> list[Any]:
     return batches
 
 
-class Judge:
-    """Gradient errors on some batches: ‖ĝ − g‖² / ‖g‖² over all parameters, mean over batches and seeds."""
+class GradientError:
+    """Gradient errors on `batches`: ‖ĝ − g‖² / ‖g‖² over all parameters, mean over batches and seeds."""
 
     def __init__(self, workload: mt.Workload, batches: list[Any]) -> None:
         self.workload, self.batches = workload, batches
         self.exact = [self.gradient(batch, None, 0) for batch in self.batches]
 
     def error(self, policy: mt.Policy, seeds: int = 4) -> float:
-        """The mean error of `policy`."""
-        found = []
+        """Return the mean error of `policy`."""
+        errors = []
         for batch, exact in zip(self.batches, self.exact, strict=True):
             for seed in range(seeds):
                 change = self.gradient(batch, policy, 7_000 + seed) - exact
-                found.append((change.square().sum() / exact.square().sum()).item())
-        return sum(found) / len(found)
+                errors.append((change.square().sum() / exact.square().sum()).item())
+        return sum(errors) / len(errors)
 
     def gradient(self, batch: Any, policy: mt.Policy | None, seed: int) -> Tensor:
-        """All parameters' gradients in one float64 vector."""
+        """Return the gradients of all parameters in one float64 vector."""
         model = self.workload.build()
         if policy is None:
             self.workload.compute_loss(model, batch).backward()
@@ -191,7 +192,7 @@ class Judge:
 
 
 def report(result: dict[str, Any]) -> None:
-    """The row in words."""
+    """Print the result of one number of bits."""
     gain = result["study_gain"]
     least = min(result["searched_times_lower"])
     print(f"\nuniform {result['bits']} bits: error {result['uniform_error']:.2e}")

@@ -1,12 +1,12 @@
-"""How much longer does a training step take, and what does it keep? Beside the peers, in turn.
+"""How much longer does a training step take, and what does it save, in comparison with other methods?
 
     python benchmarks/step.py [--models deit_ti,resnet_50,gpt2] [--rounds 9] [--where]
     python benchmarks/step.py --docs          # writes docs/steps.md from the latest results
 
-Uniform 4 bits (level 16), the same with attention exact, `torch.utils.checkpoint` around every block,
-`save_on_cpu`, and plain PyTorch: one step of each a round, each divided by the plain one of its round.
-Correctness first: every kind's loss must be bitwise the plain one's. Peak and saved bytes are those of live
-storages. `--where` says which operations take the time that a policy adds.
+The kinds are uniform 4 bits (level 16), the same with exact attention, `torch.utils.checkpoint` around every
+block, `save_on_cpu`, and plain PyTorch. Each round runs one step of each kind; its time is divided by that of
+the plain step of the same round. Before timing, every kind's loss must be bitwise the plain one. Peak and
+saved bytes are those of live storages. `--where` lists the operations that take the time which a policy adds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import mesa_tune as mt
 from mesa_tune.profiler.meter import StepMemory, measure_step
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-MOST = 12
+MAX_OPERATIONS = 12
 
 
 class Subject(NamedTuple):
-    """A workload, and which of its modules are blocks."""
+    """A workload, the class name of its blocks, and the largest acceptable time of `uniform 16`."""
 
     title: str
     workload: Callable[[], mt.Workload]
@@ -43,12 +43,12 @@ class Subject(NamedTuple):
 
 
 def deit_ti() -> mt.Workload:
-    """DeiT-Ti, 224², of the example."""
+    """Return the example's DeiT-Ti, for images of 224 × 224."""
     return mt.Workload.load(EXAMPLES / "deit_tiny.py", batch_size=32, device="cpu")
 
 
 def gpt2() -> mt.Workload:
-    """GPT-2 of 4 layers, 4 texts of 512."""
+    """Return GPT-2 of 4 layers, with 4 texts of 512 tokens."""
     import transformers
 
     def build() -> nn.Module:
@@ -72,7 +72,7 @@ SUBJECTS: dict[str, Subject] = {
 
 
 class Kind(NamedTuple):
-    """A way to train: a policy, or what is done to the plain model and around its step."""
+    """A method: a policy, or a change of the plain model, or a context around its forward."""
 
     policy: mt.Policy | None = None
     change: Callable[[nn.Module, str], None] | None = None
@@ -80,13 +80,13 @@ class Kind(NamedTuple):
 
 
 def attention_exact() -> mt.Policy:
-    """Uniform 16, attention as PyTorch stores it."""
+    """Return uniform 16 with exact attention."""
     before, _, after = mt.Policy.uniform(level=16).dumps().partition("on attention:")
     return mt.Policy.parse(f"{before}on attention:{after.replace('enable: True', 'enable: False', 1)}")
 
 
 def checkpoint_blocks(model: nn.Module, block: str) -> None:
-    """Every module of the class named `block` runs again in backward."""
+    """Checkpoint every module of the class named `block`: it runs again in backward."""
     for module in model.modules():
         if type(module).__name__ == block:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
@@ -102,7 +102,7 @@ KINDS: dict[str, Kind] = {
 
 
 class Stepper:
-    """One model with its optimizer, ready to take steps of one kind."""
+    """A model with its optimizer, batch and loss, for steps of one kind."""
 
     def __init__(self, subject: Subject, kind: Kind) -> None:
         workload = subject.workload()
@@ -117,13 +117,13 @@ class Stepper:
         self.around = kind.around
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss; random numbers are those of every kind."""
+        """Return the loss, computed with the same random numbers for every kind."""
         torch.manual_seed(0)
         with self.around():
             return self.loss(model, batch)
 
     def step(self) -> float:
-        """A whole step; returns its loss."""
+        """Run a whole step; return its loss."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.forward(self.model, self.batch)
         loss.backward()
@@ -131,7 +131,7 @@ class Stepper:
         return loss.item()
 
     def bytes(self) -> StepMemory:
-        """Saved and peak bytes of a step."""
+        """Return saved and peak bytes of a step."""
         return measure_step(self.model, self.batch, self.forward, self.optimizer)
 
 
@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}")
     parser.add_argument(
-        "--kinds", default=";".join(KINDS), help="in turn, by semicolons; plain is always there"
+        "--kinds", default=";".join(KINDS), help="separated by semicolons; plain is always measured"
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--where", action="store_true", help="which operations take the added time")
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def measure(subject: Subject, kinds: Mapping[str, Kind], rounds: int) -> dict[str, dict[str, Any]]:
-    """Step times in turn, and bytes, of all kinds."""
+    """Measure step times, in turn, and bytes of all kinds."""
     steppers = {name: Stepper(subject, kind) for name, kind in kinds.items()}
     losses = {name: stepper.step() for name, stepper in steppers.items()}
     if len(set(losses.values())) != 1:
@@ -173,7 +173,7 @@ def measure(subject: Subject, kinds: Mapping[str, Kind], rounds: int) -> dict[st
 
 
 def row(plain: list[float], own: list[float], memory: StepMemory) -> dict[str, Any]:
-    """The figures of one kind."""
+    """Return the figures of one kind."""
     return {
         "step_ms": spread(own)._asdict(),
         "step_ratio": ratios(plain, own)._asdict(),
@@ -183,7 +183,7 @@ def row(plain: list[float], own: list[float], memory: StepMemory) -> dict[str, A
 
 
 def describe(kind: str, row: Mapping[str, Any], asked: float) -> str:
-    """One kind's figures in a line."""
+    """Return one kind's figures as a line."""
     ratio = row["step_ratio"]
     bound = f", asked {asked}" if kind == "uniform 16" else ""
     return (
@@ -194,19 +194,19 @@ def describe(kind: str, row: Mapping[str, Any], asked: float) -> str:
 
 
 def where(subject: Subject) -> str:
-    """Milliseconds a step that each operation takes more under uniform 16 than plain, largest first."""
+    """List by how many milliseconds per step each operation takes longer under uniform 16 than plain."""
     plain, policy = (operations(Stepper(subject, KINDS[name])) for name in ("plain", "uniform 16"))
     added = {name: policy.get(name, 0.0) - plain.get(name, 0.0) for name in {*plain, *policy}}
     lines = [f"  of {sum(plain.values()):.0f} ms plain, {sum(added.values()):+.0f} ms:"]
     lines += [
         f"    {added[name]:+8.1f}  {name} ({plain.get(name, 0):.1f} -> {policy.get(name, 0):.1f})"
-        for name in sorted(added, key=lambda name: -abs(added[name]))[:MOST]
+        for name in sorted(added, key=lambda name: -abs(added[name]))[:MAX_OPERATIONS]
     ]
     return "\n".join(lines)
 
 
 def operations(stepper: Stepper, steps: int = 3) -> dict[str, float]:
-    """Milliseconds a step by operation, without those that it calls."""
+    """Return milliseconds per step by operation, without the operations that it calls."""
     stepper.step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""docs/steps.md, and its plot of memory against time, from the latest results of `step.py`."""
+"""Write docs/steps.md, and its plot of memory against time, from the latest results of `step.py`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from common import RESULTS
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 HEAD = """# Steps
 
-How long a training step takes, and what it needs, beside the peers. Generated: `python benchmarks/step.py`
-measures, `python benchmarks/step.py --docs` writes this page.
+Time and memory of a training step, in comparison with other methods. `python benchmarks/step.py` measures
+them; `python benchmarks/step.py --docs` writes this page.
 
-* Kinds take turns, one step each a round; **time** is the median of the ratios to the plain step of the
-  same round, with the middle half. **saved** and **peak** are bytes of live storages, in % of plain's.
-* `uniform 16` stores everything in 4 bits; `attention exact` leaves attention as PyTorch has it, whose
-  softmax is otherwise made again in backward. `checkpoint per block` is `torch.utils.checkpoint` (not
-  reentrant) around each block, `save_on_cpu` that of `torch.autograd.graph` (on a CPU it copies, and frees
-  nothing).
-* **asked** is the time that `uniform 16` may take.
+* Each round runs one step of each kind. **time** is the median of the ratios to the plain step of the same
+  round, with the quartiles (middle half). **saved** and **peak** are bytes of live storages, in % of the
+  plain step.
+* `uniform 16` stores everything in 4 bits. With `attention exact` attention saves what PyTorch saves;
+otherwise
+  its softmax is computed again in backward. `checkpoint per block` is `torch.utils.checkpoint` (not
+  reentrant) around each block. `save_on_cpu` is that of `torch.autograd.graph`; on a CPU it copies, and frees
+  nothing.
+* **asked** is the largest acceptable time of `uniform 16`.
 
 ![Peak memory against time](steps.png)
 """
@@ -29,14 +31,13 @@ MARKERS = "osD^v"
 
 
 def latest() -> list[dict[str, Any]]:
-    """The last result of every subject."""
+    """Return the last result of every subject."""
     lines = (RESULTS / "step.jsonl").read_text("utf-8").splitlines()
-    found = {result["subject"]: result for result in map(json.loads, lines)}
-    return list(found.values())
+    return list({result["subject"]: result for result in map(json.loads, lines)}.values())
 
 
 def write() -> Path:
-    """Writes the page and the plot; returns the page's path."""
+    """Write the page and the plot; return the page's path."""
     results = latest()
     plot(results, DOCS / "steps.png")
     path = DOCS / "steps.md"
@@ -45,7 +46,7 @@ def write() -> Path:
 
 
 def section(result: dict[str, Any]) -> str:
-    """One subject's table, and where its time goes."""
+    """Return one subject's table, and the operations that take the added time."""
     machine = f"{result['hardware']['cpu']}, {result['hardware']['threads']} threads"
     torch_version = result["versions"]["torch"]
     lines = [
@@ -66,13 +67,13 @@ def section(result: dict[str, Any]) -> str:
             f"| {saved:.0%} | {peak:.0%} |"
         )
     if result.get("where"):
-        lines += ["", "Milliseconds a step by operation, plain and uniform 16:", "", "```"]
+        lines += ["", "Milliseconds per step by operation, from plain to uniform 16:", "", "```"]
         lines += [result["where"], "```"]
     return "\n".join([*lines, ""])
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Peak bytes against time, both relative to plain; a colour a kind, a marker a subject."""
+    """Plot peak bytes against time, relative to plain; the colour is the kind, the marker the subject."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

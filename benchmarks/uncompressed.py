@@ -1,4 +1,7 @@
-"""What a step keeps as PyTorch would, by layer: what is under no codec, seen from autograd's side."""
+"""What a forward saves uncompressed, by layer, measured from autograd's side.
+
+What is hard: autograd also reports the packed tensors, so the observer must tell them from uncompressed ones.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from mesa_tune.profiler.trace import observing
 
 @dataclass
 class Row:
-    """Layers that differ only in their numbers, and what they keep uncompressed; the largest one's shape."""
+    """Uncompressed bytes of layers whose names differ only in numbers; the shape of the largest tensor."""
 
     layers: str
     function: str
@@ -34,7 +37,7 @@ class Row:
 
 @dataclass
 class Derived:
-    """Layers that differ only in their numbers, and whose outputs they have made again instead of storing."""
+    """Layers whose inputs backward computes from copies of `producers`; names with stars for numbers."""
 
     layers: str
     producers: str
@@ -42,7 +45,7 @@ class Derived:
 
 
 class Left(NamedTuple):
-    """Bytes in codecs and packed bits, what is kept besides, largest first, and what is not kept at all."""
+    """Bytes of packed tensors, the uncompressed tensors (largest first), and the derived tensors."""
 
     coded_bytes: int
     rows: list[Row]
@@ -50,33 +53,33 @@ class Left(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What is kept uncompressed."""
+        """Bytes saved uncompressed."""
         return sum(row.bytes for row in self.rows)
 
 
 def left_uncompressed(workload: mt.Workload, policy: mt.Policy) -> Left:
-    """What a forward under `policy` keeps as PyTorch does; parameters, buffers, batch and loss apart."""
+    """Return what a forward under `policy` saves uncompressed, except parameters, buffers, batch, loss."""
     model, batch = model_under(workload, policy), workload.make_batch()
-    keeper = Keeper()
-    with observing(keeper):
+    observer = SavedTensorObserver()
+    with observing(observer):
         loss = loss_under(workload, policy)(model, batch)
     rows: dict[str, Row] = {}
-    found = keeper.uncompressed([*given_tensors(model, batch), loss])
-    for kept in sorted(found, key=lambda kept: -kept.bytes):
-        key = _unnumbered(kept.layer)
-        row = rows.setdefault(key, Row(key, _function(model, kept.layer), 0, 0, kept.shape, kept.dtype))
-        row.bytes, row.tensors = row.bytes + kept.bytes, row.tensors + 1
-    derived = [Derived(*pair, tensors) for pair, tensors in keeper.derived.items()]
-    return Left(keeper.coded_bytes(), sorted(rows.values(), key=lambda row: -row.bytes), derived)
+    tensors = observer.uncompressed([*given_tensors(model, batch), loss])
+    for saved in sorted(tensors, key=lambda saved: -saved.bytes):
+        key = _unnumbered(saved.layer)
+        row = rows.setdefault(key, Row(key, _function(model, saved.layer), 0, 0, saved.shape, saved.dtype))
+        row.bytes, row.tensors = row.bytes + saved.bytes, row.tensors + 1
+    derived = [Derived(*pair, count) for pair, count in observer.derived.items()]
+    return Left(observer.coded_bytes(), sorted(rows.values(), key=lambda row: -row.bytes), derived)
 
 
 def _unnumbered(layer: str) -> str:
-    """The layer's name with a star for every number."""
+    """Return the layer's name with a star for every number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", layer)
 
 
 def _function(model: nn.Module, layer: str) -> str:
-    """The function that a layer's name ends in, or the class of the module that the layer is."""
+    """Return the class of the layer's module, or else the function that the layer's name ends in."""
     parts = layer.split(".")
     modules = dict(model.named_modules())
     if layer in modules:
@@ -84,7 +87,7 @@ def _function(model: nn.Module, layer: str) -> str:
     return parts[-2] if len(parts) > 1 and parts[-1].isdecimal() else layer
 
 
-class _Kept(NamedTuple):
+class _SavedTensor(NamedTuple):
     layer: str
     storage: weakref.ref[UntypedStorage]
     bytes: int
@@ -92,27 +95,29 @@ class _Kept(NamedTuple):
     dtype: str
 
 
-class Keeper:
-    """Observes a forward: every tensor that autograd saves, and which of them hold codes or packed bits."""
+class SavedTensorObserver:
+    """Observer of a forward: all tensors that autograd saves, and which of them are packed."""
 
     wants_tensors = False
 
     def __init__(self) -> None:
         self.derived: Counter[tuple[str, str]] = Counter()
         self._packed: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._saved: dict[int, _Kept] = {}
+        self._saved: dict[int, _SavedTensor] = {}
         self._newest: Tensor | None = None
 
     def coded_bytes(self) -> int:
-        """Bytes of codes, ranges and packed bits that are alive."""
-        found = (storage for reference in self._packed.values() if (storage := reference()) is not None)
-        return sum(storage.nbytes() for storage in found)
+        """Return the bytes of packed tensors, ranges and packed bits that are alive."""
+        storages = (storage for reference in self._packed.values() if (storage := reference()) is not None)
+        return sum(storage.nbytes() for storage in storages)
 
-    def uncompressed(self, given: Sequence[Tensor]) -> list[_Kept]:
-        """What is alive and saved in no codec, in the order of saving; `given` apart."""
-        apart = {tensor.untyped_storage()._cdata for tensor in given} | self._packed.keys()
+    def uncompressed(self, without: Sequence[Tensor]) -> list[_SavedTensor]:
+        """Return what is alive and not packed, in the order of saving, except the tensors `without`."""
+        excluded = {tensor.untyped_storage()._cdata for tensor in without} | self._packed.keys()
         return [
-            kept for place, kept in self._saved.items() if place not in apart and kept.storage() is not None
+            saved
+            for address, saved in self._saved.items()
+            if address not in excluded and saved.storage() is not None
         ]
 
     def begin(self, layer: str | None, given: object) -> None:
@@ -123,12 +128,12 @@ class Keeper:
 
     def saved(self, layer: str, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        known = self._saved.get(storage._cdata)
-        if known is None or known.storage() is None:
+        earlier = self._saved.get(storage._cdata)
+        if earlier is None or earlier.storage() is None:
             self._newest = tensor
             dtype = str(tensor.dtype).removeprefix("torch.")
-            kept = _Kept(layer, weakref.ref(storage), storage.nbytes(), tuple(tensor.shape), dtype)
-            self._saved[storage._cdata] = kept
+            saved = _SavedTensor(layer, weakref.ref(storage), storage.nbytes(), tuple(tensor.shape), dtype)
+            self._saved[storage._cdata] = saved
 
     def stored(
         self,
@@ -139,7 +144,7 @@ class Keeper:
         exact: list[Tensor],
         row: int,
     ) -> None:
-        # Masks and window offsets come packed in bytes; what is exact in floats is as PyTorch has it.
+        # Exact uint8 tensors are packed masks and window offsets; other exact tensors are PyTorch's own.
         packed = [tensor for tensor in exact if tensor.dtype is torch.uint8]
         for packing, stored in zip(how, parts, strict=True):
             if isinstance(packing, Recipe):  # its parts are the producer's
@@ -148,15 +153,15 @@ class Keeper:
                 packed += stored
         for part in packed:
             self._packed[part.untyped_storage()._cdata] = weakref.ref(part.untyped_storage())
-        # A hook first says that autograd saves the tensor, and then that it is encoded.
+        # For a tensor stored by a hook, `saved` is called first, and then `kept`.
         if len(lossy) == 1 and lossy[0] is self._newest:
             del self._saved[lossy[0].untyped_storage()._cdata]
 
     def backward(self, replay: Replay) -> None:
-        """Nothing is decoded in a forward."""
+        """Do nothing: only a forward is observed."""
 
     def asked(self, layer: str, tensors: Any) -> None:
-        """What a call goes by is no matter here."""
+        """Do nothing: the tensors that a plan depends on are not counted."""
 
     def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
         return tensor

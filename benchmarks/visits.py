@@ -1,8 +1,8 @@
-"""How far one call travels: our Python functions and files that a forward of a converted layer enters.
+"""How many of mesa-tune's Python functions and files does one forward of a converted layer enter?
 
     python benchmarks/visits.py
 
-Planned: the layer's first call. Cached: a later one that is like it.
+Planned: the layer's first call. Cached: a later call like it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOME = str(Path(mt.__file__).parent)
 CACHED_AFTER = 3
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x * 2, x * 3)
 
@@ -34,24 +34,24 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(256, 256), (128, 256)),
     "layer norm": (lambda: nn.LayerNorm(256), (128, 256)),
     "GELU": (nn.GELU, (128, 256)),
-    "attention": (Attention, (4, 4, 64, 32)),
+    "attention": (SelfAttention, (4, 4, 64, 32)),
 }
 
 
 def visits(run: Callable[[], Any]) -> dict[str, int]:
-    """Calls of our functions while `run` runs, the files that they are in, and the switches between files."""
+    """Count the calls of mesa-tune's functions during `run`, their files, and the switches between files."""
     files: list[str] = []
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def count(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(HOME):
             files.append(frame.f_code.co_filename)
 
-    sys.setprofile(note)
+    sys.setprofile(count)
     try:
         run()
     finally:
         sys.setprofile(None)
-    switches = sum(one != other for one, other in pairwise(files))
+    switches = sum(before != after for before, after in pairwise(files))
     return {"calls": len(files), "files": len(set(files)), "switches": switches}
 
 

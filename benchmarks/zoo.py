@@ -1,7 +1,7 @@
-"""Models to measure with, published and tiny sizes: transformers' configurations, and a U-Net of our own.
+"""Models for benchmarks, in published and tiny sizes: transformers' configurations, and two U-Nets.
 
-Weights and batches are random: nothing is downloaded. `TUNED` are those that the project promises figures
-for; `UNTUNED` are there to show that nobody has to tune anything.
+Weights and batches are random: nothing is downloaded. The project states figures for the models of `TUNED`.
+The models of `UNTUNED` were never used while tuning mesa-tune.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import mesa_tune as mt
 
 Batch = dict[str, Tensor]
 CLASSES = 1000
-MIN_LENGTH = 0.5  # of a text before its padding, in parts of the longest
+MIN_LENGTH = 0.5  # shortest text before padding, as a fraction of the longest
 
 
-class Model(NamedTuple):
-    """How to build a model and its batch, by scale, and its loss; the saved bytes asked of it, in plain's.
+class ZooModel(NamedTuple):
+    """How to build a model and its batch, by scale, and its loss.
 
-    `derived`: what is asked with `store: derive`; None: nothing.
+    `asked`: the largest acceptable saved bytes at uniform 16, as a fraction of the plain model's; `derived`:
+    the same with `store: derive` (None: no limit).
     """
 
     title: str
@@ -44,7 +45,7 @@ def workload(
     autocast: str | None = None,
     dropout: float | None = None,
 ) -> mt.Workload:
-    """The model `name` as a workload; `scale` is `published` or `tiny`, `dropout` overrides the published."""
+    """Return the model `name` as a workload. `scale`: `published` or `tiny`; `dropout`: another rate."""
     chosen = ZOO[name]
     build, batch = partial(chosen.build, scale, dropout), partial(chosen.batch, scale)
     return mt.Workload(build, batch, chosen.loss, batch_size=batch_size, autocast=autocast)
@@ -69,7 +70,7 @@ class Double(nn.Module):
 class Residual(nn.Module):
     """Group norm, SiLU and convolution, twice, beside a shortcut, as in diffusion models.
 
-    A norm and the shortcut's convolution take the same tensor, of which PyTorch keeps one copy.
+    A norm and the shortcut's convolution have the same input, of which PyTorch saves one copy.
     """
 
     def __init__(self, before: int, after: int, dropout: float) -> None:
@@ -88,7 +89,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Blocks down and up the scales, with skip connections: image in, image out."""
+    """U-Net: blocks from fine to coarse resolution and back, with skip connections."""
 
     def __init__(self, block: Callable[..., nn.Module], width: int, levels: int, dropout: float) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ def _unet(block: Callable[..., nn.Module], scale: str, dropout: float | None) ->
 def _configured(
     config: str, model: str, published: Mapping[str, Any], tiny: Mapping[str, Any]
 ) -> Callable[[str, float | None], nn.Module]:
-    """Builds transformers' `model` from its `config`; looked up late, as each import takes a while."""
+    """Return a function that builds transformers' `model`; it imports late, as each import takes a while."""
 
     def build(scale: str, dropout: float | None) -> nn.Module:
         chosen = getattr(transformers, config)(**(published if scale == "published" else tiny))
@@ -172,7 +173,7 @@ def _text(scale: str, batch_size: int) -> Batch:
 
 
 def _padded(scale: str, batch_size: int) -> Batch:
-    """Texts of unequal lengths, with the mask that says so."""
+    """Texts of unequal lengths, padded, with an attention mask."""
     batch = _text(scale, batch_size)
     length = batch["input_ids"].shape[1]
     ends = torch.randint(int(MIN_LENGTH * length), length + 1, (batch_size, 1))
@@ -181,7 +182,7 @@ def _padded(scale: str, batch_size: int) -> Batch:
 
 
 def _masked(scale: str, batch_size: int) -> Batch:
-    """Padded texts of which 15 % of the words are to be guessed."""
+    """Padded texts with labels for 15 % of the tokens."""
     batch = _padded(scale, batch_size)
     return {**batch, "labels": batch["labels"].masked_fill(torch.rand(batch["labels"].shape) > 0.15, -100)}
 
@@ -191,7 +192,7 @@ def _classify(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss that the model of transformers computes itself."""
+    """Return the loss that the model computes itself."""
     value: Tensor = model(**batch).loss
     return value
 
@@ -252,15 +253,15 @@ _CLASSES = {"num_labels": CLASSES}
 _TEN = {"num_labels": 10}
 _DEIT_S = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
 
-TUNED: dict[str, Model] = {
-    "deit_s": Model(
+TUNED: dict[str, ZooModel] = {
+    "deit_s": ZooModel(
         "DeiT-S",
         _configured("DeiTConfig", "DeiTForImageClassification", _DEIT_S | _CLASSES, _TINY_VIT | _TEN),
         _images,
         _classify,
         derived=0.09,
     ),
-    "swin_t": Model(
+    "swin_t": ZooModel(
         "Swin-T",
         _configured(
             "SwinConfig", "SwinForImageClassification", _CLASSES, _TINY_STAGES | {"window_size": 4} | _TEN
@@ -268,13 +269,13 @@ TUNED: dict[str, Model] = {
         _images,
         _classify,
     ),
-    "pvt_t": Model(
+    "pvt_t": ZooModel(
         "PVT-T",
         _configured("PvtConfig", "PvtForImageClassification", _CLASSES, _TINY_PVT | _TEN),
         partial(_images, tiny=64),
         _classify,
     ),
-    "resnet_50": Model(
+    "resnet_50": ZooModel(
         "ResNet-50",
         _configured(
             "ResNetConfig",
@@ -287,14 +288,14 @@ TUNED: dict[str, Model] = {
         asked=0.15,
         derived=0.13,
     ),
-    "bert_base": Model(
+    "bert_base": ZooModel(
         "BERT-base",
         _configured("BertConfig", "BertForMaskedLM", {}, _TINY_TEXT),
         _masked,
         _own_loss,
         derived=0.1,
     ),
-    "gpt2": Model(
+    "gpt2": ZooModel(
         "GPT-2",
         _configured(
             "GPT2Config",
@@ -308,7 +309,7 @@ TUNED: dict[str, Model] = {
         _own_loss,
         derived=0.1,
     ),
-    "llama": Model(
+    "llama": ZooModel(
         "Llama-style",
         _configured(
             "LlamaConfig",
@@ -320,13 +321,13 @@ TUNED: dict[str, Model] = {
         _own_loss,
         derived=0.1,
     ),
-    "unet": Model("U-Net", partial(_unet, Double), partial(_images, size=128), _denoise, asked=0.15),
+    "unet": ZooModel("U-Net", partial(_unet, Double), partial(_images, size=128), _denoise, asked=0.15),
 }
-UNTUNED: dict[str, Model] = {
-    "unet_residual": Model(
+UNTUNED: dict[str, ZooModel] = {
+    "unet_residual": ZooModel(
         "U-Net, residual", partial(_unet, Residual), partial(_images, size=128), _denoise, asked=0.15
     ),
-    "t5_small": Model(
+    "t5_small": ZooModel(
         "T5-small",
         _configured(
             "T5Config",
@@ -339,7 +340,7 @@ UNTUNED: dict[str, Model] = {
         _padded,
         _own_loss,
     ),
-    "convnext_t": Model(
+    "convnext_t": ZooModel(
         "ConvNeXt-T",
         _configured(
             "ConvNextConfig",
@@ -351,7 +352,7 @@ UNTUNED: dict[str, Model] = {
         _classify,
         asked=0.15,
     ),
-    "vit_mae": Model(
+    "vit_mae": ZooModel(
         "ViT-MAE",
         _configured(
             "ViTMAEConfig",
@@ -364,7 +365,7 @@ UNTUNED: dict[str, Model] = {
         _pictures,
         _own_loss,
     ),
-    "segformer_b0": Model(
+    "segformer_b0": ZooModel(
         "SegFormer-B0",
         _configured(
             "SegformerConfig", "SegformerForSemanticSegmentation", {"num_labels": 150}, _TINY_SEGFORMER | _TEN
@@ -372,7 +373,7 @@ UNTUNED: dict[str, Model] = {
         _maps,
         _own_loss,
     ),
-    "mobilenet_v2": Model(
+    "mobilenet_v2": ZooModel(
         "MobileNetV2",
         _configured(
             "MobileNetV2Config",
@@ -385,4 +386,4 @@ UNTUNED: dict[str, Model] = {
         asked=0.15,
     ),
 }
-ZOO: dict[str, Model] = TUNED | UNTUNED
+ZOO: dict[str, ZooModel] = TUNED | UNTUNED

@@ -1,4 +1,4 @@
-"""`docs/architectures.md`: what the sweep over transformers' model types found, in one table.
+"""Generator of docs/architectures.md: results of the sweep over transformers' model types, in one table.
 
 python -m tests.sweeps transformers      # measures
 python -m docs.architectures             # writes the page
@@ -17,7 +17,7 @@ from tests.sweeps.transformers_models import LAYERS
 
 PAGE = Path(__file__).with_name("architectures.md")
 RESULTS = runner.ROOT / "build" / "sweeps" / "transformers.jsonl"
-ALLOWED = 0.03  # of plain's saved bytes, exact because no formula exists
+ALLOWED = 0.03  # share of plain's saved bytes that may stay exact because no formula exists
 
 HEAD = """\
 # Architectures
@@ -41,52 +41,52 @@ Generated: `python -m tests.sweeps transformers` measures, `python -m docs.archi
 
 
 def page(lines: Iterable[Line]) -> str:
-    """The page for these results."""
+    """Return the page for these results."""
     by_type: dict[str, dict[str, Line]] = {}
     for line in lines:
         by_type.setdefault(line.name, {})[line.variant] = line
     built = {
-        name: found
-        for name, found in by_type.items()
-        if any(each.result != SKIPPED for each in found.values())
+        name: variants
+        for name, variants in by_type.items()
+        if any(line.result != SKIPPED for line in variants.values())
     }
-    rows = [_row(name, found) for name, found in sorted(built.items())]
+    rows = [_row(name, variants) for name, variants in sorted(built.items())]
     columns = ("model type", "class", "right", "error", "exact", "wrong")
     return HEAD.format(bound=LAYERS * SPREAD) + _counts(built, len(by_type)) + "\n" + _table(columns, rows)
 
 
-def _counts(built: Mapping[str, Mapping[str, Line]], known: int) -> str:
-    whole = sum(not any(each.result in WRONG for each in found.values()) for found in built.values())
-    shares = [share for found in built.values() if (share := _share(found)) is not None]
+def _counts(built: Mapping[str, Mapping[str, Line]], total: int) -> str:
+    right = sum(not any(line.result in WRONG for line in lines.values()) for lines in built.values())
+    shares = [share for lines in built.values() if (share := _share(lines)) is not None]
     within = sum(share <= ALLOWED for share in shares)
     return (
-        f"{len(built)} of {known} model types build; {whole} are right in every variant. "
+        f"{len(built)} of {total} model types build; {right} are right in every variant. "
         f"On {within} of {len(shares)} "
         f"at most {ALLOWED:.0%} stays exact because no formula exists.\n"
     )
 
 
-def _row(name: str, found: Mapping[str, Line]) -> Sequence[str]:
-    tried = [each for each in found.values() if each.result != SKIPPED]
-    figures: Mapping[str, Any] = {} if "16 plain" not in found else found["16 plain"].figures
+def _row(name: str, lines: Mapping[str, Line]) -> Sequence[str]:
+    tried = [line for line in lines.values() if line.result != SKIPPED]
+    figures: Mapping[str, Any] = {} if "16 plain" not in lines else lines["16 plain"].figures
     error = f"{figures['error']:.1e}" if "error" in figures else "—"
-    wrong = "; ".join(f"{each.variant}: {each.cause[:60]}" for each in tried if each.result in WRONG)
-    right = f"{sum(each.result == RIGHT for each in tried)} of {len(tried)}"
-    return name, str(figures.get("head", "—")), right, error, _exact(found), wrong.replace("|", "/") or "—"
+    wrong = "; ".join(f"{line.variant}: {line.cause[:60]}" for line in tried if line.result in WRONG)
+    right = f"{sum(line.result == RIGHT for line in tried)} of {len(tried)}"
+    return name, str(figures.get("head", "—")), right, error, _exact(lines), wrong.replace("|", "/") or "—"
 
 
-def _no_formula(found: Mapping[str, Line]) -> Mapping[str, float] | None:
-    profiled = found.get("profile plain")
+def _no_formula(lines: Mapping[str, Line]) -> Mapping[str, float] | None:
+    profiled = lines.get("profile plain")
     return None if profiled is None else profiled.figures.get("no_formula")
 
 
-def _share(found: Mapping[str, Line]) -> float | None:
-    functions = _no_formula(found)
+def _share(lines: Mapping[str, Line]) -> float | None:
+    functions = _no_formula(lines)
     return None if functions is None else sum(functions.values())
 
 
-def _exact(found: Mapping[str, Line]) -> str:
-    functions = _no_formula(found)
+def _exact(lines: Mapping[str, Line]) -> str:
+    functions = _no_formula(lines)
     if functions is None:
         return "—"
     named = ", ".join(f"`{name}`" for name, share in functions.items() if share > ALLOWED / 10)

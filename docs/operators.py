@@ -1,10 +1,10 @@
-"""`docs/operators.md`: what the sweep over PyTorch's operators and modules gave.
+"""Generator of docs/operators.md: results of the sweep over PyTorch's operators and modules.
 
     make sweep                      # results of every case in build/sweeps/operators.jsonl
     python -m docs.operators        # in the project's root: condenses them, and writes the page
 
-The condensed results, a line of JSON for each operator, are part of the repository (`operators.jsonl`). The
-page follows from them alone; the tests choose their cases from them.
+The condensed results, one line of JSON per operator, are part of the repository (`operators.jsonl`). The page
+is made from them alone, and the tests choose their cases from them.
 """
 
 import json
@@ -50,8 +50,8 @@ NOTHING = "PyTorch saves nothing of its own"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One operator or module: by variant the result, and the cause where it is not right."""
+class OperatorRow:
+    """One operator or module: by variant the result, and the cause if the result is not right."""
 
     name: str
     results: dict[str, tuple[str, str]]
@@ -69,52 +69,52 @@ class Row:
 
 @dataclass(frozen=True)
 class Content:
-    """All that the page says."""
+    """Content of the page."""
 
     torch: str
     not_differentiable: list[str]
-    rows: list[Row]
+    rows: list[OperatorRow]
 
 
 def condensed(lines: Iterable[Line], torch: str, not_differentiable: Iterable[str]) -> Content:
-    """The content of the results of a sweep."""
+    """Return the page's content from the results of a sweep."""
     by_name: dict[str, dict[str, Line]] = {}
     for line in lines:
         by_name.setdefault(line.name, {})[line.variant] = line
-    rows = [_row(name, found) for name, found in sorted(by_name.items()) if len(found) == len(VARIANTS)]
+    rows = [_row(name, results) for name, results in sorted(by_name.items()) if len(results) == len(VARIANTS)]
     return Content(torch, sorted(not_differentiable), rows)
 
 
-def _row(name: str, lines: dict[str, Line]) -> Row:
+def _row(name: str, lines: dict[str, Line]) -> OperatorRow:
     figures = dict(lines["sampled"].figures)
     results = {variant: (lines[variant].result, lines[variant].cause) for variant in VARIANTS}
     figures.pop("faults", None)
     for error in ("error_256", "error_16"):
         if error in figures:
             figures[error] = float(f"{figures[error]:.1e}")
-    return Row(name, results, **figures)
+    return OperatorRow(name, results, **figures)
 
 
 def write(content: Content) -> None:
     """Write the condensed results."""
     head = {"torch": content.torch, "not_differentiable": content.not_differentiable}
     rows = [asdict(row) for row in content.rows]
-    CONDENSED.write_text("".join(json.dumps(each) + "\n" for each in [head, *rows]), "utf-8")
+    CONDENSED.write_text("".join(json.dumps(line) + "\n" for line in [head, *rows]), "utf-8")
 
 
 def read() -> Content:
-    """The condensed results as they lie in the repository."""
+    """Read the condensed results of the repository."""
     head, *rows = map(json.loads, CONDENSED.read_text("utf-8").splitlines())
     return Content(**head, rows=[_read(row) for row in rows])
 
 
-def _read(row: dict[str, Any]) -> Row:
+def _read(row: dict[str, Any]) -> OperatorRow:
     row["results"] = {variant: (result, cause) for variant, (result, cause) in row["results"].items()}
-    return Row(**row)
+    return OperatorRow(**row)
 
 
 def page(content: Content) -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = [row for row in content.rows if row.results["sampled"][0] != SKIPPED]
     lossy = [row for row in rows if row.is_lossy]
     exact = [row for row in rows if not row.is_lossy]
@@ -133,19 +133,19 @@ def page(content: Content) -> str:
     return "".join(parts)
 
 
-def _counts(rows: Sequence[Row]) -> str:
+def _counts(rows: Sequence[OperatorRow]) -> str:
     kinds = (RIGHT, BROKEN, ILL_POSED, SKIPPED)
     counts = Counter((variant, _kind(row, variant)) for row in rows for variant in VARIANTS)
     cells = ([variant, *(str(counts[variant, kind]) for kind in kinds)] for variant in VARIANTS)
     return "\n" + _table(("", *kinds), cells)
 
 
-def _kind(row: Row, variant: str) -> str:
+def _kind(row: OperatorRow, variant: str) -> str:
     result, _ = row.results[variant]
     return result if result in (RIGHT, ILL_POSED, SKIPPED) else BROKEN
 
 
-def _listed(title: str, rows: Sequence[Row], kind: str) -> str:
+def _listed(title: str, rows: Sequence[OperatorRow], kind: str) -> str:
     cells = [
         [f"`{row.name}`", variant, cause or result]
         for row in rows
@@ -156,7 +156,7 @@ def _listed(title: str, rows: Sequence[Row], kind: str) -> str:
     return f"\n## {title}\n\n{table}"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: OperatorRow) -> list[str]:
     share = f"{100 * row.bytes / row.plain_bytes:.0f}" if row.plain_bytes else ""
     return [f"`{row.name}`", share, _error(row.error_256), _error(row.error_16), ", ".join(row.tags)]
 
@@ -165,11 +165,11 @@ def _error(error: float | None) -> str:
     return "" if error is None else f"{error:.1g}"
 
 
-def _section(title: str, rows: Sequence[Row], wanted: Callable[[Row], bool]) -> str:
+def _section(title: str, rows: Sequence[OperatorRow], wanted: Callable[[OperatorRow], bool]) -> str:
     return f"\n## {title}\n\n{_names(row.name for row in rows if wanted(row))}\n"
 
 
-def _skipped(rows: Sequence[Row]) -> str:
+def _skipped(rows: Sequence[OperatorRow]) -> str:
     causes: dict[str, list[str]] = {}
     for row in rows:
         result, cause = row.results["sampled"]

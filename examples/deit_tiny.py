@@ -1,4 +1,4 @@
-"""transformers' DeiT at its published tiny size, on crops of scikit-learn's two photographs.
+"""DeiT-Ti of transformers at its published size, on crops of scikit-learn's two sample photographs.
 
     mesa-tune profile examples/deit_tiny.py
     mesa-tune search --budget 1GB
@@ -26,32 +26,32 @@ Batch = tuple[Tensor, Tensor]
 
 @cache
 def photographs() -> list[Tensor]:
-    """The two photographs as float tensors (3, 427, 640), each channel with mean 0 and deviation 1."""
+    """Return the two photographs as float tensors (3, 427, 640), each channel with mean 0 and deviation 1."""
     images = [torch.tensor(image).permute(2, 0, 1).float() for image in load_sample_images().images]
     return [(image - image.mean((1, 2), keepdim=True)) / image.std((1, 2), keepdim=True) for image in images]
 
 
 def model() -> nn.Module:
-    # DeiT-Ti as published; of its 1,000 classes the labels here use the first twelve.
+    # DeiT-Ti as published, with 1,000 classes; the labels here use the first 12.
     config = DeiTConfig(hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768)
     config.num_labels = 1000
     return DeiTForImageClassification(config)
 
 
 def batch(batch_size: int) -> Batch:
-    """Random crops, half of them mirrored; the label is the photograph and the cell where the crop begins."""
+    """Return random crops, half of them mirrored; the label is the photograph and the crop's cell."""
     crops, labels = zip(*(_crop() for _ in range(batch_size)), strict=True)
     return torch.stack(crops), torch.tensor(labels)
 
 
 def _crop() -> tuple[Tensor, int]:
-    which = _below(2)
-    image = photographs()[which]
+    photograph = _below(2)
+    image = photographs()[photograph]
     rows, columns = image.shape[1] - CROP + 1, image.shape[2] - CROP + 1
     top, left = _below(rows), _below(columns)
     crop = image[:, top : top + CROP, left : left + CROP]
     cell = (top * CELLS[0] // rows) * CELLS[1] + left * CELLS[1] // columns
-    return (crop.flip(2) if _below(2) else crop), which * CELLS[0] * CELLS[1] + cell
+    return (crop.flip(2) if _below(2) else crop), photograph * CELLS[0] * CELLS[1] + cell
 
 
 def _below(limit: int) -> int:

@@ -1,8 +1,8 @@
-"""A vision transformer of your own on scikit-learn's handwritten digits, as a model file and as a script.
+"""A small vision transformer on scikit-learn's handwritten digits, as a model file and as a training script.
 
 mesa-tune profile examples/digits_vit.py
-python examples/digits_vit.py                        trains plainly
-python examples/digits_vit.py --policy policy.txt    trains with what a search found
+python examples/digits_vit.py                        plain training
+python examples/digits_vit.py --policy policy.txt    training with a searched policy
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BATCH_SIZE = 32
 IMAGE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 4, 64, 2, 6, 10
 STEPS = 340
 LEARNING_RATE = 3e-3
-WARMUP = 0.1  # share of the steps in which the learning rate rises
+WARMUP = 0.1  # fraction of the steps in which the learning rate rises
 TEST_SAMPLES = 360
 
 Batch = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
-    """Self-attention over all tokens: (batch, tokens, width) to the same."""
+    """Self-attention over all tokens: (batch, tokens, width) to the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each after a LayerNorm and added to what came in."""
+    """Attention and an MLP of two layers, each after a LayerNorm, with residual connections."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -65,11 +65,11 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images (batch, 1, 32, 32) to logits (batch, 10), by way of 64 patches."""
+    """Images (batch, 1, 32, 32) to logits (batch, 10), with 64 patches."""
 
     def __init__(self) -> None:
         super().__init__()
-        # A patch sees its neighbours too, because a stroke is wider than a patch: it learns far sooner so.
+        # The kernel also covers neighbouring patches, because strokes are wider: this trains faster.
         self.patches = nn.Conv2d(1, WIDTH, kernel_size=3 * PATCH, stride=PATCH, padding=PATCH)
         self.positions = nn.Parameter(0.02 * torch.randn(1, (IMAGE // PATCH) ** 2, WIDTH))
         self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(DEPTH))
@@ -85,7 +85,7 @@ class VisionTransformer(nn.Module):
 
 @cache
 def digits() -> tuple[Batch, Batch]:
-    """Images scaled to 32 × 32 with their labels: 1,437 to train on, 360 to test on, the same ones always."""
+    """Return images of 32 × 32 with labels: 1,437 for training and 360 for testing, always the same split."""
     pixels, classes = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
     images = F.interpolate(images, size=(IMAGE, IMAGE), mode="bilinear")
@@ -117,7 +117,7 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def train(policy: Policy | None = None, seed: int = 0, steps: int = STEPS) -> float:
     """Train from scratch and return the accuracy on the test images, 0 to 1.
 
-    The seed alone decides initialization and data order, with a policy and without.
+    The seed determines initialization and data order, with and without a policy.
     """
     torch.manual_seed(seed)
     network = model()
@@ -140,7 +140,7 @@ def train(policy: Policy | None = None, seed: int = 0, steps: int = STEPS) -> fl
 def compression(
     network: nn.Module, policy: Policy | None, seed: int
 ) -> Callable[[], AbstractContextManager[object]]:
-    """All that a policy asks of a training script: convert the model, run the loss in a context."""
+    """Convert the model, and return the context in which to compute the loss: all that a policy needs."""
     if policy is None:
         return nullcontext
     import mesa_tune as mt
@@ -151,7 +151,7 @@ def compression(
 
 @torch.no_grad()
 def accuracy(network: nn.Module) -> float:
-    """The share of the test images that `network` names rightly."""
+    """Return the fraction of the test images that `network` classifies correctly."""
     images, labels = digits()[1]
     network.eval()
     return (network(images).argmax(dim=1) == labels).float().mean().item()
@@ -162,12 +162,12 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, help="store activations as this policy.txt says")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    reached = train_with(arguments.policy, arguments.seed) if arguments.policy else train(seed=arguments.seed)
-    print(f"test accuracy {100 * reached:.1f} %")
+    result = train_with(arguments.policy, arguments.seed) if arguments.policy else train(seed=arguments.seed)
+    print(f"test accuracy {100 * result:.1f} %")
 
 
 def train_with(path: Path, seed: int) -> float:
-    """The accuracy of a training under the policy at `path`; exits where that is no policy for this model."""
+    """Train under the policy at `path` and return the accuracy; exit if the policy does not fit the model."""
     from mesa_tune import MesaTuneError, Policy
 
     try:

@@ -1,1 +1,1 @@
-"""Results as pictures and tables: values -> frames (`frames`) -> figures (`figures`) -> one page (`html`)."""
+"""Reports: results become DataFrames (`frames`), then figures (`figures`), then one HTML page (`html`)."""

@@ -1,4 +1,7 @@
-"""A figure each for what the frames hold: DataFrame in, matplotlib Figure out. Titles say the finding."""
+"""One figure per frame: DataFrame in, matplotlib Figure out. The title of a figure says its finding.
+
+What is hard: figures must stay readable for 5 layers and for 500, and titles true for every result.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMED_LAYERS = 36
-EXACT_ROW = 9.2
+"""The largest number of layers whose names are written beside the bars."""
+EXACT_HEIGHT = 9.2
+"""Height of exact layers on the axis of bits per element, above 8 bits."""
 _BUDGET_LINE: Any = {"color": BUDGET, "linestyle": (0, (5, 3)), "linewidth": 1.6, "zorder": 4}
 
 
 def memory_through_step(frame: pd.DataFrame, budget: int | None = None) -> Figure:
-    """Bytes alive from the step's first moment to its last, before and after, with the budget as a line."""
+    """Draw the bytes alive through the step, plain and under the policy, with the budget as a line."""
     with style.styled():
         unit, name = style.byte_unit(frame["before"].max())
         figure, axes = style.sheet(
@@ -44,14 +49,14 @@ def memory_through_step(frame: pd.DataFrame, budget: int | None = None) -> Figur
 
 
 def memory_by_layer(frame: pd.DataFrame) -> Figure:
-    """Saved bytes of each layer before and after: by name where names fit, along the depth where not."""
-    kept = frame[frame["before"] > 0]
-    named = len(kept) <= NAMED_LAYERS
+    """Draw the saved bytes of each layer, plain and under the policy: by name if names fit, else by depth."""
+    saving = frame[frame["before"] > 0]
+    named = len(saving) <= NAMED_LAYERS
     with style.styled():
-        unit, name = style.byte_unit(kept["before"].max() if len(kept) else 1)
-        height = 1.7 + 0.235 * max(len(kept), 4) if named else 4.2
-        figure, axes = style.sheet(height, _layer_title(frame), _layer_subtitle(kept))
-        _draw_named_layers(axes, kept, unit) if named else _draw_depth(axes, frame, unit)
+        unit, name = style.byte_unit(saving["before"].max() if len(saving) else 1)
+        height = 1.7 + 0.235 * max(len(saving), 4) if named else 4.2
+        figure, axes = style.sheet(height, _layer_title(frame), _layer_subtitle(saving))
+        _draw_named_layers(axes, saving, unit) if named else _draw_depth(axes, frame, unit)
         label = f"saved for backward ({name})"
         axes.set(xlabel=label) if named else axes.set(ylabel=label)
         style.legend_above(axes)
@@ -59,51 +64,52 @@ def memory_by_layer(frame: pd.DataFrame) -> Figure:
 
 
 def bits_along_depth(frame: pd.DataFrame, mean: float) -> Figure:
-    """Bits an element of every layer that keeps something, along the depth; colour is the tag."""
-    made_again = _made_again(frame)
+    """Draw the bits per element of every layer that saves anything, by depth; the colour is the tag."""
+    rematerialized = _rematerialized(frame)
     title = (
-        "Every layer keeps its tensors exactly"
+        "Every layer saves its tensors exactly"
         if isnan(mean)
-        else f"Compressed layers take {mean:.2g} bits an element on average, ranges included"
+        else f"Compressed layers take {mean:.2g} bits per element on average, ranges included"
     )
     with style.styled():
         figure, axes = style.sheet(4.2, title, _bits_subtitle(frame))
         largest = max(float(frame["before"].max()), 1.0)
         shrink = min(1.0, 110 / max(len(frame), 1))
-        heights = frame["bits"].where(~frame["exact"].astype(bool), EXACT_ROW).where(~made_again, 0)
+        heights = frame["bits"].where(~frame["exact"].astype(bool), EXACT_HEIGHT).where(~rematerialized, 0)
         for number, tag in enumerate(dict.fromkeys(frame["tag"])):
             part = frame[frame["tag"] == tag]
             sizes = shrink * (18 + 150 * part["before"] / largest)
             color, marker = style.CATEGORIES[number % 8], style.MARKERS[(number + number // 8) % 8]
             axes.scatter(part["depth"], heights[part.index], s=sizes, color=color, marker=marker, alpha=0.85,
                          linewidths=0, label=tag)  # fmt: skip
-        again: dict[float, str] = {0: "made again"} if made_again.any() else {}
-        rows: dict[float, str] = {
-            **again,
+        lowest: dict[float, str] = {0: "made again"} if rematerialized.any() else {}
+        labels: dict[float, str] = {
+            **lowest,
             **{bits: str(bits) for bits in (1, 2, 3, 4, 6, 8)},
-            EXACT_ROW: "exact",
+            EXACT_HEIGHT: "exact",
         }
-        axes.set_yticks(list(rows), list(rows.values()))
-        axes.set_ylim(-0.6 if again else 0.3, EXACT_ROW + 0.6)
-        axes.set_ylabel("bits an element")
+        axes.set_yticks(list(labels), list(labels.values()))
+        axes.set_ylim(-0.6 if lowest else 0.3, EXACT_HEIGHT + 0.6)
+        axes.set_ylabel("bits per element")
         _label_depth(axes, frame)
         _legend_beside(axes)
         return figure
 
 
-def _made_again(frame: pd.DataFrame) -> pd.Series[Any]:
-    """Layers that keep nothing of their own any more: what they need is computed from their neighbours'."""
+def _rematerialized(frame: pd.DataFrame) -> pd.Series[Any]:
+    """Return which layers save nothing of their own: backward computes it from another layer's copy."""
     return (frame["after"] == 0) & ~frame["exact"].astype(bool)
 
 
 def _bits_subtitle(frame: pd.DataFrame) -> str:
-    exact, again = int(frame["exact"].sum()), int(_made_again(frame).sum())
-    made = f", {again} are made again in the backward" if again else ""
-    return f"{len(frame)} layers keep something, {exact} of them exactly{made}; a larger mark held more bytes"
+    exact, again = int(frame["exact"].sum()), int(_rematerialized(frame).sum())
+    layers = f"{len(frame)} layers save something, {exact} of them exactly"
+    rest = f", {again} are made again in the backward" if again else ""
+    return f"{layers}{rest}; a larger mark saved more bytes"
 
 
 def pareto_front(frame: pd.DataFrame, baseline_peak: int, budget: int | None = None) -> Figure:
-    """Gradient error against the peak of the step: solved points, uniform policies, and the marked ones."""
+    """Draw gradient error against the peak of the step: solved, uniform and marked policies."""
     with style.styled():
         unit, name = style.byte_unit(baseline_peak)
         figure, axes = style.sheet(4.6, _pareto_title(frame), "lower and further left is better")
@@ -121,13 +127,14 @@ def pareto_front(frame: pd.DataFrame, baseline_peak: int, budget: int | None = N
 
 
 def predicted_beside_measured(frame: pd.DataFrame) -> Figure:
-    """A panel for each quantity: plain, predicted and measured, each with its number."""
-    known = frame.dropna(subset=["predicted", "measured"], how="all").reset_index(drop=True)
+    """Draw one panel per quantity: bars for plain, predicted and measured, each with its number."""
+    available = frame.dropna(subset=["predicted", "measured"], how="all").reset_index(drop=True)
     with style.styled():
-        figure, panels = style.sheet(2.75, _comparison_title(known), ncols=max(len(known), 1), squeeze=False)
-        for axes, (_, row) in zip(panels.flat, known.iterrows(), strict=False):
+        columns = max(len(available), 1)
+        figure, panels = style.sheet(2.75, _comparison_title(available), ncols=columns, squeeze=False)
+        for axes, (_, row) in zip(panels.flat, available.iterrows(), strict=False):
             _draw_comparison(axes, row)
-        if known.empty:
+        if available.empty:
             panels[0, 0].set_axis_off()
         return figure
 
@@ -155,7 +162,7 @@ def _draw_step(axes: Axes, frame: pd.DataFrame, unit: int) -> None:
 
 
 def _mark_phases(axes: Axes, frame: pd.DataFrame) -> None:
-    """Names under the time axis in place of slot numbers, with a line where the next phase begins."""
+    """Label the time axis with the names of the phases, with a line where a phase begins."""
     starts = [0, *(frame.index[frame["phase"] != frame["phase"].shift()][1:]), len(frame)]
     spans = [(first, last) for first, last in pairwise(starts) if last > first]
     wide = [span for span in spans if (span[1] - span[0]) >= 0.04 * len(frame)]
@@ -197,12 +204,12 @@ def _layer_title(frame: pd.DataFrame) -> str:
     return f"Saved for backward: {style.change(before, int(frame['after'].sum()))}"
 
 
-def _layer_subtitle(kept: pd.DataFrame) -> str:
-    by_tag = kept.groupby("tag")["before"].sum()
+def _layer_subtitle(saving: pd.DataFrame) -> str:
+    by_tag = saving.groupby("tag")["before"].sum()
     if by_tag.empty:
-        return "no layer keeps anything"
+        return "no layer saves anything"
     share = 100 * by_tag.max() / max(int(by_tag.sum()), 1)
-    return f"{len(kept)} layers keep something, most of it in {by_tag.idxmax()} layers ({share:.0f} %)"
+    return f"{len(saving)} layers save something, most of it in {by_tag.idxmax()} layers ({share:.0f} %)"
 
 
 def _label_depth(axes: Axes, frame: pd.DataFrame) -> None:
@@ -233,7 +240,7 @@ def _pareto_title(frame: pd.DataFrame) -> str:
     if chosen.empty:
         return "What each budget costs in gradient error"
     peak, error = chosen[["peak_bytes", "gradient_error"]].iloc[0]
-    # Against what a user would try first: the best uniform policy that needs no more memory.
+    # The comparison is what a user would try first: the best uniform policy that needs no more memory.
     rivals = uniform[uniform["peak_bytes"] <= peak * 1.001]
     if rivals.empty or not error:
         return f"The chosen policy: gradient error {style.error_text(error)} at {format_bytes(peak)}"
@@ -254,14 +261,14 @@ def _draw_points(axes: Axes, frame: pd.DataFrame, unit: int) -> None:
     axes.plot(uniform["peak_bytes"] / unit, uniform["gradient_error"], color=MUTED, marker="s",
               markersize=5.5, linewidth=0, label="uniform")  # fmt: skip
     for _, row in uniform.iterrows():
-        place = (row["peak_bytes"] / unit, row["gradient_error"])
-        label = axes.annotate(row["label"], place, xytext=(7, 0), textcoords="offset points", va="center",
+        position = (row["peak_bytes"] / unit, row["gradient_error"])
+        label = axes.annotate(row["label"], position, xytext=(7, 0), textcoords="offset points", va="center",
                               fontsize=8.5, color=MUTED, zorder=4.5)  # fmt: skip
-        # A line that passes behind stops short of the letters.
+        # A white outline keeps lines behind the text from touching the letters.
         label.set_path_effects([withStroke(linewidth=3, foreground=SHEET)])
     marked = positive[~positive["kind"].isin(["solved", "uniform"])]
     for (_, row), face in zip(marked.iterrows(), (CHOSEN, "none", "none"), strict=False):
-        # The measured one is a ring around the chosen, which it mostly falls on.
+        # The measured point is a ring, because it mostly falls on the chosen one.
         axes.plot(row["peak_bytes"] / unit, row["gradient_error"], marker="*" if face == CHOSEN else "o",
                   markersize=15 if face == CHOSEN else 19, markerfacecolor=face, markeredgecolor=CHOSEN,
                   markeredgewidth=0 if face == CHOSEN else 1.8, linewidth=0, label=row["label"],
@@ -294,9 +301,9 @@ def _draw_comparison(axes: Axes, row: pd.Series[Any]) -> None:
     axes.grid(visible=False)
     top = max(values) or 1.0
     axes.set_xlim(0, top * 1.6)
-    for place, ((label, _), value) in enumerate(zip(bars, values, strict=True)):
+    for position, ((label, _), value) in enumerate(zip(bars, values, strict=True)):
         text = "not known" if isnan(row[label]) else form(value)
-        axes.text(value + 0.03 * top, place, text, va="center", fontsize=8.5, color=INK)
+        axes.text(value + 0.03 * top, position, text, va="center", fontsize=8.5, color=INK)
     axes.xaxis.set_major_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: ""))
     axes.spines["bottom"].set_visible(False)

@@ -1,4 +1,8 @@
-"""The data of every figure and table of a report, as DataFrames; nothing here draws or writes."""
+"""Data of a report's figures and tables, as DataFrames. Nothing here draws or writes.
+
+What is hard: the bytes of a tensor that several layers share must be counted once, for its owner; and layers
+stand in the order in which they run, which a profile records for most of them only.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,13 @@ if TYPE_CHECKING:
     from mesa_tune.profiler.verification import Verification
 
 UNIFORM_LEVELS = (256, 64, 16, 8, 4, 2)
-OUTSIDE = "(no layer)"
+NO_LAYER = "(no layer)"
 
 
 def timeline_frame(
     profile: Profile, assignment: Assignment | None = None, batch_size: int | None = None
 ) -> pd.DataFrame:
-    """Bytes alive in each slot of the step: `slot, phase, layer, before`, with an assignment also `after`."""
+    """Return the bytes alive in each slot of the step: `slot, phase, layer, before`, and `after` a policy."""
     sized = profile.timeline.at(batch_size or profile.batch_size)
     slots = profile.timeline.slots
     frame = pd.DataFrame(
@@ -38,11 +42,12 @@ def timeline_frame(
 def layers_frame(
     profile: Profile, assignment: Assignment | None = None, batch_size: int | None = None
 ) -> pd.DataFrame:
-    """A row for each layer, as they run; without an assignment only what stands before `after`.
+    """Return one row per layer, in the order in which the layers run.
 
-    `name, tag, index, module, shape, dtype, before, shared_with`, then `after, settings, exact, bits,
-    gradient_error`. `before` and `after` are the saved bytes of the tensors that the layer owns: they sum to
-    the saved bytes of the step. What belongs to no layer has a row of its own, last.
+    Columns: `name, tag, index, module, shape, dtype, shared_with, before`; with an assignment also `settings,
+    exact, bits, gradient_error, after`. `before` and `after` are the saved bytes of the tensors that the
+    layer owns: they sum to the saved bytes of the step. The last row has the bytes that belong to no layer,
+    if any.
     """
     sized = profile.timeline.at(batch_size or profile.batch_size)
     order = running_order(profile)
@@ -54,68 +59,71 @@ def layers_frame(
         frame = frame.join(_settings_columns(profile, order, sized, assignment))
         after = saved_by_layer(sized, assignment)
         frame["after"] = frame["name"].map(after).fillna(0).astype("int64")
-        return _with_rest(frame, {"before": before, "after": after})
-    return _with_rest(frame, {"before": before})
+        return _with_unowned(frame, {"before": before, "after": after})
+    return _with_unowned(frame, {"before": before})
 
 
 def running_order(profile: Profile) -> list[str]:
-    """The layers' names in the order in which they first run.
+    """Return the layers' names in the order in which they first run.
 
-    A profile lists them by module, and last what only hooks reach. Of those no moment is known: they stand
-    behind the layer whose tensors are the youngest that are no younger than theirs.
+    A profile lists layers by module, and at the end the layers that only hooks reach. The timeline has no
+    slot for those; each is inserted after the layer that saved the last tensor before its own first tensor.
     """
-    births = _first((name, tensor.id) for tensor in profile.tensors for name in tensor.layers)
-    turns = _first((slot.layer, turn) for turn, slot in enumerate(profile.timeline.slots) if slot.layer)
-    known = sorted((births[name], -turn, turn) for name, turn in turns.items() if name in births)
+    first_tensor = _earliest((name, tensor.id) for tensor in profile.tensors for name in tensor.layers)
+    slots = enumerate(profile.timeline.slots)
+    first_slot = _earliest((slot.layer, number) for number, slot in slots if slot.layer)
+    timed = sorted(
+        (first_tensor[name], -slot, slot) for name, slot in first_slot.items() if name in first_tensor
+    )
     keys, latest = {}, -1.0
     for name in (layer.name for layer in profile.layers):
-        if name in turns:
-            latest = turns[name]
-        elif name in births:
-            before = [turn for birth, _, turn in known if birth <= births[name]]
+        if name in first_slot:
+            latest = first_slot[name]
+        elif name in first_tensor:
+            before = [slot for tensor, _, slot in timed if tensor <= first_tensor[name]]
             latest = before[-1] + 0.5 if before else -0.5
         keys[name] = latest
     return sorted(keys, key=lambda name: keys[name])
 
 
-def _first(moments: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The earliest moment of each name."""
+def _earliest(moments: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the smallest number of each name."""
     return dict(sorted(moments, key=lambda pair: -pair[1]))
 
 
 def saved_by_layer(sized: SizedTimeline, assignment: Assignment) -> dict[str, int]:
-    """Saved bytes by the layer that owns them; their sum is the saved bytes of the step."""
+    """Return the saved bytes by owner; their sum is the saved bytes of the step."""
     used = sized.compressed(assignment)
-    found: dict[str, int] = {}
+    saved: dict[str, int] = {}
     plain = [item.layers for item in sized.timeline.kept if item.kind == "plain" and item.layers]
     for item, size in zip(sized.kept, sized.sizes, strict=True):
         if sized.is_saved(item):
             owner = _owner(item, plain)
-            found[owner] = found.get(owner, 0) + sized.kept_bytes(item, size, used)
-    return found
+            saved[owner] = saved.get(owner, 0) + sized.kept_bytes(item, size, used)
+    return saved
 
 
 def _owner(item: Kept, plain: Sequence[tuple[str, ...]]) -> str:
-    """The first keeper of the plain tensor that `item` stands for: a packed copy has the tensor's owner."""
+    """Return the first layer that saves the plain tensor of `item`: a packed copy has the tensor's owner."""
     if not item.layers:
-        return OUTSIDE
-    keepers = [layers for layers in plain if set(item.layers) <= set(layers)]
-    return min(keepers, key=len, default=item.layers)[0]
+        return NO_LAYER
+    savers = [layers for layers in plain if set(item.layers) <= set(layers)]
+    return min(savers, key=len, default=item.layers)[0]
 
 
 def bits_frame(profile: Profile, assignment: Assignment) -> pd.DataFrame:
-    """The layers that keep something, along the depth: `depth, name, tag, bits, exact, before, after`.
+    """Return the layers that save anything: `depth, name, tag, settings, bits, exact, before, after`.
 
-    `depth` is the row of `layers_frame`.
+    `depth` is the row in `layers_frame`.
     """
     frame = layers_frame(profile, assignment)
-    kept = frame[(frame["before"] > 0) & (frame["name"] != OUTSIDE)]
-    numbered = kept.rename_axis("depth").reset_index()
+    saving = frame[(frame["before"] > 0) & (frame["name"] != NO_LAYER)]
+    numbered = saving.rename_axis("depth").reset_index()
     return numbered[["depth", "name", "tag", "settings", "bits", "exact", "before", "after"]]
 
 
 def mean_bits(profile: Profile, assignment: Assignment) -> float:
-    """Bits that an element of the compressed tensors takes on average, their ranges included."""
+    """Return the average bits per element of the compressed tensors, ranges included."""
     sized = profile.timeline.at(profile.batch_size)
     used = sized.compressed(assignment)
     packed = [
@@ -128,7 +136,7 @@ def mean_bits(profile: Profile, assignment: Assignment) -> float:
 
 
 def budgets_between(smallest: int, largest: int, count: int = 12) -> list[int]:
-    """`count` budgets at equal steps from the smallest reachable peak on; the plain one would be next."""
+    """Return `count` budgets in equal steps, from the `smallest` reachable peak to below the `largest`."""
     return [smallest + (largest - smallest) * number // count for number in range(count)]
 
 
@@ -138,18 +146,18 @@ def pareto_frame(
     uniform: Mapping[str, Prediction],
     marked: Mapping[str, Prediction],
 ) -> pd.DataFrame:
-    """Gradient error against peak: `kind, label, budget, peak_bytes, saved_bytes, gradient_error`.
+    """Return gradient error against peak: `kind, label, budget, peak_bytes, saved_bytes, gradient_error`.
 
-    `solved`: what `solve` finds for each of the `budgets` (None: not reachable); `uniform`: the same settings
-    for every layer; `marked`: single points with a name, such as the chosen policy.
+    Kind `solved`: what `solve` returns for each of the `budgets` (None: not reachable). Kind `uniform`: the
+    same settings for every layer. The `marked` points, such as the chosen policy, have their label as kind.
     """
     rows = []
     for budget in budgets:
-        found = solve(budget)
-        if found is not None:
-            rows.append(_point("solved", "", found, budget))
-    rows += [_point("uniform", label, found) for label, found in uniform.items()]
-    rows += [_point(label, label, found) for label, found in marked.items()]
+        prediction = solve(budget)
+        if prediction is not None:
+            rows.append(_point("solved", "", prediction, budget))
+    rows += [_point("uniform", label, prediction) for label, prediction in uniform.items()]
+    rows += [_point(label, label, prediction) for label, prediction in marked.items()]
     columns = ["kind", "label", "budget", "peak_bytes", "saved_bytes", "gradient_error"]
     return pd.DataFrame(rows, columns=columns).astype({"gradient_error": float})
 
@@ -157,20 +165,20 @@ def pareto_frame(
 def uniform_predictions(
     profile: Profile, batch_size: int | None = None, levels: Sequence[int] = UNIFORM_LEVELS
 ) -> dict[str, Prediction]:
-    """Label (`4 bits`) -> prediction, for every layer stored with the same number of levels."""
-    found = {}
+    """Return label (`4 bits`) -> prediction, for every layer stored with the same number of levels."""
+    predictions = {}
     for level in levels:
         settings = LayerSettings(level=level)
         assignment = {layer.name: settings for layer in profile.layers}
         label = settings.label.split(" / ", maxsplit=1)[0]
-        found[label] = profile.predict_assignment(assignment, batch_size=batch_size)
-    return found
+        predictions[label] = profile.predict_assignment(assignment, batch_size=batch_size)
+    return predictions
 
 
 def comparison_frame(predicted: Mapping[str, Any] | None, verification: Verification | None) -> pd.DataFrame:
-    """Predicted beside measured: `quantity, unit, plain, predicted, measured, difference`, None: not known.
+    """Return predictions beside measurements: `quantity, unit, plain, predicted, measured, difference`.
 
-    `difference` is measured over predicted, less one.
+    `difference` is measured / predicted − 1. Unknown values are NaN.
     """
     measured = verification.to_dict() if verification else {}
     quantities = {
@@ -192,14 +200,14 @@ def comparison_frame(predicted: Mapping[str, Any] | None, verification: Verifica
 def _compared(
     name: str, unit: str, predicted: Mapping[str, Any], measured: Mapping[str, Any], plain: Mapping[str, Any]
 ) -> dict[str, Any]:
-    expected, found = predicted.get(name), measured.get(name)
+    expected, actual = predicted.get(name), measured.get(name)
     return {
         "quantity": name,
         "unit": unit,
         "plain": 0.0 if name == "gradient_error" else plain.get(name),
         "predicted": expected,
-        "measured": found,
-        "difference": found / expected - 1 if expected and found is not None else None,
+        "measured": actual,
+        "difference": actual / expected - 1 if expected and actual is not None else None,
     }
 
 
@@ -213,7 +221,7 @@ def _layer_row(profile: Profile, name: str) -> dict[str, Any]:
 def _settings_columns(
     profile: Profile, order: Sequence[str], sized: SizedTimeline, assignment: Assignment
 ) -> pd.DataFrame:
-    """The settings as they take effect: not below what hooks can do, and exact for tensors too small."""
+    """Return the settings in effect: at least the bits that hooks need, and exact for tensors too small."""
     used, encoded = sized.compressed(assignment), _encoded_layers(sized)
     chosen = [used.get(name, EXACT) if name in encoded else EXACT for name in order]
     errors = [
@@ -231,27 +239,27 @@ def _settings_columns(
 
 
 def _encoded_layers(sized: SizedTimeline) -> set[str]:
-    """The layers that store anything in another way once they are told to."""
+    """Return the layers whose settings change what they store."""
     pairs = zip(sized.kept, sized.sizes, strict=True)
-    smallest = {"coded": sized.timeline.min_elements, "side": 0}
+    threshold = {"coded": sized.timeline.min_elements, "side": 0}
     return {
         name
         for item, size in pairs
-        if item.kind in smallest and size > smallest[item.kind]
+        if item.kind in threshold and size > threshold[item.kind]
         for name in item.layers
     }
 
 
-def _with_rest(frame: pd.DataFrame, columns: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
-    """`frame` with a last row for the bytes that no layer of it owns, if there are any."""
+def _with_unowned(frame: pd.DataFrame, columns: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
+    """Append a row for the bytes that no layer of `frame` owns, if there are any."""
     named = set(frame["name"])
-    rest = {
+    unowned = {
         column: sum(count for owner, count in counts.items() if owner not in named)
         for column, counts in columns.items()
     }
-    if not any(rest.values()):
+    if not any(unowned.values()):
         return frame
-    row = {"name": OUTSIDE, "tag": "", "module": "", "shape": "", "dtype": "", "shared_with": "", **rest}
+    row = {"name": NO_LAYER, "tag": "", "module": "", "shape": "", "dtype": "", "shared_with": "", **unowned}
     if "settings" in frame:
         row |= {"settings": "exact", "exact": True, "gradient_error": 0.0}
     return pd.concat([frame, pd.DataFrame([row])], ignore_index=True)
@@ -261,12 +269,12 @@ def _is_packed(item: Kept, sized: SizedTimeline, used: Assignment) -> bool:
     return item.kind == "coded" and sized.is_saved(item) and any(layer in used for layer in item.layers)
 
 
-def _point(kind: str, label: str, found: Prediction, budget: int | None = None) -> dict[str, Any]:
+def _point(kind: str, label: str, prediction: Prediction, budget: int | None = None) -> dict[str, Any]:
     return {
         "kind": kind,
         "label": label,
         "budget": budget,
-        "peak_bytes": found.peak_bytes,
-        "saved_bytes": found.saved_bytes,
-        "gradient_error": found.gradient_error,
+        "peak_bytes": prediction.peak_bytes,
+        "saved_bytes": prediction.saved_bytes,
+        "gradient_error": prediction.gradient_error,
     }

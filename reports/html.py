@@ -1,4 +1,8 @@
-"""One page that holds everything: no network, no other file, readable in light, in dark and on paper."""
+"""The report as one HTML page: it needs no network and no other file, and works in dark mode and on paper.
+
+What is hard: matplotlib writes fixed colours and ids into its SVG. Here colours become the page's CSS
+variables, and ids get a prefix, so that several figures fit on one page.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from mesa_tune.reports import style
-from mesa_tune.reports.contents import CAPTIONS, Results
+from mesa_tune.reports.contents import CAPTIONS, RunResults
 from mesa_tune.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colours that the page's style sheet sets anew for dark screens.
+# Colours that the page's style sheet redefines for dark screens.
 _VARIABLES = {
     style.INK: "var(--ink)",
     style.MUTED: "var(--muted)",
@@ -31,8 +35,8 @@ _VARIABLES = {
 }
 
 
-def render(results: Results, tables: Mapping[str, pd.DataFrame], drawn: Mapping[str, Figure]) -> str:
-    """The report of `results` as one HTML document, with `drawn` figures inside as SVG."""
+def render(results: RunResults, tables: Mapping[str, pd.DataFrame], drawn: Mapping[str, Figure]) -> str:
+    """Return the report as one HTML document, with the figures `drawn` inside as SVG."""
     environment = Environment(
         loader=PackageLoader("mesa_tune.reports", "templates"),
         autoescape=True,
@@ -57,7 +61,7 @@ def render(results: Results, tables: Mapping[str, pd.DataFrame], drawn: Mapping[
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """The figure as an SVG element for a page: its ids begin with `name`, its inks follow the page's."""
+    """Return the figure as an SVG element: its ids begin with `name`, its colours are CSS variables."""
     buffer = io.StringIO()
     with style.styled():
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -73,16 +77,16 @@ def inline_svg(figure: Figure, name: str) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file, on white."""
+    """Return the figure as a PNG file on white."""
     buffer = io.BytesIO()
     with style.styled():
         figure.savefig(buffer, format="png", facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
 
 
-def summary(results: Results) -> list[dict[str, str]]:
-    """The page's first lines: `label, value, detail, source` for peak, saved bytes, error and time."""
-    plan, found, plain = results.plan, results.verification, results.plain
+def summary(results: RunResults) -> list[dict[str, str]]:
+    """Return the cards at the top: `label, value, detail, source` for peak, saved bytes, error and time."""
+    plan, plain = results.plan, results.plain
     if plan is None:
         return [
             _card(
@@ -95,20 +99,22 @@ def summary(results: Results) -> list[dict[str, str]]:
         _bytes_card("Peak of the step", "peak_bytes", results),
         _bytes_card("Saved for backward", "saved_bytes", results),
         _error_card(results),
-        _time_card(results) if found else _card("Step time", *_predicted_time(results), "predicted"),
+        _time_card(results)
+        if results.verification
+        else _card("Step time", *_predicted_time(results), "predicted"),
     ]
 
 
 def _code(text: str) -> Markup:
-    """`text`, escaped, with what stands between backticks as code."""
+    """Escape `text`, and mark what is between backticks as code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
-def _title(results: Results) -> str:
+def _title(results: RunResults) -> str:
     return results.profile.model.replace("\\", "/").rsplit("/", 1)[-1] if results.profile.model else "Model"
 
 
-def _facts(results: Results) -> list[tuple[str, str]]:
+def _facts(results: RunResults) -> list[tuple[str, str]]:
     profile, plan = results.profile, results.plan
     facts = [
         ("device", profile.device),
@@ -129,43 +135,40 @@ def _card(label: str, value: str, detail: str, source: str = "measured") -> dict
     return {"label": label, "value": value, "detail": detail, "source": source}
 
 
-def _bytes_card(label: str, quantity: str, results: Results) -> dict[str, str]:
+def _bytes_card(label: str, quantity: str, results: RunResults) -> dict[str, str]:
     assert results.plan is not None
-    before, after, source = (
-        getattr(results.plain, quantity),
-        getattr(results.plan.predicted, quantity),
-        "predicted",
-    )
-    found = results.verification
-    if found is not None and getattr(found.policy, quantity) is not None:
-        after, source = getattr(found.policy, quantity), "measured"
-        before = getattr(found.baseline, quantity) or before
+    before, after = getattr(results.plain, quantity), getattr(results.plan.predicted, quantity)
+    verification, source = results.verification, "predicted"
+    if verification is not None and getattr(verification.policy, quantity) is not None:
+        after, source = getattr(verification.policy, quantity), "measured"
+        before = getattr(verification.baseline, quantity) or before
     share = f"{100 * (1 - after / before):.0f} % less" if before else ""
     return _card(label, format_bytes(after), f"from {format_bytes(before)}, {share}", source)
 
 
-def _error_card(results: Results) -> dict[str, str]:
+def _error_card(results: RunResults) -> dict[str, str]:
     assert results.plan is not None
-    found = results.verification
+    verification = results.verification
     expected = results.plan.predicted.gradient_error
-    if found is not None and found.gradient_error is not None:
-        seeds = len(found.gradient_errors)
+    if verification is not None and verification.gradient_error is not None:
+        seeds = len(verification.gradient_errors)
         detail = f"mean of {seeds} rounding seeds; predicted {style.error_text(expected)}"
-        return _card("Gradient error", style.error_text(found.gradient_error), detail)
+        return _card("Gradient error", style.error_text(verification.gradient_error), detail)
     return _card("Gradient error", style.error_text(expected), "relative squared error", "predicted")
 
 
-def _time_card(results: Results) -> dict[str, str]:
-    found = results.verification
-    assert found is not None
-    if found.step_ratio is None or found.policy.step_ms is None or found.baseline.step_ms is None:
+def _time_card(results: RunResults) -> dict[str, str]:
+    assert results.verification is not None
+    plain, policy = results.verification.baseline, results.verification.policy
+    ratio = results.verification.step_ratio
+    if ratio is None or policy.step_ms is None or plain.step_ms is None:
         return _card("Step time", *_predicted_time(results), "predicted")
-    times = f"{format_time(found.baseline.step_ms / 1000)} → {format_time(found.policy.step_ms / 1000)}"
-    spread = f"{found.step_ratio.low:.2f}–{found.step_ratio.high:.2f}"
-    return _card("Step time", f"{found.step_ratio.median:.2f}×", f"{times}; middle half {spread}×")
+    times = f"{format_time(plain.step_ms / 1000)} → {format_time(policy.step_ms / 1000)}"
+    spread = f"{ratio.low:.2f}–{ratio.high:.2f}"
+    return _card("Step time", f"{ratio.median:.2f}×", f"{times}; middle half {spread}×")
 
 
-def _predicted_time(results: Results) -> tuple[str, str]:
+def _predicted_time(results: RunResults) -> tuple[str, str]:
     assert results.plan is not None
     after, before = results.plan.predicted.step_ms, results.plain.step_ms
     if not after or not before:
@@ -174,7 +177,7 @@ def _predicted_time(results: Results) -> tuple[str, str]:
 
 
 def _layer_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Texts and sort values of the layer table, a row for each layer."""
+    """Return the texts and sort values of the layer table, one dict per layer."""
     rows = []
     for number, layer in enumerate(frame.to_dict("records")):
         cells = {str(column): value for column, value in layer.items()}

@@ -1,4 +1,4 @@
-"""The look of every figure: one palette that colour-blind readers can tell apart, one frame, one title."""
+"""Style of every figure: a palette that colour-blind readers can tell apart, the size, the title, texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mesa_tune.units import format_bytes, shorten
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours where colour carries meaning; the page replaces ink, muted and grid in dark mode.
+# Colours of Okabe and Ito wherever colour has a meaning. On dark screens the page replaces them (html.py).
 INK = "#16202c"
 MUTED = "#5b6776"
 GRID = "#dfe4ea"
@@ -58,16 +58,16 @@ _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "byte
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Matplotlib with the house's settings inside; outside, as it was."""
+    """Use these settings in matplotlib inside the context."""
     with mpl.rc_context(_RC):
         yield
 
 
 def sheet(height: float, title: str, subtitle: str = "", **options: Any) -> tuple[Figure, Any]:
-    """A figure of the house's width, `height` inches high, titled with its finding; and its axes."""
+    """Return a figure `height` inches high, with `title` and `subtitle`, and its axes."""
     figure = Figure(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08))
     axes = figure.subplots(**options)
-    # Of the lines above the plot, constrained layout knows only the figure's title: both are in it.
+    # Constrained layout reserves space for the figure's title only, so an empty second line makes room.
     figure.suptitle(
         title + ("\n" if subtitle else ""), x=0.01, ha="left", fontsize=12.5, fontweight="bold", wrap=True
     )
@@ -77,17 +77,17 @@ def sheet(height: float, title: str, subtitle: str = "", **options: Any) -> tupl
 
 
 def byte_unit(largest: float) -> tuple[int, str]:
-    """The unit in which `largest` bytes read best: its size and name."""
+    """Return size and name of the unit in which to write `largest` bytes."""
     return next((size, name) for size, name in _UNITS if largest >= size or size == 1)
 
 
 def legend_above(axes: Axes, columns: int = 4) -> None:
-    """The legend over the plot, where it covers no data."""
+    """Draw the legend above the plot, where it covers no data."""
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.3, handletextpad=0.5)
 
 
 def short_names(names: Iterable[str], longest: int) -> list[str]:
-    """Layer names that fit beside a plot: without the modules that nearly all of them begin with."""
+    """Shorten layer names to `longest` characters, first by the module prefix that they have in common."""
     names = list(names)
     prefix = _common_modules([name for name in names if not name.startswith(("loss.", "("))])
     return [shorten(name.removeprefix(prefix), longest) for name in names]
@@ -100,13 +100,13 @@ def _common_modules(names: list[str]) -> str:
 
 
 def change(before: float, after: float) -> str:
-    """`5.71 GB → 2.10 GB (−63 %)`."""
+    """Return text such as `5.71 GB → 2.10 GB (−63 %)`."""
     share = f" ({100 * (after / before - 1):+.0f} %)".replace("-", "−") if before else ""
     return f"{format_bytes(before)} → {format_bytes(after)}{share}"
 
 
 def error_text(error: float | None) -> str:
-    """A gradient error as the tables write it: `3.1e-04`, `0`, `not known`."""
+    """Return a gradient error as the tables write it: `3.1e-04`, `0`, `not known`."""
     if error is None or isnan(error):
         return "not known"
     return f"{error:.1e}" if error else "0"

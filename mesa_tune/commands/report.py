@@ -26,7 +26,7 @@ from mesa_tune.errors import RunError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mesa_tune.reports.contents import Results
+    from mesa_tune.reports.contents import RunResults
 
 
 class Format(str, Enum):
@@ -69,11 +69,11 @@ def report(
     output.document("report", {"files": [str(path) for path in files], "missing": results.missing})
 
 
-def load_results(folder: Run) -> tuple[Results, list[str]]:
+def load_results(folder: Run) -> tuple[RunResults, list[str]]:
     """Load the results of the run; also return notes on results left out as those of another policy."""
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.profiler.verification import Verification
-    from mesa_tune.reports.contents import Results
+    from mesa_tune.reports.contents import RunResults
     from mesa_tune.search.plan import Plan
 
     profile = Profile.load(folder.require(folder.profile, "mesa-tune profile model.py"))
@@ -88,10 +88,10 @@ def load_results(folder: Run) -> tuple[Results, list[str]]:
     if check is not None and (plan is None or check.predicted != plan.predicted):
         notes.append(f"{folder.verify} measured another policy than that of {folder.plan}: left out")
         check = None
-    return Results(profile, plan, check), notes
+    return RunResults(profile, plan, check), notes
 
 
-def _files(folder: Run, results: Results, form: Format) -> dict[Path, str | bytes]:
+def _files(folder: Run, results: RunResults, form: Format) -> dict[Path, str | bytes]:
     """Return the content of all files. None is written yet, so an error leaves the run unchanged."""
     from mesa_tune.reports.contents import make_figures, make_frames
     from mesa_tune.reports.html import png, render

@@ -1,1 +1,1 @@
-"""The public names of Mesa, ActNN, GACT and DropIT, over our functions: their users change one import."""
+"""The public names of Mesa, ActNN, GACT and DropIT: their users only change an import."""

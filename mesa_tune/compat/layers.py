@@ -1,6 +1,11 @@
-"""What the layers of all four projects share: they *are* torch's, and only what they keep differs."""
+"""Base class of the compat layers, and helpers that convert a model's layers in place.
 
-from collections.abc import Iterable
+A compat layer is a subclass of torch's layer: its parameters, `state_dict` and outputs are torch's. Only the
+storage of its saved tensors differs. The forward must run in three situations: alone, inside a converted
+model (whose policy then decides), and under `torch.compile`.
+"""
+
+from abc import abstractmethod
 from typing import Any, TypeVar
 
 import torch
@@ -13,66 +18,61 @@ from mesa_tune.functional import StandingAlone, policy_at_work
 from mesa_tune.notice import warn_once
 from mesa_tune.policy.settings import LayerSettings
 
-Kind = TypeVar("Kind", bound=nn.Module)
-SHOWN = 8
+LayerType = TypeVar("LayerType", bound=nn.Module)
+MAX_NAMES = 8
 
 
-class Keeping(nn.Module):
-    """Runs its twin's forward; what is kept for backward follows `kept_by()` wherever `is_compressing()`.
+class CompatLayer(nn.Module):
+    """Mixin before a torch layer: runs its forward, and stores what it saves by `storage_settings`.
 
-    Inside a converted model the policy decides instead.
+    Inside a converted model the model's policy decides instead.
     """
 
     layer_name: str | None = None
 
-    def kept_by(self) -> LayerSettings | Spec | None:
-        """How this layer stores what it keeps, now."""
-        raise NotImplementedError
+    @abstractmethod
+    def storage_settings(self) -> LayerSettings | Spec | None:
+        """Return how the next call stores its saved tensors."""
 
     def is_compressing(self) -> bool:
-        """Whether to compress in this call: in training only, as the projects do."""
+        """Return whether the next call compresses: only in training mode, as in the original projects."""
         return self.training
 
     def memories(self, *args: Any, **kwargs: Any) -> Memories | None:
-        """What codecs remember of this layer, by the place of what a call with these arguments keeps."""
+        """Return the codecs' state for a call with these arguments, by position of the saved tensor."""
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The twin's forward."""
+        """Run the forward of torch's layer."""
         if policy_at_work() or not (torch.is_grad_enabled() and self.is_compressing()):
             return super().forward(*args, **kwargs)
         memories = None if torch.compiler.is_compiling() else self.memories(*args, **kwargs)
-        with StandingAlone(self.kept_by(), self.layer_name, memories):
+        with StandingAlone(self.storage_settings(), self.layer_name, memories):
             return super().forward(*args, **kwargs)
 
 
-def become(module: nn.Module, kind: type[Kind]) -> Kind:
-    """`module`, from now on a `kind`: parameters, buffers, hooks, mode and every reference to it stay."""
-    module.__class__ = kind
-    assert isinstance(module, kind)
+def change_class(module: nn.Module, cls: type[LayerType]) -> LayerType:
+    """Make `module` an instance of `cls`, in place: its parameters, buffers, hooks and mode stay."""
+    module.__class__ = cls
+    assert isinstance(module, cls)
     return module
 
 
 def name_layers(model: nn.Module) -> None:
-    """Gives every layer of ours in `model` its name there, for warnings."""
+    """Tell every compat layer in `model` its name, for use in warnings."""
     for name, module in model.named_modules():
-        if isinstance(module, Keeping):
+        if isinstance(module, CompatLayer):
             module.layer_name = name
 
 
-def warn_left_alone(model: nn.Module, names: Iterable[str], why: str) -> None:
-    """One warning that names the layers of `model` that keep what torch keeps (Rule 9)."""
-    found = list(names)
-    if found:
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        shown = ", ".join(repr(name) for name in found[:SHOWN]) + more
-        warn_once(f"mesa-tune: left as they are in {type(model).__name__}: {shown}: {why}.")
-
-
-def keepers_of_torch(model: nn.Module) -> list[str]:
-    """Names of the modules below `model` that keep activations and are torch's own."""
-    return [
-        f"{name} ({type(module).__name__})"
+def warn_unconverted(model: nn.Module, why: str) -> None:
+    """Warn once with the names of the modules in `model` that save activations as PyTorch does (Rule 9)."""
+    names = [
+        repr(f"{name} ({type(module).__name__})")
         for name, module in model.named_modules()
-        if name and own_route(module) is not None and not isinstance(module, Keeping)
+        if name and own_route(module) is not None and not isinstance(module, CompatLayer)
     ]
+    if names:
+        rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        listed = ", ".join(names[:MAX_NAMES]) + rest
+        warn_once(f"mesa-tune: left as they are in {type(model).__name__}: {listed}: {why}.")

@@ -1,11 +1,11 @@
-"""Names of the projects that have no meaning here: asking for one says why."""
+"""Error messages for the names of other projects that mesa_tune.compat does not provide."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def unsupported(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of `module`, which raises AttributeError with the reason for a name in `reasons`."""
+    """Return a `__getattr__` for `module` that raises AttributeError with the reason from `reasons`."""
 
     def getattribute(name: str) -> Any:
         reason = f"not supported: {reasons[name]}" if name in reasons else "no such name"

@@ -1,4 +1,4 @@
-"""What ActNN's and GACT's benchmarks write down, a line of JSON for each experiment."""
+"""The recorder of experiment results in ActNN's and GACT's benchmarks: one line of JSON per experiment."""
 
 import json
 import sys
@@ -15,19 +15,19 @@ class GlobalExpRecorder:
         self.val_dict: dict[str, Any] = {}
 
     def record(self, key: str, value: Any, float_round: int = 6) -> None:
-        """Notes a result; floats are rounded to `float_round` digits, numpy's numbers become Python's."""
+        """Store a result: floats rounded to `float_round` digits, NumPy numbers as Python numbers."""
         if isinstance(value, np.generic):
             value = value.item()
         self.val_dict[key] = round(value, float_round) if isinstance(value, float) else value
 
     def dump(self, filename: str | Path) -> None:
-        """Appends a line with all results to a file."""
+        """Append all results to a file as one line."""
         with Path(filename).open("a") as file:
             file.write(json.dumps(self.val_dict) + "\n")
         sys.stdout.write(f"Save exp results to {filename}\n")
 
     def clear(self) -> None:
-        """Forgets all results."""
+        """Delete all results."""
         self.val_dict.clear()
 
 

@@ -1,4 +1,4 @@
-"""torch's layers with `settings`: for model code that wants to name them."""
+"""torch's layers with an argument `settings`, for model code that creates compressed layers itself."""
 
 from mesa_tune.nn.layers import (
     CELU,

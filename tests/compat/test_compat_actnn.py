@@ -330,7 +330,7 @@ def test_use_gradient_may_begin_later() -> None:
 def test_a_level_set_after_the_layers_says_that_it_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notice, "_given", set())
     actnn.QLinear(4, 4)
-    with pytest.warns(UserWarning, match="layers that exist keep the level of their making"):
+    with pytest.warns(UserWarning, match="existing layers do not take over the new level"):
         actnn.set_optimization_level("L2")
 
 

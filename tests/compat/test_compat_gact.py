@@ -430,7 +430,7 @@ def test_the_loss_below_hooks_is_named() -> None:
     notice._given.clear()
     model, loss = make()
     controller = Controller(model)
-    with pytest.warns(UserWarning, match="leaves alone what functions outside the model save"):
+    with pytest.warns(UserWarning, match="leaves unchanged what functions outside the model"):
         below_hooks(model, controller, loss)()
 
 
@@ -465,7 +465,7 @@ def test_an_adaptation_without_a_function() -> None:
 def test_fields_assigned_after_a_controller_say_so() -> None:
     Controller(nn.Linear(2, 2))
     notice._given.clear()
-    with pytest.warns(UserWarning, match="counts for controllers that are made from now on"):
+    with pytest.warns(UserWarning, match="applies only to controllers created from now on"):
         gact.config.bit = 3
     with pytest.warns(UserWarning, match=r"gact\.config\.bits .*GACT has no such field"):
         gact.config.bits = 3

@@ -233,7 +233,7 @@ def test_a_policy_of_ours_is_deployed_too(vit: Any, tmp_path: Path) -> None:
     deployed(vit, path)
     qkv = vit.get_submodule("blocks.0.attn.qkv")
     assert isinstance(qkv, ms.Linear)
-    assert qkv.settings_now() == mt.LayerSettings(level=16)
+    assert qkv.layer_settings() == mt.LayerSettings(level=16)
     assert isinstance(vit.head, ms.Linear)
     assert not vit.head.enable
 

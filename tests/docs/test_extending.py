@@ -1,4 +1,4 @@
-"""docs/extending.md: its examples run as they stand there, put in place by the lines that it names."""
+"""docs/extending.md: its examples work unchanged, registered in the tables that the page names."""
 
 import importlib.util
 import re
@@ -20,13 +20,18 @@ from mesa_tune.profiler.meter import Meter
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
-def example(kind: str, folder: Path) -> ModuleType:
-    """The page's example as a module."""
-    found = re.search(rf"```python {kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    path = folder / f"{kind}.py"
-    path.write_text(found[1], encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(kind, path)
+def block(kind: str) -> str:
+    """Return the page's code block of a kind: `python codec`, `python function`, `policy`."""
+    match = re.search(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert match is not None
+    return match[1]
+
+
+def example(name: str, folder: Path) -> ModuleType:
+    """Return the page's Python example as a module."""
+    path = folder / f"{name}.py"
+    path.write_text(block(f"python {name}"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -48,18 +53,19 @@ def saved(model: nn.Module, x: Tensor) -> int:
 
 
 def error(model: nn.Module, plain: nn.Module, x: Tensor) -> float:
-    found, exact = (
-        torch.autograd.grad(each(x).square().sum(), list(each.parameters())) for each in (model, plain)
+    gradients, exact = (
+        torch.autograd.grad(network(x).square().sum(), list(network.parameters()))
+        for network in (model, plain)
     )
-    apart = sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True))
-    return apart / sum(float(b.square().sum()) for b in exact)
+    squared = sum(float((a - b).square().sum()) for a, b in zip(gradients, exact, strict=True))
+    return squared / sum(float(b.square().sum()) for b in exact)
 
 
 def test_the_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setitem(CODECS, "half", example("codec", tmp_path))
     STORES.append("half")
     request.addfinalizer(lambda: STORES.remove("half"))
-    policy = Policy.parse("# mesa-tune policy 1\non fc:\n    by_index: all\n    store: half\n")
+    policy = Policy.parse(block("policy"))
     assert Policy.parse(policy.dumps()) == policy
     plain, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(256, 64)
     model = mt.convert(nn.Sequential(*plain), policy)

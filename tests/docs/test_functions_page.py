@@ -30,7 +30,7 @@ def test_samples_name_the_formula_that_they_take() -> None:
     assert taken(CASES["addmm"]) == ["matmul_plus"]
 
 
-def test_what_pytorch_keeps_is_named_by_argument() -> None:
+def test_what_pytorch_saves_is_named_by_argument() -> None:
     assert saved_by_pytorch(CASES["linear"]) == ["`input`", "`weight`"]
     assert saved_by_pytorch(CASES["relu"]) == ["the output"]
     assert saved_by_pytorch(CASES["cross_entropy"])[0] == "float32 of the first argument's size"
@@ -39,6 +39,6 @@ def test_what_pytorch_keeps_is_named_by_argument() -> None:
 @pytest.mark.parametrize("name", NOTHING)
 def test_a_function_that_needs_nothing_saves_no_floats(name: str) -> None:
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
         NOTHING[name]()
     assert [tensor.shape for tensor in saved if tensor.is_floating_point()] == []

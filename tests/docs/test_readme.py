@@ -1,10 +1,12 @@
-"""README and docs: code blocks run, commands and their options exist, links lead somewhere."""
+"""README and docs: code blocks run, policies parse, commands and their options exist, links lead to files."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 import mesa_tune as mt
 from mesa_tune.cli import application
+from mesa_tune.policy.settings import STORES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -21,15 +24,79 @@ LINES = 150
 BATCH = 8
 
 
-def blocks(page: Path, kind: str) -> list[str]:
-    """The fenced blocks of that kind ("": of none)."""
-    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the fenced blocks of a language ("": without one); a word after the language is ignored."""
+    pattern = rf"^```{language}(?: \w+)?\n(.*?)^```$"
+    return re.findall(pattern, page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def commands(page: Path) -> list[str]:
-    """Whatever a reader would type after a prompt: lines of `mesa-tune`, without comments."""
-    lines = [line for block in blocks(page, "") for line in block.splitlines()]
-    return [line.removeprefix("$ ") for line in lines if line.startswith(("mesa-tune ", "$ mesa-tune "))]
+def commands(page: Path, program: str) -> list[str]:
+    """Return the commands of `program` that a reader would type, with their comments."""
+    lines = [line.removeprefix("$ ") for block in blocks(page, "") for line in block.splitlines()]
+    return [line for line in lines if line.startswith(f"{program} ")]
+
+
+class ReadersModel(nn.Sequential):
+    """A model of its own class: a warning is given once per process, and would be missed by other tests."""
+
+
+def small_model() -> nn.Module:
+    return ReadersModel(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 10))
+
+
+def migrating_names() -> dict[str, Any]:
+    """The names that docs/migrating.md takes from the reader's program; writes Mesa's policy.txt."""
+    Path("policy.txt").write_text("on fc:\n    by_index: all\n    enable: True\n    level: 256\n")
+    model = small_model()
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "loss_function": F.cross_entropy,
+        # 128 × 48 elements: GACT compresses no tensor of up to 4,096.
+        "loader": [(torch.randn(128, 48), torch.randint(0, 10, (128,)))] * 2,
+    }
+
+
+def concepts_names() -> dict[str, Any]:
+    """The names that docs/concepts.md takes from the reader's program."""
+    return {"mt": mt, "torch": torch, "make_model": small_model, "policy": mt.Policy.uniform(level=16)}
+
+
+NAMES: dict[str, Callable[[], dict[str, Any]]] = {
+    "migrating.md": migrating_names,
+    "concepts.md": concepts_names,
+}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if blocks(page, "python")], ids=lambda page: page.name
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        names |= NAMES.get(page.name, dict)()
+        exec(compile(block, f"{page.name}", "exec"), names)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "policy")], ids=lambda page: page.name
+)
+def test_policies_parse_and_survive_writing(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesa_tune.policy.settings.STORES", [*STORES, "half"])  # the codec of extending.md
+    for block in blocks(page, "policy"):
+        policy = mt.Policy.parse(block)
+        assert policy.rules
+        assert not policy.warnings
+        assert mt.Policy.parse(policy.dumps()) == policy
+
+
+def test_every_block_is_of_a_kind_that_is_checked() -> None:
+    languages = {
+        word for page in PAGES for word in re.findall(r"^```(\w+)", page.read_text("utf-8"), re.MULTILINE)
+    }
+    assert languages <= {"python", "policy"}
 
 
 def test_the_first_block_converts() -> None:
@@ -63,12 +130,24 @@ def test_the_training_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page: Path) -> None:
     program = typer.main.get_command(application())
-    for line in commands(page):
+    for line in commands(page, "mesa-tune"):
         name, *arguments = shlex.split(line, comments=True)[1:]
         with program.make_context("mesa-tune", [name, *arguments]) as context:
             command = program.get_command(context, name)  # type: ignore[attr-defined]
             assert command is not None, line
             command.make_context(name, arguments, parent=context)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_make_targets_exist(page: Path) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert {line.split()[1] for line in commands(page, "make")} <= set(targets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_that_pages_name_exist(page: Path) -> None:
+    scripts = re.findall(r"`python ((?:benchmarks|examples)/\w+\.py)", page.read_text("utf-8"))
+    assert all((ROOT / script).is_file() for script in scripts)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class TestLayers:
 
     def test_bytes_of_no_layer_have_the_last_row(self) -> None:
         last = frames.layers_frame(PROFILE, MIXED).iloc[-1]
-        assert (last["name"], last["before"], last["after"]) == (frames.OUTSIDE, 64, 64)
+        assert (last["name"], last["before"], last["after"]) == (frames.NO_LAYER, 64, 64)
 
     def test_a_packed_copy_belongs_to_the_tensors_owner(self) -> None:
         frame = frames.layers_frame(PROFILE, FOUR_BITS)
@@ -102,7 +102,7 @@ class TestBits:
         frame, table = frames.bits_frame(PROFILE, MIXED), frames.layers_frame(PROFILE, MIXED)
         assert (frame["before"] > 0).all()
         assert list(table["name"][frame["depth"]]) == list(frame["name"])
-        assert frames.OUTSIDE not in set(frame["name"])
+        assert frames.NO_LAYER not in set(frame["name"])
 
     def test_mean_counts_ranges(self) -> None:
         assert frames.mean_bits(PROFILE, FOUR_BITS) == pytest.approx(4.25, rel=0.05)

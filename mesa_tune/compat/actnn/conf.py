@@ -1,8 +1,8 @@
 """ActNN's configuration, `config`.
 
-A layer has the configuration of its making, so that two models of one process may have different levels. A
-field that is assigned afterwards (`config.compress_activation = False`) counts for every layer from then on,
-as in ActNN.
+A layer copies the configuration when it is created, so two models of one process may have different levels. A
+field that is assigned later (`config.compress_activation = False`) applies to all existing layers, as in
+ActNN. What is hard is to do both: assignments are numbered, and a copy takes over those that it has not seen.
 """
 
 import ast
@@ -17,13 +17,13 @@ from mesa_tune.notice import warn_once
 class QuantizationConfig:
     """ActNN's fields and defaults, which are its level L3.
 
-    `activation_compression_bits`: average bits per element of layers of group 0, 1, 2 (a layer's `group`);
-    more than 8 store a tensor as PyTorch does.
-    `adaptive_conv_scheme`, `adaptive_bn_scheme`: each sample its own bits; `perlayer`: each layer, too.
-    `pergroup`: a range for every `group_size` elements, else one a tensor. `use_gradient`: samples are
-    weighted by their gradients, which needs `QScheme.num_samples` and `QScheme.batch`. `debug_memory_model`
-    and `debug_speed` (environment: `DEBUG_MEM`, `DEBUG_SPEED`), `debug_remove_bn` and `debug_remove_relu` are
-    read by ActNN's programs and models.
+    `activation_compression_bits`: average bits per element of layers of group 0, 1, 2 (a layer's `group`).
+    With more than 8 bits a tensor is stored as PyTorch stores it.
+    `adaptive_conv_scheme`, `adaptive_bn_scheme`: each sample has its own bits; `perlayer`: each layer, too.
+    `pergroup`: one range per `group_size` elements, else one per tensor. `use_gradient`: weight samples by
+    their gradients, which needs `QScheme.num_samples` and `QScheme.batch`. `debug_memory_model` and
+    `debug_speed` (environment: `DEBUG_MEM`, `DEBUG_SPEED`), `debug_remove_bn` and `debug_remove_relu` are
+    only read by ActNN's programs and models.
     """
 
     compress_activation: bool = True
@@ -54,18 +54,18 @@ class QuantizationConfig:
         self._seen = _assigned.count
 
     def bits(self, group: int) -> int:
-        """Average bits of layers of `group`; a list that is too short goes on as it ends."""
-        given = self.activation_compression_bits
-        bits = given[min(group, len(given) - 1)]
+        """Return the average bits of layers of `group`; the last element stands for all later groups."""
+        bits_by_group = self.activation_compression_bits
+        bits = bits_by_group[min(group, len(bits_by_group) - 1)]
         if bits < 1:
-            raise ValueError(f"activation_compression_bits must be at least 1, but got {given}")
-        if bits > MOST_BITS:
+            raise ValueError(f"activation_compression_bits must be at least 1, but got {bits_by_group}")
+        if bits > MAX_BITS:
             warn_once(f"mesa-tune: actnn: {bits} bits per element are stored as PyTorch stores them.")
         return bits
 
     def now(self) -> "QuantizationConfig":
-        """This configuration, with what has been assigned to `config` since."""
-        config.note_changed_list()
+        """Take over what was assigned to `config` since the last call; return this configuration."""
+        config.record_changed_list()
         if self._seen != _assigned.count:
             for name, (number, value) in _assigned.values.items():
                 if number > self._seen:
@@ -75,13 +75,13 @@ class QuantizationConfig:
 
 
 class _Assigned:
-    """Values that were assigned to fields of `config`, each with its number in their order."""
+    """Values assigned to fields of `config`, each with the number of the assignment."""
 
     def __init__(self) -> None:
         self.count = 0
         self.values: dict[str, tuple[int, Any]] = {}
 
-    def note(self, name: str, value: Any) -> None:
+    def record(self, name: str, value: Any) -> None:
         self.count += 1
         self.values[name] = (self.count, value)
 
@@ -89,8 +89,8 @@ class _Assigned:
 _assigned = _Assigned()
 
 
-class _Config(QuantizationConfig):
-    """What `config` is: an assignment counts for layers that exist, and warns where it means nothing."""
+class _ActNNConfig(QuantizationConfig):
+    """Class of `config`: an assignment applies to existing layers, and warns if the field has no effect."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -98,46 +98,46 @@ class _Config(QuantizationConfig):
             return
         if name not in _DEFAULTS:
             warn_once(f"mesa-tune: actnn.config.{name} means nothing here: ActNN has no such field.")
-        elif name in _WITHOUT_MEANING and value != _DEFAULTS[name]:
+        elif name in _WITHOUT_EFFECT and value != _DEFAULTS[name]:
             warn_once(f"mesa-tune: actnn.config.{name} means nothing here.")
-        self._note(name, value)
+        self._record(name, value)
 
-    def _note(self, name: str, value: Any) -> None:
+    def _record(self, name: str, value: Any) -> None:
         if name == "activation_compression_bits":
             self._bits = value = _listed(value)
-        _assigned.note(name, value)
+        _assigned.record(name, value)
 
-    def note_changed_list(self) -> None:
-        """An element of the list of bits may have been assigned, which no `__setattr__` sees."""
+    def record_changed_list(self) -> None:
+        """Record a changed element of the list of bits, which `__setattr__` does not see."""
         if _listed(self.activation_compression_bits) != self._bits:
-            self._note("activation_compression_bits", self.activation_compression_bits)
+            self._record("activation_compression_bits", self.activation_compression_bits)
 
     def set_by_level(self, name: str, value: Any) -> None:
-        """Sets a field for layers to come."""
+        """Set a field for layers created from now on."""
         if name == "activation_compression_bits":
             value = self._bits = _listed(value)
             value = list(value)
         object.__setattr__(self, name, value)
 
     def copy(self) -> QuantizationConfig:
-        """The configuration for a layer that is being made."""
+        """Return a copy for a layer that is being created."""
         values = {name: getattr(self, name) for name in _DEFAULTS}
         values["activation_compression_bits"] = _listed(self.activation_compression_bits)
         return QuantizationConfig(**values)
 
 
 def _listed(bits: Any) -> list[int]:
-    """Bits by group; ActNN's programs write one number for all groups, too."""
+    """Return the bits as a list by group; ActNN's programs also write one number for all groups."""
     return list(bits) if isinstance(bits, (list, tuple)) else [bits]
 
 
 def _switch(variable: str) -> bool:
-    """What an environment variable of ActNN's programs says, written as Python writes it."""
+    """Return an environment variable of ActNN's programs as bool: `True`, `False` or a number."""
     return bool(ast.literal_eval(os.environ.get(variable, "False")))
 
 
-MOST_BITS: Final = 8
-_WITHOUT_MEANING: Final = (
+MAX_BITS: Final = 8
+_WITHOUT_EFFECT: Final = (
     "simulate",
     "initial_bits",
     "empty_cache_threshold",
@@ -146,15 +146,15 @@ _WITHOUT_MEANING: Final = (
     "debug_memory_op_forward",
     "debug_memory_op_backward",
 )
-_FIXED: Final[dict[str, Any]] = {
+_FIXED_4_BITS: Final[dict[str, Any]] = {
     "activation_compression_bits": [4],
     "adaptive_conv_scheme": False,
     "adaptive_bn_scheme": False,
 }
 LEVELS: Final[dict[str, dict[str, Any]]] = {
     "L0": {"compress_activation": False, "adaptive_conv_scheme": False, "adaptive_bn_scheme": False},
-    "L1": {**_FIXED, "enable_quantized_bn": False},
-    "L2": _FIXED,
+    "L1": {**_FIXED_4_BITS, "enable_quantized_bn": False},
+    "L2": _FIXED_4_BITS,
     "L3": {},
     "L3.1": {
         "cudnn_benchmark_conv2d": False,
@@ -169,29 +169,32 @@ LEVELS: Final[dict[str, dict[str, Any]]] = {
 
 _plain = QuantizationConfig()
 _DEFAULTS: Final = {entry.name: getattr(_plain, entry.name) for entry in fields(_plain)}
-config = _Config()
-_made: list[bool] = []
+config = _ActNNConfig()
+_layer_created: list[bool] = []
 
 
 def for_new_layer() -> QuantizationConfig:
-    """The configuration of a layer that is being made."""
-    _made[:] = [True]
+    """Return the configuration of a layer that is being created."""
+    _layer_created[:] = [True]
     return config.copy()
 
 
 def set_optimization_level(level: str) -> None:
-    """Sets what `level` decides, for layers made from now on; what no level decides stays.
+    """Set the fields that levels decide, for layers created from now on; other fields stay.
 
-    `L0` nothing is compressed; `L1` 4 bits, batch norms exact; `L2` 4 bits; `L3` 2 bits, adaptive; `L3.1` the
-    same (its cache settings are for ActNN's kernels); `L4`, `L5` 2 bits and swapping; `swap` swapping alone.
-    Raises ValueError for another.
+    `L0`: nothing is compressed. `L1`: 4 bits, batch norms exact. `L2`: 4 bits. `L3`: 2 bits, adaptive.
+    `L3.1`: the same, since its cache settings are for ActNN's kernels. `L4`, `L5`: 2 bits, and swapping.
+    `swap`: only swapping.
+
+    Raises:
+        ValueError: another level.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, but got {level!r}")
-    if _made:
+    if _layer_created:
         warn_once(
-            "mesa-tune: actnn: layers that exist keep the level of their making: call set_optimization_level "
-            "before, or assign fields of actnn.config, which count for all."
+            "mesa-tune: actnn: existing layers do not take over the new level: call set_optimization_level "
+            "before layers are created, or assign fields of actnn.config, which apply to all layers."
         )
     for name in {name for keys in LEVELS.values() for name in keys}:
         config.set_by_level(name, LEVELS[level].get(name, _DEFAULTS[name]))

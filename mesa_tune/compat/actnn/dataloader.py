@@ -1,4 +1,4 @@
-"""ActNN's data loader: torch's, whose items are (indices of the samples, data)."""
+"""ActNN's data loader: torch's, with items `(indices of the samples, data)`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,10 +27,12 @@ class _Collate:
 
 
 class DataLoader(data.DataLoader[Any]):
-    """`torch.utils.data.DataLoader`, its arguments and its order; an item is `(indices, data)`.
+    """`torch.utils.data.DataLoader` with the same arguments and order; an item is `(indices, data)`.
 
-    `indices` is a list of the samples' places in the data set, for `QScheme.batch`. Raises ValueError for an
-    iterable data set, whose samples have no place, and for `batch_size=None`.
+    `indices` lists the samples' indices in the data set, for `QScheme.batch`.
+
+    Raises:
+        ValueError: an iterable data set, whose samples have no index, or `batch_size=None`.
     """
 
     def __init__(
@@ -42,12 +44,12 @@ class DataLoader(data.DataLoader[Any]):
         batch_sampler: Any = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> None:
         if isinstance(dataset, data.IterableDataset) or (batch_size is None and batch_sampler is None):
             raise ValueError(
-                "actnn.DataLoader yields indices, so it needs a data set with places and batches: "
-                "give a map-style data set and a batch size, or use torch's loader without `use_gradient`"
+                "actnn.DataLoader yields indices, so it needs a data set with indices and a batch size: "
+                "pass a map-style data set and a batch size, or use torch's loader without `use_gradient`"
             )
         super().__init__(
             _Numbered(dataset),
@@ -57,5 +59,5 @@ class DataLoader(data.DataLoader[Any]):
             batch_sampler=batch_sampler,
             num_workers=num_workers,
             collate_fn=_Collate(collate_fn or default_collate),
-            **more,
+            **kwargs,
         )

@@ -1,4 +1,8 @@
-"""`QModule`: a model whose torch layers have become ActNN's."""
+"""`QModule`: a model whose torch layers are converted to ActNN's.
+
+What is hard: `state_dict` must have the plain model's keys, also where the `QModule` is inside another
+module.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ import torch
 from torch import nn
 
 from mesa_tune.compat.actnn import layers
-from mesa_tune.compat.actnn.scheme import QBNScheme, QScheme, relate
-from mesa_tune.compat.layers import become, keepers_of_torch, name_layers, warn_left_alone
+from mesa_tune.compat.actnn.scheme import QBNScheme, QScheme, link_batch_norms
+from mesa_tune.compat.layers import change_class, name_layers, warn_unconverted
 
-TWINS: dict[type[nn.Module], type[layers._Layer]] = {
+QUANTIZED: dict[type[nn.Module], type[layers._ActNNLayer]] = {
     nn.Conv1d: layers.QConv1d,
     nn.Conv2d: layers.QConv2d,
     nn.Conv3d: layers.QConv3d,
@@ -29,16 +33,16 @@ TWINS: dict[type[nn.Module], type[layers._Layer]] = {
     nn.MaxPool2d: layers.QMaxPool2d,
     nn.AvgPool2d: layers.QAvgPool2d,
 }
-EVERY = 100
-"""Steps between two allocations of bits to layers; ranges and gradients drift slowly."""
+ALLOCATION_STEPS = 100
+"""Steps between two allocations of bits to layers: ranges and gradients change slowly."""
 _PREFIX = "model."
 
 
 class QModule(nn.Module):
-    """`model`, in place with ActNN's layers, by the configuration of this moment; weights and hooks stay.
+    """Convert `model`'s layers to ActNN's, in place, by the current configuration; weights and hooks stay.
 
-    Every `EVERY` training steps bits are allotted to layers anew where the configuration is adaptive and
-    `perlayer`. `state_dict` has the model's own keys, alone and inside other modules.
+    If the configuration is adaptive and `perlayer`, bits are allocated to layers again every
+    `ALLOCATION_STEPS` training steps. `state_dict` has the plain model's keys, also inside other modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,45 +53,45 @@ class QModule(nn.Module):
 
     @staticmethod
     def convert_layers(module: nn.Module) -> None:
-        """torch's layers below `module` become ActNN's; a warning names those that keep what torch keeps."""
+        """Convert torch's layers inside `module` to ActNN's; warn of those that save what PyTorch saves."""
         for child in list(module.modules())[1:]:
-            if type(child) in TWINS:
-                become(child, TWINS[type(child)]).start()
+            if type(child) in QUANTIZED:
+                change_class(child, QUANTIZED[type(child)]).start()
         name_layers(module)
-        warn_left_alone(module, keepers_of_torch(module), "ActNN has no layer for them")
+        warn_unconverted(module, "ActNN has no layer for them")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """Run the model's forward."""
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._step()
         return self.model(*args, **kwargs)
 
     def _step(self) -> None:
-        """A training step begins: layers watch in the first of every `EVERY`; bits follow in the second."""
-        found = [module.scheme for module in self.model.modules() if isinstance(module, layers._Layer)]
-        weighted = relate(found)
-        place = self.steps % EVERY
+        """Begin a training step: the first of `ALLOCATION_STEPS` observes, the second allocates bits."""
+        schemes = [module.scheme for module in self.model.modules() if isinstance(module, layers._ActNNLayer)]
+        weighted = link_batch_norms(schemes)
+        position = self.steps % ALLOCATION_STEPS
         self.steps += 1
         for scheme in weighted:
-            scheme.watching = place == 0
-        if place == 1:
+            scheme.observing = position == 0
+        if position == 1:
             QScheme.allocate_perlayer([scheme for scheme in weighted if scheme.config.perlayer])
-            for norm in found:
+            for norm in schemes:
                 if isinstance(norm, QBNScheme) and norm.config.perlayer:
-                    norm.follow()
+                    norm.copy_bits()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, without a prefix of its own."""
+        """Return the model's `state_dict`, without a prefix for this wrapper."""
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads what `state_dict` gave, or what the plain model's gave."""
+        """Load a `state_dict` of this wrapper or of the plain model."""
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        # Inside another module loading asks for keys as they are nested.
+        # Inside another module, the outer load_state_dict passes keys without the name of our attribute.
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}{_PREFIX}{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

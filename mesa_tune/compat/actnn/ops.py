@@ -1,6 +1,8 @@
 """ActNN's functions as its tests call them: `conv2d.apply(input, weight, …, scheme)`.
 
-Each is PyTorch's function and saves its input by `config` and the scheme, as ActNN's layers do.
+Each runs PyTorch's function, and saves its input by `config` and the scheme, as ActNN's layers do. What is
+hard is that ActNN's callers pass everything by position, the scheme last, and unpack what
+`quantize_activation` returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from mesa_tune.compat.actnn import conf
 from mesa_tune.compat.actnn.cpp_extension import backward_func as ext_backward_func
 from mesa_tune.compat.actnn.cpp_extension import minimax as ext_minimax
 from mesa_tune.compat.actnn.cpp_extension import quantization as ext_quantization
-from mesa_tune.compat.actnn.layers import Scheme, memories_of, settings_of, watched
+from mesa_tune.compat.actnn.layers import Scheme, memories_of, observed, settings_of
 from mesa_tune.compat.missing import unsupported
 from mesa_tune.functional import StandingAlone
 from mesa_tune.ops.codecs import RAW
@@ -40,7 +42,7 @@ __all__ = [
 
 
 class _Applied:
-    """What has the `apply` of an autograd.Function."""
+    """A function with an `apply`, as `autograd.Function` has."""
 
     def __init__(self, name: str, apply: Callable[..., Tensor]) -> None:
         self.__name__ = name
@@ -48,15 +50,15 @@ class _Applied:
 
 
 def _saving(name: str, function: Callable[..., Tensor], channels: int, count: int) -> _Applied:
-    """`function(input, *arguments)` with `count` arguments and a scheme behind them; saves `input`."""
+    """Return `function`, called with `input`, `count` further arguments and then a scheme; saves `input`."""
 
-    def apply(input: Tensor, *given: Any) -> Tensor:
-        arguments, scheme = given[:count], given[count] if len(given) > count else None
+    def apply(input: Tensor, *args: Any) -> Tensor:
+        arguments, scheme = args[:count], args[count] if len(args) > count else None
         settings = settings_of(conf.config, 0, scheme)
-        weights = [each for each in arguments if isinstance(each, Tensor)]
+        weights = [argument for argument in arguments if isinstance(argument, Tensor)]
         with StandingAlone(settings, name, memories_of(scheme), weights):
             output = function(input, *arguments)
-        return watched(scheme, input, channels, output)
+        return observed(scheme, input, channels, output)
 
     return _Applied(name, apply)
 
@@ -73,31 +75,32 @@ adaptive_avg_pool2d = _Applied("adaptive_avg_pool2d", F.adaptive_avg_pool2d)
 
 
 class Activation(tuple[Any, ...]):
-    """What `quantize_activation` returns, ActNN's four: packed levels, bits, steps and minima of groups.
+    """What `quantize_activation` returns, as in ActNN: packed levels, bits, and the groups' steps and minima.
 
-    `bits` is a number, or has one for each sample. Where nothing is compressed the first is the tensor itself
-    and the others are None. `dtype` is the tensor's.
+    `bits` is one number, or a tensor with one number per sample. If nothing is compressed, the first element
+    is the tensor itself and the others are None. `dtype` is the tensor's dtype.
     """
 
     dtype: torch.dtype
 
 
 def quantize_activation(input: Tensor, scheme: Scheme | None = None) -> Activation:
-    """`input` as a layer with `scheme` saves it."""
+    """Return `input` in the form in which a layer with `scheme` saves it."""
     spec = _spec(scheme)
     if spec is None:
-        made = Activation((input, None, None, None))
+        activation = Activation((input, None, None, None))
     else:
         key = torch.ops.mesa_tune.fresh_seed.default(input)
         memory = (memories_of(scheme) or {}).get(0)
         data, ranges, *bits = CODECS[spec.codec].encode(input.detach(), spec, key, memory)
-        made = Activation((data, bits[0] if bits else spec.bits, ranges[:, 1], ranges[:, 0]))
-    made.dtype = input.dtype
-    return made
+        sample_bits = bits[0] if bits else spec.bits
+        activation = Activation((data, sample_bits, ranges[:, 1], ranges[:, 0]))
+    activation.dtype = input.dtype
+    return activation
 
 
 def dequantize_activation(quantized: Activation, q_input_shape: Sequence[int]) -> Tensor:
-    """The tensor of shape `q_input_shape` that `quantize_activation` has stored."""
+    """Decode what `quantize_activation` returned for a tensor of shape `q_input_shape`."""
     data, bits, steps, minima = quantized
     if steps is None:
         stored: Tensor = data
@@ -105,9 +108,9 @@ def dequantize_activation(quantized: Activation, q_input_shape: Sequence[int]) -
     size = conf.config.group_size if conf.config.pergroup else prod(q_input_shape)
     ranges = torch.stack([minima, steps], 1)
     if isinstance(bits, int):
-        one_width = (bits, 2**bits, size, 0)
+        sizes = (bits, 2**bits, size, 0)
         decoded: Tensor = torch.ops.mesa_tune.dequantize.default(
-            data, ranges, q_input_shape, quantized.dtype, *one_width
+            data, ranges, q_input_shape, quantized.dtype, *sizes
         )
     else:
         decoded = RAW.dequantize_samples(data, ranges, bits, q_input_shape, quantized.dtype, size, 0)
@@ -123,7 +126,7 @@ __getattr__ = unsupported(
     __name__,
     {
         "sync_batch_norm": "its statistics need a process group; use actnn.QSyncBatchNorm",
-        "ext_calc_precision": "bits are allotted by QScheme.allocate_perlayer",
+        "ext_calc_precision": "QScheme.allocate_perlayer allocates the bits",
         **dict.fromkeys(
             (
                 "quantize_and_pack",

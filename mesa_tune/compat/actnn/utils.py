@@ -25,7 +25,7 @@ MIB = 1024**2
 
 
 def get_memory_usage(print_info: bool = False) -> int:
-    """Bytes allocated on the GPU; without one, the resident bytes of this process."""
+    """Return the bytes allocated on the GPU; without a GPU, the resident bytes of this process."""
     if torch.cuda.is_available():
         allocated = torch.cuda.memory_allocated()
         lines = [("allocated", allocated), ("reserved", torch.cuda.memory_reserved())]
@@ -43,25 +43,25 @@ def _resident() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
-    # Elsewhere the system tells only the highest value so far.
+    # Without /proc the system only reports the highest value so far.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def compute_tensor_bytes(tensors: Tensor | Iterable[Tensor]) -> int:
-    """Bytes of a tensor, or of several together, each by its elements."""
-    given = [tensors] if isinstance(tensors, Tensor) else tensors
-    return sum(tensor.numel() * tensor.element_size() for tensor in given)
+    """Return the bytes of all elements of one tensor or several."""
+    listed = [tensors] if isinstance(tensors, Tensor) else tensors
+    return sum(tensor.numel() * tensor.element_size() for tensor in listed)
 
 
 def swap_to_cpu(tensor: Tensor) -> Tensor:
-    """A copy of `tensor` in host memory, pinned where there is a GPU; it may arrive later."""
+    """Copy `tensor` to host memory, pinned and asynchronous if there is a GPU."""
     pinned = torch.cuda.is_available()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
     return copy.copy_(tensor, non_blocking=True)
 
 
 def empty_cache(ratio: float | None) -> None:
-    """Gives the GPU's cached memory back if the share in use is below `ratio`; None: never."""
+    """Free the GPU's cached memory if the share in use is below `ratio`; None: never."""
     if ratio is None or not torch.cuda.is_available():
         return
     reserved = torch.cuda.memory_reserved()
@@ -73,10 +73,10 @@ _NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 
 def disable_cache_allocator() -> None:
-    """The GPU's memory is not cached; for a process whose torch has not used the GPU yet."""
+    """Turn off caching of GPU memory; has no effect after torch's first use of the GPU."""
     os.environ[_NO_CACHE] = "1"
 
 
 def enable_cache_allocator() -> None:
-    """The GPU's memory is cached again, under the same condition."""
+    """Turn on caching of GPU memory again; has no effect after torch's first use of the GPU."""
     os.environ.pop(_NO_CACHE, None)

@@ -1,8 +1,10 @@
-"""`to_dropit`, and how a layer drops: `DropITer`.
+"""DropIT's `to_dropit` and `DropITer`: layers that store only the largest elements of their input.
 
-A layer keeps the int(numel · (1 − γ)) elements of its input that are largest in magnitude, over the whole
-tensor, and their values exactly; where they are takes one bit an element. The rest counts as zero, so the
-gradient of the weight is biased: that is DropIT's bargain, and `rounding` has no part in it.
+A layer saves the int(numel · (1 − γ)) elements of largest magnitude in its whole input. Their values are
+exact; their positions take 1 bit per element of the input. Backward reads zeros for all other elements, so
+the gradient of the weight is biased, as in DropIT. `rounding` has no effect.
+
+What is hard is to combine DropIT with Mesa's layers, with GACT's controller and with `mt.convert`.
 """
 
 import sys
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mesa_tune.codecs import Spec
-from mesa_tune.compat.gact.controller import controllers_lifted
+from mesa_tune.compat.gact.controller import controllers_suspended
 from mesa_tune.compat.layers import name_layers
 from mesa_tune.compat.mesa import layers as ms
 from mesa_tune.conversion.model import conversion_of
@@ -27,8 +29,8 @@ STRATEGIES = ("mink", "mink_cpuidx", "vrandom")
 class DropITer:
     """How a layer drops: DropIT's `strategy`, `gamma` and `reserve` (the share of elements that is saved).
 
-    Layers store by `spec()`. `select` and `pad` are for functions that save a tensor themselves, as DropIT's
-    do. `autocast` is a note, as in DropIT.
+    Layers store by `spec()`. `select` and `pad` are for autograd functions that save a tensor themselves, as
+    DropIT's do. `autocast` is only recorded, as in DropIT.
     """
 
     def __init__(self, strategy: str, gamma: float) -> None:
@@ -43,30 +45,30 @@ class DropITer:
 
     @property
     def settings(self) -> LayerSettings:
-        """The same as settings of a layer."""
+        """The same choice as `LayerSettings`."""
         return LayerSettings(drop=self.gamma, store="exact")
 
     def spec(self) -> Spec | None:
-        """How the input is stored, whatever its size."""
+        """Return the codec spec of the input, which is encoded whatever its size."""
         spec = Spec.of(self.settings, 0)
         return spec._replace(codec="vrandom") if spec is not None and self.strategy == "vrandom" else spec
 
     def select(self, x: Tensor, ctx: Any = None) -> Tensor:
-        """What is saved of `x`, in one dimension. `ctx` gets `idxs`, the places of it, and `numel`.
+        """Return the saved elements of `x`, in one dimension; set `ctx.idxs` (their indices) and `ctx.numel`.
 
-        `vrandom` saves zeros where it drops, and needs no `ctx`.
+        `vrandom` returns all elements, with zeros for the dropped ones, and needs no `ctx`.
         """
         flat = x.reshape(-1)
         if self.strategy == "vrandom":
             return (torch.rand_like(flat) <= self.reserve) * flat
-        places = flat.abs().topk(int(flat.numel() * self.reserve), sorted=False).indices
-        ctx.idxs, ctx.numel = places.to(torch.int32), flat.numel()
-        selected: Tensor = flat[places]
+        indices = flat.abs().topk(int(flat.numel() * self.reserve), sorted=False).indices
+        ctx.idxs, ctx.numel = indices.to(torch.int32), flat.numel()
+        selected: Tensor = flat[indices]
         selected.dropped = True  # type: ignore[attr-defined]
         return selected
 
     def pad(self, x: Tensor, ctx: Any = None) -> Tensor:
-        """What `select` returned with zeros in the other places, in one dimension."""
+        """Return the whole tensor, in one dimension: `x` from `select`, and zeros elsewhere."""
         if self.strategy == "vrandom":
             return x
         whole = torch.zeros(ctx.numel, device=x.device, dtype=x.dtype)
@@ -74,12 +76,12 @@ class DropITer:
 
     @staticmethod
     def transfer(model: nn.Module, strategy: str, gamma: float, autocast: bool | None) -> nn.Module:
-        """`to_dropit`."""
+        """Call `to_dropit`."""
         return to_dropit(model, strategy, gamma, autocast)
 
 
 class DroppingForward(Instead):
-    """The forward of a module that drops. Holds the module: a deepcopy holds the copy."""
+    """Forward of a module that drops. It refers to the module, so a deepcopy refers to the copy."""
 
     def __init__(self, module: nn.Module, name: str, dropiter: DropITer) -> None:
         self.module = module
@@ -97,23 +99,27 @@ class DroppingForward(Instead):
 def to_dropit(
     model: nn.Module, strategy: str = "mink", gamma: float = 0.9, autocast: bool | None = None
 ) -> nn.Module:
-    """`model`, changed in place: its Linear, Conv2d and transformers' Conv1D keep what DropIT keeps.
+    """Make Linear, Conv2d and transformers' Conv1D in `model` save what DropIT saves; return `model`.
 
-    `strategy`: `mink` (by magnitude), `mink_cpuidx` (the same: our index is a bit an element, and moving it
-    would save nothing worth a transfer), `vrandom` (elements at random, each with probability 1 − γ). `gamma`
-    in [0, 1). Modules with an attribute `no_dropit` are left alone. `autocast` may say anything: the autocast
-    that surrounds the forward counts, with its dtype. Of Mesa's layers, `ms.Linear` and `ms.Conv2d` that a
-    policy enables drop instead of quantizing. A model that GACT's `Controller` compresses drops, too, and the
-    controller compresses the rest. In one that `mt.convert` took the policy decides, and a warning says so.
-    Raises ValueError for another strategy or gamma.
+    `strategy`: `mink` (largest magnitudes), `mink_cpuidx` (the same here: our index has 1 bit per element and
+    is not worth a transfer), `vrandom` (random elements, each with probability 1 − γ). `gamma`: in [0, 1).
+    `autocast` is ignored: the autocast around the forward decides, dtype included. Modules with an attribute
+    `no_dropit` stay unchanged.
+
+    With Mesa: `ms.Linear` and `ms.Conv2d` that a policy enables drop instead of quantizing. With GACT's
+    `Controller`: these layers drop, and the controller compresses the other layers. In a model converted by
+    `mt.convert` the policy decides, and a warning says so.
+
+    Raises:
+        ValueError: another strategy or gamma.
     """
     DropITer(strategy, gamma)
-    with controllers_lifted(model):
+    with controllers_suspended(model):
         if conversion_of(model) is None:
             _transfer(model, strategy, gamma, autocast)
         else:
             warn_once(
-                "mesa-tune: to_dropit has no effect here: in a model that mt.convert took, the policy "
+                "mesa-tune: to_dropit has no effect here: in a model converted by mt.convert, the policy "
                 f"decides. Write `drop: {gamma}` and `store: exact` into the policy."
             )
     name_layers(model)
@@ -121,23 +127,24 @@ def to_dropit(
 
 
 def _transfer(model: nn.Module, strategy: str, gamma: float, autocast: bool | None) -> None:
-    kinds = supported()
+    classes = supported()
     for name, module in model.named_modules():
-        if hasattr(module, "no_dropit") or not isinstance(module, kinds):
+        if hasattr(module, "no_dropit") or not isinstance(module, classes):
             continue
-        if type(module) in kinds:
+        if type(module) in classes:
             _install(module, name, strategy, gamma, autocast)
         else:
-            kind = type(module).__name__
-            warn_once(f"mesa-tune: DropIT leaves {name!r} as it is: {kind} is not supported.")
+            warn_once(
+                f"mesa-tune: DropIT leaves {name!r} as it is: {type(module).__name__} is not supported."
+            )
 
 
 def supported() -> tuple[type[nn.Module], ...]:
-    """The modules that DropIT knows; transformers' Conv1D is one wherever transformers is loaded."""
-    kinds = (nn.Linear, nn.Conv2d, ms.Linear, ms.Conv2d)
-    # Nobody has a Conv1D without having imported it.
+    """Return the module classes that DropIT converts, with transformers' Conv1D if it is imported."""
+    classes = (nn.Linear, nn.Conv2d, ms.Linear, ms.Conv2d)
+    # No import: a model can contain a Conv1D only after transformers was imported.
     loaded = sys.modules.get("transformers.pytorch_utils")
-    return kinds if loaded is None else (*kinds, loaded.Conv1D)
+    return classes if loaded is None else (*classes, loaded.Conv1D)
 
 
 def _install(module: nn.Module, name: str, strategy: str, gamma: float, autocast: bool | None) -> None:
@@ -146,16 +153,16 @@ def _install(module: nn.Module, name: str, strategy: str, gamma: float, autocast
     dropiter.autocast = autocast
     module.__dict__["dropiter"] = dropiter
     if isinstance(module, (ms.Linear, ms.Conv2d)):
-        module.instead = dropiter.spec()
+        module.dropit_spec = dropiter.spec()
     else:
         DroppingForward(module, name, dropiter)
 
 
 def remove(module: nn.Module) -> None:
-    """`module` saves again what it saved before DropIT; one without it is left alone."""
+    """Undo `to_dropit` for `module`, if it was applied."""
     module.__dict__.pop("dropiter", None)
     forward = module.__dict__.get("forward")
     if isinstance(module, (ms.Linear, ms.Conv2d)):
-        module.instead = None
+        module.dropit_spec = None
     elif isinstance(forward, DroppingForward):
         forward.take_down()

@@ -1,4 +1,4 @@
-"""GACT's configuration. A `Controller` reads it when it is made; later changes are for later controllers."""
+"""GACT's configuration. A `Controller` copies it when it is created; changes apply to later controllers."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -10,8 +10,8 @@ from mesa_tune.notice import warn_once
 class QuantizationConfig:
     """GACT's fields and defaults.
 
-    `bit`: bits an element, on average where `auto_prec` places them; `max_bit` bounds those of one tensor
-    (8 at most here). `adapt_interval`: iterations between two adaptations.
+    `bit`: bits per element, the average over layers if `auto_prec` allocates them. `max_bit`: the most bits
+    of one tensor (8 here, if larger). `adapt_interval`: iterations between two adaptations.
     """
 
     compress_activation: bool = True
@@ -28,28 +28,28 @@ class QuantizationConfig:
     prefetch: bool = False
 
 
-class _Config(QuantizationConfig):
-    """What `config` is: an assignment warns where it comes too late, or has no meaning."""
+class _GACTConfig(QuantizationConfig):
+    """Class of `config`: an assignment warns if it comes too late, or if the field means nothing."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name not in _NAMES:
             warn_once(f"mesa-tune: gact.config.{name} means nothing here: GACT has no such field.")
-        elif _made:
-            warn_once("mesa-tune: gact.config counts for controllers that are made from now on.")
+        elif _controller_created:
+            warn_once("mesa-tune: gact.config applies only to controllers created from now on.")
 
     def copy(self) -> QuantizationConfig:
-        """The configuration for a controller that is being made."""
-        _made[:] = [True]
+        """Return a copy for a controller that is being created."""
+        _controller_created[:] = [True]
         return QuantizationConfig(**{name: getattr(self, name) for name in _NAMES})
 
 
 _DEFAULTS: Final = QuantizationConfig()
 _NAMES: Final = tuple(field.name for field in fields(QuantizationConfig))
-_made: list[bool] = []
-config = _Config()
-# What a level decides, and how each differs from the defaults (4 bits, adapted).
-_DECIDED: Final = ("compress_activation", "bit", "auto_prec", "swap", "prefetch")
+_controller_created: list[bool] = []
+config = _GACTConfig()
+# The fields that a level decides, and the values that differ from the defaults (4 bits, adapted).
+_LEVEL_FIELDS: Final = ("compress_activation", "bit", "auto_prec", "swap", "prefetch")
 LEVELS: Final[dict[str, dict[str, Any]]] = {
     "L0": {"compress_activation": False},
     "L1": {"auto_prec": False},
@@ -65,24 +65,27 @@ LEVELS: Final[dict[str, dict[str, Any]]] = {
 
 
 def set_optimization_level(level: str) -> None:
-    """Sets what `level` decides.
+    """Set the fields that `level` decides.
 
-    `L0` nothing; `L1 L1.1 L1.2` 4, 8, 2 bits; `L2 L2.1 L2.2` 4, 3, 2 bits on average; `L3` and `L4bit-swap`
-    4 bits and swapping; `swap` swapping alone. Raises ValueError for another.
+    `L0`: nothing is compressed. `L1`, `L1.1`, `L1.2`: 4, 8, 2 bits. `L2`, `L2.1`, `L2.2`: 4, 3, 2 bits on
+    average. `L3`, `L4bit-swap`: 4 bits, and swapping. `swap`: only swapping.
+
+    Raises:
+        ValueError: another level.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, but got {level!r}")
-    for name in _DECIDED:
+    for name in _LEVEL_FIELDS:
         object.__setattr__(config, name, LEVELS[level].get(name, getattr(_DEFAULTS, name)))
 
 
 def set_adapt_interval(i: int) -> None:
-    """An adaptation every `i` iterations."""
+    """Adapt every `i` iterations."""
     config.adapt_interval = i
 
 
-def unknown_changes(used: QuantizationConfig) -> list[str]:
-    """Fields of `used` that are not the default and mean nothing here."""
+def changes_without_effect(used: QuantizationConfig) -> list[str]:
+    """Return the fields of `used` that differ from the default and mean nothing here."""
     without_meaning = ("check_dup", "work_dir", "log_interval", "debug")
     return [
         field.name

@@ -1,9 +1,9 @@
-"""GACT's controller: what autograd saves of a model and its loss, compressed from install to uninstall.
+"""GACT's controller: compresses what a model and its loss save, from `install_hook` to `uninstall_hook`.
 
-GACT's programs also write hooks of their own, `saved_tensors_hooks(pack, unpack)`, that call `quantize` and
-`dequantize`. A hook sees a tensor, but not which function saves it, so it cannot know what rounding does to
-the gradient. Therefore a forward of the model below such hooks is compressed as `install_hook` does it, and
-the hooks themselves pass on what they get.
+What is hard: GACT's programs also enter hooks of their own, `saved_tensors_hooks(pack, unpack)`, which call
+`quantize` and `dequantize`. A hook sees a tensor, but not which function saves it, so it cannot tell what
+rounding does to the gradient. Therefore a forward of the model inside such hooks is compressed as after
+`install_hook`, and the hooks themselves return their tensors unchanged.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.trace import observing
 from mesa_tune.workload.preserve import preserved_random_states
 
-MOST_BITS = 8
+MAX_BITS = 8
 
 
 class Controller:
     """Compresses what `model` and the loss save for backward, from `install_hook()` to `uninstall_hook()`.
 
-    Below saved-tensor hooks that call `quantize` and `dequantize` the model is compressed, too. What
-    functions outside the model save stays as it is there.
+    Inside saved-tensor hooks that call `quantize` and `dequantize` the model is compressed, too; what
+    functions outside the model save there stays exact.
 
-    `iterate(get_grad)` belongs after every step. With `auto_prec` it measures how much each layer matters, at
-    the first call and every `adapt_interval` ones, by one run of `get_grad` (a forward and a backward), and
-    places `bit` bits per element on average. Layers go by name. `bits` has the bits of each layer adapted.
+    Call `iterate(get_grad)` after every step. With `auto_prec`, the first call and then every
+    `adapt_interval`-th call measures the sensitivity of each layer in one run of `get_grad` (a forward and a
+    backward), and allocates `bit` bits per element on average. `bits`: the bits of each adapted layer, by
+    name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,14 +53,14 @@ class Controller:
         self.config = conf.config.copy()
         self.iter = 0
         self.bits: dict[str, int] = {}
-        self._placed: tuple[Rule, ...] = ()
-        self.policy = self._uniform()
+        self._adapted: tuple[Rule, ...] = ()
+        self.policy = self._make_policy()
         self._entered: ExitStack | None = None
         self._losses: Conversion | None = None
         self._hooks: list[Any] = []
-        self._gate = _Gate(model, self) if self.compresses else None
+        self._forward = _ControllerForward(model, self) if self.compresses else None
         _controllers.add(self)
-        for name in conf.unknown_changes(self.config):
+        for name in conf.changes_without_effect(self.config):
             warn_once(f"mesa-tune: gact.config.{name} means nothing here.")
         if self.config.swap and self.config.compress_activation:
             warn_once(
@@ -68,49 +69,50 @@ class Controller:
 
     @property
     def compresses(self) -> bool:
-        """Whether the level leaves anything to do."""
+        """Whether the level compresses or offloads anything."""
         return self.config.compress_activation or self.config.swap
 
     @property
     def is_applied(self) -> bool:
         """Whether the model is compressed now."""
-        return self._entered is not None or (self._gate is not None and self._gate.is_open)
+        return self._entered is not None or (self._forward is not None and self._forward.is_converted)
 
     def install_hook(self) -> None:
-        """From now on the model and the loss save compressed copies. Installed twice is installed once."""
+        """Compress what the model and the loss save from now on. A second call does nothing."""
         if self.compresses and self._entered is None:
-            self._close_gate()
+            self._remove_forward()
             self._apply()
 
     def uninstall_hook(self) -> None:
-        """The model and the loss save again what PyTorch saves."""
+        """Let the model and the loss save what PyTorch saves."""
         if self._entered is not None:
             self._leave()
             revert(self.model)
-        self._close_gate()
+        self._remove_forward()
 
     def quantize(self, input: Tensor) -> Tensor:
-        """For a pack hook: `input` without its history, in which the model's packed tensors are as they are.
+        """For a pack hook: return `input`, detached.
 
-        Called by somebody else's hooks, it makes the model's forwards below them compressed ones.
+        A call from a program's own hook tells the controller to compress the model's forwards inside that
+        hook.
         """
         hook = top_hooks()
-        if self._gate is not None and not state.frames:
+        if self._forward is not None and not state.frames:
             if hook is not None and hook not in self._hooks:
                 self._hooks.append(hook)
             warn_once(
-                "mesa-tune: gact: Controller.quantize leaves alone what functions outside the model save. "
-                "Call install_hook() in place of hooks of your own to compress the loss, too; "
+                "mesa-tune: gact: Controller.quantize leaves unchanged what functions outside the model "
+                "save. Call install_hook() instead of hooks of your own to compress the loss, too; "
                 "gact.ops.op_quantize packs a tensor."
             )
         return input.detach()
 
     def dequantize(self, input: Tensor) -> Tensor:
-        """For an unpack hook: what `quantize` returned."""
+        """For an unpack hook: return what `quantize` returned."""
         return input
 
-    def leads_here(self, hook: Any) -> bool:
-        """Whether the pack hook `hook` calls `quantize` of this controller, as far as can be seen."""
+    def is_called_by(self, hook: Any) -> bool:
+        """Return whether the pack hook `hook` refers to this controller, or has called its `quantize`."""
         if hook is None or self._entered is not None:
             return False
         if hook in self._hooks or getattr(hook, "__self__", None) is self:
@@ -118,22 +120,24 @@ class Controller:
         code = getattr(hook, "__code__", None)
         if code is None:
             return False
-        named = [hook.__globals__.get(name) for name in code.co_names]
-        closed = [cell.cell_contents for cell in hook.__closure__ or () if _is_filled(cell)]
-        return any(value is self for value in named + closed)
+        from_globals = [hook.__globals__.get(name) for name in code.co_names]
+        from_closure = [cell.cell_contents for cell in hook.__closure__ or () if _is_filled(cell)]
+        return any(value is self for value in from_globals + from_closure)
 
     def iterate(self, get_grad: Callable[[], object] | None) -> None:
-        """An iteration has ended; `get_grad()` runs a forward and a backward when they are needed.
+        """End an iteration, and adapt if it is time: `get_grad()` then runs a forward and a backward.
 
-        Gradients, buffers and random states are afterwards as before. Raises ValueError if they are needed
-        and `get_grad` is None.
+        Gradients, buffers and random states stay as they are.
+
+        Raises:
+            ValueError: `get_grad` is None in an iteration that adapts.
         """
         if not self.is_applied:
             return
         due = self.config.auto_prec and self.config.compress_activation
         if due and self.iter % self.config.adapt_interval == 0:
             if get_grad is None:
-                raise ValueError(f"iteration {self.iter} adapts: give iterate() a function, not None")
+                raise ValueError(f"iteration {self.iter} adapts: pass iterate() a function, not None")
             self.adapt(get_grad)
         elif self._entered is not None:
             self._leave()
@@ -141,79 +145,85 @@ class Controller:
         self.iter += 1
 
     def adapt(self, get_grad: Callable[[], object]) -> None:
-        """Measures, and places the bits anew."""
+        """Measure the sensitivity of the layers, and allocate their bits again."""
         if self._entered is not None:
             self._leave()
             self._enter()
         estimate = Estimate([parameter for parameter in self.model.parameters() if parameter.requires_grad])
-        with _untouched(self.model), observing(estimate):
+        with _state_preserved(self.model), observing(estimate):
             get_grad()
         groups = [group for group in estimate.groups() if not self._drops(group.layers[0])]
         if not groups:
             raise ValueError(
                 "get_grad() must run a forward and a backward of the model, but nothing was seen"
             )
-        most = min(MOST_BITS, self.config.max_bit)
+        limit = min(MAX_BITS, self.config.max_bit)
         errors, sizes = [group.error for group in groups], [group.size for group in groups]
-        bits = allocate(errors, sizes, min(self.config.bit, most))
-        pairs = list(zip(groups, bits, strict=True))
-        self.bits = {layer: min(given, most) for group, given in pairs for layer in group.layers}
-        self._placed = self._rules_of_bits()
-        with self.lifted():
+        allocated = zip(groups, allocate(errors, sizes, min(self.config.bit, limit)), strict=True)
+        self.bits = {layer: min(bits, limit) for group, bits in allocated for layer in group.layers}
+        self._adapted = self._rules_of_bits()
+        with self.suspended():  # converts again, by the new rules
             pass
 
     def _drops(self, layer: str) -> bool:
-        """Whether DropIT has `layer`: it has no bits to place."""
+        """Return whether DropIT compresses `layer`, which then has no bits to allocate."""
         conversion = conversion_of(self.model)
         spec = None if conversion is None else conversion.specs.get(layer)
         return spec is not None and spec.drop > 0
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """The model is not converted in the body; afterwards it is again, by what it is then."""
-        installed, gate = self._entered is not None, self._gate
-        hung, opened = gate is not None and gate.is_hung, gate is not None and gate.is_open
+    def suspended(self) -> Iterator[None]:
+        """Revert the model at entry; convert it again at exit, with the layers and bits that it then has."""
+        installed, forward = self._entered is not None, self._forward
+        was_installed = forward is not None and forward.is_installed
+        was_converted = forward is not None and forward.is_converted
         if installed:
             self._leave()
             revert(self.model)
-        self._close_gate()
+        self._remove_forward()
         yield
         if installed:
             self._apply()
-        elif gate is not None and hung:
-            gate.hang()
-            if opened:
-                gate.open()
+        elif forward is not None and was_installed:
+            forward.hang()
+            if was_converted:
+                forward.convert()
 
-    def _close_gate(self) -> None:
-        if self._gate is not None:
-            self._gate.remove()
+    def _remove_forward(self) -> None:
+        if self._forward is not None:
+            self._forward.remove()
 
     def _rules_of_bits(self) -> tuple[Rule, ...]:
         conversions = (conversion_of(self.model), self._losses)
-        tags = {name: tag for one in conversions if one for tag, _, name in one.catalog.known()}
+        tags = {
+            name: tag
+            for conversion in conversions
+            if conversion
+            for tag, _, name in conversion.catalog.known()
+        }
         return tuple(
             Rule.of(tags[layer], None, [layer], {"level": 2**bits}) for layer, bits in self.bits.items()
         )
 
-    def _uniform(self, more: tuple[Rule, ...] = ()) -> Policy:
+    def _make_policy(self) -> Policy:
+        """Return the policy: uniform bits, then the adapted bits by layer, then DropIT's layers."""
         if not self.config.compress_activation:
             return Policy.uniform(store="offload")
-        bits = min(self.config.bit, MOST_BITS)
+        bits = min(self.config.bit, MAX_BITS)
         rules = Policy.uniform(2**bits, group_size=self.config.group_size).rules
-        return Policy((*rules, *more, *_dropped(self.model)))
+        return Policy((*rules, *self._adapted, *_dropit_rules(self.model)))
 
     def _apply(self) -> None:
         self.convert_model()
         self._enter()
 
     def convert_model(self) -> None:
-        """The model saves by this controller's policy."""
-        self.policy = self._uniform(self._placed)
+        """Convert the model by this controller's policy."""
+        self.policy = self._make_policy()
         convert(self.model, self.policy, seed=torch.initial_seed() + self.iter)
 
     def _enter(self) -> None:
-        """A step begins: the loss's calls are counted from 0 again."""
+        """Begin a step: the calls of the loss are counted from 0 again."""
         if self._losses is None or self._losses.policy is not self.policy:
             self._losses = Conversion(self.policy, Catalog.empty(), torch.initial_seed(), MIN_ELEMENTS)
         self._entered = ExitStack()
@@ -225,10 +235,10 @@ class Controller:
             self._entered = None
 
 
-class _Gate(Instead):
-    """The forward of a controller's model: converts the model where hooks around it lead to the controller.
+class _ControllerForward(Instead):
+    """Forward of a controller's model: converts the model while hooks around it call the controller.
 
-    A copy of the model is no longer the controller's.
+    A copy of the model does not belong to the controller.
     """
 
     def __init__(self, model: nn.Module, controller: Controller) -> None:
@@ -238,17 +248,17 @@ class _Gate(Instead):
         self.hang()
 
     @property
-    def is_open(self) -> bool:
+    def is_converted(self) -> bool:
         """Whether the model is converted."""
         return self.converted is not None
 
     @property
-    def is_hung(self) -> bool:
-        """Whether it is the forward of the model."""
+    def is_installed(self) -> bool:
+        """Whether the model's forward is this one."""
         return self.module.__dict__.get("forward") is self
 
-    def open(self) -> None:
-        """Converts the model. Its own forward stays this one, and calls the converted one."""
+    def convert(self) -> None:
+        """Convert the model. Its forward is still this one, which then calls the converted forward."""
         controller = None if self.controller is None else self.controller()
         assert controller is not None
         controller.convert_model()
@@ -258,32 +268,33 @@ class _Gate(Instead):
         self.converted = wrapped
         self.module.__dict__["forward"] = self
 
-    def close(self) -> None:
-        """Reverts the model."""
+    def revert(self) -> None:
+        """Revert the model, if it is converted."""
         if self.converted is not None:
             self.converted = None
             revert(self.module)
 
     def remove(self) -> None:
-        """Reverts the model, and leaves it."""
-        self.close()
-        if self.is_hung:
+        """Revert the model, and restore the forward that it had."""
+        self.revert()
+        if self.is_installed:
             self.take_down()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not (state.frames or inside_backward()):
-            self._turn()
+            self._update()
         if self.converted is not None:
             return self.converted(*args, **kwargs)
         return self.plain(*args, **kwargs)
 
-    def _turn(self) -> None:
+    def _update(self) -> None:
+        """Convert the model if the innermost saved-tensor hook calls the controller; else revert it."""
         controller = None if self.controller is None else self.controller()
-        wanted = controller is not None and controller.leads_here(top_hooks())
+        wanted = controller is not None and controller.is_called_by(top_hooks())
         if wanted and self.converted is None:
-            self.open()
+            self.convert()
         elif not wanted and self.controller is not None:
-            self.close()
+            self.revert()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "controller": None}
@@ -293,18 +304,18 @@ _controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
 
 
 @contextmanager
-def controllers_lifted(model: nn.Module) -> Iterator[None]:
-    """No module of `model` is converted by a controller in the body; afterwards they are again."""
+def controllers_suspended(model: nn.Module) -> Iterator[None]:
+    """Call `suspended` of every controller that compresses a module of `model`."""
     modules = set(model.modules())
     with ExitStack() as stack:
         for controller in list(_controllers):
             if not modules.isdisjoint(controller.model.modules()):
-                stack.enter_context(controller.lifted())
+                stack.enter_context(controller.suspended())
         yield
 
 
 def _is_filled(cell: Any) -> bool:
-    """Whether a variable of a closure has a value already."""
+    """Return whether a variable of a closure has a value."""
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -313,8 +324,8 @@ def _is_filled(cell: Any) -> bool:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers, modes and random states of `model` are afterwards as before."""
+def _state_preserved(model: nn.Module) -> Iterator[None]:
+    """Restore the gradients, buffers and modes of `model`, and the random states, at exit."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
@@ -333,14 +344,14 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _dropped(model: nn.Module) -> Iterator[Rule]:
-    """Rules for the modules that DropIT has taken: they drop as before, their survivors exact."""
+def _dropit_rules(model: nn.Module) -> Iterator[Rule]:
+    """Yield a rule for each module that DropIT compresses: it drops as before, with exact values."""
     for name, module in named_layers(model):
         dropiter: Any = module.__dict__.get("dropiter")
         if dropiter is None:
             continue
         if dropiter.strategy == "vrandom":
-            warn_once(f"mesa-tune: {name!r} drops by magnitude under GACT: no policy can say vrandom.")
+            warn_once(f"mesa-tune: {name!r} drops by magnitude under GACT: no policy has vrandom.")
         route = own_route(module)
         names = [name] if route is not None else [f"{name}.*"]
         keys = {"drop": dropiter.gamma, "store": "exact"}

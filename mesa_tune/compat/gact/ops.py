@@ -1,4 +1,4 @@
-"""GACT's functions of single tensors, over our quantizer."""
+"""GACT's functions that pack one tensor, built on mesa-tune's quantizer, and its attention."""
 
 from collections.abc import Sequence
 from math import prod
@@ -15,35 +15,40 @@ from mesa_tune.compat.missing import unsupported
 EXACT_BITS = 32
 
 
-class Quantized(list[Any]):
-    """What `op_quantize` returns, GACT's four: packed levels, bits, scales and minima of the groups.
+class QuantizedList(list[Any]):
+    """What `op_quantize` returns, as in GACT: packed levels, bits, and the groups' scales and minima.
 
-    Scales are the distance of two levels, float32 of shape (groups, 1, 1), as the minima are. With 32 bits
-    the first is the tensor itself in groups, and the scales are the groups' ranges. `dtype` is the tensor's.
+    Scales (the distance between two levels) and minima are float32 of shape (groups, 1, 1). With 32 bits the
+    first element is the tensor itself in groups, and the scales are the widths of the groups' ranges. `dtype`
+    is the tensor's dtype.
     """
 
     dtype: torch.dtype
 
 
-def op_quantize(input: Tensor, q_bit: int, seed: int) -> Quantized:
-    """`input` in `q_bit` bits per element (1 to 8, or 32: as it is), in groups of `config.group_size`.
+def op_quantize(input: Tensor, q_bit: int, seed: int) -> QuantizedList:
+    """Quantize `input` to `q_bit` bits per element (1 to 8; 32: unchanged), in groups of `config.group_size`.
 
-    Equal seeds give equal noise. Raises ValueError for other bits.
+    Equal seeds give equal noise.
+
+    Raises:
+        ValueError: other numbers of bits.
     """
     size = conf.config.group_size
     if q_bit == EXACT_BITS:
         rows = _rows(input.detach(), size)
         low = rows.amin(1, keepdim=True)
-        made = Quantized([rows, q_bit, rows.amax(1, keepdim=True) - low, low])
+        quantized = QuantizedList([rows, q_bit, rows.amax(1, keepdim=True) - low, low])
     else:
         data, ranges = ops.quantize(input, q_bit, size, seed=seed)[:2]
-        made = Quantized([data, q_bit, ranges[:, 1].view(-1, 1, 1), ranges[:, 0].view(-1, 1, 1)])
-    made.dtype = input.dtype
-    return made
+        scales, minima = (ranges[:, column].view(-1, 1, 1) for column in (1, 0))
+        quantized = QuantizedList([data, q_bit, scales, minima])
+    quantized.dtype = input.dtype
+    return quantized
 
 
-def op_dequantize(input: Quantized, input_shape: Sequence[int]) -> Tensor:
-    """The tensor of shape `input_shape` that `op_quantize` has stored."""
+def op_dequantize(input: QuantizedList, input_shape: Sequence[int]) -> Tensor:
+    """Decode what `op_quantize` returned for a tensor of shape `input_shape`."""
     data, bits, scales, minima = input
     shape = tuple(input_shape)
     if bits == EXACT_BITS:
@@ -60,12 +65,12 @@ def _rows(flat: Tensor, size: int) -> Tensor:
 
 
 def op_quantize_mask(input: Tensor) -> list[Any]:
-    """A mask of zeros and ones (any dtype) in one bit per element, and its shape."""
+    """Pack a mask of zeros and ones (any dtype) into 1 bit per element; return it with its shape."""
     return [ops.pack_bits(input != 0), input.shape]
 
 
 def op_dequantize_mask(input: Sequence[Any]) -> Tensor:
-    """The mask that `op_quantize_mask` has stored, uint8."""
+    """Unpack what `op_quantize_mask` returned, as uint8."""
     return ops.unpack_bits(input[0], input[1]).to(torch.uint8)
 
 
@@ -78,9 +83,9 @@ def self_atten(
     k_chunk_size: int,
     use_checkpoint: bool = True,
 ) -> Tensor:
-    """Attention without its matrix of weights in memory: PyTorch's `scaled_dot_product_attention`.
+    """Run `scaled_dot_product_attention`, which does not store the matrix of attention weights.
 
-    It chooses its own sizes of chunks, and drops weights (GACT drops parts of its sums).
+    PyTorch chooses the chunk sizes. Dropout applies to the weights; GACT's applies to parts of its sums.
     """
     return F.scaled_dot_product_attention(query_layer, key_layer, value_layer, dropout_p=dropout_p)
 

@@ -1,4 +1,4 @@
-"""GACT's helpers: memory, samples of a tensor, and its recorder of results."""
+"""GACT's helpers: memory in use, samples of a tensor's elements, and the recorder of results."""
 
 from collections.abc import Iterable
 
@@ -21,28 +21,28 @@ __all__ = [
 
 
 def compute_tensor_bytes(tensors: Tensor | int | Iterable[Tensor | int]) -> int:
-    """Bytes of a tensor, or of several together, each by its elements; a plain number has 4."""
-    given = [tensors] if isinstance(tensors, (Tensor, int)) else tensors
-    return sum(4 if isinstance(each, int) else each.numel() * each.element_size() for each in given)
+    """Return the bytes of all elements of one tensor or several; a plain number counts 4 bytes."""
+    values = [tensors] if isinstance(tensors, (Tensor, int)) else tensors
+    return sum(4 if isinstance(value, int) else value.numel() * value.element_size() for value in values)
 
 
 def uniform_sample(input: Tensor, sample_cnt: int, add_dataptr: bool = True) -> list[float | int]:
-    """The address of `input` if `add_dataptr`, and `sample_cnt` elements (at most all) at equal distances."""
+    """Return `sample_cnt` elements (at most all) at equal distances, after the address if `add_dataptr`."""
     count = min(input.numel(), sample_cnt)
-    places = torch.arange(count, device=input.device) * (input.numel() // max(count, 1))
-    return _sampled(input, places, add_dataptr)
+    indices = torch.arange(count, device=input.device) * (input.numel() // max(count, 1))
+    return _sampled(input, indices, add_dataptr)
 
 
 uniform_sample_ref = uniform_sample
 
 
 def random_sample(input: Tensor, sample_cnt: int, add_dataptr: bool = True) -> list[float | int]:
-    """The address of `input` if `add_dataptr`, and `sample_cnt` elements at random but fixed places."""
+    """Return `sample_cnt` elements at random but fixed indices, after the address if `add_dataptr`."""
     generator = torch.Generator().manual_seed(input.dim())
-    places = torch.randint(0, input.numel(), (sample_cnt,), generator=generator).to(input.device)
-    return _sampled(input, places, add_dataptr)
+    indices = torch.randint(0, input.numel(), (sample_cnt,), generator=generator).to(input.device)
+    return _sampled(input, indices, add_dataptr)
 
 
-def _sampled(input: Tensor, places: Tensor, add_dataptr: bool) -> list[float | int]:
-    elements: list[float | int] = input.detach().flatten()[places].tolist()
+def _sampled(input: Tensor, indices: Tensor, add_dataptr: bool) -> list[float | int]:
+    elements: list[float | int] = input.detach().flatten()[indices].tolist()
     return [input.data_ptr(), *elements] if add_dataptr else elements

@@ -1,6 +1,6 @@
 """Mesa (arXiv 2111.11124) as its users write it: `import mesa_tune.compat.mesa as ms`.
 
-Layers compress nothing until a policy is deployed (`ms.policy.deploy_on_init`), and only in training.
+Layers compress only in training mode, and only after a policy is deployed (`ms.policy.deploy_on_init`).
 """
 
 from mesa_tune.compat.mesa import policy
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 version = 1.0
-"""Of Mesa."""
+"""Version of Mesa."""
 
 __getattr__ = unsupported(
     __name__,

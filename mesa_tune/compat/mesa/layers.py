@@ -1,4 +1,8 @@
-"""Mesa's layers: torch's, with Mesa's attributes and Mesa's three entries in `state_dict`."""
+"""Mesa's layers: torch's layers with Mesa's attributes and Mesa's three entries in `state_dict`.
+
+What is hard: checkpoints must load in both directions, so running ranges are buffers with Mesa's names and
+shapes, although they are ours to update.
+"""
 
 from dataclasses import fields
 from typing import Any
@@ -7,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mesa_tune.codecs import Memory, Spec
-from mesa_tune.compat.layers import Keeping
-from mesa_tune.compat.mesa.parameters import binds, read
+from mesa_tune.compat.layers import CompatLayer
+from mesa_tune.compat.mesa.parameters import matches, parse_settings
 from mesa_tune.engine.function import Memories
 from mesa_tune.formulas.matmul import MatMul as TorchMatMul
 from mesa_tune.notice import warn_once
@@ -16,11 +20,12 @@ from mesa_tune.policy.settings import KEYS, LayerSettings
 
 
 class Quantizer(nn.Module):
-    """How one tensor is stored: Mesa's attributes `enable level ema_decay quant_groups` and running ranges.
+    """How one tensor is stored: Mesa's attributes `enable level ema_decay quant_groups`, and running ranges.
 
-    `clip_val` (extent of each group's range) and `shift` (its lower end), float32 of shape (quant_groups,),
-    and `iteration`, float32 of shape (1,), are buffers under Mesa's names, so checkpoints pass both ways.
-    Further keys of `LayerSettings` (`group_size drop …`) are attributes too, which policies of ours set.
+    The running ranges are buffers with Mesa's names, so checkpoints load in both directions: `clip_val`
+    (width of each group's range) and `shift` (its lower end), float32 of shape (quant_groups,), and
+    `iteration`, float32 of shape (1,). The other keys of `LayerSettings` (`group_size drop …`) are
+    attributes, too; mesa-tune's own policies set them.
     """
 
     tag = "fm"
@@ -33,7 +38,7 @@ class Quantizer(nn.Module):
     iteration: Tensor
 
     def start(self, quant_groups: int | tuple[int, ...], enable: bool = False) -> None:
-        """Sets every attribute to Mesa's default."""
+        """Set every attribute to Mesa's default."""
         for field in fields(LayerSettings):
             setattr(self, field.name, field.default)
         self.index = -1
@@ -45,33 +50,36 @@ class Quantizer(nn.Module):
         self.regroup(quant_groups[0] if isinstance(quant_groups, tuple) else quant_groups)
 
     def regroup(self, quant_groups: int) -> None:
-        """From now on so many groups, whose ranges are not known yet."""
+        """Set the number of groups, and reset their running ranges."""
         self.quant_groups = quant_groups
         device = self.iteration.device
         self.register_buffer("clip_val", torch.ones(quant_groups, device=device))
         self.register_buffer("shift", torch.zeros(quant_groups, device=device))
         self.iteration.zero_()
 
-    def settings_now(self) -> LayerSettings:
-        """The attributes as settings of ours."""
+    def layer_settings(self) -> LayerSettings:
+        """Return the attributes as `LayerSettings`."""
         values: dict[str, Any] = {key: getattr(self, key) for key in KEYS}
         values["quant_groups"] = None if self.group_size else self.quant_groups
         return LayerSettings(**values)
 
     def memory(self) -> Memory:
-        """The running ranges, which a codec changes in place."""
+        """Return the running ranges, which the codec updates in place."""
         return {"clip_val": self.clip_val, "shift": self.shift, "iteration": self.iteration}
 
     def update_quantization_parameter(self, **parameters: Any) -> None:
-        """Sets attributes as a rule of a policy says: `by_index` and `by_tag` decide whether, `index` is set.
+        """Set attributes by a policy rule, if its `by_index` and `by_tag` match; always set `index`.
 
-        Values may be text. Raises PolicyError for a key or a value that a policy cannot have.
+        Values may be text.
+
+        Raises:
+            PolicyError: a key or a value that no policy can have.
         """
         index = parameters.pop("index", self.index)
         self.index = index.get(self.tag, self.index) if isinstance(index, dict) else index
-        if "by_index" not in parameters or not binds(parameters, self.tag, self.index):
+        if "by_index" not in parameters or not matches(parameters, self.tag, self.index):
             return
-        for key, value in read(parameters).items():
+        for key, value in parse_settings(parameters).items():
             self._set(key, value)
             self.verbose(f"update {self.tag}_{key} to {value} for index {self.index}")
 
@@ -86,24 +94,24 @@ class Quantizer(nn.Module):
             setattr(self, key, value)
 
 
-class _Layer(Keeping, Quantizer):
-    """Takes `quant_groups` beside the twin's arguments. `mesa=True` is Mesa's word for enabled.
+class _MesaLayer(CompatLayer, Quantizer):
+    """Mixin before a torch layer: adds the argument `quant_groups`. `mesa=True` is Mesa's word for enabled.
 
-    `instead`: how an enabled layer stores what it keeps in place of its attributes (DropIT beside Mesa).
+    `dropit_spec`: set by `to_dropit`; an enabled layer then stores by it instead of by its attributes.
     """
 
-    instead: Spec | None = None
+    dropit_spec: Spec | None = None
 
     def __init__(
         self,
-        *given: Any,
+        *layer_args: Any,
         mesa: bool = False,
         args: Any = None,
         logger: Any = None,
         quant_groups: int | tuple[int, ...] = 1,
-        **named: Any,
+        **layer_kwargs: Any,
     ) -> None:
-        super().__init__(*given, **named)
+        super().__init__(*layer_args, **layer_kwargs)
         for name, value in (("args", args), ("logger", logger)):
             if value is not None:
                 warn_once(f"mesa-tune: ms.{type(self).__name__}: {name!r} means nothing here.")
@@ -112,57 +120,57 @@ class _Layer(Keeping, Quantizer):
     def is_compressing(self) -> bool:
         return self.training and self.enable
 
-    def kept_by(self) -> LayerSettings | Spec:
-        return self.instead or self.settings_now()
+    def storage_settings(self) -> LayerSettings | Spec:
+        return self.dropit_spec or self.layer_settings()
 
     def memories(self, *args: Any, **kwargs: Any) -> Memories:
         return {0: self.memory()}
 
     def extra_repr(self) -> str:
-        """The twin's description, and Mesa's attributes."""
+        """Return torch's description with Mesa's attributes."""
         shown = [f"index={self.index}", f"tag={self.tag}"]
-        shown += [self.settings_now().label] if self.enable else []
+        shown += [self.layer_settings().label] if self.enable else []
         return ", ".join(part for part in (super().extra_repr(), *shown) if part)
 
 
-class Linear(_Layer, nn.Linear):
-    """`nn.Linear`; keeps the input."""
+class Linear(_MesaLayer, nn.Linear):
+    """`nn.Linear`; saves the input."""
 
     tag = "fc"
 
 
-class Conv2d(_Layer, nn.Conv2d):
-    """`nn.Conv2d`, every `padding_mode` included; keeps the input."""
+class Conv2d(_MesaLayer, nn.Conv2d):
+    """`nn.Conv2d`, every `padding_mode` included; saves the input."""
 
     tag = "conv"
 
 
-class BatchNorm2d(_Layer, nn.BatchNorm2d):
-    """`nn.BatchNorm2d`; keeps the normalized input."""
+class BatchNorm2d(_MesaLayer, nn.BatchNorm2d):
+    """`nn.BatchNorm2d`; saves the normalized input."""
 
     tag = "bn"
 
 
-class LayerNorm(_Layer, nn.LayerNorm):
-    """`nn.LayerNorm`; keeps the normalized input."""
+class LayerNorm(_MesaLayer, nn.LayerNorm):
+    """`nn.LayerNorm`; saves the normalized input."""
 
     tag = "layernorm"
 
 
-class GELU(_Layer, nn.GELU):
-    """`nn.GELU`; keeps its derivative."""
+class GELU(_MesaLayer, nn.GELU):
+    """`nn.GELU`; saves its derivative."""
 
     tag = "gelu"
 
 
-class ReLU(_Layer, nn.ReLU):
-    """`nn.ReLU`; keeps one exact bit an element at any level."""
+class ReLU(_MesaLayer, nn.ReLU):
+    """`nn.ReLU`; saves 1 exact bit per element at any level."""
 
     tag = "relu"
 
 
-class Softmax(_Layer, nn.Softmax):
-    """`nn.Softmax`; keeps the output."""
+class Softmax(_MesaLayer, nn.Softmax):
+    """`nn.Softmax`; saves the output."""
 
     tag = "softmax"
 
@@ -174,8 +182,8 @@ class _Operand(Quantizer):
         self.start(quant_groups, enable)
 
 
-class MatMul(Keeping, TorchMatMul):
-    """`MatMul(quant_groups=3)(q, k)` is `q @ k`; keeps both operands, `quant1` and `quant2` saying how."""
+class MatMul(CompatLayer, TorchMatMul):
+    """`MatMul(quant_groups=3)(q, k)` is `q @ k`; saves both operands, as `quant1` and `quant2` say."""
 
     tag = "matmul"
 
@@ -187,7 +195,7 @@ class MatMul(Keeping, TorchMatMul):
         self.quant2 = _Operand("matmul-2", quant_groups, mesa)
 
     def update_quantization_parameter(self, **parameters: Any) -> None:
-        """As `Quantizer`'s, for both operands."""
+        """Call `Quantizer.update_quantization_parameter` for both operands."""
         self.quant1.update_quantization_parameter(**parameters)
         self.quant2.update_quantization_parameter(**parameters)
 
@@ -199,8 +207,8 @@ class MatMul(Keeping, TorchMatMul):
     def is_compressing(self) -> bool:
         return self.training and self.quant1.enable and self.quant2.enable
 
-    def kept_by(self) -> LayerSettings:
-        first, second = (operand.settings_now() for operand in self.operands)
+    def storage_settings(self) -> LayerSettings:
+        first, second = (operand.layer_settings() for operand in self.operands)
         if first != second:
             raise ValueError(
                 "ms.MatMul stores both operands alike, "
@@ -209,16 +217,16 @@ class MatMul(Keeping, TorchMatMul):
         return first
 
     def memories(self, input: Tensor, other: Tensor) -> Memories:
-        # An operand is kept where its partner wants a gradient.
-        kept = [self.quant1] if other.requires_grad else []
-        kept += [self.quant2] if input.requires_grad else []
-        return {place: operand.memory() for place, operand in enumerate(kept)}
+        # The gradient of one operand needs the other, so each is saved only if the other requires a gradient.
+        saved = [self.quant1] if other.requires_grad else []
+        saved += [self.quant2] if input.requires_grad else []
+        return {position: operand.memory() for position, operand in enumerate(saved)}
 
     def __getattr__(self, name: str) -> Any:
-        # Mesa's attributes of a layer; both operands have the same.
-        if name in _SHARED:
+        # Mesa's attributes of a layer; both operands have the same values.
+        if name in _LAYER_ATTRIBUTES:
             return getattr(self.quant1, name)
         return super().__getattr__(name)
 
 
-_SHARED = ("index", "enable", "level", "ema_decay", "quant_groups")
+_LAYER_ATTRIBUTES = ("index", "enable", "level", "ema_decay", "quant_groups")

@@ -1,4 +1,4 @@
-"""Rules of a Mesa policy as `read_policy` gives them: text under Mesa's keys, to be bound and understood."""
+"""Rules of a Mesa policy as `read_policy` returns them: which layers they match, and their values parsed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -10,11 +10,11 @@ from mesa_tune.policy.text import MESA_KEYS
 from mesa_tune.policy.values import CONDITIONS, split_words
 
 TENSORS: Final = ("clip_val", "shift", "iteration")
-_NOT_SETTINGS: Final = (*CONDITIONS, "trigger", "section", "index", "tag")
+_CONDITION_KEYS: Final = (*CONDITIONS, "trigger", "section", "index", "tag")
 
 
-def binds(parameters: Mapping[str, Any], tag: str, index: int) -> bool:
-    """Whether the rule `parameters` is for the layer `index` of `tag`."""
+def matches(parameters: Mapping[str, Any], tag: str, index: int) -> bool:
+    """Return whether the rule `parameters` applies to the layer `index` of `tag`."""
     indices = _words(parameters["by_index"])
     tags = _words(parameters.get("by_tag", tag))
     base = tag.partition("-")[0]
@@ -23,17 +23,21 @@ def binds(parameters: Mapping[str, Any], tag: str, index: int) -> bool:
     return is_tag and (indices == ["all"] or str(index) in indices)
 
 
-def read(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a rule gives, text turned into values. Raises PolicyError for what is none."""
-    found = {}
+def parse_settings(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a rule, with text parsed into values.
+
+    Raises:
+        PolicyError: an unknown key or a bad value.
+    """
+    settings = {}
     for key, value in parameters.items():
-        if key in _NOT_SETTINGS:
+        if key in _CONDITION_KEYS:
             continue
         if key not in KEYS and key not in MESA_KEYS:
             raise PolicyError(f"unknown key {key!r}\n{suggestion(key, KEYS, 'keys are')}")
         if key in KEYS or key in TENSORS:
-            found[key] = _value(key, value)
-    return found
+            settings[key] = _value(key, value)
+    return settings
 
 
 def _words(value: Any) -> list[str]:
@@ -44,12 +48,12 @@ def _words(value: Any) -> list[str]:
 
 def _value(key: str, value: Any) -> Any:
     try:
-        read_as = _READERS.get(key, str)(value) if isinstance(value, str) else value
+        parsed = _PARSERS.get(key, str)(value) if isinstance(value, str) else value
         if key in KEYS:
-            check_value(key, read_as)
+            check_value(key, parsed)
     except ValueError as error:
         raise PolicyError(f"bad value {value!r} for {key}\n{error}") from None
-    return read_as
+    return parsed
 
 
 def _bool(word: str) -> bool:
@@ -58,7 +62,7 @@ def _bool(word: str) -> bool:
     return word.lower() == "true"
 
 
-_READERS: Final[dict[str, Callable[[str], Any]]] = {
+_PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     "enable": _bool,
     "level": int,
     "group_size": int,

@@ -1,4 +1,8 @@
-"""`ms.policy`: torch's layers turned into Mesa's, and policies deployed on them."""
+"""`ms.policy`: convert torch's layers to Mesa's, and deploy policies on them.
+
+What is hard: Mesa's parser accepts almost anything in silence. Here what it would ignore is an error or a
+warning, and whatever it understands has the same meaning here.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -7,8 +11,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from mesa_tune.compat.layers import become, keepers_of_torch, name_layers, warn_left_alone
+from mesa_tune.compat.layers import change_class, name_layers, warn_unconverted
 from mesa_tune.compat.mesa import layers as ms
+from mesa_tune.compat.mesa.parameters import TENSORS
 from mesa_tune.errors import PolicyError
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
@@ -24,7 +29,7 @@ _WITH_CHANNELS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Any], int
     nn.LayerNorm: (ms.LayerNorm, lambda layer: int(layer.normalized_shape[-1])),
     nn.BatchNorm2d: (ms.BatchNorm2d, lambda layer: int(layer.num_features)),
 }
-_WITHOUT: dict[type[nn.Module], type[nn.Module]] = {
+_WITHOUT_CHANNELS: dict[type[nn.Module], type[nn.Module]] = {
     nn.GELU: ms.GELU,
     nn.Softmax: ms.Softmax,
     nn.ReLU: ms.ReLU,
@@ -33,56 +38,62 @@ _TRIGGERED = ("'epoch'", "'iteration'", "'init'", "triggers")
 
 
 def convert_by_num_groups(module: nn.Module, num_groups: int) -> None:
-    """torch's layers below `module` become Mesa's, in place, with `num_groups` groups.
+    """Convert torch's layers inside `module` to Mesa's, in place, with `num_groups` groups each.
 
-    Where `num_groups` does not divide the channels, with the most that does, and a warning says so.
+    A layer whose channels `num_groups` does not divide gets the largest smaller number that does, and a
+    warning names it.
     """
     _convert(module, lambda channels: num_groups, num_groups)
 
 
 def convert_by_group_size(module: nn.Module, hidden_group_size: int) -> None:
-    """torch's layers below `module` become Mesa's, in place, with `hidden_group_size` channels a group.
+    """Convert torch's layers inside `module` to Mesa's, with `hidden_group_size` channels per group.
 
-    As in Mesa, GELU, Softmax and ReLU stay torch's, since their channels are not known; a warning names them.
+    As in Mesa, GELU, Softmax and ReLU stay torch's, because nothing tells their channels; a warning names
+    them.
     """
     _convert(module, lambda channels: max(1, channels // hidden_group_size), None)
 
 
-def _convert(model: nn.Module, groups_of: Callable[[int], int], groups_else: int | None) -> None:
+def _convert(
+    model: nn.Module, groups_of_channels: Callable[[int], int], groups_without_channels: int | None
+) -> None:
     for name, child in list(model.named_modules())[1:]:
-        kind = type(child)
-        if kind in _WITH_CHANNELS:
-            made, channels_of = _WITH_CHANNELS[kind]
+        plain_class = type(child)
+        if plain_class in _WITH_CHANNELS:
+            mesa_class, channels_of = _WITH_CHANNELS[plain_class]
             channels = channels_of(child)
-            _start(child, made, _dividing(channels, groups_of(channels), name))
-        elif kind in _WITHOUT and groups_else is not None:
-            _start(child, _WITHOUT[kind], groups_else)
+            _start(child, mesa_class, _largest_divisor(channels, groups_of_channels(channels), name))
+        elif plain_class in _WITHOUT_CHANNELS and groups_without_channels is not None:
+            _start(child, _WITHOUT_CHANNELS[plain_class], groups_without_channels)
     name_layers(model)
-    warn_left_alone(model, keepers_of_torch(model), "Mesa's conversion has no layer for them")
+    warn_unconverted(model, "Mesa's conversion has no layer for them")
 
 
-def _start(child: nn.Module, kind: type[nn.Module], groups: int) -> None:
+def _start(child: nn.Module, mesa_class: type[nn.Module], groups: int) -> None:
     device = next((parameter.device for parameter in child.parameters()), None)
-    made = become(child, kind)
-    assert isinstance(made, ms.Quantizer)
-    made.start(groups)
-    for key in ("clip_val", "shift", "iteration"):
-        setattr(made, key, getattr(made, key).to(device))
+    layer = change_class(child, mesa_class)
+    assert isinstance(layer, ms.Quantizer)
+    layer.start(groups)
+    for key in TENSORS:
+        setattr(layer, key, getattr(layer, key).to(device))
 
 
-def _dividing(channels: int, groups: int, name: str) -> int:
-    """The largest divisor of `channels` that is at most `groups`."""
-    found = next(count for count in range(min(groups, channels), 0, -1) if channels % count == 0)
-    if found != groups:
-        warn_once(f"mesa-tune: {name!r} gets {found} groups: {groups} do not divide its {channels} channels.")
-    return found
+def _largest_divisor(channels: int, groups: int, name: str) -> int:
+    """Return the largest divisor of `channels` that is at most `groups`; warn if it is not `groups`."""
+    divisor = next(count for count in range(min(groups, channels), 0, -1) if channels % count == 0)
+    if divisor != groups:
+        warn_once(
+            f"mesa-tune: {name!r} gets {divisor} groups: {groups} do not divide its {channels} channels."
+        )
+    return divisor
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, int, str, Any]]:
-    """Tag, index, name and layer, each tag counted in the order of `model.modules()`."""
+    """Yield tag, index, name and layer; the index counts the layers of a tag in the order of `modules()`."""
     counts: dict[str, int] = {}
     for name, module in model.named_modules():
-        if isinstance(module, (ms._Layer, ms.MatMul)):
+        if isinstance(module, (ms._MesaLayer, ms.MatMul)):
             index = counts.get(module.tag, 0)
             counts[module.tag] = index + 1
             yield module.tag, index, name, module
@@ -91,64 +102,70 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, int, str, Any]]:
 def deploy_on_init(
     model: nn.Module, filename: str | Path, verbose: Print = print, override_verbose: bool = False
 ) -> None:
-    """Numbers the layers of `model` by tag, and sets their attributes as the policy file says.
+    """Number the layers of `model` by tag, and set their attributes as the policy file says.
 
-    Mesa's file or one of ours. For `""` layers are numbered, nothing is compressed, and a warning says so.
-    `verbose` is called with what happens; `override_verbose` makes it the layers' own, too. Raises
-    PolicyError for a file that is missing or no policy; warns of indices and names that no layer has.
+    The file is Mesa's or mesa-tune's. With `""` layers are only numbered, nothing is compressed, and a
+    warning says so. `verbose` is called with log messages; with `override_verbose` the layers use it, too.
+    Warns of indices and names that no layer has.
+
+    Raises:
+        PolicyError: the file is missing or is no policy.
     """
-    policy = None if _is_none(filename) else Policy.load(filename)
-    found = list(_layers(model))
-    for text in () if policy is None else _flaws(policy, model, found):
+    policy = None if _is_empty(filename) else Policy.load(filename)
+    layers = list(_layers(model))
+    for text in () if policy is None else _warnings(policy, model, layers):
         warn_once(text)
     name_layers(model)
-    for tag, index, name, layer in found:
+    for tag, index, name, layer in layers:
         if override_verbose:
             for part in getattr(layer, "operands", (layer,)):
                 part.verbose = verbose
         layer.update_quantization_parameter(index=index)
         for keys in () if policy is None else _keys(policy, tag, index, name):
             layer.update_quantization_parameter(by_index="all", **keys)
-    verbose(f"deployed {filename} on {len(found)} layers")
+    verbose(f"deployed {filename} on {len(layers)} layers")
 
 
-def _is_none(filename: str | Path) -> bool:
-    """Whether no policy is given, as Mesa's programs do by default; warns if so."""
+def _is_empty(filename: str | Path) -> bool:
+    """Return whether `filename` is empty, the default of Mesa's programs; warn if so."""
     if filename == "":
         warn_once("mesa-tune: no policy file is given (''), so Mesa's layers compress nothing.")
     return filename == ""
 
 
-def _flaws(policy: Policy, model: nn.Module, found: Sequence[tuple[str, int, str, Any]]) -> list[str]:
+def _warnings(policy: Policy, model: nn.Module, layers: Sequence[tuple[str, int, str, Any]]) -> list[str]:
     texts = [text for text in policy.warnings if not any(word in text for word in _TRIGGERED)]
-    if not found:
+    if not layers:
         what = f"{policy.source}: {type(model).__name__} has no layer of Mesa's"
         return [*texts, f"{what}: convert_by_num_groups makes them"]
-    return [*texts, *policy.unmatched([(tag, index, name) for tag, index, name, _ in found])]
+    return [*texts, *policy.unmatched([(tag, index, name) for tag, index, name, _ in layers])]
 
 
 def _keys(policy: Policy, tag: str, index: int, name: str) -> Iterator[dict[str, Any]]:
-    """What to set, rule by rule: a rule of Mesa's leaves alone what it does not name."""
+    """Yield the attributes to set, by rule. A rule of a Mesa file leaves all other attributes as they are."""
     rules = [rule for rule in policy.rules if rule.tag == tag and rule.binds(index, name)]
     if policy.is_mesa:
         yield from (dict(rule.keys) for rule in rules)
     elif rules:
         settings = policy.settings(tag, index, name)
-        given = {key: getattr(settings, key) for key in KEYS if getattr(settings, key) is not None}
-        yield given if settings.enable else {"enable": False}
+        keys = {key: getattr(settings, key) for key in KEYS if getattr(settings, key) is not None}
+        yield keys if settings.enable else {"enable": False}
 
 
 def read_policy(
     filename: str | Path, section: str = "init", debug: bool = False, verbose: Print = print
 ) -> Policies:
-    """The rules of a section as Mesa gives them, for `deploy_on_epoch`: text by key.
+    """Return the rules of a section for `deploy_on_epoch`, as Mesa does: one dict per rule, values as text.
 
-    The first item holds the `trigger` (the numbers behind `on <section>:`) and the section's name. Empty if
-    there is no such section, or no file is given (`""`). Raises PolicyError if the file cannot be read.
+    The first item has the `trigger` (the numbers after `on <section>:`) and the section's name. The list is
+    empty if there is no such section or `filename` is `""`.
+
+    Raises:
+        PolicyError: the file cannot be read.
     """
     policies: Policies = []
     inside = False
-    for key, value in () if _is_none(filename) else _lines(read_text(Path(filename)), str(filename)):
+    for key, value in () if _is_empty(filename) else _lines(read_text(Path(filename)), str(filename)):
         words = key.split()
         if debug:
             verbose(f"{key}: {value}")
@@ -189,10 +206,11 @@ def deploy_on_epoch(
     optimizer: Optimizer | None = None,
     verbose: Print = print,
 ) -> None:
-    """Sets attributes as `policies` (of `read_policy`) say, if `epoch` is among the section's triggers.
+    """Set attributes by `policies` (from `read_policy`), if `epoch` is among the section's triggers.
 
-    Rules of a section that is a tag bind layers of that tag alone; those of `on epoch: 0 10` bind every tag.
-    `optimizer` is there for Mesa's signature: no range is learned, so no momentum has to be reset.
+    Rules of a section named after a tag apply to layers of that tag only; rules of `on epoch: 0 10` apply to
+    every tag. `optimizer` is unused: in Mesa it resets the momentum of learned ranges, and none is learned
+    here.
     """
     if not policies:
         return
@@ -215,5 +233,5 @@ def deploy_on_iteration(
     optimizer: Optimizer | None = None,
     verbose: Print = print,
 ) -> None:
-    """`deploy_on_epoch` for the sections that count iterations."""
+    """Call `deploy_on_epoch` for a section that counts iterations."""
     deploy_on_epoch(model, policies, iteration, optimizer, verbose)

@@ -1,1 +1,1 @@
-"""ActNN's compiled modules by their names, over PyTorch's functions and our quantizer."""
+"""ActNN's compiled modules by name, built on PyTorch's functions and mesa-tune's quantizer."""

@@ -1,6 +1,6 @@
-"""ActNN's doors to PyTorch's backward functions, with the arguments that cuDNN's have: on any device.
+"""ActNN's names of PyTorch's convolution backward functions, with cuDNN's arguments; they run on any device.
 
-`benchmark`, `deterministic` and `allow_tf32` are cuDNN's; PyTorch chooses them by `torch.backends`.
+`benchmark`, `deterministic` and `allow_tf32` are ignored: PyTorch chooses them by `torch.backends`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mesa_tune.compat.missing import unsupported
 
-Pair = tuple[Tensor | None, Tensor | None]
+GradientPair = tuple[Tensor | None, Tensor | None]
 
 
 def cudnn_convolution_backward(
@@ -25,8 +25,8 @@ def cudnn_convolution_backward(
     deterministic: bool,
     allow_tf32: bool,
     output_mask: Sequence[bool],
-) -> Pair:
-    """Gradients of a convolution's input and weight, where `output_mask` wants them."""
+) -> GradientPair:
+    """Return gradients of a convolution's input and weight, those that `output_mask` asks for."""
     return _backward(
         input, grad_output, weight, padding, stride, dilation, False, [0] * len(stride), groups, output_mask
     )
@@ -45,8 +45,8 @@ def cudnn_convolution_transpose_backward(
     deterministic: bool,
     allow_tf32: bool,
     output_mask: Sequence[bool],
-) -> Pair:
-    """Gradients of a transposed convolution's input and weight, where `output_mask` wants them."""
+) -> GradientPair:
+    """Return gradients of a transposed convolution's input and weight, those that `output_mask` asks for."""
     return _backward(
         input, grad_output, weight, padding, stride, dilation, True, output_padding, groups, output_mask
     )
@@ -63,8 +63,8 @@ def _backward(
     output_padding: Sequence[int],
     groups: int,
     output_mask: Sequence[bool],
-) -> Pair:
-    found = torch.ops.aten.convolution_backward(
+) -> GradientPair:
+    gradients = torch.ops.aten.convolution_backward(
         grad_output,
         input,
         weight,
@@ -77,7 +77,7 @@ def _backward(
         groups,
         [*output_mask, False],
     )
-    return found[0], found[1]
+    return gradients[0], gradients[1]
 
 
 __getattr__ = unsupported(

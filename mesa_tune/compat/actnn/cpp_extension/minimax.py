@@ -4,5 +4,5 @@ from torch import Tensor
 
 
 def minimax(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and largest element of each row of `data`."""
+    """Return the smallest and the largest element of each row of `data`."""
     return data.amin(1), data.amax(1)

@@ -1,4 +1,4 @@
-"""ActNN's kernels by their names: what stores bits of masks, and its packing of one width."""
+"""ActNN's kernels by name: functions that save masks, and packing with one number of bits for all samples."""
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,11 @@ def act_quantized_max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor:
-    """`F.max_pool2d`; saves the place of each maximum in its window. Raises ValueError for indices."""
+    """`F.max_pool2d`; saves the position of each maximum in its window.
+
+    Raises:
+        ValueError: `return_indices` is true.
+    """
     if return_indices:
         raise ValueError("`return_indices` must be False: call F.max_pool2d for indices")
     with StandingAlone(_BITS, "act_quantized_max_pool2d"):
@@ -44,9 +48,9 @@ def act_quantized_max_pool2d(
 def pack_single_precision(
     data: Tensor, min: Tensor, max: Tensor, bits: int, stochastic: bool
 ) -> tuple[Tensor, Tensor]:
-    """Packed levels of `data` (samples, groups, elements) between `min` and `max` (samples, groups, 1).
+    """Quantize `data` (samples, groups, elements) between `min` and `max` (samples, groups, 1).
 
-    Returns uint8 bit planes, and the scale: levels per unit, as in ActNN.
+    Returns uint8 bit planes, and the scale in levels per unit, as in ActNN.
     """
     if not 1 <= bits <= 8:
         raise ValueError(f"`1 <= bits <= 8` must hold, but got bits={bits}")
@@ -60,9 +64,9 @@ def pack_single_precision(
 def unpack_single_precision(
     data: Tensor, bits: int, scale: Tensor, min: Tensor, samples: int, groups: int, group_size: int
 ) -> Tensor:
-    """What `pack_single_precision` has packed, float32 of shape (samples, groups, group_size)."""
+    """Decode `pack_single_precision`: float32 of shape (samples, groups, group_size)."""
     ranges = torch.stack([min.flatten().float(), 1 / scale.flatten().float()], 1)
-    ranges = torch.where(scale.view(-1, 1).isnan(), torch.nan, ranges)  # nothing of it is finite
+    ranges = torch.where(scale.view(-1, 1).isnan(), torch.nan, ranges)  # no element of the group is finite
     shape = (samples, groups, group_size)
     decoded: Tensor = torch.ops.mesa_tune.dequantize.default(
         data, ranges, shape, torch.float32, bits, 2**bits, group_size, 0
