@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
-from mesa_tune.profiler.profile import NOTHING, Profile
-from mesa_tune.profiler.timeline import Kept, SizedTimeline
+from mesa_tune.profiler.profile import NO_DERIVATIONS, Profile
+from mesa_tune.profiler.timeline import SavedSpan, SizedTimeline
 from mesa_tune.search.clusters import Cluster, clusters
 
 Floats = NDArray[np.float64]
@@ -158,7 +158,7 @@ class _Parts:
         self.scale = sized.batch_size / profile.batch_size
         self.links: list[Link] = []
         self.linked: set[int] = set()
-        self.owned: dict[int, list[tuple[Kept, int]]] = {}
+        self.owned: dict[int, list[tuple[SavedSpan, int]]] = {}
         self.slots: dict[int, list[int]] = {}
         self.base = np.full(len(profile.timeline.slots), sized.static, dtype=np.int64)
         self.base_saved = 0
@@ -167,10 +167,10 @@ class _Parts:
                 self.slots.setdefault(unit_of[slot.layer], []).append(place)
             else:
                 self.base[place] += sized.exact[place]
-        for item, size in zip(sized.kept, sized.sizes, strict=True):
+        for item, size in zip(sized.spans, sized.sizes, strict=True):
             self._deal(item, size, unit_of)
 
-    def _deal(self, item: Kept, size: int, unit_of: Mapping[str, int]) -> None:
+    def _deal(self, item: SavedSpan, size: int, unit_of: Mapping[str, int]) -> None:
         units = tuple(sorted({unit_of[name] for name in item.layers if name in unit_of}))
         fixed = (name not in unit_of or name in self.sized.small for name in item.layers)
         always = item.kind == "plain" and any(fixed)
@@ -184,7 +184,7 @@ class _Parts:
             self.base += self._over(item, size)
             self.base_saved += size if self.sized.is_saved(item) else 0
 
-    def _over(self, item: Kept, size: int) -> NDArray[np.int64]:
+    def _over(self, item: SavedSpan, size: int) -> NDArray[np.int64]:
         live = np.zeros_like(self.base)
         live[item.first : item.last + 1] = size
         return live
@@ -250,12 +250,12 @@ class _Parts:
     ) -> Choice:
         assignment = dict(cluster.assignment) if cluster else {}
         assignment |= {layer.name: settings for layer in layers}
-        active, linked = (cluster.active, cluster.linked) if cluster else (NOTHING, frozenset[str]())
+        active, linked = (cluster.active, cluster.linked) if cluster else (NO_DERIVATIONS, frozenset[str]())
         used = self.sized.compressed(assignment)
         live = np.zeros_like(self.base)
         saved = 0
         for item, size in self.owned.get(number, []):
-            count = self.sized.kept_bytes(item, size, used)
+            count = self.sized.span_bytes(item, size, used)
             live[item.first : item.last + 1] += count
             saved += count if self.sized.is_saved(item) else 0
         for place in self.slots.get(number, []):
