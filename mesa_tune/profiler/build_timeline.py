@@ -1,4 +1,4 @@
-"""Builds a `Timeline` from traced steps: which bytes are saved from when to when, under any policy.
+"""Build a `Timeline` from traced steps: which bytes are saved from when to when, under any policy.
 
 What is hard: no step is traced under the policy itself. A plain and a compressed step are, each at two batch
 sizes. The compressed one shows how long tensors live that are not saved, and what encoding and decoding add.
@@ -45,11 +45,6 @@ class _TracedSpan:
     sources: tuple[str, ...] = ()
     extents: tuple[int, ...] = ()
     whole: int = 0
-
-    @property
-    def is_stored_when_derived(self) -> bool:
-        """Whether it is stored in a step whose layers derive everything they can."""
-        return not self.sources or any(layer in self.sources for layer in self.layers)
 
 
 def build_timeline(large: TracedSteps, small: TracedSteps, hooked: tuple[str, ...]) -> Timeline:
@@ -103,7 +98,7 @@ def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace
     plain, derived = _aligned(steps.plain, steps.packed), _aligned(steps.derived, steps.packed)
     stored = [span for span in spans if span.kind != "plain"]
     in_plain = [span for span in spans if span.kind in ("plain", "always")]
-    in_derived = [span for span in stored if span.is_stored_when_derived]
+    in_derived = [span for span in stored if not span.sources or set(span.layers) & set(span.sources)]
     exact_bytes = _summed(in_plain, len(packed), lambda span: span.size)
     packed_bytes = _summed(stored, len(packed), lambda span: span.traced_bytes)
     derived_bytes = _summed(in_derived, len(packed), lambda span: span.traced_bytes)
@@ -249,15 +244,10 @@ def _compressed_only(steps: TracedSteps, counterparts: Mapping[int, int]) -> Ite
     packed = steps.packed
     explained = {*counterparts.values(), *packed.side}
     for number, lifetime in packed.lifetimes.items():
-        layer = packed.slots[_birth_slot(packed, number)].layer
-        if (
-            packed.is_saved(number)
-            and number not in explained
-            and packed.stays_whole(number)
-            and layer is not None
-        ):
-            slots = _alive(packed, number)
-            yield _TracedSpan("side", (layer,), lifetime.bytes, 1, slots, lifetime.bytes)
+        if number not in explained and packed.is_saved(number) and packed.stays_whole(number):
+            layer, slots = packed.slots[_birth_slot(packed, number)].layer, _alive(packed, number)
+            if layer is not None:
+                yield _TracedSpan("side", (layer,), lifetime.bytes, 1, slots, lifetime.bytes)
 
 
 def _alive(trace: StepTrace, number: int) -> tuple[int, int]:

@@ -112,7 +112,7 @@ def _over_exact(recipe: Recipe) -> Recipe:
 
 @dataclass(frozen=True)
 class Reach:
-    """The tensors of `layers` (a group of sharers), while `takers` derive from tensors of `sources`."""
+    """The layers that one rounding reaches: `layers` (sharers) store, `takers` derive from `sources`."""
 
     layers: tuple[str, ...]
     takers: tuple[str, ...]
@@ -125,7 +125,10 @@ class DerivableStep:
     def __init__(
         self, replays: Mapping[str, Sequence[Replay]], derived: Mapping[TensorKey, DerivedTensor]
     ) -> None:
-        self.replays = {name: sorted(calls, key=_forward_order) for name, calls in replays.items()}
+        self.replays = {
+            name: sorted(calls, key=lambda call: int(call.node._sequence_nr()))  # in the order of the forward
+            for name, calls in replays.items()
+        }
         self.derived = {key: tensor for key, tensor in derived.items() if self._is_derivable(key, tensor)}
 
     def reaches(self, groups: Iterable[tuple[str, ...]]) -> Iterator[Reach]:
@@ -205,7 +208,3 @@ class _DerivingCall(RecordedCall):
         self.lossy[position] = self.derived[position].value(read)
         draw.decode_ms += 1e3 * (time.perf_counter() - start)
         return 0.0, 0.0
-
-
-def _forward_order(replay: Replay) -> int:
-    return int(replay.node._sequence_nr())

@@ -86,14 +86,14 @@ class Option:
 
 
 class HasOptions:
-    """Base of dataclasses with `options`: finds the option nearest to given settings."""
+    """Base of dataclasses with `options`: find the option nearest to some settings."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     options: tuple[Option, ...]
 
     @cached_property
     def positions(self) -> dict[LayerSettings, int]:
-        """Position of the option with each settings."""
+        """Position of each option, by its settings."""
         return {option.settings: position for position, option in enumerate(self.options)}
 
     def nearest(self, settings: LayerSettings) -> int | None:

@@ -167,8 +167,9 @@ class Sensitivity:
             together: Difference = {}
             for total in totals:
                 add(together, total)
+            joint = squared_norm(*together.values())
             for draw in draws.values():
-                draw.joint = squared_norm(*together.values())
+                draw.joint = joint
         return draws
 
     def _measure(

@@ -1,4 +1,4 @@
-"""Measures the gradient error of a policy on a workload: ‖ĝ − g‖² / ‖g‖² over all trained parameters.
+"""Measure the gradient error of a policy on a workload: ‖ĝ − g‖² / ‖g‖² over all trained parameters.
 
 What is hard: differences must come from the policy alone. The exact and the compressed gradient need the same
 batch, dropout masks and buffers; two policies need the same batches and rounding seeds. So a measurement is

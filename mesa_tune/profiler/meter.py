@@ -143,7 +143,11 @@ def measure_step(
         saved_bytes = 0
         for loss in step_phases(model, batch, loss_fn, optimizer):
             saved_bytes = meter.live_since(0, without=[*static, *model.buffers(), loss])
-        peak = _peak(device) - foreign if is_cuda else older + meter.high_water
+        if is_cuda:
+            torch.cuda.synchronize(device)
+            peak = torch.cuda.max_memory_allocated(device) - foreign
+        else:
+            peak = older + meter.high_water
     return StepMemory(bytes_of(static), saved_bytes, peak)
 
 
@@ -227,8 +231,3 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return []
-
-
-def _peak(device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)

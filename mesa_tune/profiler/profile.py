@@ -123,7 +123,11 @@ class Profile:
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
         """Return what `predict` does, for settings by layer name; a layer without settings stores exactly."""
-        assignment = {name: self._possible(settings) for name, settings in assignment.items()}
+        if self.device == "cpu":  # has nowhere to offload to
+            assignment = {
+                name: EXACT if settings.store == "offload" else settings
+                for name, settings in assignment.items()
+            }
         sized = self.timeline.at(batch_size or self.batch_size)
         return Prediction(
             sized.saved_bytes(assignment),
@@ -131,10 +135,6 @@ class Profile:
             self.gradient_error(assignment),
             self.predicted_ms(assignment) * sized.batch_size / self.batch_size,
         )
-
-    def _possible(self, settings: LayerSettings) -> LayerSettings:
-        """Return the settings in effect on the profiled device: a CPU has nowhere to offload to."""
-        return EXACT if self.device == "cpu" and settings.store == "offload" else settings
 
     def assignment(self, policy: SettingsSource) -> dict[str, LayerSettings]:
         """Return the settings that `policy` gives each layer, by name."""
@@ -155,7 +155,7 @@ class Profile:
                 continue
             derivation = active.by_layer.get(layer.name)
             if derivation is not None:
-                error = self._stored_error(derivation, settings)
+                error = 0.0 if settings.store == "offload" else derivation.error(stored_as(settings))
             else:
                 error = self.layer_error(layer, settings)
             if error is None:
@@ -176,9 +176,6 @@ class Profile:
         sharers = {name for derivation in active for name in derivation.layers[1:]}
         by_layer = {derivation.layers[0]: derivation for derivation in active}
         return ActiveDerivations(by_layer, frozenset(sharers | (takers - stored)))
-
-    def _stored_error(self, derivation: Derivation, settings: LayerSettings) -> float | None:
-        return 0.0 if settings.store == "offload" else derivation.error(stored_as(settings))
 
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
         """Return the gradient error of one layer alone, scaled from the nearest option if not measured."""

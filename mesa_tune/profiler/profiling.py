@@ -1,4 +1,4 @@
-"""`mt.profile`: runs the measurements of a profile, and saves the profile between them.
+"""`mt.profile`: run the measurements of a profile, and save the profile between them.
 
 What is hard: profiling takes minutes and changes the model. So a partial profile can be resumed, a batch that
 does not fit in memory is halved, and the model, its optimizer and the random generators are restored.
@@ -6,7 +6,6 @@ does not fit in memory is halved, and the model, its optimizer and the random ge
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import sys
@@ -39,7 +38,7 @@ from mesa_tune.workload.checkpoints import without_checkpoints
 from mesa_tune.workload.clock import median_ms
 from mesa_tune.workload.preserve import preserved
 from mesa_tune.workload.session import RawConversion, session
-from mesa_tune.workload.user_code import is_out_of_memory, located, seeded
+from mesa_tune.workload.user_code import located, seeded
 from mesa_tune.workload.workload import Workload
 
 SAVE_EVERY_S = 10.0
@@ -92,27 +91,15 @@ class _Profiling:
         """Return the profile at the wanted batch size, halved until memory suffices for every measurement."""
         self.wanted_batch_size = self.workload.batch_size
         while True:
-            profile = self._unless_out_of_memory()
+            profile = unless_out_of_memory(self._profiled)
             if profile is not None:
                 return profile
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            self.workload = self.workload.with_batch_size(self.workload.batch_size // 2)
-
-    def _unless_out_of_memory(self) -> Profile | None:
-        try:
-            return self._profiled()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
             if self.workload.batch_size == 1:
                 raise RunError(
                     f"out of memory on {self.workload.device} at batch size 1: not even one sample fits\n"
                     "use a machine with more memory or a smaller model; `--fast` needs no less"
-                ) from error
-        # Outside the handler: the error refers to frames, and these to tensors.
-        return None
+                ) from MemoryError()
+            self.workload = self.workload.with_batch_size(self.workload.batch_size // 2)
 
     def _profiled(self) -> Profile:
         # Tracing takes real optimizer steps; errors are measured on the restored model.

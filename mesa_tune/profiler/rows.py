@@ -1,4 +1,4 @@
-"""Makes the rows of a profile: which layers save which tensors, share them, and in how many bytes.
+"""Make the rows of a profile: which layers save which tensors, share them, and in how many bytes.
 
 What is hard: a layer saves other tensors in the plain step than in the compressed one, and shares them with
 other layers.

@@ -1,4 +1,4 @@
-"""Traces one training step from outside: when each storage is born and dies, and which call saves it.
+"""Trace one training step from outside: when each storage is born and dies, and which call saves it.
 
 What is hard: to predict another policy, tensors of the plain step must be found again in a compressed one,
 where they have other storages and die earlier. Both steps run the same model code, and so make the same torch
@@ -129,8 +129,6 @@ class Tracer:
             elif how.coded:
                 source = self._viewed(layer, how, tensor)
                 self._coded(key, how, stored, source)
-                if isinstance(tensor, Tensor):
-                    self._encoded(layer, tensor)
             else:
                 saved_exactly += stored
         for tensor in saved_exactly:
@@ -166,6 +164,8 @@ class Tracer:
         """Record the size of a tensor that a call stores in parts; return the storage that it views."""
         call, elements = self._call(layer), prod(meta.shape)
         self.trace.extents[call] = max(elements, self.trace.extents.get(call, 0))
+        if isinstance(tensor, Tensor) and (encoded := self._number(tensor)) is not None:
+            self.trace.encoded.add((encoded, layer))
         if isinstance(tensor, Mapped) and tensor.kind == "definite":
             tensor = tensor.source
         if not isinstance(tensor, Tensor) or (call[1] >= 0 and self._is_small_view(tensor)):
@@ -193,11 +193,6 @@ class Tracer:
         self.trace.first_parts[key] = numbers[0]
         if key[0] not in item.layers:
             item.layers.append(key[0])
-
-    def _encoded(self, layer: str, tensor: Tensor) -> None:
-        number = self._number(tensor)
-        if number is not None:
-            self.trace.encoded.add((number, layer))
 
     def _number(self, tensor: Tensor) -> int | None:
         return None if self.is_static(tensor) else self.recorder.number(tensor.untyped_storage())

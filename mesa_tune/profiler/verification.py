@@ -1,4 +1,4 @@
-"""`verify`: measures real training steps under a policy and plain ones, to compare with the prediction.
+"""`verify`: measure real training steps under a policy and plain ones, to compare with the prediction.
 
 What is hard: a machine's speed drifts, so the two kinds of steps are timed in turn; and where the plain step
 does not fit in memory, everything that does not depend on it must still be measured.
