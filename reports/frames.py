@@ -13,7 +13,7 @@ import pandas as pd
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.profile import Prediction, Profile
-from mesa_tune.profiler.timeline import Assignment, Kept, SizedTimeline
+from mesa_tune.profiler.timeline import Assignment, SavedSpan, SizedTimeline
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.verification import Verification
@@ -96,14 +96,14 @@ def saved_by_layer(sized: SizedTimeline, assignment: Assignment) -> dict[str, in
     used = sized.compressed(assignment)
     saved: dict[str, int] = {}
     plain = [item.layers for item in sized.timeline.kept if item.kind == "plain" and item.layers]
-    for item, size in zip(sized.kept, sized.sizes, strict=True):
+    for item, size in zip(sized.spans, sized.sizes, strict=True):
         if sized.is_saved(item):
             owner = _owner(item, plain)
-            saved[owner] = saved.get(owner, 0) + sized.kept_bytes(item, size, used)
+            saved[owner] = saved.get(owner, 0) + sized.span_bytes(item, size, used)
     return saved
 
 
-def _owner(item: Kept, plain: Sequence[tuple[str, ...]]) -> str:
+def _owner(item: SavedSpan, plain: Sequence[tuple[str, ...]]) -> str:
     """Return the first layer that saves the plain tensor of `item`: a packed copy has the tensor's owner."""
     if not item.layers:
         return NO_LAYER
@@ -127,8 +127,8 @@ def mean_bits(profile: Profile, assignment: Assignment) -> float:
     sized = profile.timeline.at(profile.batch_size)
     used = sized.compressed(assignment)
     packed = [
-        (size, sized.kept_bytes(item, size, used))
-        for item, size in zip(sized.kept, sized.sizes, strict=True)
+        (size, sized.span_bytes(item, size, used))
+        for item, size in zip(sized.spans, sized.sizes, strict=True)
         if size > profile.timeline.min_elements and _is_packed(item, sized, used)
     ]
     elements = sum(size for size, _ in packed)
@@ -240,7 +240,7 @@ def _settings_columns(
 
 def _encoded_layers(sized: SizedTimeline) -> set[str]:
     """Return the layers whose settings change what they store."""
-    pairs = zip(sized.kept, sized.sizes, strict=True)
+    pairs = zip(sized.spans, sized.sizes, strict=True)
     threshold = {"coded": sized.timeline.min_elements, "side": 0}
     return {
         name
@@ -265,7 +265,7 @@ def _with_unowned(frame: pd.DataFrame, columns: Mapping[str, Mapping[str, int]])
     return pd.concat([frame, pd.DataFrame([row])], ignore_index=True)
 
 
-def _is_packed(item: Kept, sized: SizedTimeline, used: Assignment) -> bool:
+def _is_packed(item: SavedSpan, sized: SizedTimeline, used: Assignment) -> bool:
     return item.kind == "coded" and sized.is_saved(item) and any(layer in used for layer in item.layers)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.profile import Active, Profile
+from mesa_tune.profiler.profile import ActiveDerivations, Profile
 from mesa_tune.profiler.timeline import SizedTimeline
 
 
@@ -26,7 +26,7 @@ class Cluster:
     units: tuple[int, ...]
     takers: frozenset[int]
     assignment: Mapping[str, LayerSettings]
-    active: Active
+    active: ActiveDerivations
     linked: frozenset[str]
 
     @staticmethod

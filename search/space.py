@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
-from mesa_tune.profiler.profile import NOTHING, Profile
-from mesa_tune.profiler.timeline import Kept, SizedTimeline
+from mesa_tune.profiler.profile import NO_DERIVATIONS, Profile
+from mesa_tune.profiler.timeline import SavedSpan, SizedTimeline
 from mesa_tune.search.clusters import Cluster, clusters
 
 Floats = NDArray[np.float64]
@@ -160,7 +160,7 @@ class _Builder:
         self.scale = sized.batch_size / profile.batch_size
         self.links: list[Link] = []
         self.linked: set[int] = set()
-        self.owned: dict[int, list[tuple[Kept, int]]] = {}
+        self.owned: dict[int, list[tuple[SavedSpan, int]]] = {}
         self.slots: dict[int, list[int]] = {}
         self.base = np.full(len(profile.timeline.slots), sized.static, dtype=np.int64)
         self.base_saved = 0
@@ -169,10 +169,10 @@ class _Builder:
                 self.slots.setdefault(unit_of[slot.layer], []).append(index)
             else:
                 self.base[index] += sized.exact[index]
-        for item, size in zip(sized.kept, sized.sizes, strict=True):
+        for item, size in zip(sized.spans, sized.sizes, strict=True):
             self._assign(item, size, unit_of)
 
-    def _assign(self, item: Kept, size: int, unit_of: Mapping[str, int]) -> None:
+    def _assign(self, item: SavedSpan, size: int, unit_of: Mapping[str, int]) -> None:
         units = tuple(sorted({unit_of[name] for name in item.layers if name in unit_of}))
         fixed = (name not in unit_of or name in self.sized.small for name in item.layers)
         always = item.kind == "plain" and any(fixed)
@@ -186,7 +186,7 @@ class _Builder:
             self.base += self._live(item, size)
             self.base_saved += size if self.sized.is_saved(item) else 0
 
-    def _live(self, item: Kept, size: int) -> NDArray[np.int64]:
+    def _live(self, item: SavedSpan, size: int) -> NDArray[np.int64]:
         live = np.zeros_like(self.base)
         live[item.first : item.last + 1] = size
         return live
@@ -249,12 +249,12 @@ class _Builder:
     ) -> Choice:
         assignment = dict(cluster.assignment) if cluster else {}
         assignment |= {layer.name: settings for layer in layers}
-        active, linked = (cluster.active, cluster.linked) if cluster else (NOTHING, frozenset[str]())
+        active, linked = (cluster.active, cluster.linked) if cluster else (NO_DERIVATIONS, frozenset[str]())
         used = self.sized.compressed(assignment)
         live = np.zeros_like(self.base)
         saved = 0
         for item, size in self.owned.get(number, []):
-            count = self.sized.kept_bytes(item, size, used)
+            count = self.sized.span_bytes(item, size, used)
             live[item.first : item.last + 1] += count
             saved += count if self.sized.is_saved(item) else 0
         for slot in self.slots.get(number, []):

@@ -17,7 +17,7 @@ import numpy as np
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry, Option, TensorEntry, Tie
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.timeline import Kept, Pair, Slot, Timeline, settings_bytes
+from mesa_tune.profiler.timeline import SavedSpan, SizePair, Slot, Timeline, settings_bytes
 
 GRID = tuple(
     LayerSettings(level=1 << bits, group_size=group)
@@ -104,7 +104,7 @@ def _keepers(layers: Iterable[_Layer]) -> dict[str, list[_Layer]]:
 def _timeline(layers: list[_Layer], batch_size: int) -> Timeline:
     sizes = (batch_size, batch_size // 2)
 
-    def pair(count: Callable[[int], int]) -> Pair:
+    def pair(count: Callable[[int], int]) -> SizePair:
         return count(sizes[0]), count(sizes[1])
 
     def slot(layer: _Layer, phase: str) -> Slot:
@@ -121,16 +121,16 @@ def _timeline(layers: list[_Layer], batch_size: int) -> Timeline:
     slots = [slot(layer, "forward") for layer in layers]
     slots += [slot(layer, "backward") for layer in reversed(layers)]
     slots.append(Slot(None, "step", (50_000, 50_000), (50_000, 50_000)))
-    kept = [Kept("always", (), (64, 64), 1, len(layers) - 1, len(layers))]
+    kept = [SavedSpan("always", (), (64, 64), 1, len(layers) - 1, len(layers))]
     for keepers in _keepers(layers).values():
         names = tuple(layer.name for layer in keepers)
         first, end = order[names[0]], last - 1 - order[names[0]]
         count = pair(lambda batch, layer=keepers[0]: _elements(layer, batch))  # type: ignore[misc]
-        kept.append(Kept("plain", names, (ITEM * count[0], ITEM * count[1]), 1, first, end))
+        kept.append(SavedSpan("plain", names, (ITEM * count[0], ITEM * count[1]), 1, first, end))
         coded = tuple(layer.name for layer in keepers if layer.tag != "relu")
-        kept.append(Kept("coded", coded, count, ITEM, order[coded[0]], last - 1 - order[coded[0]]))
+        kept.append(SavedSpan("coded", coded, count, ITEM, order[coded[0]], last - 1 - order[coded[0]]))
         if coded != names:
-            kept.append(Kept("side", names[:1], (count[0] // 8, count[1] // 8), 1, first, end))
+            kept.append(SavedSpan("side", names[:1], (count[0] // 8, count[1] // 8), 1, first, end))
     return Timeline(sizes, (300_000, 280_000), tuple(slots), tuple(kept), hooked=("sin.0",))
 
 

@@ -1,1 +1,1 @@
-"""What a training step keeps, for how long, and what each way of storing it would do: measured."""
+"""Measure what a training step saves, for how long, and what each option to store it costs."""

@@ -1,9 +1,11 @@
-"""What `store: derive` does to the gradient: layers that compute with outputs made again from packed tensors.
+"""Gradient error of `store: derive`: layers whose saved tensors are computed again from packed ones.
 
 A consumer's noise is then its producer's: one rounded tensor reaches the producer's own backward and, through
-γ x̂ + β or f(x), those of all that derive from it. So a price belongs to what is *stored*, and counts all
-backwards that it reaches. What is hard is to find, in the exact recorded step, of which kept tensors each
-output can be made: a step that really derives tells it, by layer, call and place.
+γ x̂ + β or f(x), those of all layers that derive from it. So a price belongs to what is *stored*, and counts
+all backwards that it reaches.
+
+What is hard: the exact, recorded step does not show from which saved tensors each output can be derived.
+A second step that does derive shows it, by layer, call and position.
 """
 
 from __future__ import annotations
@@ -20,37 +22,37 @@ from mesa_tune.engine.observer import Replay
 from mesa_tune.engine.rematerialize import Recipe, rebuilt, take
 from mesa_tune.engine.storage import Packing, as_is
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.recorded import Cache, Draw, RecordedCall, cached_copy
-from mesa_tune.profiler.step_trace import Place
-from mesa_tune.profiler.trace import Turns
+from mesa_tune.profiler.recorded import CopyCache, Draw, RecordedCall, cached_copy
+from mesa_tune.profiler.step_trace import CallKey, TensorKey
+from mesa_tune.profiler.trace import CallCounter
 
 
-class Made(NamedTuple):
-    """A kept tensor that is made again: its recipe, from kept tensors (by place) and others, as they are."""
+class DerivedTensor(NamedTuple):
+    """A derived tensor: its recipe, and the inputs of the recipe (packed ones by key, others as they are)."""
 
     recipe: Recipe
-    leaves: tuple[Place | Tensor, ...]
+    inputs: tuple[TensorKey | Tensor, ...]
 
-    def value(self, read: Callable[[Place], Tensor]) -> Tensor:
-        """The tensor, of the kept ones that `read` gives."""
-        tensors = [leaf if isinstance(leaf, Tensor) else read(leaf) for leaf in self.leaves]
+    def value(self, read: Callable[[TensorKey], Tensor]) -> Tensor:
+        """Return the tensor, computed from the saved tensors that `read` returns."""
+        tensors = [item if isinstance(item, Tensor) else read(item) for item in self.inputs]
         return rebuilt(self.recipe, tensors)
 
     @property
-    def places(self) -> list[Place]:
-        """The kept tensors that it takes."""
-        return [leaf for leaf in self.leaves if not isinstance(leaf, Tensor)]
+    def source_keys(self) -> list[TensorKey]:
+        """The saved tensors among the inputs."""
+        return [item for item in self.inputs if not isinstance(item, Tensor)]
 
 
-class Links:
-    """Observer of a step that derives: which kept tensors are made again, and of what."""
+class DerivationObserver:
+    """Observer of a step that derives: finds the derived tensors, and from which saved ones they come."""
 
     wants_tensors = False
 
     def __init__(self) -> None:
-        self.turns = Turns()
-        self.known: dict[int, tuple[Place, Tensor]] = {}
-        self.made: dict[Place, Made] = {}
+        self.saving_calls = CallCounter()
+        self.packed: dict[int, tuple[TensorKey, Tensor]] = {}
+        self.derived: dict[TensorKey, DerivedTensor] = {}
 
     def begin(self, layer: str | None, given: Any) -> None: ...
 
@@ -74,133 +76,133 @@ class Links:
         exact: list[Tensor],
         row: int,
     ) -> None:
-        for place, packing, stored in zip(self.turns.places(layer, len(how)), how, parts, strict=True):
+        for key, packing, stored in zip(self.saving_calls.keys(layer, len(how)), how, parts, strict=True):
             if isinstance(packing, Recipe):
-                leaves = tuple(self._leaves(packing, list(stored)))
-                if any(not isinstance(leaf, Tensor) for leaf in leaves):
-                    self.made[place] = Made(_over_raw(packing), leaves)
+                derived = DerivedTensor(_over_exact(packing), tuple(self._inputs(packing, list(stored))))
+                self.derived.update({key: derived} if derived.source_keys else {})
             elif packing.packed:
-                # Held, as a checkpoint drops what its part saves: an address must not be another's later.
-                self.known.setdefault(stored[0].data_ptr(), (place, stored[0]))
+                # Referenced: a checkpoint frees what its part saves, and the address could be used again.
+                self.packed.setdefault(stored[0].data_ptr(), (key, stored[0]))
 
-    def _leaves(self, recipe: Recipe, tensors: list[Tensor]) -> Iterator[Place | Tensor]:
-        """For each tensor that the recipe takes, in its order: the place of a packed one, or itself."""
-        for each in recipe.saved:
-            parts = take(tensors, each.parts)
-            if isinstance(each, Recipe):
-                yield from self._leaves(each, parts)
+    def _inputs(self, recipe: Recipe, tensors: list[Tensor]) -> Iterator[TensorKey | Tensor]:
+        """Yield for each input of the recipe, in order, the key of a packed tensor or the tensor itself."""
+        for source in recipe.saved:
+            parts = take(tensors, source.parts)
+            if isinstance(source, Recipe):
+                yield from self._inputs(source, parts)
             else:
-                yield self.known[parts[0].data_ptr()][0] if each.packed else parts[0]
+                yield self.packed[parts[0].data_ptr()][0] if source.packed else parts[0]
         yield from take(tensors, recipe.exact + sum(recipe.references))
         for below in recipe.inputs:
-            yield from self._leaves(below, take(tensors, below.parts))
+            yield from self._inputs(below, take(tensors, below.parts))
 
 
-def _over_raw(recipe: Recipe) -> Recipe:
-    """The recipe over kept tensors that are not packed."""
+def _over_exact(recipe: Recipe) -> Recipe:
+    """Return the recipe for saved tensors that are not packed."""
     return recipe._replace(
         saved=tuple(
-            _over_raw(how) if isinstance(how, Recipe) else as_is(how.shape, how.dtype) for how in recipe.saved
+            _over_exact(source) if isinstance(source, Recipe) else as_is(source.shape, source.dtype)
+            for source in recipe.saved
         ),
-        inputs=tuple(_over_raw(each) for each in recipe.inputs),
+        inputs=tuple(_over_exact(source) for source in recipe.inputs),
     )
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What is stored by `layers` (a group of sharers) while `takers` derive; `sources`: from whom they do."""
+    """The layers that one rounding reaches: `layers` (sharers) store, `takers` derive from `sources`."""
 
     layers: tuple[str, ...]
     takers: tuple[str, ...]
     sources: tuple[str, ...]
 
 
-class Derivable:
-    """A recorded exact step whose producers keep what they keep for others, and what can be made of that."""
+class DerivableStep:
+    """A recorded exact step whose producers save what others derive from, and what can be derived."""
 
-    def __init__(self, replays: Mapping[str, Sequence[Replay]], made: Mapping[Place, Made]) -> None:
-        self.replays = {name: sorted(each, key=_forward_order) for name, each in replays.items()}
-        self.made = {place: one for place, one in made.items() if self._is_new(place, one)}
+    def __init__(
+        self, replays: Mapping[str, Sequence[Replay]], derived: Mapping[TensorKey, DerivedTensor]
+    ) -> None:
+        self.replays = {
+            name: sorted(calls, key=lambda call: int(call.node._sequence_nr()))  # in the order of the forward
+            for name, calls in replays.items()
+        }
+        self.derived = {key: tensor for key, tensor in derived.items() if self._is_derivable(key, tensor)}
 
     def reaches(self, groups: Iterable[tuple[str, ...]]) -> Iterator[Reach]:
-        """Of all groups of sharers, those that store something which others then derive from, or beside
-        what they derive themselves.
-        """
+        """Yield the groups of sharers that store something and derive, or store what others derive from."""
         for group in groups:
-            found = {place: one for place, one in self.made.items() if self._touches(group, place, one)}
-            if found and any(self._stores(layer) for layer in group):
-                takers = tuple(dict.fromkeys(place[0] for place in found))
-                chains = [one.recipe.layers() for place, one in self.made.items() if place[0] in takers]
-                yield Reach(group, takers, tuple(dict.fromkeys(name for chain in chains for name in chain)))
+            takers = dict.fromkeys(
+                key[0]
+                for key, tensor in self.derived.items()
+                if key[0] in group or any(source[0] in group for source in tensor.source_keys)
+            )
+            if takers and any(self._stores(layer) for layer in group):
+                recipes = [tensor.recipe for key, tensor in self.derived.items() if key[0] in takers]
+                sources = dict.fromkeys(name for recipe in recipes for name in recipe.layers())
+                yield Reach(group, tuple(takers), tuple(sources))
 
     def calls(self, reach: Reach) -> list[RecordedCall]:
-        """The backwards that the rounding of what `reach.layers` store gets into."""
-        names = dict.fromkeys((*reach.layers, *reach.takers))
-        found = [
-            _Linked(self, replay, (name, turn), frozenset(reach.layers))
-            for name in names
-            for turn, replay in enumerate(self.replays.get(name, []))
+        """Return the backwards that the rounding of what `reach.layers` store reaches."""
+        calls = [
+            _DerivingCall(self, replay, (name, index), frozenset(reach.layers))
+            for name in dict.fromkeys((*reach.layers, *reach.takers))
+            for index, replay in enumerate(self.replays.get(name, []))
         ]
-        return [call for call in found if any(call.coded)]
+        return [call for call in calls if any(call.coded)]
 
-    def raw(self, place: Place) -> Tensor:
-        """A kept tensor as it was."""
-        layer, turn, number = place
-        return self.replays[layer][turn].lossy[number]
+    def exact(self, key: TensorKey) -> Tensor:
+        """Return a saved tensor, exact."""
+        layer, index, position = key
+        return self.replays[layer][index].lossy[position]
 
-    def _is_new(self, place: Place, made: Made) -> bool:
-        """False for small tensors, one that its producer keeps itself, and where the steps do not match."""
+    def _is_derivable(self, key: TensorKey, derived: DerivedTensor) -> bool:
+        """Return False for small tensors, those that the producer saves, and where the two steps differ."""
         try:
-            kept, inputs = self.raw(place), [self.raw(leaf) for leaf in made.places]
+            exact, inputs = self.exact(key), [self.exact(source) for source in derived.source_keys]
         except (KeyError, IndexError):
             return False
-        same = any(one.data_ptr() == kept.data_ptr() for one in inputs)
-        return kept.numel() > MIN_ELEMENTS and not same and tuple(kept.shape) == made.recipe.view[0]
-
-    def _touches(self, group: tuple[str, ...], place: Place, made: Made) -> bool:
-        return place[0] in group or any(leaf[0] in group for leaf in made.places)
+        is_input = any(tensor.data_ptr() == exact.data_ptr() for tensor in inputs)
+        return exact.numel() > MIN_ELEMENTS and not is_input and tuple(exact.shape) == derived.recipe.view[0]
 
     def _stores(self, layer: str) -> bool:
         return any(
-            not flag and tensor.numel() > MIN_ELEMENTS and (layer, turn, number) not in self.made
-            for turn, replay in enumerate(self.replays.get(layer, []))
-            for number, (flag, tensor) in enumerate(zip(replay.exact_inputs, replay.lossy, strict=True))
+            not exact and tensor.numel() > MIN_ELEMENTS and (layer, index, position) not in self.derived
+            for index, replay in enumerate(self.replays.get(layer, []))
+            for position, (exact, tensor) in enumerate(zip(replay.exact_inputs, replay.lossy, strict=True))
         )
 
 
-class _Linked(RecordedCall):
-    """One call's backward over tensors of which some are made again."""
+class _DerivingCall(RecordedCall):
+    """The backward of one call some of whose saved tensors are derived."""
 
     def __init__(
-        self, step: Derivable, replay: Replay, call: tuple[str, int], stored: frozenset[str]
+        self, step: DerivableStep, replay: Replay, call: CallKey, stored_layers: frozenset[str]
     ) -> None:
-        self.step, self.stored_layers = step, stored
-        self.made = {place[2]: one for place, one in step.made.items() if place[:2] == call}
+        self.step, self.stored_layers = step, stored_layers
+        self.derived = {key[2]: tensor for key, tensor in step.derived.items() if key[:2] == call}
         coded = [
-            any(leaf[0] in stored for leaf in self.made[number].places)
-            if number in self.made
-            else call[0] in stored and not flag and tensor.numel() > MIN_ELEMENTS
-            for number, (flag, tensor) in enumerate(zip(replay.exact_inputs, replay.lossy, strict=True))
+            any(source[0] in stored_layers for source in self.derived[position].source_keys)
+            if position in self.derived
+            else call[0] in stored_layers and not exact and tensor.numel() > MIN_ELEMENTS
+            for position, (exact, tensor) in enumerate(zip(replay.exact_inputs, replay.lossy, strict=True))
         ]
         super().__init__(replay, coded)
 
-    def _one(self, place: int, spec: Spec, key: Tensor, cache: Cache, draw: Draw) -> tuple[float, float]:
-        if place not in self.made:
-            return super()._one(place, spec, key, cache, draw)
+    def _store_at(
+        self, position: int, spec: Spec, seed: Tensor, cache: CopyCache, draw: Draw
+    ) -> tuple[float, float]:
+        if position not in self.derived:
+            return super()._store_at(position, spec, seed, cache, draw)
 
-        def read(leaf: Place) -> Tensor:
-            layer, turn, number = leaf
-            source = self.step.replays[layer][turn]
-            raw = source.lossy[number]
-            if layer not in self.stored_layers or raw.numel() <= MIN_ELEMENTS:
-                return raw
-            return cached_copy(raw, spec.within(source.row), key, cache).tensor
+        def read(key: TensorKey) -> Tensor:
+            exact = self.step.exact(key)
+            if key[0] not in self.stored_layers or exact.numel() <= MIN_ELEMENTS:
+                return exact
+            row = self.step.replays[key[0]][key[1]].row
+            return cached_copy(exact, spec.within(row), seed, cache).tensor
 
         start = time.perf_counter()
-        self.lossy[place] = self.made[place].value(read)
+        self.lossy[position] = self.derived[position].value(read)
         draw.decode_ms += 1e3 * (time.perf_counter() - start)
         return 0.0, 0.0
-
-
-def _forward_order(replay: Replay) -> int:
-    return int(replay.node._sequence_nr())

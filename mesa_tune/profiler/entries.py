@@ -1,12 +1,15 @@
-"""The rows of a profile: kept tensors, layers, the ways to store them, and which layers go together."""
+"""The rows of a profile: saved tensors, layers, options to store them, and which layers share settings.
+
+What is hard: settings that were not measured take their error from the nearest option.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from mesa_tune.files import typed
 from mesa_tune.policy.settings import LayerSettings
@@ -14,7 +17,7 @@ from mesa_tune.policy.settings import LayerSettings
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor that the plain step keeps for backward; `layers` are all that keep it, the owner first."""
+    """A tensor that the plain step saves for backward; `layers` are all that save it, the owner first."""
 
     id: int
     owner: str
@@ -31,7 +34,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ExactEntry:
-    """Bytes that every policy leaves as PyTorch saves them: by which function of which layer, and why."""
+    """Bytes that every policy leaves exact: which function of which layer saves them, and why they stay."""
 
     function: str
     layer: str
@@ -45,19 +48,19 @@ class ExactEntry:
 
 NO_FORMULA, OUTSIDE = "no formula", "not saved through autograd"
 REACHED_BY_NONE = (NO_FORMULA, OUTSIDE)
-"""Reasons for which bytes stay exact that a new formula could change."""
+"""Reasons to stay exact that a new formula could remove."""
 
 UNLISTED = -1
-"""The index of a layer that no policy can name: nothing that it saves is ever stored in another way."""
+"""Index of a layer that no policy can name: everything that it saves always stays exact."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to store what a layer keeps, and its price.
+    """Settings to store what a layer saves, and their price.
 
-    `bytes`: what the layer then keeps. Errors are relative squares, ‖ĝ − g‖² / ‖g‖² for the gradient; None
-    where unknown. `measured`: by running it, not inferred from another option. Storing exactly is an
-    option, too.
+    `bytes`: what the layer then saves. Errors are relative squares, ‖ĝ − g‖² / ‖g‖² for the gradient; None
+    where unknown. `measured`: True if the error was measured, False if it was inferred from another option.
+    Storing exactly is an option, too.
     """
 
     settings: LayerSettings
@@ -82,56 +85,61 @@ class Option:
         return typed(Option, {**values, "settings": LayerSettings.from_dict(values["settings"])})
 
 
-class Ways:
-    """Something with options: to find the one for some settings."""
+class HasOptions:
+    """Base of dataclasses with `options`: find the option nearest to some settings."""
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     options: tuple[Option, ...]
 
     @cached_property
     def positions(self) -> dict[LayerSettings, int]:
-        """Settings -> position among the options; of several ways to say exact, the one that is there."""
+        """Position of each option, by its settings."""
         return {option.settings: position for position, option in enumerate(self.options)}
 
     def nearest(self, settings: LayerSettings) -> int | None:
-        """Position of the option most like `settings`; None where there is none.
+        """Return the position of the option most similar to `settings`; None if there is none.
 
-        The same settings if they are there; else, among the options that compress and whose error is known
-        (measured ones first), the nearest group size, of two equally near ones the larger, which errs more;
-        then the nearest level. Groups along channels count as the largest group size.
+        If no option has these settings, only options whose error is known count, and measured ones come
+        first. The nearest group size wins (the larger one in a tie, because its error is larger), then the
+        nearest level. Groups along channels count as the largest group size.
         """
         if settings in self.positions:
             return self.positions[settings]
-        known = [
+        candidates = [
             position
             for position, option in enumerate(self.options)
             if option.settings.exact == settings.exact and option.gradient_error is not None
         ]
-        measured = [position for position in known if self.options[position].measured]
+        measured = [position for position in candidates if self.options[position].measured]
         return min(
-            measured or known,
+            measured or candidates,
             key=lambda position: _distance(self.options[position].settings, settings),
             default=None,
         )
 
     def error(self, settings: LayerSettings) -> float | None:
-        """The gradient error, scaled with 1 / (level − 1)² from the nearest option where not tried."""
+        """Return the gradient error, scaled with 1 / (level − 1)² from the nearest option if not measured."""
         position = self.nearest(settings)
         if position is None or (error := self.options[position].gradient_error) is None:
             return None
-        if settings.drop:  # most of the error is what is not there, at any level
+        if settings.drop:  # most of the error comes from the dropped elements, at every level
             return error
-        known = self.options[position].settings.level
-        return error * ((known - 1) / (settings.level - 1)) ** 2
+        level = self.options[position].settings.level
+        return error * ((level - 1) / (settings.level - 1)) ** 2
 
     def ms(self, settings: LayerSettings) -> float:
-        """Milliseconds of encoding and decoding under the nearest option."""
+        """Return the milliseconds of encoding and decoding with the nearest option."""
         position = self.nearest(settings)
         return 0.0 if position is None else self.options[position].ms
 
+    def to_dict(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**values, "options": [option.to_dict() for option in self.options]}
+
 
 @dataclass(frozen=True)
-class LayerEntry(Ways):
-    """A layer and its options. `bytes`: all that it keeps; `own_bytes`: tensors that it owns."""
+class LayerEntry(HasOptions):
+    """A layer and its options. `bytes`: of all tensors that it saves; `own_bytes`: of those that it owns."""
 
     name: str
     tag: str
@@ -143,10 +151,6 @@ class LayerEntry(Ways):
     own_bytes: int
     shared_with: tuple[str, ...]
     options: tuple[Option, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**fields, "options": [option.to_dict() for option in self.options]}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> LayerEntry:
@@ -160,10 +164,10 @@ class LayerEntry(Ways):
 
 @dataclass(frozen=True)
 class Tie:
-    """Layers that share tensors and therefore get one setting.
+    """Layers that share tensors and therefore get the same settings.
 
-    Their gradient error under the option at position p is `joint[p]` times the sum of their own errors
-    there; 1 where `joint` is shorter. Errors of layers that keep the same rounded tensor are not
+    Their gradient error under the option at position p is `joint[p]` times the sum of their own errors, or
+    the sum itself where `joint` is shorter. Errors of layers that save the same rounded tensor are not
     independent.
     """
 
@@ -171,7 +175,7 @@ class Tie:
     joint: tuple[float, ...] = ()
 
     def ratio(self, position: int | None) -> float:
-        """`joint` at an option's position; 1 where it is not known."""
+        """Return `joint` at an option's position; 1 where it is unknown."""
         return self.joint[position] if position is not None and position < len(self.joint) else 1.0
 
     @staticmethod
@@ -180,11 +184,11 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Derivation(Ways):
-    """What `layers` (one alone, or sharers) store while all `takers` make what they keep again.
+class Derivation(HasOptions):
+    """Options to store what `layers` (one, or several that share it) save while all `takers` derive.
 
-    `sources`: all layers whose kept tensors that takes. `options` are the ways to store, with the gradient
-    error of all backwards that the rounding gets into: own ones and those of the takers that derive from it.
+    `sources`: all layers whose saved tensors the takers need. The gradient error of an option counts all
+    backwards that the rounding reaches: those of `layers`, and of the takers that derive from them.
     """
 
     layers: tuple[str, ...]
@@ -192,55 +196,47 @@ class Derivation(Ways):
     sources: tuple[str, ...]
     options: tuple[Option, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**fields, "options": [option.to_dict() for option in self.options]}
-
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Derivation:
         names = {key: tuple(values[key]) for key in ("layers", "takers", "sources")}
         return Derivation(**names, options=tuple(Option.from_dict(option) for option in values["options"]))
 
 
-def _distance(known: LayerSettings, wanted: LayerSettings) -> tuple[bool, float, bool, float, int, float]:
-    here, there = _group(known), _group(wanted)
+def _distance(option: LayerSettings, wanted: LayerSettings) -> tuple[bool, float, bool, float, int, float]:
+    group_size = comparable_group_size(option)
     return (
-        (known.drop > 0) != (wanted.drop > 0),
-        abs(known.drop - wanted.drop),
-        known.allocation != wanted.allocation,
-        round(abs(math.log2(here / there)), 9),
-        -here,
-        abs(math.log2((known.level - 1) / (wanted.level - 1))),
+        (option.drop > 0) != (wanted.drop > 0),
+        abs(option.drop - wanted.drop),
+        option.allocation != wanted.allocation,
+        round(abs(math.log2(group_size / comparable_group_size(wanted))), 9),
+        -group_size,
+        abs(math.log2((option.level - 1) / (wanted.level - 1))),
     )
 
 
-def _group(settings: LayerSettings) -> int:
-    # Along channels a group spans the batch: larger than any group of consecutive elements that is tried.
+def comparable_group_size(settings: LayerSettings) -> int:
+    """Return the group size; for groups along channels, which span the batch, a size above all others."""
     return settings.group_size or 1 << 20
 
 
 BITS = (1, 2, 3, 4, 6, 8)
+GROUP_SIZES = (64, 256, 1024)
+REFERENCE_GROUP = 256
 
 
 def full_grid() -> list[LayerSettings]:
-    """Every combination of `BITS` and `GROUP_SIZES`."""
+    """Return every combination of `BITS` and `GROUP_SIZES`."""
     return [LayerSettings(level=2**bits, group_size=size) for bits in BITS for size in GROUP_SIZES]
 
 
 def fast_grid() -> list[LayerSettings]:
-    """The bits alone, in groups of 256."""
-    return [LayerSettings(level=2**bits, group_size=256) for bits in BITS]
-
-
-GROUP_SIZES = (64, 256, 1024)
-
-
-REFERENCE_GROUP = 256
+    """Return one option for each of `BITS`, in groups of 256 elements."""
+    return [LayerSettings(level=2**bits, group_size=REFERENCE_GROUP) for bits in BITS]
 
 
 def in_reference_groups(grid: list[LayerSettings]) -> list[LayerSettings]:
-    """The options of more than 1 bit whose errors need no other to be scaled by, if there are any.
+    """Return the options of more than 1 bit in reference groups; all options if there are none.
 
-    On DeiT-Ti what is derived took 100 s of a profile of 263 s with all options.
+    Pricing derivations with all options took 100 s of a profile of 263 s on DeiT-Ti.
     """
     return [option for option in grid if option.group_size == REFERENCE_GROUP and option.bits > 1] or grid

@@ -1,11 +1,12 @@
-"""What storing a layer's tensors in fewer bits does to the gradient, layer by layer, without a step for each.
+"""Gradient error of each layer under each option, without a training step for each.
 
-One exact forward and backward of our own functions, with everything kept as it is, records each call's
-incoming gradient. Then a call's backward alone is run again with its tensors stored in some way. What
-changes in parameter gradients is final. What changes in input gradients is sent down the rest of the graph
-by itself, since a backward is linear in the gradient that enters it; that costs a part of a backward, and
-is done at `REFERENCES` only. Other options follow from those by the ratio of the squared differences sent
-down.
+One exact forward and backward records the incoming gradient of each call. Then the backward of one call runs
+again with its saved tensors stored under an option. Changes of its parameter gradients are final. Changes of
+its input gradients go through the rest of the graph by themselves, because a backward is linear in its
+incoming gradient.
+
+What is hard: this last part costs up to a whole backward. So it runs only for the bits in `REFERENCES`.
+Other options are scaled from these by the ratio of the squared norms of the changes of input gradients.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from mesa_tune.engine.observer import Replay
 from mesa_tune.engine.rematerialize import Recipe
 from mesa_tune.engine.storage import Packing
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
-from mesa_tune.profiler.entries import REFERENCE_GROUP
-from mesa_tune.profiler.recorded import Cache, Difference, Draw, RecordedCall, add, norm, square, stored
+from mesa_tune.profiler.entries import REFERENCE_GROUP, comparable_group_size
+from mesa_tune.profiler.recorded import CopyCache, Difference, Draw, RecordedCall, add, squared_norm, stored
 from mesa_tune.profiler.trace import observing
 
 REFERENCES = (1, 2, 4)
-"""Bits at which differences of input gradients are really sent down, in groups of `REFERENCE_GROUP`; where
-these are not among the options, at the nearest that are."""
+"""Bits for which changes of input gradients really go through the graph, in groups of `REFERENCE_GROUP`
+elements. Where no option has these bits, the nearest ones do."""
 
 
 @dataclass
 class Price:
-    """An option's cost: relative squared errors, mean over seeds and its standard error; milliseconds."""
+    """Price of an option: relative squared errors (mean over seeds, with standard error) and milliseconds."""
 
     tensor_error: float
     gradient_error: float
@@ -47,7 +48,10 @@ class Price:
 
 @dataclass
 class _Recording:
-    """Observer of the exact run: the replays of every layer, and which layers hooks store."""
+    """Observer of the exact run: the replays of each layer, and the tensors that hooks store.
+
+    `changed`: the layer whose hooks return copies stored by this spec and seed. `open`: still recording.
+    """
 
     replays: dict[str, list[Replay]] = field(default_factory=dict)
     hooked: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -86,9 +90,9 @@ class _Recording:
 
 
 class Sensitivity:
-    """The exact step, recorded, and the errors of any layer's options against it.
+    """The recorded exact step, and the errors of each layer's options against it.
 
-    `loss` must come from a session of `RawConversion`; `observer` must watch its forward, too.
+    The forward must run in a session of `RawConversion`, and be observed by `recording`.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], seeds: int) -> None:
@@ -101,18 +105,20 @@ class Sensitivity:
         self.references: frozenset[LayerSettings] = frozenset()
 
     def record(self, loss: Tensor) -> None:
-        """Runs the exact backward of `loss`, keeping its graph."""
+        """Run the exact backward of `loss`, and retain its graph."""
         self.loss = loss
         with observing(self.recording):
             self.exact = self._backward([loss], [torch.ones_like(loss)])
         self.recording.open = False
-        self.norm = square(self.exact)
+        self.norm = squared_norm(*self.exact.values())
 
     def prices(
         self, layers: Sequence[str], options: Sequence[LayerSettings]
     ) -> tuple[dict[str, list[Price]], list[float]]:
-        """For layers that share tensors: each one's price under each option, and by how much their errors do
-        more, or less, than add up."""
+        """Return the prices of `options` for each of `layers`, which share tensors.
+
+        Also return, for each option, the ratio of the layers' joint error to the sum of their own errors.
+        """
         hooked = {layer: self._hooked(layer, options) for layer in layers if layer in self.recording.hooked}
         routed = [layer for layer in layers if layer not in hooked]
         if not routed:
@@ -128,14 +134,14 @@ class Sensitivity:
                 for layer, draw in self._draw(calls, option, seed).items():
                     draws[layer].setdefault(option, []).append(draw)
         joint = [self._joint([draws[layer][option] for layer in routed]) for option in options]
-        _borrow_ratios(joint, options)
+        _fill_ratios(joint, options)
         prices = hooked | {
             layer: [self._price(draws[layer], option) for option in options] for layer in routed
         }
         return prices, [1.0 if ratio is None else ratio for ratio in joint]
 
     def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
-        """The price of each option for all that `calls` take, as if they were one layer's."""
+        """Return the price of each option for all `calls`, as if they were of one layer."""
         self.references = _references(options)
         draws: dict[LayerSettings, list[Draw]] = {}
         for option in options:
@@ -145,41 +151,43 @@ class Sensitivity:
     def _draw(
         self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings, seed: int
     ) -> dict[str, Draw]:
-        spec, key = _spec(option), torch.tensor([seed], dtype=torch.int64)
-        cache: Cache = {}
+        spec, seed_tensor = _spec(option), torch.tensor([seed], dtype=torch.int64)
+        cache: CopyCache = {}
         draws: dict[str, Draw] = {}
         totals: list[Difference] = []
-        for layer, replays in calls.items():
+        for layer, layer_calls in calls.items():
             draw = draws[layer] = Draw()
             final: Difference = {}
             sent: list[tuple[GradientEdge, Tensor]] = []
-            for call in replays:
-                call.differences(spec, key, cache, draw, final, sent)
-            draw.local = square(final)
-            draw.sent = sum(norm(delta) for _, delta in sent)
-            if not sent:
-                draw.total = draw.local
-            elif option in self.references:
-                below = self._backward([edge for edge, _ in sent], [delta for _, delta in sent])
-                draw.below = square(below)
-                add(final, below)
-                draw.total = square(final)
+            for call in layer_calls:
+                call.differences(spec, seed_tensor, cache, draw, final, sent)
+            self._measure(draw, final, sent, option in self.references)
             totals.append(final)
-        self._relate(draws, totals)
+        if len(totals) > 1 and all(draw.total is not None for draw in draws.values()):
+            together: Difference = {}
+            for total in totals:
+                add(together, total)
+            joint = squared_norm(*together.values())
+            for draw in draws.values():
+                draw.joint = joint
         return draws
 
-    def _relate(self, draws: dict[str, Draw], totals: list[Difference]) -> None:
-        if len(totals) < 2 or any(draw.total is None for draw in draws.values()):
-            return
-        together: Difference = {}
-        for total in totals:
-            add(together, total)
-        joint = square(together)
-        for draw in draws.values():
-            draw.joint = joint
+    def _measure(
+        self, draw: Draw, final: Difference, sent: list[tuple[GradientEdge, Tensor]], is_reference: bool
+    ) -> None:
+        """Set the errors of `draw`; for a reference, `sent` goes through the graph, and adds to `final`."""
+        draw.local = squared_norm(*final.values())
+        draw.sent = squared_norm(*(delta for _, delta in sent))
+        if not sent:
+            draw.total = draw.local
+        elif is_reference:
+            below = self._backward([edge for edge, _ in sent], [delta for _, delta in sent])
+            draw.below = squared_norm(*below.values())
+            add(final, below)
+            draw.total = squared_norm(*final.values())
 
     def _joint(self, draws: list[list[Draw]]) -> float | None:
-        """The layers' joint error over the sum of their own; None where not measured."""
+        """Return the layers' joint error over the sum of their own errors; None if not measured."""
         joint = [draw.joint for draw in draws[0]]
         own = [draw.total for layer in draws for draw in layer]
         if any(value is None for value in joint) or any(value is None for value in own):
@@ -188,9 +196,8 @@ class Sensitivity:
         return sum(value for value in joint if value is not None) / total if total else 1.0
 
     def _price(self, draws: dict[LayerSettings, list[Draw]], option: LayerSettings) -> Price:
-        here = draws[option]
         errors, measured = [], True
-        for seed, draw in enumerate(here):
+        for seed, draw in enumerate(draws[option]):
             if draw.total is not None:
                 errors.append(draw.total / self.norm)
                 continue
@@ -198,25 +205,30 @@ class Sensitivity:
             reference = _reference(draws, option, seed)
             below = (reference.below or 0.0) * draw.sent / reference.sent if reference.sent else 0.0
             errors.append((draw.local + below) / self.norm)
-        return _summary(here, errors, measured)
+        return _summary(draws[option], errors, measured)
 
     def _hooked(self, layer: str, options: Sequence[LayerSettings]) -> list[Price]:
-        """A layer stored by hooks: a whole backward a seed at the reference group, else by tensor error."""
+        """Return the prices for a layer stored by hooks.
+
+        One whole backward per seed measures the reference option; the others are scaled by tensor error.
+        """
         tensors = self.recording.hooked[layer]
         effective = [option.hooked for option in options]
         draws = {
             option: [self._stored_alone(tensors, option, seed) for seed in range(self.seeds)]
             for option in set(effective)
         }
-        reference = next((o for o in effective if o.group_size == REFERENCE_GROUP), effective[0])
+        reference = next(
+            (option for option in effective if option.group_size == REFERENCE_GROUP), effective[0]
+        )
         for seed, draw in enumerate(draws[reference]):
-            draw.total = self._changed(layer, reference, seed)
+            draw.total = self._hooked_error(layer, reference, seed)
         prices = []
         for option in effective:
             errors = []
-            for draw, known in zip(draws[option], draws[reference], strict=True):
-                ratio = draw.tensor_error / known.tensor_error if known.tensor_error else 1.0
-                errors.append((known.total or 0.0) * ratio / self.norm)
+            for draw, measured in zip(draws[option], draws[reference], strict=True):
+                ratio = draw.tensor_error / measured.tensor_error if measured.tensor_error else 1.0
+                errors.append((measured.total or 0.0) * ratio / self.norm)
             prices.append(_summary(draws[option], errors, option == reference))
         return prices
 
@@ -225,12 +237,12 @@ class Sensitivity:
         for tensor in tensors:
             if tensor.numel() > MIN_ELEMENTS:
                 copy, encode, decode = stored(tensor, _spec(option), torch.tensor([seed]))
-                change, size = change + norm(copy - tensor), size + norm(tensor)
+                change, size = change + squared_norm(copy - tensor), size + squared_norm(tensor)
                 draw.encode_ms, draw.decode_ms = draw.encode_ms + encode, draw.decode_ms + decode
         draw.tensor_error = change / size if size else 0.0
         return draw
 
-    def _changed(self, layer: str, option: LayerSettings, seed: int) -> float:
+    def _hooked_error(self, layer: str, option: LayerSettings, seed: int) -> float:
         assert self.loss is not None
         self.recording.changed = (layer, _spec(option), torch.tensor([seed]))
         with observing(self.recording):
@@ -238,57 +250,54 @@ class Sensitivity:
         self.recording.changed = None
         for parameter, exact in self.exact.items():
             gradient[parameter] = gradient[parameter] - exact
-        return square(gradient)
+        return squared_norm(*gradient.values())
 
     def _backward(self, outputs: Sequence[Any], gradients: Sequence[Tensor]) -> Difference:
         for parameter in self.parameters:
             parameter.grad = None
         torch.autograd.backward(outputs, gradients, retain_graph=True)
-        found = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+        result = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
         for parameter in self.parameters:
             parameter.grad = None
-        return found
+        return result
 
 
 def _references(options: Sequence[LayerSettings]) -> frozenset[LayerSettings]:
-    """The options whose own differences are sent down: what is dropped is like no other option's error.
+    """Return the options whose changes of input gradients go through the graph.
 
-    Of the others, those of the group size and the bits that are nearest to the wanted ones.
+    These are all that drop elements, because no other option's error is similar. Of the others, those with
+    the group size nearest to `REFERENCE_GROUP` and the bits nearest to `REFERENCES`.
     """
-    dropped = {option for option in options if option.drop}
-    rest = [option for option in options if not option.drop]
-    group = min((_group(option) for option in rest), key=_from_reference, default=0)
-    same = [option for option in rest if _group(option) == group]
+    dropping = {option for option in options if option.drop}
+    others = [option for option in options if not option.drop]
+    sizes = [comparable_group_size(option) for option in others]
+    nearest = min(sizes, key=lambda size: abs(math.log2(size / REFERENCE_GROUP)), default=0)
+    same = [option for option, size in zip(others, sizes, strict=True) if size == nearest]
     bits = {
-        min((one.bits for one in same), key=lambda one: abs(one - wanted), default=0) for wanted in REFERENCES
+        min((option.bits for option in same), key=lambda bits: abs(bits - wanted), default=0)
+        for wanted in REFERENCES
     }
-    return frozenset(dropped | {option for option in same if option.bits in bits})
-
-
-def _group(option: LayerSettings) -> int:
-    # Along channels a group spans the batch: larger than any group of consecutive elements.
-    return option.group_size or 1 << 20
-
-
-def _from_reference(group: int) -> float:
-    return abs(math.log2(group / REFERENCE_GROUP))
+    return frozenset(dropping | {option for option in same if option.bits in bits})
 
 
 def _reference(draws: dict[LayerSettings, list[Draw]], option: LayerSettings, seed: int) -> Draw:
-    """The reference draw whose bits are nearest to those of `option`."""
-    known = [
-        (settings.bits, here[seed])
-        for settings, here in draws.items()
-        if here[seed].below is not None and not settings.drop
+    """Return the reference draw whose bits are nearest to those of `option`."""
+    references = [
+        (settings.bits, by_seed[seed])
+        for settings, by_seed in draws.items()
+        if by_seed[seed].below is not None and not settings.drop
     ]
-    return min(known, key=lambda pair: abs(pair[0] - option.bits), default=(0, Draw()))[1]
+    return min(references, key=lambda pair: abs(pair[0] - option.bits), default=(0, Draw()))[1]
 
 
-def _borrow_ratios(joint: list[float | None], options: Sequence[LayerSettings]) -> None:
-    known = [(option.bits, ratio) for option, ratio in zip(options, joint, strict=True) if ratio is not None]
-    for place, option in enumerate(options):
-        if joint[place] is None and known:
-            joint[place] = min(known, key=lambda pair: abs(pair[0] - option.bits))[1]
+def _fill_ratios(joint: list[float | None], options: Sequence[LayerSettings]) -> None:
+    """Replace each None in `joint` by the ratio of the measured option with the nearest bits."""
+    measured = [
+        (option.bits, ratio) for option, ratio in zip(options, joint, strict=True) if ratio is not None
+    ]
+    for index, option in enumerate(options):
+        if joint[index] is None and measured:
+            joint[index] = min(measured, key=lambda pair: abs(pair[0] - option.bits))[1]
 
 
 def _summary(draws: list[Draw], errors: list[float], measured: bool) -> Price:

@@ -1,9 +1,9 @@
-"""The joint gradient error of a policy on a workload: ‖ĝ − g‖² / ‖g‖² over all trained parameters, measured.
+"""Measure the gradient error of a policy on a workload: ‖ĝ − g‖² / ‖g‖² over all trained parameters.
 
-What is hard is to compare like with like. Exact and compressed gradient must see the same batch, the same
-dropout masks and the same buffers, and two policies the same batches and rounding seeds, or chance decides
-between them. So a measurement is named by a pair (draw of the batch, rounding seed), gives the same number
-whenever it is repeated, and leaves buffers and random generators as they were.
+What is hard: differences must come from the policy alone. The exact and the compressed gradient need the same
+batch, dropout masks and buffers; two policies need the same batches and rounding seeds. So a measurement is
+identified by a pair (draw of the batch, rounding seed), gives the same number whenever it is repeated, and
+leaves buffers and random generators unchanged.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mesa_tune.workload.user_code import mixed_seed, seeded
 from mesa_tune.workload.workload import Workload
 
 Pair = tuple[int, int]
-"""Draw of the batch, rounding seed."""
+"""Number of the batch's draw, and rounding seed."""
 Gradient = list[Tensor | None]
 
-_REMEMBERED = 4
-_SPREAD = 1_000_003
+_CACHED_DRAWS = 4
+_SEEDS_PER_DRAW = 1_000_003
 
 
 class Objective(Protocol):
-    """What a study minimises."""
+    """The function that a study minimises."""
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
-        """The error of `policy` at each pair, infinite for a gradient with NaN; the same whenever asked."""
+        """Return the error of `policy` at each pair, infinite for a gradient with NaN; deterministic."""
         ...
 
 
@@ -49,27 +49,28 @@ class JointError:
         self._exact: dict[int, tuple[Any, Gradient, float]] = {}
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
-        """The gradient error of `policy` at each pair.
+        """Return the gradient error of `policy` at each pair.
 
-        WorkloadError where the exact gradient is zero or not finite, or the workload's functions fail.
+        Raise WorkloadError if the exact gradient is zero or not finite, or the workload's functions fail.
         """
         return [self._error(policy, draw, seed) for draw, seed in pairs]
 
     def _error(self, policy: Policy, draw: int, seed: int) -> float:
         batch, exact, size = self._exact_at(draw)
-        noise = draw * _SPREAD + seed
-        convert(self.model, policy, seed=noise)
+        rounding_seed = draw * _SEEDS_PER_DRAW + seed
+        convert(self.model, policy, seed=rounding_seed)
         try:
-            if _needs_a_forward(policy):
-                self._settle(policy, batch, draw)
-            error = squared(self._gradient(batch, draw, policy, noise), exact) / size
+            if _needs_first_step(policy):
+                self._take_first_step(policy, batch, draw)
+            error = squared(self._gradient(batch, draw, policy, rounding_seed), exact) / size
             return error if math.isfinite(error) else math.inf
         finally:
             revert(self.model)
 
-    def _settle(self, policy: Policy, batch: Any, draw: int) -> None:
-        """One forward, after which calls of functions have the indices that `policy` names them by, and it
-        is known who derives from whom; and its backward, where parts of it run again there.
+    def _take_first_step(self, policy: Policy, batch: Any, draw: int) -> None:
+        """Run one forward, which shows the indices of function calls and which layers derive from which.
+
+        Run its backward, too, where parts of the forward run again in it.
         """
         with self._undisturbed(draw), compress_saved(policy, seed=0):
             loss = self.workload.compute_loss(self.model, batch)
@@ -78,9 +79,9 @@ class JointError:
                 loss.backward()
 
     def _exact_at(self, draw: int) -> tuple[Any, Gradient, float]:
-        """Batch, exact gradient and its squared norm; the last few draws are remembered."""
+        """Return the batch, its exact gradient and the squared norm of this; the last draws are cached."""
         if draw not in self._exact:
-            while len(self._exact) >= _REMEMBERED:
+            while len(self._exact) >= _CACHED_DRAWS:
                 del self._exact[next(iter(self._exact))]
             batch = self.workload.make_batch(draw=draw)
             gradient = self._gradient(batch, draw, None, 0)
@@ -93,14 +94,14 @@ class JointError:
             self._exact[draw] = batch, gradient, size
         return self._exact[draw]
 
-    def _gradient(self, batch: Any, draw: int, policy: Policy | None, noise: int) -> Gradient:
+    def _gradient(self, batch: Any, draw: int, policy: Policy | None, rounding_seed: int) -> Gradient:
         for parameter in self.parameters:
             parameter.grad = None
         with self._undisturbed(draw):
             if policy is None:
                 loss = self.workload.compute_loss(self.model, batch)
             else:
-                with compress_saved(policy, seed=noise):
+                with compress_saved(policy, seed=rounding_seed):
                     loss = self.workload.compute_loss(self.model, batch)
             loss.backward()
         gradient = [parameter.grad for parameter in self.parameters]
@@ -110,31 +111,32 @@ class JointError:
 
     @contextmanager
     def _undisturbed(self, draw: int) -> Iterator[None]:
-        """The body runs under random states that `draw` decides; buffers and states are then as before."""
-        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        """Run the body under random states that depend on `draw`; restore them and the buffers afterwards."""
+        saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
             with seeded(mixed_seed(self.workload.seed, -1 - draw), self.workload.device):
                 yield
         finally:
             with torch.no_grad():
-                for buffer, value in kept:
+                for buffer, value in saved:
                     buffer.copy_(value)
 
 
 def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
-    """‖gradient − other‖² over all parameters; a gradient that is None counts as zero."""
+    """Return ‖gradient − other‖² over all parameters; a gradient that is None counts as zero."""
     total = 0.0
-    for mine, its in zip(gradient, other, strict=True):
-        given = [tensor.double() for tensor in (mine, its) if tensor is not None]
-        if given:
-            difference = given[0] - given[1] if len(given) == 2 else given[0]
+    for pair in zip(gradient, other, strict=True):
+        tensors = [tensor.double() for tensor in pair if tensor is not None]
+        if tensors:
+            difference = tensors[0] - tensors[1] if len(tensors) == 2 else tensors[0]
             total += float(difference.square().sum())
     return total
 
 
-def _needs_a_forward(policy: Policy) -> bool:
-    """True if layers are first stored in another way than later: if rules tell calls of functions apart by
-    index alone, or what layers derive shows in a forward.
+def _needs_first_step(policy: Policy) -> bool:
+    """Return whether the first step of a converted model stores layers differently from later steps.
+
+    This is so if rules name layers by index alone, or if layers derive.
     """
     by_index = any(rule.indices != "all" and rule.names is None for rule in policy.rules)
     return by_index or any(dict(rule.keys).get("store") == "derive" for rule in policy.rules)

@@ -1,12 +1,12 @@
 """Live bytes of a training step, counted from outside: every storage's birth and death.
 
-What is hard: memory is freed by reference counts, deep inside autograd, and an address is used again the
-next moment. So the meter holds weak references to *storages* (PyTorch keeps one Python object a storage for
-as long as the storage lives) whose callbacks book each death when it happens; and it shares no code with what
-it measures, so that it can be held against it.
+What is hard: autograd frees memory by reference counts, and its address is used again at once. So the meter
+has weak references to *storages* (PyTorch has one Python object per storage for as long as the storage
+lives), whose callbacks record each death when it happens. It shares no code with what it measures, and so
+can check it.
 
-What it cannot see: scratch memory that a kernel allocates and frees within one call, and memory that no
-tensor owns. A storage that is first seen as an argument counts as older than the meter.
+What it cannot see: memory that a kernel allocates and frees within one call, and memory that no tensor owns.
+A storage that is first seen as an argument counts as older than the meter.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from mesa_tune.workload.user_code import is_out_of_memory
+
+Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
@@ -32,10 +36,10 @@ class _Birth:
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of the storages that were born since the meter was entered: alive now, and their high-water mark.
+    """Bytes of the storages born since the meter was entered: alive now, and their high-water mark.
 
-    Works in the forward, in the backward and in the optimizer's step alike, on any device. Bytes are those of
-    whole storages, each counted once however many tensors view it.
+    Works in the forward, in the backward and in the optimizer's step, on every device. Bytes are those of
+    whole storages; each is counted once, however many tensors view it.
     """
 
     def __init__(self) -> None:
@@ -50,47 +54,49 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for storage in storages((args, kwargs)):
-            self._meet(storage)
+            self._see_argument(storage)
         result = func(*args, **(kwargs or {}))
         for storage in storages(result):
-            self._bear(storage)
+            self._see_result(storage)
         return result
 
     def mark(self) -> int:
-        """A moment to give to `live_since`."""
+        """Return the current moment, for `live_since`."""
         return self._count
 
     def live_since(self, mark: int, *, without: Iterable[Tensor] = ()) -> int:
-        """Bytes of the storages that are alive and were born after `mark`, except those of `without`."""
+        """Return the bytes of live storages born after `mark`, except those of `without`."""
         excluded = {storage._cdata for storage in storages(list(without))}
         return sum(
             birth.bytes for key, birth in self._births.items() if birth.number > mark and key not in excluded
         )
 
-    def bears(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of those storages of `tensors` that the meter counts itself."""
-        found = {storage._cdata for storage in storages(list(tensors))}
-        return sum(birth.bytes for key, birth in self._births.items() if key in found)
+    def counted_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of the storages of `tensors` that are in `live_bytes`."""
+        keys = {storage._cdata for storage in storages(list(tensors))}
+        return sum(birth.bytes for key, birth in self._births.items() if key in keys)
 
     def reset_high_water(self) -> None:
-        """The high-water mark starts again from what is alive now."""
+        """Set the high-water mark to the bytes alive now."""
         self.high_water = self.live_bytes
 
-    def _meet(self, storage: UntypedStorage) -> None:
-        """Note a storage that is read: older than the meter, or one of ours that may have grown."""
+    def _see_argument(self, storage: UntypedStorage) -> None:
+        """Record a storage that is older than the meter, or the new size of a counted one."""
         key = storage._cdata
         if key in self._births:
             self._resize(self._births[key], storage.nbytes())
         elif key not in self._older:
             self._older[key] = weakref.ref(storage, lambda _: self._older.pop(key, None))
 
-    def _bear(self, storage: UntypedStorage) -> None:
+    def _see_result(self, storage: UntypedStorage) -> None:
         key = storage._cdata
         if key in self._older:
             return
         if key not in self._births:
             self._count += 1
-            self._births[key] = _Birth(self._count, 0, weakref.ref(storage, lambda _: self._bury(key)))
+            self._births[key] = _Birth(
+                self._count, 0, weakref.ref(storage, lambda _: self._record_death(key))
+            )
         self._resize(self._births[key], storage.nbytes())
 
     def _resize(self, birth: _Birth, size: int) -> None:
@@ -98,7 +104,7 @@ class Meter(TorchDispatchMode):
         birth.bytes = size
         self.high_water = max(self.high_water, self.live_bytes)
 
-    def _bury(self, key: int) -> None:
+    def _record_death(self, key: int) -> None:
         self.live_bytes -= self._births.pop(key).bytes
 
 
@@ -114,34 +120,41 @@ class StepMemory:
 def measure_step(
     model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor], optimizer: Optimizer
 ) -> StepMemory:
-    """The memory of the second training step of `model` on `batch`; both steps change the model.
+    """Return the memory of the second training step of `model` on `batch`; both steps change the model.
 
-    A first step goes before, so that optimizer state and lazily made buffers are there. Saved: born since the
-    model and batch were, and alive when the loss is there, except parameters, buffers, optimizer state and
-    the loss itself; whatever object holds it. Peak: on the CPU the high-water mark of live storages; on CUDA
-    the allocator's own, less what it held for others.
+    The first step creates optimizer state and lazy buffers. Saved: born after the model and the batch, and
+    alive when the loss exists, except parameters, buffers, optimizer state and the loss itself. Peak: on the
+    CPU the high-water mark of live storages; on CUDA the allocator's own, less what it had allocated before.
     """
-    given = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-    device = next((tensor.device for tensor in given), torch.device("cpu"))
-    foreign = _allocated(device) - bytes_of(given)
+    inputs = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+    device = next((tensor.device for tensor in inputs), torch.device("cpu"))
+    is_cuda = device.type == "cuda"
+    foreign = (torch.cuda.memory_allocated(device) if is_cuda else 0) - bytes_of(inputs)
     with Meter() as meter:
         take_step(model, batch, loss_fn, optimizer)
         optimizer.zero_grad(set_to_none=True)
         gc.collect()
-        static = [*given, *tensors_in(optimizer.state)]
-        older = bytes_of(static) - meter.bears(static)
-        _begin_peak(meter, device)
+        static = [*inputs, *tensors_in(optimizer.state)]
+        older = bytes_of(static) - meter.counted_bytes(static)
+        meter.reset_high_water()
+        if is_cuda:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
         saved_bytes = 0
         for loss in step_phases(model, batch, loss_fn, optimizer):
             saved_bytes = meter.live_since(0, without=[*static, *model.buffers(), loss])
-        peak = _peak(device) - foreign if device.type == "cuda" else older + meter.high_water
+        if is_cuda:
+            torch.cuda.synchronize(device)
+            peak = torch.cuda.max_memory_allocated(device) - foreign
+        else:
+            peak = older + meter.high_water
     return StepMemory(bytes_of(static), saved_bytes, peak)
 
 
 def step_phases(
     model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor], optimizer: Optimizer
 ) -> Iterator[Tensor]:
-    """One training step that stops, and yields the loss, when the forward has ended."""
+    """Run one training step; yield the loss between forward and backward."""
     optimizer.zero_grad(set_to_none=True)
     loss = loss_fn(model, batch)
     yield loss.detach()
@@ -153,18 +166,32 @@ def step_phases(
 def take_step(
     model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor], optimizer: Optimizer
 ) -> None:
-    """One whole training step; nothing of it is held afterwards."""
+    """Run one training step, and free everything that it made."""
     for _ in step_phases(model, batch, loss_fn, optimizer):
         pass
 
 
+def unless_out_of_memory(measure: Callable[[], Value]) -> Value | None:
+    """Return the result of `measure()`; None, with memory freed, if it runs out of memory."""
+    try:
+        return measure()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # Outside the handler: the error refers to frames, and these to tensors.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages of `tensors`."""
+    """Return the bytes of the distinct storages of `tensors`."""
     return sum({storage._cdata: storage.nbytes() for storage in storages(list(tensors))}.values())
 
 
 def storages(tree: Any) -> Iterator[UntypedStorage]:
-    """The storages of all tensors in a nest of containers, sparse ones included."""
+    """Yield the storages of all tensors in nested containers, sparse ones included."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             for part in _parts(leaf):
@@ -172,8 +199,8 @@ def storages(tree: Any) -> Iterator[UntypedStorage]:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in a nest of containers, mappings and objects with attributes."""
-    found: list[Tensor] = []
+    """Return all tensors in nested containers, mappings and objects with attributes."""
+    tensors: list[Tensor] = []
     seen: set[int] = set()
     waiting = [tree]
     while waiting:
@@ -182,10 +209,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            found.append(item)
+            tensors.append(item)
         else:
             waiting.extend(_contents(item))
-    return found
+    return tensors
 
 
 def _contents(item: Any) -> list[Any]:
@@ -204,19 +231,3 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return []
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _begin_peak(meter: Meter, device: torch.device) -> None:
-    meter.reset_high_water()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak(device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)

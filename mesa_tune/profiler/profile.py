@@ -1,9 +1,9 @@
-"""`Profile`: what a training step keeps, and what each way of storing it costs; and what a policy would do.
+"""`Profile`: what a training step saves, what each option to store it costs, and what a policy would do.
 
-Predictions need no model. Bytes are exact arithmetic over the timeline. Gradient errors of layers add up
-(measured: within a few per cent down to 3 bits), those of tied layers after a measured ratio, and where
-layers derive, those of what is stored, with all that derives from it. Settings that were not tried take the
-nearest option's error, scaled with 1 / (level − 1)².
+What is hard: the prediction runs no model. Bytes are exact arithmetic over the timeline. Gradient errors of
+layers add up (measured: within a few per cent down to 3 bits); tied layers multiply their sum by a measured
+ratio. Where layers derive, the error counts for what is stored, with everything that derives from it.
+Settings that were not measured take the nearest option's error, scaled with 1 / (level − 1)².
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Option, TensorEntry, Tie
-from mesa_tune.profiler.timeline import Assignment, Kept, Slot, Timeline, stored_as
+from mesa_tune.profiler.timeline import Assignment, SavedSpan, Slot, Timeline, stored_as
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Derivation",
     "ExactEntry",
-    "Kept",
     "LayerEntry",
     "Option",
     "Prediction",
     "Profile",
+    "SavedSpan",
     "Slot",
     "TensorEntry",
     "Tie",
@@ -41,20 +41,20 @@ _REMEDY = "make it again with `mesa-tune profile model.py --force`"
 
 
 class SettingsSource(Protocol):
-    """What gives each layer its settings: a Policy."""
+    """The part of a `Policy` that gives each layer its settings."""
 
     def settings(self, tag: str, index: int | None, name: str) -> LayerSettings:
-        """The settings of one layer."""
+        """Return the settings of one layer."""
         ...
 
     def reruns(self, layers: Iterable[str]) -> list[str]:
-        """The modules around `layers` that keep their inputs alone and run again in backward."""
+        """Return the modules around `layers` that save only their inputs and run again in backward."""
         ...
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A training step under a policy, as predicted. None: not known."""
+    """Prediction for a training step under a policy. None: unknown."""
 
     saved_bytes: int
     peak_bytes: int
@@ -63,26 +63,25 @@ class Prediction:
     gradient_noise_ratio: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return dict(vars(self))
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Prediction:
-        """The prediction that `to_dict` made `values` of."""
+        """Return the prediction with this `to_dict`."""
         return typed(Prediction, values)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A profiled training step: where its bytes are, and what each way of storing them costs.
+    """A profiled training step: where its bytes are, and what each option to store them costs.
 
-    `model` is the model file's path, None for a workload made in Python; `fingerprint` its content's
-    SHA-256; `layers_fingerprint` that of module names and classes. `partial`: interrupted; layers without
-    options were not measured yet, and `resume` says for what request. `derivations`: prices of what is stored
-    while others make their own tensors again from it (`store: derive`). `exact`: what every policy leaves as
-    PyTorch saves it, and why; layers of nothing else have the index -1 and stand in no policy. The budget's
-    words: `peak_bytes` of the plain step at `batch_size`, `saved_bytes` alive when its forward ends,
-    `static_bytes` there before it begins.
+    `model`: path of the model file, None for a workload made in Python; `fingerprint`: its SHA-256;
+    `layers_fingerprint`: of module names and classes. `partial`: interrupted; layers without options are not
+    measured yet, and `resume` identifies the request. `derivations`: prices of what is stored while other
+    layers derive from it (`store: derive`). `exact`: what every policy leaves exact, and why; a layer that
+    saves nothing else has index -1, and no policy names it. For the plain step at `batch_size`:
+    `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before the step).
     """
 
     model: str | None
@@ -108,23 +107,27 @@ class Profile:
     exact: tuple[ExactEntry, ...] = ()
 
     def predict(self, policy: SettingsSource, *, batch_size: int | None = None) -> Prediction:
-        """Saved and peak bytes, gradient error and step time under `policy`, without running the model.
+        """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
 
-        At a batch size that was not profiled bytes follow the timeline, times grow in proportion, and the
-        gradient error is that of the profiled batch. BudgetError where that batch size cannot be planned for;
-        RunError for a policy with modules that run again in backward, whose inputs no profile knows.
+        At a batch size that was not profiled, bytes follow the timeline, times are proportional, and the
+        gradient error is that of the profiled batch. Raise BudgetError if the timeline has no such batch
+        size, RunError for a policy with modules that run again in backward: the profile has no data for them.
         """
         again = policy.reruns(layer.name for layer in self.layers)
         if again:
             raise RunError(
-                f"`store: recompute` of {', '.join(map(repr, again))}: no profile tells what modules keep "
+                f"`store: recompute` of {', '.join(map(repr, again))}: no profile tells what modules save "
                 "that run again in backward\nmeasure it with `mesa-tune verify` or mt.verify"
             )
         return self.predict_assignment(self.assignment(policy), batch_size=batch_size)
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
-        """As `predict`, for settings by layer name; layers that are not named store exactly."""
-        assignment = {name: self._possible(settings) for name, settings in assignment.items()}
+        """Return what `predict` does, for settings by layer name; a layer without settings stores exactly."""
+        if self.device == "cpu":  # has nowhere to offload to
+            assignment = {
+                name: EXACT if settings.store == "offload" else settings
+                for name, settings in assignment.items()
+            }
         sized = self.timeline.at(batch_size or self.batch_size)
         return Prediction(
             sized.saved_bytes(assignment),
@@ -133,20 +136,18 @@ class Profile:
             self.predicted_ms(assignment) * sized.batch_size / self.batch_size,
         )
 
-    def _possible(self, settings: LayerSettings) -> LayerSettings:
-        """Settings as the profiled device has them: on a CPU there is nowhere to offload to."""
-        return EXACT if self.device == "cpu" and settings.store == "offload" else settings
-
     def assignment(self, policy: SettingsSource) -> dict[str, LayerSettings]:
-        """The settings that `policy` gives each layer, by name."""
+        """Return the settings that `policy` gives each layer, by name."""
         return {layer.name: policy.settings(layer.tag, layer.index, layer.name) for layer in self.layers}
 
     def gradient_error(self, assignment: Assignment) -> float | None:
-        """Sum of the layers' gradient errors; None if one of them is not known."""
+        """Return the sum of the layers' gradient errors; None if one of them is unknown."""
         return self.error_of(self.layers, assignment, self.active(assignment))
 
-    def error_of(self, layers: Iterable[LayerEntry], assignment: Assignment, active: Active) -> float | None:
-        """The part of `layers` in the gradient error; `active` is what `assignment` makes so."""
+    def error_of(
+        self, layers: Iterable[LayerEntry], assignment: Assignment, active: ActiveDerivations
+    ) -> float | None:
+        """Return the part of `layers` in the gradient error; `active`: derivations under `assignment`."""
         total = 0.0
         for layer in layers:
             settings = assignment.get(layer.name)
@@ -154,7 +155,7 @@ class Profile:
                 continue
             derivation = active.by_layer.get(layer.name)
             if derivation is not None:
-                error = self._stored_error(derivation, settings)
+                error = 0.0 if settings.store == "offload" else derivation.error(stored_as(settings))
             else:
                 error = self.layer_error(layer, settings)
             if error is None:
@@ -162,48 +163,46 @@ class Profile:
             total += error if derivation is not None else error * self._ratio(layer, assignment)
         return total
 
-    def active(self, assignment: Assignment) -> Active:
-        """The derivations that take place under `assignment`."""
+    def active(self, assignment: Assignment) -> ActiveDerivations:
+        """Return the derivations that happen under `assignment`."""
         if all(settings.store != "derive" for settings in assignment.values()):
-            return NOTHING
+            return NO_DERIVATIONS
         sized = self.timeline.at()
         used = sized.compressed(assignment)
-        here = [one for one in self.derivations if _takes_place(one, used)]
-        derivers = {name for item in sized.derivable for name in sized.derivers(item, used)}
-        takers = {name for one in here for name in one.takers} & derivers
-        stored = {name for one in self.derivations for name in one.layers}
-        later = {name for one in here for name in one.layers[1:]}
-        return Active({one.layers[0]: one for one in here}, frozenset(later | (takers - stored)))
-
-    def _stored_error(self, derivation: Derivation, settings: LayerSettings) -> float | None:
-        return 0.0 if settings.store == "offload" else derivation.error(stored_as(settings))
+        active = [derivation for derivation in self.derivations if _is_active(derivation, used)]
+        derivers = {name for span in sized.derivable for name in sized.derivers(span, used)}
+        takers = {name for derivation in active for name in derivation.takers} & derivers
+        stored = {name for derivation in self.derivations for name in derivation.layers}
+        sharers = {name for derivation in active for name in derivation.layers[1:]}
+        by_layer = {derivation.layers[0]: derivation for derivation in active}
+        return ActiveDerivations(by_layer, frozenset(sharers | (takers - stored)))
 
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
-        """The gradient error of one layer alone, scaled from the nearest option where not tried."""
+        """Return the gradient error of one layer alone, scaled from the nearest option if not measured."""
         used = stored_as(self._effective(layer, settings))
         if used.exact or used.store == "offload":
             return 0.0
         error = layer.error(used)
-        return 0.0 if error is None and self._stays(layer) else error
+        return 0.0 if error is None and self._stays_exact(layer) else error
 
     def predicted_ms(self, assignment: Assignment) -> float:
-        """Time of a step at the profiled batch size: the plain one and what encoding and decoding add."""
+        """Return the time of a step at the profiled batch size: the plain step, encoding and decoding."""
         return self.step_ms + self.ms_of(self.layers, assignment, self.active(assignment))
 
-    def ms_of(self, layers: Iterable[LayerEntry], assignment: Assignment, active: Active) -> float:
-        """What encoding and decoding for `layers` adds to a step; `active` as `assignment` makes it."""
+    def ms_of(self, layers: Iterable[LayerEntry], assignment: Assignment, active: ActiveDerivations) -> float:
+        """Return the time that encoding and decoding for `layers` adds to a step."""
         return sum(self._layer_ms(layer, assignment, active) for layer in layers)
 
     def plain_ms(self, batch_size: int) -> float:
-        """Time of a plain step at `batch_size`, in proportion to the profiled one."""
+        """Return the time of a plain step at `batch_size`, in proportion to the profiled one."""
         return self.step_ms * batch_size / self.batch_size
 
     def layer(self, name: str) -> LayerEntry:
-        """The layer of that name. KeyError if there is none."""
+        """Return the layer of this name. Raise KeyError if there is none."""
         return self._by_name[name]
 
     def frame(self) -> pd.DataFrame:
-        """A table with one row for each layer and option."""
+        """Return a table with one row for each layer and option."""
         import pandas as pd
 
         columns = ("name", "tag", "index", "module", "dtype", "own_bytes")
@@ -224,7 +223,7 @@ class Profile:
         return pd.DataFrame(rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON document `mesa-tune.profile/1`."""
+        """Return the JSON document `mesa-tune.profile/1`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             "schema": schema("profile"),
@@ -233,15 +232,15 @@ class Profile:
             "layers": [layer.to_dict() for layer in self.layers],
             "timeline": self.timeline.to_dict(),
             "ties": [dict(vars(tie)) for tie in self.ties],
-            "derivations": [one.to_dict() for one in self.derivations],
-            "exact": [dict(vars(one)) for one in self.exact],
+            "derivations": [derivation.to_dict() for derivation in self.derivations],
+            "exact": [dict(vars(entry)) for entry in self.exact],
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """The profile that `to_dict` made `values` of.
+        """Return the profile with this `to_dict`.
 
-        For others KeyError, TypeError, ValueError, IndexError or an arithmetic error.
+        Raise KeyError, TypeError, ValueError, IndexError or an arithmetic error for other values.
         """
         plain = {key: value for key, value in values.items() if key != "schema"}
         parts = {
@@ -250,27 +249,27 @@ class Profile:
             "timeline": Timeline.from_dict(values["timeline"]),
             "ties": tuple(Tie.from_dict(tie) for tie in values["ties"]),
             "notes": tuple(values["notes"]),
-            "derivations": tuple(Derivation.from_dict(one) for one in values.get("derivations", ())),
-            "exact": tuple(ExactEntry.from_dict(one) for one in values.get("exact", ())),
+            "derivations": tuple(Derivation.from_dict(entry) for entry in values.get("derivations", ())),
+            "exact": tuple(ExactEntry.from_dict(entry) for entry in values.get("exact", ())),
         }
-        made = typed(cls, {**plain, **parts})
-        if made.batch_size < 1 or made.step_ms <= 0:
+        profile = typed(cls, {**plain, **parts})
+        if profile.batch_size < 1 or profile.step_ms <= 0:
             raise ValueError(
-                f"batch_size is {made.batch_size}, step_ms is {made.step_ms}: must be above zero"
+                f"batch_size is {profile.batch_size}, step_ms is {profile.step_ms}: must be above zero"
             )
-        # What does not fit together raises here, where the file is known, and not in a search.
-        made.predict_assignment(
-            {layer.name: layer.options[0].settings for layer in made.layers if layer.options}
+        # Parts that contradict each other raise here, where the error names the file, and not in a search.
+        profile.predict_assignment(
+            {layer.name: layer.options[0].settings for layer in profile.layers if layer.options}
         )
-        return made
+        return profile
 
     def save(self, path: str | Path) -> None:
-        """Write the document to `path`, whole or not at all. RunError where it cannot be written."""
+        """Write the document to `path`, whole or not at all. Raise RunError if it cannot be written."""
         write_document(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """The profile saved at `path`. RunError for a file that is missing, damaged or something else."""
+        """Return the profile saved at `path`. Raise RunError for a missing, damaged or other file."""
         return read_document(path, "profile", cls.from_dict, _REMEDY)
 
     @cached_property
@@ -281,8 +280,8 @@ class Profile:
     def _tie_of(self) -> dict[str, Tie]:
         return {name: tie for tie in self.ties for name in tie.layers}
 
-    def _stays(self, layer: LayerEntry) -> bool:
-        """Whether a layer of a profile with errors has no other way than to store exactly."""
+    def _stays_exact(self, layer: LayerEntry) -> bool:
+        """Return whether a layer, in a profile with errors, has no option but to store exactly."""
         only_exact = bool(layer.options) and all(option.settings.exact for option in layer.options)
         return only_exact and self._has_errors
 
@@ -292,17 +291,17 @@ class Profile:
         return any(not option.settings.exact and option.gradient_error is not None for option in options)
 
     def _ratio(self, layer: LayerEntry, assignment: Assignment) -> float:
-        """The tie's ratio where its layers have equal settings; with unequal ones each has its own noise."""
+        """Return the tie's ratio if its layers have equal settings; if not, their noises are independent."""
         tie = self._tie_of.get(layer.name)
         if tie is None or len({assignment.get(name) for name in tie.layers}) > 1:
             return 1.0
         return tie.ratio(layer.nearest(stored_as(self._effective(layer, assignment[layer.name]))))
 
     def _effective(self, layer: LayerEntry, settings: LayerSettings) -> LayerSettings:
-        """Settings as they take effect: a layer stored by hooks has 256 levels at least."""
+        """Return the settings in effect: a layer stored by hooks has 256 levels at least."""
         return settings.hooked if layer.name in self.timeline.hooked else settings
 
-    def _layer_ms(self, layer: LayerEntry, assignment: Assignment, active: Active) -> float:
+    def _layer_ms(self, layer: LayerEntry, assignment: Assignment, active: ActiveDerivations) -> float:
         settings = assignment.get(layer.name)
         if settings is None or settings.exact or layer.name in active.free:
             return 0.0
@@ -311,17 +310,17 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Active:
-    """Derivations that take place, by the first of their layers; `free`: layers that add nothing to them."""
+class ActiveDerivations:
+    """Derivations that happen, by the first of their layers; `free`: layers that add no error and no time."""
 
     by_layer: Mapping[str, Derivation]
     free: frozenset[str]
 
 
-NOTHING = Active({}, frozenset())
+NO_DERIVATIONS = ActiveDerivations({}, frozenset())
 
 
-def _takes_place(derivation: Derivation, used: Mapping[str, LayerSettings]) -> bool:
+def _is_active(derivation: Derivation, used: Mapping[str, LayerSettings]) -> bool:
     return all(name in used for name in derivation.sources) and all(
         name in used and used[name].store == "derive" for name in derivation.takers
     )

@@ -1,8 +1,11 @@
-"""`mt.profile`: the steps that a profile is made of, and where it is saved between them."""
+"""`mt.profile`: run the measurements of a profile, and save the profile between them.
+
+What is hard: profiling takes minutes and changes the model. So a partial profile can be resumed, a batch that
+does not fit in memory is halved, and the model, its optimizer and the random generators are restored.
+"""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import sys
@@ -21,29 +24,29 @@ from mesa_tune.conversion.layers import Catalog
 from mesa_tune.errors import RunError, WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.account import TracedPair, exact_entries, tensor_entries
-from mesa_tune.profiler.derivation import Derivable, Links
+from mesa_tune.profiler.build_timeline import build_timeline
+from mesa_tune.profiler.derivation import DerivableStep, DerivationObserver, DerivedTensor
 from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, Tie, full_grid, in_reference_groups
 from mesa_tune.profiler.gradient import Price, Sensitivity
-from mesa_tune.profiler.ledger import timeline
-from mesa_tune.profiler.meter import bytes_of, tensors_in
+from mesa_tune.profiler.meter import bytes_of, tensors_in, unless_out_of_memory
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rows import Rows
-from mesa_tune.profiler.step_trace import StepTrace
+from mesa_tune.profiler.step_trace import StepTrace, TensorKey
 from mesa_tune.profiler.trace import observing, trace_step
+from mesa_tune.profiler.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.workload.checkpoints import without_checkpoints
 from mesa_tune.workload.clock import median_ms
 from mesa_tune.workload.preserve import preserved
 from mesa_tune.workload.session import RawConversion, session
-from mesa_tune.workload.user_code import is_out_of_memory, located, seeded
+from mesa_tune.workload.user_code import located, seeded
 from mesa_tune.workload.workload import Workload
 
 SAVE_EVERY_S = 10.0
 
-Known = dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]
-"""Layer -> its options, and the joint ratios of its tie."""
+MeasuredOptions = dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]
+"""For each layer its options, and the joint ratios of its tie."""
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the share of it that is done (0 to 1)."""
+"""Called with a text about the current work, and the share of it that is done (0 to 1)."""
 
 
 def profile(
@@ -55,15 +58,14 @@ def profile(
     progress: bool | Progress = False,
     save: Callable[[Profile], object] | None = None,
 ) -> Profile:
-    """What a step of `workload` keeps for backward, and what each way of storing it does to the gradient.
+    """Measure what a step of `workload` saves for backward, and what each option to store it costs.
 
-    `options` are the settings to try on each layer (default: the full grid; `[]`: bytes only), `seeds` the
-    rounding seeds of each. With `path` the profile is saved there as it grows; a partial one of the same
-    workload and options is taken up again; `save` writes it in another way. A batch that does not fit is
-    halved until it does, and `notes` say so.
-    The model, its optimizer and the random generators are afterwards bit for bit as before.
+    `options`: the settings to try on each layer (default: the full grid; `[]`: bytes only); `seeds`: the
+    number of rounding seeds for each. The profile is saved at `path`, or by `save`, as it grows; a partial
+    one of the same workload and options is resumed. A batch that does not fit in memory is halved until it
+    does, and `notes` say so. The model, its optimizer and the random generators are restored bit for bit.
 
-    Raises WorkloadError for a workload that cannot be trained, RunError for a file that cannot be written.
+    Raise WorkloadError for a workload that cannot be trained, RunError for a file that cannot be written.
     """
     wanted = full_grid() if options is None else list(options)
     if seeds < 1:
@@ -86,46 +88,33 @@ class _Profiling:
     show: Progress
 
     def run(self) -> Profile:
-        """The profile at the wanted batch size, halved until memory suffices for all that is measured."""
-        self.wanted = self.workload.batch_size
+        """Return the profile at the wanted batch size, halved until memory suffices for every measurement."""
+        self.wanted_batch_size = self.workload.batch_size
         while True:
-            made = self._unless_out_of_memory()
-            if made is not None:
-                return made
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            self.workload = self.workload.with_batch_size(self.workload.batch_size // 2)
-
-    def _unless_out_of_memory(self) -> Profile | None:
-        try:
-            return self._profiled()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
+            profile = unless_out_of_memory(self._profiled)
+            if profile is not None:
+                return profile
             if self.workload.batch_size == 1:
                 raise RunError(
                     f"out of memory on {self.workload.device} at batch size 1: not even one sample fits\n"
                     "use a machine with more memory or a smaller model; `--fast` needs no less"
-                ) from error
-        # Outside the handler: the error holds the frames, and they the tensors.
-        return None
+                ) from MemoryError()
+            self.workload = self.workload.with_batch_size(self.workload.batch_size // 2)
 
     def _profiled(self) -> Profile:
-        # Tracing takes real optimizer steps; errors are those of the model as it was given.
-        with preserved(self.model, self.optimizer) as self.put_back:
-            found = self._traced_profile()
-        self.known = self._resumed(found)
+        # Tracing takes real optimizer steps; errors are measured on the restored model.
+        with preserved(self.model, self.optimizer) as self.restore:
+            traced = self._traced_profile()
+        self.measured = self._resumed(traced)
         self.derivations: tuple[Derivation, ...] = ()
         try:
             with preserved(self.model, self.optimizer):
-                for done in self._measured(found):
-                    self.known = done
-                self.derivations = tuple(self._derivations(found))
+                self._measure_options(traced)
+                self.derivations = tuple(self._derivations(traced))
         except KeyboardInterrupt:
-            self._save(self._assembled(found, partial=True))
+            self._save(self._assembled(traced, partial=True))
             raise
-        complete = self._assembled(found, partial=False)
+        complete = self._assembled(traced, partial=False)
         self._save(complete)
         return complete
 
@@ -133,55 +122,51 @@ class _Profiling:
         self.show("tracing a step", 0.0)
         self._step(self.workload.make_batch())
         batch_size = self.workload.batch_size
-        self.large, places = self._traced(batch_size)
-        small = self._traced(batch_size // 2)[0] if batch_size > 1 else self._traced_two_samples()
+        self.large, tags = self._traced(batch_size)
+        if batch_size > 1:
+            small = self._traced(batch_size // 2)[0]
+        else:
+            # If two samples do not fit, the timeline has one batch size, and no other can be planned for.
+            small = unless_out_of_memory(lambda: self._traced(2)[0]) or self.large
         self.catalog = Catalog.of(self.model)
-        self.rows = Rows(self.large, places, self.catalog.modules)
-        self.timeline = replace(timeline(self.large, small), hooked=self.rows.hooked)
+        self.rows = Rows(self.large, tags, self.catalog.modules)
+        self.timeline = build_timeline(self.large, small, self.rows.hooked)
         return self._profile()
 
-    def _traced_two_samples(self) -> TracedPair:
-        """Two beside one; where they do not fit, one again: then no other batch can be planned for."""
-        try:
-            return self._traced(2)[0]
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        return self.large
-
     def _notes(self) -> tuple[str, ...]:
-        """What the reader should know: what was done to the batch size, and which bytes are estimates."""
-        found = self.workload.batch_size
-        halved = f"out of memory at batch size {self.wanted}: profiled at {found} instead"
+        """Return what the reader should know: a halved batch size, and which bytes are estimates."""
+        size, wanted = self.workload.batch_size, self.wanted_batch_size
+        halved = f"out of memory at batch size {wanted}: profiled at {size} instead"
         estimated = (
-            f"bytes of {layer!r} are estimates: what hooks find too small may hold more than itself"
-            for layer in self.timeline.with_scraps()
+            f"bytes of {layer!r} are estimates: a tensor too small for hooks may be a view of a larger one"
+            for layer in self.timeline.with_small_views()
         )
-        return (*([] if found == self.wanted else [halved]), *estimated)
+        return (*([] if size == wanted else [halved]), *estimated)
 
     def _step(self, batch: Any) -> None:
         self.workload.take_step(self.model, batch, self.optimizer)
 
-    def _traced(self, batch_size: int) -> tuple[TracedPair, dict[str, tuple[str, int]]]:
+    def _traced(self, batch_size: int) -> tuple[TracedSteps, dict[str, tuple[str, int]]]:
+        """Return the traced steps at `batch_size`, and tag and index of each layer."""
         batch = self.workload.make_batch(batch_size)
         plain, _ = self._trace(batch, Policy.parse(""))
-        packed, layers = self._trace(batch, Policy.uniform(level=16))
-        derived, _ = self._trace(batch, Policy.uniform(level=16, store="derive"), settled=True)
-        return TracedPair(batch_size, bytes_of(self._static(batch)), plain, packed, derived), layers
+        packed, tags = self._trace(batch, Policy.uniform(level=16))
+        derived, _ = self._trace(batch, Policy.uniform(level=16, store="derive"), second=True)
+        return TracedSteps(batch_size, bytes_of(self._static(batch)), plain, packed, derived), tags
 
     def _trace(
-        self, batch: Any, policy: Policy, *, settled: bool = False
+        self, batch: Any, policy: Policy, *, second: bool = False
     ) -> tuple[StepTrace, dict[str, tuple[str, int]]]:
-        """A traced step under `policy`; `settled`: after one that shows who derives from whom.
+        """Trace the first or the second step under `policy`; the first shows which layers derive from which.
 
-        All start from the same weights and dice: where a token goes must not differ between them.
+        All traces start from the same weights and random state, because both decide how tokens are routed.
         """
-        self.put_back()
+        self.restore()
         with session(self.workload, self.model, policy) as running:
-            if settled:
-                with self._dice():
+            if second:
+                with self._random_state():
                     running.loss(batch).backward()
-            with self._dice():
+            with self._random_state():
                 trace = trace_step(
                     lambda: self.optimizer.zero_grad(set_to_none=True),
                     lambda: running.loss(batch),
@@ -200,7 +185,7 @@ class _Profiling:
         ]
 
     def _profile(self) -> Profile:
-        """The profile of bytes: no layer has options yet."""
+        """Return the profile of bytes; no layer has options yet."""
         tensors = tensor_entries(self.large.plain)
         batch = self.workload.make_batch()
         step_ms = median_ms(lambda: self._step(batch), 3, self.workload.device)
@@ -223,78 +208,67 @@ class _Profiling:
             layers=tuple(self.rows.entries()),
             timeline=self.timeline,
             ties=tuple(Tie(group, ()) for group in self.rows.groups()),
-            exact=tuple(
-                exact_entries(self.large, {name: tag for name, (tag, _) in self.rows.places.items()})
-            ),
+            exact=tuple(exact_entries(self.large, {name: tag for name, (tag, _) in self.rows.tags.items()})),
             notes=self._notes(),
             resume=self._request(),
         )
 
-    def _measured(self, found: Profile) -> Iterator[Known]:
-        """Measures group after group; yields all options known so far, and saves them now and then."""
-        tied = {name: tie.layers for tie in found.ties for name in tie.layers}
-        groups = list(dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in found.layers))
-        todo = [group for group in groups if any(name not in self.known for name in group)]
+    def _measure_options(self, traced: Profile) -> None:
+        """Measure the options of all groups of layers, and save the partial profile regularly."""
+        todo = [group for group in _groups(traced) if any(name not in self.measured for name in group)]
         if not todo:
             return
         sensitivity = self._recorded() if self.options else None
         saved, start = time.monotonic(), time.monotonic()
-        for count, group in enumerate(todo):
-            known = self.known = self.known | self._group_options(found, group, sensitivity)
-            spent = time.monotonic() - start
-            left = spent / (count + 1) * (len(todo) - count - 1)
-            self.show(
-                f"gradient errors, layer {count + 1} of {len(todo)}, {left:.0f} s left",
-                (count + 1) / len(todo),
-            )
+        for count, group in enumerate(todo, 1):
+            self.measured |= self._group_options(traced, group, sensitivity)
+            left = (time.monotonic() - start) / count * (len(todo) - count)
+            self.show(f"gradient errors, layer {count} of {len(todo)}, {left:.0f} s left", count / len(todo))
             if time.monotonic() - saved > SAVE_EVERY_S:
-                self._save(self._assembled(found, partial=True))
+                self._save(self._assembled(traced, partial=True))
                 saved = time.monotonic()
-            yield known
 
-    def _derivations(self, found: Profile) -> Iterator[Derivation]:
-        """Prices of what is stored while others derive from it; all others store exactly."""
-        if not self.options or not any(item.sources for item in self.timeline.kept):
+    def _derivations(self, traced: Profile) -> Iterator[Derivation]:
+        """Yield the prices of what is stored while others derive from it; all other layers store exactly."""
+        if not self.options or not any(span.sources for span in self.timeline.kept):
             return
-        made = self._links().made
-        producers = {name for one in made.values() for name in one.recipe.layers()}
+        derived = self._derived_tensors()
+        producers = {name for tensor in derived.values() for name in tensor.recipe.layers()}
         sensitivity = self._recorded(producers)
-        step = Derivable(sensitivity.recording.replays, made)
-        tied = {name: tie.layers for tie in found.ties for name in tie.layers}
-        groups = dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in found.layers)
-        reaches = list(step.reaches(groups))
+        step = DerivableStep(sensitivity.recording.replays, derived)
+        reaches = list(step.reaches(_groups(traced)))
         for count, reach in enumerate(reaches, 1):
             grid = in_reference_groups(self._grid(reach.layers))
             prices = sensitivity.together(step.calls(reach), grid)
-            entry = found.layer(reach.layers[0])
+            entry = traced.layer(reach.layers[0])
             options = [self._option(entry, *pair) for pair in zip(grid, prices, strict=True)]
             yield Derivation(reach.layers, reach.takers, reach.sources, tuple(options))
             self.show(f"errors of what is derived, {count} of {len(reaches)}", count / len(reaches))
 
-    def _links(self) -> Links:
-        """Which kept tensors a step that derives all it can makes again, and of what."""
-        batch, links = self.workload.make_batch(), Links()
+    def _derived_tensors(self) -> dict[TensorKey, DerivedTensor]:
+        """Return the tensors that are derived if all layers derive what they can."""
+        batch, observer = self.workload.make_batch(), DerivationObserver()
         policy = Policy.uniform(level=16, store="derive")
         with session(self.workload, self.model, policy) as running:
             running.loss(batch).backward()
-            with self._dice(), observing(links):
+            with self._random_state(), observing(observer):
                 running.loss(batch)
-        return links
+        return observer.derived
 
-    def _dice(self) -> AbstractContextManager[None]:
-        """The random state of every step: dropout masks of one must fit another's."""
+    def _random_state(self) -> AbstractContextManager[None]:
+        """Return a context with the random state of every step: all steps need the same dropout masks."""
         return seeded(self.workload.seed, self.workload.device)
 
     def _recorded(self, producers: Collection[str] = ()) -> Sensitivity:
-        """The exact step, recorded; `producers` keep in it what they keep when others derive from them."""
+        """Record the exact step; `producers` save in it what they save when others derive from them."""
         batch = self.workload.make_batch()
         sensitivity = Sensitivity(self.model.parameters(), self.seeds)
         running = session(self.workload, self.model, Policy.parse(""), kind=RawConversion)
         with running as raw, observing(sensitivity.recording):
             for conversion in (raw.conversion, raw.losses):
                 conversion.producers.update(producers)
-            # The gradient is the same with checkpoints, but each part would go backward from its second run.
-            with self._dice(), without_checkpoints():
+            # The gradient is the same with checkpoints, but each backward would start from a second forward.
+            with self._random_state(), without_checkpoints():
                 loss = raw.loss(batch)
         sensitivity.record(loss)
         if not sensitivity.norm:
@@ -306,32 +280,24 @@ class _Profiling:
         return sensitivity
 
     def _group_options(
-        self, found: Profile, group: tuple[str, ...], sensitivity: Sensitivity | None
-    ) -> Known:
-        entries = {name: found.layer(name) for name in group}
+        self, traced: Profile, group: tuple[str, ...], sensitivity: Sensitivity | None
+    ) -> MeasuredOptions:
+        entries = {name: traced.layer(name) for name in group}
         grid = self._grid(group)
         if sensitivity is None or not grid:
             return {name: ((self._exact(entry),), ()) for name, entry in entries.items()}
         prices, joint = sensitivity.prices(group, grid)
-        return {
-            name: (
-                (
-                    *(
-                        self._option(entry, option, price)
-                        for option, price in zip(grid, prices[name], strict=True)
-                    ),
-                    self._exact(entry),
-                ),
-                tuple(joint),
-            )
-            for name, entry in entries.items()
-        }
+        measured: MeasuredOptions = {}
+        for name, entry in entries.items():
+            options = [self._option(entry, *pair) for pair in zip(grid, prices[name], strict=True)]
+            measured[name] = (*options, self._exact(entry)), tuple(joint)
+        return measured
 
     def _grid(self, group: tuple[str, ...]) -> list[LayerSettings]:
-        """The options for a group: hooks store 8 bits or nothing, and what cannot be stored has none."""
+        """Return the options for a group: for hooks those of 8 bits; none if nothing can be compressed."""
         if not self.rows.can_be_stored(group):
             return []
-        on_cpu = self.workload.device == "cpu"  # where there is nowhere to offload to
+        on_cpu = self.workload.device == "cpu"  # has nowhere to offload to
         options = [option for option in self.options if not (on_cpu and option.store == "offload")]
         if all(name in self.timeline.hooked for name in group):
             return [option for option in options if option.bits == 8 and not option.drop]
@@ -352,22 +318,29 @@ class _Profiling:
     def _exact(self, entry: LayerEntry) -> Option:
         return Option(EXACT, entry.bytes, 0.0, 0.0, 0.0, True, 0.0, 0.0)
 
-    def _assembled(self, found: Profile, *, partial: bool) -> Profile:
-        layers = [replace(layer, options=self.known.get(layer.name, ((), ()))[0]) for layer in found.layers]
-        ties = [replace(tie, joint=self.known.get(tie.layers[0], ((), ()))[1]) for tie in found.ties]
+    def _assembled(self, traced: Profile, *, partial: bool) -> Profile:
+        nothing: tuple[tuple[Option, ...], tuple[float, ...]] = (), ()
         return replace(
-            found, layers=tuple(layers), ties=tuple(ties), derivations=self.derivations, partial=partial
+            traced,
+            layers=tuple(
+                replace(layer, options=self.measured.get(layer.name, nothing)[0]) for layer in traced.layers
+            ),
+            ties=tuple(
+                replace(tie, joint=self.measured.get(tie.layers[0], nothing)[1]) for tie in traced.ties
+            ),
+            derivations=self.derivations,
+            partial=partial,
         )
 
-    def _resumed(self, found: Profile) -> Known:
-        """What an earlier, interrupted run of the same request has measured."""
+    def _resumed(self, traced: Profile) -> MeasuredOptions:
+        """Return what an interrupted run of the same request has measured."""
         if self.path is None or not Path(self.path).exists():
             return {}
         try:
             earlier = Profile.load(self.path)
         except RunError:
             return {}
-        if not earlier.partial or earlier.resume != found.resume:
+        if not earlier.partial or earlier.resume != traced.resume:
             return {}
         joint = {name: tie.joint for tie in earlier.ties for name in tie.layers}
         return {
@@ -377,15 +350,22 @@ class _Profiling:
         }
 
     def _request(self) -> str:
-        wanted = [option.to_dict() for option in self.options]
-        parts = [self.workload.description, wanted, self.seeds, torch.__version__]
+        """Return a hash of everything that the measurements depend on."""
+        options = [option.to_dict() for option in self.options]
+        parts = [self.workload.description, options, self.seeds, torch.__version__]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
-    def _save(self, made: Profile) -> None:
+    def _save(self, profile: Profile) -> None:
         if self.save is not None:
-            self.save(made)
+            self.save(profile)
         elif self.path is not None:
-            made.save(self.path)
+            profile.save(self.path)
+
+
+def _groups(traced: Profile) -> list[tuple[str, ...]]:
+    """Return the layers of the profile in groups that get the same settings."""
+    tied = {name: tie.layers for tie in traced.ties for name in tie.layers}
+    return list(dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in traced.layers))
 
 
 def _ignored(*_: object) -> None:

@@ -1,4 +1,7 @@
-"""Backwards of single calls, recorded, and run again over what differently stored tensors give back."""
+"""Recorded backwards of single calls, run again with their saved tensors stored under other settings.
+
+What is hard: tensors that several calls save must be stored once, and their time counted once (Rule 3).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,17 @@ from mesa_tune.engine.storage import decided, restore, store
 from mesa_tune.policy.settings import MIN_ELEMENTS
 
 Difference = dict[nn.Parameter, Tensor]
+"""Changes of parameter gradients."""
 
 
 @dataclass
 class Draw:
-    """One option of one layer under one rounding seed."""
+    """Result of one option of one layer with one rounding seed. None: not measured.
+
+    Squared norms of changes: of the layer's own parameter gradients (`local`), of its input gradients
+    (`sent`), of what these change below (`below`), of all parameter gradients (`total`); `joint`: the same
+    for all sharers.
+    """
 
     tensor_error: float = 0.0
     local: float = 0.0
@@ -34,8 +43,8 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A tensor as decoded, the squares of its change and of itself, and what that took."""
+class DecodedCopy:
+    """A decoded tensor, the squared norms of its change and of the original, and the times this took."""
 
     tensor: Tensor
     change: float
@@ -44,11 +53,12 @@ class Copy:
     decode_ms: float
 
 
-Cache = dict[Any, Copy]
+CopyCache = dict[Any, DecodedCopy]
+"""Decoded copies for one option and one seed, by tensor and group size."""
 
 
 class RecordedCall:
-    """One call's backward, exact, and its differences under other ways of storing."""
+    """One call's exact backward, and how its gradients change under other settings."""
 
     def __init__(self, replay: Replay, coded: list[bool] | None = None) -> None:
         self.replay = replay
@@ -57,7 +67,7 @@ class RecordedCall:
         self.coded = coded or [not flag and tensor.numel() > MIN_ELEMENTS for flag, tensor in raw]
         alone = any(self.coded) and self.coded[0] and not any(self.coded[1:])
         skip = replay.formula.independent if alone else ()
-        self.needs = tuple(need and place not in skip for place, need in enumerate(replay.needs))
+        self.needs = tuple(need and index not in skip for index, need in enumerate(replay.needs))
         edges = iter(replay.node.next_functions)  # the last belongs to the noise key
         self.edges = [next(edges) if present else None for present in replay.present]
         self.exact: tuple[Tensor | None, ...] | None = None
@@ -65,40 +75,44 @@ class RecordedCall:
     def differences(
         self,
         spec: Spec,
-        key: Tensor,
-        cache: Cache,
+        seed: Tensor,
+        cache: CopyCache,
         draw: Draw,
         final: Difference,
         sent: list[tuple[GradientEdge, Tensor]],
     ) -> None:
-        """Adds to `final` the changes of parameter gradients, to `sent` those of input gradients."""
+        """Add the changes of parameter gradients to `final`, those of input gradients to `sent`."""
         if not any(self.coded):
             return
-        self._store(spec, key, cache, draw)
+        self._store(spec, seed, cache, draw)
         with torch.no_grad():
             if self.exact is None:
                 self.exact = self.replay.run(self.replay.lossy, self.needs)
             changed = self.replay.run(self.lossy, self.needs)
             for edge, new, old in zip(self.edges, changed, self.exact, strict=True):
                 if edge is not None and edge[0] is not None and new is not None and old is not None:
-                    _sort(edge, new - old, final, sent)
+                    _add_or_send(edge, new - old, final, sent)
 
-    def _store(self, spec: Spec, key: Tensor, cache: Cache, draw: Draw) -> None:
-        """Puts the kept tensors as decoded from `spec` into `lossy`; small and raw ones stay as they are."""
-        places = [place for place, coded in enumerate(self.coded) if coded]
-        found = [self._one(place, spec, key, cache, draw) for place in places]
-        changes, sizes = sum(change for change, _ in found), sum(size for _, size in found)
+    def _store(self, spec: Spec, seed: Tensor, cache: CopyCache, draw: Draw) -> None:
+        """Put the decoded copies of saved tensors into `lossy`; small and raw ones stay exact."""
+        positions = [position for position, coded in enumerate(self.coded) if coded]
+        squares = [self._store_at(position, spec, seed, cache, draw) for position in positions]
+        changes, sizes = sum(change for change, _ in squares), sum(size for _, size in squares)
         draw.tensor_error = max(draw.tensor_error, changes / sizes if sizes else 0.0)
 
-    def _one(self, place: int, spec: Spec, key: Tensor, cache: Cache, draw: Draw) -> tuple[float, float]:
-        """One of them; the squares of its change and of itself."""
-        copy = cached_copy(self.replay.lossy[place], spec.within(self.replay.row), key, cache)
-        self.lossy[place] = copy.tensor
+    def _store_at(
+        self, position: int, spec: Spec, seed: Tensor, cache: CopyCache, draw: Draw
+    ) -> tuple[float, float]:
+        """Store one saved tensor; return the squared norms of its change and of itself."""
+        copy = cached_copy(self.replay.lossy[position], spec.within(self.replay.row), seed, cache)
+        self.lossy[position] = copy.tensor
         draw.encode_ms, draw.decode_ms = draw.encode_ms + copy.encode_ms, draw.decode_ms + copy.decode_ms
         return copy.change, copy.size
 
 
-def _sort(edge: Any, delta: Tensor, final: Difference, sent: list[tuple[GradientEdge, Tensor]]) -> None:
+def _add_or_send(
+    edge: Any, delta: Tensor, final: Difference, sent: list[tuple[GradientEdge, Tensor]]
+) -> None:
     parameter = getattr(edge[0], "variable", None)
     if isinstance(parameter, nn.Parameter):
         add(final, {parameter: delta.to(parameter.dtype)})
@@ -106,38 +120,35 @@ def _sort(edge: Any, delta: Tensor, final: Difference, sent: list[tuple[Gradient
         sent.append((GradientEdge(edge[0], edge[1]), delta))
 
 
-def stored(tensor: Tensor, spec: Spec, key: Tensor) -> tuple[Tensor, float, float]:
-    """`tensor` after being stored by `spec`; milliseconds of encoding and of decoding."""
+def stored(tensor: Tensor, spec: Spec, seed: Tensor) -> tuple[Tensor, float, float]:
+    """Return `tensor` encoded and decoded by `spec`, and the milliseconds of encoding and of decoding."""
     registry().clear()
     start = _now(tensor)
     packing = decided(tensor, spec)
-    parts = store(tensor, packing, spec, key.to(tensor.device))
+    parts = store(tensor, packing, spec, seed.to(tensor.device))
     middle = _now(tensor)
     copy = restore(parts, packing, spec)
     return copy, 1e3 * (middle - start), 1e3 * (_now(tensor) - middle)
 
 
-def cached_copy(tensor: Tensor, spec: Spec, key: Tensor, cache: Cache) -> Copy:
-    """The stored copy; free of charge for a tensor met before (Rule 3)."""
-    place = (tensor.data_ptr(), tensor.shape, tensor.stride(), spec.group_size)
-    if place in cache:
-        return replace(cache[place], encode_ms=0.0, decode_ms=0.0)
-    copy, encode_ms, decode_ms = stored(tensor, spec, key)
-    cache[place] = Copy(copy, norm(copy - tensor), norm(tensor), encode_ms, decode_ms)
-    return cache[place]
+def cached_copy(tensor: Tensor, spec: Spec, seed: Tensor, cache: CopyCache) -> DecodedCopy:
+    """Return the decoded copy of `tensor`; one from the cache takes no time (Rule 3)."""
+    key = (tensor.data_ptr(), tensor.shape, tensor.stride(), spec.group_size)
+    if key in cache:
+        return replace(cache[key], encode_ms=0.0, decode_ms=0.0)
+    copy, encode_ms, decode_ms = stored(tensor, spec, seed)
+    cache[key] = DecodedCopy(copy, squared_norm(copy - tensor), squared_norm(tensor), encode_ms, decode_ms)
+    return cache[key]
 
 
-def add(total: Difference, more: Difference) -> None:
-    for parameter, delta in more.items():
+def add(total: Difference, difference: Difference) -> None:
+    """Add `difference` to `total` in place."""
+    for parameter, delta in difference.items():
         total[parameter] = total[parameter] + delta if parameter in total else delta
 
 
-def square(difference: Difference) -> float:
-    return sum(norm(delta) for delta in difference.values())
-
-
-def norm(tensor: Tensor) -> float:
-    return tensor.float().square().sum(dtype=torch.float64).item()
+def squared_norm(*tensors: Tensor) -> float:
+    return sum(tensor.float().square().sum(dtype=torch.float64).item() for tensor in tensors)
 
 
 def _now(tensor: Tensor) -> float:

@@ -1,4 +1,8 @@
-"""The rows of a profile: which layers keep what, together with whom, and in how many bytes each way."""
+"""Make the rows of a profile: which layers save which tensors, share them, and in how many bytes.
+
+What is hard: a layer saves other tensors in the plain step than in the compressed one, and shares them with
+other layers.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,35 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
-from mesa_tune.profiler.account import UNATTRIBUTED, TracedPair, unattributed_bytes
 from mesa_tune.profiler.entries import UNLISTED, LayerEntry
 from mesa_tune.profiler.step_trace import CodedTrace, PlainTrace
 from mesa_tune.profiler.timeline import settings_bytes, within
+from mesa_tune.profiler.traced_steps import UNATTRIBUTED, TracedSteps, unattributed_bytes
 
 
 class Rows:
-    """The layers of a traced pair of steps; `places` holds tag and index of each, `modules` the model's."""
+    """The layers of traced steps; `tags`: tag and index of each layer; `modules`: names of the model's."""
 
-    def __init__(
-        self, traced: TracedPair, places: dict[str, tuple[str, int]], modules: Sequence[str]
-    ) -> None:
+    def __init__(self, traced: TracedSteps, tags: dict[str, tuple[str, int]], modules: Sequence[str]) -> None:
         self.plain, self.packed = traced.plain, traced.packed
-        self.places = places
+        self.tags = tags
         self.modules = modules
-        self.hooked = tuple(name for name, (tag, _) in places.items() if tag == "other")
+        self.unattributed = unattributed_bytes(traced.plain)
+        self.hooked = tuple(name for name, (tag, _) in tags.items() if tag == "other")
 
     def entries(self) -> Iterator[LayerEntry]:
-        """A row for each layer that keeps something, in the order of their calls; no options yet."""
+        """Yield a row without options for each layer that saves something, in the order of the calls."""
         plain, coded = self.plain, self.packed.coded
         order: dict[str, None] = dict.fromkeys(slot.layer for slot in self.packed.slots if slot.layer)
-        order.update(dict.fromkeys(self.places))
+        order.update(dict.fromkeys(self.tags))
         order.update(dict.fromkeys(name for item in plain.plain.values() for name in item.layers))
         for name in order:
-            kept = [(number, item) for number, item in sorted(plain.plain.items()) if name in item.layers]
+            saved = [(number, item) for number, item in sorted(plain.plain.items()) if name in item.layers]
             stored = [item for item in coded.values() if name in item.layers]
-            if not kept and not stored:
+            if not saved and not stored:
                 continue
-            largest = max(kept, key=lambda pair: plain.lives[pair[0]].bytes, default=(0, None))[1]
-            tag, index = self.places.get(name, ("other", UNLISTED))
+            largest = max(saved, key=lambda pair: plain.lifetimes[pair[0]].bytes, default=(0, None))[1]
+            tag, index = self.tags.get(name, ("other", UNLISTED))
             yield LayerEntry(
                 name=name,
                 tag=tag,
@@ -43,10 +46,10 @@ class Rows:
                 module=_module(name, self.modules),
                 shape=largest.shape if largest else stored[0].shape,
                 dtype=largest.dtype if largest else "float32",
-                bytes=sum(plain.lives[number].bytes for number, _ in kept),
+                bytes=sum(plain.lifetimes[number].bytes for number, _ in saved),
                 own_bytes=sum(
-                    plain.lives[number].bytes
-                    for number, item in kept
+                    plain.lifetimes[number].bytes
+                    for number, item in saved
                     if item.layers[0] == name and plain.is_saved(number)
                 ),
                 shared_with=tuple(self._sharers(name)),
@@ -57,21 +60,16 @@ class Rows:
             row = (UNATTRIBUTED, "other", UNLISTED, "", (size,), "uint8", size, size, (), ())
             yield LayerEntry(*row)
 
-    @property
-    def unattributed(self) -> int:
-        """`unattributed_bytes` of the plain step."""
-        return unattributed_bytes(self.plain)
-
     def _sharers(self, name: str) -> list[str]:
-        items = self._kept()
+        items: list[PlainTrace | CodedTrace] = [*self.plain.plain.values(), *self.packed.coded.values()]
         together = dict.fromkeys(layer for item in items if name in item.layers for layer in item.layers)
         return [layer for layer in together if layer != name]
 
     def groups(self) -> list[tuple[str, ...]]:
-        """Layers that share a packed tensor, directly or through others; two or more each.
+        """Return the groups of two or more layers that share a packed tensor, directly or through others.
 
-        Layers that share a tensor in the plain step alone (attention's output and the projection's input) are
-        free to differ: once both compress, they keep nothing in common.
+        Layers that share a tensor in the plain step alone (attention's output and the projection's input) may
+        have different settings: if both compress, they share nothing.
         """
         root: dict[str, str] = {}
 
@@ -89,9 +87,9 @@ class Rows:
         return [tuple(group) for group in groups.values() if len(group) > 1]
 
     def bytes(self, name: str, option: LayerSettings) -> int:
-        """All that the layer keeps under `option`."""
+        """Return the bytes that the layer saves under `option`."""
         packed = self.packed
-        total = sum(packed.lives[number].bytes for number, layer in packed.side.items() if layer == name)
+        total = sum(packed.lifetimes[number].bytes for number, layer in packed.side.items() if layer == name)
         for item in packed.coded.values():
             if name in item.layers:
                 elements = prod(item.shape)
@@ -103,12 +101,9 @@ class Rows:
         return total
 
     def can_be_stored(self, group: Sequence[str]) -> bool:
-        """Whether anything that these layers keep can be stored in another way."""
+        """Return whether anything that these layers save can be compressed."""
         coded = any(set(item.layers) & set(group) for item in self.packed.coded.values())
         return coded or any(layer in group for layer in self.packed.side.values())
-
-    def _kept(self) -> list[PlainTrace | CodedTrace]:
-        return [*self.plain.plain.values(), *self.packed.coded.values()]
 
 
 def _module(name: str, modules: Sequence[str]) -> str:

@@ -1,4 +1,8 @@
-"""What a traced step is: the lives of its storages, its slots, and what each call saved."""
+"""A traced training step: the lifetimes of its storages, its slots, and what each call saved.
+
+What is hard: steps under other policies are predicted from this one. So the trace says of each storage not
+only its bytes, but also which calls save it, in which form, and what else keeps it alive.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,19 @@ from numpy.typing import NDArray
 
 NEVER = 1 << 62
 
+ShapeDtype = tuple[tuple[int, ...], str]
+"""Shape and dtype of a tensor."""
 
-Look = tuple[tuple[int, ...], str]
-"""The shape and the dtype of a tensor."""
+CallKey = tuple[str, int]
+"""A call: its layer, and how many calls of this layer came before; -1 where hooks store for the layer."""
 
-
-Place = tuple[str, int, int]
-"""A kept tensor by its layer, how many calls of that layer came before, and its place in the call."""
-
-
-Turn = tuple[str, int]
-"""A call by its layer and how many calls of that layer came before; -1: hooks store for the layer."""
+TensorKey = tuple[str, int, int]
+"""A saved tensor: its layer, how many calls of this layer came before, and its position in the call."""
 
 
 @dataclass
-class Life:
-    """A storage's bytes and its moments of birth and death, on the step's clock."""
+class Lifetime:
+    """Bytes of a storage, and its birth and death as moments on the clock of the step."""
 
     bytes: int
     birth: int
@@ -34,7 +35,7 @@ class Life:
 
 @dataclass
 class SlotTrace:
-    """A stretch of the step that begins with a call of `layer`: its most live bytes, and the moment of it."""
+    """Part of the step that begins with a call of `layer`: the most bytes alive in it, and when this was."""
 
     layer: str | None
     phase: str
@@ -44,8 +45,9 @@ class SlotTrace:
 
 @dataclass
 class CodedTrace:
-    """A tensor stored in parts: who keeps it, how many elements it has, and its parts' storages; `source`:
-    the storage that would be held if it stayed as it is.
+    """A tensor stored in parts: the layers that save it, its shape, and the storages of its parts.
+
+    `source`: the storage that would stay alive if the tensor was saved exactly.
     """
 
     layers: list[str]
@@ -53,96 +55,98 @@ class CodedTrace:
     itemsize: int
     parts: list[int]
     source: int | None = None
-    calls: list[Turn] = field(default_factory=list)
+    calls: list[CallKey] = field(default_factory=list)
 
 
 @dataclass
 class PlainTrace:
-    """A storage that autograd keeps as it is: who keeps it, and the first tensor seen in it."""
+    """A storage that autograd saves exactly: the layers that save it, and the first tensor seen in it."""
 
     layers: list[str]
     shape: tuple[int, ...]
     dtype: str
-    calls: list[Turn] = field(default_factory=list)
+    calls: list[CallKey] = field(default_factory=list)
 
 
 @dataclass
 class StepTrace:
-    """All that was seen in one step; storages go by number.
+    """Everything observed in one step. A storage is named by its number, in the order of birth.
 
-    `rows`: of layers whose groups end where rows do, the elements of a row. `saves`: by layer, what autograd
-    itself saves, in its order (None: from before the step). `places`: the first part of each tensor stored in
-    parts; `derived`: of each that is made again instead, the layers whose kept tensors that takes; `serving`:
-    layers that keep their input for that, else something else.
-    `calls`: the storages that each call of the forward takes or returns; `again`: those of a routed call
-    inside the backward (a checkpointed part that runs again), by layer, turn and whether it returns them.
-    `extents`: of a call, the elements of the largest tensor that it stores in parts, `NEVER` if it goes by
-    one that it would rather copy than hold; `saved_extents`: of the largest that autograd saves for it.
-    `views`: the fewest elements of a storage that a call stores in parts and does not copy.
-    `ended`: the moment at which the forward ended; `loss`: what it returned.
+    `calls`: the storages that each call of the forward takes or returns. `again`: the same for a routed call
+    in the backward (a checkpointed part that runs again), by layer, number of the call, and whether returned.
+    `coded`: tensors stored in parts, by the storage of the first part. `side`: storages that a compressed
+    layer saves exactly, with this layer. `plain`: storages that autograd saves exactly.
+    `extents`: for each call, the elements of the largest tensor that it stores in parts; `NEVER` if it has a
+    small view of a large storage, which is always copied. `saved_extents`: of the largest autograd saves.
+    `views`: for a call and a storage, the fewest elements that the call stores in parts without a copy.
+    `rows`: for layers whose groups end where rows end, the elements per row. `saves`: for each layer, what
+    autograd itself saves, in order (None: older than the step). `first_parts`: for each tensor stored in
+    parts, the storage of the first part. `derived`: for each tensor that is derived instead, the layers whose
+    saved tensors this takes. `serving`: layers that save their input only because others derive from it.
+    `saved_bytes`: bytes alive when the forward ended; `ended`: when this was; `loss`: what it returned.
     """
 
-    lives: dict[int, Life] = field(default_factory=dict)
+    lifetimes: dict[int, Lifetime] = field(default_factory=dict)
     slots: list[SlotTrace] = field(default_factory=list)
     calls: list[tuple[int | None, ...]] = field(default_factory=list)
     again: dict[tuple[str, int, bool], tuple[int | None, ...]] = field(default_factory=dict)
     coded: dict[int, CodedTrace] = field(default_factory=dict)
     side: dict[int, str] = field(default_factory=dict)
-    side_calls: dict[int, list[Turn]] = field(default_factory=dict)
-    extents: dict[Turn, int] = field(default_factory=dict)
-    saved_extents: dict[Turn, int] = field(default_factory=dict)
-    views: dict[tuple[Turn, int], int] = field(default_factory=dict)
+    side_calls: dict[int, list[CallKey]] = field(default_factory=dict)
+    extents: dict[CallKey, int] = field(default_factory=dict)
+    saved_extents: dict[CallKey, int] = field(default_factory=dict)
+    views: dict[tuple[CallKey, int], int] = field(default_factory=dict)
     plain: dict[int, PlainTrace] = field(default_factory=dict)
     encoded: set[tuple[int, str]] = field(default_factory=set)
     rows: dict[str, int] = field(default_factory=dict)
-    hooked: set[str] = field(default_factory=set)
-    saves: dict[str, list[tuple[int | None, Look]]] = field(default_factory=dict)
-    places: dict[Place, int] = field(default_factory=dict)
-    derived: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+    saves: dict[str, list[tuple[int | None, ShapeDtype]]] = field(default_factory=dict)
+    first_parts: dict[TensorKey, int] = field(default_factory=dict)
+    derived: dict[TensorKey, tuple[str, ...]] = field(default_factory=dict)
     serving: set[str] = field(default_factory=set)
     saved_bytes: int = 0
     ended: int = NEVER
     loss: int | None = None
 
     def is_saved(self, number: int) -> bool:
-        """Whether the storage is there when the forward has ended."""
-        life = self.lives[number]
-        return life.birth <= self.ended < life.death
+        """Return whether the storage is alive when the forward ends."""
+        lifetime = self.lifetimes[number]
+        return lifetime.birth <= self.ended < lifetime.death
 
-    def forget_passing(self) -> None:
-        """Drops what did not live to the end of the forward.
+    def drop_dead_after_forward(self) -> None:
+        """Drop the saved tensors whose storage died before the forward ended.
 
-        A checkpoint drops what its part saves in the first run; other graphs die because nobody goes back
-        through them. What the part saves in its second run, in the backward, stays.
+        A checkpoint frees what its part saves in the first run. Other graphs are freed because no backward
+        runs through them. What the part saves in its second run, in the backward, stays.
         """
-        passing = {number for number, life in self.lives.items() if life.death <= self.ended}
-        self.coded = {number: item for number, item in self.coded.items() if number not in passing}
-        self.side = {number: layer for number, layer in self.side.items() if number not in passing}
-        self.plain = {number: item for number, item in self.plain.items() if number not in passing}
+        dead = {number for number, lifetime in self.lifetimes.items() if lifetime.death <= self.ended}
+        self.coded = {number: item for number, item in self.coded.items() if number not in dead}
+        self.side = {number: layer for number, layer in self.side.items() if number not in dead}
+        self.plain = {number: item for number, item in self.plain.items() if number not in dead}
 
     @cached_property
     def moments(self) -> NDArray[np.int64]:
-        """The slots' highest moments, which rise, of a step that is over."""
+        """For each slot of a finished step, the moment with the most live bytes; ascending."""
         return np.array([slot.moment for slot in self.slots], dtype=np.int64)
 
     @cached_property
     def forward_end(self) -> int:
-        """The last slot of the forward, of a step that is over."""
-        return max(place for place, slot in enumerate(self.slots) if slot.phase == "forward")
+        """Index of the last slot of the forward, in a finished step."""
+        return max(index for index, slot in enumerate(self.slots) if slot.phase == "forward")
 
     @cached_property
     def parts(self) -> frozenset[int]:
-        """The storages of what is stored in parts, of a step that is over."""
+        """The storages of all tensors stored in parts, in a finished step."""
         return frozenset(number for coded in self.coded.values() for number in coded.parts)
 
     def alive(self, number: int, moments: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the storage is there at each of these moments."""
-        life = self.lives[number]
-        return (life.birth <= moments) & (moments < life.death)
+        """Return for each of `moments` whether the storage is alive."""
+        lifetime = self.lifetimes[number]
+        return (lifetime.birth <= moments) & (moments < lifetime.death)
 
-    def stays(self, number: int) -> bool:
-        """Whether the storage is kept by something else than what compresses it: a hook met no floats there,
-        or too few of them; or it is a checkpoint's.
+    def stays_whole(self, number: int) -> bool:
+        """Return whether the storage is saved whole although its layers compress.
+
+        This is so where a hook met no floats in it or too few, and for what a checkpoint saves.
         """
         if number in self.parts:
             return False
@@ -153,5 +157,5 @@ class StepTrace:
         return self.is_saved(number) and number not in self.side
 
     def peak(self) -> int:
-        """The highest number of bytes alive, besides what was there before the step."""
+        """Return the most bytes alive at once, without those that are older than the step."""
         return max(slot.high for slot in self.slots)

@@ -1,13 +1,13 @@
-"""One training step, followed from outside: when each storage is born and dies, and which call keeps it.
+"""Trace one training step from outside: when each storage is born and dies, and which call saves it.
 
-What is hard: to say what another policy would keep, tensors of the plain step must be found again in a
-compressed one, where they live elsewhere and die earlier. Both steps run the same model code, hence make
-the same torch calls in the same order, and a tensor is named by the call and the place in which it first
-appears.
+What is hard: to predict another policy, tensors of the plain step must be found again in a compressed one,
+where they have other storages and die earlier. Both steps run the same model code, and so make the same torch
+calls in the same order. So the trace records the storages that each call takes and returns.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -26,18 +26,18 @@ from mesa_tune.policy.settings import SCRAP
 from mesa_tune.profiler.meter import Meter
 from mesa_tune.profiler.step_trace import (
     NEVER,
+    CallKey,
     CodedTrace,
-    Life,
-    Place,
+    Lifetime,
     PlainTrace,
     SlotTrace,
     StepTrace,
-    Turn,
+    TensorKey,
 )
 
 
 class Recorder(Meter):
-    """A meter that keeps the lives of all storages, on a clock that ticks with every birth and death."""
+    """A meter that records the lifetimes of all storages, on a clock that ticks at every birth and death."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,44 +45,43 @@ class Recorder(Meter):
         self.now = 0
 
     def number(self, storage: UntypedStorage) -> int | None:
-        """The number of a storage that was born in this step; None for an older one."""
+        """Return the number of a storage that was born in this step; None for an older one."""
         birth = self._births.get(storage._cdata)
         return None if birth is None else birth.number
 
     def open_slot(self, layer: str | None, phase: str) -> None:
-        """A new slot begins."""
+        """Begin a new slot."""
         self.now += 1
         self.trace.slots.append(SlotTrace(layer, phase, self.live_bytes, self.now))
 
     def _resize(self, birth: Any, size: int) -> None:
         super()._resize(birth, size)
         self.now += 1
-        self.trace.lives.setdefault(birth.number, Life(size, self.now)).bytes = size
+        self.trace.lifetimes.setdefault(birth.number, Lifetime(size, self.now)).bytes = size
         slot = self.trace.slots[-1]
         if self.live_bytes > slot.high:
             slot.high, slot.moment = self.live_bytes, self.now
 
-    def _bury(self, key: int) -> None:
+    def _record_death(self, key: int) -> None:
         self.now += 1
-        self.trace.lives[self._births[key].number].death = self.now
-        super()._bury(key)
+        self.trace.lifetimes[self._births[key].number].death = self.now
+        super()._record_death(key)
 
 
-class Turns:
-    """Counts the calls of each layer in the order of a step."""
+class CallCounter:
+    """Counts the calls of each layer that save tensors, in the order of a step."""
 
     def __init__(self) -> None:
-        self.known: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
 
-    def places(self, layer: str, count: int) -> list[Place]:
-        """The places of the `count` tensors that the next call of `layer` keeps."""
-        turn = self.known.get(layer, 0)
-        self.known[layer] = turn + 1
-        return [(layer, turn, place) for place in range(count)]
+    def keys(self, layer: str, count: int) -> list[TensorKey]:
+        """Return the keys of the `count` tensors that the next call of `layer` saves."""
+        self.counts[layer] += 1
+        return [(layer, self.counts[layer] - 1, position) for position in range(count)]
 
 
 class Tracer:
-    """The observer that fills a `StepTrace`."""
+    """Observer that fills a `StepTrace`."""
 
     wants_tensors = False
 
@@ -91,13 +90,13 @@ class Tracer:
         self.trace = recorder.trace
         self.is_static = is_static
         self.forward = True
-        self.turns = Turns()
-        self.known: dict[str, int] = {}
-        self.begun: dict[str, int] = {}
+        self.saving_calls = CallCounter()
+        self.calls: Counter[str] = Counter()
+        self.calls_in_backward: Counter[str] = Counter()
 
     def begin(self, layer: str | None, given: Any) -> None:
         if layer is not None:
-            self.begun[layer] = self.begun.get(layer, -1) + 1
+            self.calls[layer] += 1
             self.recorder.open_slot(layer, "forward" if self.forward else "backward")
         self._note(layer, given, False)
 
@@ -108,8 +107,8 @@ class Tracer:
             node.register_prehook(lambda _: self.recorder.open_slot(layer, "backward"))
 
     def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None:
-        if any(self._is_scrap(tensor) for tensor in _tensors(tensors)):
-            self.trace.extents[self._turn(layer)] = NEVER
+        if any(self._is_small_view(tensor) for tensor in _tensors(tensors)):
+            self.trace.extents[self._call(layer)] = NEVER
 
     def stored(
         self,
@@ -120,85 +119,80 @@ class Tracer:
         exact: list[Tensor],
         row: int,
     ) -> None:
-        aside = list(exact)
+        saved_exactly = list(exact)
         self.trace.rows.update({layer: row} if row else {})
-        places = self.turns.places(layer, len(how))
-        for place, tensor, packing, stored in zip(places, lossy, how, parts, strict=True):
+        keys = self.saving_calls.keys(layer, len(how))
+        for key, tensor, packing, stored in zip(keys, lossy, how, parts, strict=True):
             if isinstance(packing, Recipe):
-                self.trace.derived[place] = tuple(dict.fromkeys(packing.layers()))
+                self.trace.derived[key] = tuple(dict.fromkeys(packing.layers()))
                 self.trace.serving.update(_serving(packing))
             elif packing.packed:
                 source = self._viewed(layer, packing, tensor)
-                self._coded(place, packing, stored, source)
-                if isinstance(tensor, Tensor):
-                    self._encoded(layer, tensor)
+                self._coded(key, packing, stored, source)
             else:
-                aside += stored
-        for tensor in aside:
+                saved_exactly += stored
+        for tensor in saved_exactly:
             number = self._number(tensor)
             if number is not None:
                 self.trace.side.setdefault(number, layer)
-                self.trace.side_calls.setdefault(number, []).append(self._turn(layer))
+                self.trace.side_calls.setdefault(number, []).append(self._call(layer))
 
     def saved(self, layer: str, tensor: Tensor) -> None:
         number = self._number(tensor)
-        look = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        self.trace.saves.setdefault(layer, []).append((number, look))
+        form = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        self.trace.saves.setdefault(layer, []).append((number, form))
         if number is None:
             return
-        turn = self._turn(layer)
+        call = self._call(layer)
         elements = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
-        self.trace.saved_extents[turn] = max(elements, self.trace.saved_extents.get(turn, 0))
-        item = self.trace.plain.setdefault(number, PlainTrace([], *look))
-        item.calls.append(turn)
+        self.trace.saved_extents[call] = max(elements, self.trace.saved_extents.get(call, 0))
+        item = self.trace.plain.setdefault(number, PlainTrace([], *form))
+        item.calls.append(call)
         if layer not in item.layers:
             item.layers.append(layer)
 
     def backward(self, replay: Replay) -> None:
-        """Slots of the backward are opened by the nodes' own hooks, in plain and compressed steps alike."""
+        """Do nothing: hooks of the nodes open the backward's slots, in plain and compressed steps alike."""
 
     def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
         return tensor
 
-    def _turn(self, layer: str) -> Turn:
-        return layer, self.begun.get(layer, -1)
+    def _call(self, layer: str) -> CallKey:
+        return layer, self.calls[layer] - 1
 
     def _viewed(self, layer: str, packing: Packing, tensor: Tensor | Deferred) -> int | None:
-        """Notes how large a tensor is that a call stores in parts; returns the storage that it would hold."""
-        turn, elements = self._turn(layer), prod(packing.shape)
-        self.trace.extents[turn] = max(elements, self.trace.extents.get(turn, 0))
+        """Record the size of a tensor that a call stores in parts; return the storage that it views."""
+        call, elements = self._call(layer), prod(packing.shape)
+        self.trace.extents[call] = max(elements, self.trace.extents.get(call, 0))
+        if isinstance(tensor, Tensor) and (encoded := self._number(tensor)) is not None:
+            self.trace.encoded.add((encoded, layer))
         if isinstance(tensor, Deferred) and tensor.kind == "definite":
             tensor = tensor.source
-        if not isinstance(tensor, Tensor) or (turn[1] >= 0 and self._is_scrap(tensor)):
+        if not isinstance(tensor, Tensor) or (call[1] >= 0 and self._is_small_view(tensor)):
             return None
         number = self._number(tensor)
         if number is not None:
-            self.trace.views[turn, number] = min(elements, self.trace.views.get((turn, number), NEVER))
+            self.trace.views[call, number] = min(elements, self.trace.views.get((call, number), NEVER))
         return number
 
-    def _is_scrap(self, tensor: Tensor) -> bool:
-        """Whether a call would rather copy the tensor, however small, than hold all of its storage."""
+    def _is_small_view(self, tensor: Tensor) -> bool:
+        """Return whether a call would copy the tensor, so that its much larger storage can be freed."""
         number = self._number(tensor) if tensor.is_floating_point() else None
         if number is None:
             return False
         elements = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-        return 0 < elements * tensor.element_size() * SCRAP <= self.trace.lives[number].bytes
+        return 0 < elements * tensor.element_size() * SCRAP <= self.trace.lifetimes[number].bytes
 
-    def _coded(self, place: Place, packing: Packing, stored: list[Tensor], source: int | None) -> None:
+    def _coded(self, key: TensorKey, packing: Packing, stored: list[Tensor], source: int | None) -> None:
         numbers = [number for part in stored if (number := self._number(part)) is not None]
         if not numbers:
             return
         new = CodedTrace([], packing.shape, packing.dtype.itemsize, numbers, source)
         item = self.trace.coded.setdefault(numbers[0], new)
-        item.calls.append(self._turn(place[0]))
-        self.trace.places[place] = numbers[0]
-        if place[0] not in item.layers:
-            item.layers.append(place[0])
-
-    def _encoded(self, layer: str, tensor: Tensor) -> None:
-        number = self._number(tensor)
-        if number is not None:
-            self.trace.encoded.add((number, layer))
+        item.calls.append(self._call(key[0]))
+        self.trace.first_parts[key] = numbers[0]
+        if key[0] not in item.layers:
+            item.layers.append(key[0])
 
     def _number(self, tensor: Tensor) -> int | None:
         return None if self.is_static(tensor) else self.recorder.number(tensor.untyped_storage())
@@ -210,17 +204,17 @@ class Tracer:
         if layer is None or self.forward:
             self.trace.calls.append(numbers)
         else:
-            turn = self.known[layer] = self.known.get(layer, -1) + (not returned)
-            self.trace.again[layer, turn, returned] = numbers
+            self.calls_in_backward[layer] += not returned
+            self.trace.again[layer, self.calls_in_backward[layer], returned] = numbers
 
 
 def trace_step(
     begin: Callable[[], None], loss: Callable[[], Tensor], step: Callable[[], None], static: list[Tensor]
 ) -> StepTrace:
-    """Follows one step: `begin()`, `loss()` and its backward, `step()`; `static` is never counted."""
-    known = {tensor.untyped_storage()._cdata for tensor in static}
+    """Trace one step: `begin()`, `loss()` and its backward, `step()`; `static` tensors are not counted."""
+    static_storages = {tensor.untyped_storage()._cdata for tensor in static}
     recorder = Recorder()
-    tracer = Tracer(recorder, lambda tensor: tensor.untyped_storage()._cdata in known)
+    tracer = Tracer(recorder, lambda tensor: tensor.untyped_storage()._cdata in static_storages)
     recorder.open_slot(None, "forward")
     with observing(tracer), recorder:
         begin()
@@ -235,13 +229,13 @@ def trace_step(
         del value
         recorder.open_slot(None, "step")
         step()
-    recorder.trace.forget_passing()
+    recorder.trace.drop_dead_after_forward()
     return recorder.trace
 
 
 @contextmanager
 def observing(observer: Any) -> Iterator[None]:
-    """The body runs under `observer`."""
+    """Run the body under `observer`."""
     before, watch.observer = watch.observer, observer
     try:
         yield
@@ -250,7 +244,7 @@ def observing(observer: Any) -> Iterator[None]:
 
 
 def _serving(recipe: Recipe) -> Iterator[str]:
-    """The layers of a recipe that would keep something else if nobody derived from them."""
+    """Yield the layers of a recipe that would save something else if no layer derived from them."""
     if recipe.formula is POINTWISE_INPUT:
         yield recipe.layer
     for below in (*recipe.saved, *recipe.inputs):
@@ -259,6 +253,6 @@ def _serving(recipe: Recipe) -> Iterator[str]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in `tree` that have a storage; those inside a transform of `torch.func` have none."""
+    """Return the tensors in `tree` that have a storage; inside a transform of `torch.func` they have none."""
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return [leaf for leaf in leaves if not is_functorch_wrapped_tensor(leaf)]

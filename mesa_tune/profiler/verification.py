@@ -1,15 +1,18 @@
-"""`verify`: real training steps under a policy, beside plain ones. Predicted then stands beside measured."""
+"""`verify`: measure real training steps under a policy and plain ones, to compare with the prediction.
+
+What is hard: a machine's speed drifts, so the two kinds of steps are timed in turn; and where the plain step
+does not fit in memory, everything that does not depend on it must still be measured.
+"""
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +22,10 @@ from mesa_tune.conversion import compress_saved, convert
 from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.meter import StepMemory, measure_step, take_step
+from mesa_tune.profiler.meter import StepMemory, measure_step, take_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
-from mesa_tune.workload.user_code import is_out_of_memory, seeded
+from mesa_tune.workload.user_code import seeded
 from mesa_tune.workload.workload import Workload
-
-Value = TypeVar("Value")
 
 UNUSED_SEEDS = 500_000
 _REMEDY = "make it again with `mesa-tune verify --force`"
@@ -32,7 +33,7 @@ _REMEDY = "make it again with `mesa-tune verify --force`"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A training step as measured: bytes, and the median time of a step. None: it did not fit in memory."""
+    """Measured bytes of a training step, and its median time. None: the step did not fit in memory."""
 
     peak_bytes: int | None
     saved_bytes: int | None
@@ -41,7 +42,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Step time under the policy over plain, pair by pair: the median and the middle half's ends."""
+    """Ratio of the step time under the policy to plain, over pairs of steps: median and quartiles."""
 
     median: float
     low: float
@@ -50,10 +51,10 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Verification:
-    """What a policy does to real steps of a workload, beside the plain ones and beside the prediction.
+    """Measurements of a workload's steps under a policy, of its plain steps, and the prediction.
 
-    `gradient_errors` holds one relative squared error a rounding seed, all on the same batch and random
-    state; `gradient_error` is their mean. `step_ratio` is None where the two could not be timed in turn.
+    `gradient_errors`: one relative squared error per rounding seed, all with the same batch and random state;
+    `gradient_error` is their mean. `step_ratio`: None if the two steps could not be timed in turn.
     """
 
     baseline: Measured
@@ -72,10 +73,10 @@ class Verification:
         return statistics.fmean(self.gradient_errors) if self.gradient_errors else None
 
     def predicted_beside(self, profiled_ms: float | None) -> Prediction | None:
-        """What was predicted, with the step's time on the clock of the measured plain step.
+        """Return the prediction with its step time scaled to the measured plain step.
 
-        `profiled_ms`: the plain step's time in the profile. The machine may have been busier then: of times
-        only the ratio is predicted.
+        `profiled_ms`: time of the plain step in the profile. The machine may have been busier then, so only
+        the ratio of the times is a prediction.
         """
         predicted, plain_ms = self.predicted, self.baseline.step_ms
         if predicted is None or predicted.step_ms is None or plain_ms is None or not profiled_ms:
@@ -83,7 +84,7 @@ class Verification:
         return replace(predicted, step_ms=predicted.step_ms / profiled_ms * plain_ms)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON document `mesa-tune.verify/1`."""
+        """Return the JSON document `mesa-tune.verify/1`."""
         measured = {"gradient_error": self.gradient_error, "gradient_noise_ratio": None}
         return {
             "schema": schema("verify"),
@@ -91,20 +92,20 @@ class Verification:
             "batch_size": self.batch_size,
             "torch": self.torch,
             "steps": self.steps,
-            "baseline": _plain(self.baseline),
-            "policy": {**_plain(self.policy), **measured},
+            "baseline": asdict(self.baseline),
+            "policy": {**asdict(self.policy), **measured},
             "predicted": self.predicted.to_dict() if self.predicted else None,
-            "step_ratio": _plain(self.step_ratio) if self.step_ratio else None,
+            "step_ratio": asdict(self.step_ratio) if self.step_ratio else None,
             "gradient_errors": list(self.gradient_errors),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Verification:
-        """The verification that `to_dict` made `values` of; KeyError, TypeError or ValueError otherwise."""
+        """Return the verification with this `to_dict`; raise KeyError, TypeError or ValueError for others."""
         ratio, predicted = values["step_ratio"], values["predicted"]
         parts = {
-            "baseline": _measured(values["baseline"]),
-            "policy": _measured(values["policy"]),
+            "baseline": _measured_from(values["baseline"]),
+            "policy": _measured_from(values["policy"]),
             "gradient_errors": tuple(float(error) for error in values["gradient_errors"]),
             "step_ratio": None if ratio is None else typed(Ratio, ratio),
             "predicted": None if predicted is None else Prediction.from_dict(predicted),
@@ -114,12 +115,12 @@ class Verification:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the document to `path`, whole or not at all. RunError where it cannot be written."""
+        """Write the document to `path`, whole or not at all. Raise RunError if it cannot be written."""
         write_document(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Verification:
-        """The verification saved at `path`; RunError for a file that is missing, damaged or foreign."""
+        """Return the verification saved at `path`. Raise RunError for a missing, damaged or other file."""
         return read_document(path, "verify", cls.from_dict, _REMEDY)
 
 
@@ -131,12 +132,12 @@ def verify(
     steps: int = 5,
     seeds: int = 3,
 ) -> Verification:
-    """What `policy` does to real training steps of `workload`: memory, time and gradient error, measured.
+    """Measure memory, time and gradient error of real training steps of `workload` under `policy`.
 
-    Memory is that of the second step, of the plain model and of a converted one. `steps` pairs of steps,
+    Memory is measured in the second step of the plain model, and of a converted one. `steps` pairs of steps,
     plain and policy in turn, are timed after a warm-up pair. The gradient error is measured with `seeds`
-    rounding seeds on one batch. `predicted` is kept beside them. Random generators are afterwards as before.
-    Where the plain step runs out of memory, what depends on it is None.
+    rounding seeds on one batch. `predicted` becomes part of the result. Random generators are restored.
+    If the plain step runs out of memory, everything that depends on it is None.
 
     Raises:
         PolicyError: the policy was made for another model.
@@ -146,15 +147,18 @@ def verify(
     if steps < 1 or seeds < 1:
         raise RunError(f"`steps >= 1` and `seeds >= 1` must hold, but got (steps={steps}, seeds={seeds}).")
     with seeded(workload.seed, workload.device):
-        plain = _unless_out_of_memory(lambda: _memory(workload, None))
-        packed = _unless_out_of_memory(lambda: _memory(workload, policy))
+        plain = unless_out_of_memory(lambda: _memory(workload, None))
+        packed = unless_out_of_memory(lambda: _memory(workload, policy))
         if packed is None:
-            raise _does_not_fit(workload) from MemoryError()
+            raise RunError(
+                f"out of memory on {workload.device}: a step of batch size {workload.batch_size} does not "
+                "fit under this policy\nsearch again with a smaller --budget or --batch-size"
+            ) from MemoryError()
         times = _times(workload, policy, steps, plain_fits=plain is not None)
         errors = _gradient_errors(workload, policy, seeds) if plain is not None else ()
     return Verification(
-        baseline=_joined(plain, times.plain),
-        policy=_joined(packed, times.packed),
+        baseline=_measured(plain, times.plain),
+        policy=_measured(packed, times.packed),
         gradient_errors=errors,
         step_ratio=times.ratio,
         predicted=predicted,
@@ -166,7 +170,7 @@ def verify(
 
 
 class _Training:
-    """A model of the workload with all that a step needs; converted if there is a policy."""
+    """A model of the workload with batch and optimizer; converted if there is a policy."""
 
     def __init__(self, workload: Workload, policy: Policy | None) -> None:
         self.workload = workload
@@ -182,7 +186,7 @@ class _Training:
             return self.workload.compute_loss(model, batch, check=False)
 
     def timed_step(self) -> float:
-        """Milliseconds that one step takes, the device's work included."""
+        """Run one step, wait for the device, and return the milliseconds that both took."""
         self._wait()
         begin = time.perf_counter()
         take_step(self.model, self.batch, self.loss, self.optimizer)
@@ -203,14 +207,17 @@ class _Times:
 
 def _memory(workload: Workload, policy: Policy | None) -> StepMemory:
     training = _Training(workload, policy)
-    # Once with its value looked at: a loss that is NaN or no scalar gets its own message here.
+    # Checks the loss once: a loss that is NaN or no scalar raises an error about itself here.
     workload.compute_loss(training.model, training.batch)
     return measure_step(training.model, training.batch, training.loss, training.optimizer)
 
 
 def _times(workload: Workload, policy: Policy, steps: int, *, plain_fits: bool) -> _Times:
-    """In turn, so that what slows the machine down slows both; alone where memory does not hold both."""
-    both = _unless_out_of_memory(lambda: _in_turn(workload, policy, steps)) if plain_fits else None
+    """Return times of both steps, taken in turn, so that a busy machine slows both.
+
+    If two models do not fit in memory, the steps are timed one after the other, without a ratio.
+    """
+    both = unless_out_of_memory(lambda: _in_turn(workload, policy, steps)) if plain_fits else None
     if both is not None:
         return both
     alone = _alone(workload, None, steps) if plain_fits else None
@@ -234,42 +241,18 @@ def _alone(workload: Workload, policy: Policy | None, steps: int) -> float:
 
 
 def _gradient_errors(workload: Workload, policy: Policy, seeds: int) -> tuple[float, ...]:
-    """On the first batch, with rounding seeds that neither profile nor search has used."""
+    """Return errors on the first batch, with rounding seeds that neither profile nor search uses."""
     from mesa_tune.profiler.joint_error import JointError
 
     pairs = [(0, UNUSED_SEEDS + number) for number in range(seeds)]
     return tuple(JointError(workload).errors(policy, pairs))
 
 
-def _joined(memory: StepMemory | None, step_ms: float | None) -> Measured:
+def _measured(memory: StepMemory | None, step_ms: float | None) -> Measured:
     if memory is None:
         return Measured(None, None, None)
     return Measured(memory.peak_bytes, memory.saved_bytes, step_ms)
 
 
-def _unless_out_of_memory(measure: Callable[[], Value]) -> Value | None:
-    try:
-        return measure()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    # Outside the handler: the error holds the frames, and they the tensors.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return None
-
-
-def _does_not_fit(workload: Workload) -> RunError:
-    return RunError(
-        f"out of memory on {workload.device}: a step of batch size {workload.batch_size} does not fit under "
-        "this policy\nsearch again with a smaller --budget or --batch-size"
-    )
-
-
-def _plain(value: Measured | Ratio) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
-
-
-def _measured(values: Mapping[str, Any]) -> Measured:
+def _measured_from(values: Mapping[str, Any]) -> Measured:
     return typed(Measured, {name: values[name] for name in Measured.__dataclass_fields__})

@@ -117,8 +117,8 @@ class TestMeter:
             assert meter.live_since(mark) == 3 * KB
             assert meter.live_since(mark, without=[a.view(2, 128)]) == 2 * KB
             assert meter.live_since(0) == meter.live_bytes == 4 * KB
-            assert meter.bears([before, b, a[:2]]) == 4 * KB
-        assert meter.bears([b, torch.zeros(())]) == 2 * KB
+            assert meter.counted_bytes([before, b, a[:2]]) == 4 * KB
+        assert meter.counted_bytes([b, torch.zeros(())]) == 2 * KB
 
     def test_high_water_starts_again(self) -> None:
         with Meter() as meter:

@@ -9,7 +9,7 @@ import pytest
 from mesa_tune import ops
 from mesa_tune.errors import BudgetError
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.timeline import Kept, Slot, Timeline
+from mesa_tune.profiler.timeline import SavedSpan, Slot, Timeline
 from tests.synthetic import synthetic_profile
 
 FOUR = LayerSettings(level=16)
@@ -17,7 +17,7 @@ EIGHT = LayerSettings(level=256)
 BIG = 8192
 
 
-def timeline(*kept: Kept, hooked: tuple[str, ...] = (), static: tuple[int, int] = (100, 80)) -> Timeline:
+def timeline(*kept: SavedSpan, hooked: tuple[str, ...] = (), static: tuple[int, int] = (100, 80)) -> Timeline:
     """Four slots (forward a b, backward b a), working memory 10 (exact) or 30 (packed), batches 8 and 4."""
     slots = [
         Slot(layer, phase, (10, 5), (30, 15))
@@ -26,16 +26,16 @@ def timeline(*kept: Kept, hooked: tuple[str, ...] = (), static: tuple[int, int] 
     return Timeline((8, 4), static, tuple(slots), kept, hooked)
 
 
-def plain(*layers: str, first: int = 0, last: int = 3) -> Kept:
-    return Kept("plain", layers, (4 * BIG, 2 * BIG), 1, first, last)
+def plain(*layers: str, first: int = 0, last: int = 3) -> SavedSpan:
+    return SavedSpan("plain", layers, (4 * BIG, 2 * BIG), 1, first, last)
 
 
-def coded(*layers: str, size: tuple[int, int] = (BIG, BIG // 2)) -> Kept:
-    return Kept("coded", layers, size, 4, 0, 3)
+def coded(*layers: str, size: tuple[int, int] = (BIG, BIG // 2)) -> SavedSpan:
+    return SavedSpan("coded", layers, size, 4, 0, 3)
 
 
 def test_live_adds_static_work_and_kept() -> None:
-    traced = timeline(plain("a", first=0, last=2), Kept("always", (), (7, 7), 1, 1, 1))
+    traced = timeline(plain("a", first=0, last=2), SavedSpan("always", (), (7, 7), 1, 1, 1))
     assert traced.live({}).tolist() == [110 + 4 * BIG, 117 + 4 * BIG, 110 + 4 * BIG, 110]
     assert traced.peak_bytes({}) == 117 + 4 * BIG
     assert traced.saved_bytes({}) == 4 * BIG
@@ -83,8 +83,8 @@ def small(extent: int, view: int, whole: int | None = None) -> Timeline:
             extents=((extent, extent),),
             whole=None if whole is None else (whole, whole),
         ),
-        Kept("side", ("a",), (64, 64), 1, 0, 3, extents=((extent, extent),)),
-        Kept("plain", ("a",), (100_000, 100_000), 4, 0, 3, extents=((view, view),)),
+        SavedSpan("side", ("a",), (64, 64), 1, 0, 3, extents=((extent, extent),)),
+        SavedSpan("plain", ("a",), (100_000, 100_000), 4, 0, 3, extents=((view, view),)),
     )
 
 
@@ -108,10 +108,10 @@ def test_a_large_call_keeps_its_small_tensors_as_they_are(view: int, whole: int 
 
 def test_of_a_layers_calls_the_small_ones_keep_what_pytorch_keeps() -> None:
     both = timeline(
-        Kept("side", ("a",), (1024, 512), 1, 0, 3, extents=((BIG, BIG // 2),)),
-        Kept("plain", ("a",), (4 * BIG, 2 * BIG), 4, 0, 3, extents=((BIG, BIG // 2),)),
-        Kept("side", ("a",), (512, 256), 1, 0, 3, extents=((4096, 2048),)),
-        Kept("plain", ("a",), (16384, 8192), 4, 0, 3, extents=((4096, 2048),)),
+        SavedSpan("side", ("a",), (1024, 512), 1, 0, 3, extents=((BIG, BIG // 2),)),
+        SavedSpan("plain", ("a",), (4 * BIG, 2 * BIG), 4, 0, 3, extents=((BIG, BIG // 2),)),
+        SavedSpan("side", ("a",), (512, 256), 1, 0, 3, extents=((4096, 2048),)),
+        SavedSpan("plain", ("a",), (16384, 8192), 4, 0, 3, extents=((4096, 2048),)),
     )
     assert both.saved_bytes({"a": FOUR}) == 1024 + 16384
     assert both.saved_bytes({"a": FOUR}, 16) == 2 * (1024 + 512)
@@ -119,7 +119,7 @@ def test_of_a_layers_calls_the_small_ones_keep_what_pytorch_keeps() -> None:
 
 
 def test_side_things_live_with_their_compressed_layer() -> None:
-    traced = timeline(Kept("side", ("a",), (64, 32), 1, 0, 3))
+    traced = timeline(SavedSpan("side", ("a",), (64, 32), 1, 0, 3))
     assert traced.saved_bytes({}) == 0
     assert traced.saved_bytes({"a": FOUR}) == 64
 
@@ -162,7 +162,7 @@ def test_one_traced_size_cannot_be_stretched() -> None:
 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="kind must be one of"):
-        Kept("odd", (), (1, 1), 1, 0, 0)
+        SavedSpan("odd", (), (1, 1), 1, 0, 0)
 
 
 def test_the_dictionary_form_is_the_same_timeline() -> None:
@@ -170,8 +170,8 @@ def test_the_dictionary_form_is_the_same_timeline() -> None:
     assert Timeline.from_dict(original.to_dict()) == original
 
 
-def derivable(*layers: str) -> Kept:
-    return Kept("coded", layers, (BIG, BIG // 2), 4, 0, 3, sources=("a",))
+def derivable(*layers: str) -> SavedSpan:
+    return SavedSpan("coded", layers, (BIG, BIG // 2), 4, 0, 3, sources=("a",))
 
 
 DERIVE = replace(FOUR, store="derive")

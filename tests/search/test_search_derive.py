@@ -18,7 +18,7 @@ from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, Option
 from mesa_tune.profiler.joint_error import JointError, Pair
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.timeline import Kept, Slot, Timeline
+from mesa_tune.profiler.timeline import SavedSpan, Slot, Timeline
 from mesa_tune.search import search_policy
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
@@ -47,7 +47,7 @@ def _compressing(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _linked(timeline: Timeline) -> Timeline:
-    def kept(item: Kept) -> Kept:
+    def kept(item: SavedSpan) -> SavedSpan:
         return replace(item, sources=(NORM,)) if item.kind == "coded" and item.layers == TAKERS else item
 
     def slot(one: Slot) -> Slot:

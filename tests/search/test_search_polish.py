@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mesa_tune.profiler.timeline import Kept
+from mesa_tune.profiler.timeline import SavedSpan
 from mesa_tune.search.polish import polished
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Floats, Limits, Space, make_space
@@ -32,7 +32,7 @@ def _space() -> Space:
         else item
         for item in profile.timeline.kept
     )
-    assert Kept("plain", ("sin.0", LOSS), (0, 0), 1, 0, 0).layers in [item.layers for item in kept]
+    assert SavedSpan("plain", ("sin.0", LOSS), (0, 0), 1, 0, 0).layers in [item.layers for item in kept]
     return make_space(replace(profile, layers=layers, timeline=replace(profile.timeline, kept=kept)))
 
 

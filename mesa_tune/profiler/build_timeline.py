@@ -1,0 +1,289 @@
+"""Build a `Timeline` from traced steps: which bytes are saved from when to when, under any policy.
+
+What is hard: no step is traced under the policy itself. A plain and a compressed step are, each at two batch
+sizes. The compressed one shows how long tensors live that are not saved, and what encoding and decoding add.
+The plain one shows what is saved where nothing is compressed. A third step, compressed with `store: derive`,
+shows what is derived instead of stored, and what deriving adds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mesa_tune.policy.settings import MIN_ELEMENTS
+from mesa_tune.profiler.step_trace import NEVER, CallKey, PlainTrace, SlotTrace, StepTrace
+from mesa_tune.profiler.timeline import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.traced_steps import (
+    TracedSteps,
+    always_saved,
+    counterparts_of,
+    is_unattributed,
+    sources_of,
+    unattributed_bytes,
+)
+
+
+@dataclass(frozen=True)
+class _TracedSpan:
+    """The fields of a `SavedSpan` at one batch size, and the bytes that it has in the traced step."""
+
+    kind: str
+    layers: tuple[str, ...]
+    size: int
+    itemsize: int
+    slots: tuple[int, int]
+    traced_bytes: int
+    samples: int = 1
+    sources: tuple[str, ...] = ()
+    extents: tuple[int, ...] = ()
+    whole: int = 0
+
+
+def build_timeline(large: TracedSteps, small: TracedSteps, hooked: tuple[str, ...]) -> Timeline:
+    """Return the timeline of two batch sizes; of `large` alone where the steps differ in more than sizes.
+
+    `hooked`: the layers stored by hooks.
+    """
+    second = small if large.matches(small) else large
+    spans, second_spans = list(_spans(large)), list(_spans(second))
+    if len(spans) != len(second_spans):
+        second, second_spans = large, spans
+    slots = _slots(large, spans)
+    second_slots = _slots(
+        second, [replace(new, slots=old.slots) for new, old in zip(second_spans, spans, strict=True)]
+    )
+    return Timeline(
+        batch_sizes=(large.batch_size, second.batch_size),
+        static=(large.static, second.static),
+        slots=tuple(
+            Slot(slot.layer, slot.phase, *zip(sizes, second_sizes, strict=True))
+            for (slot, *sizes), (_, *second_sizes) in zip(slots, second_slots, strict=True)
+        ),
+        kept=tuple(
+            SavedSpan(
+                span.kind,
+                span.layers,
+                (span.size, other.size),
+                span.itemsize,
+                *span.slots,
+                (span.samples, other.samples),
+                span.sources,
+                tuple(map(_extent_pair, span.extents, other.extents)),
+                (span.whole, other.whole),
+            )
+            for span, other in zip(spans, second_spans, strict=True)
+        ),
+        hooked=hooked,
+        serving=tuple(sorted(large.derived.serving)),
+        rows=large.packed.rows,
+    )
+
+
+def _extent_pair(first: int, second: int) -> tuple[int, int]:
+    """Return both extents; a call that copies at one batch size alone counts as at the first one."""
+    return (first, first) if NEVER in (first, second) else (first, second)
+
+
+def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace, int, int, int]]:
+    """Return each slot with its live bytes outside spans in the plain, compressed and deriving step."""
+    packed = steps.packed.slots
+    plain, derived = _aligned(steps.plain, steps.packed), _aligned(steps.derived, steps.packed)
+    stored = [span for span in spans if span.kind != "plain"]
+    in_plain = [span for span in spans if span.kind in ("plain", "always")]
+    in_derived = [span for span in stored if not span.sources or set(span.layers) & set(span.sources)]
+    exact_bytes = _summed(in_plain, len(packed), lambda span: span.size)
+    packed_bytes = _summed(stored, len(packed), lambda span: span.traced_bytes)
+    derived_bytes = _summed(in_derived, len(packed), lambda span: span.traced_bytes)
+    return [
+        (
+            slot,
+            max(0, plain[index].high - exact_bytes[index]),
+            max(0, slot.high - packed_bytes[index]),
+            max(0, derived[index].high - derived_bytes[index]),
+        )
+        for index, slot in enumerate(packed)
+    ]
+
+
+def _summed(spans: Iterable[_TracedSpan], count: int, size: Callable[[_TracedSpan], int]) -> list[int]:
+    """Return for each of `count` slots the sum of the sizes of the spans that cover it."""
+    changes = [0] * (count + 1)
+    for span in spans:
+        changes[span.slots[0]] += size(span)
+        changes[span.slots[1] + 1] -= size(span)
+    return list(accumulate(changes[:-1]))
+
+
+def _aligned(trace: StepTrace, packed: StepTrace) -> list[SlotTrace]:
+    """Return for each slot of the compressed step the same slot of `trace`."""
+    slots = dict(_with_keys(trace))
+    return [slots.get(key, slot) for key, slot in _with_keys(packed)]
+
+
+def _with_keys(trace: StepTrace) -> Iterator[tuple[tuple[str | None, str, int], SlotTrace]]:
+    """Yield each slot with its layer, its phase, and how many such slots came before it."""
+    counts: Counter[tuple[str | None, str]] = Counter()
+    for slot in trace.slots:
+        count = counts[slot.layer, slot.phase]
+        counts[slot.layer, slot.phase] += 1
+        yield (slot.layer, slot.phase, count), slot
+
+
+def _spans(steps: TracedSteps) -> Iterator[_TracedSpan]:
+    packed, plain = steps.packed, steps.plain
+    counterparts = counterparts_of(plain, packed)
+    always = always_saved(steps, counterparts)
+    yield from _coded(steps, counterparts)
+    for number, layer in packed.side.items():
+        if number in always:
+            continue
+        size = packed.lifetimes[number].bytes
+        extents = _largest(steps, (layer,), packed.side_calls[number])
+        yield _TracedSpan("side", (layer,), size, 1, _alive(packed, number), size, extents=extents)
+    aligned = np.array([slot.moment for slot in _aligned(plain, packed)], dtype=np.int64)
+    for number, item in plain.plain.items():
+        size, counterpart = plain.lifetimes[number].bytes, counterparts.get(number)
+        if counterpart in always:
+            slots = _alive(packed, counterpart)
+            yield _TracedSpan("always", tuple(item.layers), size, 1, slots, size)
+        else:
+            extension = _extension(steps, number, counterpart, aligned)
+            size = 0 if extension is None else size
+            itemsize = getattr(torch, item.dtype).itemsize
+            extents = _smallest(steps, item, counterpart)
+            slots = extension or (0, 0)
+            yield _TracedSpan("plain", tuple(item.layers), size, itemsize, slots, size, extents=extents)
+    yield from _unattributed(steps, counterparts, always)
+    yield from _compressed_only(steps, counterparts)
+
+
+def _coded(steps: TracedSteps, counterparts: Mapping[int, int]) -> Iterator[_TracedSpan]:
+    """Yield what the compressed step stores in parts."""
+    packed, sources = steps.packed, sources_of(steps)
+    plain = [(counterparts.get(number), item) for number, item in steps.plain.plain.items()]
+    also_plain = {(new, layer) for new, item in plain if new is not None for layer in item.layers}
+    shares = Counter(item.source for item in packed.coded.values() if prod(item.shape) <= MIN_ELEMENTS)
+    for first_part, coded in packed.coded.items():
+        whole = prod(coded.shape) * coded.itemsize
+        if any((coded.source, layer) in also_plain for layer in coded.layers):
+            whole = 0
+        elif coded.source is not None:
+            whole = packed.lifetimes[coded.source].bytes // max(1, shares[coded.source])
+        yield _TracedSpan(
+            "coded",
+            tuple(coded.layers),
+            prod(coded.shape),
+            coded.itemsize,
+            _alive(packed, coded.parts[0]),
+            sum(packed.lifetimes[number].bytes for number in coded.parts),
+            coded.shape[0] if len(coded.shape) > 1 else 1,
+            sources.get(first_part, ()),
+            _largest(steps, coded.layers, coded.calls),
+            whole,
+        )
+
+
+def _largest(steps: TracedSteps, layers: Iterable[str], calls: list[CallKey]) -> tuple[int, ...]:
+    """Return for each layer the largest extent of one of its calls."""
+    return tuple(max(_extent(steps, call) for call in calls if call[0] == layer) for layer in layers)
+
+
+def _smallest(steps: TracedSteps, item: PlainTrace, counterpart: int | None) -> tuple[int, ...]:
+    """Return for each layer the extent that decides whether it frees a storage that PyTorch saves for it.
+
+    Hooks decide by each view of the storage; a call by everything it saves, and then by each view.
+    """
+    views = steps.packed.views
+    return tuple(
+        min(
+            count
+            for call in item.calls
+            if call[0] == layer
+            for count in (
+                NEVER if call[1] < 0 else _extent(steps, call),
+                NEVER if counterpart is None else views.get((call, counterpart), NEVER),
+            )
+        )
+        for layer in item.layers
+    )
+
+
+def _extent(steps: TracedSteps, call: CallKey) -> int:
+    """Return the number of elements that decides whether a call compresses: of what it would store in parts,
+    or, for a call that saves masks alone, of what PyTorch would save.
+    """
+    return steps.packed.extents.get(call, steps.plain.saved_extents.get(call, NEVER))
+
+
+def _unattributed(
+    steps: TracedSteps, counterparts: Mapping[int, int], always: set[int]
+) -> Iterator[_TracedSpan]:
+    """Yield what is alive when the forward ends though autograd saves it for no layer: a checkpoint's own."""
+    plain, packed = steps.plain, steps.packed
+    unexplained = unattributed_bytes(plain)
+    for number, lifetime in plain.lifetimes.items():
+        new = counterparts.get(number)
+        if is_unattributed(plain, number) and new is not None and (new in always or packed.stays_whole(new)):
+            yield _TracedSpan("always", (), lifetime.bytes, 1, _alive(packed, new), lifetime.bytes)
+            unexplained -= lifetime.bytes
+    if unexplained > 0:
+        end = packed.forward_end
+        yield _TracedSpan("always", (), unexplained, 1, (end, end + 1), unexplained)
+
+
+def _compressed_only(steps: TracedSteps, counterparts: Mapping[int, int]) -> Iterator[_TracedSpan]:
+    """Yield what only the compressed step has alive though no layer saves it, with the layer that made it."""
+    packed = steps.packed
+    explained = {*counterparts.values(), *packed.side}
+    for number, lifetime in packed.lifetimes.items():
+        if number not in explained and packed.is_saved(number) and packed.stays_whole(number):
+            layer, slots = packed.slots[_birth_slot(packed, number)].layer, _alive(packed, number)
+            if layer is not None:
+                yield _TracedSpan("side", (layer,), lifetime.bytes, 1, slots, lifetime.bytes)
+
+
+def _alive(trace: StepTrace, number: int) -> tuple[int, int]:
+    """Return the first and the last slot in which the storage is alive; a saved one reaches the backward."""
+    birth = _birth_slot(trace, number)
+    ends = _ends(trace.alive(number, trace.moments)) or (birth, birth)
+    return _into_backward(trace, ends) if trace.is_saved(number) else ends
+
+
+def _ends(marked: NDArray[np.bool_]) -> tuple[int, int] | None:
+    """Return the first and the last index that is marked."""
+    indices = np.flatnonzero(marked)
+    return (int(indices[0]), int(indices[-1])) if indices.size else None
+
+
+def _birth_slot(trace: StepTrace, number: int) -> int:
+    before = np.searchsorted(trace.moments, trace.lifetimes[number].birth, side="right")
+    return max(0, int(before) - 1)
+
+
+def _into_backward(trace: StepTrace, ends: tuple[int, int]) -> tuple[int, int]:
+    return min(ends[0], trace.forward_end), max(ends[1], trace.forward_end + 1)
+
+
+def _extension(
+    steps: TracedSteps, number: int, counterpart: int | None, aligned: NDArray[np.int64]
+) -> tuple[int, int] | None:
+    """Return the slots in which a tensor is alive only because the plain step saves it, or None.
+
+    `aligned`: for each slot of the compressed step, the moment of the same slot of the plain one.
+    """
+    extended = steps.plain.alive(number, aligned)
+    ends = _ends(extended)
+    if counterpart is not None:
+        moments = steps.packed.moments
+        extended &= ~steps.packed.alive(counterpart, moments)
+        death = steps.packed.lifetimes[counterpart].death
+        ends = _ends(extended & (moments >= death)) or _ends(extended)
+    return _into_backward(steps.packed, ends or (0, 0)) if steps.plain.is_saved(number) else ends
