@@ -1,8 +1,9 @@
-"""How many of mesa-tune's Python functions and files does one forward of a converted layer enter?
+"""How many of mesa-tune's Python functions and files does one call inside a converted model enter?
 
     python benchmarks/visits.py
 
-Planned: the layer's first call. Cached: a later call like it.
+A call begins where PyTorch hands it to the routing mode, and ends where that returns. Planned: a call of a
+shape that the layer has not had. Cached: a later call like it.
 """
 
 from __future__ import annotations
@@ -30,45 +31,70 @@ class SelfAttention(nn.Module):
         return F.scaled_dot_product_attention(x, x * 2, x * 3)
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "linear": (lambda: nn.Linear(256, 256), (128, 256)),
-    "layer norm": (lambda: nn.LayerNorm(256), (128, 256)),
-    "GELU": (nn.GELU, (128, 256)),
-    "attention": (SelfAttention, (4, 4, 64, 32)),
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "linear": (lambda: nn.Linear(256, 256), (128, 256), "linear"),
+    "layer norm": (lambda: nn.LayerNorm(256), (128, 256), "layer_norm"),
+    "GELU": (nn.GELU, (128, 256), "gelu"),
+    "attention": (SelfAttention, (4, 4, 64, 32), "scaled_dot_product_attention"),
 }
 
 
-def visits(run: Callable[[], Any]) -> dict[str, int]:
-    """Count the calls of mesa-tune's functions during `run`, their files, and the switches between files."""
-    files: list[str] = []
+Run = Callable[[], Any]
+
+
+def visited(run: Run, function: str) -> tuple[list[str], list[str]]:
+    """Return the file of each mesa-tune function entered during `run`: all, and within the call of `function`."""
+    every: list[str] = []
+    call: list[str] = []
+    depth = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(HOME):
-            files.append(frame.f_code.co_filename)
+        nonlocal depth
+        code = frame.f_code
+        if not code.co_filename.startswith(HOME):
+            return
+        inside = code.co_name == "__torch_function__" and frame.f_locals["func"].__name__ == function
+        if event == "call":
+            depth += inside
+            every.append(code.co_filename)
+            if depth:
+                call.append(code.co_filename)
+        elif event == "return":
+            depth -= inside
 
     sys.setprofile(count)
     try:
         run()
     finally:
         sys.setprofile(None)
+    return every, call
+
+
+def counts(files: list[str]) -> dict[str, int]:
+    """Return how many functions were entered, in how many files, with how many switches between files."""
     switches = sum(before != after for before, after in pairwise(files))
     return {"calls": len(files), "files": len(set(files)), "switches": switches}
 
 
+def names(files: list[str]) -> list[str]:
+    """Return the files without their folders, in the order of the first visit."""
+    return [str(Path(file).relative_to(HOME).with_suffix("")) for file in dict.fromkeys(files)]
+
+
 def main() -> None:
     rows = []
-    for name, (make, shape) in CASES.items():
+    for name, (make, shape, function) in CASES.items():
         x = torch.randn(shape, requires_grad=True)
         model = mt.convert(make(), mt.Policy.uniform(level=16))
+        model(x[:2] * 1)
         for kind in ("planned", "cached"):
-            row = {"case": name, "kind": kind, **visits(lambda model=model, x=x * 1: model(x))}
-            rows.append(row)
-            print(
-                f"{name:12}{kind:9}{row['calls']:4} calls {row['files']:3} files {row['switches']:4} switches"
-            )
+            every, call = visited(lambda model=model, x=x * 1: model(x), function)
+            row = {"case": name, "kind": kind, **counts(call), "files_visited": names(call)}
+            rows.append({**row, "whole": counts(every)})
+            print(f"{name:12}{kind:9}{row['calls']:4} calls {row['files']:3} files: {', '.join(names(call))}")
             for _ in range(CACHED_AFTER):
                 model(x * 1)
-    print(f"appended to {append('visits', {'subject': 'visits of one forward', 'rows': rows})}")
+    print(f"appended to {append('visits', {'subject': 'visits of one call', 'rows': rows})}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ from torch import Tensor
 from mesa_tune.notice import warn_once
 from mesa_tune.policy.settings import HOOKED_LEVELS, LayerSettings
 
+STATEFUL = {"running", "mixed"}
+"""Codecs that need a memory from step to step."""
+
 
 class Spec(NamedTuple):
     """How one layer stores the tensors it saves. `levels` 0 stores them exactly (the profiler's exact run).
@@ -67,11 +70,6 @@ class Spec(NamedTuple):
         """
         size = fitting_size(self.group_size, row)
         return Spec(*self[:3], size, *self[4:-1], row)  # type: ignore[arg-type] # `_replace` cannot be traced
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the codec needs a memory from step to step."""
-        return self.codec in ("running", "mixed")
 
     @property
     def hooked(self) -> "Spec | None":

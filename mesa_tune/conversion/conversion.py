@@ -1,7 +1,6 @@
 """`Conversion`: what all modules of one converted model share: the policy, who stores how, the dice."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from mesa_tune.conversion.layers import Catalog
 from mesa_tune.engine.cache import CallCache
 from mesa_tune.engine.function import Memories
 from mesa_tune.engine.observer import watch
-from mesa_tune.engine.registry import Registry, registry
 from mesa_tune.engine.routing import state
+from mesa_tune.engine.storage import StaticTensors, registry
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 
@@ -46,11 +45,10 @@ class Conversion:
         self.keys = {_CPU: torch.tensor([_mixed(seed)], dtype=torch.int64)}
         self.specs: dict[str, Spec | None] = {}
         self.calls = CallCache()
-        self.static = Registry()
+        self.static = StaticTensors()
         self.derives = any(dict(rule.keys).get("store") == "derive" for rule in policy.rules)
         self.producers: set[str] = set()
         self.memories: dict[str, Memories] = {}
-        self.root: nn.Module | None = None
         self.first = True
         self.changed = False  # settings that traced code holds: it is compiled again
         self.ended = False
@@ -79,9 +77,9 @@ class Conversion:
             self.changed = self._settling_changes()
         registry().clear()
         self.owed = 0
-        self.root = root
         self.static.purge()
-        self._never_encode(batch)
+        self.static.root = root
+        self.static.add(batch)
 
     def end(self) -> None:
         """An outermost forward has ended: every layer that ran with gradients is known."""
@@ -89,7 +87,7 @@ class Conversion:
             if self.first and self._settling_changes():
                 self.first, self.changed = False, True
             return
-        self.root = None
+        self.static.root = None
         self.ended = True
         if not self.unseen:
             self._settle()
@@ -185,36 +183,17 @@ class Conversion:
         """What codecs remember of `layer` from step to step; None in traced code."""
         return None if torch.compiler.is_compiling() else self.memories.setdefault(layer, {})
 
-    def is_static(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in the storage of a parameter, a buffer or the batch."""
-        if tensor.layout is not torch.strided:
-            return False
-        if self.static.facts(tensor) is not None:
-            return True
-        if self.root is None or not tensor.is_leaf:
-            return False
-        # Parameters and buffers are looked up in the forwards that need them. A leaf may stand for a
-        # parameter (`torch.func.functional_call`), also that of a module that is never called.
-        root, self.root = self.root, None
-        self._never_encode(chain(root.parameters(), root.buffers()))
-        return self.is_static(tensor)
-
     def note_swapped(self, module: nn.Module) -> None:
         """Notes what `torch.func.functional_call` has put in the place of parameters of `module`."""
         given: Iterator[Tensor] = module.parameters()
         swapped = [each for each in given if not isinstance(each, nn.Parameter)]
         if not torch.compiler.is_compiling():
-            self._never_encode(swapped)
+            self.static.add(swapped)
         elif state.frames:  # the outermost module's are among its batch
             state.frames[-1].batch.extend(swapped)
 
-    def _never_encode(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.layout is torch.strided:
-                self.static.file(tensor)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "static": Registry(), "calls": CallCache(), "root": None}
+        return {**self.__dict__, "static": StaticTensors(), "calls": CallCache()}
 
 
 def _mixed(seed: int) -> int:

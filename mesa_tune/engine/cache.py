@@ -5,7 +5,7 @@ guards find their tensors alike (type, dtype, device, shape, strides, gradients 
 their other arguments are equal, and if the questions that were asked have the same answers.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -17,13 +17,11 @@ try:
 except ImportError:  # it is no public name
     TensorGuards = None  # type: ignore[assignment, misc]
 
-from mesa_tune.engine.call import MISS, Call, Context, may_change
-from mesa_tune.engine.function import apply_plan, run
-from mesa_tune.engine.plan import CallPlan
+from mesa_tune.engine.call import Call, may_change
+from mesa_tune.engine.function import SEQUENCES, CachedCall, CachedCalls
 from mesa_tune.engine.rematerialize import find
 
 _CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format}
-_SEQUENCES = (tuple, list, torch.Size)
 _PLANS_PER_LAYER = 8
 _SHAPES_PER_LAYER = 64
 
@@ -32,140 +30,66 @@ class _UnlikeError(Exception):
     """A call cannot be told from others that need another plan."""
 
 
-class CachedCall:
-    """The plan of a call, and what other arguments must be like for it.
+def cached_call(call: Call, output: Any) -> CachedCall:
+    """Return the plan of a call that has returned `output`, for calls like it.
 
-    Positions are those among the arguments, the values of keywords, a None, then the elements of arguments
-    that are sequences of tensors (`sequences`: their positions, types and lengths), then what was looked up.
+    Raises `_UnlikeError` if the route did more than run the plan, or went by something unknown.
     """
-
-    def __init__(self, call: Call, output: Any) -> None:
-        """Raises `_UnlikeError` if the route did more than run the plan, or went by something unknown."""
-        given = [*call.args, *call.kwargs.values(), None]
-        self.count, self.func, self.names = len(given), call.func, tuple(call.kwargs)
-        self.sequences = [
-            (index, type(value), len(value))
-            for index, value in enumerate(given)
-            if type(value) in _SEQUENCES and any(isinstance(element, Tensor) for element in value)
-        ]
-        given += [element for index, *_ in self.sequences for element in given[index]]
-        arguments = list(enumerate(given))
-        given += [tensor for *_, tensors in call.lookups for tensor in tensors or ()]
-        positions = {id(value): index for index, value in reversed(list(enumerate(given)))}
-        self._guard(arguments, positions)
-        try:
-            self.lookups = [(look, positions[id(of)], tensors is None) for look, of, tensors in call.lookups]
-            self.answers = [(ask, positions[id(tensor)], answer) for ask, tensor, answer in call.answers]
-            self.pick = _picking([positions[id(tensor)] for tensor in call.tensors])
-        except KeyError:
-            raise _UnlikeError from None
-        self._plan(call, output, positions)
-
-    def _guard(self, arguments: Sequence[tuple[int, Any]], positions: Mapping[int, int]) -> None:
-        tensors = [(index, value) for index, value in arguments if isinstance(value, Tensor)]
-        self.repeats = [(i, positions[id(tensor)]) for i, tensor in tensors if positions[id(tensor)] != i]
-        first = [(i, tensor) for i, tensor in tensors if positions[id(tensor)] == i]
-        skipped = {*(index for index, _ in tensors), *(index for index, *_ in self.sequences)}
-        self.constants = [(index, _constant(value)) for index, value in arguments if index not in skipped]
-        self.tensors, self.alike = _picking([i for i, _ in first]), alike([tensor for _, tensor in first])
-        kind = first[0][1].device.type
-        self.autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-
-    def _plan(self, call: Call, output: Any, positions: Mapping[int, int]) -> None:
-        changes = any(ask is may_change for ask, *_ in call.answers)
-        if output is not call.output or (call.plan is not None and id(output) in positions and not changes):
-            raise _UnlikeError
-        self.memories, self.candidates, self.recipe = call.memories, call.candidates, None
-        self.plan = None if call.plan is None else getattr(output.grad_fn, "plan", call.plan)
-        sources = [call.sources.get(index) for index in call.candidates]
-        self.recipes = [None if source is None else source.recipe for source in sources]
-        if self.plan is None:
-            return
-        self.key = call.context.key(output.device)
-        if self.plan.exposes is not None and (source := find(output, None)) is not None:
-            self.recipe = source.recipe
-
-    def run(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], context: Context
-    ) -> Any:
-        """Return the output for other arguments; `MISS` if they are not alike."""
-        given = (*args, *kwargs.values(), None)
-        if len(given) != self.count or func is not self.func or tuple(kwargs) != self.names:
-            return MISS
-        found = self._with_elements(given) if self.sequences else given
-        if found is None or not self.alike(*self.tensors(found)):
-            return MISS
-        found = self._with_lookups(found) if self.lookups else found
-        if found is None or not self._agrees(found, context):
-            return MISS
-        plan = self.plan
-        if plan is None:
-            return func(*args, **kwargs)
-        if self.candidates:
-            return self._derived(plan, self.pick(found))
-        return apply_plan(plan, self.memories, *self.pick(found), self.key)
-
-    def _with_elements(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the arguments and the elements of sequences; None if those are not alike."""
-        for index, kind, length in self.sequences:
-            if type(given[index]) is not kind or len(given[index]) != length:
-                return None
-            given += tuple(given[index])
-        return given
-
-    def _with_lookups(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the arguments and what is found by them; None if that is not alike."""
-        for look, index, missing in self.lookups:
-            tensors = look(given[index])
-            if (tensors is None) is not missing:
-                return None
-            given += tuple(tensors or ())
-        return given
-
-    def _agrees(self, given: Sequence[Any], context: Context) -> bool:
-        """Return whether all but the tensors' own properties is the same."""
-        if self.autocast is not None and torch.get_autocast_dtype(self.autocast[0]) is not self.autocast[1]:
-            return False
-        for index, value in self.constants:
-            other = given[index]
-            if other is not value and not _is_same(value, other):
-                return False
-        if False in [given[index] is given[first] for index, first in self.repeats]:
-            return False
-        return False not in [
-            question(context, given[index]) is answer for question, index, answer in self.answers
-        ]
-
-    def _derived(self, plan: CallPlan, tensors: Sequence[Any]) -> Any:
-        """Return the output of a call that makes inputs again, or lets others do so."""
-        found = [find(tensors[index], None) for index in self.candidates]
-        if [None if source is None else source.recipe for source in found] != self.recipes:
-            return MISS
-        sources = {i: source for i, source in zip(self.candidates, found, strict=True) if source is not None}
-        return run(plan, self.memories, self.key, tensors, sources, recipe=self.recipe)
+    given = [*call.args, *call.kwargs.values(), None]
+    count = len(given)
+    sequences = [
+        (index, type(value), len(value))
+        for index, value in enumerate(given)
+        if type(value) in SEQUENCES and any(isinstance(element, Tensor) for element in value)
+    ]
+    given += [element for index, *_ in sequences for element in given[index]]
+    arguments = list(enumerate(given))
+    given += [tensor for *_, tensors in call.lookups for tensor in tensors or ()]
+    positions = {id(value): index for index, value in reversed(list(enumerate(given)))}
+    changes = any(ask is may_change for ask, *_ in call.answers)
+    if output is not call.output or (call.plan is not None and id(output) in positions and not changes):
+        raise _UnlikeError
+    tensors = [(index, value) for index, value in arguments if isinstance(value, Tensor)]
+    first = [(index, tensor) for index, tensor in tensors if positions[id(tensor)] == index]
+    skipped = {*(index for index, _ in tensors), *(index for index, *_ in sequences)}
+    kind = first[0][1].device.type
+    try:
+        lookups = [(look, positions[id(of)], found is None) for look, of, found in call.lookups]
+        answers = [(ask, positions[id(tensor)], answer) for ask, tensor, answer in call.answers]
+        pick = _picking([positions[id(tensor)] for tensor in call.tensors])
+    except KeyError:
+        raise _UnlikeError from None
+    plan = None if call.plan is None else getattr(output.grad_fn, "plan", call.plan)
+    sources = [call.sources.get(index) for index in call.candidates]
+    own = find(output, None) if plan is not None and plan.exposes is not None else None
+    return CachedCall(
+        func=call.func,
+        count=count,
+        names=tuple(call.kwargs),
+        sequences=sequences,
+        tensors=_picking([index for index, _ in first]),
+        alike=alike([tensor for _, tensor in first]),
+        repeats=[(i, positions[id(tensor)]) for i, tensor in tensors if positions[id(tensor)] != i],
+        constants=[(index, _constant(value)) for index, value in arguments if index not in skipped],
+        autocast=(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
+        lookups=lookups,
+        answers=answers,
+        plan=plan,
+        pick=pick,
+        key=None if plan is None else call.context.key(output.device),
+        memories=call.memories,
+        candidates=call.candidates,
+        recipes=[None if source is None else source.recipe for source in sources],
+        recipe=None if own is None else own.recipe,
+    )
 
 
 class CallCache:
-    """The cached calls of a conversion's layers."""
+    """The cached calls of a conversion, by layer."""
 
     def __init__(self) -> None:
-        self._calls: dict[Hashable, tuple[CachedCall, ...]] = {}
+        self.calls: CachedCalls = {}
         self._shapes: dict[Hashable, set[Any]] = {}
-
-    def run(
-        self,
-        layer: Hashable,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        context: Context,
-    ) -> Any:
-        """Return the output of a call by a plan of its layer; `MISS` if it is like none that has one."""
-        for cached in self._calls.get(layer, ()):
-            output = cached.run(func, args, kwargs, context)
-            if output is not MISS:
-                return output
-        return MISS
 
     def note(self, layer: Hashable, call: Call, output: Any) -> None:
         """Cache a call that returned `output`, if the layer has had one of these shapes: to find out all that
@@ -180,14 +104,14 @@ class CallCache:
             shapes.add(signature)
             return
         try:
-            cached = CachedCall(call, output)
+            cached = cached_call(call, output)
         except _UnlikeError:
             return
-        self._calls[layer] = (cached, *self._calls.get(layer, ()))[:_PLANS_PER_LAYER]
+        self.calls[layer] = (cached, *self.calls.get(layer, ()))[:_PLANS_PER_LAYER]
 
     def clear(self) -> None:
         """Forget all calls."""
-        self._calls.clear()
+        self.calls.clear()
         self._shapes.clear()
 
 
@@ -202,18 +126,10 @@ def _constant(value: Any) -> Any:
     """Return `value`, or a copy that does not change with it; raises `_UnlikeError` for no constant."""
     if type(value) in _CONSTANTS:
         return value
-    if type(value) not in _SEQUENCES:
+    if type(value) not in SEQUENCES:
         raise _UnlikeError
     elements = [_constant(element) for element in value]
     return elements if type(value) is list else value
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if type(other) is not type(value) or other != value:
-        return False
-    if type(value) in _SEQUENCES:
-        return all(map(_is_same, value, other))
-    return bool(value != 0 or str(other) == str(value))  # zeros have signs
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.formula import Formula, Needs, Route, Static
-from mesa_tune.engine.function import Memories, run
+from mesa_tune.engine.function import MISS, Lookup, Memories, Question, run, run_cached
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.plan import CallPlan, Sources, Tensors
 from mesa_tune.engine.rematerialize import Traced, find
@@ -16,10 +16,6 @@ from mesa_tune.engine.storage import is_copied, is_packed, packing_of
 from mesa_tune.notice import warn_once
 
 Plain = Callable[[], Any]
-Lookup = Callable[[Tensor], Sequence[Tensor] | None]
-
-Question = Callable[[Any, Any], Any]
-"""What a plan goes by besides arguments and their geometry: `question(context, tensor)`."""
 
 
 class Context(Protocol):
@@ -41,8 +37,8 @@ class Context(Protocol):
         ...
 
 
-MISS = object()
-"""What a cache returns in place of an output."""
+_USUAL_GROUPS = 1024
+"""Groups of this size, or of a smaller power of two, end with rows whose length is a multiple of it."""
 
 
 def may_change(_: Context, tensor: Tensor) -> bool:
@@ -202,7 +198,7 @@ class Call:
         self.parts += 1
         name = (self.layer, self.parts, self.spec)
         if self.cache is not None:
-            cached = self.cache.run(name, func, args, kwargs, self.context)
+            cached = run_cached(self.cache.calls, name, func, args, kwargs, self.context)
             if cached is not MISS:
                 return cached
         part = type(self)(self.layer, self.spec, self.context, func, args, kwargs)
@@ -210,6 +206,18 @@ class Call:
         if self.cache is not None:
             self.cache.note(name, part, output)
         return output
+
+    def may_lose_zeros(self, x: Tensor) -> bool:
+        """Return whether a row of zeros of `x` may be decoded as other numbers: groups reach over rows.
+
+        The answer is the same for all usual sizes of groups, codecs and tensors, so that a profile can
+        predict what is saved besides.
+        """
+        spec = self.spec
+        if x.dim() < 2 or x.numel() <= spec.min_elements or self.is_static(x):
+            return False
+        over_rows = spec.quant_groups > 0 or x.shape[-1] % max(spec.group_size, _USUAL_GROUPS) > 0
+        return over_rows and spec.levels > 0
 
     def within(self, row: int) -> "Call":
         """Return this call, from now on with groups that end where rows of `row` elements do."""

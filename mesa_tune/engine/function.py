@@ -1,6 +1,7 @@
 """The one `autograd.Function` of ours: runs a formula, stores what it saves, and restores it in backward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from mesa_tune.codecs import Memory
 from mesa_tune.engine.formula import Grads, Needs, Result, Saved
 from mesa_tune.engine.observer import Replay, wants_tensors, watch
 from mesa_tune.engine.plan import CallPlan, Sources, Stored, Tensors
-from mesa_tune.engine.rematerialize import Recipe, Source, Traced, remember, saved_tensor, take
+from mesa_tune.engine.rematerialize import Recipe, Source, Traced, find, remember, saved_tensor, take
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import Packing, decided, store
 from mesa_tune.errors import RunError
@@ -52,7 +53,7 @@ class Apply(torch.autograd.Function):
                 memory = None if memories is None else memories.setdefault(index, {})
                 saved.append(store(tensor, how, plan.spec, key, memory))
         if plan.stored is None:
-            plan = plan.storing(stored, [len(parts) for parts in saved])
+            plan = plan._replace(stored=tuple(map(_in_parts, stored, saved)))
         ctx.save_for_backward(*result.exact, *[part for parts in saved for part in parts])
         ctx.plan, ctx.exact = plan, len(result.exact)
         if watch.observer is not None:
@@ -104,6 +105,10 @@ def _is_exact(tensor: Tensor | Deferred, exact: Needs, inputs: Sequence[Tensor |
 def _share_storage(tensor: Tensor, other: Tensor) -> bool:
     strided = tensor.layout is other.layout is torch.strided and not torch.compiler.is_compiling()
     return strided and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _in_parts(how: Packing | Recipe, parts: Sequence[Tensor]) -> Packing | Recipe:
+    return how if isinstance(how, Recipe) else how.in_parts(len(parts))
 
 
 def _sources(plan: CallPlan, extra: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:
@@ -252,3 +257,132 @@ def _undefined(layer: str) -> RunError:
         "Second derivatives of compressed layers are not defined; "
         "give that layer `enable: False`, or mt.revert(model)."
     )
+
+
+SEQUENCES = (tuple, list, torch.Size)
+MISS = object()
+"""What is returned in place of an output where no plan is cached."""
+
+Question = Callable[[Any, Any], Any]
+"""What a plan goes by besides arguments and their geometry: `question(context, tensor)`."""
+
+Lookup = Callable[[Tensor], Sequence[Tensor] | None]
+"""What finds tensors by another one, to be passed to the formula with it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CachedCall:
+    """The plan of a call of `func` (None: it is plain), and what other arguments must be like for it.
+
+    Positions are those among the arguments, the values of keywords (`names`) and a None, `count` in all, then
+    the elements of arguments that are sequences of tensors (`sequences`: their positions, types and lengths),
+    then what `lookups` find. `alike` compares the `tensors`; `repeats` are positions of one tensor. `pick`
+    takes the plan's tensors; of the `candidates` among them, `recipes` tell which are made again; `recipe`
+    makes the output again.
+    """
+
+    func: Callable[..., Any]
+    count: int
+    names: tuple[str, ...]
+    sequences: Sequence[tuple[int, type, int]]
+    tensors: Callable[[Sequence[Any]], Sequence[Any]]
+    alike: Callable[..., bool]
+    repeats: Sequence[tuple[int, int]]
+    constants: Sequence[tuple[int, Any]]
+    autocast: tuple[str, torch.dtype] | None
+    lookups: Sequence[tuple[Lookup, int, bool]]
+    answers: Sequence[tuple[Question, int, Any]]
+    plan: CallPlan | None
+    pick: Callable[[Sequence[Any]], Sequence[Any]]
+    key: Tensor | None
+    memories: Memories | None
+    candidates: Sequence[int]
+    recipes: Sequence[Recipe | None]
+    recipe: Recipe | None
+
+    def run(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], context: Any
+    ) -> Any:
+        """Return the output for other arguments; `MISS` if they are not alike."""
+        given = (*args, *kwargs.values(), None)
+        if len(given) != self.count or func is not self.func or tuple(kwargs) != self.names:
+            return MISS
+        found = self._with_elements(given) if self.sequences else given
+        if found is None or not self.alike(*self.tensors(found)):
+            return MISS
+        found = self._with_lookups(found) if self.lookups else found
+        if found is None or not self._agrees(found, context):
+            return MISS
+        plan = self.plan
+        if plan is None:
+            return func(*args, **kwargs)
+        if self.candidates:
+            return self._derived(plan, self.pick(found))
+        return apply_plan(plan, self.memories, *self.pick(found), self.key)
+
+    def _with_elements(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the arguments and the elements of sequences; None if those are not alike."""
+        for index, kind, length in self.sequences:
+            if type(given[index]) is not kind or len(given[index]) != length:
+                return None
+            given += tuple(given[index])
+        return given
+
+    def _with_lookups(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the arguments and what is found by them; None if that is not alike."""
+        for look, index, missing in self.lookups:
+            tensors = look(given[index])
+            if (tensors is None) is not missing:
+                return None
+            given += tuple(tensors or ())
+        return given
+
+    def _agrees(self, given: Sequence[Any], context: Any) -> bool:
+        """Return whether all but the tensors' own properties is the same."""
+        if self.autocast is not None and torch.get_autocast_dtype(self.autocast[0]) is not self.autocast[1]:
+            return False
+        for index, value in self.constants:
+            other = given[index]
+            if other is not value and not _is_same(value, other):
+                return False
+        if False in [given[index] is given[first] for index, first in self.repeats]:
+            return False
+        return False not in [
+            question(context, given[index]) is answer for question, index, answer in self.answers
+        ]
+
+    def _derived(self, plan: CallPlan, tensors: Sequence[Any]) -> Any:
+        """Return the output of a call that makes inputs again, or lets others do so."""
+        found = [find(tensors[index], None) for index in self.candidates]
+        if [None if source is None else source.recipe for source in found] != self.recipes:
+            return MISS
+        sources = {i: source for i, source in zip(self.candidates, found, strict=True) if source is not None}
+        assert self.key is not None
+        return run(plan, self.memories, self.key, tensors, sources, recipe=self.recipe)
+
+
+CachedCalls = dict[Hashable, tuple[CachedCall, ...]]
+
+
+def run_cached(
+    calls: CachedCalls,
+    layer: Hashable,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    context: Any,
+) -> Any:
+    """Return the output of a call by a cached plan of its layer; `MISS` if there is none for it."""
+    for cached in calls.get(layer, ()):
+        output = cached.run(func, args, kwargs, context)
+        if output is not MISS:
+            return output
+    return MISS
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if type(other) is not type(value) or other != value:
+        return False
+    if type(value) in SEQUENCES:
+        return all(map(_is_same, value, other))
+    return bool(value != 0 or str(other) == str(value))  # zeros have signs

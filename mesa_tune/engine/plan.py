@@ -39,16 +39,6 @@ class CallPlan(NamedTuple):
     stored: Stored | None = None
     positions: tuple[int, ...] | None = None
 
-    def storing(self, stored: Stored, counts: Sequence[int]) -> "CallPlan":
-        """Return the plan of a call that has stored its lossy tensors in these ways, each as
-        so many parts.
-        """
-        counted = [
-            how if isinstance(how, Recipe) else how.in_parts(count)
-            for how, count in zip(stored, counts, strict=True)
-        ]
-        return self._replace(stored=tuple(counted))
-
     def predicted(self, tensors: Tensors, parts: Sequence[Tensor]) -> "CallPlan":
         """Return the plan of a traced call, whose run nobody sees, with how it has stored its lossy tensors;
         `parts` are what it has returned.
@@ -66,8 +56,8 @@ class CallPlan(NamedTuple):
                 stored.append(decided(tensor, self.spec, self.layer, exact))
         packed = sum(isinstance(how, Packing) and how.packed for how in stored)
         each = (len(parts) - len(rebuild.exact)) // packed if packed else 1
-        counts = [each if isinstance(how, Packing) and how.packed else 1 for how in stored]
-        return self.storing(tuple(stored), counts)
+        counted = [how.in_parts(each) if isinstance(how, Packing) and how.packed else how for how in stored]
+        return self._replace(stored=tuple(counted))
 
     def exposing(self, tensors: Tensors, sources: Sources) -> "CallPlan":
         """Return the plan of a call that lets others make its output again, if they can."""

@@ -22,14 +22,15 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from mesa_tune.codecs import Spec
+from mesa_tune.codecs import STATEFUL, Spec
 from mesa_tune.engine import sums
 from mesa_tune.engine.cache import CallCache
-from mesa_tune.engine.call import MISS, Call
+from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import Route, Routes
-from mesa_tune.engine.function import Memories
+from mesa_tune.engine.function import MISS, Memories, run_cached
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.rematerialize import Traced, changed
+from mesa_tune.engine.storage import StaticTensors
 from mesa_tune.notice import warn_once
 
 
@@ -39,6 +40,9 @@ class Host(Protocol):
     owed: int
     waits: bool
     calls: CallCache
+    specs: dict[str, Spec | None]
+    keys: dict[torch.device, Tensor]
+    static: StaticTensors
 
     def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None: ...
     def end(self) -> None: ...
@@ -46,7 +50,6 @@ class Host(Protocol):
     def key(self, device: torch.device) -> Tensor: ...
     def note(self, layer: str) -> None: ...
     def memory(self, layer: str) -> Memories | None: ...
-    def is_static(self, tensor: Tensor) -> bool: ...
 
 
 class Frame:
@@ -112,7 +115,7 @@ class Frame:
 
     def key(self, device: torch.device) -> Tensor:
         """The one-element int64 tensor that rounding noise depends on."""
-        return self.host.key(device)
+        return self.host.keys[device] if device in self.host.keys else self.host.key(device)
 
     def note(self, layer: str) -> None:
         """Another layer makes the output of `layer` again."""
@@ -132,7 +135,7 @@ class Frame:
             return True
         if torch.compiler.is_compiling():
             return any(base is given or tensor is given for given in self.batch)
-        return self.host.is_static(tensor)
+        return self.host.static.has(tensor)
 
 
 class _State(threading.local):
@@ -275,25 +278,27 @@ class RoutingMode(TorchFunctionMode):
         layer = frame.layer(route)
         if not (torch.is_grad_enabled() and (traced or frame.surrounds())):
             return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
-        output = MISS
-        if not (traced or watch.observer is not None):
-            output = self._cached(frame, layer, func, args, kwargs)
+        planned = traced or watch.observer is not None
+        output = MISS if planned else self._cached(frame, layer, func, args, kwargs)
         return self._planned(route, frame, layer, func, args, kwargs) if output is MISS else output
 
     def _cached(self, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the output of a call by a cached plan of its layer; `MISS` if there is none for it."""
-        if frame.hooks is not self.hooks.pack:
-            return frame.host.calls.run(layer, func, args, kwargs, frame)
-        pop_hooks()
+        calls, hooked = frame.host.calls.calls, frame.hooks is self.hooks.pack
+        if hooked:
+            pop_hooks()
         try:
-            return frame.host.calls.run(layer, func, args, kwargs, frame)
+            return run_cached(calls, layer, func, args, kwargs, frame)
         finally:
-            push_hooks(*self.hooks)
+            if hooked:
+                push_hooks(*self.hooks)
 
     def _planned(self, route: Route, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the output of a call by the settings of its layer."""
         observed = watch.observer is not None
-        spec = frame.host.spec(layer, route.tag, frame.module)
+        specs = frame.host.specs
+        known = layer in specs and not torch.compiler.is_compiling()
+        spec = specs[layer] if known else frame.host.spec(layer, route.tag, frame.module)
         paused, state.paused, state.function, state.layer = state.paused, True, func, layer
         # Nothing in there is for our hooks, except to show the observer what PyTorch saves.
         unhooked = frame.hooks is self.hooks.pack and not observed
@@ -318,7 +323,7 @@ class RoutingMode(TorchFunctionMode):
             state.paused, state.function = paused, None
 
     def _call(self, frame: Frame, layer: str, spec: Spec, func: Any, args: Any, kwargs: Any) -> Call:
-        memories = frame.host.memory(layer) if spec.remembers else None
+        memories = frame.host.memory(layer) if spec.codec in STATEFUL else None
         cache = None if torch.compiler.is_compiling() or watch.observer is not None else frame.host.calls
         call = Call(layer, spec, frame, func, args, kwargs, memories, cache)
         if (spec.derive or spec.exposes) and call.ask(self.hooks.runs_twice, None):

@@ -1,25 +1,109 @@
-"""Storing a tensor for backward: how is decided once per geometry, and an equal copy is stored once.
+"""Storing a tensor for backward: how is decided once per geometry, and an equal copy is stored once (Rule 3).
 
-However many layers save a tensor under the same settings, there is one packed copy (Rule 3), found by the
-tensor's storage and version while both the storage and the packed parts are alive.
+However many layers save a tensor under the same settings, there is one packed copy, found by a registry of
+what is known of tensors. The hard part is never to take one tensor for another: an address is reused as soon
+as a tensor dies, and an in-place operation changes a tensor without moving it. So facts are filed by storage,
+which is referred to weakly, and facts about values carry the tensor's version.
 """
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from mesa_tune import ops
-from mesa_tune.codecs import CODECS, Memory, Spec, refusal
-from mesa_tune.engine.registry import registry
+from mesa_tune.codecs import CODECS, Memory, Spec
 from mesa_tune.notice import warn_once
 from mesa_tune.ops.maps import Deferred
 from mesa_tune.policy.settings import SCRAP
+
+_FIRST_LIMIT = 1024
+
+
+class Registry:
+    """Facts about tensors by their storage; those about dead storages are dropped now and then."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, tuple[weakref.ref[UntypedStorage], dict[Hashable, Any]]] = {}
+        self._limit = _FIRST_LIMIT
+
+    def facts(self, tensor: Tensor) -> dict[Hashable, Any] | None:
+        """Return the facts about the storage of `tensor`; None if there are none."""
+        storage = tensor.untyped_storage()
+        record = self._records.get(storage._cdata)
+        return record[1] if record is not None and record[0]() is storage else None
+
+    def file(self, tensor: Tensor) -> dict[Hashable, Any]:
+        """Return the facts about the storage of `tensor`, to which more can be added."""
+        storage = tensor.untyped_storage()
+        record = self._records.get(storage._cdata)
+        if record is None or record[0]() is not storage:
+            if len(self._records) >= self._limit:
+                self.purge()
+            record = self._records[storage._cdata] = weakref.ref(storage), {}
+        return record[1]
+
+    def purge(self) -> None:
+        """Drop what is known of dead storages."""
+        self._records = {
+            address: record for address, record in self._records.items() if record[0]() is not None
+        }
+        self._limit = max(_FIRST_LIMIT, 2 * len(self._records))
+
+    def clear(self) -> None:
+        """Drop all facts."""
+        self._records.clear()
+
+
+class StaticTensors(Registry):
+    """Tensors that are never packed: parameters, buffers and the batch of a conversion, by their storage.
+
+    `root`: the module whose parameters and buffers are not filed yet: few forwards ask for them.
+    """
+
+    root: nn.Module | None = None
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """File tensors."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                self.file(tensor)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` lies in the storage of such a tensor."""
+        if tensor.layout is not torch.strided:
+            return False
+        if self.facts(tensor) is not None:
+            return True
+        root = self.root
+        if root is None or not tensor.is_leaf:
+            return False
+        # A leaf may stand for a parameter (`torch.func.functional_call`), also of a module never called.
+        self.root = None
+        self.add(chain(root.parameters(), root.buffers()))
+        return self.has(tensor)
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.registry = Registry()
+
+
+_per_thread = _PerThread()
+
+
+def registry() -> Registry:
+    """Return this thread's registry: packed copies, outputs that can be made again, sums.
+
+    It is emptied whenever an outermost forward begins.
+    """
+    return _per_thread.registry
 
 
 class Packing(NamedTuple):
@@ -51,10 +135,11 @@ class Packing(NamedTuple):
         return self if self.parts == count else self._replace(parts=count)
 
 
+_PACK_BITS = torch.ops.mesa_tune.pack_bits.default
 _CACHED_PACKINGS = 1 << 12
 _packings: dict[Any, Packing] = {}
 _numbers: dict[Spec, int] = {}
-"""A number for every spec, which is compared faster."""
+"""A number for every spec, which is compared faster; specs that share copies have the same."""
 _next_number = count()
 
 
@@ -93,7 +178,7 @@ def _packing(tensor: Tensor, spec: Spec) -> Packing:
     packed = smaller and spec.levels > 0 and why is None
     in_memory_order = packed and _is_in_memory_order(tensor, spec)
     traced = torch.compiler.is_compiling()
-    number = _numbers.setdefault(spec.alone, next(_next_number)) if packed and not traced else -1
+    number = _number(spec) if packed and not traced else -1
     return Packing(
         packed,
         shape,
@@ -107,6 +192,29 @@ def _packing(tensor: Tensor, spec: Spec) -> Packing:
         refusal=why,
         copy_key=(numel if in_memory_order else (shape, strides), tensor.dtype, number),
     )
+
+
+def refusal(tensor: Tensor, spec: Spec) -> str | None:
+    """Return why `tensor` cannot be stored by `spec`; None if it can.
+
+    A codec whose limits differ from the quantizer's has a function `refuses(tensor, spec)` of its own.
+    """
+    refuses = getattr(CODECS[spec.codec], "refuses", None)
+    if refuses is not None:
+        return str(reason) if (reason := refuses(tensor, spec)) else None
+    if tensor.dtype not in ops.DTYPES:
+        return f"its dtype is {tensor.dtype}"
+    if spec.quant_groups:
+        extent = (tensor.shape or (1,))[1 if tensor.dim() in (4, 5) else -1]
+        if extent % spec.quant_groups:
+            return f"quant_groups {spec.quant_groups} does not divide {extent}"
+    return None
+
+
+def _number(spec: Spec) -> int:
+    if spec not in _numbers:
+        _numbers[spec] = _numbers.setdefault(spec.alone, next(_next_number))
+    return _numbers[spec]
 
 
 def _is_in_memory_order(tensor: Tensor, spec: Spec) -> bool:
@@ -230,18 +338,31 @@ def pack_once(mask: Tensor) -> Tensor:
 
 
 def pack_zero_rows(x: Tensor) -> Tensor:
-    """Return which rows of `x`, along its last dimension, are zero: one bit per row, packed once."""
+    """Return which rows of `x`, along its last dimension, are zero: one bit per row, packed once.
+
+    Rows of zeros (padding, windows) have to stay zeros where groups reach over rows. The gradient that such
+    a row meets may be as large as it likes, and times zero it is zero: behind it `normalize` divides by ε, a
+    norm before it multiplies by 1 / √ε.
+    """
     if torch.compiler.is_compiling():
         return _zero_rows(x)[0]
     return _once(x, ("zero rows", x.shape, x.stride()), _zero_rows, x)[0]
 
 
 def _zero_rows(x: Tensor) -> list[Tensor]:
-    return [ops.pack_bits(torch.linalg.vector_norm(x, torch.inf, -1) == 0)]
+    return [_PACK_BITS(torch.linalg.vector_norm(x, torch.inf, -1) == 0)]
+
+
+def without_zero_rows(grad: Tensor, zero_rows: Tensor) -> Tensor:
+    """Return `grad` with 0 in the rows that the packed bits mark; `grad` itself where they mark none."""
+    zero = ops.unpack_bits(zero_rows, grad.shape[:-1])
+    if zero.is_cpu and not torch.compiler.is_compiling() and not zero.any():
+        return grad
+    return grad.masked_fill(zero.unsqueeze(-1), 0)
 
 
 def _bits(mask: Tensor) -> list[Tensor]:
-    return [ops.pack_bits(mask)]
+    return [_PACK_BITS(mask)]
 
 
 def _cloned(tensor: Tensor) -> list[Tensor]:

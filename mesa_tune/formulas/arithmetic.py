@@ -4,7 +4,7 @@ y = a b. Saved: each operand whose partner wants a gradient, as it is before it 
 dimensions: da = Σ g b and db = Σ g a over those. Linear in each copy, so unbiased. Numbers cost nothing. A
 small constant (rotary embeddings' cosines, masks) is saved by reference, as in PyTorch: it exists anyway, and
 one rounding of it would repeat in every row. Where two activations are multiplied, rows of zeros stay zeros
-(`zero_rows`).
+(`pack_zero_rows`).
 
 y = a / b. Saved: b by reference, as in PyTorch, and y, which a following product saves too:  da = g / b,
 db = −g y / b. Dividing by a rounded b has no bound, and an inverse 1 / b spans as many scales as b does.
@@ -24,10 +24,9 @@ from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.rebuild import Rebuild
 from mesa_tune.engine.saved import SavedTensor
-from mesa_tune.engine.storage import pack_zero_rows
+from mesa_tune.engine.storage import pack_zero_rows, without_zero_rows
 from mesa_tune.engine.tensors import gathered, like
 from mesa_tune.formulas.norms.composed import REPEATS, aligned, is_repeated, scale
-from mesa_tune.formulas.zero_rows import cleared, may_be_lost
 from mesa_tune.ops.fused import DEQUANTIZE_MUL
 
 
@@ -49,7 +48,7 @@ def forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
 
 def backward(saved: Saved, grad: Tensor) -> Grads:
     (_, a, b, marks_zeros), needs, lossy, zeros = saved
-    of_a, of_b = (cleared(grad, zeros[-1]), cleared(grad, zeros[0])) if marks_zeros else (grad, grad)
+    of_a, of_b = (without_zero_rows(grad, zeros[i]) if marks_zeros else grad for i in (-1, 0))
     da = gathered(times(lossy[-1], of_a), a) if needs[0] else None
     return da, gathered(times(lossy[0], of_b), b) if needs[1] else None
 
@@ -141,7 +140,7 @@ def mul(in_place: bool, call: Call, input: Any, other: Any) -> Any:
         if factor.requires_grad and factor.numel() * REPEATS <= x.numel():
             call = aligned(call, x)
     both = input.requires_grad and other.requires_grad and input.shape == other.shape
-    marks_zeros = both and may_be_lost(call, input) and may_be_lost(call, other)
+    marks_zeros = both and call.may_lose_zeros(input) and call.may_lose_zeros(other)
     return call.apply(MUL, (in_place, like(input), like(other), marks_zeros), input, other)
 
 

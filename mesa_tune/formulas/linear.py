@@ -2,7 +2,7 @@
 
 dx = g W, dW = gᵀ x, db = Σ g. The gradient of W is linear in the copy of x, so its error is unbiased.
 
-Rows of zeros stay zeros (`zero_rows`).
+Rows of zeros stay zeros (`pack_zero_rows`).
 
 Bilinear, y_k = a Wₖ bᵀ + b_k, saves both inputs; the gradient of W multiplies their copies, whose rounding is
 independent.
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from mesa_tune.engine.call import Call, autocast_dtype
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.saved import SavedTensor, Total
-from mesa_tune.engine.storage import pack_zero_rows
+from mesa_tune.engine.storage import pack_zero_rows, without_zero_rows
 from mesa_tune.engine.tensors import cast, wanted
-from mesa_tune.formulas.zero_rows import cleared, may_be_lost
 from mesa_tune.ops.fused import LINEAR_BACKWARD
 
 LARGEST_WEIGHT = 1 << 19
@@ -28,10 +27,13 @@ LARGEST_WEIGHT = 1 << 19
 
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
     dtype, marks_zeros = static
-    given = cast(weight, dtype)
-    if needs[1] and given is not weight and not torch.compiler.is_compiling():
-        given.requires_grad_()  # by which PyTorch chooses how a batch of matrices is multiplied
-    y = F.linear(cast(x, dtype), given, None if bias is None else cast(bias, dtype))
+    if dtype is None:
+        y = F.linear(x, weight, bias)
+    else:
+        factor = cast(weight, dtype)
+        if needs[1] and factor is not weight and not torch.compiler.is_compiling():
+            factor.requires_grad_()  # by which PyTorch chooses how a batch of matrices is multiplied
+        y = F.linear(cast(x, dtype), factor, None if bias is None else cast(bias, dtype))
     zeros = (pack_zero_rows(x),) if marks_zeros else ()
     return Result(y, ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()), zeros)
 
@@ -40,7 +42,7 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
     """In one pass where that is possible; else x, a large one in slices, is gone before dx is made."""
     (dtype, _), needs, lossy, zeros = saved
     rows = _rows(grad)
-    used = cleared(rows, zeros[0]) if zeros and needs[1] else rows  # 0 where the rows of x are
+    used = without_zero_rows(rows, zeros[0]) if zeros and needs[1] else rows  # 0 where the rows of x are
     if needs[1] and dtype is None and used is rows:
         grads = fused_backward(lossy[0], grad, lossy[1] if needs[0] else None, bias=needs[2])
         if grads is not None:
@@ -123,7 +125,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     fits = weight.dim() == 2 and (bias is None or (bias.dim() == 1 and bias.size(0) == weight.size(0)))
     if not fits:
         return call.refuse("linear has a formula only for a weight (out, in) and a bias (out,)")
-    marks_zeros = weight.requires_grad and may_be_lost(call, input)
+    marks_zeros = weight.requires_grad and call.may_lose_zeros(input)
     return call.apply(LINEAR, (autocast_dtype(input), marks_zeros), input, weight, bias)
 
 

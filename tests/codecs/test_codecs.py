@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.codecs import CODECS, Memory, Spec, quantize, refusal
+from mesa_tune.codecs import CODECS, Memory, Spec, quantize
+from mesa_tune.engine.storage import refusal
 from mesa_tune.ops import DTYPES
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.policy.settings import LayerSettings

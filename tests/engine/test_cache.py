@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.engine import cache
+from mesa_tune.engine import cache, call, routing
 from mesa_tune.engine import function as engine_function
 from mesa_tune.engine.cache import CallCache
-from mesa_tune.engine.call import MISS
+from mesa_tune.engine.function import MISS
 from mesa_tune.formulas.table import ROUTES
 from tests.functional_cases import CASES, fresh, gradients
 
@@ -75,7 +75,8 @@ def refusing(*functions: Any) -> Iterator[None]:
 def uncached() -> Iterator[None]:
     """Each call is planned."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CallCache, "run", lambda *_: MISS)
+        for module in (routing, call):
+            patch.setattr(module, "run_cached", lambda *_: MISS)
         patch.setattr(CallCache, "note", lambda *_: None)
         yield
 
@@ -259,7 +260,7 @@ def test_shapes_that_differ_from_step_to_step_are_not_cached() -> None:
     assert conversion is not None
     for size in range(2, 7):
         step(model, X[:size])
-    assert {name for name, calls in conversion.calls._calls.items() if calls} <= {"mm.0"}  # of one sample
+    assert {name for name, calls in conversion.calls.calls.items() if calls} <= {"mm.0"}  # of one sample
 
 
 def test_a_tensor_that_is_passed_twice() -> None:
@@ -502,7 +503,7 @@ def test_copies_have_caches_of_their_own() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         conversion = conversion_of(other)
         assert conversion is not None
-        assert not conversion.calls._calls
+        assert not conversion.calls.calls
         assert same(step(other), step(copy.deepcopy(model)))
 
 
@@ -556,7 +557,7 @@ def test_settings_that_change_after_the_first_forward_are_those_of_the_next() ->
         assert conversion is not None
         with alike():
             first = step(model)
-            assert ("often.gelu.0" in conversion.calls._calls) == (alike is nullcontext)
+            assert ("often.gelu.0" in conversion.calls.calls) == (alike is nullcontext)
             steps.append([first, step(model), step(model)])
     assert all(same(one, other) for one, other in zip(*steps, strict=True))
     exact = step(plain)
