@@ -43,7 +43,7 @@ Run = Callable[[], Any]
 
 
 def visited(run: Run, function: str) -> tuple[list[str], list[str]]:
-    """Return the file of each mesa-tune function entered during `run`: all, and within the call of `function`."""
+    """Return the files of mesa-tune's functions entered during `run`, and during the call of `function`."""
     every: list[str] = []
     call: list[str] = []
     depth = 0

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler.memory_model import Assignment, SavedSpan, SizedTimeline
 from mesa_tune.profiler.profile import Prediction, Profile
-from mesa_tune.profiler.timeline import Assignment, SavedSpan, SizedTimeline
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.verification import Verification

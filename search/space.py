@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
+from mesa_tune.profiler.memory_model import SavedSpan, SizedTimeline
 from mesa_tune.profiler.profile import NO_DERIVATIONS, Profile
-from mesa_tune.profiler.timeline import SavedSpan, SizedTimeline
 from mesa_tune.search.clusters import Cluster, clusters
 
 Floats = NDArray[np.float64]

@@ -12,75 +12,29 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-_LINEAR: Final = (
-    torch.dot,
-    torch.vdot,
-    torch.inner,
-    torch.outer,
-    torch.ger,
-    torch.mv,
-    torch.addmv,
-    torch.addr,
-    torch.addbmm,
-    torch.kron,
-    torch.linalg.cross,
-    torch.cross,
-    torch.linalg.vecdot,
-    torch.linalg.multi_dot,
-    torch.tensordot,
-    torch.chain_matmul,
-    torch.einsum,
-    torch.lerp,
-    torch.trapezoid,
-    torch.cumulative_trapezoid,
-    torch.conv_tbc,
-    Tensor.dot,
-    Tensor.vdot,
-    Tensor.inner,
-    Tensor.outer,
-    Tensor.ger,
-    Tensor.mv,
-    Tensor.addmv,
-    Tensor.addr,
-    Tensor.addbmm,
-    Tensor.kron,
-    Tensor.cross,
-    Tensor.lerp,
-)
-_BOUNDED: Final = (
-    torch.atan,
-    torch.arctan,
-    torch.asinh,
-    torch.arcsinh,
-    torch.erfc,
-    torch.special.erfc,
-    Tensor.atan,
-    Tensor.arctan,
-    Tensor.asinh,
-    Tensor.arcsinh,
-    Tensor.erfc,
-    torch.lstm,
-    torch.gru,
-    torch.rnn_tanh,
-    torch.lstm_cell,
-    torch.rnn_tanh_cell,
-)
-
-_SHAPE: Final = (
-    torch.gather,
-    torch.take_along_dim,
-    torch.index_add,
-    torch.masked_select,
-    Tensor.gather,
-    Tensor.take_along_dim,
-    Tensor.index_add,
-    Tensor.index_add_,
-    Tensor.masked_select,
-)
-
-HOOKED: Final[dict[Callable[..., Any], str]] = {
-    **dict.fromkeys(_LINEAR, "linear"),
-    **dict.fromkeys(_BOUNDED, "bounded"),
-    **dict.fromkeys(_SHAPE, "shape"),
+_METHODS: Final = {
+    "linear": "dot vdot inner outer ger mv addmv addr addbmm kron cross lerp",
+    "bounded": "atan arctan asinh arcsinh erfc",
+    "shape": "gather take_along_dim index_add masked_select",
 }
+"""By reason, functions of `torch` that are methods of tensors, too."""
+
+_FUNCTIONS: Final = {
+    "linear": "tensordot chain_matmul einsum trapezoid cumulative_trapezoid conv_tbc",
+    "bounded": "lstm gru rnn_tanh lstm_cell rnn_tanh_cell",
+}
+_OTHERS: Final[dict[Callable[..., Any], str]] = {
+    torch.linalg.cross: "linear",
+    torch.linalg.vecdot: "linear",
+    torch.linalg.multi_dot: "linear",
+    torch.special.erfc: "bounded",
+    Tensor.index_add_: "shape",
+}
+
+
+def _named(owner: Any, names: dict[str, str]) -> dict[Callable[..., Any], str]:
+    return {getattr(owner, name): reason for reason, text in names.items() for name in text.split()}
+
+
+HOOKED: Final = _named(torch, _FUNCTIONS) | _named(torch, _METHODS) | _named(Tensor, _METHODS) | _OTHERS
 """Each function, as a mode sees it, and the reason in a word."""

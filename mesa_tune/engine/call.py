@@ -62,28 +62,6 @@ class Call:
     `tensors` and `output` are what it came to; without a plan, `output` is the plain one.
     """
 
-    __slots__ = (
-        "answers",
-        "args",
-        "cache",
-        "candidates",
-        "context",
-        "func",
-        "hooked",
-        "kwargs",
-        "layer",
-        "lookups",
-        "memories",
-        "opened",
-        "output",
-        "parts",
-        "plan",
-        "sources",
-        "spec",
-        "tensors",
-        "worth",
-    )
-
     def __init__(
         self,
         layer: str,

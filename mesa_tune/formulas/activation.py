@@ -92,22 +92,22 @@ def simple(kind: str, call: Call, input: Tensor, inplace: bool = False) -> Any:
 
 
 def gelu(call: Call, input: Tensor, *, approximate: str = "none") -> Any:
-    """`F.gelu`, both forms."""
+    """Route of `F.gelu`, both forms."""
     return serve(call, "gelu", input, (approximate,))
 
 
 def softplus(call: Call, input: Tensor, beta: float = 1, threshold: float = 20) -> Any:
-    """`F.softplus`: linear beyond `threshold`."""
+    """Route of `F.softplus`: linear beyond `threshold`."""
     return serve(call, "softplus", input, (beta, threshold))
 
 
 def elu(kind: str, call: Call, input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Any:
-    """`F.elu` and `F.celu`."""
+    """Route of `F.elu` and `F.celu`."""
     return serve(call, kind, input, (alpha,), inplace)
 
 
 def power(call: Call, input: Any, exponent: Any) -> Any:
-    """`torch.pow` and `**`: a tensor to a number, or a number to a tensor."""
+    """Route of `torch.pow` and `**`: a tensor to a number, or a number to a tensor."""
     if isinstance(input, (int, float)) and input > 0:
         return serve(call, "base", exponent, (input,))
     if not isinstance(input, Tensor) or not isinstance(exponent, (int, float)):
@@ -120,7 +120,7 @@ def power(call: Call, input: Any, exponent: Any) -> Any:
 
 
 def base_of(call: Call, input: Tensor, other: Any) -> Any:
-    """`number ** tensor`."""
+    """Route of `number ** tensor`."""
     return power(call, other, input)
 
 

@@ -105,7 +105,7 @@ PAIR = Formula(
 
 
 def reduced(function: str, call: Call, input: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
-    """`torch.amax`, `torch.amin`, and `torch.max` and `torch.min` of a whole tensor."""
+    """Route of `torch.amax`, `torch.amin`, and `torch.max` and `torch.min` of a whole tensor."""
     dims = sorted_dims(input, dim)
     if dims is None or not call.gains_on(input):
         return call.plain()
@@ -113,7 +113,7 @@ def reduced(function: str, call: Call, input: Tensor, dim: Any = (), keepdim: bo
 
 
 def along(function: str, call: Call, input: Tensor, dim: int, keepdim: bool) -> Any:
-    """`torch.max` and `torch.min` along a dimension: values and indices."""
+    """Route of `torch.max` and `torch.min` along a dimension: values and indices."""
     dims = sorted_dims(input, dim)
     if not dims or not input.requires_grad:
         return call.plain()
@@ -126,7 +126,7 @@ def along(function: str, call: Call, input: Tensor, dim: int, keepdim: bool) -> 
 
 
 def pair(function: str, call: Call, input: Tensor, other: Tensor) -> Any:
-    """`torch.maximum` and `torch.minimum`."""
+    """Route of `torch.maximum` and `torch.minimum`."""
     operands = (input, other)
     if not any(tensor.requires_grad for tensor in operands) or not call.gains(*operands):
         return call.plain()
@@ -145,7 +145,7 @@ def extreme(
     axis: Any = None,
     other: Tensor | None = None,
 ) -> Any:
-    """`torch.max` and `torch.min` of a tensor, along a dimension, or of two tensors."""
+    """Route of `torch.max` and `torch.min` of a tensor, along a dimension, or of two tensors."""
     dim = dim if axis is None else axis
     other = dim if isinstance(dim, Tensor) else other
     if other is not None:

@@ -125,7 +125,7 @@ def _is_pair(call: Call, a: Any, b: Any, in_place: bool) -> bool:
 
 
 def mul(in_place: bool, call: Call, input: Any, other: Any) -> Any:
-    """`torch.mul` and `*`."""
+    """Route of `torch.mul` and `*`."""
     if not _is_pair(call, input, other, in_place):
         return call.plain()
     size = max(input.numel(), other.numel())
@@ -150,7 +150,7 @@ def _gains(call: Call, x: Tensor, size: int) -> bool:
 
 
 def div(in_place: bool, call: Call, input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    """`torch.div` and `/`."""
+    """Route of `torch.div` and `/`."""
     if rounding_mode is not None or not _is_pair(call, input, other, in_place):
         return call.plain()
     # What PyTorch saves for other gradients is the divisor alone, and the batch or a parameter by reference.
@@ -161,7 +161,7 @@ def div(in_place: bool, call: Call, input: Any, other: Any, *, rounding_mode: st
 
 
 def addcmul(call: Call, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> Any:
-    """`torch.addcmul`."""
+    """Route of `torch.addcmul`."""
     if not (tensor1.requires_grad or tensor2.requires_grad):
         return call.plain()
     static = (like(tensor1), like(tensor2), like(input), value)
@@ -169,7 +169,7 @@ def addcmul(call: Call, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, valu
 
 
 def glu(call: Call, input: Tensor, dim: int = -1) -> Any:
-    """`F.glu`."""
+    """Route of `F.glu`."""
     return call.plain() if call.is_static(input) else call.apply(GLU, (dim,), input)
 
 

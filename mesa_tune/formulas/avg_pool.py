@@ -58,7 +58,7 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    """`F.avg_pool1d`, `2d`, `3d`, with or without a batch dimension."""
+    """Route of `F.avg_pool1d`, `2d`, `3d`, with or without a batch dimension."""
     kernel, edge = per_dimension(kernel_size, dims), per_dimension(padding, dims)
     step = kernel if stride is None or stride in ([], ()) else per_dimension(stride, dims)
     if dims == 1:  # rows are images of one row
@@ -68,7 +68,7 @@ def avg_pool(
 
 
 def adaptive_avg_pool(dims: int, call: Call, input: Tensor, output_size: Any) -> Any:
-    """`F.adaptive_avg_pool1d`, `2d`, `3d`, with or without a batch dimension."""
+    """Route of `F.adaptive_avg_pool1d`, `2d`, `3d`, with or without a batch dimension."""
     named: tuple[Any, ...] = per_dimension(output_size, dims)
     if len(named) != dims or input.dim() <= dims:  # PyTorch raises
         return call.plain()
@@ -81,7 +81,7 @@ def adaptive_avg_pool(dims: int, call: Call, input: Tensor, output_size: Any) ->
 def pad(
     call: Call, input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Any:
-    """`F.pad` by reflection or replication; PyTorch saves nothing for the other modes."""
+    """Route of `F.pad` by reflection or replication; PyTorch saves nothing for the other modes."""
     dims = len(pad) // 2
     if mode not in _PADS or len(pad) not in (2, 4, 6) or input.dim() != dims + 2:
         return call.plain()

@@ -108,7 +108,7 @@ def conv(
     dilation: Size = 1,
     groups: int = 1,
 ) -> Any:
-    """`F.conv1d`, `F.conv2d`, `F.conv3d`, with or without a batch dimension."""
+    """Route of `F.conv1d`, `F.conv2d`, `F.conv3d`, with or without a batch dimension."""
     return _apply(call, dims, (input, weight, bias), groups, (stride, padding, dilation, None))
 
 
@@ -124,7 +124,7 @@ def conv_transpose(
     groups: int = 1,
     dilation: Size = 1,
 ) -> Any:
-    """`F.conv_transpose1d`, `2d`, `3d`, with or without a batch dimension; weight `(in, out / groups, *)`."""
+    """Route of `F.conv_transpose1d`, `2d`, `3d`, batched or not; weight `(in, out / groups, *)`."""
     return _apply(call, dims, (input, weight, bias), groups, (stride, padding, dilation, output_padding))
 
 

@@ -231,7 +231,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`F.cross_entropy`: class indices or probabilities, `(C,)`, `(N, C)` or `(N, C, d1, …)`."""
+    """Route of `F.cross_entropy`: class indices or probabilities, `(C,)`, `(N, C)` or `(N, C, d1, …)`."""
     trained = weight is not None and weight.requires_grad
     if size_average is not None or reduce is not None or trained:
         return call.refuse("cross_entropy has no formula for size_average, reduce or trained class weights")
@@ -244,7 +244,7 @@ def cross_entropy(
 
 
 def log_softmax(call: Call, input: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
-    """`torch.log_softmax` and the method."""
+    """Route of `torch.log_softmax` and the method."""
     if input.numel() and (_is_alone(input, dim) or (dtype is torch.float64 is not input.dtype)):
         return call.plain()
     return along(LOG_SOFTMAX, call, input, dim, dtype)
@@ -265,7 +265,7 @@ def nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """`F.nll_loss`: log-probabilities `(C,)`, `(N, C)` or `(N, C, d1, …)`."""
+    """Route of `F.nll_loss`: log-probabilities `(C,)`, `(N, C)` or `(N, C, d1, …)`."""
     if size_average is not None or reduce is not None:
         return call.refuse("nll_loss has no formula for size_average and reduce")
     # What PyTorch saves of a small tensor exists anyway.

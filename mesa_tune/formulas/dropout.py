@@ -91,26 +91,26 @@ def _serve(
 
 
 def dropout(call: Call, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """`F.dropout`."""
+    """Route of `F.dropout`."""
     return _serve(call, input, p, training, inplace)
 
 
 def torch_dropout(in_place: bool, call: Call, input: Tensor, p: float, train: bool) -> Any:
-    """`torch.dropout`."""
+    """Route of `torch.dropout`."""
     return _serve(call, input, p, train, in_place)
 
 
 def feature_dropout(
     dims: int, call: Call, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    """`F.dropout1d`, `2d`, `3d`: drops channels of inputs `(n, channels, *)` of `dims` dimensions."""
+    """Route of `F.dropout1d`, `2d`, `3d`: drop channels of inputs `(n, channels, *)`, `dims` dimensions."""
     return _serve(call, input, p, training and input.dim() == dims, inplace, feature=True)
 
 
 def alpha_dropout(
     feature: bool, call: Call, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Any:
-    """`F.alpha_dropout`, `F.feature_alpha_dropout`."""
+    """Route of `F.alpha_dropout`, `F.feature_alpha_dropout`."""
     fits = not feature or input.dim() > 1
     return _serve(call, input, p, training and fits, inplace, feature, alpha=True)
 

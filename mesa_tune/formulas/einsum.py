@@ -67,7 +67,7 @@ def spelled_out(equation: str, ranks: tuple[int, ...]) -> tuple[str, ...] | None
 
 
 def einsum(call: Call, equation: Any, *operands: Any) -> Any:
-    """`torch.einsum` of an equation."""
+    """Route of `torch.einsum` of an equation."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     wanted = any(isinstance(operand, Tensor) and operand.requires_grad for operand in operands)

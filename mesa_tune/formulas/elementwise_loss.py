@@ -134,7 +134,7 @@ def difference(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Any:
-    """`F.mse_loss` and `F.l1_loss`."""
+    """Route of `F.mse_loss` and `F.l1_loss`."""
     return _serve(call, kind, input, target, reduction, (size_average, reduce, weight))
 
 
@@ -147,7 +147,7 @@ def smooth_l1(
     reduction: str = "mean",
     beta: float = 1.0,
 ) -> Any:
-    """`F.smooth_l1_loss`."""
+    """Route of `F.smooth_l1_loss`."""
     return _serve(call, "smooth_l1_loss", input, target, reduction, (size_average, reduce), beta=beta)
 
 
@@ -159,7 +159,7 @@ def huber(
     delta: float = 1.0,
     weight: Tensor | None = None,
 ) -> Any:
-    """`F.huber_loss`."""
+    """Route of `F.huber_loss`."""
     return _serve(call, "huber_loss", input, target, reduction, (weight,), delta=delta)
 
 
@@ -172,7 +172,7 @@ def kl(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    """`F.kl_div`."""
+    """Route of `F.kl_div`."""
     return _serve(call, "kl_div", input, target, reduction, (size_average, reduce), log_target=log_target)
 
 
@@ -187,7 +187,7 @@ def binary(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Any:
-    """`F.binary_cross_entropy` and `F.binary_cross_entropy_with_logits`."""
+    """Route of `F.binary_cross_entropy` and `F.binary_cross_entropy_with_logits`."""
     trained = any(tensor is not None and tensor.requires_grad for tensor in (target, weight, pos_weight))
     if size_average is not None or reduce is not None or trained:
         return call.refuse(f"{kind} has no formula for size_average, reduce, or trained targets and weights")

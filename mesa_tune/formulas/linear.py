@@ -121,7 +121,7 @@ BILINEAR = Formula(
 
 
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """`F.linear`: input `(*, in)`, weight `(out, in)`, bias `(out,)`."""
+    """Route of `F.linear`: input `(*, in)`, weight `(out, in)`, bias `(out,)`."""
     fits = weight.dim() == 2 and (bias is None or (bias.dim() == 1 and bias.size(0) == weight.size(0)))
     if not fits:
         return call.refuse("linear has a formula only for a weight (out, in) and a bias (out,)")
@@ -130,7 +130,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """`F.bilinear`: inputs `(*, in1)` and `(*, in2)`, weight `(out, in1, in2)`, bias `(out,)`."""
+    """Route of `F.bilinear`: inputs `(*, in1)` and `(*, in2)`, weight `(out, in1, in2)`, bias `(out,)`."""
     if weight.dim() != 3:
         return call.refuse("bilinear has a formula only for a weight (out, in1, in2)")
     if not call.gains(input1, input2):

@@ -129,18 +129,18 @@ GROUPED = Formula("grouped_mm", grouped_forward, grouped_backward, MATMUL.saves)
 
 
 def matmul(call: Call, input: Tensor, other: Tensor) -> Any:
-    """`torch.matmul` and `@`: vectors, matrices and batches of them, repeated where needed."""
+    """Route of `torch.matmul` and `@`: vectors, matrices and batches of them, repeated where needed."""
     static = (tuple(input.shape), tuple(other.shape), autocast_dtype(input))
     return call.apply(MATMUL, static, input, other)
 
 
 def product(call: Call, input: Tensor, mat2: Tensor) -> Any:
-    """`torch.bmm` and `torch.mm`: `matmul` without repetition."""
+    """Route of `torch.bmm` and `torch.mm`: `matmul` without repetition."""
     return matmul(call, input, mat2) if input.dim() == mat2.dim() else call.plain()
 
 
 def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    """`torch.addmm`, as transformers' `Conv1D` calls it: input `(out,)` or `(n, out)`, mat1 `(n, in)`."""
+    """Route of `torch.addmm` (transformers' `Conv1D`): input `(out,)` or `(n, out)`, mat1 `(n, in)`."""
     static = (tuple(mat1.shape), tuple(mat2.shape), like(input), beta, alpha, autocast_dtype(mat1))
     return call.apply(MATMUL_PLUS, static, mat1, mat2, input)
 
@@ -148,7 +148,7 @@ def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
 def baddbmm(
     call: Call, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Any:
-    """`torch.baddbmm`: batches of matrices, and what is added to their products."""
+    """Route of `torch.baddbmm`: batches of matrices, and what is added to their products."""
     return addmm(call, input, batch1, batch2, beta=beta, alpha=alpha)
 
 
@@ -160,7 +160,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """`torch._grouped_mm` of rows `(n, in)`, sorted by expert, and matrices `(experts, in, out)`."""
+    """Route of `torch._grouped_mm` of rows `(n, in)`, sorted by expert, and matrices `(experts, in, out)`."""
     fits = self.dim() == 2 and mat2.dim() == 3 and bias is None and out_dtype is None
     if offs is None or not fits:
         return call.refuse("grouped_mm has a formula only for rows in groups by `offs`")

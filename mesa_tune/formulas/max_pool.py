@@ -95,7 +95,7 @@ def max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    """`F.max_pool1d`, `2d`, `3d`, with or without indices and a batch dimension."""
+    """Route of `F.max_pool1d`, `2d`, `3d`, with or without indices and a batch dimension."""
     stride = kernel_size if stride is None or stride in ([], ()) else stride
     sizes = [per_dimension(size, dims) for size in (kernel_size, stride, padding, dilation)]
     return _apply(call, input, "max_pool", dims, (*sizes, ceil_mode), returns_indices or return_indices)
@@ -109,7 +109,7 @@ def adaptive_max_pool(
     output_size: Any,
     return_indices: bool = False,
 ) -> Any:
-    """`F.adaptive_max_pool1d`, `2d`, `3d`, with or without indices and a batch dimension."""
+    """Route of `F.adaptive_max_pool1d`, `2d`, `3d`, with or without indices and a batch dimension."""
     size = output_size if isinstance(output_size, int) else tuple(output_size)
     return _apply(call, input, "adaptive_max_pool", dims, (size,), returns_indices or return_indices)
 

@@ -120,40 +120,40 @@ def serve(call: Call, kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in
 
 
 def relu(call: Call, input: Tensor, inplace: bool = False) -> Any:
-    """`F.relu`, `torch.relu`, `Tensor.relu`."""
+    """Route of `F.relu`, `torch.relu`, `Tensor.relu`."""
     return serve(call, "relu", input, (), inplace)
 
 
 def relu6(call: Call, input: Tensor, inplace: bool = False) -> Any:
-    """`F.relu6`."""
+    """Route of `F.relu6`."""
     return serve(call, "hardtanh", input, (0.0, 6.0), inplace)
 
 
 def hardtanh(
     call: Call, input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
 ) -> Any:
-    """`F.hardtanh`."""
+    """Route of `F.hardtanh`."""
     return serve(call, "hardtanh", input, (min_val, max_val), inplace)
 
 
 def leaky_relu(call: Call, input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Any:
-    """`F.leaky_relu`."""
+    """Route of `F.leaky_relu`."""
     # In place PyTorch takes the sign from the output, and refuses a slope that changes it.
     return serve(call, "leaky_relu", input, (negative_slope,), inplace and negative_slope > 0)
 
 
 def threshold(call: Call, input: Tensor, threshold: float, value: float, inplace: bool = False) -> Any:
-    """`F.threshold`."""
+    """Route of `F.threshold`."""
     return serve(call, "threshold", input, (threshold, value), inplace)
 
 
 def shrink(kind: str, call: Call, input: Tensor, lambd: float = 0.5) -> Any:
-    """`F.hardshrink` and `F.softshrink`."""
+    """Route of `F.hardshrink` and `F.softshrink`."""
     return serve(call, kind, input, (lambd,))
 
 
 def clamp(in_place: bool, call: Call, input: Tensor, min: Any = None, max: Any = None) -> Any:
-    """`torch.clamp`, `torch.clip` and `torch.clamp_min`, between numbers."""
+    """Route of `torch.clamp`, `torch.clip` and `torch.clamp_min`, between numbers."""
     if not input.requires_grad:
         return call.plain()
     if not all(bound is None or isinstance(bound, (int, float)) for bound in (min, max)):
@@ -162,12 +162,12 @@ def clamp(in_place: bool, call: Call, input: Tensor, min: Any = None, max: Any =
 
 
 def clamp_max(in_place: bool, call: Call, input: Tensor, max: Any) -> Any:
-    """`torch.clamp_max`."""
+    """Route of `torch.clamp_max`."""
     return clamp(in_place, call, input, None, max)
 
 
 def absolute(call: Call, input: Tensor) -> Any:
-    """`torch.abs`."""
+    """Route of `torch.abs`."""
     return call.apply(ABS, (), input) if call.gains_on(input) else call.plain()
 
 

@@ -77,7 +77,7 @@ LOGSUMEXP = Formula("logsumexp", logsumexp_forward, logsumexp_backward, "the pro
 
 
 def logsumexp(call: Call, input: Tensor, dim: Any, keepdim: bool = False) -> Any:
-    """`torch.logsumexp` and the method."""
+    """Route of `torch.logsumexp` and the method."""
     dims = sorted_dims(input, dim)
     if not (dims and input.is_floating_point() and call.gains_on(input)):
         return call.plain()
@@ -106,7 +106,7 @@ def functional_along(
 
 
 def softmax(call: Call, input: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
-    """`torch.softmax` and the method."""
+    """Route of `torch.softmax` and the method."""
     return along(SOFTMAX, call, input, dim, dtype)
 
 

@@ -28,30 +28,12 @@ from mesa_tune.formulas import (
 from mesa_tune.formulas.attention import attention, multihead
 from mesa_tune.formulas.norms import batch_norm, composed, layer_norm
 
-FAMILIES = (
-    linear,
-    convolution,
-    layer_norm,
-    batch_norm,
-    softmax,
-    activation,
-    relu,
-    matmul,
-    einsum,
-    arithmetic,
-    composed,
-    where,
-    amax,
-    vector_norm,
-    variance,
-    attention,
-    multihead,
-    cross_entropy,
-    elementwise_loss,
-    dropout,
-    max_pool,
-    avg_pool,
-)
+_PRODUCTS = (linear, convolution, matmul, einsum, arithmetic)
+_NORMS = (layer_norm, batch_norm, composed, vector_norm, variance)
+_ELEMENTWISE = (activation, relu, dropout, where)
+_REDUCTIONS = (softmax, amax, max_pool, avg_pool, cross_entropy, elementwise_loss)
+FAMILIES = (*_PRODUCTS, *_NORMS, *_ELEMENTWISE, *_REDUCTIONS, attention, multihead)
+"""All families: modules with formulas, `ROUTES` and `LAYERS`."""
 
 FORMULAS = {
     each.name: each for family in FAMILIES for each in vars(family).values() if isinstance(each, Formula)

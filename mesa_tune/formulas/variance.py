@@ -46,7 +46,7 @@ def spread(
     *,
     correction: Any = None,
 ) -> Any:
-    """`torch.var` and `torch.std` along dimensions."""
+    """Route of `torch.var` and `torch.std` along dimensions."""
     if isinstance(dim, bool):  # the older way to call it: `x.var(False)`
         dim, unbiased = None, dim
     dims = sorted_dims(input, dim)

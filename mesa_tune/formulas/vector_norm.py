@@ -133,7 +133,7 @@ def vector_norm(
     dtype: Any = None,
     out: Any = None,
 ) -> Any:
-    """`torch.linalg.vector_norm` and whatever comes to the same; orders 1 and 2."""
+    """Route of `torch.linalg.vector_norm` and whatever comes to the same; orders 1 and 2."""
     formula = _ORDERS.get(ord) if isinstance(ord, (int, float)) else None
     dims = sorted_dims(x, dim) if dtype is out is None else None
     if formula is None or not dims or not call.gains_on(x):
@@ -150,7 +150,7 @@ def norm(
     out: Any = None,
     dtype: Any = None,
 ) -> Any:
-    """`torch.norm` and the method: `fro` is order 2 of all dimensions that are named."""
+    """Route of `torch.norm` and the method: `fro` is order 2 of all dimensions that are named."""
     order = 2 if p is None or p == "fro" else p
     return vector_norm(call, input, order, dim, keepdim, dtype=dtype, out=out)
 
@@ -165,7 +165,7 @@ def linalg_norm(
     out: Any = None,
     dtype: Any = None,
 ) -> Any:
-    """`torch.linalg.norm` of vectors."""
+    """Route of `torch.linalg.norm` of vectors."""
     vectors = ord is None or isinstance(dim, int) or (A.dim() == 1 and dim is None)
     if not vectors:
         return call.plain()
@@ -175,14 +175,14 @@ def linalg_norm(
 def normalize(
     call: Call, input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Tensor | None = None
 ) -> Any:
-    """`F.normalize` by lengths; by other norms its body is served call by call."""
+    """Route of `F.normalize` by lengths; by other norms its body is served call by call."""
     if out is not None or not isinstance(dim, int) or call.is_static(input) or not call.gains(input):
         return call.plain()
     return call.apply(NORMALIZE, (dim, eps), input) if p == 2 else call.open()
 
 
 def cosine_similarity(call: Call, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
-    """`F.cosine_similarity`, of floating-point tensors that broadcast."""
+    """Route of `F.cosine_similarity`, of floating-point tensors that broadcast."""
     if x1.dtype != x2.dtype or not call.gains(x1, x2):
         return call.plain()
     return call.apply(COSINE, (dim, eps, like(x1), like(x2)), x1, x2)

@@ -68,7 +68,7 @@ def _gains(call: Call, mask: Tensor) -> bool:
 
 
 def where(call: Call, condition: Any, input: Any = None, other: Any = None) -> Any:
-    """`torch.where` of tensors or numbers."""
+    """Route of `torch.where` of tensors or numbers."""
     a, b = (value if isinstance(value, Tensor) else None for value in (input, other))
     likes = [None if tensor is None else like(tensor) for tensor in (a, b)]
     wanted = any(tensor is not None and tensor.requires_grad for tensor in (a, b))
@@ -79,12 +79,12 @@ def where(call: Call, condition: Any, input: Any = None, other: Any = None) -> A
 
 
 def where_method(call: Call, self: Tensor, condition: Tensor, other: Any = None) -> Any:
-    """`Tensor.where`."""
+    """Route of `Tensor.where`."""
     return where(call, condition, self, other)
 
 
 def masked_fill(in_place: bool, call: Call, input: Tensor, mask: Tensor, value: Any) -> Any:
-    """`torch.masked_fill`."""
+    """Route of `torch.masked_fill`."""
     if not input.requires_grad or not _gains(call, mask):
         return call.plain()
     filled, number = (value, None) if isinstance(value, Tensor) else (None, value)

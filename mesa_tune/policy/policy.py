@@ -10,9 +10,9 @@ from typing import Any
 from mesa_tune.errors import PolicyError
 from mesa_tune.policy.files import read_text, write_text
 from mesa_tune.policy.matching import Layer, Names, mismatches, unavailable
+from mesa_tune.policy.parser import dump_text, parse_text
 from mesa_tune.policy.rules import MODULE, NO_HEADER, Header, Rule, finest, fold, is_glob, suggestion
 from mesa_tune.policy.settings import EXACT, KEYS, TAGS, LayerSettings, Value
-from mesa_tune.policy.text import dump_text, parse_text
 
 __all__ = ["Header", "Policy", "Rule"]
 

@@ -24,7 +24,6 @@ from mesa_tune.conversion.layers import Catalog
 from mesa_tune.errors import RunError, WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.build_timeline import build_timeline
 from mesa_tune.profiler.derivation import DerivableStep, DerivationObserver, DerivedTensor
 from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, Tie, full_grid, in_reference_groups
 from mesa_tune.profiler.gradient import Price, Sensitivity
@@ -32,6 +31,7 @@ from mesa_tune.profiler.meter import bytes_of, tensors_in, unless_out_of_memory
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rows import Rows
 from mesa_tune.profiler.step_trace import StepTrace, TensorKey
+from mesa_tune.profiler.timeline_builder import build_timeline
 from mesa_tune.profiler.trace import observing, trace_step
 from mesa_tune.profiler.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.workload.checkpoints import without_checkpoints

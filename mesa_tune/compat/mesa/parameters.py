@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from mesa_tune.errors import PolicyError
+from mesa_tune.policy.parser import MESA_KEYS
 from mesa_tune.policy.rules import suggestion
 from mesa_tune.policy.settings import KEYS, check_value
-from mesa_tune.policy.text import MESA_KEYS
 from mesa_tune.policy.values import CONDITIONS, split_words
 
 TENSORS: Final = ("clip_val", "shift", "iteration")

@@ -165,7 +165,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """`F.scaled_dot_product_attention`: causal or masked, grouped heads, dropout, any leading dimensions."""
+    """Route of `F.scaled_dot_product_attention`: causal, masked, grouped heads, dropout, any dimensions."""
     if not call.gains(query, key, value):
         return call.plain()
     if dropout_p > 0 and query.device.type not in ("cpu", "cuda"):

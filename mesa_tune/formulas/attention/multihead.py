@@ -61,7 +61,7 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
-    """`F.multi_head_attention_forward`: query `(L, N, E)` or `(L, E)`; self and cross attention, masks."""
+    """Route of `F.multi_head_attention_forward`: query `(L, N, E)` or `(L, E)`; self or cross, masks."""
     rare = (bias_k, bias_v, static_k, static_v)
     if add_zero_attn or any(tensor is not None for tensor in rare):
         return call.refuse("bias_k, bias_v, static_k, static_v and add_zero_attn have no formula")

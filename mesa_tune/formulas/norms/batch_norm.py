@@ -175,7 +175,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """`F.batch_norm`: input `(n, channels, *)`; updates the running statistics as PyTorch does."""
+    """Route of `F.batch_norm`: input `(n, channels, *)`; updates the running statistics as PyTorch does."""
     if input.dim() < 2:
         return call.refuse("batch_norm has a formula only for inputs (n, channels, *)")
     if not saves_less(call, input) or not _valid(input, training, running_mean, running_var, eps):
@@ -202,7 +202,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """`F.instance_norm`: input `(n, channels, *)`; running statistics become those of the samples' mean."""
+    """Route of `F.instance_norm`: input `(n, channels, *)`; running statistics: means over samples."""
     needed = any(tensor is not None and tensor.requires_grad for tensor in (input, weight, bias))
     valid = _has_instances(input, use_input_stats, running_mean, running_var)
     if not (needed and valid and saves_less(call, input)):
@@ -230,7 +230,7 @@ def torch_instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """`torch.instance_norm`."""
+    """Route of `torch.instance_norm`."""
     return instance_norm(call, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 

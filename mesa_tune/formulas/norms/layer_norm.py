@@ -257,14 +257,14 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Any:
-    """`F.layer_norm`; under CUDA autocast in float32, as autocast's list says."""
+    """Route of `F.layer_norm`; under CUDA autocast in float32, as autocast's list says."""
     return _apply(call, LAYER_NORM, tuple(normalized_shape), eps, input, weight, bias)
 
 
 def rms_norm(
     call: Call, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """`F.rms_norm`; under CUDA autocast in float32, as autocast's list says."""
+    """Route of `F.rms_norm`; under CUDA autocast in float32, as autocast's list says."""
     return _apply(call, RMS_NORM, tuple(normalized_shape), eps, input, weight)
 
 
@@ -277,7 +277,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Any:
-    """`F.group_norm`: input `(n, channels, *)`; under CUDA autocast in float32."""
+    """Route of `F.group_norm`: input `(n, channels, *)`; under CUDA autocast in float32."""
     fits = input.dim() > 1 and num_groups > 0 and input.shape[1] % num_groups == 0
     if not fits or (input.shape[0] <= 1 and input.numel() <= num_groups * input.shape[0]):
         return call.plain()  # which raises
