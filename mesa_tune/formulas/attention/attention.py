@@ -38,7 +38,7 @@ def forward(
     second: Tensor | None = None,
 ) -> Result:
     *_, dtype = static
-    given: Any = [q, k, v] if dtype is None else [cast(tensor, dtype) for tensor in (q, k, v)]
+    given = (q, k, v) if dtype is None else (cast(q, dtype), cast(k, dtype), cast(v, dtype))
     added = _cast_mask(mask, dtype, needs[3])
     state = bits = None
     if static[0] > 0 and _saves_bits(q):
