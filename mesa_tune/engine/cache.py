@@ -1,8 +1,8 @@
-"""Plans of calls, cached: a call that is like an earlier one runs by the same plan without its route.
+"""Cache of plans: a call that is like an earlier one runs by the same plan, without its route.
 
-What a route asks and decides takes longer than the call itself may. Calls are alike if `torch.compile`'s
-guards find their tensors alike (type, dtype, device, shape, strides, gradients wanted, dispatch keys), if
-their other arguments are equal, and if the questions that were asked have the same answers.
+A route may take longer than the call itself. What is hard is to be sure that the plan fits. Calls are alike
+if `torch.compile`'s guards find their tensors alike (type, dtype, device, shape, strides, `requires_grad`,
+dispatch keys), if their other arguments are equal, and if the route's questions have the same answers.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # it is no public name
+except ImportError:  # not a public name
     TensorGuards = None  # type: ignore[assignment, misc]
 
 from mesa_tune.engine.call import MISS, Call, Context, may_change
@@ -29,18 +29,18 @@ _SHAPES_PER_LAYER = 64
 
 
 class _UnlikeError(Exception):
-    """A call cannot be told from others that need another plan."""
+    """A call that cannot be distinguished from calls with other plans."""
 
 
 class CachedCall:
-    """The plan of a call, and what other arguments must be like for it.
+    """The plan of a call, and the conditions on arguments under which it fits another call.
 
-    Positions are those among the arguments, the values of keywords, a None, then the elements of arguments
-    that are sequences of tensors (`sequences`: their positions, types and lengths), then what was looked up.
+    Positions count the arguments, the values of keywords, a None, then the elements of arguments that are
+    sequences of tensors (`sequences`: their positions, types and lengths), then tensors that were looked up.
     """
 
     def __init__(self, call: Call, output: Any) -> None:
-        """Raises `_UnlikeError` if the route did more than run the plan, or went by something unknown."""
+        """Raise `_UnlikeError` if the route did more than run the plan, or used an unknown tensor."""
         given = [*call.args, *call.kwargs.values(), None]
         self.count, self.func, self.names = len(given), call.func, tuple(call.kwargs)
         self.sequences = [
@@ -88,7 +88,7 @@ class CachedCall:
     def run(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], context: Context
     ) -> Any:
-        """Return the output for other arguments; `MISS` if they are not alike."""
+        """Return the output for other arguments; `MISS` if the plan does not fit them."""
         given = (*args, *kwargs.values(), None)
         if len(given) != self.count or func is not self.func or tuple(kwargs) != self.names:
             return MISS
@@ -106,7 +106,7 @@ class CachedCall:
         return apply_plan(plan, self.memories, *self.pick(found), self.key)
 
     def _with_elements(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the arguments and the elements of sequences; None if those are not alike."""
+        """Return the arguments and the elements of sequences; None if types or lengths differ."""
         for index, kind, length in self.sequences:
             if type(given[index]) is not kind or len(given[index]) != length:
                 return None
@@ -114,7 +114,7 @@ class CachedCall:
         return given
 
     def _with_lookups(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the arguments and what is found by them; None if that is not alike."""
+        """Return the arguments and the tensors looked up by them; None if these are missing only now or before."""
         for look, index, missing in self.lookups:
             tensors = look(given[index])
             if (tensors is None) is not missing:
@@ -123,7 +123,7 @@ class CachedCall:
         return given
 
     def _agrees(self, given: Sequence[Any], context: Context) -> bool:
-        """Return whether all but the tensors' own properties is the same."""
+        """Return whether everything except the properties of tensors is the same."""
         if self.autocast is not None and torch.get_autocast_dtype(self.autocast[0]) is not self.autocast[1]:
             return False
         for index, value in self.constants:
@@ -137,7 +137,7 @@ class CachedCall:
         ]
 
     def _derived(self, plan: CallPlan, tensors: Sequence[Any]) -> Any:
-        """Return the output of a call that makes inputs again, or lets others do so."""
+        """Return the output of a call that rematerializes inputs, or exposes its own output."""
         found = [find(tensors[index], None) for index in self.candidates]
         if [None if source is None else source.recipe for source in found] != self.recipes:
             return MISS
@@ -160,7 +160,7 @@ class CallCache:
         kwargs: Mapping[str, Any],
         context: Context,
     ) -> Any:
-        """Return the output of a call by a plan of its layer; `MISS` if it is like none that has one."""
+        """Return the output of a call by a cached plan of its layer; `MISS` if no plan fits."""
         for cached in self._calls.get(layer, ()):
             output = cached.run(func, args, kwargs, context)
             if output is not MISS:
@@ -168,8 +168,9 @@ class CallCache:
         return MISS
 
     def note(self, layer: Hashable, call: Call, output: Any) -> None:
-        """Cache a call that returned `output`, if the layer has had one of these shapes: to find out all that
-        makes a call like this one would take too long where shapes differ from step to step.
+        """Cache a call that returned `output`, if it is the layer's second call with these shapes.
+
+        The conditions of a plan take long to collect, which does not pay where shapes differ in every step.
         """
         shapes = self._shapes.setdefault(layer, set())
         leaves = (*call.args, *call.kwargs.values())
@@ -192,14 +193,14 @@ class CallCache:
 
 
 def _picking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return what takes the items at these positions."""
+    """Return a function that takes the items at these positions."""
     if len(positions) > 1:
         return itemgetter(*positions)
     return itemgetter(slice(positions[0], positions[0] + 1) if positions else slice(0))
 
 
 def _constant(value: Any) -> Any:
-    """Return `value`, or a copy that does not change with it; raises `_UnlikeError` for no constant."""
+    """Return `value`, copied if it can change; raise `_UnlikeError` if it is no constant."""
     if type(value) in _CONSTANTS:
         return value
     if type(value) not in _SEQUENCES:
@@ -213,13 +214,13 @@ def _is_same(value: Any, other: Any) -> bool:
         return False
     if type(value) in _SEQUENCES:
         return all(map(_is_same, value, other))
-    return bool(value != 0 or str(other) == str(value))  # zeros have signs
+    return bool(value != 0 or str(other) == str(value))  # 0.0 == -0.0
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return what tells whether other tensors are like these, by the guards of `torch.compile` if possible.
+    """Return a function that compares other tensors with these, by the guards of `torch.compile` if possible.
 
-    Raises `_UnlikeError` if not even these are.
+    Raise `_UnlikeError` if these tensors do not pass the comparison themselves.
     """
     if TensorGuards is None:
         looks = _looks(tensors)
@@ -232,7 +233,7 @@ def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def _looks(tensors: Sequence[Tensor]) -> Any:
-    """Return what guards compare."""
+    """Return the properties that guards compare."""
     state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kinds = {tensor.device.type for tensor in tensors}
     casts = sorted((kind, torch.is_autocast_enabled(kind)) for kind in kinds)

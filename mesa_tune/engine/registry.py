@@ -1,8 +1,8 @@
-"""Which tensor is this: what is known of tensors, found again by their memory.
+"""`Registry`: facts about tensors, found by the tensors' storage.
 
-The hard part is never to take one tensor for another: an address is reused as soon as a tensor dies, and an
-in-place operation changes a tensor without moving it. So facts are filed by storage, which is referred to
-weakly, and facts about values carry the tensor's version. Traced code can ask for neither.
+What is hard is never to take one tensor for another: an address is reused as soon as a tensor is freed, and
+an in-place operation changes a tensor without moving it. So facts are filed by storage, with a weak reference
+to it, and facts about values include the tensor's version. Traced code has neither storages nor versions.
 """
 
 import threading
@@ -16,7 +16,7 @@ _FIRST_LIMIT = 1024
 
 
 class Registry:
-    """Facts about tensors by their storage; those about dead storages are dropped now and then."""
+    """Facts about tensors by their storage; facts about freed storages are dropped from time to time."""
 
     def __init__(self) -> None:
         self._records: dict[int, tuple[weakref.ref[UntypedStorage], dict[Hashable, Any]]] = {}
@@ -39,7 +39,7 @@ class Registry:
         return record[1]
 
     def purge(self) -> None:
-        """Drop what is known of dead storages."""
+        """Drop the facts about freed storages."""
         self._records = {
             address: record for address, record in self._records.items() if record[0]() is not None
         }
@@ -59,7 +59,7 @@ _per_thread = _PerThread()
 
 
 def registry() -> Registry:
-    """Return this thread's registry: packed copies, outputs that can be made again, sums.
+    """Return this thread's registry of packed copies, outputs that can be rematerialized, and sums.
 
     It is emptied whenever an outermost forward begins.
     """
