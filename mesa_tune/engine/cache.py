@@ -114,7 +114,7 @@ class CachedCall:
         return given
 
     def _with_lookups(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the arguments and the tensors looked up by them; None if these are missing only now or before."""
+        """Return the arguments and the tensors looked up by them; None if these exist only now or then."""
         for look, index, missing in self.lookups:
             tensors = look(given[index])
             if (tensors is None) is not missing:

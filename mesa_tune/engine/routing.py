@@ -162,7 +162,7 @@ def top_hooks() -> Any:
 
 
 def transformed() -> bool:
-    """Return whether `torch.func` or forward-mode differentiation transforms calls; formulas support neither."""
+    """Return whether `torch.func` or forward-mode differentiation is on; formulas support neither."""
     if not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
         return False
     warn_once(
