@@ -70,8 +70,16 @@ class _NoConversion:
         self.traced: Traced = []
 
     def key(self, device: torch.device) -> Tensor:
-        """Return the noise key of the next call."""
-        return _key(device)
+        """Return the noise key of the next call: the seed plus a private count, without torch's generators.
+
+        The count is a tensor, so that it advances in compiled code as well.
+        """
+        name = str(device)
+        if name not in _counts:
+            _counts[name] = _counts["cpu"].to(device)
+        _counts[name].add_(_STEP)
+        key: Tensor = _counts[name] + _seed()
+        return key
 
     def is_static(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a parameter, one of `exact`, or a view of either."""
@@ -115,19 +123,6 @@ def policy_applies() -> bool:
 
 def _base(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
-
-
-def _key(device: torch.device) -> Tensor:
-    """Return the noise key of the next call: the seed plus a private count, without torch's generators.
-
-    The count is a tensor, so that it advances in compiled code as well.
-    """
-    name = str(device)
-    if name not in _counts:
-        _counts[name] = _counts["cpu"].to(device)
-    _counts[name].add_(_STEP)
-    key: Tensor = _counts[name] + _seed()
-    return key
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

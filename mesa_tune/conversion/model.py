@@ -6,6 +6,7 @@ What is hard is that only `module.forward` changes, which others wrap, copy, pic
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -81,14 +82,15 @@ class ConvertedForward(BindableForward):
         run = self.plain if self.recompute is None else self._recomputed
         return entering.enter(self, run, args, kwargs)
 
-    def _again(self, *args: Any, **kwargs: Any) -> Any:
-        return entering.enter(self, self.plain, args, kwargs)
-
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         spec, frame = self.recompute, state.frames[-1]
         assert spec is not None
-        packs, key = not HOOKS.runs_twice(frame), self.conversion.key
-        job = Job(self.name, self.module, spec, self.plain, self._again, packs, frame.is_static, key)
+        packs, key, run = (
+            not HOOKS.runs_twice(frame),
+            self.conversion.key,
+            partial(entering.enter, self, self.plain),
+        )
+        job = Job(self.name, self.module, spec, self.plain, run, packs, frame.is_static, key)
         return recomputed(job, args, kwargs)
 
 

@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 
 class Job(NamedTuple):
-    """How to run a module: `plain(*args, **kwargs)` where it cannot run twice, else `run(*args, **kwargs)`.
+    """How to run a module: `plain(*args, **kwargs)` where it cannot run twice, else `run(args, kwargs)`.
 
     `packs`: its inputs are packed; else the surrounding hooks save them. `is_static` tells which tensors are
     never encoded; `key` returns the noise key of the others.
@@ -80,7 +80,7 @@ class _Body:
         args, kwargs = tree_unflatten(leaves, self.form)
         again, self.again = self.again, True
         with _spare_buffers(self.job.module) if again else self.detector:
-            return self.job.run(*args, **kwargs)
+            return self.job.run(args, kwargs)
 
 
 class _Input:
