@@ -85,12 +85,8 @@ class ConvertedForward(BindableForward):
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         spec, frame = self.recompute, state.frames[-1]
         assert spec is not None
-        packs, key, run = (
-            not HOOKS.runs_twice(frame),
-            self.conversion.key,
-            partial(entering.enter, self, self.plain),
-        )
-        job = Job(self.name, self.module, spec, self.plain, run, packs, frame.is_static, key)
+        run, packs = partial(entering.enter, self, self.plain), not HOOKS.runs_twice(frame)
+        job = Job(self.name, self.module, spec, self.plain, run, packs, frame.is_static, self.conversion.key)
         return recomputed(job, args, kwargs)
 
 
