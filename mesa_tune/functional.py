@@ -1,10 +1,11 @@
 """PyTorch's functions with compressed saved activations, for code that calls them by name.
 
-`mesa_tune.functional.gelu(x, settings=LayerSettings(level=16))` is `F.gelu(x)` that keeps 4 bits an element;
-the same goes for every function of `torch.nn.functional` that has a route, and for `matmul`. Each runs
-PyTorch's forward bit for bit and keeps for backward what its formula says, encoded by `settings`, tensors of
-any size included. Standing alone they know no batch: only parameters are kept as they are. Inside a converted
-model, and inside `compress_saved`, the policy decides instead, and `settings` rest.
+`mesa_tune.functional.gelu(x, settings=LayerSettings(level=16))` is `F.gelu(x)`, but saves 4 bits per element.
+The same exists for every function of `torch.nn.functional` that has a route, and for `matmul`. Each runs
+PyTorch's forward bitwise equal, and saves what its formula says, encoded by `settings`, whatever the size of
+the tensors. What is hard is that there is no conversion here: nobody tells which tensors are the batch, so
+only parameters stay exact, and rounding noise needs its own count. Inside a converted model, and inside
+`compress_saved`, the policy decides, and `settings` have no effect.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,31 +26,24 @@ from mesa_tune.ops import GOLDEN
 from mesa_tune.policy.settings import LayerSettings
 
 _DEFAULT = LayerSettings()
-_STEP = GOLDEN - 2**64  # odd, so that the count runs through all keys
+_STEP = GOLDEN - 2**64  # odd: no key repeats within 2⁶⁴ calls
 _counts = {"cpu": torch.zeros(1, dtype=torch.int64)}
 
 
-def twin(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's `function`, one of `ROUTES`, with `settings` as a further keyword."""
+def _with_settings(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's `function`, one of `ROUTES`, with `settings` as a further keyword."""
 
     def call(*args: Any, settings: LayerSettings = _DEFAULT, **kwargs: Any) -> Any:
-        return alone(function, settings, *args, **kwargs)
+        return _by_spec(function, Spec.of(settings, 0), None, None, args, kwargs)
 
     call.__name__ = call.__qualname__ = function.__name__
-    call.__doc__ = f"torch's `{function.__name__}`; `settings` say how it stores what it keeps."
+    call.__doc__ = f"torch's `{function.__name__}`; `settings` say how it stores what it saves."
     return call
 
 
-_NAMED = [function for function in ROUTES if function is getattr(F, function.__name__, None)]
-TWINS: dict[str, Callable[..., Any]] = {
-    function.__name__: twin(function) for function in (*_NAMED, torch.matmul)
-}
-"""The twins by name: all of `torch.nn.functional` that is routed, and `matmul`."""
-
-
-def alone(function: Callable[..., Any], settings: LayerSettings, *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, one of `ROUTES`, keeping by `settings` unless a policy is at work."""
-    return _by_spec(function, Spec.of(settings, 0), None, None, args, kwargs)
+_ROUTED = [function for function in ROUTES if function is getattr(F, function.__name__, None)]
+FUNCTIONS = {function.__name__: _with_settings(function) for function in (*_ROUTED, torch.matmul)}
+"""The functions with settings, by name: all of `torch.nn.functional` that is routed, and `matmul`."""
 
 
 def _by_spec(
@@ -61,14 +55,14 @@ def _by_spec(
     kwargs: Any,
     exact: Sequence[Tensor] = (),
 ) -> Any:
-    if spec is None or policy_at_work() or not torch.is_grad_enabled() or transformed():
+    if spec is None or policy_applies() or not torch.is_grad_enabled() or transformed():
         return function(*args, **kwargs)
     route = ROUTES[function]
-    call = Call(layer or route.name, spec, _Nowhere(exact), function, args, kwargs, memories)
+    call = Call(layer or route.name, spec, _NoConversion(exact), function, args, kwargs, memories)
     return call.served(route)
 
 
-class _Nowhere:
+class _NoConversion:
     """The context of a call outside converted models."""
 
     def __init__(self, exact: Sequence[Tensor]) -> None:
@@ -76,22 +70,31 @@ class _Nowhere:
         self.traced: Traced = []
 
     def key(self, device: torch.device) -> Tensor:
-        """The noise key of the next call."""
-        return _key(device)
+        """Return the noise key of the next call: the seed plus a private count, without torch's generators.
+
+        The count is a tensor, so that it advances in compiled code as well.
+        """
+        name = str(device)
+        if name not in _counts:
+            _counts[name] = _counts["cpu"].to(device)
+        _counts[name].add_(_STEP)
+        key: Tensor = _counts[name] + _seed()
+        return key
 
     def is_static(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a parameter, one of `exact`, or a view of either."""
-        return _is_parameter(tensor) or _is_one_of(self.exact, tensor)
+        """Return whether `tensor` is a parameter, one of `exact`, or a view of either."""
+        base = _base(tensor)
+        return isinstance(base, nn.Parameter) or any(base is _base(other) for other in self.exact)
 
     def note(self, layer: str) -> None:
-        """Nobody makes outputs again here."""
+        """Do nothing: outputs are not rematerialized here."""
 
 
-class StandingAlone(TorchFunctionMode):
-    """While this is entered, torch's functions run as their twins here do, by one layer's settings.
+class SettingsMode(TorchFunctionMode):
+    """While this is entered, torch's functions run as those of this module do, by one layer's settings.
 
-    `layer` is its name in warnings (default: the function's), `memories` what its codecs remember of it.
-    Parameters are saved as they are, and so are the tensors `exact`.
+    `layer` is its name in warnings (default: the function's), `memories` what codecs remember of it.
+    Parameters and the tensors `exact` are saved as they are.
     """
 
     def __init__(
@@ -113,31 +116,13 @@ class StandingAlone(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def policy_at_work() -> bool:
-    """Whether this runs inside a converted model or `compress_saved`."""
+def policy_applies() -> bool:
+    """Return whether this runs inside a converted model or `compress_saved`."""
     return state.active
 
 
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
-
-
-def _is_one_of(tensors: Sequence[Tensor], tensor: Tensor) -> bool:
-    base = tensor if tensor._base is None else tensor._base
-    return any(base is (each if each._base is None else each._base) for each in tensors)
-
-
-def _key(device: torch.device) -> Tensor:
-    """The noise key of the next call: the seed, and a private count that leaves torch's generators alone.
-
-    The count is a tensor, so that compiled code sees it move.
-    """
-    name = str(device)
-    if name not in _counts:
-        _counts[name] = _counts["cpu"].to(device)
-    _counts[name].add_(_STEP)
-    key: Tensor = _counts[name] + _seed()
-    return key
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -146,10 +131,11 @@ def _seed() -> int:
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    if name in TWINS:
-        return TWINS[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(TWINS))}")
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
+    names = ", ".join(sorted(FUNCTIONS))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {names}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *TWINS})
+    return sorted({*globals(), *FUNCTIONS})

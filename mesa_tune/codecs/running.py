@@ -38,7 +38,7 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
     if memory is None:
         if torch.compiler.is_compiling():
             warn_once(_COMPILED)
-        return quantize.in_single(x, spec, key)
+        return quantize.encode_with_ranges(x, spec, key)
     extents = RAW.extents(x, spec.group_size, spec.quant_groups)
     ends = _ends_of_forward(extents, memory) if _in_backward() else _updated(extents, spec.ema_decay, memory)
     ranges = reference.ranges_of(ends[:, 0], ends[:, 1], spec.levels)

@@ -14,7 +14,7 @@ from torch import nn
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.function import Memories
 from mesa_tune.formulas.table import own_route
-from mesa_tune.functional import StandingAlone, policy_at_work
+from mesa_tune.functional import SettingsMode, policy_applies
 from mesa_tune.notice import warn_once
 from mesa_tune.policy.settings import LayerSettings
 
@@ -44,10 +44,10 @@ class CompatLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of torch's layer."""
-        if policy_at_work() or not (torch.is_grad_enabled() and self.is_compressing()):
+        if policy_applies() or not (torch.is_grad_enabled() and self.is_compressing()):
             return super().forward(*args, **kwargs)
         memories = None if torch.compiler.is_compiling() else self.memories(*args, **kwargs)
-        with StandingAlone(self.storage_settings(), self.layer_name, memories):
+        with SettingsMode(self.storage_settings(), self.layer_name, memories):
             return super().forward(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""A policy put to work on a model that stays as it is: `convert`, `revert`, `compress_saved`."""
+"""Converting a model, whose modules are not replaced: `convert`, `revert`, `compress_saved`."""
 
 from mesa_tune.conversion.model import compress_saved, convert, revert
 

@@ -1,7 +1,8 @@
-"""What a run decides by its tensors' values: shapes, indices, branches.
+"""Detection of modules whose shapes, indices or branches depend on the values of their tensors.
 
-A module that runs again from rounded inputs may decide otherwise, and tensors of its two runs then do not fit
-together. Whether it decides anything is seen from the functions it calls, never from the values.
+Such a module may choose differently when it runs again from rounded inputs, and the tensors of its two runs
+then do not fit together. What is hard is to detect this without reading values, which would wait for the
+device. So only the functions that the module calls are looked at.
 """
 
 from typing import Any
@@ -14,37 +15,38 @@ from torch.utils._pytree import tree_leaves
 from mesa_tune.engine.rematerialize import IN_PLACE
 
 
-class Choices(TorchFunctionMode):
-    """Notes whether a call made integers, booleans or Python numbers of values that rounded inputs change.
+class ChoiceDetector(TorchFunctionMode):
+    """Detects calls that compute integers, booleans or Python numbers from values that rounded inputs change.
 
-    Those could be others in the second run, and with them shapes, or which elements of a tensor are taken.
-    `exact` are tensors that are the same in both; what is made of them alone is, too.
+    These results could differ in the second run, and with them shapes, or which elements of a tensor are
+    taken. `exact`: tensors that are equal in both runs. What is computed from them alone is also equal in
+    both.
     """
 
     def __init__(self, exact: list[Tensor]) -> None:
         super().__init__()
         self.exact = {id(tensor): tensor for tensor in exact}
-        self.made = False
+        self.detected = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if self.made:
+        if self.detected:
             return output
         if not self._changes(args, kwargs):
             self.exact.update((id(leaf), leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         elif _may_choose(func, output):
-            self.made = True
+            self.detected = True
         elif func in IN_PLACE or kwargs:
-            self.exact.clear()  # one of them may have been written over
+            self.exact.clear()  # the call may have written to one of them
         return output
 
     def __exit__(self, *error: Any) -> None:
-        self.exact.clear()  # what is known lives no longer than the run
+        self.exact.clear()  # keep no tensor alive after the run
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _changes(self, args: Any, kwargs: Any) -> bool:
-        """Whether rounded inputs change one of the arguments."""
-        first = bool(args) and self._is_rounded(args[0])  # most calls are known by it
+        """Return whether rounded inputs change one of the arguments."""
+        first = bool(args) and self._is_rounded(args[0])  # decides most calls, and fast
         return first or any(self._is_rounded(leaf) for leaf in tree_leaves((args, kwargs)))
 
     def _is_rounded(self, leaf: Any) -> bool:
@@ -59,7 +61,7 @@ _VALUES |= {Tensor.unique_consecutive, torch.unique_consecutive}
 
 
 def _may_choose(func: Any, output: Any) -> bool:
-    """Whether `func` returns what its tensors' values decide on, besides floating-point values."""
+    """Return whether `func` returns something other than floating-point values that depends on values."""
     if func in _VALUES:
         return True
     name = getattr(func, "__name__", "")

@@ -1,4 +1,11 @@
-"""`Conversion`: what all modules of one converted model share: the policy, who stores how, the dice."""
+"""`Conversion`: the state that all modules of one converted model share: policy, settings, rounding noise.
+
+What is hard is when the settings of a layer become final. Until a first forward has ended, calls of functions
+have no index, and the finest settings apply. The backward of that forward may run parts of it again
+(checkpointing), and these must save the same tensors. So final settings apply from the next forward on. If
+the first forward met somebody else's saved-tensor hooks, or a part without gradients (`waits`), they also
+wait for a backward.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,26 +23,25 @@ from mesa_tune.engine.storage import StaticTensors, registry
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 
-_STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: the forward number runs through all 2⁶⁴ keys
+_STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: no key repeats within 2⁶⁴ forwards
 _CPU = torch.device("cpu")
 
 
-class _Entries:
-    """How often `compress_saved` was entered in this process."""
+class _EntryCount:
+    """Number of times that `compress_saved` was entered in this process."""
 
     number = 0
 
 
-entries = _Entries()
+entries = _EntryCount()
 
 
 class Conversion:
-    """A policy at work on one model: settings by layer, the noise key, and what is never encoded.
+    """The policy of one model, its layers' settings, the noise keys, and the tensors that are never encoded.
 
-    What is settled when: until a first forward has ended, a call of a function has no index, and the finest
-    settings apply. Its backward may run parts of that forward again (checkpointing), and they must then save
-    the same. So the final settings wait for the next forward and, if somebody's saved-tensor hooks or a part
-    without gradients were met (`waits`), for a backward before it.
+    `first`: settings are not final yet. `ended`: a forward has ended. `unseen`: a part of the model ran
+    without gradients, so its layers are unknown. `changed`: the final settings differ from the first. `owed`:
+    outermost modules that ran without gradients since the last forward began.
     """
 
     def __init__(self, policy: Policy, catalog: Catalog, seed: int, min_elements: int) -> None:
@@ -50,7 +56,7 @@ class Conversion:
         self.producers: set[str] = set()
         self.memories: dict[str, Memories] = {}
         self.first = True
-        self.changed = False  # settings that traced code holds: it is compiled again
+        self.changed = False  # an argument of a constant of traced code, which is then compiled again
         self.ended = False
         self.unseen = False
         self.waits = False
@@ -58,7 +64,7 @@ class Conversion:
         self.owed = 0
 
     def restart(self, seed: int) -> None:
-        """Begin with another seed as a new conversion would, but with the cached calls."""
+        """Start as a new conversion with this seed would, but with the cached calls."""
         for key in self.keys.values():
             key.fill_(_mixed(seed))
         self.static.clear()
@@ -67,14 +73,14 @@ class Conversion:
         self.ended = self.unseen = self.waits = False
 
     def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None:
-        """An outermost forward of `root` begins: the forward number advances, and its batch becomes known."""
+        """Note that an outermost forward of `root` begins: advance the forward number, and file its batch."""
         for key in self.keys.values():
             key.add_(_STEP)
         if torch.compiler.is_compiling():
             return
         if self.first and self.ended and not (self.waits and self.backwards == watch.backwards):
             self.first = False
-            self.changed = self._settling_changes()
+            self.changed = self._make_final()
         registry().clear()
         self.owed = 0
         self.static.purge()
@@ -82,21 +88,21 @@ class Conversion:
         self.static.add(batch)
 
     def end(self) -> None:
-        """An outermost forward has ended: every layer that ran with gradients is known."""
+        """Note that an outermost forward has ended: every layer that ran with gradients is in the catalog."""
         if torch.compiler.is_compiling():
-            if self.first and self._settling_changes():
+            if self.first and self._make_final():
                 self.first, self.changed = False, True
             return
         self.static.root = None
         self.ended = True
         if not self.unseen:
-            self._settle()
+            self._assign_indices()
 
-    def passed_over(self, inside: bool) -> None:
-        """A module ran without gradients, perhaps to run again in backward (reentrant checkpointing).
+    def note_without_gradients(self, inside: bool) -> None:
+        """Note a module that runs without gradients, perhaps to run again in backward (reentrant checkpoint).
 
-        Layers `inside` an outermost forward have not been seen then; one that is outermost has a forward
-        number to come.
+        If it is `inside` an outermost forward, its layers stay unseen. If it is outermost itself, the forward
+        number has not advanced for it yet.
         """
         if torch.compiler.is_compiling():
             return
@@ -106,31 +112,30 @@ class Conversion:
             self.owed += 1
 
     def spec(self, layer: str, tag: str, module: str) -> Spec | None:
-        """How `layer` stores what it keeps; None: as PyTorch does."""
+        """Return how `layer` stores what it saves; None: as PyTorch does."""
         if torch.compiler.is_compiling():
             constant: Spec | None = self._constant_spec(layer, tag, module, self.changed)
             return constant
-        return self._known_spec(layer, tag, module)
+        return self._cached_spec(layer, tag, module)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _constant_spec(self, layer: str, tag: str, module: str, changed: bool) -> Spec | None:
-        return self._known_spec(layer, tag, module)
+        return self._cached_spec(layer, tag, module)
 
-    def _known_spec(self, layer: str, tag: str, module: str) -> Spec | None:
+    def _cached_spec(self, layer: str, tag: str, module: str) -> Spec | None:
         return self.specs[layer] if layer in self.specs else self._resolve(layer, tag, module)
 
     def _resolve(self, layer: str, tag: str, module: str) -> Spec | None:
         if tag == "attention":
             self._bind_attention()
         index = self.catalog.index(layer, tag, module)
-        settings = self.policy.settings(tag, index, layer)
-        found = Spec.of(settings, self.min_elements)
-        if found is not None and self.derives:
-            # Who makes whose output again shows in the first forward, unless a search has said so.
-            likely = self.first and (found.derive or not self.policy.is_searched)
-            found = found._replace(exposes=likely or layer in self.producers)
-        self.specs[layer] = found
-        return found
+        spec = Spec.of(self.policy.settings(tag, index, layer), self.min_elements)
+        if spec is not None and self.derives:
+            # The first forward shows which outputs other layers rematerialize. A search knows it already.
+            likely = self.first and (spec.derive or not self.policy.is_searched)
+            spec = spec._replace(exposes=likely or layer in self.producers)
+        self.specs[layer] = spec
+        return spec
 
     def _bind_attention(self) -> None:
         bound = self.policy.bind_attention()
@@ -139,14 +144,15 @@ class Conversion:
             for text in bound.warnings:
                 warn_once(text)
 
-    def _settle(self) -> None:
-        for text in self.catalog.settle(self.policy):
+    def _assign_indices(self) -> None:
+        for text in self.catalog.assign_indices(self.policy):
             warn_once(text)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _settling_changes(self) -> bool:
+    def _make_final(self) -> bool:
+        """Resolve the settings of all layers again, by their indices; return whether any changed."""
         before = dict(self.specs)
-        self._settle()
+        self._assign_indices()
         self.specs.clear()
         changed = [self._resolve(name, self.catalog.tag(name), "") != spec for name, spec in before.items()]
         if True in changed:
@@ -154,21 +160,21 @@ class Conversion:
         return True in changed
 
     def key(self, device: torch.device) -> Tensor:
-        """The one-element int64 tensor that rounding noise depends on, on `device`."""
+        """Return the one-element int64 tensor that rounding noise depends on, on `device`."""
         if device in self.keys:
             return self.keys[device]
-        made = self.keys[_CPU].to(device, non_blocking=True)
+        key = self.keys[_CPU].to(device, non_blocking=True)
         if not torch.compiler.is_compiling():
-            self.keys[device] = made
-        return made
+            self.keys[device] = key
+        return key
 
     def recompute_spec(self, module: str) -> Spec | None:
-        """How `module` stores its inputs if it keeps nothing else; None if it does not run again."""
+        """Return how `module` stores its inputs if it runs again in backward; None if it does not."""
         settings = self.policy.recomputed(module)
         return None if settings is None else Spec.of(settings, self.min_elements)
 
     def note(self, layer: str) -> None:
-        """Another layer makes the output of `layer` again, so it goes on keeping what that takes."""
+        """Note that another layer rematerializes the output of `layer`, which exposes what that takes."""
         if torch.compiler.is_compiling():
             self._constant_note(layer)
         else:
@@ -180,31 +186,35 @@ class Conversion:
         return True
 
     def memory(self, layer: str) -> Memories | None:
-        """What codecs remember of `layer` from step to step; None in traced code."""
+        """Return what codecs remember of `layer` from step to step; None in traced code."""
         return None if torch.compiler.is_compiling() else self.memories.setdefault(layer, {})
 
-    def note_swapped(self, module: nn.Module) -> None:
-        """Notes what `torch.func.functional_call` has put in the place of parameters of `module`."""
-        given: Iterator[Tensor] = module.parameters()
-        swapped = [each for each in given if not isinstance(each, nn.Parameter)]
+    def note_replaced_parameters(self, module: nn.Module) -> None:
+        """Note tensors by which `torch.func.functional_call` has replaced parameters of `module`."""
+        replacements = replaced_parameters(module)
         if not torch.compiler.is_compiling():
-            self.static.add(swapped)
-        elif state.frames:  # the outermost module's are among its batch
-            state.frames[-1].batch.extend(swapped)
+            self.static.add(replacements)
+        elif state.frames:  # those of the outermost module are in its batch already
+            state.frames[-1].batch.extend(replacements)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "static": StaticTensors(), "calls": CallCache()}
 
 
+def replaced_parameters(module: nn.Module) -> list[Tensor]:
+    """Return tensors that are no parameters, but have replaced parameters of `module`."""
+    parameters: Iterator[Tensor] = module.parameters()
+    return [tensor for tensor in parameters if not isinstance(tensor, nn.Parameter)]
+
+
 def _mixed(seed: int) -> int:
-    mixed = (seed * 0xBF58476D1CE4E5B9 + of_rank()) % 2**64
-    return _signed(mixed)
+    return _signed((seed * 0xBF58476D1CE4E5B9 + rank_offset()) % 2**64)
 
 
-def of_rank() -> int:
-    """What the rank adds to a seed: two processes round differently."""
-    known = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if known else 0
+def rank_offset() -> int:
+    """Return the number that is added to a key, so that two ranks round differently."""
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if initialized else 0
     return _signed((rank + 1) * 0x94D049BB133111EB % 2**64)
 
 

@@ -1,15 +1,21 @@
-"""Entering the forward of a converted module: its frame, the mode, and our saved-tensor hooks."""
+"""Entering the forward of a converted module: its frame, the routing mode, and our saved-tensor hooks.
+
+What is hard is where a module may begin: inside another one of its conversion, as the outermost module, again
+inside backward (checkpointing), or in traced code. Most are of the first kind, so `_nested_frame` handles
+these fast.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from mesa_tune.conversion.conversion import replaced_parameters
 from mesa_tune.conversion.hooks import HOOKS, hooks_possible
 from mesa_tune.conversion.opened import OPENED
 from mesa_tune.engine.formula import Route
@@ -29,11 +35,11 @@ from mesa_tune.formulas.table import ROUTES
 
 
 class Entrant(Protocol):
-    """What enters: a module of a conversion, with its name there and its own route."""
+    """A module of a conversion, with its name there and the route of its own computation."""
 
     module: nn.Module
     name: str
-    own: Route | None
+    route: Route | None
 
     @property
     def conversion(self) -> Host: ...
@@ -42,14 +48,18 @@ class Entrant(Protocol):
 
 
 def enter(entrant: Entrant, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs `forward(*args, **kwargs)` as the module of `entrant`."""
+    """Run `forward(*args, **kwargs)` as the module of `entrant`."""
     frames = state.frames
-    frame, begins, active = _below(entrant), False, True
+    frame, begins, active = _nested_frame(entrant), False, True
     if frame is None:
-        frame, begins, active = _anew(entrant, args, kwargs)
+        frame, begins, active = _new_frame(entrant, args, kwargs)
     frames.append(frame)
     try:
-        result = forward(*args, **kwargs) if active else _activated(forward, args, kwargs)
+        if active:
+            result = forward(*args, **kwargs)
+        else:
+            with _activation():
+                result = forward(*args, **kwargs)
         if begins:
             entrant.conversion.end()
         return result
@@ -57,10 +67,10 @@ def enter(entrant: Entrant, forward: Callable[..., Any], args: Any, kwargs: Any)
         frames.pop()
 
 
-def pass_over(entrant: Entrant, args: Any, kwargs: Any) -> Any:
-    """Runs the plain forward of a module that needs no gradients inside one that does.
+def run_without_gradients(entrant: Entrant, args: Any, kwargs: Any) -> Any:
+    """Run the plain forward of a module without gradients, inside a module with gradients.
 
-    Its calls are not counted as the other's: those after it have the same names as with gradients.
+    It has its own frame, so that the calls after it in the outer module have the same names as otherwise.
     """
     frames, above = state.frames, state.frames[-1]
     frames.append(Frame(above.host, entrant.name, None, above.batch, above.traced, above.hooks, above.task))
@@ -70,72 +80,62 @@ def pass_over(entrant: Entrant, args: Any, kwargs: Any) -> Any:
         frames.pop()
 
 
-def _below(entrant: Entrant) -> Frame | None:
-    """The frame of a module in the same run of one of its conversion: most are, and have it from above."""
+def _nested_frame(entrant: Entrant) -> Frame | None:
+    """Return the frame of a module inside a run of another one of its conversion; None if it is not."""
     if torch.compiler.is_compiling() or not (state.frames and state.active):
         return None
     above = state.frames[-1]
     if above.host is not entrant.conversion or not above.surrounds():
         return None
-    return Frame(above.host, entrant.name, entrant.own, above.batch, above.traced, above.hooks, above.task)
+    return Frame(above.host, entrant.name, entrant.route, above.batch, above.traced, above.hooks, above.task)
 
 
-def _anew(entrant: Entrant, args: Any, kwargs: Any) -> tuple[Frame, bool, bool]:
-    """The frame of any module; whether a forward of its conversion begins; whether the mode is on."""
+def _new_frame(entrant: Entrant, args: Any, kwargs: Any) -> tuple[Frame, bool, bool]:
+    """Return a module's frame, whether an outermost forward begins with it, and whether the mode is on."""
     host, frames = entrant.conversion, state.frames
     outermost = not running(host)
     batch = _batch(entrant.module, args, kwargs) if outermost else frames[-1].batch
-    begins = outermost and (not inside_backward() or _comes_late(host))
+    begins = outermost and (not inside_backward() or _is_first_with_gradients(host))
     if begins:
         host.begin(batch, entrant.module)
     active = _is_active()
     traced = [] if outermost else frames[-1].traced
-    frame = Frame(host, entrant.name, entrant.own, batch, traced, *surroundings())
+    frame = Frame(host, entrant.name, entrant.route, batch, traced, *surroundings())
     if active and frame.hooks is not frames[-1].hooks:
         host.waits = True
     return frame, begins, active
 
 
 def _is_active() -> bool:
-    """Whether the mode is on. A backward called inside a forward may run without it, so modules in it enter
-    anew.
-    """
+    """Return whether the mode is on. A backward that a forward calls may run without it."""
     if torch.compiler.is_compiling() or not state.active:
         return state.active
     return state.frames[-1].task == current_task()
 
 
 def _batch(root: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    given = [
-        leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad
-    ]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    batch = [tensor for tensor in tensors if not tensor.requires_grad]
     if not torch.compiler.is_compiling():
-        return given
-    # Storages cannot be asked for in traced code, so tensors are compared as objects there.
-    parameters: Iterator[Tensor] = root.parameters()
-    swapped = [each for each in parameters if not isinstance(each, nn.Parameter)]
-    return [*given, *root.buffers(), *swapped]
+        return batch
+    # Traced code cannot ask for storages, so it compares tensors as objects.
+    return [*batch, *root.buffers(), *replaced_parameters(root)]
 
 
-def _comes_late(host: Host) -> bool:
-    """Whether this run in backward is the first with gradients: reentrant checkpointing around the whole
-    model.
-    """
+def _is_first_with_gradients(host: Host) -> bool:
+    """Return whether this run in backward is the first with gradients (reentrant checkpoint of the model)."""
     return host.owed > 0 and top_hooks() is None
 
 
 @contextmanager
-def entered(host: Host, name: str) -> Iterator[None]:
-    """The body runs as a loss named `name` of `host`."""
+def enter_loss(host: Host) -> Iterator[None]:
+    """Run the body as the loss of `host`: names of its calls begin with `loss`."""
     host.begin([])
     active = _is_active()
-    state.frames.append(Frame(host, name, None, [], [], *surroundings(), is_loss=True))
+    state.frames.append(Frame(host, "loss", None, [], [], *surroundings(), is_loss=True))
     try:
-        if active:
+        with nullcontext() if active else _activation():
             yield
-        else:
-            with _activation():
-                yield
         host.end()
     finally:
         state.frames.pop()
@@ -152,7 +152,7 @@ def _activation() -> Iterator[None]:
                 state.frames[-1].host.waits = True
                 yield
             else:
-                with _explained(), torch.autograd.graph.saved_tensors_hooks(*HOOKS):
+                with _transform_errors(), torch.autograd.graph.saved_tensors_hooks(*HOOKS):
                     state.frames[-1].hooks = top_hooks()
                     yield
     finally:
@@ -160,8 +160,8 @@ def _activation() -> Iterator[None]:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """What `torch.func` says of saved-tensor hooks inside is said of the model that has them."""
+def _transform_errors() -> Iterator[None]:
+    """Replace the error of `torch.func` about saved-tensor hooks by one that names the converted model."""
     try:
         yield
     except RuntimeError as error:
@@ -172,8 +172,3 @@ def _explained() -> Iterator[None]:
             "which has saved-tensor hooks\n"
             "use torch.autograd.grad there, call the transform outside of the forward, or mt.revert(model)"
         ) from error
-
-
-def _activated(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    with _activation():
-        return forward(*args, **kwargs)

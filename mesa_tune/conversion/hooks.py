@@ -1,4 +1,9 @@
-"""Saved-tensor hooks: what functions without a formula save, stored where that is safe (Rule 10)."""
+"""Saved-tensor hooks: pack what functions without a formula save, if the function is on a list (Rule 10).
+
+What is hard: the hooks see every tensor that autograd saves, also those of somebody's own
+`autograd.Function`, of a checkpoint, and of calls that formulas handle under an observer. These stay as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +22,12 @@ from mesa_tune.engine.storage import Packing, decided, restore, store
 
 
 def hooks_possible() -> bool:
-    """Whether our hooks may be installed: never above those of somebody else, who would lose tensors."""
+    """Return whether our hooks may be installed: never above somebody else's, who would miss tensors."""
     return _autograd._saved_tensors_hooks_is_enabled() and top_hooks() is None  # type: ignore[attr-defined]
 
 
-class _Hooked:
-    """A tensor that a hook has taken: encoded, or as it was with the version it had."""
+class HookedTensor:
+    """A tensor that autograd saved through our hooks: packed, or as it was, with its version."""
 
     __slots__ = ("layer", "packing", "parts", "spec", "version")
 
@@ -32,44 +37,45 @@ class _Hooked:
         self.layer, self.parts, self.packing, self.spec, self.version = layer, parts, packing, spec, version
 
 
-def _unchanged(tensor: Tensor) -> _Hooked:
-    # A node that held its own output would never die, as in the graph of a loss that is only logged.
-    alias = tensor if tensor.is_leaf or _was_given(tensor) else tensor.detach()
-    return _Hooked("", [alias], None, None, tensor._version)
+def _unpacked(tensor: Tensor) -> HookedTensor:
+    # A node that refers to its own output is never freed, as in the graph of a loss that is only logged.
+    alias = tensor if tensor.is_leaf or _is_input(tensor) else tensor.detach()
+    return HookedTensor("", [alias], None, None, tensor._version)
 
 
-def _was_given(tensor: Tensor) -> bool:
-    """Whether a routed call, which comes here under an observer only, did not make `tensor` itself.
+def _is_input(tensor: Tensor) -> bool:
+    """Return whether `tensor` existed before the routed call that saves it (seen under an observer only).
 
-    PyTorch holds such a tensor as it is, and other layers find it by that.
+    PyTorch saves such a tensor itself, by which other layers recognize it.
     """
     return state.paused and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() < state.began
 
 
-def pack(tensor: Tensor) -> _Hooked:
+def pack(tensor: Tensor) -> HookedTensor:
+    """Return what autograd saves for `tensor`."""
     frame = state.frames[-1] if state.frames else None
     if frame is None or not frame.surrounds():
-        return _unchanged(tensor)
+        return _unpacked(tensor)
     if watch.observer is not None:
         watch.observer.saved(other_layer(frame), tensor)
     spec = None if state.paused else _other_spec(frame, tensor)
     if spec is None:
-        return _unchanged(tensor)
+        return _unpacked(tensor)
     layer = other_layer(frame)
     packing = decided(tensor, spec, layer)
     if not packing.packed and spec.levels > 0:
-        return _unchanged(tensor)
+        return _unpacked(tensor)
     parts = store(tensor.detach(), packing, spec, frame.key(tensor.device))
     packing = packing.in_parts(len(parts))
     if watch.observer is not None:
         watch.observer.stored(layer, (tensor,), (packing,), (parts,), [], 0)
-    return _Hooked(layer, parts, packing, spec, 0)
+    return HookedTensor(layer, parts, packing, spec, 0)
 
 
 def other_layer(frame: Frame) -> str:
     """Return the name of the call that saves a tensor."""
     if state.function is None:
-        name = _function_class()  # one layer, however many of its calls there are
+        name = _function_class()  # all its calls are one layer
         return f"{frame.prefix}.{name}.0" if frame.prefix else f"{name}.0"
     if state.layer is None:
         state.layer = frame.numbered(getattr(state.function, "__name__", "call").strip("_"))
@@ -77,7 +83,7 @@ def other_layer(frame: Frame) -> str:
 
 
 def _function_class() -> str:
-    """Return the class of the `autograd.Function` that runs, which is no torch function and has no name."""
+    """Return the class name of the `autograd.Function` that runs, which a mode does not see."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _APPLY:
         frame = frame.f_back
@@ -88,8 +94,8 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 
 
 def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
-    # No torch function: somebody's autograd.Function, whose formula is unknown (Rule 7), or a checkpoint's
-    # inputs.
+    # Without a torch function it is an autograd.Function of unknown formula (Rule 7), or a checkpoint's
+    # input.
     if state.function not in HOOKED or tensor.layout is not torch.strided or not tensor.is_floating_point():
         return None
     if frame.is_static(tensor):
@@ -100,7 +106,8 @@ def _other_spec(frame: Frame, tensor: Tensor) -> Spec | None:
     return spec.hooked if spec.levels else spec
 
 
-def unpack(hooked: _Hooked) -> Tensor:
+def unpack(hooked: HookedTensor) -> Tensor:
+    """Return the tensor that autograd saved; raise RuntimeError if it was changed in place since."""
     if hooked.packing is not None and hooked.spec is not None:
         tensor = restore(hooked.parts, hooked.packing, hooked.spec)
         return tensor if watch.observer is None else watch.observer.unpacked(hooked.layer, tensor)

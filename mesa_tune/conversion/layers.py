@@ -1,8 +1,8 @@
 """The layers of a model, by name, tag and index.
 
-Modules are known from the model alone, calls of functions only after one forward: until that ends, a
-function's layer has no index, and a layer first seen later takes the next one, so that an index never
-changes its meaning afterwards.
+What is hard is that a layer's index must never change its meaning. Modules are found in the model, but calls
+of functions only in a forward. So a call has no index until the first forward has ended. A layer that is
+first seen later takes the next index of its tag.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ _PEFT = {
     ("peft.mixed_model", "PeftMixedModel"): "base_model",
     ("peft.tuners.tuners_utils", "BaseTuner"): "model",
 }
-"""PEFT's wrappers, which are not imported for this, and the attribute under which each has the model."""
+"""PEFT's wrappers, by module and class to avoid an import, and the attribute that contains the model."""
 
 Layer = tuple[str, int | None, str]
 """Tag, index (None while unknown), name."""
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its name, less the prefixes that wrappers add."""
+    """Yield every module with its name, without the prefixes that wrappers add."""
     wrapped: set[str] = set()
     for name, module in model.named_modules():
         part = _wrapped_part(module)
@@ -41,22 +41,21 @@ def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _wrapped_part(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper has the module it wraps; None for a module that is no wrapper."""
+    """Return the attribute of a wrapper that contains the wrapped module; None for other modules."""
     if isinstance(module, _WRAPPERS):
         return "module"
     kinds = ((kind.__module__, kind.__name__) for kind in type(module).__mro__)
-    known = (*(part for part in _PARTS if part in module._modules), *(_PEFT[k] for k in kinds if k in _PEFT))
-    return next(iter(known), None)
+    parts = [part for part in _PARTS if part in module._modules] + [_PEFT[k] for k in kinds if k in _PEFT]
+    return parts[0] if parts else None
 
 
 def _unwrapped(name: str, wrapped: set[str]) -> str:
     parts = name.split(".") if name else []
-    own = [part for place, part in enumerate(parts, 1) if ".".join(parts[:place]) not in wrapped]
-    return ".".join(own)
+    return ".".join(part for end, part in enumerate(parts, 1) if ".".join(parts[:end]) not in wrapped)
 
 
 def _class_name(module: nn.Module) -> str:
-    """The name of the class that `module` had before `torch.distributed` swapped in its own (FSDP2)."""
+    """Return the name of the class that `module` had before `torch.distributed` replaced it (FSDP2)."""
     kind = type(module)
     while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
         kind = kind.__bases__[1]
@@ -64,83 +63,84 @@ def _class_name(module: nn.Module) -> str:
 
 
 class Catalog:
-    """Which layers there are, and which index each has within its tag."""
+    """The layers of a model, and the index of each within its tag.
 
-    def __init__(self, modules: Sequence[str], own: Sequence[tuple[str, str]], fingerprint: str) -> None:
+    `modules`: names of the modules, in order. `layers`: tag and name of those modules that are layers
+    themselves.
+    """
+
+    def __init__(self, modules: Sequence[str], layers: Sequence[tuple[str, str]], fingerprint: str) -> None:
         self.modules = list(modules)
         self.fingerprint = fingerprint
-        self._place = {name: place for place, name in reversed(list(enumerate(modules)))}
-        self._layers: dict[str, tuple[str, int]] = {name: (tag, self._place[name]) for tag, name in own}
+        self._positions = {name: position for position, name in reversed(list(enumerate(modules)))}
+        self._layers = {name: (tag, self._positions[name]) for tag, name in layers}
         self._indices = self._count()
         self._totals: Counter[str] = Counter()
-        self._settled = False
+        self._is_final = False
 
     @staticmethod
     def of(model: nn.Module) -> "Catalog":
-        """The catalog of `model` before any forward."""
+        """Return the catalog of `model` before any forward."""
         named = list(named_layers(model))
-        own = [(route.tag, name) for name, module in named if (route := own_route(module)) is not None]
-        text = "\n".join(
-            f"{name}:{_class_name(module)}" for name, module in named if _wrapped_part(module) is None
-        )
-        return Catalog([name for name, _ in named], own, hashlib.sha256(text.encode()).hexdigest()[:16])
+        layers = [(route.tag, name) for name, module in named if (route := own_route(module)) is not None]
+        classes = [f"{name}:{_class_name(module)}" for name, module in named if _wrapped_part(module) is None]
+        fingerprint = hashlib.sha256("\n".join(classes).encode()).hexdigest()[:16]
+        return Catalog([name for name, _ in named], layers, fingerprint)
 
     @staticmethod
     def empty() -> "Catalog":
-        """The catalog of a loss: no modules, so that the order of the calls is all there is to know."""
+        """Return the catalog of a loss: it has no modules, so calls take their indices in order."""
         catalog = Catalog(["loss"], [], "")
-        catalog._settled = True
+        catalog._is_final = True
         return catalog
 
-    def known(self) -> list[Layer]:
-        """The layers known so far, in the order of their modules."""
+    def layers(self) -> list[Layer]:
+        """Return the layers found so far, modules first."""
         return [(tag, self._indices.get(name), name) for name, (tag, _) in self._layers.items()]
 
     def index(self, layer: str, tag: str, module: str) -> int | None:
-        """The index of `layer` within `tag`; None while it is not known. Notes a layer that is new."""
+        """Return the index of `layer` within `tag`; None if it has none yet. Add the layer if it is new."""
         if layer not in self._layers:
-            self._layers[layer] = (tag, self._place.get(module, 0))
-            if self._settled:
+            self._layers[layer] = (tag, self._positions.get(module, 0))
+            if self._is_final:
                 self._indices[layer] = self._totals[tag]
                 self._totals[tag] += 1
         return self._indices.get(layer)
 
     def tag(self, layer: str) -> str:
-        """The tag of a layer that is known."""
+        """Return the tag of a layer that was found."""
         return self._layers[layer][0]
 
-    def settle(self, policy: Policy) -> tuple[str, ...]:
-        """After a first forward: gives every layer its index, for good. Returns texts on names that no
-        layer has.
-        """
-        if self._settled:
+    def assign_indices(self, policy: Policy) -> tuple[str, ...]:
+        """Give every layer its index after a first forward; return warnings of names that no layer has."""
+        if self._is_final:
             return ()
-        self._settled = True
+        self._is_final = True
         self._indices = self._count()
         self._totals.update(tag for tag, _ in self._layers.values())
         return policy.unmatched([(tag, self._indices[name], name) for name, (tag, _) in self._layers.items()])
 
     def state(self) -> dict[str, Any]:
-        """What is known of the layers, as plain values."""
+        """Return the layers and their indices as plain values."""
         return {
             "fingerprint": self.fingerprint,
             "layers": {name: list(layer) for name, layer in self._layers.items()},
             "indices": dict(self._indices),
             "totals": dict(self._totals),
-            "settled": self._settled,
+            "settled": self._is_final,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Knows the layers that `state` names, with their indices."""
-        self._layers = {name: (tag, place) for name, (tag, place) in state["layers"].items()}
+        """Take over the layers of `state`, with their indices."""
+        self._layers = {name: (tag, position) for name, (tag, position) in state["layers"].items()}
         self._indices = dict(state["indices"])
         self._totals = Counter(state["totals"])
-        self._settled = state["settled"]
+        self._is_final = state["settled"]
 
     def _count(self) -> dict[str, int]:
         indices: dict[str, int] = {}
-        totals: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for name, (tag, _) in sorted(self._layers.items(), key=lambda item: item[1][1]):
-            indices[name] = totals.get(tag, 0)
-            totals[tag] = indices[name] + 1
+            indices[name] = totals[tag]
+            totals[tag] += 1
         return indices

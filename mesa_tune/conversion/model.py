@@ -1,8 +1,12 @@
-"""`convert`, `revert` and `compress_saved`: a policy put to work on a model that stays as it is (Rule 8)."""
+"""`convert`, `revert` and `compress_saved`: apply a policy to a model without replacing its modules (Rule 8).
+
+What is hard is that only `module.forward` changes, which others wrap, copy, pickle and compile as well.
+"""
 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -15,13 +19,13 @@ from mesa_tune.conversion.hooks import HOOKS
 from mesa_tune.conversion.layers import Catalog, named_layers
 from mesa_tune.conversion.recompute import Job, recomputed
 from mesa_tune.conversion.wrapping import (
-    OWN,
+    CONVERTED,
     REPLICATE,
-    Rebindable,
+    BindableForward,
+    calls_converted,
     is_bound,
-    leads_to_ours,
-    put_back,
     refuse_replicas,
+    restore_converted,
 )
 from mesa_tune.engine.routing import running, state, transformed
 from mesa_tune.formulas.table import own_route
@@ -29,34 +33,34 @@ from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS
 
-_USUAL = frozenset((nn.Parameter, type(None)))
+_PARAMETER_TYPES = frozenset((nn.Parameter, type(None)))
 
 
-class ConvertedForward(Rebindable):
-    """A module's forward inside a conversion. Holds the module, so that a deepcopy holds the copy.
+class ConvertedForward(BindableForward):
+    """A module's forward inside a conversion. It refers to the module, so a deepcopy refers to the copy.
 
     `reverted`: it runs the plain forward. It is still called where somebody has wrapped it.
 
-    Each has a `__call__` with a code object of its own. torch.compile keeps what it made of a function with
-    the code, and makes only so much for one: blocks that are compiled one by one would use it up together.
+    The `__call__` of each has its own code object. torch.compile limits how often it compiles one code
+    object: blocks that are compiled one by one would reach that limit together.
     """
 
     def __new__(cls, *arguments: Any) -> "ConvertedForward":
-        called = cls.__call__
-        own = FunctionType(called.__code__.replace(), called.__globals__, called.__name__)
-        return object.__new__(type(cls.__name__, (cls,), {"__call__": own}))
+        call = cls.__call__
+        copy = FunctionType(call.__code__.replace(), call.__globals__, call.__name__)
+        return object.__new__(type(cls.__name__, (cls,), {"__call__": copy}))
 
     def __reduce__(self) -> Any:
         return _blank, (), self.__dict__
 
     def __init__(self, module: nn.Module, name: str, conversion: Conversion) -> None:
         self.module = module
-        self.own = own_route(module)
-        self.before = module.__dict__.get("forward")
+        self.route = own_route(module)
+        self.previous = module.__dict__.get("forward")
         self.assign(name, conversion)
 
     def assign(self, name: str, conversion: Conversion) -> None:
-        """Makes the module part of `conversion`, under `name`."""
+        """Make the module part of `conversion`, under `name`."""
         self.name = name
         self.conversion = conversion
         self.recompute = conversion.recompute_spec(name)
@@ -67,32 +71,22 @@ class ConvertedForward(Rebindable):
             return self.plain(*args, **kwargs)
         if not torch.is_grad_enabled():
             inside = running(self.conversion)
-            self.conversion.passed_over(inside)
-            return entering.pass_over(self, args, kwargs) if inside else self.plain(*args, **kwargs)
+            self.conversion.note_without_gradients(inside)
+            if inside:
+                return entering.run_without_gradients(self, args, kwargs)
+            return self.plain(*args, **kwargs)
         if transformed():
             return self.plain(*args, **kwargs)
-        if not _USUAL.issuperset(map(type, self.module._parameters.values())):
-            self.conversion.note_swapped(self.module)
+        if not _PARAMETER_TYPES.issuperset(map(type, self.module._parameters.values())):
+            self.conversion.note_replaced_parameters(self.module)
         run = self.plain if self.recompute is None else self._recomputed
         return entering.enter(self, run, args, kwargs)
-
-    def _again(self, *args: Any, **kwargs: Any) -> Any:
-        return entering.enter(self, self.plain, args, kwargs)
 
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         spec, frame = self.recompute, state.frames[-1]
         assert spec is not None
-        packs = not HOOKS.runs_twice(frame)
-        job = Job(
-            self.name,
-            self.module,
-            spec,
-            self.plain,
-            self._again,
-            packs,
-            frame.is_static,
-            self.conversion.key,
-        )
+        run, packs = partial(entering.enter, self, self.plain), not HOOKS.runs_twice(frame)
+        job = Job(self.name, self.module, spec, self.plain, run, packs, frame.is_static, self.conversion.key)
         return recomputed(job, args, kwargs)
 
 
@@ -108,11 +102,10 @@ def convert(
     min_elements: int = MIN_ELEMENTS,
     force: bool = False,
 ) -> nn.Module:
-    """`model` stores activations as `policy` says, from its next forward on; returns `model`, changed in
-    place.
+    """Make `model`, in place, store activations as `policy` says from its next forward on; return `model`.
 
-    Parameters, buffers, `state_dict` keys and outputs stay bit for bit what they were. `seed` (default
-    `torch.initial_seed()`) decides the rounding noise; tensors of up to `min_elements` elements stay exact.
+    Parameters, buffers, `state_dict` keys and outputs stay bitwise equal. `seed` (default
+    `torch.initial_seed()`) decides the rounding noise. Tensors of up to `min_elements` elements stay exact.
     Converting again replaces the policy.
 
     Raises:
@@ -120,110 +113,106 @@ def convert(
             (`force=True` applies it anyway).
     """
     catalog = Catalog.of(model)
+    layers, modules = catalog.layers(), catalog.modules
     overruled = policy.check(
-        catalog.known(), fingerprint=catalog.fingerprint, force=force, complete=False, modules=catalog.modules
+        layers, fingerprint=catalog.fingerprint, force=force, complete=False, modules=modules
     )
     policy.require_available()
-    for text in (*policy.warnings, *overruled):
-        warn_once(text)
-    for text in _hard_to_reach(model):
+    for text in (*policy.warnings, *overruled, *_limits(model)):
         warn_once(text)
     revert(model)
     install(model, Conversion(policy, catalog, torch.initial_seed() if seed is None else seed, min_elements))
     return model
 
 
-def _hard_to_reach(model: nn.Module) -> Iterator[str]:
-    """Texts on modules of torch whose kernels keep what no function of ours can keep for them."""
-    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+def _limits(model: nn.Module) -> Iterator[str]:
+    """Yield warnings of modules of torch whose kernels save tensors that no formula can store."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     for name, module in named_layers(model):
         if isinstance(module, nn.RNNBase):
             yield (
                 f"mesa-tune: {name!r} ({type(module).__name__}) is stored by hooks, at 8 bits, and tensors "
                 "of single time steps that are too small to encode stay as they are."
             )
-        if isinstance(module, nn.SyncBatchNorm) and grouped and torch.distributed.get_world_size() > 1:
+        if isinstance(module, nn.SyncBatchNorm) and distributed and torch.distributed.get_world_size() > 1:
             yield f"mesa-tune: {name!r} (SyncBatchNorm) across processes is left uncompressed."
 
 
 def install(model: nn.Module, conversion: Conversion) -> None:
-    """Wraps the forward of every module of `model`, for `conversion`."""
+    """Replace the forward of every module of `model`, for `conversion`."""
     for parameter in model.parameters():
         conversion.key(parameter.device)
     for name, module in named_layers(model):
-        # What torch.compile wraps around a module only passes the call on, and is not for tracing.
-        if "_orig_mod" not in module._modules:
-            _install(module, name, conversion)
-
-
-def _install(module: nn.Module, name: str, conversion: Conversion) -> None:
-    own = module.__dict__.get(OWN)
-    if own is not None and leads_to_ours(module.__dict__.get("forward")):
-        own.assign(name, conversion)
-    else:
-        module.__dict__[OWN] = module.__dict__["forward"] = ConvertedForward(module, name, conversion)
-    module.__dict__[REPLICATE] = refuse_replicas
+        if "_orig_mod" in module._modules:
+            continue  # the wrapper of torch.compile, which only passes the call on, and cannot be traced
+        converted = module.__dict__.get(CONVERTED)
+        if converted is not None and calls_converted(module.__dict__.get("forward")):
+            converted.assign(name, conversion)
+        else:
+            module.__dict__[CONVERTED] = module.__dict__["forward"] = ConvertedForward(
+                module, name, conversion
+            )
+        module.__dict__[REPLICATE] = refuse_replicas
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """`model` is the plain model again; returns it. A model that was not converted is left alone."""
+    """Make `model` the plain model again; return it. Leave a model alone that is not converted."""
     for module in model.modules():
-        own = module.__dict__.get(OWN)
-        if own is not None:
-            _revert(module, own)
+        converted = module.__dict__.get(CONVERTED)
+        if converted is not None:
+            _revert(module, converted)
     return model
 
 
-def _revert(module: nn.Module, own: ConvertedForward) -> None:
+def _revert(module: nn.Module, converted: ConvertedForward) -> None:
     module.__dict__.pop(REPLICATE, None)
     if is_bound(module):
-        put_back(module)
-    if module.__dict__.get("forward") is not own:
-        own.reverted = True  # somebody has wrapped it, and goes on calling it
-        return
-    del module.__dict__["forward"], module.__dict__[OWN]
-    if own.before is not None:
-        module.forward = own.before
+        restore_converted(module)
+    if module.__dict__.get("forward") is converted:
+        converted.uninstall()
+        del module.__dict__[CONVERTED]
+    else:
+        converted.reverted = True  # somebody has wrapped it, and still calls it
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """The conversion that `model` is under, if any."""
-    owned = (module.__dict__.get(OWN) for module in model.modules())
-    return next((own.conversion for own in owned if own is not None and not own.reverted), None)
+    """Return the conversion of `model`, if any."""
+    forwards = (module.__dict__.get(CONVERTED) for module in model.modules())
+    return next((forward.conversion for forward in forwards if forward and not forward.reverted), None)
 
 
 @contextmanager
 def compress_saved(policy: Policy, *, seed: int | None = None) -> Iterator[None]:
-    """Calls in this context store what they keep by `policy`, under names `loss.<function>.<n>`.
+    """Make calls in this context store what they save by `policy`, under names `loss.<function>.<n>`.
 
-    For the parts of a step outside a converted model, such as a loss on large logits. A converted model
-    inside keeps its own policy;
-    an unconverted one counts as part of the loss. The rounding noise depends on `seed`; by default on
-    `torch.initial_seed()` and a count of the entries, so that every step has its own.
+    This is for the parts of a step outside a converted model, such as a loss on large logits. A converted
+    model inside follows its own policy; an unconverted one counts as part of the loss. The rounding noise
+    depends on `seed`; by default on `torch.initial_seed()` and the number of entries, so that it differs from
+    step to step.
     """
     policy.require_available()
-    chosen = torch.initial_seed() + entries.number if seed is None else seed
+    noise_seed = torch.initial_seed() + entries.number if seed is None else seed
     entries.number += seed is None
-    conversion = None if torch.compiler.is_compiling() else _left(policy)
+    conversion = None if torch.compiler.is_compiling() else _take_finished(policy)
     if conversion is None:
-        conversion = Conversion(policy, Catalog.empty(), chosen, MIN_ELEMENTS)
+        conversion = Conversion(policy, Catalog.empty(), noise_seed, MIN_ELEMENTS)
     else:
-        conversion.restart(chosen)
-    with entering.entered(conversion, "loss"):
+        conversion.restart(noise_seed)
+    with entering.enter_loss(conversion):
         yield
     if not torch.compiler.is_compiling():
-        _last.append((policy, conversion))
+        _finished.append((policy, conversion))
 
 
-_last: deque[tuple[Policy, Conversion]] = deque(maxlen=4)
-"""Conversions that `compress_saved` has left, with their cached calls."""
+_finished: deque[tuple[Policy, Conversion]] = deque(maxlen=4)
+"""Conversions of finished `compress_saved` contexts, which have cached calls."""
 
 
-def _left(policy: Policy) -> Conversion | None:
-    """Take the conversion of an equal policy from `_last`, if there is one."""
-    entry = next((entry for entry in tuple(_last) if entry[0] is policy or entry[0] == policy), None)
+def _take_finished(policy: Policy) -> Conversion | None:
+    """Take the conversion of an equal policy from `_finished`, if there is one."""
+    entry = next((entry for entry in tuple(_finished) if entry[0] is policy or entry[0] == policy), None)
     try:
-        _last.remove(entry)  # type: ignore[arg-type]
+        _finished.remove(entry)  # type: ignore[arg-type]
     except ValueError:  # none, or another thread has taken it
         return None
     return None if entry is None else entry[1]

@@ -18,11 +18,11 @@ from mesa_tune.engine.routing import Opened
 
 _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _SAVE_NOTHING = {"affine_grid", "embedding", "embedding_bag", "fold", "interpolate", "unfold"}
-"""Functions that call one function of PyTorch's own and save no floating-point tensor but their input."""
+"""Functions that call a single function of PyTorch, and save no floating-point tensor except their input."""
 
 
 def _is_open(*_: Any) -> bool:
-    """Answer for all questions whether a function is overridden."""
+    """Answer no to all questions whether a function is overridden."""
     return False
 
 
@@ -36,15 +36,14 @@ def _globals_of(source: ModuleType) -> dict[str, Any]:
 
 def _opened(function: Any, names: dict[str, Any]) -> Opened:
     """Return `function` with other globals."""
-    copy = FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-    )
+    code, defaults, closure = function.__code__, function.__defaults__, function.__closure__
+    copy = FunctionType(code, names, function.__name__, defaults, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return Opened(function.__name__.strip("_"), copy)
 
 
 def _can_be_overridden(function: Any) -> bool:
-    return isinstance(function, FunctionType) and any(ask in function.__code__.co_names for ask in _ASKS)
+    return isinstance(function, FunctionType) and any(name in function.__code__.co_names for name in _ASKS)
 
 
 def _public(source: ModuleType, names: dict[str, Any]) -> dict[Callable[..., Any], Opened]:
@@ -62,4 +61,4 @@ OPENED: dict[Callable[..., Any], Opened] = {
     **_public(F, _globals_of(F)),
     Tensor.__rmatmul__: _opened(Tensor.__rmatmul__, _globals_of(_tensor)),
 }
-"""Each function as a mode sees it, and its copy. A function that has a route gets here only by its route."""
+"""The opened copy of each function that a mode sees. If it also has a route, only the route uses the copy."""

@@ -1,9 +1,9 @@
-"""Modules that save their packed inputs alone and run again in backward: `store: recompute` (`on module:`).
+"""Modules that save only their packed inputs, and run again in backward: `store: recompute` (`on module:`).
 
 PyTorch's non-reentrant checkpoint runs a module again, under the random and autocast states of the first run.
-Its inputs are packed by the saved-tensor hooks through which it saves them. What is hard is that the second
-run must be like the first: buffers do not move a second time, and a module whose input decides on shapes,
-indices or branches (the routing of a mixture of experts) gets that input back exactly.
+The saved-tensor hooks through which it saves its inputs pack them. What is hard is that the second run must
+be like the first. So buffers are not updated a second time. A module that computes shapes, indices or
+branches from its input (the routing of a mixture of experts) gets that input back exactly.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from mesa_tune.codecs import Spec
-from mesa_tune.conversion.choices import Choices
+from mesa_tune.conversion.choices import ChoiceDetector
 from mesa_tune.engine.routing import inside_backward
 from mesa_tune.engine.storage import Packing, decided, restore, store
 from mesa_tune.errors import RunError
@@ -27,10 +27,10 @@ Run = Callable[..., Any]
 
 
 class Job(NamedTuple):
-    """A module's run: `plain(*args, **kwargs)` where it cannot run twice, else `run(*args, **kwargs)`.
+    """How to run a module: `plain(*args, **kwargs)` where it cannot run twice, else `run(args, kwargs)`.
 
-    `packs`: its inputs are packed; else they are saved as the surrounding hooks say. `is_static` names
-    tensors that are never encoded; `key` is the noise key for those that are.
+    `packs`: its inputs are packed; else the surrounding hooks save them. `is_static` tells which tensors are
+    never encoded; `key` returns the noise key of the others.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
 
 def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
-    """The module's output; of all tensors in the module, autograd saves its inputs alone."""
+    """Return the module's output; of all tensors in the module, autograd saves only its inputs."""
     if torch.compiler.is_compiling():
         warn_once(
             f"mesa-tune: `store: recompute` of {job.name!r} has no effect in compiled code, "
@@ -53,8 +53,8 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
         return job.plain(*args, **kwargs)
     leaves, form = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    choices = Choices([tensor for tensor in tensors if not tensor.requires_grad])
-    body = _Body(job, form, choices)
+    detector = ChoiceDetector([tensor for tensor in tensors if not tensor.requires_grad])
+    body = _Body(job, form, detector)
     if not job.packs:
         return checkpoint(body, *leaves, use_reentrant=False)
     versions, inputs = [tensor._version for tensor in tensors], _Inputs(job)
@@ -65,22 +65,22 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
             f"{job.name!r} changes its input in place, so it cannot be run again from it\n"
             "give a module around it, or one without the in-place operation, `store: recompute`"
         )
-    inputs.store(exact=choices.made)
+    inputs.store(exact=detector.detected)
     return output
 
 
 class _Body:
-    """What the checkpoint runs twice, the first time under `choices`."""
+    """The function that the checkpoint runs twice, the first time under `detector`."""
 
-    def __init__(self, job: Job, form: TreeSpec, choices: Choices) -> None:
-        self.job, self.form, self.choices = job, form, choices
+    def __init__(self, job: Job, form: TreeSpec, detector: ChoiceDetector) -> None:
+        self.job, self.form, self.detector = job, form, detector
         self.again = False
 
     def __call__(self, *leaves: Any) -> Any:
         args, kwargs = tree_unflatten(leaves, self.form)
         again, self.again = self.again, True
-        with _spare_buffers(self.job.module) if again else self.choices:
-            return self.job.run(*args, **kwargs)
+        with _spare_buffers(self.job.module) if again else self.detector:
+            return self.job.run(args, kwargs)
 
 
 class _Input:
@@ -95,21 +95,21 @@ class _Input:
 
 
 class _Inputs:
-    """The saved inputs of one run. They are packed when it has ended, and it is known what it did."""
+    """The saved inputs of one run, packed after it: only then `ChoiceDetector` can tell which may be."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.saved: list[_Input] = []
 
     def pack(self, tensor: Tensor) -> _Input:
-        """What the checkpoint saves for `tensor`: one without a gradient (a mask, positions) stays exact."""
+        """Return what to save for `tensor`; one without a gradient (a mask, positions) stays exact."""
         exact = not tensor.requires_grad or self.job.is_static(tensor)
         saved = _Input(tensor, exact, _by_rows(self.job.spec, tensor.shape))
         self.saved.append(saved)
         return saved
 
     def store(self, exact: bool) -> None:
-        """Packs the inputs, or leaves them all `exact`."""
+        """Pack the inputs, or leave them all `exact`."""
         for saved in self.saved:
             (tensor,) = saved.parts
             packing = decided(tensor, saved.spec, self.job.name, exact or saved.exact)
@@ -119,7 +119,7 @@ class _Inputs:
         self.saved = []
 
     def unpack(self, saved: _Input) -> Tensor:
-        """The input for the second run."""
+        """Return the input for the second run."""
         if torch.is_grad_enabled() and inside_backward():
             raise RunError(
                 f"backward with create_graph=True reached {self.job.name!r}, which runs again\n"
@@ -134,17 +134,18 @@ class _Inputs:
 
 
 def _by_rows(spec: Spec, shape: torch.Size) -> Spec:
-    """`spec` with groups that end where rows of tokens `(*, width)` do.
+    """Return `spec` with groups that do not cross the rows of tokens `(*, width)`.
 
-    A module mostly normalizes its input row by row: a row of small numbers must not share larger ones' range.
+    Most modules normalize their input row by row: a row of small numbers must not have the range of a larger
+    one.
     """
     return spec.within(shape[-1]) if len(shape) in (2, 3) else spec
 
 
 @contextmanager
 def _spare_buffers(module: nn.Module) -> Iterator[None]:
-    """The body works on copies of the module's buffers."""
-    owners = [each for each in module.modules() if each._buffers]
+    """Run the body on copies of the module's buffers."""
+    owners = [owner for owner in module.modules() if owner._buffers]
     before = [dict(owner._buffers) for owner in owners]
     for owner in owners:
         for name, buffer in owner._buffers.items():

@@ -1,8 +1,8 @@
-"""`state_dict` and `load_state_dict`: a resumed training goes on bit for bit.
+"""`state_dict` and `load_state_dict`: a resumed training continues bitwise equal.
 
-What is hard is that a policy is applied in stages: functions get their index after a first forward, and until
-then the finest settings apply. So what is known of layers travels with the noise, or the first step after a
-resume would store by other settings than the uninterrupted one.
+What is hard is that a policy is applied in stages: calls of functions get their index after a first forward,
+and until then the finest settings apply. So the state contains the layers as well as the noise keys. Without
+them, the first step after a resume would store by other settings than the uninterrupted training.
 """
 
 import copy
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mesa_tune.conversion.conversion import Conversion, entries, of_rank
+from mesa_tune.conversion.conversion import Conversion, entries, rank_offset
 from mesa_tune.conversion.layers import named_layers
-from mesa_tune.conversion.wrapping import OWN
+from mesa_tune.conversion.wrapping import CONVERTED
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.routing import state as running_state
 from mesa_tune.errors import PolicyError, RunError
@@ -25,15 +25,15 @@ _FLAGS = ("first", "changed", "ended", "unseen", "waits")
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state of the compression of `model`, to be saved with a training checkpoint.
+    """Return the state of the compression of `model`, to be saved with a training checkpoint.
 
-    It holds the rounding seed with the number of forwards, what codecs remember (running ranges), and what is
-    known of the layers. It does not hold the model's own `state_dict`, whose keys stay those of the plain
-    model, and not torch's random generators. `torch.load` reads it with `weights_only=True`.
+    It contains the rounding seed with the number of forwards, what codecs remember (running ranges), and the
+    layers with their indices. It contains neither the model's `state_dict`, whose keys stay those of the
+    plain model, nor torch's random generators. `torch.load` reads it with `weights_only=True`.
 
-    All processes of a distributed training can load the state of one of them: the rank is taken out, and put
-    in again by `load_state_dict`. Running ranges (`ema_decay`) are each process's own: with them, save one
-    state per process.
+    All processes of a distributed training can load the state of one of them: the rank is removed from it,
+    and `load_state_dict` adds that of its process. Running ranges (`ema_decay`) differ between processes:
+    with them, save one state per process.
 
     Raises:
         RunError: `model` is not converted, or one of its forwards runs.
@@ -42,16 +42,15 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "entries": entries.number,
-        "conversions": {name: _state(each) for name, each in conversions.items()},
+        "conversions": {name: _state(conversion) for name, conversion in conversions.items()},
     }
 
 
 def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
-    """Puts the compression of `model` into the state that `state_dict` returned.
+    """Put the compression of `model` into the state that `state_dict` returned.
 
-    Call it after `mt.convert` with the same policy. Together with the own states of the model, the optimizer
-    and the random generators (`torch.set_rng_state`), the next step is bit for bit that of the training which
-    was saved.
+    Call it after `mt.convert` with the same policy. If the states of the model, the optimizer and the random
+    generators (`torch.set_rng_state`) are loaded too, the next step is bitwise that of the saved training.
 
     Raises:
         RunError: `model` is not converted, one of its forwards runs, or `state` is of another version.
@@ -77,25 +76,25 @@ def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _conversions(model: nn.Module) -> dict[str, Conversion]:
-    """The conversions of `model` and its parts, by the name of their first module."""
-    found: dict[str, Conversion] = {}
+    """Return the conversions of `model` and its parts, by the name of their first module."""
+    conversions: dict[str, Conversion] = {}
     for name, module in named_layers(model):
-        own = module.__dict__.get(OWN)
-        if own is not None and not own.reverted and own.conversion not in found.values():
-            found[name] = own.conversion
-    if not found:
+        forward = module.__dict__.get(CONVERTED)
+        if forward and not forward.reverted and forward.conversion not in conversions.values():
+            conversions[name] = forward.conversion
+    if not conversions:
         raise RunError("the model is not converted\ncall mt.convert(model, policy) first")
-    if any(frame.host in found.values() for frame in running_state.frames):
+    if any(frame.host in conversions.values() for frame in running_state.frames):
         raise RunError("a forward of the model runs\nsave and load its state between steps")
-    return found
+    return conversions
 
 
 def _state(conversion: Conversion) -> dict[str, Any]:
-    """What one conversion needs to go on: plain values, and copies of tensors."""
+    """Return the state of one conversion: plain values, and copies of tensors."""
     return {
         "policy": conversion.policy.dumps(),
         "min_elements": conversion.min_elements,
-        "key": conversion.key(_CPU) - of_rank(),
+        "key": conversion.key(_CPU) - rank_offset(),
         "catalog": conversion.catalog.state(),
         "flags": {name: getattr(conversion, name) for name in _FLAGS},
         "backward_seen": conversion.backwards != watch.backwards,
@@ -105,7 +104,7 @@ def _state(conversion: Conversion) -> dict[str, Any]:
 
 
 def _require_same(conversion: Conversion, state: dict[str, Any]) -> None:
-    """Raises PolicyError if `state` is not that of the same policy on the same model."""
+    """Raise PolicyError if `state` is not that of the same policy on the same model."""
     saved = Policy.parse(state["policy"], source="the state")
     if state["catalog"]["fingerprint"] != conversion.catalog.fingerprint:
         raise PolicyError(
@@ -125,9 +124,9 @@ def _require_same(conversion: Conversion, state: dict[str, Any]) -> None:
 
 
 def _load(conversion: Conversion, state: dict[str, Any]) -> None:
-    """Lets `conversion` go on where `state` was saved."""
+    """Put `conversion` into `state`."""
     for key in conversion.keys.values():
-        key.copy_(state["key"] + of_rank())
+        key.copy_(state["key"] + rank_offset())
     conversion.policy = Policy.parse(state["policy"], source=conversion.policy.source)
     conversion.catalog.load_state(state["catalog"])
     for name in _FLAGS:

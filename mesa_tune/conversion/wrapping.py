@@ -2,8 +2,9 @@
 
 What is hard is that others treat `module.forward` as the bound method that it usually is. They take its
 `__func__`, wrap that function and bind the result to the module, or follow `__wrapped__` to the innermost
-function and bind that. A deepcopy of a bound method has the old function and the new module. So the function
-that a converted forward gives away knows no module: it takes the module, and asks it for its own forward.
+function and bind that. A deepcopy of a bound method has the old function and the new module. So the
+`__func__` of a converted forward refers to no module: it takes the module, and looks up its converted
+forward.
 """
 
 import inspect
@@ -15,73 +16,72 @@ from torch import nn
 
 from mesa_tune.errors import RunError
 
-OWN = "_mesa_tune"
-"""Attribute of a converted module: its converted forward, whatever `forward` is by now."""
+CONVERTED = "_mesa_tune"
+"""Attribute of a converted module: its converted forward, even if somebody has replaced `forward` since."""
 
 REPLICATE = "_replicate_for_data_parallel"
 
 
-class Instead:
-    """A forward in the place of a module's own.
+class ReplacementForward:
+    """A forward that replaces a module's.
 
-    `before`: the forward that the instance had; None for that of its class.
+    `previous`: the forward that the instance had before; None if it used that of its class.
     """
 
     module: nn.Module
-    before: Callable[..., Any] | None
+    previous: Callable[..., Any] | None
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward without us."""
-        if self.before is not None:
-            return self.before(*args, **kwargs)
+        """Run the forward that this one replaces."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.before or type(self.module).forward.__get__(self.module))
+        return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
 
-    def hang(self) -> None:
-        """Becomes the forward of the module."""
-        self.before = self.module.__dict__.get("forward")
+    def install(self) -> None:
+        """Become the forward of the module."""
+        self.previous = self.module.__dict__.get("forward")
         self.module.__dict__["forward"] = self
 
-    def take_down(self) -> None:
-        """The module gets back the forward that it had."""
+    def uninstall(self) -> None:
+        """Restore the forward that the module had."""
         del self.module.__dict__["forward"]
-        if self.before is not None:
-            self.module.__dict__["forward"] = self.before
+        if self.previous is not None:
+            self.module.__dict__["forward"] = self.previous
 
 
-class Rebindable(Instead):
-    """What a converted forward has in common with a bound method."""
-
-    @property
-    def __func__(self) -> "Unbound":
-        return Unbound(self.__signature__)
+class BindableForward(ReplacementForward):
+    """A replacement with the attributes of a bound method."""
 
     @property
-    def __wrapped__(self) -> "Unbound":
-        if not hasattr(self.before, "__wrapped__"):
+    def __func__(self) -> "UnboundForward":
+        return UnboundForward(self.__signature__)
+
+    @property
+    def __wrapped__(self) -> "UnboundForward":
+        if not hasattr(self.previous, "__wrapped__"):
             raise AttributeError("__wrapped__")
-        return Unbound(self.__signature__, outermost=True)
+        return UnboundForward(self.__signature__, unwraps=True)
 
 
-class Unbound:
+class UnboundForward:
     """The converted forward as a function of the module.
 
-    `outermost`: it stands for the forward without what had wrapped it before the conversion.
+    `unwraps`: what wrapped the forward before the conversion is removed when this is bound to a module.
     """
 
-    def __init__(self, signature: inspect.Signature, outermost: bool = False) -> None:
+    def __init__(self, signature: inspect.Signature, unwraps: bool = False) -> None:
         module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         self.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])
-        self.outermost = outermost
+        self.unwraps = unwraps
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = module.__dict__[OWN]
         if is_bound(module):
-            put_back(module)
-        return own(*args, **kwargs)
+            restore_converted(module)
+        return module.__dict__[CONVERTED](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__name__":
@@ -93,29 +93,29 @@ class Unbound:
 
 
 def is_bound(module: nn.Module) -> bool:
-    """Whether somebody has bound our function to `module` as its `forward`."""
+    """Return whether somebody has bound an `UnboundForward` to `module` as its `forward`."""
     forward = module.__dict__.get("forward")
-    return type(forward) is MethodType and isinstance(forward.__func__, Unbound)
+    return type(forward) is MethodType and isinstance(forward.__func__, UnboundForward)
 
 
-def put_back(module: nn.Module) -> None:
-    """Makes the converted forward of `module`, whose function somebody has bound, its `forward` again."""
-    own, function = module.__dict__[OWN], module.__dict__["forward"].__func__
-    if function.outermost and own.before is not None:
-        innermost = inspect.unwrap(own.before)
-        own.before = None if innermost is type(module).forward else MethodType(innermost, module)
-    module.__dict__["forward"] = own
+def restore_converted(module: nn.Module) -> None:
+    """Make the converted forward of `module`, whose function somebody has bound, its `forward` again."""
+    converted, function = module.__dict__[CONVERTED], module.__dict__["forward"].__func__
+    if function.unwraps and converted.previous is not None:
+        innermost = inspect.unwrap(converted.previous)
+        converted.previous = None if innermost is type(module).forward else MethodType(innermost, module)
+    module.__dict__["forward"] = converted
 
 
-def leads_to_ours(forward: Any) -> bool:
-    """Whether `forward` calls a converted forward, as far as `__wrapped__` tells."""
-    while forward is not None and not isinstance(forward, (Rebindable, Unbound)):
+def calls_converted(forward: Any) -> bool:
+    """Return whether `forward` calls a converted forward, according to `__wrapped__`."""
+    while forward is not None and not isinstance(forward, (BindableForward, UnboundForward)):
         forward = getattr(forward, "__wrapped__", None)
     return forward is not None
 
 
 def refuse_replicas() -> None:
-    """Stands in for `module._replicate_for_data_parallel`: replicas would run on the original's weights.
+    """Replace `module._replicate_for_data_parallel`: replicas would run on the original's weights.
 
     Raises:
         RunError: always.

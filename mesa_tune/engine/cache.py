@@ -1,8 +1,8 @@
-"""Plans of calls, cached: a call that is like an earlier one runs by the same plan without its route.
+"""Cache of plans: a call that is like an earlier one runs by the same plan, without its route.
 
-What a route asks and decides takes longer than the call itself may. Calls are alike if `torch.compile`'s
-guards find their tensors alike (type, dtype, device, shape, strides, gradients wanted, dispatch keys), if
-their other arguments are equal, and if the questions that were asked have the same answers.
+A route may take longer than the call itself. What is hard is to be sure that the plan fits. Calls are alike
+if `torch.compile`'s guards find their tensors alike (type, dtype, device, shape, strides, `requires_grad`,
+dispatch keys), if their other arguments are equal, and if the route's questions have the same answers.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # it is no public name
+except ImportError:  # not a public name
     TensorGuards = None  # type: ignore[assignment, misc]
 
 from mesa_tune.engine.call import Call, may_change
@@ -27,7 +27,7 @@ _SHAPES_PER_LAYER = 64
 
 
 class _UnlikeError(Exception):
-    """A call cannot be told from others that need another plan."""
+    """A call that cannot be distinguished from calls with other plans."""
 
 
 def cached_call(call: Call, output: Any) -> CachedCall:
@@ -92,8 +92,9 @@ class CallCache:
         self._shapes: dict[Hashable, set[Any]] = {}
 
     def note(self, layer: Hashable, call: Call, output: Any) -> None:
-        """Cache a call that returned `output`, if the layer has had one of these shapes: to find out all that
-        makes a call like this one would take too long where shapes differ from step to step.
+        """Cache a call that returned `output`, if it is the layer's second call with these shapes.
+
+        The conditions of a plan take long to collect, which does not pay where shapes differ in every step.
         """
         shapes = self._shapes.setdefault(layer, set())
         leaves = (*call.args, *call.kwargs.values())
@@ -116,14 +117,14 @@ class CallCache:
 
 
 def _picking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return what takes the items at these positions."""
+    """Return a function that takes the items at these positions."""
     if len(positions) > 1:
         return itemgetter(*positions)
     return itemgetter(slice(positions[0], positions[0] + 1) if positions else slice(0))
 
 
 def _constant(value: Any) -> Any:
-    """Return `value`, or a copy that does not change with it; raises `_UnlikeError` for no constant."""
+    """Return `value`, copied if it can change; raise `_UnlikeError` if it is no constant."""
     if type(value) in _CONSTANTS:
         return value
     if type(value) not in SEQUENCES:
@@ -133,9 +134,9 @@ def _constant(value: Any) -> Any:
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return what tells whether other tensors are like these, by the guards of `torch.compile` if possible.
+    """Return a function that compares other tensors with these, by the guards of `torch.compile` if possible.
 
-    Raises `_UnlikeError` if not even these are.
+    Raise `_UnlikeError` if these tensors do not pass the comparison themselves.
     """
     if TensorGuards is None:
         looks = _looks(tensors)
@@ -148,7 +149,7 @@ def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def _looks(tensors: Sequence[Tensor]) -> Any:
-    """Return what guards compare."""
+    """Return the properties that guards compare."""
     state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kinds = {tensor.device.type for tensor in tensors}
     casts = sorted((kind, torch.is_autocast_enabled(kind)) for kind in kinds)

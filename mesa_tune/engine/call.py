@@ -1,4 +1,4 @@
-"""`Call`: one call of a routed function, of which a route makes a plan."""
+"""`Call`: one call of a routed function, for which a route makes a plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ Plain = Callable[[], Any]
 
 
 class Context(Protocol):
-    """Where a call runs: a module of a conversion, or nowhere (`mesa_tune.functional`)."""
+    """The module of a conversion in which a call runs; for `mesa_tune.functional`, a substitute."""
 
     @property
     def traced(self) -> Traced: ...
@@ -33,7 +33,7 @@ class Context(Protocol):
         ...
 
     def note(self, layer: str) -> None:
-        """Note that another layer makes the output of `layer` again."""
+        """Note that another layer rematerializes the output of `layer`."""
         ...
 
 
@@ -42,8 +42,9 @@ _USUAL_GROUPS = 1024
 
 
 def may_change(_: Context, tensor: Tensor) -> bool:
-    """Return whether a formula may change `tensor`, its first, in place: no leaf, no view of one, and in
-    traced code no view at all.
+    """Return whether a formula may change its first tensor in place.
+
+    It may not change a leaf or a view of a leaf, and in traced code no view.
     """
     base = tensor._base
     if tensor.is_leaf or base is None:
@@ -52,14 +53,15 @@ def may_change(_: Context, tensor: Tensor) -> bool:
 
 
 class Call:
-    """Handed to a route (`routes` of each family), which names the formula and the tensors.
+    """A call as a route receives it (`routes` of each family); the route names the formula and its tensors.
 
-    `plain()` is the call as PyTorch would have run it; a route that cannot serve the arguments returns
-    `call.refuse(why)`. `cache`: of the parts of this call; None where nothing is cached.
+    `plain()` is the call as PyTorch would run it. A route without a formula for the arguments returns
+    `call.refuse(why)`. `cache`: that of the conversion; None if nothing is cached.
 
-    A later call that is alike runs by the same plan without its route. So a route goes by arguments that are
-    no tensors, by geometry and dtype of tensors, and else by what it asks the call: `answers`. `plan`,
-    `tensors` and `output` are what it came to; without a plan, `output` is the plain one.
+    A later call that is alike runs by the same plan without its route. So a route may use arguments that are
+    no tensors, geometry and dtype of tensors, and the answers of the call to its questions (`answers`), but
+    nothing else. Its results are `plan`, `tensors` and `output`; without a plan, `output` is that of
+    `plain()`.
     """
 
     def __init__(
@@ -92,25 +94,25 @@ class Call:
         self.parts = 0
 
     def plain(self) -> Any:
-        """Return what the call returns without us."""
+        """Return the output of PyTorch's function."""
         self.output = self.func(*self.args, **self.kwargs)
         return self.output
 
     def served(self, route: Route) -> Any:
-        """Return the output of the call as its route serves it."""
+        """Return the output of the call by its route."""
         unknown = [name for name in self.kwargs if name not in route.parameters]
         if unknown:
             return self.refuse(f"{route.name} has no formula for {sorted(unknown)}")
         return route.serve(self, *self.args, **self.kwargs)
 
     def ask(self, question: Question, tensor: Tensor | None) -> Any:
-        """Return the answer to a question, by which the plan then goes."""
+        """Return the answer to a question, on which the plan depends from now on."""
         answer = question(self.context, tensor)
         self.answers.append((question, tensor, answer))
         return answer
 
     def look_up(self, look: Lookup, tensor: Tensor) -> Sequence[Tensor] | None:
-        """Return tensors that are found by another, and passed to the formula with it."""
+        """Return the tensors that `look` finds for `tensor`, which the formula takes with it."""
         tensors = look(tensor)
         self.lookups.append((look, tensor, tensors))
         return tensors
@@ -126,7 +128,7 @@ class Call:
         return possible
 
     def apply(self, formula: Formula, static: Static, *tensors: Tensor | None) -> Any:
-        """Run `formula` on the tensors; plain where no gradient is wanted or nothing would get smaller."""
+        """Run `formula` on the tensors; `plain()` if no gradient is needed or nothing would get smaller."""
         needs, odd = _wanted(tensors)
         if True not in needs:
             return self.plain()
@@ -148,7 +150,7 @@ class Call:
         return output
 
     def _deriving(self, plan: CallPlan, tensors: Tensors) -> tuple[CallPlan, Sources]:
-        """Return the plan of a call that makes inputs again, or lets others make its output, and of what."""
+        """Return the plan of a call that rematerializes inputs or exposes its output, and the sources."""
         traced, least = self.context.traced, self.spec.min_elements
         sources = {}
         for index, tensor in enumerate(tensors):
@@ -168,11 +170,11 @@ class Call:
 
     @property
     def exposes(self) -> bool:
-        """Whether another layer may want to make this one's output again."""
+        """Whether another layer may rematerialize the output of this one."""
         return self.spec.exposes
 
     def part(self, route: Route, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `func(*args, **kwargs)`, one part of this call, as its route serves it."""
+        """Return `func(*args, **kwargs)`, one part of this call, by its route."""
         self.parts += 1
         name = (self.layer, self.parts, self.spec)
         if self.cache is not None:
@@ -198,7 +200,7 @@ class Call:
         return over_rows and spec.levels > 0
 
     def within(self, row: int) -> "Call":
-        """Return this call, from now on with groups that end where rows of `row` elements do."""
+        """Return this call, whose groups from now on do not cross rows of `row` elements."""
         self.spec = self.spec.within(row)
         return self
 
@@ -208,26 +210,26 @@ class Call:
         return self.plain()
 
     def leave(self, why: str) -> Any:
-        """Return the plain output; what it saves goes to the hooks where there are any: in eager code of a
-        converted model; with a warning that names the layer (Rule 9).
+        """Return the plain output, with a warning that names the layer (Rule 9).
+
+        In eager code of a converted model, the hooks store what it saves.
         """
         warn_once(f"mesa-tune: {self.layer!r} is left to the hooks (8 bits or more, eager only): {why}.")
         return self.plain() if self.hooked is None else self.hooked()
 
     def open(self) -> Any:
-        """Return what the function's body returns with the calls in it routed, where that is possible."""
+        """Return the output of the function's body with the calls in it routed, if that is possible."""
         return self.plain() if self.opened is None else self.opened()
 
     def gains(self, *tensors: Tensor) -> bool:
-        """Return whether a tensor is worth packing, or copying out of a large storage: large enough, and
-        smaller under these settings.
-        """
+        """Return whether one of the tensors gets smaller under these settings, packed or copied."""
         self.worth = self._pays(tensors)
         return self.worth
 
     def gains_on(self, x: Tensor) -> bool:
-        """Return whether something smaller can be saved in place of `x`: it wants a gradient, is large
-        enough, and no parameter, buffer or batch.
+        """Return whether something smaller can be saved in place of `x`.
+
+        It needs a gradient, is large enough, and is no parameter, buffer or batch.
         """
         return x.requires_grad and self.gains(x) and not self.is_static(x)
 
@@ -264,7 +266,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _wanted(tensors: Tensors) -> tuple[Needs, bool]:
-    """Return which tensors want a gradient, and whether one is of a kind that no formula knows."""
+    """Return which tensors need a gradient, and whether one is of a kind that no formula takes."""
     present = [tensor for tensor in tensors if tensor is not None]
     odd = [
         tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_nested

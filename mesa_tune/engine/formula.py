@@ -1,7 +1,7 @@
-"""What a function of ours is: PyTorch's own forward, and a backward over what was saved.
+"""`Formula`: PyTorch's own forward of a function, and a backward from saved tensors.
 
 The two halves are plain functions without side effects, so that training (`function.py`) and the profiler,
-which runs a backward again with differently stored tensors, use the very same formula.
+which runs a backward again with differently stored tensors, use the same formula.
 """
 
 import inspect
@@ -19,14 +19,14 @@ Static = tuple[Any, ...]
 """Everything about a call that is not a tensor: hashable, constant under `torch.compile`."""
 
 Needs = tuple[bool, ...]
-"""For each tensor input, whether its gradient is wanted."""
+"""For each tensor input, whether its gradient is needed."""
 
 Grads = tuple[Tensor | None, ...]
 """A gradient, or None, for each tensor input."""
 
 
 class Result(NamedTuple):
-    """What a forward returns: its output, what may be stored in fewer bits, and what must stay exact.
+    """What a forward returns: its output, tensors to save in fewer bits, and tensors to save exactly.
 
     `in_place`: the output is the first input, changed.
     """
@@ -38,7 +38,7 @@ class Result(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward computes with: the call's constants, and what its forward named, in the same order."""
+    """What a backward takes: the call's constants, and the tensors of `Result`, in the same order."""
 
     static: Static
     needs: Needs
@@ -52,8 +52,8 @@ class Formula:
 
     `saves` says in words what is saved. `independent`: positions of inputs whose gradient does not involve
     the lossy tensors as long as the other inputs are parameters (a linear layer's input); the profiler skips
-    those. `lossless`: nothing is lossy, whatever the settings. `views`: the forward may return a view.
-    `rebuild`: how other layers make the output again; None if they cannot.
+    these. `lossless`: nothing is lossy, whatever the settings. `views`: the forward may return a view.
+    `rebuild`: how other layers rematerialize the output; None if they cannot.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a torch function goes: `serve(call, *args, **kwargs)` names the formula and its tensors.
+    """The route of a torch function: `serve(call, *args, **kwargs)` names the formula and its tensors.
 
     `name` is part of layer names (`attn.softmax.0`), `tag` is for policies. `parameters`: the names of those
     parameters of `serve` that are the torch function's; a call with other keywords has no formula.

@@ -1,4 +1,8 @@
-"""The one `autograd.Function` of ours: runs a formula, stores what it saves, and restores it in backward."""
+"""`Apply`, our only `autograd.Function`: runs a formula, stores what it saves, and restores it in backward.
+
+What is hard is that eager and traced code, in-place operations and views of PyTorch all limit what a Function
+may return, and that other layers may need its packed parts (`store: derive`).
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +22,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.ops.maps import Deferred
 
 Memories = dict[int, Memory]
-"""What codecs remember of one layer, by the position of the saved tensor in `Result.lossy`."""
+"""What codecs remember of one layer, by position in `Result.lossy`."""
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
@@ -26,9 +30,9 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 class Apply(torch.autograd.Function):
     """`apply(plan, memories, *tensors, key)`: one call, as planned.
 
-    `tensors` are the formula's, then those of the recipes; of all arguments, a Function may change the first
-    tensor alone in place where that is a view. Returns the output, or, where the plan exposes it, the output,
-    the packed parts, and the exact tensors.
+    `tensors` are the formula's, then those of the recipes. The tensor that a formula changes in place comes
+    first: if it is a view, a Function may change no other. Return the output, or, if the plan exposes it, the
+    output, the packed parts, and the exact tensors.
     """
 
     @staticmethod
@@ -79,7 +83,7 @@ class Apply(torch.autograd.Function):
 
 
 def _decided(plan: CallPlan, result: Result, inputs: Sequence[Tensor | None]) -> Stored:
-    """Return how each lossy tensor is stored: made again if it is an input with a recipe, else by itself."""
+    """Return how each lossy tensor is stored: not at all if it is an input with a recipe, else by itself."""
     stored: list[Packing | Recipe] = []
     for tensor in result.lossy:
         recipes = [recipe for recipe, given in zip(plan.recipes, inputs, strict=False) if tensor is given]
@@ -112,7 +116,7 @@ def _in_parts(how: Packing | Recipe, parts: Sequence[Tensor]) -> Packing | Recip
 
 
 def _sources(plan: CallPlan, extra: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:
-    """Return the tensors of each recipe by the position of the input that it makes."""
+    """Return the tensors of each recipe by the position of the input that it rematerializes."""
     rest = [tensor for tensor in extra if tensor is not None]
     return {
         index: take(rest, recipe.parts) for index, recipe in enumerate(plan.recipes) if recipe is not None
@@ -122,7 +126,7 @@ def _sources(plan: CallPlan, extra: Sequence[Tensor | None]) -> dict[int, list[T
 def _returned(
     ctx: Any, plan: CallPlan, result: Result, saved: Sequence[Sequence[Tensor]]
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return the output, with what the plan exposes."""
+    """Return the output, and the tensors that the plan exposes."""
     output = result.output
     if plan.formula.views and not result.in_place:
         output = _unviewed(output)
@@ -139,8 +143,9 @@ def _returned(
 
 
 def _unviewed(tensor: Tensor) -> Tensor:
-    """Return `tensor`, no view to autograd: an in-place operation on a view that a Function returns would
-    fail. A tracer wants another tensor, too: an input must not be returned as it is.
+    """Return `tensor` as no view: an in-place operation on a view that a Function returns would fail.
+
+    In traced code, also return another tensor object: an input must not be returned as it is.
     """
     if torch.compiler.is_compiling():
         renewed: Tensor = _UNSAFE_VIEW(tensor, tensor.shape)
@@ -156,7 +161,7 @@ def _show(
     exact: Sequence[Tensor | None],
     inputs: Sequence[Tensor | None],
 ) -> None:
-    """Show the observer what a call stores."""
+    """Show the observer which tensors a call stores."""
     assert watch.observer is not None
     assert plan.stored is not None
     others = [tensor for tensor in exact if tensor is not None]
@@ -189,11 +194,11 @@ def _gradients(ctx: Any, plan: CallPlan, grad: Tensor) -> Grads:
 
 
 apply_plan: Any = super(torch.autograd.Function, Apply).apply  # pyright: ignore[reportAttributeAccessIssue]
-"""`Apply.apply` for eager code without transforms of `torch.func`: without what looks for them."""
+"""`Apply.apply` for eager code without transforms of `torch.func`: it does not look for them."""
 
 
 def applied(plan: CallPlan, memories: Memories | None, key: Tensor, *tensors: Tensor | None) -> Any:
-    """Return `Apply.apply` of a plan, wherever it is called."""
+    """Return `Apply.apply` of a plan, in eager or traced code."""
     if torch.compiler.is_compiling():
         distinct, positions = _distinct(tensors)
         if len(distinct) < len(tensors):
@@ -212,11 +217,11 @@ def run(
     traced: Traced | None = None,
     recipe: Recipe | None = None,
 ) -> Any:
-    """Return the output of a call as planned, which makes inputs again from `sources`.
+    """Return the output of a call as planned, which rematerializes inputs from `sources`.
 
-    What makes its output again is noted if the plan exposes it (`recipe`, if it is known).
+    If the plan exposes the output, remember its recipe (`recipe`, if it is known already).
     """
-    # Detached: they get no gradient here, and a backward must not reach others' graphs through them.
+    # Detached: they get no gradient here, and a backward must not reach the graphs of other layers.
     made = [index for index, recipe in enumerate(plan.recipes) if recipe is not None]
     extra = [tensor.detach() for index in made for tensor in sources[index].tensors]
     returned = applied(plan, memories, key, *tensors, *extra)
@@ -230,7 +235,7 @@ def run(
 
 
 def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
-    """Return each tensor once, and the position of each there."""
+    """Return each tensor once, and the position of each original among these."""
     distinct: list[Tensor | None] = []
     positions = []
     for tensor in tensors:
@@ -242,7 +247,7 @@ def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], li
 
 
 def _summed(grads: Grads, positions: tuple[int, ...]) -> Grads:
-    """Return, for each tensor passed, the sum of the gradients for all that it was passed for."""
+    """Return, for each tensor passed, the sum of its gradients."""
     sums: list[Tensor | None] = [None] * (max(positions) + 1)
     for grad, index in zip(grads, positions, strict=False):
         if grad is not None:

@@ -1,4 +1,4 @@
-"""Who watches calls (the profiler), and what it is shown; eager only."""
+"""`Observer`: the interface by which the profiler sees what calls save and restore; eager only."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,11 +14,11 @@ from mesa_tune.ops.maps import Deferred
 
 
 class Replay:
-    """One call's backward, ready to be run again with its saved tensors stored in another way.
+    """One call's backward, which can run again with other versions of its saved tensors.
 
-    `node` is the call's autograd node. By lossy tensor: `lossy` is what was restored, `exact_inputs` which of
-    those are never packed. `present`: which inputs of the formula are tensors. `row`: after how many elements
-    groups end (0: anywhere).
+    `node` is the call's autograd node, `lossy` its lossy tensors as restored. `exact_inputs`: which of these
+    are never packed. `present`: which inputs of the formula are tensors. `row`: number of elements that no
+    group crosses (0: no limit).
     """
 
     def __init__(self, node: Any, plan: CallPlan, saved: Saved, grad: Tensor) -> None:
@@ -29,30 +29,30 @@ class Replay:
         self.lossy = [tensor.whole() for tensor in saved.lossy]
 
     def run(self, lossy: Sequence[Tensor], needs: Needs) -> Grads:
-        """Return the gradients that `needs` asks for, from `lossy` in place of what was saved."""
+        """Return the gradients that `needs` asks for, computed from `lossy` instead of the saved tensors."""
         tensors = [SavedTensor.of(tensor) for tensor in lossy]
         return self.formula.backward(self.saved._replace(needs=needs, lossy=tensors), self.grad)
 
 
 class Observer(Protocol):
-    """Whoever wants to see what calls save and restore.
+    """An object that is shown what calls save and restore.
 
-    `wants_tensors`: tensors that a step avoids to make are made for it.
+    `wants_tensors`: also compute tensors that a step would never compute as a whole, and show them.
     """
 
     @property
     def wants_tensors(self) -> bool: ...
 
     def begin(self, layer: str | None, given: Any) -> None:
-        """A torch call begins; `layer` is None for a call that is not routed."""
+        """Note that a torch call begins; `layer` is None for a call that is not routed."""
         ...
 
     def end(self, layer: str | None, output: Any) -> None:
-        """That call has ended."""
+        """Note that this call has ended."""
         ...
 
     def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None:
-        """A call of `layer` goes by whether one of `tensors` is worth packing, or copying."""
+        """Note that the plan of `layer` depends on whether one of `tensors` gets smaller."""
         ...
 
     def stored(
@@ -64,26 +64,24 @@ class Observer(Protocol):
         exact: list[Tensor],
         row: int,
     ) -> None:
-        """A call has stored `lossy` as `parts` (in the ways `how`, under a spec of this `row`), and `exact`
-        as they are.
-        """
+        """Note that a call has stored `lossy` as `parts`, as `how` says, and `exact` as they are."""
         ...
 
     def saved(self, layer: str, tensor: Tensor) -> None:
-        """Autograd itself saves `tensor` during a call of `layer`."""
+        """Note that autograd itself saves `tensor` during a call of `layer`."""
         ...
 
     def backward(self, replay: Replay) -> None:
-        """A call's backward begins."""
+        """Note that a call's backward begins."""
         ...
 
     def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
-        """A hook returns `tensor` to autograd; what is returned takes its position."""
+        """Return the tensor that a hook returns to autograd instead of `tensor`."""
         ...
 
 
 class _Watch:
-    """The observer, if there is one, and how many backwards of ours have begun."""
+    """The observer, if there is one, and the number of our backwards that have begun."""
 
     observer: Observer | None = None
     backwards = 0

@@ -1,4 +1,4 @@
-"""The plan of a call: everything that is decided about it before it runs, and how its tensors are stored."""
+"""`CallPlan`: everything that is decided about a call before it runs, and how its tensors are stored."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,20 +12,20 @@ from mesa_tune.engine.storage import Packing, decided, is_packed
 
 Tensors = Sequence[Tensor | None]
 Sources = Mapping[int, Source]
-"""By position, the inputs of a call that can be made again."""
+"""By position, the sources of those inputs of a call that can be rematerialized."""
 
 Stored = tuple[Packing | Recipe, ...]
 """How each lossy tensor of a call is stored: packed, as it is, or not at all."""
 
 
 class CallPlan(NamedTuple):
-    """How one call is handled; constant in traced code.
+    """How one call is run; constant in traced code.
 
-    `needs` and `exact` (never packed) go by the formula's tensors, as do `recipes`: how to make a tensor
-    again in place of storing it. `exposes`: positions of the exact tensors that the call returns with its
-    packed parts, for others to make its output again; None if nobody wants that. `stored`: known after
-    the first run, the same for all calls that are alike. `positions`: of the formula's tensors among those
-    passed, where one is passed for several (traced code passes each but once).
+    `needs`, `exact` (never packed) and `recipes` (rematerialize the tensor instead of storing it) have an
+    item for each of the formula's tensors. `exposes`: positions of the exact tensors that the call returns
+    with its packed parts, from which others can rematerialize its output; None if it exposes nothing.
+    `stored` is set after the first run, and equal for all calls that are alike. `positions`: those of the
+    formula's tensors among the tensors passed (traced code passes each tensor only once).
     """
 
     layer: str
@@ -40,8 +40,9 @@ class CallPlan(NamedTuple):
     positions: tuple[int, ...] | None = None
 
     def predicted(self, tensors: Tensors, parts: Sequence[Tensor]) -> "CallPlan":
-        """Return the plan of a traced call, whose run nobody sees, with how it has stored its lossy tensors;
-        `parts` are what it has returned.
+        """Return the plan of a traced call with `stored`, which the run of a traced call cannot report.
+
+        `parts`: the tensors that it exposes.
         """
         rebuild = self.formula.rebuild
         assert rebuild is not None
@@ -60,7 +61,7 @@ class CallPlan(NamedTuple):
         return self._replace(stored=tuple(counted))
 
     def exposing(self, tensors: Tensors, sources: Sources) -> "CallPlan":
-        """Return the plan of a call that lets others make its output again, if they can."""
+        """Return the plan of a call that exposes its output, if others can rematerialize it."""
         rebuild = self.formula.rebuild
         if rebuild is None or self.spec.levels == 0 or not rebuild.when(self.static, self.needs):
             return self
@@ -73,7 +74,7 @@ class CallPlan(NamedTuple):
         return tensor is not None and 0 not in tensor.stride() and is_packed(tensor, self.spec, self.layer)
 
     def recipe(self, tensors: Tensors, sources: Sources, y: Tensor) -> Recipe:
-        """Return how to make the output `y` again."""
+        """Return how to rematerialize the output `y`."""
         rebuild = self.formula.rebuild
         assert rebuild is not None
         assert self.stored is not None
@@ -94,7 +95,7 @@ class CallPlan(NamedTuple):
     def ingredients(
         self, tensors: Sequence[Any], sources: Sources, parts: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the tensors that the recipe takes; `parts` are those that the call itself has returned."""
+        """Yield the tensors that the recipe takes; `parts` are those that the call itself exposes."""
         rebuild, own = self.formula.rebuild, list(parts)
         assert rebuild is not None
         assert self.stored is not None

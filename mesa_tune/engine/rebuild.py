@@ -1,4 +1,4 @@
-"""How a function's output is made again from what the function saves (`store: derive`)."""
+"""`Rebuild`: how to rematerialize a function's output from what the function saves (`store: derive`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Ingredients(NamedTuple):
-    """What a function's output is made of again; `lossy` as decoded. See `Rebuild`."""
+    """The tensors from which a function's output is rematerialized, decoded. See `Rebuild`."""
 
     static: tuple[Any, ...]
     lossy: Sequence[Tensor]
@@ -19,12 +19,12 @@ class Ingredients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rebuild:
-    """How a function's output is made again from what the function saves (`store: derive`).
+    """How to rematerialize a function's output from what the function saves (`store: derive`).
 
-    `run(ingredients)` returns the output. `saved`: for each lossy tensor of the function, the position of
-    the input that it is (`saved_is_input`), or whose shape and dtype it has. `exact`: positions in
-    `Result.exact`. `references`: positions of inputs that exist anyway (parameters); `inputs`: of inputs that
-    are made again themselves. `when(static, needs)`: whether a call saves what that takes.
+    `run(ingredients)` returns the output. `saved`: for each lossy tensor of the function, the position of the
+    input that it is (`saved_is_input`), or whose shape and dtype it has. `exact`: positions in
+    `Result.exact`. `references`: positions of inputs that exist anyway (parameters). `inputs`: positions of
+    inputs that are rematerialized first. `when(static, needs)`: whether a call saves all that this takes.
     """
 
     run: Callable[[Ingredients], Tensor]

@@ -1,9 +1,9 @@
-"""Making a function's output again in backward from what its producer saves anyway (`store: derive`).
+"""Rematerializing a function's output in backward from what its producer saves anyway (`store: derive`).
 
-A layer norm's output is γ x̂ + β of the x̂ that the norm saves, and so the layers after it need not save it.
-The producer returns its packed parts beside its output; the consumer saves those, and makes the output again
-in its backward. What is hard is never to take another tensor for that output: eager code finds it by the
-registry; traced code, which can ask for neither storage nor version, by the tensor itself.
+A layer norm's output is γ x̂ + β of the x̂ that the norm saves, so the layers after it need not save it. The
+producer returns its packed parts beside its output. The consumer saves these, and computes the output again
+in its backward. What is hard is never to take another tensor for that output: eager code finds it in the
+registry; traced code, which has neither storages nor versions, compares tensors as objects.
 """
 
 import weakref
@@ -25,10 +25,11 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Recipe(NamedTuple):
-    """How to make the output of `layer` again, or a view of it, from a list of tensors.
+    """How to rematerialize the output of `layer`, or a view of it, from a list of tensors.
 
-    The list has what the producer saves (`saved`), `exact` tensors that it saves exactly, inputs that exist
-    anyway (`references`: a norm's weight), and what those `inputs` take that have to be made again first.
+    The list contains, in this order: what the producer saves (`saved`), `exact` tensors that it saves
+    exactly, inputs that exist anyway (`references`: a norm's weight), and the tensors for those `inputs` that
+    are rematerialized first.
     """
 
     layer: str
@@ -55,7 +56,7 @@ class Recipe(NamedTuple):
         return self if view == self.view else self._replace(view=view)
 
     def layers(self) -> list[str]:
-        """Return the layers whose saved tensors this takes, this one first."""
+        """Return the layers whose saved tensors the recipe takes, its own first."""
         below = [source for source in (*self.saved, *self.inputs) if isinstance(source, Recipe)]
         return [self.layer, *(layer for source in below for layer in source.layers())]
 
@@ -68,7 +69,7 @@ class Source(NamedTuple):
 
 
 class Rematerialized(SavedTensor):
-    """A saved tensor that is made again by a recipe, and only as a whole."""
+    """A saved tensor that is rematerialized by a recipe, and only as a whole."""
 
     __slots__ = ("recipe",)
 
@@ -77,7 +78,7 @@ class Rematerialized(SavedTensor):
         self.recipe = recipe
 
     def whole(self) -> Tensor:
-        """Return the tensor, made again."""
+        """Return the rematerialized tensor."""
         return rebuilt(self.recipe, self.parts)
 
 
@@ -104,7 +105,7 @@ def _restored(how: Packing | Recipe, parts: Sequence[Tensor], spec: Spec) -> Ten
 
 
 def take(tensors: list[Tensor], count: int) -> list[Tensor]:
-    """Return the first `count` tensors, which leave the list."""
+    """Remove the first `count` tensors from the list, and return them."""
     taken = tensors[:count]
     del tensors[:count]
     return taken
@@ -118,14 +119,14 @@ def _laid_out(y: Tensor, output: Geometry, view: Geometry) -> Tensor:
 
 
 def geometry(tensor: Tensor) -> Geometry:
-    """Return where the elements of `tensor` lie in its storage."""
-    # Traced code cannot ask for the offset: it knows only whole outputs, and them reshaped.
+    """Return the positions of the elements of `tensor` in its storage."""
+    # Traced code has no offsets: it finds only whole outputs, maybe reshaped.
     offset = 0 if torch.compiler.is_compiling() else int(tensor.storage_offset())
     return tuple(tensor.shape), tuple(tensor.stride()), offset
 
 
 class _Output(NamedTuple):
-    """An output that can be made again, as long as its tensors live and its storage keeps this version."""
+    """An output that can be rematerialized while its tensors are alive and its storage has this version."""
 
     version: int
     recipe: Recipe
@@ -133,11 +134,11 @@ class _Output(NamedTuple):
 
 
 Traced = list[tuple[Tensor, Source]]
-"""What traced code knows of outputs; lives as long as the outermost forward."""
+"""Outputs of the outermost forward that traced code can rematerialize, with their sources."""
 
 
 def remember(y: Tensor, source: Source, traced: Traced | None) -> None:
-    """Note that `y` can be made again from `source`, as long as its tensors live."""
+    """Note that `y` can be rematerialized from `source`, as long as its tensors are alive."""
     if torch.compiler.is_compiling():
         if traced is not None:
             traced.append((y, source))
@@ -147,7 +148,7 @@ def remember(y: Tensor, source: Source, traced: Traced | None) -> None:
 
 
 def find(tensor: Tensor, traced: Traced | None) -> Source | None:
-    """Return how to make `tensor` again; None where nothing is known."""
+    """Return the source from which to rematerialize `tensor`; None if there is none."""
     if torch.compiler.is_compiling():
         return _find_traced(tensor, traced or [])
     facts = registry().facts(tensor) if tensor.layout is torch.strided else None
@@ -174,13 +175,13 @@ IN_PLACE = {
     for name in dir(owner)
     if _writes(name) and callable(function := getattr(owner, name))
 }
-"""torch's functions that write over their first argument."""
+"""torch's functions that change their first argument in place."""
 
 
 def changed(function: Any, args: Any, kwargs: Any, traced: Traced, count: int) -> None:
     """Forget outputs that traced code may have changed in place by calling `function`.
 
-    Eager code sees that by the version. Of the outputs, the first `count` existed before the call.
+    Eager code compares versions instead. Of the outputs, the first `count` existed before the call.
     """
     in_place = function in IN_PLACE or kwargs.get("inplace") or any(argument is True for argument in args)
     if count and args and in_place:

@@ -1,9 +1,9 @@
-"""Routing: which torch call, in which module, goes to which function of ours.
+"""Routing: which torch call, in which module, runs by which formula.
 
-What is hard about it: the same call can run twice (checkpointing runs a part of the forward again inside
-backward, outside any mode that surrounded the model), and both runs must save the same tensors. Hence every
-module's forward enters with its own frame, and a call is left alone while somebody else's saved-tensor hooks
-lie above the module's own, which is how a checkpointed bare function looks from inside.
+What is hard is that the same call can run twice, and both runs must save the same tensors: checkpointing runs
+a part of the forward again inside backward, outside any mode that surrounded the model. So every module's
+forward enters with its own frame. A call runs as it is while somebody else's saved-tensor hooks are above
+those of the module: this is how a checkpointed function that is no module looks from inside.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mesa_tune.notice import warn_once
 
 
 class Host(Protocol):
-    """What routing needs of a conversion."""
+    """The part of a conversion that routing uses."""
 
     owed: int
     waits: bool
@@ -53,10 +53,10 @@ class Host(Protocol):
 
 
 class Frame:
-    """One running module: its name, its own route, and how often each function was called in this run.
+    """One running module: its name, the route of its own computation, and how often it called each function.
 
-    `hooks` and `task` are the saved-tensor hooks and the backward under which it began. `prefix` begins the
-    names of its calls.
+    `hooks` and `task` are the saved-tensor hooks and the backward under which it began. Names of its calls
+    begin with `prefix`.
     """
 
     __slots__ = ("batch", "counts", "hooks", "host", "is_loss", "module", "own", "prefix", "task", "traced")
@@ -92,23 +92,23 @@ class Frame:
         return frame
 
     def surrounds(self) -> bool:
-        """Whether what runs now is this module's own run.
+        """Return whether the code that runs now belongs to this module's run; eager only.
 
-        It is not below somebody else's saved-tensor hooks, nor in a backward that began since (one called in
-        the body of `compress_saved` sees the mode and the hooks of the forward), nor under a transform that
-        began in it. Not for traced code.
+        It does not under somebody else's saved-tensor hooks, in a backward that began since (if called in the
+        body of `compress_saved`, it has the mode and the hooks of the forward), or under a transform that
+        began since.
         """
         return self.hooks is top_hooks() and current_task() == self.task and not transformed()
 
     def layer(self, route: Route) -> str:
-        """The name of the layer whose call comes next."""
+        """Return the name of the layer whose call comes next."""
         if self.own is not None and self.own.name == route.name:
             self.own = None
             return self.module
         return self.numbered(route.name)
 
     def numbered(self, function: str) -> str:
-        """`prefix.function.position`; counts the call."""
+        """Count a call of `function`, and return its name: `prefix.function.position`."""
         position = self.counts.get(function, 0)
         self.counts[function] = position + 1
         return f"{self.prefix}.{function}.{position}" if self.prefix else f"{function}.{position}"
@@ -118,14 +118,13 @@ class Frame:
         return self.host.keys[device] if device in self.host.keys else self.host.key(device)
 
     def note(self, layer: str) -> None:
-        """Another layer makes the output of `layer` again."""
+        """Note that another layer rematerializes the output of `layer`."""
         self.host.note(layer)
 
     def is_static(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is (a view of) a parameter, a buffer or part of the batch: never encoded, never
-        counted.
+        """Return whether `tensor` is (a view of) a parameter, a buffer or part of the batch: never encoded.
 
-        A loss is entered without arguments, so whatever has no gradient there counts as batch.
+        A loss is entered without arguments, so every tensor without a gradient counts as batch there.
         """
         if type(tensor) is nn.Parameter or (self.is_loss and not tensor.requires_grad):
             return True
@@ -139,9 +138,9 @@ class Frame:
 
 
 class _State(threading.local):
-    """`function` is the torch function that runs; `layer` its name, once somebody asked for it.
+    """`function` is the torch function that runs, `layer` its name, computed when it is asked for.
 
-    `began`: the number of the first autograd node that the last routed call under an observer could make.
+    `began`: number of the first autograd node that the last routed call under an observer could create.
     """
 
     def __init__(self) -> None:
@@ -160,13 +159,13 @@ current_task = torch._C._current_graph_task_id
 
 
 def top_hooks() -> Any:
-    """The innermost saved-tensor hooks: what packs."""
+    """Return the pack function of the innermost saved-tensor hooks."""
     top = top_saved_hooks(True)
     return None if top is None else top[0]  # type: ignore[redundant-expr]
 
 
 def transformed() -> bool:
-    """Whether a transform of `torch.func` or forward-mode differentiation is on: ours know neither."""
+    """Return whether `torch.func` or forward-mode differentiation is on; formulas support neither."""
     if not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
         return False
     warn_once(
@@ -177,17 +176,17 @@ def transformed() -> bool:
 
 
 def inside_backward() -> bool:
-    """Whether this runs inside autograd's backward (a checkpointed part being computed again)."""
+    """Return whether this runs inside autograd's backward (a checkpointed part that runs again)."""
     return not torch.compiler.is_compiling() and current_task() != -1
 
 
 def running(host: Host) -> bool:
-    """Whether a module of `host` is running in this thread."""
+    """Return whether a module of `host` is running in this thread."""
     return bool(state.frames) and state.frames[-1].host is host
 
 
 def surroundings() -> tuple[Any, int]:
-    """The saved-tensor hooks and the backward under which a module begins."""
+    """Return the saved-tensor hooks and the backward under which a module begins."""
     return (None, -1) if torch.compiler.is_compiling() else (top_hooks(), current_task())
 
 
@@ -202,24 +201,24 @@ class Hooks(NamedTuple):
     unpack: Callable[[Any], Tensor]
 
     def runs_twice(self, frame: Frame, _: Any = None) -> bool:
-        """Return whether a module may be a checkpointed part, in its first run or in its second, in backward.
+        """Return whether a module may belong to a checkpointed part, which runs again in backward.
 
-        The first run's packed tensors die at once, the second's do not: a call that derives from another's
-        could do so in the second run only, and would not save the same tensors. There each layer stores its
+        Packed tensors of the first run are freed at once, those of the second are not. So a call could derive
+        from another's only in the second run, and would not save the same tensors. Here each layer stores its
         own copy.
         """
         return frame.task != -1 or not (frame.hooks is None or frame.hooks is self.pack)
 
 
 class Opened(NamedTuple):
-    """A function's name in names of layers, and the copy of it whose body is routed."""
+    """The name of a function in layer names, and its copy whose body is routed."""
 
     name: str
     body: Callable[..., Any]
 
 
 class RoutingMode(TorchFunctionMode):
-    """Sends torch calls to our functions while a module of a conversion runs.
+    """Runs torch calls by their formulas while a module of a conversion runs.
 
     `routes` are the functions that have a formula; the bodies of those in `opened` are routed.
     """
@@ -300,7 +299,7 @@ class RoutingMode(TorchFunctionMode):
         known = not torch.compiler.is_compiling() and layer in specs  # no guards on what is known so far
         spec = specs[layer] if known else frame.host.spec(layer, route.tag, frame.module)
         paused, state.paused, state.function, state.layer = state.paused, True, func, layer
-        # Nothing in there is for our hooks, except to show the observer what PyTorch saves.
+        # Our hooks must not pack what the call saves, but they show the observer what PyTorch saves.
         unhooked = frame.hooks is self.hooks.pack and not observed
         if unhooked:
             pop_hooks()
@@ -334,7 +333,7 @@ class RoutingMode(TorchFunctionMode):
         return call
 
     def _unpaused(self, frame: Frame, run: Callable[[], Any]) -> Any:
-        """Return what a call without a formula returns, with our hooks on and calls inside it served."""
+        """Return the output of a call without a formula, with our hooks on and calls inside it routed."""
         before, state.paused = state.paused, False
         missing = frame.hooks is self.hooks.pack and top_hooks() is None
         if missing:
@@ -348,7 +347,7 @@ class RoutingMode(TorchFunctionMode):
 
     @contextmanager
     def _showing(self, layer: str) -> Iterator[None]:
-        """Let somebody else's saved-tensor hooks, a checkpoint's, show the observer what they are given."""
+        """Show the observer the tensors that somebody else's saved-tensor hooks (a checkpoint's) pack."""
         top = top_saved_hooks(True)
         if top is None or top[0] is self.hooks.pack:  # type: ignore[redundant-expr]
             yield
@@ -366,8 +365,8 @@ class RoutingMode(TorchFunctionMode):
 def _run_as_it_is(code: CodeType) -> None:
     """Let torch.compile inline `code` where it traces a call, and leave it and its calls alone elsewhere.
 
-    After a graph break the mode is on in code that is not traced. Compiled by itself, its method took one
-    attribute of a tensor for another: guards cannot tell their getters apart.
+    After a graph break the mode is on in code that is not traced. If its method were compiled by itself, it
+    would confuse attributes of tensors, whose getters guards cannot distinguish.
     """
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(code, skip)
@@ -377,7 +376,7 @@ _run_as_it_is(RoutingMode.__torch_function__.__code__)
 
 
 def _is_serving() -> bool:
-    """Return whether calls that have a route are served now."""
+    """Return whether calls that have a route run by it now."""
     frames = state.frames
     return bool(frames) and not state.paused and torch.is_grad_enabled() and frames[-1].surrounds()
 
@@ -394,7 +393,7 @@ def _passed(func: Any, args: Any, kwargs: Any) -> Any:
 def _observed(
     layer: str | None, func: Any, args: Any, kwargs: Any, served: Callable[[], Any] | None = None
 ) -> Any:
-    """Return `func(*args, **kwargs)`, shown to the observer, or what is `served` in its place."""
+    """Return `func(*args, **kwargs)`, or `served()` instead, and show the call to the observer."""
     assert watch.observer is not None
     watch.observer.begin(layer, (args, kwargs))
     output = func(*args, **kwargs) if served is None else served()

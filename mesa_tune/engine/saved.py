@@ -1,7 +1,8 @@
-"""A saved tensor as backward finds it, and ways to use it without decoding it as a whole.
+"""`SavedTensor`: a saved tensor in backward, decoded as a whole or in pieces.
 
-A decoded copy of a large tensor would stand beside the gradient that is made of it, where a step's memory
-peaks. What is decoded some rows or samples at a time lies in one small buffer instead, mostly in the cache.
+What is hard is memory: a decoded copy of a large tensor and the gradient computed from it exist at the same
+time, where a step's memory peaks. Some rows or samples at a time fit in one small buffer, mostly in the
+processor's cache.
 """
 
 import math
@@ -15,7 +16,7 @@ from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.engine.storage import Packing, as_is, restore
 
 LARGE, PIECES = 1 << 22, 4
-"""A tensor of at least so many elements is decoded in so many pieces: it never exists as a whole."""
+"""A tensor of at least `LARGE` elements is decoded in `PIECES` pieces: it never exists as a whole."""
 
 
 def _piece(rows: int, step: int) -> int | None:
@@ -25,14 +26,14 @@ def _piece(rows: int, step: int) -> int | None:
 
 
 class Total:
-    """The sum of what pieces give; that of 16-bit numbers is made in 32 bits."""
+    """The sum of the results of pieces; 16-bit numbers are added in 32 bits."""
 
     def __init__(self) -> None:
         self.sum: Tensor | None = None
         self.dtype: torch.dtype | None = None
 
     def add(self, part: Tensor | None) -> None:
-        """Add one piece's part, a tensor that nobody else needs, or nothing."""
+        """Add the result of one piece, which may be overwritten; None adds nothing."""
         if part is None:
             return
         self.dtype, wide = part.dtype, part.float() if part.element_size() == 2 else part
@@ -74,14 +75,15 @@ class SavedTensor:
         return self.parts[0] if self.spec is None else restore(self.parts, self.packing, self.spec)
 
     def fused(self, op: Any, *arguments: Any) -> Any:
-        """Return `op(data, ranges, *arguments, bits, levels, group_size)`, an op that decodes as it computes;
-        None where the packed parts or the arguments are not of a kind that it takes (`codec.fused`).
+        """Return `op(data, ranges, *arguments, bits, levels, group_size)`, which decodes while it computes.
+
+        Return None if it does not take these packed parts or arguments (`codec.fused`).
         """
         fused = getattr(self.codec, "fused", None)
         return None if fused is None else fused(op, self.parts, arguments, self.spec)
 
     def by_rows(self, op: Any, like: Tensor, *arguments: Any) -> Any:
-        """Return `fused(op, like, *arguments)` if the tensor lies row by row in the shape of `like`."""
+        """Return `fused(op, like, *arguments)` if the tensor was packed row by row in the shape of `like`."""
         fits = self.codec is not None and self.packing.shape == like.shape and self.is_row_major()
         return self.fused(op, like, *arguments) if fits else None
 
@@ -90,11 +92,11 @@ class SavedTensor:
         return self.packing.strides is None or self._is_packed_along(range(len(self.packing.shape)))
 
     def has_channels_last(self) -> bool:
-        """Return whether it was packed with dimension 1 innermost, the others row by row."""
+        """Return whether it was packed in channels-last order: dimension 1 innermost."""
         return self._is_packed_along((0, *range(2, len(self.packing.shape)), 1))
 
     def _is_packed_along(self, dims: Sequence[int]) -> bool:
-        """Return whether its memory is dense, and its dimensions lie there in this order, outermost first."""
+        """Return whether it was packed densely with its dimensions in this order, outermost first."""
         count, strides = 1, self.packing.strides
         if strides is None:
             return False
@@ -106,10 +108,10 @@ class SavedTensor:
         return True
 
     def rows(self, dtype: torch.dtype, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
-        """Yield a `LARGE` tensor as a matrix whose rows are its last `axes` dimensions, some rows at a time,
-        each time with the number of the first.
+        """Yield a `LARGE` tensor some rows at a time, each time after the number of the first row.
 
-        None where that is not possible, or not in `dtype`. What was yielded is overwritten by the next.
+        The last `axes` dimensions are one row. Return None if this is not possible, or not in `dtype`. Each
+        piece overwrites the one before.
         """
         if not self._is_in_runs(dtype) or not self._is_large() or not self.is_row_major():
             return None
@@ -119,9 +121,7 @@ class SavedTensor:
         return None if size is None else self._decoded(rows, width, size)
 
     def sample_step(self, dtype: torch.dtype) -> int | None:
-        """Return the number of samples (along the first dimension) that can be decoded by themselves; None:
-        only all.
-        """
+        """Return the least number of samples (dimension 0) that can be decoded by themselves; None: all."""
         shape, strides = self.packing.shape, self.packing.strides
         width = math.prod(shape[1:])
         if not self._is_in_runs(dtype) or not shape or (strides is not None and strides[0] != width):
@@ -129,9 +129,9 @@ class SavedTensor:
         return self._rows_per_start(width)
 
     def samples(self, size: int) -> Iterator[Tensor]:
-        """Yield the tensor laid out as it was, `size` samples at a time: a multiple of `sample_step`.
+        """Yield the tensor in its layout, `size` samples at a time: a multiple of `sample_step`.
 
-        What was yielded is overwritten by the next.
+        Each piece overwrites the one before.
         """
         shape, strides = self.packing.shape, self.packing.strides
         for _, run in self._decoded(shape[0], math.prod(shape[1:]), size):
@@ -139,9 +139,9 @@ class SavedTensor:
             yield run.view(part) if strides is None else run.as_strided(part, strides)
 
     def slices(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]] | None:
-        """Yield a `LARGE` tensor some samples at a time, with their slice, laid out as it was.
+        """Yield a `LARGE` tensor in its layout, some samples at a time, each time after their slice.
 
-        None where that is not possible, or not in `dtype`. What was yielded is overwritten by the next.
+        Return None if this is not possible, or not in `dtype`. Each piece overwrites the one before.
         """
         step = self.sample_step(dtype) if self._is_in_runs(dtype) and self._is_large() else None
         size = None if step is None else _piece(self.packing.shape[0], step)
@@ -159,12 +159,12 @@ class SavedTensor:
         return possible and self.spec is not None and not self.spec.quant_groups
 
     def _rows_per_start(self, width: int) -> int:
-        """Return after how many rows of `width` elements a row begins with a group again."""
+        """Return the number of rows of `width` elements between two rows that begin with a group."""
         assert self.spec is not None
         return self.spec.group_size // math.gcd(self.spec.group_size, width)
 
     def _decoded(self, rows: int, width: int, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield `size` rows of `width` elements at a time, each time with the number of the first."""
+        """Yield `size` rows of `width` elements at a time, each time after the number of the first."""
         buffer = self.parts[0].new_empty(min(size, rows), width, dtype=self.packing.dtype)
         for first in range(0, rows, size):
             part = buffer[: min(size, rows - first)]

@@ -27,7 +27,7 @@ _FIRST_LIMIT = 1024
 
 
 class Registry:
-    """Facts about tensors by their storage; those about dead storages are dropped now and then."""
+    """Facts about tensors by their storage; facts about freed storages are dropped from time to time."""
 
     def __init__(self) -> None:
         self._records: dict[int, tuple[weakref.ref[UntypedStorage], dict[Hashable, Any]]] = {}
@@ -50,7 +50,7 @@ class Registry:
         return record[1]
 
     def purge(self) -> None:
-        """Drop what is known of dead storages."""
+        """Drop the facts about freed storages."""
         self._records = {
             address: record for address, record in self._records.items() if record[0]() is not None
         }
@@ -99,7 +99,7 @@ _per_thread = _PerThread()
 
 
 def registry() -> Registry:
-    """Return this thread's registry: packed copies, outputs that can be made again, sums.
+    """Return this thread's registry of packed copies, outputs that can be rematerialized, and sums.
 
     It is emptied whenever an outermost forward begins.
     """
@@ -107,13 +107,13 @@ def registry() -> Registry:
 
 
 class Packing(NamedTuple):
-    """How one tensor of this shape and dtype is stored, as `parts` tensors, and comes back.
+    """How one tensor of this shape and dtype is stored, as `parts` tensors, and restored.
 
     `packed`: by the codec; else it is saved as it is, or, if `copied`, as a copy out of a large storage.
     `deferred`: the codec computes it while encoding. `strides`: it is packed in the order of memory, and
-    comes back in this layout. `expanded`: the shape to which it was repeated; then only the elements at
-    `core` are stored. `numel` elements are stored; packed they take `bytes` (None: too few), unless there is
-    a `refusal` of the codec. `copy_key`: what an equal copy has in common with it.
+    restored in this layout. `expanded`: the shape to which it was expanded; then only the elements at `core`
+    are stored. `numel` elements are stored. Packed they take `bytes` (None: too few elements to pack), unless
+    the codec has a reason for a `refusal`. `copy_key`: key by which layers find an equal copy.
     """
 
     packed: bool
@@ -218,12 +218,10 @@ def _number(spec: Spec) -> int:
 
 
 def _is_in_memory_order(tensor: Tensor, spec: Spec) -> bool:
-    """Return whether groups may follow the order of memory, so that all dense views of a storage share a
-    copy.
-    """
+    """Return whether groups follow the order of memory, so that all dense views of a storage share a copy."""
     if torch.compiler.is_compiling() or spec.codec != "quantize" or spec.quant_groups:
         return False
-    # A layer that derives an output knows the shape of what was saved, not its layout.
+    # A recipe (`store: derive`) contains the shape of what was saved, not its layout.
     dense = torch.ops.aten.is_non_overlapping_and_dense
     return tensor.is_contiguous() or (not spec.exposes and bool(dense(tensor)))
 
@@ -238,8 +236,9 @@ def _deferred_packing(deferred: Deferred, spec: Spec) -> Packing:
 
 
 def is_packed(tensor: Tensor, spec: Spec, layer: str, element_size: int | None = None) -> bool:
-    """Return whether `tensor` of `layer` is packed under `spec`, and smaller so than with `element_size`
-    bytes per element; warn if the codec cannot take it.
+    """Return whether `tensor` of `layer` is packed under `spec`; warn if the codec refuses it.
+
+    It must be smaller packed than with `element_size` bytes per element.
     """
     packing = packing_of(tensor, spec)
     size = tensor.element_size() if element_size is None else element_size
@@ -250,13 +249,13 @@ def is_packed(tensor: Tensor, spec: Spec, layer: str, element_size: int | None =
 
 
 def warn_of_refusal(packing: Packing, layer: str) -> None:
-    """Warn if the codec cannot take a tensor of `layer` (Rule 9)."""
+    """Warn if the codec refuses a tensor of `layer` (Rule 9)."""
     if packing.refusal is not None:
         warn_once(f"mesa-tune: {layer!r} keeps a tensor uncompressed: {packing.refusal}.")
 
 
 def decided(tensor: Tensor | Deferred, spec: Spec, layer: str = "", exact: bool = False) -> Packing:
-    """Return how `tensor` of `layer` is stored: `exact`, packed, or, if it is small, saved or copied."""
+    """Return how `tensor` of `layer` is stored: as it is (always if `exact`), packed, or copied."""
     if exact and isinstance(tensor, Tensor):
         return as_is(tensor.shape, tensor.dtype)
     packing = packing_of(tensor, spec)
@@ -267,7 +266,7 @@ def decided(tensor: Tensor | Deferred, spec: Spec, layer: str = "", exact: bool 
 
 
 def is_copied(tensor: Tensor, spec: Spec) -> bool:
-    """Return whether `tensor`, too small to be packed, views a large storage, all of which it would hold."""
+    """Return whether `tensor`, too small to be packed, would keep a large storage alive."""
     packing = packing_of(tensor, spec)
     small = packing.bytes is None and packing.numel > 0 and tensor.is_floating_point()
     if not small or torch.compiler.is_compiling():
@@ -310,7 +309,7 @@ def _store_deferred(
     if deferred.kind != "definite":
         parts: list[Tensor] = codec.encode_deferred(deferred, spec, key)
         return parts
-    # Layers that save the source itself share the copy: only NaN differ.
+    # Layers that save the source itself share the copy: only NaN elements differ.
     source = deferred.source
     deferred = deferred._replace(source=_in_memory_order(source, packing))
     if hasattr(codec, "encode_deferred"):
@@ -373,9 +372,10 @@ _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 def _is_selective() -> bool:
-    """Return whether selective checkpointing records the operators that run, or replays them by their count.
+    """Return whether selective checkpointing records operators, or replays them by their count.
 
-    Both runs of a part must then run the same operators: none is saved by a copy that only one run finds.
+    Both runs of a part must then run the same operators, so neither may use a copy that only one of them
+    finds.
     """
     if not torch._C._len_torch_dispatch_stack():
         return False
@@ -383,7 +383,7 @@ def _is_selective() -> bool:
 
 
 def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
-    """Return what `make(*arguments)` makes of `tensor`, or made of it before under the same `what`."""
+    """Return `make(*arguments)`, or what it returned before for the same `tensor` and `what`."""
     if _is_selective():
         return make(*arguments)
     facts, name = registry().file(tensor), (tensor._version, tensor.storage_offset(), what)

@@ -1,7 +1,7 @@
-"""A mask that is a sum of smaller ones (a relative bias for each head, a window's mask for each window).
+"""Masks that are the sum of two smaller tensors (a relative bias for each head, a mask for each window).
 
-Attention saves the two as they are before they are repeated, and adds them again in backward: exact, bit for
-bit. Traced code saves the sum itself.
+Attention saves the two before broadcasting, and adds them again in backward, bitwise equal. What is hard is
+to know that neither has changed since: the registry stores their versions. Traced code saves the sum itself.
 """
 
 import weakref
@@ -15,13 +15,13 @@ from mesa_tune.engine.storage import registry
 
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _WORTH = 2
-"""A sum is noted if it has at least so many times the elements of its parts together."""
+"""A sum is noted if it has at least this many times the elements of both parts together."""
 
 Pair = tuple[Tensor, Tensor]
 
 
 class _Sum(NamedTuple):
-    """A sum as it was made, and its parts."""
+    """A sum and its parts, with their versions."""
 
     version: int
     parts: list[weakref.ref[Tensor]]
@@ -46,7 +46,7 @@ def note(output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
 
 def parts(total: Tensor) -> Pair | None:
-    """Return the two tensors whose sum is `total`, detached; None if none are known, alive and unchanged."""
+    """Return the two tensors whose sum is `total`, detached; None unless both are alive and unchanged."""
     if torch.compiler.is_compiling() or total.layout is not torch.strided:
         return None
     facts = registry().facts(total)

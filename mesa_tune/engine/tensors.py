@@ -1,4 +1,4 @@
-"""Small functions of tensors that formulas have in common."""
+"""Small functions of tensors that several formulas use."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def wanted(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Return those gradients that are wanted, of a kernel that makes them for all inputs at once."""
+    """Return the gradients that are needed, of a kernel that computes them for all inputs at once."""
     if False not in needs:
         return tuple(grads[: len(needs)])
     return tuple([grad if want else None for grad, want in zip(grads, needs, strict=False)])
@@ -28,13 +28,13 @@ def like(tensor: Tensor) -> Like:
 
 
 def gathered(grad: Tensor, operand: Like) -> Tensor:
-    """Return `grad` summed over what an operand was repeated along, in the operand's dtype."""
+    """Return `grad` summed to the shape that an operand had before broadcasting, in its dtype."""
     shape, dtype = operand
     return cast(grad if grad.shape == shape else grad.sum_to_size(shape), dtype)
 
 
 def narrowed(index: Tensor, size: int) -> Tensor:
-    """Return indices of a dimension of this size in as few bytes as hold them: 1, 2 or 4."""
+    """Return indices of a dimension of this size in the least number of bytes: 1, 2 or 4."""
     return index.to(torch.uint8 if size <= 1 << 8 else torch.int16 if size <= 1 << 15 else torch.int32)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mesa_tune.formulas import matmul as products
-from mesa_tune.functional import StandingAlone, policy_at_work
+from mesa_tune.functional import SettingsMode, policy_applies
 from mesa_tune.policy.settings import LayerSettings
 
 
@@ -24,9 +24,9 @@ class _WithSettings(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of torch's layer."""
-        if policy_at_work() or not torch.is_grad_enabled():
+        if policy_applies() or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        with StandingAlone(self.settings):
+        with SettingsMode(self.settings):
             return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -1,14 +1,15 @@
-"""Ops that spare a pass over memory: something is made while it is encoded, or used while it is decoded.
+"""Ops that save a pass over memory: they compute while encoding, or while decoding.
 
 Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul, pack_at_most, gate,
 norm_backward, batch_norm_backward, softmax_backward, cross_entropy_backward, linear_backward,
-attention_backward}`. All but the last, which writes into existing memory, are pure. Their default kernels,
-in PyTorch, give the same bytes (the last six the same numbers but for the order of sums). The first two have
-native kernels on the CPU and on CUDA, the others on the CPU.
+attention_backward}`. All but the last, which writes into existing memory, are pure. The functions here are
+their default kernels, in PyTorch. They give the same bytes as the native ones (the last six: the same numbers
+except for the order of sums). `quantize_map` and `dequantize_mul` have native kernels on the CPU and on CUDA,
+the others on the CPU. `sizes` are the bits, levels and group size of the packed tensor.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,67 +43,54 @@ _SCHEMAS = (
 )
 
 
+_Gradients = tuple[Tensor, Tensor, Tensor]
+
+
 def quantize_map(
-    x: Tensor,
-    map: int,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    inner: int,
-    bits: int,
-    levels: int,
-    group_size: int,
-    stochastic: bool,
-    seed: Tensor | None,
+    x: Tensor, map: int, mean: Tensor | None, rstd: Tensor | None, inner: int, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """`quantize` of map number `map` (`maps.apply`) of x."""
-    made = maps.apply(x, map, mean, rstd, inner)
-    sizes = (bits, levels, group_size, 0)
-    parts: tuple[Tensor, Tensor] = torch.ops.mesa_tune.quantize.default(made, *sizes, stochastic, seed)
+    """Quantize map number `map` of x (`maps.apply`); `settings`: sizes, stochastic or not, seed."""
+    mapped = maps.apply(x, map, mean, rstd, inner)
+    parts: tuple[Tensor, Tensor] = torch.ops.mesa_tune.quantize.default(
+        mapped, *settings[:3], 0, *settings[3:]
+    )
     return parts
 
 
-def dequantize_mul(
-    data: Tensor, ranges: Tensor, factor: Tensor, bits: int, levels: int, group_size: int
-) -> Tensor:
-    """What was quantized, in the shape of the float32 `factor`, times that; contiguous."""
-    sizes = (bits, levels, group_size, 0)
-    decoded: Tensor = torch.ops.mesa_tune.dequantize.default(data, ranges, factor.shape, factor.dtype, *sizes)
-    return decoded.mul_(factor)
+def _decoded(data: Tensor, ranges: Tensor, shape: Sequence[int], dtype: torch.dtype, *sizes: int) -> Tensor:
+    decoded: Tensor = torch.ops.mesa_tune.dequantize.default(data, ranges, shape, dtype, *sizes, 0)
+    return decoded
+
+
+def dequantize_mul(data: Tensor, ranges: Tensor, factor: Tensor, *sizes: int) -> Tensor:
+    """Return the decoded tensor, in the shape of the float32 `factor`, times `factor`; contiguous."""
+    return _decoded(data, ranges, factor.shape, factor.dtype, *sizes).mul_(factor)
 
 
 def pack_at_most(x: Tensor, limit: float) -> Tensor:
-    """Where the float32 x is at most `limit`, one bit an element."""
+    """Return one bit per element of the float32 x: whether it is at most `limit`."""
     return ops.pack_bits(x <= limit)
 
 
-def gate(grad: Tensor, data: Tensor, slope: float) -> Tensor:
-    """The float32 `grad`, times `slope` where the bit is set (0 if that is 0); contiguous."""
-    shut, grad = ops.unpack_bits(data, grad.shape), grad.contiguous()
-    return torch.where(shut, grad * slope, grad) if slope else grad.masked_fill(shut, 0)
+def mask_grad(grad: Tensor, data: Tensor, slope: float) -> Tensor:
+    """Return the float32 `grad`, times `slope` where the bit is set; contiguous."""
+    mask, grad = ops.unpack_bits(data, grad.shape), grad.contiguous()
+    return torch.where(mask, grad * slope, grad) if slope else grad.masked_fill(mask, 0)
 
 
 def norm_backward(
-    data: Tensor,
-    ranges: Tensor,
-    grad: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    centered: bool,
-    bits: int,
-    levels: int,
-    group_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    data: Tensor, ranges: Tensor, grad: Tensor, rstd: Tensor, weight: Tensor, centered: bool, *sizes: int
+) -> _Gradients:
     """The backward of a norm over rows of `weight.numel()` elements, whose x̂ was quantized; all float32.
 
-    Returns dx in the shape of `grad`, contiguous, and in the shape of `weight` the sums over rows of grad · x̂
-    and of grad. `rstd` has a number a row; `centered` norms subtract the mean.
+    Return dx in the shape of `grad`, contiguous, and in the shape of `weight` the sums over rows of grad · x̂
+    and of grad. `rstd` has one number per row; `centered` norms subtract the mean.
     """
-    sizes = (bits, levels, group_size, 0)
-    x = torch.ops.mesa_tune.dequantize.default(data, ranges, grad.shape, grad.dtype, *sizes)
+    x = _decoded(data, ranges, grad.shape, grad.dtype, *sizes)
     rows, x = grad.reshape(-1, weight.numel()), x.view(-1, weight.numel())
     scaled = rows * weight.view(-1)
-    middle = scaled.mean(1, keepdim=True) if centered else 0.0
-    dx = (scaled - middle - x * (scaled * x).mean(1, keepdim=True)) * rstd.view(-1, 1)
+    mean = scaled.mean(1, keepdim=True) if centered else 0.0
+    dx = (scaled - mean - x * (scaled * x).mean(1, keepdim=True)) * rstd.view(-1, 1)
     return dx.view(grad.shape), (rows * x).sum(0).view(weight.shape), rows.sum(0).view(weight.shape)
 
 
@@ -114,36 +102,31 @@ def batch_norm_backward(
     weight: Tensor | None,
     last: bool,
     fixed: bool,
-    bits: int,
-    levels: int,
-    group_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *sizes: int,
+) -> _Gradients:
     """The backward of a batch norm, whose x̂ was quantized in the shape of `grad`; all float32.
 
-    grad `(samples, channels, *)`, or with the channels `last`; rstd, weight `(channels,)`. `fixed`: the
-    statistics are no part of the batch. Returns dx, contiguous, in the shape of `grad`, and by channel the
-    sums of grad · x̂ and of grad.
+    grad is `(samples, channels, *)`, or, if `last`, has its channels last; rstd, weight `(channels,)`.
+    `fixed`: the statistics do not depend on the batch. Return dx, contiguous, in the shape of `grad`, and per
+    channel the sums of grad · x̂ and of grad.
     """
-    sizes = (bits, levels, group_size, 0)
-    x = torch.ops.mesa_tune.dequantize.default(data, ranges, grad.shape, grad.dtype, *sizes)
-    axis = grad.dim() - 1 if last else 1
-    axes = [each for each in range(grad.dim()) if each != axis]
-    shape = [-1 if each == axis else 1 for each in range(grad.dim())]
-    dw, db = (grad * x).sum(axes), grad.sum(axes)
+    x = _decoded(data, ranges, grad.shape, grad.dtype, *sizes)
+    channels = grad.dim() - 1 if last else 1
+    dims = [dim for dim in range(grad.dim()) if dim != channels]
+    shape = [-1 if dim == channels else 1 for dim in range(grad.dim())]
+    dw, db = (grad * x).sum(dims), grad.sum(dims)
     scale = (rstd if weight is None else rstd * weight).view(shape)
-    count = math.prod(grad.shape[each] for each in axes)
+    count = math.prod(grad.shape[dim] for dim in dims)
     dx = grad if fixed else grad - (db / count).view(shape) - x * (dw / count).view(shape)
     return (dx * scale).contiguous(), dw, db
 
 
-def softmax_backward(
-    data: Tensor, ranges: Tensor, grad: Tensor, bits: int, levels: int, group_size: int
-) -> Tensor:
-    """The backward of a softmax along the last dimension, whose output was quantized in the shape of `grad`,
-    float32; contiguous.
+def softmax_backward(data: Tensor, ranges: Tensor, grad: Tensor, *sizes: int) -> Tensor:
+    """The backward of a softmax along the last dimension, whose output was quantized in the shape of `grad`.
+
+    All float32; the result is contiguous.
     """
-    sizes = (bits, levels, group_size, 0)
-    y = torch.ops.mesa_tune.dequantize.default(data, ranges, grad.shape, grad.dtype, *sizes)
+    y = _decoded(data, ranges, grad.shape, grad.dtype, *sizes)
     dx: Tensor = torch.ops.aten._softmax_backward_data(grad.contiguous(), y, -1, y.dtype)
     return dx
 
@@ -151,17 +134,18 @@ def softmax_backward(
 def by_target(
     target: Tensor, weight: Tensor | None, ignore: int, mean: bool, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each target's index, and its incoming gradient times its weight and alone, zero where it is ignored.
+    """Return, per target, its index, its incoming gradient times its weight, and its incoming gradient.
 
-    `grad` is that of a loss for each target, or, one for all, of their `mean` or sum.
+    Both gradients are zero where the target is `ignore`. `grad` has one element per target, or one for all:
+    that of their `mean` or sum.
     """
     counted = target != ignore
     index = torch.where(counted, target, 0)
-    own = None if weight is None else torch.where(counted, weight[index], 0)
+    weights = None if weight is None else torch.where(counted, weight[index], 0)
     if mean:
-        grad = grad / (counted if own is None else own).sum()
+        grad = grad / (counted if weights is None else weights).sum()
     grad = torch.where(counted, grad, 0)
-    return index, grad if own is None else own * grad, grad
+    return index, grad if weights is None else weights * grad, grad
 
 
 def cross_entropy_backward(
@@ -174,19 +158,16 @@ def cross_entropy_backward(
     classes: int,
     ignore: int,
     mean: bool,
-    bits: int,
-    levels: int,
-    group_size: int,
+    *sizes: int,
 ) -> Tensor:
     """The backward of a cross-entropy whose probabilities `(*target.shape, classes)` were quantized; float32.
 
-    target int64, any of them maybe `ignore`; surplus, in the shape of target, is p − 1 of the target, which
-    takes the place of what was quantized there; weight `(classes,)`; grad a number for each target, or one
-    for all, of their `mean` or sum. Returns dx in the shape of the probabilities. RuntimeError for a target
-    that is no class.
+    target is int64, and may be `ignore`. surplus, in the shape of target, is p − 1 of the target's class; it
+    replaces what was quantized for that class. weight is `(classes,)`. grad has one element per target, or
+    one for all: that of their `mean` or sum. Return dx in the shape of the probabilities. Raise RuntimeError
+    for a target that is no class.
     """
-    shape, sizes = (*target.shape, classes), (bits, levels, group_size, 0)
-    dx: Tensor = torch.ops.mesa_tune.dequantize.default(data, ranges, shape, grad.dtype, *sizes)
+    dx = _decoded(data, ranges, (*target.shape, classes), grad.dtype, *sizes)
     if not dx.numel():
         return dx
     index, at_target, _ = by_target(target, weight, ignore, mean, grad)
@@ -202,18 +183,16 @@ def linear_backward(
     width: int,
     transposed: bool,
     bias: bool,
-    bits: int,
-    levels: int,
-    group_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *sizes: int,
+) -> _Gradients:
     """The backward of `y = x weightᵀ + b`, whose x `(*, width)` was quantized; all float32.
 
-    grad `(*, out)`, weight `(out, width)`, or, `transposed`, `(width, out)`. Returns, contiguous, dx in the
-    shape of x, dw in that of the weight, db `(out,)`; without a weight or a bias, nothing `(0,)` in place of
-    dx or db.
+    grad is `(*, out)`, weight `(out, width)`, or `(width, out)` if `transposed`. Return, contiguous, dx in
+    the shape of x, dw in the shape of the weight, db `(out,)`; dx is empty, `(0,)`, without a weight, db
+    without a bias.
     """
-    sizes, rows = (bits, levels, group_size, 0), grad.reshape(-1, grad.shape[-1])
-    x = torch.ops.mesa_tune.dequantize.default(data, ranges, (rows.shape[0], width), grad.dtype, *sizes)
+    rows = grad.reshape(-1, grad.shape[-1])
+    x = _decoded(data, ranges, (rows.shape[0], width), grad.dtype, *sizes)
     dx = grad.new_empty(0)
     if weight is not None:
         dx = grad.contiguous() @ (weight.t() if transposed else weight)
@@ -232,36 +211,34 @@ def attention_backward(
     scale: float,
     causal: bool,
     raised: float,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
+    *outs: Tensor | None,
 ) -> None:
-    """The backward of `softmax(scale q kᵀ + bias) v` into dq, dk and dv where they are wanted; all float32.
+    """Write the backward of `softmax(scale q kᵀ + bias) v` into `outs`: dq, dk and dv, or None; all float32.
 
-    q `(samples, heads, queries, width)`, k, v, and `grad` accordingly, each dense along the width; `bias`, in
-    the shape of the scores, may shut out all keys of a query, which then gives nothing. `bits`, from number
-    `first_bit` on, say which scores dropout let through, `raised` times as large. P is made whole of as many
-    queries as fit the cache.
+    q is `(samples, heads, queries, width)`, and k, v and `grad` accordingly; each is dense along the width.
+    `bias`, in the shape of the scores, may mask all keys of a query, whose output is then zero. `bits`, from
+    number `first_bit` on, are the scores that dropout lets through, multiplied by `raised`. Native kernels
+    compute P for as many queries at a time as fit in the cache.
     """
     shape = (*q.shape[:3], k.shape[2])
     if causal:
-        shut = q.new_full(shape[2:], -math.inf).triu_(1)
-        bias = shut if bias is None else bias + shut
+        future = q.new_full(shape[2:], -math.inf).triu_(1)
+        bias = future if bias is None else bias + future
     scores = scale * (q @ k.mT)
     p = scores.softmax(-1) if bias is None else torch.ops.aten._safe_softmax(scores + bias, -1)
-    let = torch.ones((), device=q.device)
+    dropout = torch.ones((), device=q.device)
     if bits is not None:
         begin, end = first_bit, first_bit + math.prod(shape)
-        let = ops.unpack_bits(bits, (8 * bits.numel(),))[begin:end].view(shape) * raised
-    ds = torch.ops.aten._softmax_backward_data(grad @ v.mT * let, p, -1, p.dtype) * scale
-    for out, made in ((dq, ds @ k), (dk, ds.mT @ q), (dv, (p * let).mT @ grad)):
+        dropout = ops.unpack_bits(bits, (8 * bits.numel(),))[begin:end].view(shape) * raised
+    ds = torch.ops.aten._softmax_backward_data(grad @ v.mT * dropout, p, -1, p.dtype) * scale
+    for out, gradient in zip(outs, (ds @ k, ds.mT @ q, (p * dropout).mT @ grad), strict=True):
         if out is not None:
-            out.copy_(made)
+            out.copy_(gradient)
 
 
-def _fake_quantize_map(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+def _fake_quantize_map(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     bits, levels, group_size, *noise = arguments[4:]
-    return ops.fake_quantize(x, bits, levels, group_size, 0, *noise)  # type: ignore[arg-type]
+    return ops.fake_quantize(x, bits, levels, group_size, 0, *noise)
 
 
 def _fake_like_factor(data: Tensor, ranges: Tensor, factor: Tensor, *sizes: int) -> Tensor:
@@ -272,45 +249,28 @@ def _fake_pack(x: Tensor, limit: float) -> Tensor:
     return x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
 
 
-def _fake_gate(grad: Tensor, data: Tensor, slope: float) -> Tensor:
+def _fake_mask_grad(grad: Tensor, data: Tensor, slope: float) -> Tensor:
     return grad.new_empty(grad.shape)
 
 
-def _fake_norm_backward(
-    data: Tensor, ranges: Tensor, grad: Tensor, rstd: Tensor, weight: Tensor, *arguments: object
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_norm(
+    data: Tensor, ranges: Tensor, grad: Tensor, rstd: Tensor, weight: Tensor, *arguments: Any
+) -> _Gradients:
     return grad.new_empty(grad.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
 
 
-def _fake_batch_norm_backward(
-    data: Tensor, ranges: Tensor, grad: Tensor, rstd: Tensor, *arguments: object
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_batch_norm(data: Tensor, ranges: Tensor, grad: Tensor, rstd: Tensor, *arguments: Any) -> _Gradients:
     return grad.new_empty(grad.shape), rstd.new_empty(rstd.shape), rstd.new_empty(rstd.shape)
 
 
-def _fake_cross_entropy_backward(
-    data: Tensor,
-    ranges: Tensor,
-    target: Tensor,
-    surplus: Tensor,
-    weight: Tensor | None,
-    grad: Tensor,
-    classes: int,
-    *arguments: object,
-) -> Tensor:
-    return grad.new_empty(*target.shape, classes)
+def _fake_cross_entropy(data: Tensor, ranges: Tensor, target: Tensor, *arguments: Any) -> Tensor:
+    _, _, grad, classes, *_ = arguments
+    empty: Tensor = grad.new_empty(*target.shape, classes)
+    return empty
 
 
-def _fake_linear_backward(
-    data: Tensor,
-    ranges: Tensor,
-    grad: Tensor,
-    weight: Tensor | None,
-    width: int,
-    transposed: bool,
-    bias: bool,
-    *sizes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_linear(data: Tensor, ranges: Tensor, grad: Tensor, *arguments: Any) -> _Gradients:
+    weight, width, transposed, bias, *_ = arguments
     out = grad.shape[-1]
     dx = grad.new_empty(0 if weight is None else (*grad.shape[:-1], width))
     dw = grad.new_empty(width, out) if transposed else grad.new_empty(out, width)
@@ -321,15 +281,14 @@ _KERNELS: ops.Kernels = {
     "quantize_map": (quantize_map, _fake_quantize_map),
     "dequantize_mul": (dequantize_mul, _fake_like_factor),
     "pack_at_most": (pack_at_most, _fake_pack),
-    "gate": (gate, _fake_gate),
-    "norm_backward": (norm_backward, _fake_norm_backward),
-    "batch_norm_backward": (batch_norm_backward, _fake_batch_norm_backward),
+    "gate": (mask_grad, _fake_mask_grad),
+    "norm_backward": (norm_backward, _fake_norm),
+    "batch_norm_backward": (batch_norm_backward, _fake_batch_norm),
     "softmax_backward": (softmax_backward, _fake_like_factor),
-    "cross_entropy_backward": (cross_entropy_backward, _fake_cross_entropy_backward),
-    "linear_backward": (linear_backward, _fake_linear_backward),
+    "cross_entropy_backward": (cross_entropy_backward, _fake_cross_entropy),
+    "linear_backward": (linear_backward, _fake_linear),
     "attention_backward": (attention_backward, ops.nothing),
 }
-
 
 NAMES = tuple(_KERNELS)
 
@@ -344,7 +303,7 @@ ATTENTION_BACKWARD = torch.ops.mesa_tune.attention_backward.default
 class Fused(NamedTuple):
     """An op on a packed tensor: `kernel(data, ranges, *arguments, bits, levels, group_size)`.
 
-    `everywhere`: it has a kernel for every device and any group; else for the CPU, and groups up to a size.
+    `everywhere`: it has a kernel for every device and any group size; else only for the CPU and small groups.
     """
 
     kernel: Callable[..., Any]

@@ -1,9 +1,9 @@
-"""What is encoded in place of a tensor's elements: a function of each, which nobody else ever needs.
+"""Maps: elementwise functions of a tensor, computed by the kernel that encodes their result.
 
-A tensor in memory would cost more than the arithmetic; a kernel makes each piece in the first-level cache, or
-in registers, as it encodes it. These are the same functions in plain PyTorch, for devices without such a
-kernel, operation by operation in float32 (no fused multiply-add), so that kernel and reference give the same
-bytes.
+Nobody else needs the result, and to write it to memory would cost more than the arithmetic. A kernel computes
+each piece in the first-level cache, or in registers, and encodes it there. These are the same functions in
+plain PyTorch, for devices without such a kernel. What is hard is that kernel and reference must give the same
+bytes: every operation is rounded to float32, in the same order (no fused multiply-add).
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from torch import Tensor
 from mesa_tune import ops
 
 KINDS = {"normalize": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4, "exp": 5, "definite": 6}
-"""Maps by name, and the numbers by which kernels know them."""
+"""The number of each map in the kernels, by name."""
 
-_ON_CUDA = ops.native("cuda")  # they are made while encoding there, too
+_ON_CUDA = ops.native("cuda")  # its kernels compute maps while encoding, too
 
 
 class Deferred(NamedTuple):
-    """A tensor to be kept that need not be made: `kind` of `source`, elementwise; `make` makes it.
+    """A tensor to save, computed while it is encoded: map `kind` of `source`; `make` computes it otherwise.
 
-    `normalize`: (source - mean) * rstd, where `inner` neighbours share a mean (none: 0) and a deviation, in
-    turn. `definite`: the source with 0 for NaN; `make` gives the source itself, which others save, too.
-    Others are the derivatives of what they are named after.
+    `normalize`: (source - mean) * rstd, where each run of `inner` neighbours has its own mean (None: 0) and
+    rstd. `definite`: the source with 0 for NaN; `make` returns the source itself, which other layers save,
+    too. The other maps are the derivatives of the functions that they are named after.
     """
 
     source: Tensor
@@ -37,19 +37,19 @@ class Deferred(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether a kernel may make it while encoding."""
-        here = self.source.is_cpu or (_ON_CUDA and self.source.is_cuda)
-        single = are_single(self.source, self.mean, self.rstd)
-        return single and here and self.source.is_contiguous() and self.source.numel() > 0
+        """Whether a kernel can compute it while encoding."""
+        native = self.source.is_cpu or (_ON_CUDA and self.source.is_cuda)
+        single = are_float32(self.source, self.mean, self.rstd)
+        return single and native and self.source.is_contiguous() and self.source.numel() > 0
 
     def made(self) -> Tensor:
-        """The tensor as it is encoded."""
+        """Return the tensor as it is encoded."""
         return without_nan(self.source) if self.kind == "definite" else self.make()
 
 
-def are_single(*tensors: Tensor | None) -> bool:
-    """Whether those that are there are float32."""
-    return False not in [each is None or each.dtype is torch.float32 for each in tensors]
+def are_float32(*tensors: Tensor | None) -> bool:
+    """Return whether all tensors that are not None are float32."""
+    return False not in [tensor is None or tensor.dtype is torch.float32 for tensor in tensors]
 
 
 def deferred(
@@ -60,38 +60,37 @@ def deferred(
     rstd: Tensor | None = None,
     inner: int = 1,
 ) -> Tensor | Deferred:
-    """Return what to save of `source`: deferred, where a kernel may compute it while encoding, else made."""
+    """Return what to save of `source`: deferred if a kernel can compute it while encoding, else computed."""
     tensor = Deferred(source, kind, make, mean, rstd, inner)
     return tensor if tensor.is_dense else make()
 
 
 def definite(x: Tensor) -> Tensor | Deferred:
-    """What to save of `x`, which may have rows of NaN that leave the others' gradients alone.
+    """Return what to save of `x`, some of whose rows may be NaN without an effect on the others' gradients.
 
-    A softmax of nothing but -Inf has such a row. Stored as NaN in one bit an element it would make its whole
-    group NaN.
+    A softmax of only -Inf is such a row. Encoded as NaN, it would make all elements that share its group NaN.
     """
     return x if torch.compiler.is_compiling() else Deferred(x, "definite", lambda: x)
 
 
 def without_nan(x: Tensor) -> Tensor:
-    """`x` with 0 for NaN."""
+    """Return `x` with 0 for NaN."""
     return torch.where(x == x, x, 0)  # noqa: PLR0124 (NaN alone is not equal to itself)
 
 
 def apply(x: Tensor, kind: int, mean: Tensor | None, rstd: Tensor | None, inner: int) -> Tensor:
-    """The map numbered `kind` of `x`, float32 and contiguous."""
+    """Return the map numbered `kind` of `x`, float32 and contiguous."""
     values = x.detach().to(torch.float32).contiguous()
     if kind != KINDS["normalize"]:
         return _CURVES[kind](values)
     assert rstd is not None
     flat = values.view(-1, rstd.numel(), inner)
-    middle = flat if mean is None else flat - mean.reshape(-1, 1)
-    return (middle * rstd.reshape(-1, 1)).view(x.shape)
+    centered = flat if mean is None else flat - mean.reshape(-1, 1)
+    return (centered * rstd.reshape(-1, 1)).view(x.shape)
 
 
 def exponential(x: Tensor) -> Tensor:
-    """exp(x) for x up to 88, 0 below -87: 2**n times a polynomial (Cephes' coefficients)."""
+    """Return exp(x) for x up to 88, 0 below -87: 2**n times a polynomial (Cephes' coefficients)."""
     most = torch.where(x > -87.0, x, -87.0)
     shifted = most * 1.44269504088896341 + 12582912.0  # 1.5 * 2**23: the integer comes to lie in the low bits
     n = shifted - 12582912.0
@@ -106,9 +105,7 @@ def exponential(x: Tensor) -> Tensor:
 
 
 def gaussian(z: Tensor) -> Tensor:
-    """exp(-z² / 2) for 0 <= z <= 13, as a power of two: a polynomial of the fraction, the integer in the
-    exponent.
-    """
+    """Return exp(-z² / 2) for 0 <= z <= 13: a power of two, by a polynomial of the exponent's fraction."""
     t = z * z * -0.721347520
     shifted = t + 12582912.0  # 1.5 * 2**23: the integer comes to lie in the low bits
     r = t - (shifted - 12582912.0)
@@ -119,22 +116,15 @@ def gaussian(z: Tensor) -> Tensor:
     return p * power.view(torch.float32)
 
 
-_GELU = (
-    1.52635507e-4,
-    -1.2746394e-3,
-    6.39234946e-3,
-    -2.22468854e-2,
-    5.95140123e-2,
-    -1.31784373e-1,
-    2.49756301e-1,
-    -7.97865387e-1,
-    4.9999974e-1,
-)
+_GELU = [1.52635507e-4, -1.2746394e-3, 6.39234946e-3, -2.22468854e-2, 5.95140123e-2, -1.31784373e-1]
+_GELU += [2.49756301e-1, -7.97865387e-1, 4.9999974e-1]
 
 
 def gelu_derivative(x: Tensor) -> Tensor:
-    """d/dx of x Φ(x): with z = |x| it is 1 - q at z and q at -z, where q / exp(-z² / 2) is nearly a
-    polynomial (a minimax fit: 3e-7 of error). What lies beyond 13 is 1 or 0 in float32.
+    """Return d/dx of x Φ(x): for z = |x| it is 1 - q at z and q at -z.
+
+    q / exp(-z² / 2) is nearly a polynomial (a minimax fit with an error of 3e-7). Beyond 13, the derivative
+    is 1 or 0 in float32.
     """
     size = x.abs()
     z = torch.where(size > 13.0, 13.0, size)
@@ -146,7 +136,7 @@ def gelu_derivative(x: Tensor) -> Tensor:
 
 
 def gelu_tanh_derivative(x: Tensor) -> Tensor:
-    """d/dx of GELU by tanh: with s = (1 + tanh u) / 2 and u = √(2/π) (x + 0.044715 x³)."""
+    """Return d/dx of GELU by tanh: with s = (1 + tanh u) / 2 and u = √(2/π) (x + 0.044715 x³)."""
     square = x * x
     inner = x * (square * 0.0356774081 + 0.797884561)
     inner = torch.where(inner < 40.0, inner, 40.0)
@@ -156,13 +146,13 @@ def gelu_tanh_derivative(x: Tensor) -> Tensor:
 
 
 def silu_derivative(x: Tensor) -> Tensor:
-    """d/dx of x σ(x)."""
+    """Return d/dx of x σ(x)."""
     s = 1.0 / (exponential(-torch.where(x > -80.0, x, -80.0)) + 1.0)
     return s * (x * (1.0 - s) + 1.0)
 
 
 def exp_derivative(x: Tensor) -> Tensor:
-    """exp(x), what a logarithm of a probability is the logarithm of; beyond 88 as there, 0 for NaN."""
+    """Return exp(x), the probability whose logarithm is x; beyond 88 as at 88, and 0 for NaN."""
     return exponential(torch.where(x > 88.0, 88.0, torch.where(torch.isnan(x), -88.0, x)))
 
 

@@ -44,7 +44,7 @@ class Session:
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of the model on `batch`; layers of the loss are named `loss.*`."""
-        with entering.entered(self.losses, "loss"):
+        with entering.enter_loss(self.losses):
             return self.workload.compute_loss(self.model, batch)
 
     def layers(self) -> dict[str, tuple[str, int]]:
@@ -52,7 +52,7 @@ class Session:
         layers: dict[str, tuple[str, int]] = {}
         for catalog in (self.conversion.catalog, self.losses.catalog):
             before = [tag for tag, _ in layers.values()]
-            for tag, index, name in catalog.known():
+            for tag, index, name in catalog.layers():
                 layers[name] = (tag, (index or 0) + before.count(tag))
         return layers
 

@@ -138,7 +138,7 @@ def test_ends_in_half_precision_say_what_ranges_in_single_do(
     x = x.clamp(-limit, limit).to(dtype)
     x[3] = x[3, 0]
     parts, decoded = round_trip(x, spec)
-    wide = quantize.in_single(x, spec, KEY)
+    wide = quantize.encode_with_ranges(x, spec, KEY)
     assert torch.equal(parts[0], wide[0])
     assert parts[1].nbytes == wide[1].nbytes // 2
     # From ends to ranges and back, a step may change in its last bit, and so what is rounded to `dtype`.

@@ -159,7 +159,7 @@ def test_compress_saved_names_the_calls_of_a_loss() -> None:
     loss.backward()
     found = logits.grad
     assert found is not None
-    names = [name for _, _, name in conversion.catalog.known()]  # type: ignore[attr-defined]
+    names = [name for _, _, name in conversion.catalog.layers()]  # type: ignore[attr-defined]
     assert names == ["loss.cross_entropy.0", "loss.gelu.0"]
     again = logits.detach().requires_grad_()
     plain = _loss(again)

@@ -63,7 +63,7 @@ def step(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 def layers(model: nn.Module) -> dict[str, str]:
     conversion = conversion_of(model)
     assert conversion is not None
-    return {name: tag for tag, _, name in conversion.catalog.known()}
+    return {name: tag for tag, _, name in conversion.catalog.layers()}
 
 
 def test_no_function_is_both_routed_and_opened_but_those_that_choose() -> None:

@@ -95,7 +95,7 @@ def test_adapters_are_layers_and_wrappers_are_none() -> None:
     logits(model)
     conversion = conversion_of(model)
     assert conversion is not None
-    names = {name for tag, _, name in conversion.catalog.known() if tag == "fc" and "layers.0" in name}
+    names = {name for tag, _, name in conversion.catalog.layers() if tag == "fc" and "layers.0" in name}
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     adapters = ("base_layer", "lora_A.default", "lora_B.default")
     assert names == {

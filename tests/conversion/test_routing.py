@@ -48,7 +48,7 @@ def convert(model: nn.Module, policy: Policy | str | None = None) -> nn.Module:
 def layers(model: nn.Module) -> dict[str, tuple[str, int | None]]:
     conversion = conversion_of(model)
     assert conversion is not None
-    return {name: (tag, index) for tag, index, name in conversion.catalog.known()}
+    return {name: (tag, index) for tag, index, name in conversion.catalog.layers()}
 
 
 def grads(model: nn.Module, *args: object, call: Callable[..., Tensor] | None = None) -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ def test_wrappers_count_neither_in_names_nor_in_the_fingerprint(
     plain = ViT()
     assert {name for name, _ in named_layers(wrap(plain))} == {name for name, _ in named_layers(plain)}
     assert Catalog.of(wrap(plain)).fingerprint == Catalog.of(plain).fingerprint
-    assert Catalog.of(wrap(plain)).known() == Catalog.of(plain).known()
+    assert Catalog.of(wrap(plain)).layers() == Catalog.of(plain).layers()
 
 
 def test_a_module_of_ones_own_called_module_is_no_wrapper() -> None:

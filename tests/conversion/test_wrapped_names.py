@@ -76,7 +76,7 @@ WRAPS: dict[str, Wrap] = {
 def test_names_indices_and_fingerprint(wrap: str) -> None:
     plain, wrapped = ViT(), WRAPS[wrap](ViT())
     assert {name for name, _ in named_layers(wrapped)} == {name for name, _ in named_layers(plain)}
-    assert Catalog.of(wrapped).known() == Catalog.of(plain).known()
+    assert Catalog.of(wrapped).layers() == Catalog.of(plain).layers()
     assert Catalog.of(wrapped).fingerprint == Catalog.of(plain).fingerprint
 
 

@@ -119,7 +119,7 @@ def test_case_reaches_its_tags(case: Case) -> None:
     step(coded, x, PLAIN)
     conversion = conversion_of(coded)
     assert conversion is not None
-    found = {tag for tag, _, name in conversion.catalog.known() if name.startswith("layer")}
+    found = {tag for tag, _, name in conversion.catalog.layers() if name.startswith("layer")}
     assert found - {"fc"} == set(case.tags) - {"fc"}
     assert found >= set(case.tags)
 

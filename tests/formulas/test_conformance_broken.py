@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import CODECS, Spec, quantize
 from mesa_tune.conversion.model import ConvertedForward
-from mesa_tune.conversion.wrapping import Instead
+from mesa_tune.conversion.wrapping import ReplacementForward
 from mesa_tune.engine import storage
 from mesa_tune.engine.formula import Formula, Grads, Result, Saved
 from mesa_tune.engine.function import Apply
@@ -217,7 +217,7 @@ def test_rule_7_catches_a_norm_that_keeps_its_input(monkeypatch: Patch) -> None:
 
 
 def test_rule_8_catches_a_lost_signature(monkeypatch: Patch) -> None:
-    monkeypatch.delattr(Instead, "__signature__")
+    monkeypatch.delattr(ReplacementForward, "__signature__")
     with pytest.raises(AssertionError, match="signature"):
         rules.check_rule_8(LINEAR)
 

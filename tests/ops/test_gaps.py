@@ -146,7 +146,7 @@ def test_ranges_in_16_bits_bring_the_same_values(levels: int, dtype: torch.dtype
     parts = quantize.encode(x, spec, torch.tensor([1]))
     assert parts[1].dtype == dtype
     decoded = quantize.decode(parts, x.shape, dtype, spec)
-    nearby = quantize.decode(quantize.in_single(x, spec, torch.tensor([1])), x.shape, dtype, spec)
+    nearby = quantize.decode(quantize.encode_with_ranges(x, spec, torch.tensor([1])), x.shape, dtype, spec)
     finite = x.isfinite()
     assert torch.equal(decoded.isfinite(), finite)
     assert torch.equal(nearby.isfinite(), finite)

@@ -142,7 +142,7 @@ def _weigh(samples: Sequence[Program], account: Account) -> None:
             continue
         conversion = conversion_of(ours)
         assert conversion is not None
-        account.tags |= {tag for tag, _, _ in conversion.catalog.known() if tag != "other"}
+        account.tags |= {tag for tag, _, _ in conversion.catalog.layers() if tag != "other"}
 
 
 SWEEP = Sweep(

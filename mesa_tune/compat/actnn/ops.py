@@ -20,7 +20,7 @@ from mesa_tune.compat.actnn.cpp_extension import minimax as ext_minimax
 from mesa_tune.compat.actnn.cpp_extension import quantization as ext_quantization
 from mesa_tune.compat.actnn.layers import Scheme, memories_of, observed, settings_of
 from mesa_tune.compat.missing import unsupported
-from mesa_tune.functional import StandingAlone
+from mesa_tune.functional import SettingsMode
 from mesa_tune.ops.codecs import RAW
 
 __all__ = [
@@ -56,7 +56,7 @@ def _saving(name: str, function: Callable[..., Tensor], channels: int, count: in
         arguments, scheme = args[:count], args[count] if len(args) > count else None
         settings = settings_of(conf.config, 0, scheme)
         weights = [argument for argument in arguments if isinstance(argument, Tensor)]
-        with StandingAlone(settings, name, memories_of(scheme), weights):
+        with SettingsMode(settings, name, memories_of(scheme), weights):
             output = function(input, *arguments)
         return observed(scheme, input, channels, output)
 

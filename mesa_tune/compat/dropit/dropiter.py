@@ -18,8 +18,8 @@ from mesa_tune.compat.gact.controller import controllers_suspended
 from mesa_tune.compat.layers import name_layers
 from mesa_tune.compat.mesa import layers as ms
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.conversion.wrapping import Instead
-from mesa_tune.functional import StandingAlone, policy_at_work
+from mesa_tune.conversion.wrapping import ReplacementForward
+from mesa_tune.functional import SettingsMode, policy_applies
 from mesa_tune.notice import warn_once
 from mesa_tune.policy.settings import LayerSettings
 
@@ -80,19 +80,19 @@ class DropITer:
         return to_dropit(model, strategy, gamma, autocast)
 
 
-class DroppingForward(Instead):
+class DroppingForward(ReplacementForward):
     """Forward of a module that drops. It refers to the module, so a deepcopy refers to the copy."""
 
     def __init__(self, module: nn.Module, name: str, dropiter: DropITer) -> None:
         self.module = module
         self.name = name
         self.dropiter = dropiter
-        self.hang()
+        self.install()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if policy_at_work() or not (self.module.training and torch.is_grad_enabled()):
+        if policy_applies() or not (self.module.training and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
-        with StandingAlone(self.dropiter.spec(), self.name):
+        with SettingsMode(self.dropiter.spec(), self.name):
             return self.plain(*args, **kwargs)
 
 
@@ -165,4 +165,4 @@ def remove(module: nn.Module) -> None:
     if isinstance(module, (ms.Linear, ms.Conv2d)):
         module.dropit_spec = None
     elif isinstance(forward, DroppingForward):
-        forward.take_down()
+        forward.uninstall()

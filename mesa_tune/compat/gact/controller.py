@@ -23,7 +23,7 @@ from mesa_tune.conversion import convert, entering, revert
 from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.layers import Catalog, named_layers
 from mesa_tune.conversion.model import ConvertedForward, conversion_of
-from mesa_tune.conversion.wrapping import Instead
+from mesa_tune.conversion.wrapping import ReplacementForward
 from mesa_tune.engine.routing import inside_backward, state, top_hooks
 from mesa_tune.formulas.table import own_route
 from mesa_tune.notice import warn_once
@@ -185,7 +185,7 @@ class Controller:
         if installed:
             self._apply()
         elif forward is not None and was_installed:
-            forward.hang()
+            forward.install()
             if was_converted:
                 forward.convert()
 
@@ -199,7 +199,7 @@ class Controller:
             name: tag
             for conversion in conversions
             if conversion
-            for tag, _, name in conversion.catalog.known()
+            for tag, _, name in conversion.catalog.layers()
         }
         return tuple(
             Rule.of(tags[layer], None, [layer], {"level": 2**bits}) for layer, bits in self.bits.items()
@@ -227,7 +227,7 @@ class Controller:
         if self._losses is None or self._losses.policy is not self.policy:
             self._losses = Conversion(self.policy, Catalog.empty(), torch.initial_seed(), MIN_ELEMENTS)
         self._entered = ExitStack()
-        self._entered.enter_context(entering.entered(self._losses, "loss"))
+        self._entered.enter_context(entering.enter_loss(self._losses))
 
     def _leave(self) -> None:
         if self._entered is not None:
@@ -235,7 +235,7 @@ class Controller:
             self._entered = None
 
 
-class _ControllerForward(Instead):
+class _ControllerForward(ReplacementForward):
     """Forward of a controller's model: converts the model while hooks around it call the controller.
 
     A copy of the model does not belong to the controller.
@@ -245,7 +245,7 @@ class _ControllerForward(Instead):
         self.module = model
         self.controller: weakref.ref[Controller] | None = weakref.ref(controller)
         self.converted: ConvertedForward | None = None
-        self.hang()
+        self.install()
 
     @property
     def is_converted(self) -> bool:
@@ -264,7 +264,7 @@ class _ControllerForward(Instead):
         controller.convert_model()
         wrapped = self.module.__dict__["forward"]
         assert isinstance(wrapped, ConvertedForward)
-        wrapped.before = self.before
+        wrapped.previous = self.previous
         self.converted = wrapped
         self.module.__dict__["forward"] = self
 
@@ -278,7 +278,7 @@ class _ControllerForward(Instead):
         """Revert the model, and restore the forward that it had."""
         self.revert()
         if self.is_installed:
-            self.take_down()
+            self.uninstall()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not (state.frames or inside_backward()):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mesa_tune.compat.missing import unsupported
-from mesa_tune.functional import StandingAlone
+from mesa_tune.functional import SettingsMode
 from mesa_tune.ops import reference
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.policy.settings import LayerSettings
@@ -15,13 +15,13 @@ _BITS = LayerSettings()
 
 def act_quantized_relu(input: Tensor) -> Tensor:
     """`F.relu`; saves one bit per element."""
-    with StandingAlone(_BITS, "act_quantized_relu"):
+    with SettingsMode(_BITS, "act_quantized_relu"):
         return F.relu(input)
 
 
 def act_quantized_dropout(input: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
     """`F.dropout`; saves one bit per element."""
-    with StandingAlone(_BITS, "act_quantized_dropout"):
+    with SettingsMode(_BITS, "act_quantized_dropout"):
         return F.dropout(input, p, train)
 
 
@@ -41,7 +41,7 @@ def act_quantized_max_pool2d(
     """
     if return_indices:
         raise ValueError("`return_indices` must be False: call F.max_pool2d for indices")
-    with StandingAlone(_BITS, "act_quantized_max_pool2d"):
+    with SettingsMode(_BITS, "act_quantized_max_pool2d"):
         return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
 
 
