@@ -55,7 +55,7 @@ def cached_call(call: Call, output: Any) -> CachedCall:
     kind = first[0][1].device.type
     try:
         lookups = [(look, positions[id(of)], found is None) for look, of, found in call.lookups]
-        answers = [(ask, positions[id(tensor)], answer) for ask, tensor, answer in call.answers]
+        asked = {(ask, positions[id(tensor)]): answer for ask, tensor, answer in call.answers}
         pick = _picking([positions[id(tensor)] for tensor in call.tensors])
     except KeyError:
         raise _UnlikeError from None
@@ -73,7 +73,7 @@ def cached_call(call: Call, output: Any) -> CachedCall:
         constants=[(index, _constant(value)) for index, value in arguments if index not in skipped],
         autocast=(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
         lookups=lookups,
-        answers=answers,
+        answers=[(ask, position, answer) for (ask, position), answer in asked.items()],
         plan=plan,
         pick=pick,
         key=None if plan is None else call.context.key(output.device),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.formula import Formula, Needs, Route, Static
@@ -119,7 +119,7 @@ class Call:
 
     def is_static(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is never packed, and costs nothing to save as it is."""
-        static: bool = self.ask(type(self.context).is_static, tensor)
+        static: bool = type(tensor) is nn.Parameter or self.ask(type(self.context).is_static, tensor)
         return static
 
     def may_change(self, tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from mesa_tune.engine.plan import CallPlan, Sources, Stored, Tensors
 from mesa_tune.engine.rematerialize import Recipe, Source, Traced, find, remember, saved_tensor, take
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import Packing, decided, store
+from mesa_tune.engine.tensors import distinct, summed
 from mesa_tune.errors import RunError
 from mesa_tune.ops.maps import Deferred
 
@@ -46,16 +47,11 @@ class Apply(torch.autograd.Function):
         formula, count = plan.formula, len(plan.needs)
         inputs = tensors[:count]
         result = formula.forward(plan.static, plan.needs, *inputs)
-        stored = _decided(plan, result, inputs) if plan.stored is None else plan.stored
-        lossy = [_as_stored(tensor, how) for tensor, how in zip(result.lossy, stored, strict=True)]
-        sources = _sources(plan, tensors[count:]) if plan.recipes else {}
-        saved = []
-        for index, (tensor, how) in enumerate(zip(lossy, stored, strict=True)):
-            if isinstance(how, Recipe):
-                saved.append(next(parts for i, parts in sources.items() if tensor is inputs[i]))
-            else:
-                memory = None if memories is None else memories.setdefault(index, {})
-                saved.append(store(tensor, how, plan.spec, key, memory))
+        lossy, stored = result.lossy, plan.stored
+        if stored is None:
+            stored = _decided(plan, result, inputs)
+            lossy = tuple([_as_stored(tensor, how) for tensor, how in zip(lossy, stored, strict=True)])
+        saved = _store(plan, memories, key, lossy, stored, inputs, tensors[count:])
         if plan.stored is None:
             plan = plan._replace(stored=tuple(map(_in_parts, stored, saved)))
         ctx.save_for_backward(*result.exact, *[part for parts in saved for part in parts])
@@ -78,7 +74,7 @@ class Apply(torch.autograd.Function):
             return (None,) * count
         gradients = _gradients(ctx, plan, grads[0])
         if plan.positions is not None:
-            gradients = _summed(gradients, plan.positions)
+            gradients = summed(gradients, plan.positions)
         return (None, None, *gradients, *(None,) * (count - 2 - len(gradients)))
 
 
@@ -109,6 +105,27 @@ def _is_exact(tensor: Tensor | Deferred, exact: Needs, inputs: Sequence[Tensor |
 def _share_storage(tensor: Tensor, other: Tensor) -> bool:
     strided = tensor.layout is other.layout is torch.strided and not torch.compiler.is_compiling()
     return strided and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _store(
+    plan: CallPlan,
+    memories: Memories | None,
+    key: Tensor,
+    lossy: Sequence[Tensor | Deferred],
+    stored: Stored,
+    inputs: Sequence[Tensor | None],
+    extra: Sequence[Tensor | None],
+) -> list[list[Tensor]]:
+    """Return what to save for each lossy tensor: packed parts, itself, or what it is made again from."""
+    sources = _sources(plan, extra) if plan.recipes else {}
+    saved = []
+    for index, (tensor, how) in enumerate(zip(lossy, stored, strict=True)):
+        if isinstance(how, Recipe):
+            saved.append(next(parts for i, parts in sources.items() if tensor is inputs[i]))
+        else:
+            memory = None if memories is None else memories.setdefault(index, {})
+            saved.append(store(tensor, how, plan.spec, key, memory))
+    return saved
 
 
 def _in_parts(how: Packing | Recipe, parts: Sequence[Tensor]) -> Packing | Recipe:
@@ -200,9 +217,9 @@ apply_plan: Any = super(torch.autograd.Function, Apply).apply  # pyright: ignore
 def applied(plan: CallPlan, memories: Memories | None, key: Tensor, *tensors: Tensor | None) -> Any:
     """Return `Apply.apply` of a plan, in eager or traced code."""
     if torch.compiler.is_compiling():
-        distinct, positions = _distinct(tensors)
-        if len(distinct) < len(tensors):
-            plan, tensors = plan._replace(positions=tuple(positions)), tuple(distinct)
+        once, positions = distinct(tensors)
+        if len(once) < len(tensors):
+            plan, tensors = plan._replace(positions=tuple(positions)), tuple(once)
     elif not torch._C._are_functorch_transforms_active():
         return apply_plan(plan, memories, *tensors, key)
     return Apply.apply(plan, memories, *tensors, key)  # type: ignore[no-untyped-call]
@@ -232,28 +249,6 @@ def run(
     recipe = recipe or plan.recipe(tensors, sources, y)
     remember(y, Source(recipe, tuple(plan.ingredients(tensors, sources, parts))), traced)
     return y
-
-
-def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
-    """Return each tensor once, and the position of each original among these."""
-    distinct: list[Tensor | None] = []
-    positions = []
-    for tensor in tensors:
-        index = [i for i, other in enumerate(distinct) if other is tensor and tensor is not None]
-        positions.append(index[0] if index else len(distinct))
-        if not index:
-            distinct.append(tensor)
-    return distinct, positions
-
-
-def _summed(grads: Grads, positions: tuple[int, ...]) -> Grads:
-    """Return, for each tensor passed, the sum of its gradients."""
-    sums: list[Tensor | None] = [None] * (max(positions) + 1)
-    for grad, index in zip(grads, positions, strict=False):
-        if grad is not None:
-            total = sums[index]
-            sums[index] = grad if total is None else total + grad
-    return tuple(sums)
 
 
 def _undefined(layer: str) -> RunError:
@@ -350,11 +345,12 @@ class CachedCall:
             other = given[index]
             if other is not value and not _is_same(value, other):
                 return False
-        if False in [given[index] is given[first] for index, first in self.repeats]:
+        if self.repeats and not all(given[index] is given[first] for index, first in self.repeats):
             return False
-        return False not in [
-            question(context, given[index]) is answer for question, index, answer in self.answers
-        ]
+        for question, index, answer in self.answers:  # noqa: SIM110 (a generator takes longer)
+            if question(context, given[index]) is not answer:
+                return False
+        return True
 
     def _derived(self, plan: CallPlan, tensors: Sequence[Any]) -> Any:
         """Return the output of a call that makes inputs again, or lets others do so."""

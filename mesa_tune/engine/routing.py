@@ -261,8 +261,7 @@ class RoutingMode(TorchFunctionMode):
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the body of a Python function of PyTorch with the mode on, under a name of its own."""
         frames, opened = state.frames, self.opened[func]
-        frame = frames[-1]
-        frames.append(frame.within(frame.numbered(opened.name)))
+        frames.append(frames[-1].within(frames[-1].numbered(opened.name)))
         try:
             with RoutingMode(self.routes, self.opened, self.hooks):
                 return opened.body(*args, **kwargs)
@@ -283,11 +282,11 @@ class RoutingMode(TorchFunctionMode):
 
     def _cached(self, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the output of a call by a cached plan of its layer; `MISS` if there is none for it."""
-        calls, hooked = frame.host.calls.calls, frame.hooks is self.hooks.pack
+        hooked = frame.hooks is self.hooks.pack
         if hooked:
             pop_hooks()
         try:
-            return run_cached(calls, layer, func, args, kwargs, frame)
+            return run_cached(frame.host.calls.calls, layer, func, args, kwargs, frame)
         finally:
             if hooked:
                 push_hooks(*self.hooks)

@@ -48,12 +48,16 @@ class Total:
 class SavedTensor:
     """A saved tensor: `parts`, stored as `packing` says under `spec`; decoded by `whole`."""
 
-    __slots__ = ("codec", "packing", "parts", "spec")
+    __slots__ = ("packing", "parts", "spec")
 
     def __init__(self, parts: Sequence[Tensor], packing: Packing, spec: Spec | None) -> None:
         self.parts, self.packing, self.spec = parts, packing, spec
-        packed = packing.packed and packing.expanded is None and not torch.compiler.is_compiling()
-        self.codec: Any = CODECS[spec.codec] if packed and spec is not None else None
+
+    @property
+    def codec(self) -> Any:
+        """The codec that packed it; None if it was saved as it is or repeated, and in traced code."""
+        packed = self.packing.packed and self.packing.expanded is None and self.spec is not None
+        return CODECS[self.spec.codec] if packed and not torch.compiler.is_compiling() else None  # type: ignore[union-attr]
 
     @staticmethod
     def of(tensor: Tensor) -> "SavedTensor":

@@ -79,7 +79,9 @@ class StaticTensors(Registry):
         """Return whether `tensor` lies in the storage of such a tensor."""
         if tensor.layout is not torch.strided:
             return False
-        if self.facts(tensor) is not None:
+        storage = tensor.untyped_storage()
+        record = self._records.get(storage._cdata)
+        if record is not None and record[0]() is storage:
             return True
         root = self.root
         if root is None or not tensor.is_leaf:
@@ -386,7 +388,7 @@ def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *argumen
     """Return `make(*arguments)`, or what it returned before for the same `tensor` and `what`."""
     if _is_selective():
         return make(*arguments)
-    facts, name = registry().file(tensor), (tensor._version, tensor.storage_offset(), what)
+    facts, name = _per_thread.registry.file(tensor), (tensor._version, tensor.storage_offset(), what)
     references = facts.get(name)
     if references is not None:
         parts = [reference() for reference in references]

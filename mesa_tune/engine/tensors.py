@@ -44,3 +44,25 @@ def layout_of(x: Tensor) -> torch.memory_format:
         if x.dim() == dim and x.is_contiguous(memory_format=layout) and not x.is_contiguous():
             return layout
     return torch.contiguous_format
+
+
+def distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
+    """Return each tensor once, and the position of each original among these."""
+    once: list[Tensor | None] = []
+    positions = []
+    for tensor in tensors:
+        index = [i for i, other in enumerate(once) if other is tensor and tensor is not None]
+        positions.append(index[0] if index else len(once))
+        if not index:
+            once.append(tensor)
+    return once, positions
+
+
+def summed(grads: tuple[Tensor | None, ...], positions: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+    """Return, for each tensor passed, the sum of its gradients."""
+    sums: list[Tensor | None] = [None] * (max(positions) + 1)
+    for grad, index in zip(grads, positions, strict=False):
+        if grad is not None:
+            total = sums[index]
+            sums[index] = grad if total is None else total + grad
+    return tuple(sums)
