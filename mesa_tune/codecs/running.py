@@ -105,9 +105,9 @@ def _ends(state: Tensor, extents: Tensor) -> Tensor:
 
 
 def _state(extents: Tensor, memory: Memory) -> Tensor:
-    """Return widths and minima of the groups, `[2, groups]`, after adding missing groups to the memory.
+    """Return the running widths (max − min) and minima of this batch's groups, `[2, groups]`.
 
-    The groups of a smaller batch are the first groups of a larger one.
+    Groups that the memory does not have yet are added to it, as NaN. A smaller batch uses the first groups.
     """
     groups = extents.shape[0]
     for name in ("clip_val", "shift"):

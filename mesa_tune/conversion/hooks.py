@@ -44,9 +44,9 @@ def _unpacked(tensor: Tensor) -> HookedTensor:
 
 
 def _is_input(tensor: Tensor) -> bool:
-    """Return whether `tensor` existed before the routed call that saves it (seen under an observer only).
+    """Return whether `tensor` existed before the routed call that saves it; known only under an observer.
 
-    PyTorch saves such a tensor itself, by which other layers recognize it.
+    Such a tensor must be saved as the same object: other layers that save it, too, are found by that.
     """
     return state.paused and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() < state.began
 

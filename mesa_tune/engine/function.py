@@ -195,7 +195,7 @@ def _as_stored(tensor: Tensor | Deferred, how: Packing | Recipe) -> Tensor | Def
 
 
 def _gradients(ctx: Any, plan: CallPlan, grad: Tensor) -> Grads:
-    """Return the gradients of the formula's tensors."""
+    """Restore the saved tensors and return the formula's gradients, one (or None) for each of its inputs."""
     tensors, first = ctx.saved_tensors, ctx.exact
     assert plan.stored is not None
     lossy: list[SavedTensor] = []

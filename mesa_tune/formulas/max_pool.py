@@ -117,7 +117,10 @@ def adaptive_max_pool(
 def _apply(
     call: Call, x: Tensor, kind: str, dims: int, arguments: tuple[Any, ...], returns_indices: bool
 ) -> Any:
-    """Return `x` pooled, with bits saved where it is large; PyTorch itself raises for other dimensions."""
+    """Return `x` pooled. For a large `x`, positions in windows are saved in few bits; else the call is plain.
+
+    A plain call raises for an `x` of other than `dims` + 1 or + 2 dimensions.
+    """
     fits = x.dim() in (dims + 1, dims + 2) and x.numel() > call.spec.min_elements
     if not (fits and x.requires_grad):
         return call.plain()

@@ -274,7 +274,7 @@ class SizedTimeline:
         return sum(self.span_bytes(span, size, used) for span, size in pairs if self.is_saved(span))
 
     def is_saved(self, span: SavedSpan) -> bool:
-        """Return whether `span`, where alive, is alive between forward and backward."""
+        """Return whether the lifetime of `span` includes the moment between forward and backward."""
         return span.first <= self.forward_end < span.last
 
     def compressed(self, assignment: Assignment) -> dict[str, LayerSettings]:

@@ -235,7 +235,7 @@ def torch_instance_norm(
 
 
 def _has_instances(input: Tensor, own: bool, mean: Tensor | None, var: Tensor | None) -> bool:
-    """Return False where `F.instance_norm` raises: it then does so by itself."""
+    """Return whether `F.instance_norm` accepts the input; if not, the plain call raises PyTorch's error."""
     if input.dim() < 3 or input.numel() == 0:
         return False
     return input[0, 0].numel() > 1 if own else mean is not None and var is not None
