@@ -200,7 +200,10 @@ def compress_saved(policy: Policy, *, seed: int | None = None) -> Iterator[None]
         conversion.restart(noise_seed)
     with entering.enter_loss(conversion):
         yield
-    if not torch.compiler.is_compiling():
+    by_index = any(
+        rule.indices not in (None, "all") for rule in policy.rules
+    )  # which other calls would shift
+    if not (by_index or torch.compiler.is_compiling()):
         _finished.append((policy, conversion))
 
 
@@ -213,6 +216,6 @@ def _take_finished(policy: Policy) -> Conversion | None:
     entry = next((entry for entry in tuple(_finished) if entry[0] is policy or entry[0] == policy), None)
     try:
         _finished.remove(entry)  # type: ignore[arg-type]
-    except ValueError:  # none, or another thread has taken it
+    except (ValueError, IndexError):  # none, or another thread has taken one
         return None
     return None if entry is None else entry[1]

@@ -51,6 +51,10 @@ def cached_call(call: Call, output: Any) -> CachedCall:
         raise _UnlikeError
     tensors = [(index, value) for index, value in arguments if isinstance(value, Tensor)]
     first = [(index, tensor) for index, tensor in tensors if positions[id(tensor)] == index]
+    if not first or any(tensor.layout is not torch.strided or tensor.is_nested for _, tensor in first):
+        raise _UnlikeError
+    if call.plan is not None and not {id(tensor) for _, tensor in first} <= set(map(id, call.tensors)):
+        raise _UnlikeError  # its value may have been used
     skipped = {*(index for index, _ in tensors), *(index for index, *_ in sequences)}
     kind = first[0][1].device.type
     try:
@@ -71,7 +75,7 @@ def cached_call(call: Call, output: Any) -> CachedCall:
         alike=alike([tensor for _, tensor in first]),
         repeats=[(i, positions[id(tensor)]) for i, tensor in tensors if positions[id(tensor)] != i],
         constants=[(index, _constant(value)) for index, value in arguments if index not in skipped],
-        autocast=(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
+        autocast=(kind, torch.get_autocast_dtype(kind)) if _casts(kind) else None,
         lookups=lookups,
         answers=[(ask, position, answer) for (ask, position), answer in asked.items()],
         plan=plan,
@@ -98,7 +102,9 @@ class CallCache:
         """
         shapes = self._shapes.setdefault(layer, set())
         leaves = (*call.args, *call.kwargs.values())
-        signature = tuple([leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves])
+        signature = tuple(
+            [leaf.shape if isinstance(leaf, Tensor) and not leaf.is_nested else type(leaf) for leaf in leaves]
+        )
         if signature not in shapes:
             if len(shapes) >= _SHAPES_PER_LAYER:
                 shapes.clear()
@@ -148,11 +154,18 @@ def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return check
 
 
+def _casts(kind: str) -> bool:
+    """Return whether autocast is on for a kind of device (some have none)."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(kind)
+
+
 def _looks(tensors: Sequence[Tensor]) -> Any:
-    """Return the properties that guards compare."""
+    """Return the properties that guards compare; None if one is no tensor."""
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        return None
     state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kinds = {tensor.device.type for tensor in tensors}
-    casts = sorted((kind, torch.is_autocast_enabled(kind)) for kind in kinds)
+    casts = sorted((kind, _casts(kind)) for kind in kinds)
     return (
         state,
         casts,

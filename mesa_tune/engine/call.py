@@ -130,7 +130,7 @@ class Call:
     def apply(self, formula: Formula, static: Static, *tensors: Tensor | None) -> Any:
         """Run `formula` on the tensors; `plain()` if no gradient is needed or nothing would get smaller."""
         needs, odd = _wanted(tensors)
-        if True not in needs:
+        if True not in needs or _has_tensor(static):  # a tensor in place of a number
             return self.plain()
         if odd:
             return self.refuse("complex, sparse and nested tensors have no formula")
@@ -253,6 +253,12 @@ class Call:
         spec = self.spec
         small = packing_of(tensor, spec).bytes is None and tensor.is_floating_point()
         return small and self.ask(lambda _, tensor: is_copied(tensor, spec), tensor)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_tensor(element) for element in value)
+    return isinstance(value, Tensor)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

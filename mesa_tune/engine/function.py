@@ -316,7 +316,7 @@ class CachedCall:
         plan = self.plan
         if plan is None:
             return func(*args, **kwargs)
-        if self.candidates:
+        if self.candidates or plan.exposes is not None:
             return self._derived(plan, self.pick(found))
         return apply_plan(plan, self.memories, *self.pick(found), self.key)
 

@@ -569,3 +569,76 @@ def test_settings_that_change_after_the_first_forward_are_those_of_the_next() ->
 def _distance(found: list[Tensor | None], right: list[Tensor | None]) -> float:
     pairs = [(a, b) for a, b in zip(found, right, strict=True) if a is not None and b is not None]
     return sum(float((a - b).square().sum()) for a, b in pairs)
+
+
+def test_tensors_in_place_of_numbers_are_read_in_every_call() -> None:
+    class Stepped(nn.Module):
+        step: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 12)
+            self.register_buffer("step", torch.tensor(1.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            y: Tensor = self.linear(x)
+            y = F.dropout(F.hardtanh(y, -1 / self.step, 1 / self.step), 0.0 / self.step)  # type: ignore[arg-type]
+            return F.leaky_relu(y - 0.1, 1 / self.step)  # type: ignore[arg-type]
+
+    plain = Stepped()
+    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    for _ in range(5):
+        assert torch.equal(model(X), plain(X))
+
+
+@pytest.mark.parametrize("size", [128, 8])
+def test_an_output_is_exposed_though_no_input_can_be_made_again(size: int) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.mix = nn.Linear(size, size), nn.Parameter(torch.randn(size, size))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.linear(x), torch.softmax(self.mix, -1))
+
+    plain, x = Mixed(), torch.randn(64, size)
+    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=256, store="derive"), min_elements=16)
+    for _ in range(6):
+        y = model(x)
+        assert torch.equal(y, plain(x))
+        y.sum().backward()
+
+
+def test_calls_without_guards_stay_planned() -> None:
+    weight = nn.Parameter(torch.randn(12, 12))
+
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.mm(x, self.weight)
+
+    model = mt.convert(Products(), mt.Policy.uniform(level=16), min_elements=0)
+    rows = torch.eye(12).to_sparse_csr()
+    for _ in range(4):
+        assert torch.equal(model(rows), torch.mm(rows, weight))
+
+
+def test_what_a_loss_saves_does_not_depend_on_the_losses_before() -> None:
+    text = (
+        "# mesa-tune policy 1\non loss:\n    by_index: 0\n    level: 256\n\n    by_index: 1\n    level: 2\n"
+    )
+    policy, x = mt.Policy.parse(text), torch.randn(64, 100, requires_grad=True)
+    found = []
+    for before in (False, True, False):
+        if before:
+            with mt.compress_saved(policy, seed=1):
+                F.cross_entropy(x * 1.0, torch.arange(64)) + F.mse_loss(x * 1.0, torch.zeros(64, 100))
+            continue
+        with mt.compress_saved(policy, seed=1):
+            loss = F.mse_loss(x * 1.0, torch.zeros(64, 100))
+        found.append(torch.autograd.grad(loss, x)[0])
+    assert torch.equal(*found)
