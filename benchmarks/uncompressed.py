@@ -10,16 +10,17 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from meters import given_tensors, loss_under, model_under
 from torch import Tensor, UntypedStorage, nn
 
 import mesa_tune as mt
-from mesa_tune.engine.observer import Replay
+from mesa_tune.engine.observer import Observer
 from mesa_tune.engine.rematerialize import Recipe
 from mesa_tune.engine.storage import Packing
+from mesa_tune.ops.maps import Deferred
 from mesa_tune.profiler.trace import observing
 
 
@@ -95,10 +96,8 @@ class _SavedTensor(NamedTuple):
     dtype: str
 
 
-class SavedTensorObserver:
+class SavedTensorObserver(Observer):
     """Observer of a forward: all tensors that autograd saves, and which of them are packed."""
-
-    wants_tensors = False
 
     def __init__(self) -> None:
         self.derived: Counter[tuple[str, str]] = Counter()
@@ -138,7 +137,7 @@ class SavedTensorObserver:
     def stored(
         self,
         layer: str,
-        lossy: tuple[Tensor, ...],
+        lossy: tuple[Tensor | Deferred, ...],
         how: tuple[Packing | Recipe, ...],
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
@@ -153,15 +152,7 @@ class SavedTensorObserver:
                 packed += stored
         for part in packed:
             self._packed[part.untyped_storage()._cdata] = weakref.ref(part.untyped_storage())
-        # For a tensor stored by a hook, `saved` is called first, and then `kept`.
-        if len(lossy) == 1 and lossy[0] is self._newest:
-            del self._saved[lossy[0].untyped_storage()._cdata]
-
-    def backward(self, replay: Replay) -> None:
-        """Do nothing: only a forward is observed."""
-
-    def asked(self, layer: str, tensors: Any) -> None:
-        """Do nothing: the tensors that a plan depends on are not counted."""
-
-    def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
-        return tensor
+        # For a tensor stored by a hook, `saved` is called first, and then `stored`.
+        newest = self._newest
+        if newest is not None and len(lossy) == 1 and lossy[0] is newest:
+            del self._saved[newest.untyped_storage()._cdata]

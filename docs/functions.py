@@ -168,7 +168,7 @@ def taken(case: Case) -> list[str]:
     """Return the names of the formulas that the call of `case` takes."""
     _RecordingCall.names.clear()
     call = _RecordingCall("layer", EIGHT, Bare(), case.function, fresh(case, torch.float32), case.kwargs)
-    call.served(ROUTES[case.function])
+    call.run_by(ROUTES[case.function])
     return list(_RecordingCall.names)
 
 

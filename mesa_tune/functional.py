@@ -22,11 +22,10 @@ from mesa_tune.engine.function import Memories
 from mesa_tune.engine.rematerialize import Traced
 from mesa_tune.engine.routing import state, transformed
 from mesa_tune.formulas.table import ROUTES
-from mesa_tune.ops import GOLDEN
+from mesa_tune.ops import NOISE_STEP, as_int64
 from mesa_tune.policy.settings import LayerSettings
 
 _DEFAULT = LayerSettings()
-_STEP = GOLDEN - 2**64  # odd: no key repeats within 2⁶⁴ calls
 _counts = {"cpu": torch.zeros(1, dtype=torch.int64)}
 
 
@@ -59,7 +58,7 @@ def _by_spec(
         return function(*args, **kwargs)
     route = ROUTES[function]
     call = Call(layer or route.name, spec, _NoConversion(exact), function, args, kwargs, memories)
-    return call.served(route)
+    return call.run_by(route)
 
 
 class _NoConversion:
@@ -77,7 +76,7 @@ class _NoConversion:
         name = str(device)
         if name not in _counts:
             _counts[name] = _counts["cpu"].to(device)
-        _counts[name].add_(_STEP)
+        _counts[name].add_(NOISE_STEP)
         key: Tensor = _counts[name] + _seed()
         return key
 
@@ -127,7 +126,7 @@ def _base(tensor: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _seed() -> int:
-    return (torch.initial_seed() + 2**63) % 2**64 - 2**63
+    return as_int64(torch.initial_seed())
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -52,7 +52,7 @@ class Bare:
 
 def served(function: Callable[..., Any], spec: Spec, *args: Any, **kwargs: Any) -> Any:
     """The call by our function, with `spec`, nothing being a parameter or batch."""
-    return Call("layer", spec, Bare(), function, args, kwargs).served(ROUTES[function])
+    return Call("layer", spec, Bare(), function, args, kwargs).run_by(ROUTES[function])
 
 
 def _tensors(*shapes: tuple[int, ...]) -> Callable[[torch.dtype], list[Any]]:

@@ -21,9 +21,9 @@ from mesa_tune.engine.observer import watch
 from mesa_tune.engine.routing import state
 from mesa_tune.engine.storage import StaticTensors, registry
 from mesa_tune.notice import warn_once
+from mesa_tune.ops import NOISE_STEP, as_int64
 from mesa_tune.policy import Policy
 
-_STEP = 0x9E3779B97F4A7C15 - 2**64  # odd: no key repeats within 2⁶⁴ forwards
 _CPU = torch.device("cpu")
 
 
@@ -75,7 +75,7 @@ class Conversion:
     def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None:
         """Note that an outermost forward of `root` begins: advance the forward number, and file its batch."""
         for key in self.keys.values():
-            key.add_(_STEP)
+            key.add_(NOISE_STEP)
         if torch.compiler.is_compiling():
             return
         if self.first and self.ended and not (self.waits and self.backwards == watch.backwards):
@@ -208,15 +208,11 @@ def replaced_parameters(module: nn.Module) -> list[Tensor]:
 
 
 def _mixed(seed: int) -> int:
-    return _signed((seed * 0xBF58476D1CE4E5B9 + rank_offset()) % 2**64)
+    return as_int64(seed * 0xBF58476D1CE4E5B9 + rank_offset())
 
 
 def rank_offset() -> int:
     """Return the number that is added to a key, so that two ranks round differently."""
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if initialized else 0
-    return _signed((rank + 1) * 0x94D049BB133111EB % 2**64)
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
+    return as_int64((rank + 1) * 0x94D049BB133111EB)

@@ -73,7 +73,7 @@ def run_without_gradients(entrant: Entrant, args: Any, kwargs: Any) -> Any:
     It has its own frame, so that the calls after it in the outer module have the same names as otherwise.
     """
     frames, above = state.frames, state.frames[-1]
-    frames.append(Frame(above.host, entrant.name, None, above.batch, above.traced, above.hooks, above.task))
+    frames.append(above.below(entrant.name))
     try:
         return entrant.plain(*args, **kwargs)
     finally:
@@ -87,7 +87,7 @@ def _nested_frame(entrant: Entrant) -> Frame | None:
     above = state.frames[-1]
     if above.host is not entrant.conversion or not above.surrounds():
         return None
-    return Frame(above.host, entrant.name, entrant.route, above.batch, above.traced, above.hooks, above.task)
+    return above.below(entrant.name, entrant.route)
 
 
 def _new_frame(entrant: Entrant, args: Any, kwargs: Any) -> tuple[Frame, bool, bool]:

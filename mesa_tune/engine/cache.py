@@ -6,7 +6,7 @@ dispatch keys), if their other arguments are equal, and if the route's questions
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ except ImportError:  # not a public name
 from mesa_tune.engine.call import Call, may_change
 from mesa_tune.engine.function import SEQUENCES, CachedCall, CachedCalls
 from mesa_tune.engine.rematerialize import find
+from mesa_tune.engine.tensors import casts
 
 _CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format}
 _PLANS_PER_LAYER = 8
@@ -58,7 +59,7 @@ def cached_call(call: Call, output: Any) -> CachedCall:
     skipped = {*(index for index, _ in tensors), *(index for index, *_ in sequences)}
     kind = first[0][1].device.type
     try:
-        lookups = [(look, positions[id(of)], found is None) for look, of, found in call.lookups]
+        lookups = [(look, positions[id(of)], tensors is None) for look, of, tensors in call.lookups]
         asked = {(ask, positions[id(tensor)]): answer for ask, tensor, answer in call.answers}
         pick = _picking([positions[id(tensor)] for tensor in call.tensors])
     except KeyError:
@@ -75,7 +76,7 @@ def cached_call(call: Call, output: Any) -> CachedCall:
         alike=alike([tensor for _, tensor in first]),
         repeats=[(i, positions[id(tensor)]) for i, tensor in tensors if positions[id(tensor)] != i],
         constants=[(index, _constant(value)) for index, value in arguments if index not in skipped],
-        autocast=(kind, torch.get_autocast_dtype(kind)) if _casts(kind) else None,
+        autocast=(kind, torch.get_autocast_dtype(kind)) if casts(kind) else None,
         lookups=lookups,
         answers=[(ask, position, answer) for (ask, position), answer in asked.items()],
         plan=plan,
@@ -154,9 +155,7 @@ def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return check
 
 
-def _casts(kind: str) -> bool:
-    """Return whether autocast is on for a kind of device (some have none)."""
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(kind)
+_PROPERTIES = attrgetter("__class__", "dtype", "device", "layout", "requires_grad", "shape")
 
 
 def _looks(tensors: Sequence[Tensor]) -> Any:
@@ -164,23 +163,6 @@ def _looks(tensors: Sequence[Tensor]) -> Any:
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return None
     state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    kinds = {tensor.device.type for tensor in tensors}
-    casts = sorted((kind, _casts(kind)) for kind in kinds)
-    return (
-        state,
-        casts,
-        [
-            (
-                type(t),
-                t.dtype,
-                t.device,
-                t.layout,
-                t.requires_grad,
-                t.is_conj(),
-                t.is_neg(),
-                t.shape,
-                t.stride(),
-            )
-            for t in tensors
-        ],
-    )
+    kinds = sorted({tensor.device.type for tensor in tensors})
+    properties = [(_PROPERTIES(t), t.stride(), t.is_conj(), t.is_neg()) for t in tensors]
+    return state, list(map(casts, kinds)), properties

@@ -12,7 +12,8 @@ from mesa_tune.engine.function import MISS, Lookup, Memories, Question, run, run
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.plan import CallPlan, Sources, Tensors
 from mesa_tune.engine.rematerialize import Traced, find
-from mesa_tune.engine.storage import is_copied, is_packed, packing_of
+from mesa_tune.engine.storage import is_packed, is_too_small
+from mesa_tune.engine.tensors import casts, views_large_storage
 from mesa_tune.notice import warn_once
 
 Plain = Callable[[], Any]
@@ -98,7 +99,7 @@ class Call:
         self.output = self.func(*self.args, **self.kwargs)
         return self.output
 
-    def served(self, route: Route) -> Any:
+    def run_by(self, route: Route) -> Any:
         """Return the output of the call by its route."""
         unknown = [name for name in self.kwargs if name not in route.parameters]
         if unknown:
@@ -182,7 +183,7 @@ class Call:
             if cached is not MISS:
                 return cached
         part = type(self)(self.layer, self.spec, self.context, func, args, kwargs)
-        output = part.served(route)
+        output = part.run_by(route)
         if self.cache is not None:
             self.cache.note(name, part, output)
         return output
@@ -250,9 +251,7 @@ class Call:
 
     def _is_copied(self, tensor: Tensor) -> bool:
         """Return whether `tensor`, too small to be packed, is copied out of a large storage."""
-        spec = self.spec
-        small = packing_of(tensor, spec).bytes is None and tensor.is_floating_point()
-        return small and self.ask(lambda _, tensor: is_copied(tensor, spec), tensor)
+        return is_too_small(tensor, self.spec) and self.ask(views_large_storage, tensor)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -263,10 +262,8 @@ def _has_tensor(value: Any) -> bool:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype to which autocast would cast a matrix product of `x`; None outside autocast."""
-    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
-        return None
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or not x.is_floating_point():
+    if not casts(kind) or x.dtype == torch.float64 or not x.is_floating_point():
         return None
     return torch.get_autocast_dtype(kind)
 

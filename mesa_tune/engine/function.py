@@ -1,7 +1,8 @@
-"""`Apply`, our only `autograd.Function`: runs a formula, stores what it saves, and restores it in backward.
+"""`Apply`, our only `autograd.Function`, and `CachedCall`: a call runs by its plan, made anew or cached.
 
-What is hard is that eager and traced code, in-place operations and views of PyTorch all limit what a Function
-may return, and that other layers may need its packed parts (`store: derive`).
+`Apply` runs the formula, stores what it saves, and restores it in backward. What is hard is that eager and
+traced code, in-place operations and views of PyTorch all limit what a Function may return, and that other
+layers may need its packed parts (`store: derive`).
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -272,7 +273,7 @@ Lookup = Callable[[Tensor], Sequence[Tensor] | None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CachedCall:
-    """The plan of a call of `func` (None: it is plain), and what other arguments must be like for it.
+    """The `plan` of a call of `func` (None: it is plain), and what other arguments must be like for it.
 
     Positions are those among the arguments, the values of keywords (`names`) and a None, `count` in all, then
     the elements of arguments that are sequences of tensors (`sequences`: their positions, types and lengths),
@@ -307,18 +308,18 @@ class CachedCall:
         given = (*args, *kwargs.values(), None)
         if len(given) != self.count or func is not self.func or tuple(kwargs) != self.names:
             return MISS
-        found = self._with_elements(given) if self.sequences else given
-        if found is None or not self.alike(*self.tensors(found)):
+        values = self._with_elements(given) if self.sequences else given
+        if values is None or not self.alike(*self.tensors(values)):
             return MISS
-        found = self._with_lookups(found) if self.lookups else found
-        if found is None or not self._agrees(found, context):
+        values = self._with_lookups(values) if self.lookups else values
+        if values is None or not self._agrees(values, context):
             return MISS
         plan = self.plan
         if plan is None:
             return func(*args, **kwargs)
         if self.candidates or plan.exposes is not None:
-            return self._derived(plan, self.pick(found))
-        return apply_plan(plan, self.memories, *self.pick(found), self.key)
+            return self._derived(plan, self.pick(values))
+        return apply_plan(plan, self.memories, *self.pick(values), self.key)
 
     def _with_elements(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the arguments and the elements of sequences; None if those are not alike."""
@@ -354,10 +355,9 @@ class CachedCall:
 
     def _derived(self, plan: CallPlan, tensors: Sequence[Any]) -> Any:
         """Return the output of a call that makes inputs again, or lets others do so."""
-        found = [find(tensors[index], None) for index in self.candidates]
-        if [None if source is None else source.recipe for source in found] != self.recipes:
+        sources = {i: source for i in self.candidates if (source := find(tensors[i], None)) is not None}
+        if [sources[i].recipe if i in sources else None for i in self.candidates] != self.recipes:
             return MISS
-        sources = {i: source for i, source in zip(self.candidates, found, strict=True) if source is not None}
         assert self.key is not None
         return run(plan, self.memories, self.key, tensors, sources, recipe=self.recipe)
 

@@ -1,7 +1,7 @@
 """`Observer`: the interface by which the profiler sees what calls save and restore; eager only."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -34,26 +34,22 @@ class Replay:
         return self.formula.backward(self.saved._replace(needs=needs, lossy=tensors), self.grad)
 
 
-class Observer(Protocol):
-    """An object that is shown what calls save and restore.
+class Observer:
+    """Base class of objects that are shown what calls save and restore; each method does nothing here.
 
     `wants_tensors`: also compute tensors that a step would never compute as a whole, and show them.
     """
 
-    @property
-    def wants_tensors(self) -> bool: ...
+    wants_tensors = False
 
     def begin(self, layer: str | None, given: Any) -> None:
         """Note that a torch call begins; `layer` is None for a call that is not routed."""
-        ...
 
     def end(self, layer: str | None, output: Any) -> None:
         """Note that this call has ended."""
-        ...
 
     def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None:
         """Note that the plan of `layer` depends on whether one of `tensors` gets smaller."""
-        ...
 
     def stored(
         self,
@@ -65,19 +61,16 @@ class Observer(Protocol):
         row: int,
     ) -> None:
         """Note that a call has stored `lossy` as `parts`, as `how` says, and `exact` as they are."""
-        ...
 
     def saved(self, layer: str, tensor: Tensor) -> None:
         """Note that autograd itself saves `tensor` during a call of `layer`."""
-        ...
 
     def backward(self, replay: Replay) -> None:
         """Note that a call's backward begins."""
-        ...
 
     def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
         """Return the tensor that a hook returns to autograd instead of `tensor`."""
-        ...
+        return tensor
 
 
 class _Watch:

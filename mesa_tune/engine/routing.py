@@ -40,8 +40,6 @@ class Host(Protocol):
     owed: int
     waits: bool
     calls: CallCache
-    specs: dict[str, Spec | None]
-    keys: dict[torch.device, Tensor]
     static: StaticTensors
 
     def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None: ...
@@ -85,11 +83,13 @@ class Frame:
 
     def within(self, name: str) -> Frame:
         """Return the frame of a Python function of PyTorch, called in this module under this name."""
-        frame = Frame(
-            self.host, self.module, None, self.batch, self.traced, self.hooks, self.task, self.is_loss
-        )
-        frame.prefix = name
+        frame = self.below(self.module)
+        frame.prefix, frame.is_loss = name, self.is_loss
         return frame
+
+    def below(self, module: str, own: Route | None = None) -> Frame:
+        """Return the frame of a module that runs inside this one."""
+        return Frame(self.host, module, own, self.batch, self.traced, self.hooks, self.task)
 
     def surrounds(self) -> bool:
         """Return whether the code that runs now belongs to this module's run; eager only.
@@ -115,7 +115,7 @@ class Frame:
 
     def key(self, device: torch.device) -> Tensor:
         """The one-element int64 tensor that rounding noise depends on."""
-        return self.host.keys[device] if device in self.host.keys else self.host.key(device)
+        return self.host.key(device)
 
     def note(self, layer: str) -> None:
         """Note that another layer rematerializes the output of `layer`."""
@@ -294,9 +294,7 @@ class RoutingMode(TorchFunctionMode):
     def _planned(self, route: Route, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the output of a call by the settings of its layer."""
         observed = watch.observer is not None
-        specs = frame.host.specs
-        known = not torch.compiler.is_compiling() and layer in specs  # no guards on what is known so far
-        spec = specs[layer] if known else frame.host.spec(layer, route.tag, frame.module)
+        spec = frame.host.spec(layer, route.tag, frame.module)
         paused, state.paused, state.function, state.layer = state.paused, True, func, layer
         # Our hooks must not pack what the call saves, but they show the observer what PyTorch saves.
         unhooked = frame.hooks is self.hooks.pack and not observed
@@ -307,11 +305,11 @@ class RoutingMode(TorchFunctionMode):
             if observed:
                 state.began = _autograd._get_sequence_nr()
                 with self._showing(layer):
-                    served = None if call is None else partial(call.served, route)
-                    return _observed(layer, func, args, kwargs, served)
+                    by_route = None if call is None else partial(call.run_by, route)
+                    return _observed(layer, func, args, kwargs, by_route)
             if call is None:
                 return func(*args, **kwargs)
-            output = call.served(route)
+            output = call.run_by(route)
             if call.cache is not None:
                 call.cache.note(layer, call, output)
             return output
@@ -390,11 +388,11 @@ def _passed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _observed(
-    layer: str | None, func: Any, args: Any, kwargs: Any, served: Callable[[], Any] | None = None
+    layer: str | None, func: Any, args: Any, kwargs: Any, by_route: Callable[[], Any] | None = None
 ) -> Any:
-    """Return `func(*args, **kwargs)`, or `served()` instead, and show the call to the observer."""
+    """Return `func(*args, **kwargs)`, or `by_route()` instead, and show the call to the observer."""
     assert watch.observer is not None
     watch.observer.begin(layer, (args, kwargs))
-    output = func(*args, **kwargs) if served is None else served()
+    output = func(*args, **kwargs) if by_route is None else by_route()
     watch.observer.end(layer, output)
     return output

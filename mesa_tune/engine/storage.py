@@ -19,9 +19,9 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Memory, Spec
+from mesa_tune.engine.tensors import views_large_storage
 from mesa_tune.notice import warn_once
 from mesa_tune.ops.maps import Deferred
-from mesa_tune.policy.settings import SCRAP
 
 _FIRST_LIMIT = 1024
 
@@ -79,9 +79,7 @@ class StaticTensors(Registry):
         """Return whether `tensor` lies in the storage of such a tensor."""
         if tensor.layout is not torch.strided:
             return False
-        storage = tensor.untyped_storage()
-        record = self._records.get(storage._cdata)
-        if record is not None and record[0]() is storage:
+        if self.facts(tensor) is not None:
             return True
         root = self.root
         if root is None or not tensor.is_leaf:
@@ -269,11 +267,12 @@ def decided(tensor: Tensor | Deferred, spec: Spec, layer: str = "", exact: bool 
 
 def is_copied(tensor: Tensor, spec: Spec) -> bool:
     """Return whether `tensor`, too small to be packed, would keep a large storage alive."""
-    packing = packing_of(tensor, spec)
-    small = packing.bytes is None and packing.numel > 0 and tensor.is_floating_point()
-    if not small or torch.compiler.is_compiling():
-        return False
-    return packing.numel * tensor.element_size() * SCRAP <= tensor.untyped_storage().nbytes()
+    return is_too_small(tensor, spec) and views_large_storage(None, tensor)
+
+
+def is_too_small(tensor: Tensor, spec: Spec) -> bool:
+    """Return whether `tensor` could be packed if it had more elements."""
+    return packing_of(tensor, spec).bytes is None and tensor.is_floating_point()
 
 
 def store(
@@ -388,7 +387,7 @@ def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *argumen
     """Return `make(*arguments)`, or what it returned before for the same `tensor` and `what`."""
     if _is_selective():
         return make(*arguments)
-    facts, name = _per_thread.registry.file(tensor), (tensor._version, tensor.storage_offset(), what)
+    facts, name = registry().file(tensor), (tensor._version, tensor.storage_offset(), what)
     references = facts.get(name)
     if references is not None:
         parts = [reference() for reference in references]

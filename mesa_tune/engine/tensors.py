@@ -1,6 +1,8 @@
-"""Small functions of tensors that several formulas use."""
+"""Small functions of tensors that the engine and several formulas use."""
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +38,29 @@ def gathered(grad: Tensor, operand: Like) -> Tensor:
 def narrowed(index: Tensor, size: int) -> Tensor:
     """Return indices of a dimension of this size in the least number of bytes: 1, 2 or 4."""
     return index.to(torch.uint8 if size <= 1 << 8 else torch.int16 if size <= 1 << 15 else torch.int32)
+
+
+_SMALL_VIEW = 8
+"""A view of a storage at least 8 times as large is copied: saving the view would save the whole storage."""
+
+
+def views_large_storage(_: Any, tensor: Tensor) -> bool:
+    """Return whether `tensor` views a small part of its storage; a question of a `Call`, eager only."""
+    if torch.compiler.is_compiling():
+        return False
+    return is_small_view(tensor, tensor.untyped_storage().nbytes())
+
+
+def is_small_view(tensor: Tensor, storage_bytes: int) -> bool:
+    """Return whether `tensor`, without what is expanded, is a small part of a storage of this size."""
+    elements = prod([size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride])
+    return 0 < elements * tensor.element_size() * _SMALL_VIEW <= storage_bytes
+
+
+def casts(kind: str) -> bool:
+    """Return whether autocast is on for a kind of device (some have none)."""
+    possible = torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
+    return possible and torch.is_autocast_enabled(kind)
 
 
 def layout_of(x: Tensor) -> torch.memory_format:

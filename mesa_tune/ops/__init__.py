@@ -26,7 +26,8 @@ from mesa_tune.ops import reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LIBRARY = Path(__file__).parents[1] / "_C.abi3.so"
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the private counter over all 64 bits of a seed
+NOISE_STEP = 0x9E3779B97F4A7C15 - 2**64
+"""Step between keys of rounding noise: 2⁶⁴ / golden ratio, as int64; no key repeats within 2⁶⁴ steps."""
 
 _SIZES = "int bits, int levels, int group_size, int quant_groups"
 _NOISE = "bool stochastic, Tensor? seed"
@@ -196,7 +197,7 @@ def _check_out(out: Quantized, result: Quantized) -> None:
         )
 
 
-def _wrap(value: int) -> int:
+def as_int64(value: int) -> int:
     """Return the int64 with the low 64 bits of `value`."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
@@ -213,7 +214,7 @@ def _seed_tensor(seed: int | Tensor | None, x: Tensor) -> Tensor:
             )
         return seed
     if seed is not None:
-        return torch.full((1,), _wrap(operator.index(seed)), dtype=torch.int64, device=x.device)
+        return torch.full((1,), as_int64(operator.index(seed)), dtype=torch.int64, device=x.device)
     if torch.compiler.is_compiling():
         fresh_seed: Tensor = torch.ops.mesa_tune.fresh_seed.default(x)
         return fresh_seed
@@ -221,7 +222,7 @@ def _seed_tensor(seed: int | Tensor | None, x: Tensor) -> Tensor:
 
 
 def _fresh_seed(like: Tensor) -> Tensor:
-    value = _wrap(torch.initial_seed() + GOLDEN * next(_calls))
+    value = as_int64(torch.initial_seed() + NOISE_STEP * next(_calls))
     return torch.full((1,), value, dtype=torch.int64, device=like.device)
 
 

@@ -37,8 +37,6 @@ STORES = ["quantize", "exact", "derive", "recompute", "offload"]
 
 MIN_ELEMENTS: Final = 4096
 """Tensors of at most 4096 elements stay exact: compressing them saves little and errs most."""
-SCRAP: Final = 8
-"""A tensor whose storage is at least 8 times as large is copied: a view would save the whole storage."""
 HOOKED_LEVELS: Final = 256
 """Hooks have no formula to apply Rule 7, so they always store 8 bits per element."""
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mesa_tune.codecs import Spec
-from mesa_tune.engine.observer import Replay
+from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.engine.rematerialize import Recipe, rebuilt, take
 from mesa_tune.engine.storage import Packing, as_is
 from mesa_tune.policy.settings import MIN_ELEMENTS
@@ -44,28 +44,13 @@ class DerivedTensor(NamedTuple):
         return [item for item in self.inputs if not isinstance(item, Tensor)]
 
 
-class DerivationObserver:
+class DerivationObserver(Observer):
     """Observer of a step that derives: finds the derived tensors, and from which saved ones they come."""
-
-    wants_tensors = False
 
     def __init__(self) -> None:
         self.saving_calls = CallCounter()
         self.packed: dict[int, tuple[TensorKey, Tensor]] = {}
         self.derived: dict[TensorKey, DerivedTensor] = {}
-
-    def begin(self, layer: str | None, given: Any) -> None: ...
-
-    def end(self, layer: str | None, output: Any) -> None: ...
-
-    def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None: ...
-
-    def saved(self, layer: str, tensor: Tensor) -> None: ...
-
-    def backward(self, replay: Replay) -> None: ...
-
-    def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
-        return tensor
 
     def stored(
         self,

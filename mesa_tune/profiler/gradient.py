@@ -14,16 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from mesa_tune.codecs import Spec
-from mesa_tune.engine.observer import Replay
-from mesa_tune.engine.rematerialize import Recipe
-from mesa_tune.engine.storage import Packing
+from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP, comparable_group_size
 from mesa_tune.profiler.recorded import CopyCache, Difference, Draw, RecordedCall, add, squared_norm, stored
@@ -47,7 +45,7 @@ class Price:
 
 
 @dataclass
-class _Recording:
+class _Recording(Observer):
     """Observer of the exact run: the replays of each layer, and the tensors that hooks store.
 
     `changed`: the layer whose hooks return copies stored by this spec and seed. `open`: still recording.
@@ -57,25 +55,7 @@ class _Recording:
     hooked: dict[str, list[Tensor]] = field(default_factory=dict)
     open: bool = True
     changed: tuple[str, Spec, Tensor] | None = None
-    wants_tensors: ClassVar[bool] = True
-
-    def begin(self, layer: str | None, given: Any) -> None: ...
-
-    def end(self, layer: str | None, output: Any) -> None: ...
-
-    def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None: ...
-
-    def saved(self, layer: str, tensor: Tensor) -> None: ...
-
-    def stored(
-        self,
-        layer: str,
-        lossy: tuple[Any, ...],
-        how: tuple[Packing | Recipe, ...],
-        parts: tuple[list[Tensor], ...],
-        exact: list[Tensor],
-        row: int,
-    ) -> None: ...
+    wants_tensors = True
 
     def backward(self, replay: Replay) -> None:
         if self.open:

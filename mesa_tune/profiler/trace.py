@@ -17,12 +17,12 @@ from torch import Tensor, UntypedStorage
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
-from mesa_tune.engine.observer import Replay, watch
+from mesa_tune.engine.observer import Observer, watch
 from mesa_tune.engine.rematerialize import Recipe
 from mesa_tune.engine.storage import Packing
+from mesa_tune.engine.tensors import is_small_view
 from mesa_tune.formulas.activation import POINTWISE_INPUT
 from mesa_tune.ops.maps import Deferred
-from mesa_tune.policy.settings import SCRAP
 from mesa_tune.profiler.meter import Meter
 from mesa_tune.profiler.step_trace import (
     NEVER,
@@ -80,10 +80,8 @@ class CallCounter:
         return [(layer, self.counts[layer] - 1, position) for position in range(count)]
 
 
-class Tracer:
+class Tracer(Observer):
     """Observer that fills a `StepTrace`."""
-
-    wants_tensors = False
 
     def __init__(self, recorder: Recorder, is_static: Callable[[Tensor], bool]) -> None:
         self.recorder = recorder
@@ -151,12 +149,6 @@ class Tracer:
         if layer not in item.layers:
             item.layers.append(layer)
 
-    def backward(self, replay: Replay) -> None:
-        """Do nothing: hooks of the nodes open the backward's slots, in plain and compressed steps alike."""
-
-    def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
-        return tensor
-
     def _call(self, layer: str) -> CallKey:
         return layer, self.calls[layer] - 1
 
@@ -178,10 +170,7 @@ class Tracer:
     def _is_small_view(self, tensor: Tensor) -> bool:
         """Return whether a call would copy the tensor, so that its much larger storage can be freed."""
         number = self._number(tensor) if tensor.is_floating_point() else None
-        if number is None:
-            return False
-        elements = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-        return 0 < elements * tensor.element_size() * SCRAP <= self.trace.lifetimes[number].bytes
+        return number is not None and is_small_view(tensor, self.trace.lifetimes[number].bytes)
 
     def _coded(self, key: TensorKey, packing: Packing, stored: list[Tensor], source: int | None) -> None:
         numbers = [number for part in stored if (number := self._number(part)) is not None]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,12 +15,9 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.codecs import quantize
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.engine import cache, call, routing
+from mesa_tune.engine import cache
 from mesa_tune.engine import function as engine_function
-from mesa_tune.engine.cache import CallCache
-from mesa_tune.engine.function import MISS
-from mesa_tune.formulas.table import ROUTES
-from tests.functional_cases import CASES, fresh, gradients
+from tests.cached_calls import refuse, refusing, same, step, uncached
 
 X = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(0))
 
@@ -60,51 +56,11 @@ FUNCTIONS = (
 )
 
 
-@contextmanager
-def refusing(*functions: Any) -> Iterator[None]:
-    """The routes of these functions refuse."""
-    with pytest.MonkeyPatch.context() as patch:
-        for function in functions:
-            route = copy.copy(ROUTES[function])
-            object.__setattr__(route, "serve", refuse)
-            patch.setitem(ROUTES, function, route)
-        yield
-
-
-@contextmanager
-def uncached() -> Iterator[None]:
-    """Each call is planned."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (routing, call):
-            patch.setattr(module, "run_cached", lambda *_: MISS)
-        patch.setattr(CallCache, "note", lambda *_: None)
-        yield
-
-
 def converted(**settings: Any) -> Net:
     torch.manual_seed(0)
     made = mt.convert(Net(), mt.Policy.uniform(level=16, **settings), seed=1, min_elements=0)
     assert isinstance(made, Net)
     return made
-
-
-def step(model: nn.Module, x: Tensor = X, *more: Any) -> list[Tensor | None]:
-    """The output and all gradients of a step."""
-    model.zero_grad(set_to_none=True)
-    y = model(x, *more)
-    y.square().mean().backward()
-    return [y.detach(), *[parameter.grad for parameter in model.parameters()]]
-
-
-def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    return all(
-        a is b is None or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def refuse(*_: Any, **__: Any) -> Any:
-    raise AssertionError("asked again")
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
@@ -294,206 +250,6 @@ def test_what_a_function_does_beside_its_formula_is_done_each_time() -> None:
             each((X * turn).requires_grad_())
         for one, other in zip(plain.buffers(), model.buffers(), strict=True):
             assert torch.equal(one, other)
-
-
-class Attending(nn.Module):
-    """Attention with a mask, given or as two that are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(12))
-
-    def forward(self, x: Tensor, masks: tuple[Tensor, ...] = ()) -> Tensor:
-        q = (x * self.scale).view(6, 16, 2, 6).transpose(1, 2)
-        mask = torch.add(*masks) if len(masks) == 2 else None
-        mask = masks[0] if len(masks) == 1 else mask
-        return F.scaled_dot_product_attention(q, q + 1, q + 2, mask)
-
-
-def test_masked_attention_is_cached_by_what_its_mask_is() -> None:
-    plain = Attending()
-    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    twin = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    rows, columns = torch.randn(16, 1), torch.randn(1, 16)
-    kinds: list[tuple[Tensor, ...]] = [(), (rows + columns,), (rows, columns)]
-    for turn in range(4):
-        for masks in kinds:
-            with uncached():
-                right = step(twin, X, masks)
-            with refusing(F.scaled_dot_product_attention) if turn > 1 else nullcontext():
-                assert same(step(model, X, masks), right)
-
-
-class Deriving(nn.Module):
-    """Layers that derive what a norm, an activation and a product make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.first, self.second = nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12)
-        self.scale = nn.Parameter(torch.ones(12))
-        self.exact = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x * self.scale)
-        y = y * 1.5 if self.exact else y
-        y = self.second(torch.relu(self.first(y)))
-        return F.softmax(y, -1) @ self.scale
-
-
-def test_derived_calls_are_cached_by_what_can_be_derived() -> None:
-    policy = mt.Policy.uniform(level=16, store="derive")
-    plain = Deriving()
-    model: Any = mt.convert(copy.deepcopy(plain), policy, seed=1, min_elements=0)
-    twin: Any = mt.convert(plain, policy, seed=1, min_elements=0)
-    for turn in range(9):
-        model.exact = twin.exact = turn in (4, 5)
-        with uncached():
-            right = step(twin)
-        functions = (F.linear, F.layer_norm, F.softmax) if turn in (3, 6, 7, 8) else ()
-        with refusing(*functions):
-            assert same(step(model), right)
-
-
-def test_parts_of_multi_head_attention_are_cached() -> None:
-    plain = nn.MultiheadAttention(12, 2, batch_first=True)
-    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    twin = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    x, mask = X.clone().requires_grad_(), torch.randn(16, 16)
-    for turn in range(5):
-        outputs = []
-        refused = refusing(F.linear, torch.baddbmm, torch.bmm) if turn > 2 else nullcontext()
-        for layer, way in ((model, refused), (twin, uncached())):
-            with way:
-                layer.zero_grad()
-                y, weights = layer(x, x, x, attn_mask=mask)
-                (y.square().sum() + weights.sum()).backward()
-            outputs.append([y.detach(), *[parameter.grad for parameter in layer.parameters()]])
-        assert same(*outputs)
-
-
-@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}], ids=str)
-def test_the_loss_under_compress_saved_is_cached(settings: dict[str, Any]) -> None:
-    policy, target = mt.Policy.uniform(level=16, **settings), torch.arange(6)
-    head = nn.Linear(2000, 2000)
-    x = torch.randn(6, 2000)
-    for turn in range(5):
-        refused = refusing(F.linear, F.cross_entropy) if turn > 2 else nullcontext()
-        with mt.compress_saved(policy, seed=turn), refused:
-            loss = F.cross_entropy(F.linear(x.requires_grad_(), head.weight), target)
-        loss.backward()
-
-
-class Lists(nn.Module):
-    """Functions that take lists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.sizes = nn.Parameter(torch.ones(12)), [12]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(x * self.scale, self.sizes)
-        return torch.einsum("abc,dbc->ad", [y, y * 1.0])
-
-
-def test_lists_are_compared_by_their_elements() -> None:
-    plain = Lists()
-    model: Any = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    twin: Any = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    for turn in range(8):
-        if turn == 4:
-            for module in (model, twin):
-                module.sizes.insert(0, 16)
-        with uncached():
-            right = step(twin)
-        with refusing(F.layer_norm, torch.einsum) if turn in (3, 7) else nullcontext():
-            assert same(step(model), right)
-
-
-def test_calls_that_stay_plain_are_cached() -> None:
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(12))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(x * self.scale)
-
-    model, x = mt.convert(Small(), mt.Policy.uniform(level=16)), X.clone()
-    for turn in range(4):
-        with refusing(torch.tanh, Tensor.__mul__) if turn > 1 else nullcontext():
-            assert type(model(x).grad_fn).__name__ == "TanhBackward0"
-    large = torch.randn(5000, 12)
-    assert type(model(large).grad_fn).__name__ == "ApplyBackward"
-
-
-def test_in_place_calls_are_cached_by_what_may_be_changed() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(12))
-            self.view = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * self.scale
-            part = y[:3] if self.view else y
-            torch.relu_(part)
-            return y.sum() * 1.0 + part.square().sum()
-
-    plain = InPlace()
-    model: Any = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    twin: Any = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    for turn in range(8):
-        model.view = twin.view = turn in (3, 4, 5, 7)
-        with uncached():
-            right = step(twin)
-        with refusing(torch.relu_) if turn in (2, 6, 7) else nullcontext():
-            assert same(step(model), right)
-
-
-@pytest.mark.parametrize(("first", "then"), [(0.0, -0.0), (0, False), (1, 1.0), (0.5, 0.25)])
-def test_numbers_that_are_equal_may_differ(first: Any, then: Any) -> None:
-    class Filled(nn.Module):
-        def forward(self, x: Tensor, number: Any) -> Tensor:
-            return x.masked_fill(x < 0, number)
-
-    model = mt.convert(Filled(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    x = torch.randn(6, 20, requires_grad=True) * 1.0
-    for number in (first, first, then, then, first):
-        found, right = model(x, number), x.masked_fill(x < 0, number)
-        assert torch.equal(found.signbit(), right.signbit())
-        assert torch.equal(found, right)
-
-
-class Called(nn.Module):
-    """A call of a function."""
-
-    def forward(self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_every_function_gives_the_same_again(name: str, autocast: bool) -> None:
-    case = CASES[name]
-    function, kwargs = case.function, case.kwargs
-    policy = mt.Policy.uniform(level=16)
-    model, twin = (mt.convert(Called(), policy, seed=1, min_elements=0) for _ in range(2))
-    for turn in range(4):
-        found = []
-        for each, way in ((model, nullcontext()), (twin, uncached())):
-            args = fresh(case, torch.float32, seed=turn)
-            torch.manual_seed(turn)
-            with way, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                y = each(function, args, kwargs)
-            found.append([y.detach(), *gradients(y, args)])
-        assert same(*found)
-
-
-def test_another_function_of_the_same_name_is_another() -> None:
-    model = mt.convert(Called(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    x = torch.randn(4, 4, requires_grad=True)
-    for function in (torch.clamp_min, torch.clamp_min, torch.clamp_min, torch.clamp_max, torch.clamp_min):
-        assert torch.equal(model(function, [x, 0.5], {}), function(x, 0.5))
 
 
 def test_copies_have_caches_of_their_own() -> None:

@@ -12,13 +12,13 @@ What is hard is memory: only numbers outlive a call, so a batch that just fits i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from mesa_tune.engine.observer import Replay
+from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.policy.settings import MIN_ELEMENTS
 
 GROUP = 256
@@ -36,20 +36,14 @@ class Group:
 
 
 @dataclass
-class Estimate:
+class Estimate(Observer):
     """Observer of one iteration; afterwards `groups` returns the gradient error of each layer's noise."""
 
     parameters: list[nn.Parameter]
     copies: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     propagating: bool = False
-    wants_tensors: ClassVar[bool] = True
-
-    def begin(self, layer: str | None, given: Any) -> None: ...
-
-    def end(self, layer: str | None, output: Any) -> None: ...
-
-    def asked(self, layer: str, tensors: Any) -> None: ...
+    wants_tensors = True
 
     def stored(
         self, layer: str, lossy: Any, how: Any, parts: tuple[list[Tensor], ...], exact: Any, row: int
@@ -59,11 +53,6 @@ class Estimate:
             if len(stored) > 1:
                 storage = stored[0].untyped_storage()._cdata
                 self.copies.setdefault(storage, (tensor.numel(), []))[1].append(layer)
-
-    def saved(self, layer: str, tensor: Tensor) -> None: ...
-
-    def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
-        return tensor
 
     def backward(self, replay: Replay) -> None:
         """Measure the effect of noise on a call whose backward begins."""
