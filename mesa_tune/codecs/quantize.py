@@ -15,7 +15,7 @@ from torch import Tensor
 from mesa_tune.codecs.spec import Memory, Spec
 from mesa_tune.ops import reference
 from mesa_tune.ops.fused import QUANTIZE_MAP, Fused
-from mesa_tune.ops.maps import KINDS, Deferred, are_float32
+from mesa_tune.ops.maps import KINDS, Deferred
 
 LARGEST_GROUP = 4096
 """Largest group size of the kernels that decode some rows at a time, in elements."""
@@ -60,6 +60,9 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
     return out
 
 
+_OTHER_FLOATS = {torch.float16, torch.bfloat16, torch.float64}
+
+
 def fused(op: Fused, parts: Sequence[Tensor], arguments: Sequence[Any], spec: Spec) -> Any:
     """Return `op` of the packed parts and these arguments; None if it does not take them.
 
@@ -67,13 +70,12 @@ def fused(op: Fused, parts: Sequence[Tensor], arguments: Sequence[Any], spec: Sp
     elements, on the CPU.
     """
     data, ranges = parts
-    tensors = [argument for argument in (ranges, *arguments) if isinstance(argument, Tensor)]
-    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-    if spec.quant_groups or not are_float32(*floating):
+    dtypes = {argument.dtype for argument in (ranges, *arguments) if isinstance(argument, Tensor)}
+    if spec.quant_groups or not _OTHER_FLOATS.isdisjoint(dtypes):
         return None
     if not op.everywhere and not (data.is_cpu and spec.group_size <= LARGEST_GROUP):
         return None
-    return op(data, ranges, *arguments, spec.bits, spec.levels, spec.group_size)
+    return op.kernel(data, ranges, *arguments, spec.bits, spec.levels, spec.group_size)
 
 
 def decode_run(parts: Sequence[Tensor], first: int, count: int, spec: Spec, out: Tensor) -> None:

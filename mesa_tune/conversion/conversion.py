@@ -81,7 +81,7 @@ class Conversion:
         if self.first and self.ended and not (self.waits and self.backwards == watch.backwards):
             self.first = False
             self.changed = self._make_final()
-        registry().clear()
+        registry.clear()
         self.owed = 0
         self.static.purge()
         self.static.root = root

@@ -7,6 +7,7 @@ layers may need its packed parts (`store: derive`).
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from mesa_tune.engine.plan import CallPlan, Sources, Stored, Tensors
 from mesa_tune.engine.rematerialize import Recipe, Source, Traced, find, remember, saved_tensor, take
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import Packing, decided, store
-from mesa_tune.engine.tensors import distinct, summed
+from mesa_tune.engine.tensors import distinct, share_storage, summed
 from mesa_tune.errors import RunError
 from mesa_tune.ops.maps import Deferred
 
@@ -48,20 +49,15 @@ class Apply(torch.autograd.Function):
         formula, count = plan.formula, len(plan.needs)
         inputs = tensors[:count]
         result = formula.forward(plan.static, plan.needs, *inputs)
-        lossy, stored = result.lossy, plan.stored
-        if stored is None:
-            stored = _decided(plan, result, inputs)
-            lossy = tuple([_as_stored(tensor, how) for tensor, how in zip(lossy, stored, strict=True)])
-        saved = _store(plan, memories, key, lossy, stored, inputs, tensors[count:])
-        if plan.stored is None:
-            plan = plan._replace(stored=tuple(map(_in_parts, stored, saved)))
-        ctx.save_for_backward(*result.exact, *[part for parts in saved for part in parts])
-        ctx.plan, ctx.exact = plan, len(result.exact)
-        if watch.observer is not None:
-            _show(ctx, plan, lossy, saved, result.exact, inputs)
+        saved = _save(ctx, plan, memories, key, result, inputs, tensors[count:])
+        output = result.output
         if result.in_place:
             ctx.mark_dirty(inputs[0])
-        return _returned(ctx, plan, result, saved)
+        elif formula.views:
+            output = _unviewed(output)
+        if plan.exposes is None or (result.in_place and output._base is not None):
+            return output  # a Function that changes a view must return nothing else
+        return output, *_exposed(ctx, result.exact, saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Grads:
@@ -79,17 +75,47 @@ class Apply(torch.autograd.Function):
         return (None, None, *gradients, *(None,) * (count - 2 - len(gradients)))
 
 
-def _decided(plan: CallPlan, result: Result, inputs: Sequence[Tensor | None]) -> Stored:
-    """Return how each lossy tensor is stored: not at all if it is an input with a recipe, else by itself."""
+def _save(
+    ctx: Any,
+    plan: CallPlan,
+    memories: Memories | None,
+    key: Tensor,
+    result: Result,
+    inputs: Sequence[Tensor | None],
+    extra: Sequence[Tensor | None],
+) -> list[list[Tensor]]:
+    """Save for backward what the formula has returned; return what is saved for each lossy tensor."""
+    lossy, exact, stored = result.lossy, result.exact, plan.stored
+    if stored is None:
+        stored, lossy = _decided(plan, lossy, inputs)
+    saved = _store(plan, memories, key, lossy, stored, inputs, extra)
+    if plan.stored is None:
+        pairs = zip(stored, saved, strict=True)
+        counted = [how if isinstance(how, Recipe) else how.in_parts(len(parts)) for how, parts in pairs]
+        plan = plan._replace(stored=tuple(counted))
+    ctx.save_for_backward(*exact, *chain(*saved))
+    ctx.plan, ctx.exact = plan, len(exact)
+    if watch.observer is not None:
+        _show(ctx, plan, lossy, saved, exact, inputs)
+    return saved
+
+
+def _decided(
+    plan: CallPlan, lossy: Sequence[Tensor | Deferred], inputs: Sequence[Tensor | None]
+) -> tuple[Stored, tuple[Tensor | Deferred, ...]]:
+    """Return how each lossy tensor is stored, and these tensors, computed if the codec does not do that.
+
+    An input that has a recipe is not stored.
+    """
     stored: list[Packing | Recipe] = []
-    for tensor in result.lossy:
+    for tensor in lossy:
         recipes = [recipe for recipe, given in zip(plan.recipes, inputs, strict=False) if tensor is given]
         if recipes and recipes[0] is not None:
             stored.append(recipes[0])
             continue
         packing = decided(tensor, plan.spec, plan.layer, _is_exact(tensor, plan.exact, inputs))
         stored.append(packing._replace(deferred=False) if packing.deferred and wants_tensors() else packing)
-    return tuple(stored)
+    return tuple(stored), tuple(map(_as_stored, lossy, stored))
 
 
 def _is_exact(tensor: Tensor | Deferred, exact: Needs, inputs: Sequence[Tensor | None]) -> bool:
@@ -98,14 +124,9 @@ def _is_exact(tensor: Tensor | Deferred, exact: Needs, inputs: Sequence[Tensor |
         if tensor is given:
             return flag
     return isinstance(tensor, Tensor) and True in [
-        flag and given is not None and _share_storage(tensor, given)
+        flag and given is not None and share_storage(tensor, given)
         for flag, given in zip(exact, inputs, strict=True)
     ]
-
-
-def _share_storage(tensor: Tensor, other: Tensor) -> bool:
-    strided = tensor.layout is other.layout is torch.strided and not torch.compiler.is_compiling()
-    return strided and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _store(
@@ -129,10 +150,6 @@ def _store(
     return saved
 
 
-def _in_parts(how: Packing | Recipe, parts: Sequence[Tensor]) -> Packing | Recipe:
-    return how if isinstance(how, Recipe) else how.in_parts(len(parts))
-
-
 def _sources(plan: CallPlan, extra: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:
     """Return the tensors of each recipe by the position of the input that it rematerializes."""
     rest = [tensor for tensor in extra if tensor is not None]
@@ -141,23 +158,17 @@ def _sources(plan: CallPlan, extra: Sequence[Tensor | None]) -> dict[int, list[T
     }
 
 
-def _returned(
-    ctx: Any, plan: CallPlan, result: Result, saved: Sequence[Sequence[Tensor]]
-) -> Tensor | tuple[Tensor, ...]:
-    """Return the output, and the tensors that the plan exposes."""
-    output = result.output
-    if plan.formula.views and not result.in_place:
-        output = _unviewed(output)
-    if plan.exposes is None or (result.in_place and output._base is not None):
-        return output  # a Function that changes a view must return nothing else
+def _exposed(ctx: Any, exact: Sequence[Any], saved: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the tensors that the plan exposes."""
+    plan: CallPlan = ctx.plan
     assert plan.stored is not None
+    assert plan.exposes is not None
     stored = zip(plan.stored, saved, strict=True)
     exposed = [part for how, parts in stored if isinstance(how, Packing) and how.packed for part in parts]
-    exact: Any = result.exact
     exposed += [exact[index] for index in plan.exposes if exact[index] is not None]
     ctx.mark_non_differentiable(*exposed)
     ctx.set_materialize_grads(False)  # zeros in the shape of every part would double them in backward
-    return (output, *exposed)
+    return exposed
 
 
 def _unviewed(tensor: Tensor) -> Tensor:
@@ -189,7 +200,7 @@ def _show(
 
 
 def _as_stored(tensor: Tensor | Deferred, how: Packing | Recipe) -> Tensor | Deferred:
-    """Return a deferred tensor if the codec has computed it, else the tensor."""
+    """Return a deferred tensor if the codec computes it, else the tensor."""
     if isinstance(tensor, Tensor) or (isinstance(how, Packing) and how.deferred):
         return tensor
     return tensor.make()
@@ -204,8 +215,7 @@ def _gradients(ctx: Any, plan: CallPlan, grad: Tensor) -> Grads:
         lossy.append(saved_tensor(tensors[first : first + how.parts], how, plan.spec))
         first += how.parts
     saved = Saved(plan.static, plan.needs, lossy, tensors[: ctx.exact])
-    if wants_tensors():
-        assert watch.observer is not None
+    if watch.observer is not None and watch.observer.wants_tensors:
         saved = saved._replace(lossy=[SavedTensor.of(tensor.whole()) for tensor in lossy])
         watch.observer.backward(Replay(ctx, plan, saved, grad))
     return plan.formula.backward(saved, grad)

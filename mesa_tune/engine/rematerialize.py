@@ -144,14 +144,14 @@ def remember(y: Tensor, source: Source, traced: Traced | None) -> None:
             traced.append((y, source))
     elif torch.ops.aten.is_non_overlapping_and_dense(y):
         references = [weakref.ref(tensor) for tensor in source.tensors]
-        registry().file(y)["output"] = _Output(y._version, source.recipe, references)
+        registry.file(y)["output"] = _Output(y._version, source.recipe, references)
 
 
 def find(tensor: Tensor, traced: Traced | None) -> Source | None:
     """Return the source from which to rematerialize `tensor`; None if there is none."""
     if torch.compiler.is_compiling():
         return _find_traced(tensor, traced or [])
-    facts = registry().facts(tensor) if tensor.layout is torch.strided else None
+    facts = registry.facts(tensor) if tensor.layout is torch.strided else None
     output: _Output | None = None if facts is None else facts.get("output")
     if output is None or output.version != tensor._version:
         return None

@@ -276,33 +276,27 @@ class RoutingMode(TorchFunctionMode):
         layer = frame.layer(route)
         if not (torch.is_grad_enabled() and (traced or frame.surrounds())):
             return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
-        planned = traced or watch.observer is not None
-        output = MISS if planned else self._cached(frame, layer, func, args, kwargs)
-        return self._planned(route, frame, layer, func, args, kwargs) if output is MISS else output
-
-    def _cached(self, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the output of a call by a cached plan of its layer; `MISS` if there is none for it."""
-        hooked = frame.hooks is self.hooks.pack
-        if hooked:
+        # Our hooks must not pack what the call saves, but they show the observer what PyTorch saves.
+        unhooked = frame.hooks is self.hooks.pack and watch.observer is None
+        if unhooked:
             pop_hooks()
         try:
-            return run_cached(frame.host.calls.calls, layer, func, args, kwargs, frame)
+            if not traced and watch.observer is None:
+                output = run_cached(frame.host.calls.calls, layer, func, args, kwargs, frame)
+                if output is not MISS:
+                    return output
+            return self._planned(route, frame, layer, func, args, kwargs)
         finally:
-            if hooked:
+            if unhooked:
                 push_hooks(*self.hooks)
 
     def _planned(self, route: Route, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the output of a call by the settings of its layer."""
-        observed = watch.observer is not None
         spec = frame.host.spec(layer, route.tag, frame.module)
         paused, state.paused, state.function, state.layer = state.paused, True, func, layer
-        # Our hooks must not pack what the call saves, but they show the observer what PyTorch saves.
-        unhooked = frame.hooks is self.hooks.pack and not observed
-        if unhooked:
-            pop_hooks()
         try:
             call = None if spec is None else self._call(frame, layer, spec, func, args, kwargs)
-            if observed:
+            if watch.observer is not None:
                 state.began = _autograd._get_sequence_nr()
                 with self._showing(layer):
                     by_route = None if call is None else partial(call.run_by, route)
@@ -314,8 +308,6 @@ class RoutingMode(TorchFunctionMode):
                 call.cache.note(layer, call, output)
             return output
         finally:
-            if unhooked:
-                push_hooks(*self.hooks)
             state.paused, state.function = paused, None
 
     def _call(self, frame: Frame, layer: str, spec: Spec, func: Any, args: Any, kwargs: Any) -> Call:

@@ -88,7 +88,7 @@ class SavedTensor:
 
     def by_rows(self, op: Any, like: Tensor, *arguments: Any) -> Any:
         """Return `fused(op, like, *arguments)` if the tensor was packed row by row in the shape of `like`."""
-        fits = self.codec is not None and self.packing.shape == like.shape and self.is_row_major()
+        fits = self.packing.shape == like.shape and self.is_row_major()
         return self.fused(op, like, *arguments) if fits else None
 
     def is_row_major(self) -> bool:

@@ -90,20 +90,12 @@ class StaticTensors(Registry):
         return self.has(tensor)
 
 
-class _PerThread(threading.local):
-    def __init__(self) -> None:
-        self.registry = Registry()
+class _PerThread(Registry, threading.local):
+    pass
 
 
-_per_thread = _PerThread()
-
-
-def registry() -> Registry:
-    """Return this thread's registry of packed copies, outputs that can be rematerialized, and sums.
-
-    It is emptied whenever an outermost forward begins.
-    """
-    return _per_thread.registry
+registry = _PerThread()
+"""Packed copies, outputs that can be rematerialized, and sums; emptied where an outermost forward begins."""
 
 
 class Packing(NamedTuple):
@@ -387,7 +379,7 @@ def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *argumen
     """Return `make(*arguments)`, or what it returned before for the same `tensor` and `what`."""
     if _is_selective():
         return make(*arguments)
-    facts, name = registry().file(tensor), (tensor._version, tensor.storage_offset(), what)
+    facts, name = registry.file(tensor), (tensor._version, tensor.storage_offset(), what)
     references = facts.get(name)
     if references is not None:
         parts = [reference() for reference in references]

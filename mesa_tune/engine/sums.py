@@ -42,14 +42,14 @@ def note(output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         return
     if output.numel() >= _WORTH * sum(tensor.numel() for tensor in args):
         parts, versions = [weakref.ref(tensor) for tensor in args], [tensor._version for tensor in args]
-        registry().file(output)[_name(output)] = _Sum(output._version, parts, versions)
+        registry.file(output)[_name(output)] = _Sum(output._version, parts, versions)
 
 
 def parts(total: Tensor) -> Pair | None:
     """Return the two tensors whose sum is `total`, detached; None unless both are alive and unchanged."""
     if torch.compiler.is_compiling() or total.layout is not torch.strided:
         return None
-    facts = registry().facts(total)
+    facts = registry.facts(total)
     known: _Sum | None = None if facts is None else facts.get(_name(total))
     if known is None or known.version != total._version:
         return None

@@ -121,7 +121,7 @@ def _add_or_send(
 
 def stored(tensor: Tensor, spec: Spec, seed: Tensor) -> tuple[Tensor, float, float]:
     """Return `tensor` encoded and decoded by `spec`, and the milliseconds of encoding and of decoding."""
-    registry().clear()
+    registry.clear()
     start = _now(tensor)
     packing = decided(tensor, spec)
     parts = store(tensor, packing, spec, seed.to(tensor.device))

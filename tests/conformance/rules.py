@@ -130,7 +130,7 @@ def check_rule_3_never_stale(case: Case | None = None) -> None:
         parts = store(tensor, packing, spec, key)
         return restore(parts, packing, spec), parts
 
-    registry().clear()
+    registry.clear()
     x = torch.randn(64, 64)
     first, parts = kept(x)
     assert _near(first, x)

@@ -9,11 +9,11 @@ from mesa_tune.engine import storage
 
 
 def test_layers_that_stand_alone_leave_no_trace_of_dead_tensors() -> None:
-    storage.registry().clear()
+    storage.registry.clear()
     layer = mesa_nn.Linear(8, 8)
     for _ in range(3 * storage._FIRST_LIMIT):
         layer(torch.randn(4, 8, requires_grad=True))
-    assert len(storage.registry()._records) <= storage._FIRST_LIMIT
+    assert len(storage.registry._records) <= storage._FIRST_LIMIT
 
 
 class TwoHeads(nn.Module):
