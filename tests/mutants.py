@@ -180,40 +180,49 @@ def run(mutants: Sequence[Mutant], jobs: int) -> None:
     measured = {os.path.relpath(os.path.realpath(path)): path for path in data.measured_files()}
     contexts = {path: data.contexts_by_lineno(measured[path]) for path in {m.path for m in mutants}}
     done = {line["digest"] for line in results()}
+    waiting = []
+    for mutant in mutants:
+        text = mutated(mutant)
+        if _digest(mutant, text) not in done:
+            running = _running(mutant, contexts[mutant.path])
+            waiting.append((mutant, text, chosen_tests(running, seconds)))
     copies: SimpleQueue[Path] = SimpleQueue()
     for number in range(jobs):
         copies.put(_copied(FOLDER / f"copy{number}"))
 
-    def tried(mutant: Mutant) -> None:
-        text = mutated(mutant)
-        digest = _digest(mutant, text)
-        if digest in done:
-            return
-        line = _recorded_line(mutant)
-        tests = chosen_tests(contexts[mutant.path].get(line, []), seconds)
+    def run_one(mutant: Mutant, text: str, tests: Sequence[str]) -> None:
         copy = copies.get()
         try:
             killer = _killer(copy, mutant, text, tests)
         finally:
             copies.put(copy)
-        result = {"digest": digest, **mutant._asdict(), "tests": len(tests), "killer": killer}
+        line = {"digest": _digest(mutant, text), **mutant._asdict(), "tests": len(tests), "killer": killer}
         with (FOLDER / "results.jsonl").open("a") as file:
-            file.write(json.dumps(result) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(tried, mutants))
+        list(pool.map(run_one, *zip(*waiting, strict=True)) if waiting else ())
 
 
-def _recorded_line(mutant: Mutant) -> int:
-    """Return where the mutant's line was when the tests were recorded."""
-    recorded, now = (
-        path.read_text().splitlines() for path in (FOLDER / "recorded" / mutant.path, Path(mutant.path))
-    )
-    matcher = difflib.SequenceMatcher(None, now, recorded, autojunk=False)
-    for _, first, last, other, _ in matcher.get_opcodes():
-        if first < mutant.line <= last:
-            return mutant.line - first + other
-    return mutant.line
+def _running(mutant: Mutant, contexts: dict[int, list[str]]) -> list[str]:
+    """Return the tests that run the mutant's statement; all of its file for what runs at import."""
+    recorded, now = (path.read_text() for path in (FOLDER / "recorded" / mutant.path, Path(mutant.path)))
+    matcher = difflib.SequenceMatcher(None, now.splitlines(), recorded.splitlines(), autojunk=False)
+    shifts = [(first, other - first) for _, first, _, other, _ in matcher.get_opcodes()]
+    shift = next(shift for first, shift in reversed(shifts) if first < mutant.line)
+    lines = [line + shift for line in _statement(now, mutant.line)]
+    running = {name for line in lines for name in contexts.get(line, [])} - {""}
+    return sorted(running or {name for names in contexts.values() for name in names} - {""})
+
+
+def _statement(source: str, line: int) -> range:
+    """Return the lines of the innermost statement at `line`, without its body."""
+    found = range(line, line + 1)
+    for node in ast.walk(ast.parse(source)):  # outer nodes first
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
+            body = getattr(node, "body", None)
+            found = range(node.lineno, body[0].lineno if body else (node.end_lineno or 0) + 1)
+    return found
 
 
 def _copied(folder: Path) -> Path:

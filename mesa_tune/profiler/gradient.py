@@ -90,7 +90,17 @@ class Sensitivity:
         with observing(self.recording):
             self.exact = self._backward([loss], [torch.ones_like(loss)])
         self.recording.open = False
-        self.norm = squared_norm(*self.exact.values())
+        self.norm, self.batches = squared_norm(*self.exact.values()), 1
+        self.sum = dict(self.exact)
+
+    def accumulate(self, loss: Tensor) -> None:
+        """Add the exact gradient of another micro-batch of the step to that which errors are relative to.
+
+        All micro-batches round, each by itself: n of them have n times the recorded one's error.
+        """
+        add(self.sum, self._backward([loss], [torch.ones_like(loss)]))
+        self.batches += 1
+        self.norm = squared_norm(*self.sum.values()) / self.batches
 
     def prices(
         self, layers: Sequence[str], options: Sequence[LayerSettings]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ Gradient = list[Tensor | None]
 
 _CACHED_DRAWS = 4
 _SEEDS_PER_DRAW = 1_000_003
+_SEEDS_PER_BATCH = 1_000_000_007
 
 
 class Objective(Protocol):
@@ -46,7 +47,7 @@ class JointError:
         self.workload = workload
         self.model = workload.build()
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._exact: dict[int, tuple[Any, Gradient, float]] = {}
+        self._exact: dict[int, tuple[list[Any], Gradient, float]] = {}
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
         """Return the gradient error of `policy` at each pair.
@@ -56,13 +57,13 @@ class JointError:
         return [self._error(policy, draw, seed) for draw, seed in pairs]
 
     def _error(self, policy: Policy, draw: int, seed: int) -> float:
-        batch, exact, size = self._exact_at(draw)
+        batches, exact, size = self._exact_at(draw)
         rounding_seed = draw * _SEEDS_PER_DRAW + seed
         convert(self.model, policy, seed=rounding_seed)
         try:
             if _needs_first_step(policy):
-                self._take_first_step(policy, batch, draw)
-            error = squared(self._gradient(batch, draw, policy, rounding_seed), exact) / size
+                self._take_first_step(policy, batches[0], draw)
+            error = squared(self._gradient(batches, draw, policy, rounding_seed), exact) / size
             return error if math.isfinite(error) else math.inf
         finally:
             revert(self.model)
@@ -78,32 +79,35 @@ class JointError:
             if conversion is not None and conversion.waits:
                 loss.backward()
 
-    def _exact_at(self, draw: int) -> tuple[Any, Gradient, float]:
-        """Return the batch, its exact gradient and the squared norm of this; the last draws are cached."""
+    def _exact_at(self, draw: int) -> tuple[list[Any], Gradient, float]:
+        """Return a step's batches, its exact gradient and the squared norm of this; the last are cached."""
         if draw not in self._exact:
             while len(self._exact) >= _CACHED_DRAWS:
                 del self._exact[next(iter(self._exact))]
-            batch = self.workload.make_batch(draw=draw)
-            gradient = self._gradient(batch, draw, None, 0)
+            count = self.workload.accumulation
+            batches = [self.workload.make_batch(draw=draw * count + index) for index in range(count)]
+            gradient = self._gradient(batches, draw, None, 0)
             size = squared(gradient, [None] * len(gradient))
             if not 0 < size < float("inf"):
                 raise WorkloadError(
                     f"the gradient on batch {draw} has the squared norm {size:g}: no error relates to it\n"
                     "give the model weights and batches from which training can go on"
                 )
-            self._exact[draw] = batch, gradient, size
+            self._exact[draw] = batches, gradient, size
         return self._exact[draw]
 
-    def _gradient(self, batch: Any, draw: int, policy: Policy | None, rounding_seed: int) -> Gradient:
+    def _gradient(
+        self, batches: Sequence[Any], draw: int, policy: Policy | None, rounding_seed: int
+    ) -> Gradient:
+        """Return the sum of the gradients of a step's batches."""
         for parameter in self.parameters:
             parameter.grad = None
         with self._undisturbed(draw):
-            if policy is None:
-                loss = self.workload.compute_loss(self.model, batch)
-            else:
-                with compress_saved(policy, seed=rounding_seed):
+            for index, batch in enumerate(batches):
+                seed = rounding_seed + index * _SEEDS_PER_BATCH
+                with nullcontext() if policy is None else compress_saved(policy, seed=seed):
                     loss = self.workload.compute_loss(self.model, batch)
-            loss.backward()
+                loss.backward()
         gradient = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None

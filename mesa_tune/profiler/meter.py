@@ -23,7 +23,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mesa_tune.workload.step import Stepper, TrainingStep
 from mesa_tune.workload.user_code import is_out_of_memory
+
+_SIMPLE = TrainingStep()
 
 Value = TypeVar("Value")
 
@@ -118,31 +121,38 @@ class StepMemory:
 
 
 def measure_step(
-    model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor], optimizer: Optimizer
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    optimizer: Optimizer,
+    step: TrainingStep = _SIMPLE,
 ) -> StepMemory:
     """Return the memory of the second training step of `model` on `batch`; both steps change the model.
 
     The first step creates optimizer state and lazy buffers. Saved: born after the model and the batch, and
-    alive when the loss exists, except parameters, buffers, optimizer state and the loss itself. Peak: on the
-    CPU the high-water mark of live storages; on CUDA the allocator's own, less what it had allocated before.
+    alive when the (last) loss exists, except parameters, their gradients, buffers, optimizer state and the
+    loss itself. Peak: on the CPU the high-water mark of live storages; on CUDA the allocator's own, less what
+    it had allocated before.
     """
+    stepper = Stepper(step, optimizer)
     inputs = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     device = next((tensor.device for tensor in inputs), torch.device("cpu"))
     is_cuda = device.type == "cuda"
     foreign = (torch.cuda.memory_allocated(device) if is_cuda else 0) - bytes_of(inputs)
     with Meter() as meter:
-        take_step(model, batch, loss_fn, optimizer)
-        optimizer.zero_grad(set_to_none=True)
+        stepper.run(lambda: loss_fn(model, batch))
+        stepper.begin()
         gc.collect()
-        static = [*inputs, *tensors_in(optimizer.state)]
+        static = [*inputs, *tensors_in(optimizer.state), *tensors_in(stepper.scaler), *gradients_of(model)]
         older = bytes_of(static) - meter.counted_bytes(static)
         meter.reset_high_water()
         if is_cuda:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
         saved_bytes = 0
-        for loss in step_phases(model, batch, loss_fn, optimizer):
-            saved_bytes = meter.live_since(0, without=[*static, *model.buffers(), loss])
+        for loss in stepper.phases(lambda: loss_fn(model, batch)):
+            without = [*static, *model.buffers(), *gradients_of(model), loss]
+            saved_bytes = meter.live_since(0, without=without)
         if is_cuda:
             torch.cuda.synchronize(device)
             peak = torch.cuda.max_memory_allocated(device) - foreign
@@ -151,24 +161,9 @@ def measure_step(
     return StepMemory(bytes_of(static), saved_bytes, peak)
 
 
-def step_phases(
-    model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor], optimizer: Optimizer
-) -> Iterator[Tensor]:
-    """Run one training step; yield the loss between forward and backward."""
-    optimizer.zero_grad(set_to_none=True)
-    loss = loss_fn(model, batch)
-    yield loss.detach()
-    loss.backward()
-    del loss
-    optimizer.step()
-
-
-def take_step(
-    model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor], optimizer: Optimizer
-) -> None:
-    """Run one training step, and free everything that it made."""
-    for _ in step_phases(model, batch, loss_fn, optimizer):
-        pass
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of the parameters that have one."""
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def unless_out_of_memory(measure: Callable[[], Value]) -> Value | None:

@@ -27,7 +27,7 @@ from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.derivation import DerivableStep, DerivationObserver, DerivedTensor
 from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, Tie, full_grid, in_reference_groups
 from mesa_tune.profiler.gradient import Price, Sensitivity
-from mesa_tune.profiler.meter import bytes_of, tensors_in, unless_out_of_memory
+from mesa_tune.profiler.meter import bytes_of, gradients_of, tensors_in, unless_out_of_memory
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rows import Rows
 from mesa_tune.profiler.step_trace import StepTrace, TensorKey
@@ -38,6 +38,7 @@ from mesa_tune.workload.checkpoints import without_checkpoints
 from mesa_tune.workload.clock import median_ms
 from mesa_tune.workload.preserve import preserved
 from mesa_tune.workload.session import RawConversion, session
+from mesa_tune.workload.step import Stepper
 from mesa_tune.workload.user_code import located, seeded
 from mesa_tune.workload.workload import Workload
 
@@ -162,22 +163,21 @@ class _Profiling:
         All traces start from the same weights and random state, because both decide how tokens are routed.
         """
         self.restore()
+        stepper = Stepper(self.workload.step, self.optimizer)
         with session(self.workload, self.model, policy) as running:
-            if second:
+            if second or self.workload.step.keeps_gradients:
                 with self._random_state():
-                    running.loss(batch).backward()
+                    stepper.backward(running.loss(batch))
             with self._random_state():
-                trace = trace_step(
-                    lambda: self.optimizer.zero_grad(set_to_none=True),
-                    lambda: running.loss(batch),
-                    lambda: _ignored(self.optimizer.step()),
-                    self._static(batch),
-                )
+                trace = trace_step(stepper, lambda: running.loss(batch), self._static(batch))
             return trace, running.layers()
 
     def _static(self, batch: Any) -> list[torch.Tensor]:
-        self.optimizer.zero_grad(set_to_none=True)
+        """Return what is alive when a step begins; of accumulated steps, when the last micro-batch begins."""
+        if not self.workload.step.keeps_gradients:
+            self.optimizer.zero_grad()
         return [
+            *gradients_of(self.model),
             *self.model.parameters(),
             *self.model.buffers(),
             *tensors_in(self.optimizer.state),
@@ -271,6 +271,11 @@ class _Profiling:
             with self._random_state(), without_checkpoints():
                 loss = raw.loss(batch)
         sensitivity.record(loss)
+        for draw in range(1, self.workload.accumulation):
+            with self._random_state(), without_checkpoints():
+                sensitivity.accumulate(
+                    self.workload.compute_loss(self.model, self.workload.make_batch(draw=draw))
+                )
         if not sensitivity.norm:
             raise WorkloadError(
                 f"{located(self.workload.loss, self.workload.path)}: loss() gives every parameter the "

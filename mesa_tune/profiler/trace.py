@@ -34,6 +34,7 @@ from mesa_tune.profiler.step_trace import (
     StepTrace,
     TensorKey,
 )
+from mesa_tune.workload.step import Stepper
 
 
 class Recorder(Meter):
@@ -197,16 +198,15 @@ class Tracer(Observer):
             self.trace.again[layer, self.calls_in_backward[layer], returned] = numbers
 
 
-def trace_step(
-    begin: Callable[[], None], loss: Callable[[], Tensor], step: Callable[[], None], static: list[Tensor]
-) -> StepTrace:
-    """Trace one step: `begin()`, `loss()` and its backward, `step()`; `static` tensors are not counted."""
+def trace_step(stepper: Stepper, loss: Callable[[], Tensor], static: list[Tensor]) -> StepTrace:
+    """Trace one step, of several micro-batches the last; `static` tensors are not counted."""
     static_storages = {tensor.untyped_storage()._cdata for tensor in static}
     recorder = Recorder()
     tracer = Tracer(recorder, lambda tensor: tensor.untyped_storage()._cdata in static_storages)
     recorder.open_slot(None, "forward")
     with observing(tracer), recorder:
-        begin()
+        if stepper.step.accumulation == 1:
+            stepper.begin()
         value = loss()
         recorder.open_slot(None, "forward")
         recorder.trace.saved_bytes = recorder.live_since(0, without=[*static, value])
@@ -214,10 +214,10 @@ def trace_step(
         recorder.trace.loss = recorder.number(value.untyped_storage())
         tracer.forward = False
         recorder.open_slot(None, "backward")
-        value.backward()
+        stepper.backward(value)
         del value
         recorder.open_slot(None, "step")
-        step()
+        stepper.update()
     recorder.trace.drop_dead_after_forward()
     return recorder.trace
 

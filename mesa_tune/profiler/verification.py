@@ -22,8 +22,9 @@ from mesa_tune.conversion import compress_saved, convert
 from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.meter import StepMemory, measure_step, take_step, unless_out_of_memory
+from mesa_tune.profiler.meter import StepMemory, measure_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
+from mesa_tune.workload.step import Stepper
 from mesa_tune.workload.user_code import seeded
 from mesa_tune.workload.workload import Workload
 
@@ -180,6 +181,7 @@ class _Training:
             convert(self.model, policy, seed=workload.seed)
         self.batch = workload.make_batch()
         self.optimizer = workload.make_optimizer(self.model)
+        self.stepper = Stepper(workload.step, self.optimizer)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         with nullcontext() if self.policy is None else compress_saved(self.policy):
@@ -189,7 +191,7 @@ class _Training:
         """Run one step, wait for the device, and return the milliseconds that both took."""
         self._wait()
         begin = time.perf_counter()
-        take_step(self.model, self.batch, self.loss, self.optimizer)
+        self.stepper.run(lambda: self.loss(self.model, self.batch))
         self._wait()
         return 1000 * (time.perf_counter() - begin)
 
@@ -209,7 +211,7 @@ def _memory(workload: Workload, policy: Policy | None) -> StepMemory:
     training = _Training(workload, policy)
     # Checks the loss once: a loss that is NaN or no scalar raises an error about itself here.
     workload.compute_loss(training.model, training.batch)
-    return measure_step(training.model, training.batch, training.loss, training.optimizer)
+    return measure_step(training.model, training.batch, training.loss, training.optimizer, workload.step)
 
 
 def _times(workload: Workload, policy: Policy, steps: int, *, plain_fits: bool) -> _Times:

@@ -15,6 +15,13 @@ BATCH_SIZE = 1024
 # Uncomment to train under torch.autocast. --autocast overrides it.
 # AUTOCAST = "bfloat16"
 
+# Uncomment what your training step does: batches whose gradients are added before the optimizer's step, the
+# largest norm of the gradient, a GradScaler, gradients that are set to zero instead of freed.
+# ACCUMULATION = 4
+# CLIP_NORM = 1.0
+# SCALER = True
+# SET_TO_NONE = False
+
 
 def model():
     """Return the model, ready for training. mesa-tune moves it to the device."""

@@ -22,9 +22,11 @@ from torch.optim import AdamW, Optimizer
 from mesa_tune.errors import WorkloadError
 from mesa_tune.workload.batches import to_device
 from mesa_tune.workload.model_file import read_model_file
+from mesa_tune.workload.step import Stepper, TrainingStep
 from mesa_tune.workload.user_code import explaining, located, mixed_seed, seeded
 
 DEFAULT_BATCH_SIZE = 32
+_STEP_NAMES = ("ACCUMULATION", "CLIP_NORM", "SCALER", "SET_TO_NONE")
 AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,8 +36,8 @@ class Workload:
 
     `model() -> nn.Module`, `batch(batch_size) -> tensors in any containers`, `loss(model, batch) -> scalar
     tensor`, `optimizer(parameters) -> Optimizer` (default AdamW). `device` is `cpu` or `cuda[:n]`, `autocast`
-    None, `bfloat16` or `float16`. `path` and `fingerprint` (SHA-256 of the content) are those of the model
-    file.
+    None, `bfloat16` or `float16`. `accumulation`, `clip_norm`, `scaler` and `set_to_none`: see
+    `TrainingStep`. `path` and `fingerprint` (SHA-256 of the content) are those of the model file.
 
     Every method raises WorkloadError if a function raises or returns something wrong. Out-of-memory errors
     (`is_out_of_memory`) pass unchanged.
@@ -50,6 +52,10 @@ class Workload:
     device: str = "cpu"
     autocast: str | None = None
     seed: int = 0
+    accumulation: int = 1
+    clip_norm: float | None = None
+    scaler: bool = False
+    set_to_none: bool = True
     path: Path | None = None
     fingerprint: str | None = None
 
@@ -57,6 +63,7 @@ class Workload:
         _require_batch_size(self.batch_size)
         _require_device(str(self.device))
         _require_autocast(self.autocast)
+        _ = self.step  # raises for values that it does not take
         object.__setattr__(self, "device", str(self.device))
 
     @classmethod
@@ -87,6 +94,7 @@ class Workload:
             autocast=None if autocast == "none" else autocast,
             seed=seed,
             path=path,
+            **{name.lower(): names[name] for name in _STEP_NAMES if name in names},
             fingerprint=hashlib.sha256(content).hexdigest(),
         )
 
@@ -104,7 +112,15 @@ class Workload:
             "autocast": self.autocast,
             "batch_size": self.batch_size,
             "seed": self.seed,
+            **{
+                name: value for name, value in vars(self.step).items() if value != getattr(TrainingStep, name)
+            },
         }
+
+    @property
+    def step(self) -> TrainingStep:
+        """What a training step is made of."""
+        return TrainingStep(self.accumulation, self.clip_norm, self.scaler, self.set_to_none)
 
     def build(self) -> nn.Module:
         """Build a model, the same at each call: seeded, on the device, in training mode.
@@ -142,14 +158,17 @@ class Workload:
         return loss
 
     def take_step(self, model: nn.Module, batch: Any, optimizer: Optimizer) -> None:
-        """Run one training step of `model` on `batch`."""
-        optimizer.zero_grad(set_to_none=True)
-        loss = self.compute_loss(model, batch)
-        with explaining("the backward of loss()", self.loss, self.path):
-            loss.backward()
+        """Run one training step of `model`, all its micro-batches on `batch`."""
+        stepper = Stepper(self.step, optimizer)
+        stepper.begin()
+        for _ in range(self.accumulation):
+            loss = self.compute_loss(model, batch)
+            with explaining("the backward of loss()", self.loss, self.path):
+                stepper.backward(loss)
+            del loss
         name = "optimizer.step()" if self.optimizer else "the step of AdamW, as there is no optimizer(),"
         with explaining(name, self.optimizer or self.model, self.path):
-            optimizer.step()
+            stepper.update()
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         """Return the user's optimizer, or AdamW, over the trainable parameters of `model`."""

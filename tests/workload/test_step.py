@@ -1,0 +1,115 @@
+"""The training step: its memory and its gradient error are predicted as they are, whatever it is made of."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.profiler.joint_error import JointError
+from mesa_tune.profiler.meter import measure_step
+from mesa_tune.workload.step import Stepper, TrainingStep
+
+STEPS: dict[str, dict[str, Any]] = {
+    "simple": {},
+    "accumulated": {"accumulation": 4},
+    "zeros": {"set_to_none": False},
+    "clipped": {"clip_norm": 1.0},
+    "scaled": {"scaler": True, "clip_norm": 0.5, "accumulation": 3},
+}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 300), nn.ReLU())
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    value: Tensor = model(x).square().mean()
+    return value
+
+
+def workload(**step: Any) -> mt.Workload:
+    return mt.Workload(model, lambda n: torch.randn(n, 64), loss, batch_size=48, **step)
+
+
+@pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
+@pytest.mark.parametrize("name", STEPS)
+def test_memory_is_predicted(name: str, level: int | None) -> None:
+    work = workload(**STEPS[name])
+    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
+    converted = mt.convert(work.build(), policy, seed=0)
+
+    def compressed_loss(model: nn.Module, x: Tensor) -> Tensor:
+        with mt.compress_saved(policy):
+            return work.compute_loss(model, x)
+
+    optimizer = work.make_optimizer(converted)
+    found = measure_step(converted, work.make_batch(), compressed_loss, optimizer, work.step)
+    predicted = mt.profile(work, options=[]).predict(policy)
+    assert predicted.saved_bytes == found.saved_bytes
+    # The measurement itself holds the loss and the scaler's numbers.
+    assert -16 <= predicted.peak_bytes - found.peak_bytes <= 0.001 * found.peak_bytes
+
+
+def test_gradients_that_stay_are_part_of_the_peak() -> None:
+    simple, accumulated = (
+        mt.profile(workload(**STEPS[name]), options=[]) for name in ("simple", "accumulated")
+    )
+    weights = sum(4 * parameter.numel() for parameter in model().parameters())
+    assert accumulated.static_bytes == simple.static_bytes + weights
+
+
+def test_the_error_of_an_accumulated_gradient_is_predicted() -> None:
+    policy = mt.Policy.uniform(level=4)
+    errors = {}
+    for count in (1, 4):
+        work = workload(accumulation=count)
+        predicted = mt.profile(work, options=[mt.LayerSettings(level=4)], seeds=4).predict(policy)
+        measured = JointError(work).errors(policy, [(draw, 9) for draw in range(4)])
+        assert predicted.gradient_error is not None
+        assert 0.5 < statistics.fmean(measured) / predicted.gradient_error < 2
+        errors[count] = statistics.fmean(measured)
+    assert errors[4] < 0.7 * errors[1]  # rounding noise of micro-batches averages out
+
+
+def test_a_step_is_what_pytorch_would_do() -> None:
+    """Scaling and unscaling change nothing, and the clipped step follows torch's own."""
+    x = [torch.randn(48, 64) for _ in range(2)]
+    net, twin = model(), model()
+    twin.load_state_dict(net.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (net, twin)]
+    batches = iter(x)
+    step = TrainingStep(accumulation=2, clip_norm=0.1, scaler=True)
+    Stepper(step, optimizers[0]).run(lambda: loss(net, next(batches)))
+    for batch in x:
+        (loss(twin, batch) / 2).backward()
+    nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    optimizers[1].step()
+    assert all(map(torch.allclose, net.parameters(), twin.parameters()))
+
+
+def test_the_model_file_says_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\ndef model(): return nn.Linear(4, 4)\n"
+        "def batch(n): return torch.randn(n, 4)\ndef loss(model, x): return model(x).mean()\n"
+        "ACCUMULATION = 4\nCLIP_NORM = 1.0\nSCALER = True\nSET_TO_NONE = False\n"
+    )
+    work = mt.Workload.load(path)
+    assert work.step == TrainingStep(4, 1.0, True, False)
+    assert work.description["accumulation"] == 4
+    assert "accumulation" not in workload().description
+
+
+@pytest.mark.parametrize(
+    "step",
+    [{"accumulation": 0}, {"accumulation": 1.5}, {"clip_norm": -1}, {"clip_norm": True}, {"scaler": "yes"}],
+)
+def test_bad_values_are_named(step: dict[str, Any]) -> None:
+    with pytest.raises(mt.WorkloadError, match=rf"{next(iter(step)).upper()} = .*: must be"):
+        workload(**step)
