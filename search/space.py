@@ -260,10 +260,10 @@ class _Builder:
         for slot in self.slots.get(number, []):
             live[slot] += self._temporary_bytes(slot, settings, linked)
         error = self.profile.error_of(layers, assignment, active)
-        if error is None:
-            raise RunError(f"{layers[0].name}: no gradient error of {settings.label} measured\n{_REMEDY}")
-        ms = self.profile.ms_of(layers, assignment, active) * self.scale
-        return Choice(settings, error, ms, live, saved, cluster is not None)
+        ms = self.profile.ms_of(layers, assignment, active)
+        if error is None or ms is None:
+            raise RunError(f"{layers[0].name}: the profile has no price of {settings.label}\n{_REMEDY}")
+        return Choice(settings, error, ms * self.scale, live, saved, cluster is not None)
 
     def _temporary_bytes(self, slot: int, settings: LayerSettings, linked: Collection[str]) -> int:
         if settings.exact:

@@ -1,6 +1,7 @@
 """The rows of a profile: saved tensors, layers, options to store them, and which layers share settings.
 
-What is hard: settings that were not measured take their error from the nearest option.
+What is hard: settings that were not measured take their error from the nearest option of the same kind, and
+are unknown without one (Rule 12).
 """
 
 from __future__ import annotations
@@ -97,18 +98,18 @@ class HasOptions:
         return {option.settings: position for position, option in enumerate(self.options)}
 
     def nearest(self, settings: LayerSettings) -> int | None:
-        """Return the position of the option most similar to `settings`; None if there is none.
+        """Return the position of the option most similar to `settings`; None if there is none of its kind.
 
         If no option has these settings, only options whose error is known count, and measured ones come
-        first. The nearest group size wins (the larger one in a tie, because its error is larger), then the
-        nearest level. Groups along channels count as the largest group size.
+        first. They may differ in level and group size, in nothing else. The nearest group size wins (the
+        larger one in a tie, because its error is larger), then the nearest level.
         """
         if settings in self.positions:
             return self.positions[settings]
         candidates = [
             position
             for position, option in enumerate(self.options)
-            if option.settings.exact == settings.exact and option.gradient_error is not None
+            if _kind(option.settings) == _kind(settings) and option.gradient_error is not None
         ]
         measured = [position for position in candidates if self.options[position].measured]
         return min(
@@ -127,10 +128,10 @@ class HasOptions:
         level = self.options[position].settings.level
         return error * ((level - 1) / (settings.level - 1)) ** 2
 
-    def ms(self, settings: LayerSettings) -> float:
-        """Return the milliseconds of encoding and decoding with the nearest option."""
+    def ms(self, settings: LayerSettings) -> float | None:
+        """Return the milliseconds of encoding and decoding with the nearest option; None if unknown."""
         position = self.nearest(settings)
-        return 0.0 if position is None else self.options[position].ms
+        return None if position is None else self.options[position].ms
 
     def to_dict(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -202,12 +203,17 @@ class Derivation(HasOptions):
         return Derivation(**names, options=tuple(Option.from_dict(option) for option in values["options"]))
 
 
-def _distance(option: LayerSettings, wanted: LayerSettings) -> tuple[bool, float, bool, float, int, float]:
+_KIND = ("quant_groups", "ema_decay", "rounding", "drop", "allocation", "store")
+
+
+def _kind(settings: LayerSettings) -> Any:
+    """Return what settings must have in common for the error of one to tell that of another."""
+    return settings.exact or tuple([getattr(settings, name) for name in _KIND])
+
+
+def _distance(option: LayerSettings, wanted: LayerSettings) -> tuple[float, int, float]:
     group_size = comparable_group_size(option)
     return (
-        (option.drop > 0) != (wanted.drop > 0),
-        abs(option.drop - wanted.drop),
-        option.allocation != wanted.allocation,
         round(abs(math.log2(group_size / comparable_group_size(wanted))), 9),
         -group_size,
         abs(math.log2((option.level - 1) / (wanted.level - 1))),

@@ -129,11 +129,12 @@ class Profile:
                 for name, settings in assignment.items()
             }
         sized = self.timeline.at(batch_size or self.batch_size)
+        step_ms = self.predicted_ms(assignment)
         return Prediction(
             sized.saved_bytes(assignment),
             sized.peak_bytes(assignment),
             self.gradient_error(assignment),
-            self.predicted_ms(assignment) * sized.batch_size / self.batch_size,
+            None if step_ms is None else step_ms * sized.batch_size / self.batch_size,
         )
 
     def assignment(self, policy: SettingsSource) -> dict[str, LayerSettings]:
@@ -178,20 +179,27 @@ class Profile:
         return ActiveDerivations(by_layer, frozenset(sharers | (takers - stored)))
 
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
-        """Return the gradient error of one layer alone, scaled from the nearest option if not measured."""
+        """Return the gradient error of one layer alone, scaled from the nearest option if not measured.
+
+        None if no option of this kind was measured.
+        """
         used = stored_as(self._effective(layer, settings))
         if used.exact or used.store == "offload":
             return 0.0
         error = layer.error(used)
         return 0.0 if error is None and self._stays_exact(layer) else error
 
-    def predicted_ms(self, assignment: Assignment) -> float:
+    def predicted_ms(self, assignment: Assignment) -> float | None:
         """Return the time of a step at the profiled batch size: the plain step, encoding and decoding."""
-        return self.step_ms + self.ms_of(self.layers, assignment, self.active(assignment))
+        added = self.ms_of(self.layers, assignment, self.active(assignment))
+        return None if added is None else self.step_ms + added
 
-    def ms_of(self, layers: Iterable[LayerEntry], assignment: Assignment, active: ActiveDerivations) -> float:
-        """Return the time that encoding and decoding for `layers` adds to a step."""
-        return sum(self._layer_ms(layer, assignment, active) for layer in layers)
+    def ms_of(
+        self, layers: Iterable[LayerEntry], assignment: Assignment, active: ActiveDerivations
+    ) -> float | None:
+        """Return the time that encoding and decoding for `layers` adds to a step; None if unknown."""
+        times = [self._layer_ms(layer, assignment, active) for layer in layers]
+        return None if None in times else sum(time for time in times if time is not None)
 
     def plain_ms(self, batch_size: int) -> float:
         """Return the time of a plain step at `batch_size`, in proportion to the profiled one."""
@@ -301,9 +309,9 @@ class Profile:
         """Return the settings in effect: a layer stored by hooks has 256 levels at least."""
         return settings.hooked if layer.name in self.timeline.hooked else settings
 
-    def _layer_ms(self, layer: LayerEntry, assignment: Assignment, active: ActiveDerivations) -> float:
+    def _layer_ms(self, layer: LayerEntry, assignment: Assignment, active: ActiveDerivations) -> float | None:
         settings = assignment.get(layer.name)
-        if settings is None or settings.exact or layer.name in active.free:
+        if settings is None or settings.exact or layer.name in active.free or self._stays_exact(layer):
             return 0.0
         used = stored_as(self._effective(layer, settings))
         return active.by_layer.get(layer.name, layer).ms(used)

@@ -153,14 +153,8 @@ def test_a_tie_without_ratios_counts_as_one() -> None:
         (LayerSettings(level=10), LayerSettings(level=8), (7 / 9) ** 2),
         (LayerSettings(level=14), LayerSettings(level=16), (15 / 13) ** 2),
         (LayerSettings(level=16, group_size=128), LayerSettings(level=16, group_size=256), 1.0),
-        (
-            LayerSettings(level=16, group_size=None, quant_groups=3),
-            LayerSettings(level=16, group_size=1024),
-            1.0,
-        ),
-        (LayerSettings(level=4, rounding="nearest"), LayerSettings(level=4), 1.0),
     ],
-    ids=["level-10", "level-14", "group-128", "channels", "nearest"],
+    ids=["level-10", "level-14", "group-128"],
 )
 def test_settings_that_were_not_tried_scale_the_nearest_option(
     profile: Profile, settings: LayerSettings, like: LayerSettings, factor: float
@@ -169,6 +163,24 @@ def test_settings_that_were_not_tried_scale_the_nearest_option(
     known = profile.layer_error(layer, like)
     assert known is not None
     assert profile.layer_error(layer, settings) == pytest.approx(known * factor)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LayerSettings(level=16, group_size=None, quant_groups=3),
+        LayerSettings(level=4, rounding="nearest"),
+        LayerSettings(drop=0.9),
+        LayerSettings(level=16, ema_decay=0.9),
+        LayerSettings(level=16, allocation="sample"),
+    ],
+    ids=lambda settings: settings.label,
+)
+def test_what_was_not_tried_in_any_form_is_unknown(profile: Profile, settings: LayerSettings) -> None:
+    assert profile.layer_error(profile.layer("blocks.0.norm"), settings) is None
+    predicted = profile.predict_assignment({"blocks.0.norm": settings})
+    assert (predicted.gradient_error, predicted.step_ms) == (None, None)
+    assert predicted.saved_bytes > 0
 
 
 def test_bytes_of_settings_that_were_not_tried_are_exact(profile: Profile) -> None:
