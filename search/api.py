@@ -217,16 +217,22 @@ def _policy(request: Request, program: Program, chosen: tuple[int, ...], header:
 
 def _header(request: Request, predicted: Prediction) -> Header:
     profile = request.profile
-    slowdown = (predicted.step_ms or 0.0) / (profile.step_ms * request.batch_size / profile.batch_size)
+    plain_ms = profile.step_ms * request.batch_size / profile.batch_size
+    ratio = predicted.gradient_noise_ratio
     return Header(
         model=Path(profile.model).stem if profile.model else None,
         fingerprint=profile.layers_fingerprint or None,
         torch=profile.torch,
         batch=request.batch_size,
         budget=format_bytes(request.budget),
-        predicted=(
-            f"peak {format_bytes(predicted.peak_bytes)}, saved {format_bytes(predicted.saved_bytes)}, "
-            f"gradient error {predicted.gradient_error:.2e}, step {slowdown:.2f}x"
+        predicted=", ".join(
+            [
+                f"peak {format_bytes(predicted.peak_bytes)}",
+                f"saved {format_bytes(predicted.saved_bytes)}",
+                f"gradient error {predicted.gradient_error:.2e}",
+                *([] if ratio is None else [f"noise ratio {ratio:.1e}"]),
+                *([] if predicted.step_ms is None else [f"step {predicted.step_ms / plain_ms:.2f}x"]),
+            ]
         ),
     )
 

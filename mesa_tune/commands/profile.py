@@ -99,6 +99,7 @@ def _lines(profiled: Profile, path: Path) -> list[str]:
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_exact(profiled),
         f"a step takes     {format_time(profiled.step_ms / 1e3):>8}",
+        *_noise(profiled),
         "",
         *format_table(["layer", "tag", "saves", "error at 4 bits"], rows),
         "",
@@ -120,6 +121,12 @@ def _exact(profiled: Profile) -> list[str]:
     named = ", ".join(largest[:3]) + (", ..." if len(largest) > 3 else "")
     share = sum(sizes.values()) / profiled.saved_bytes
     return [f"exact: no formula {format_bytes(sum(sizes.values())):>7}   {share:.1%}, by {named}"]
+
+
+def _noise(profiled: Profile) -> list[str]:
+    if profiled.gradient_noise is None:
+        return []
+    return [f"gradient noise   {profiled.gradient_noise:>8.2f}   (variance from batch to batch, over ‖g‖²)"]
 
 
 def _error(profiled: Profile, name: str) -> str:

@@ -151,6 +151,7 @@ def describe(check: Verification, profiled_ms: float | None = None) -> list[str]
             ("peak bytes", "peak_bytes", format_bytes),
             ("step time", "step_ms", _milliseconds),
             ("gradient error", "gradient_error", _error),
+            ("noise ratio", "gradient_noise_ratio", _error),
         )
     ]
     lines = format_table(["", "plain", "predicted", "measured"], rows)
@@ -177,7 +178,7 @@ def _cells(
     form: Callable[[float], str], quantity: str, check: Verification, profiled_ms: float | None
 ) -> list[str]:
     values, predicted = check.to_dict(), check.predicted_beside(profiled_ms)
-    plain = {"gradient_error": 0.0, **values["baseline"]}
+    plain = {"gradient_error": 0.0, "gradient_noise_ratio": 0.0, **values["baseline"]}
     columns = (plain, predicted.to_dict() if predicted else {}, values["policy"])
     cells = [column.get(quantity) for column in columns]
     return ["–" if value is None else form(value) for value in cells]

@@ -246,3 +246,25 @@ def in_reference_groups(grid: list[LayerSettings]) -> list[LayerSettings]:
     Pricing derivations with all options took 100 s of a profile of 263 s on DeiT-Ti.
     """
     return [option for option in grid if option.group_size == REFERENCE_GROUP and option.bits > 1] or grid
+
+
+_NO_NOISE = 1e-6
+"""Batches whose gradients vary less than this are all the same: it is what float32 rounds away."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The minibatch's own noise: how much the gradients of whole steps vary from batch to batch.
+
+    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖². `scale`: ‖g‖² of the first batch, which errors are
+    relative to, over mean ‖g_b‖².
+    """
+
+    relative: float
+    scale: float
+
+    def ratio(self, gradient_error: float | None) -> float | None:
+        """Return mean ‖ĝ − g‖² over the noise; None if unknown, or if all batches are the same."""
+        if gradient_error is None or self.relative < _NO_NOISE:
+            return None
+        return gradient_error * self.scale / self.relative

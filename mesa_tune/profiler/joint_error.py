@@ -1,4 +1,4 @@
-"""Measure the gradient error of a policy on a workload: ‖ĝ − g‖² / ‖g‖² over all trained parameters.
+"""Measure a policy's gradient error, ‖ĝ − g‖² / ‖g‖² over all trained parameters, and the batches' noise.
 
 What is hard: differences must come from the policy alone. The exact and the compressed gradient need the same
 batch, dropout masks and buffers; two policies need the same batches and rounding seeds. So a measurement is
@@ -9,17 +9,19 @@ leaves buffers and random generators unchanged.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.entries import Noise
 from mesa_tune.workload.user_code import mixed_seed, seeded
 from mesa_tune.workload.workload import Workload
 
@@ -30,6 +32,9 @@ Gradient = list[Tensor | None]
 _CACHED_DRAWS = 4
 _SEEDS_PER_DRAW = 1_000_003
 _SEEDS_PER_BATCH = 1_000_000_007
+
+
+NOISE_STEPS = 8
 
 
 class Objective(Protocol):
@@ -43,9 +48,9 @@ class Objective(Protocol):
 class JointError:
     """The relative squared error of the whole gradient under a policy, on a workload's batches."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, model: nn.Module | None = None) -> None:
         self.workload = workload
-        self.model = workload.build()
+        self.model = workload.build() if model is None else model
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._exact: dict[int, tuple[list[Any], Gradient, float]] = {}
 
@@ -84,8 +89,7 @@ class JointError:
         if draw not in self._exact:
             while len(self._exact) >= _CACHED_DRAWS:
                 del self._exact[next(iter(self._exact))]
-            count = self.workload.accumulation
-            batches = [self.workload.make_batch(draw=draw * count + index) for index in range(count)]
+            batches = self._batches(draw)
             gradient = self._gradient(batches, draw, None, 0)
             size = squared(gradient, [None] * len(gradient))
             if not 0 < size < float("inf"):
@@ -95,6 +99,26 @@ class JointError:
                 )
             self._exact[draw] = batches, gradient, size
         return self._exact[draw]
+
+    def noise(self, steps: int = NOISE_STEPS) -> Noise:
+        """Return the noise of the first `steps` draws; only the sum of their gradients is held."""
+        total: Gradient = [None] * len(self.parameters)
+        sizes = []
+        for draw in range(steps):
+            gradient = self._gradient(self._batches(draw), draw, None, 0)
+            sizes.append(squared(gradient, [None] * len(gradient)))
+            for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
+                total[index] = part if sum_ is None or part is None else sum_.add_(part)
+        mean = statistics.fmean(sizes)
+        if not 0 < mean < math.inf:
+            return Noise(0.0, 1.0)
+        scattered = sum(sizes) - squared(total, [None] * len(total)) / steps
+        return Noise(max(0.0, scattered / (steps - 1)) / mean, sizes[0] / mean)
+
+    def _batches(self, draw: int) -> list[Any]:
+        """Return the micro-batches of one step."""
+        count = self.workload.accumulation
+        return [self.workload.make_batch(draw=draw * count + index) for index in range(count)]
 
     def _gradient(
         self, batches: Sequence[Any], draw: int, policy: Policy | None, rounding_seed: int

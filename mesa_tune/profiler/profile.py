@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Option, TensorEntry, Tie
+from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Noise, Option, TensorEntry, Tie
 from mesa_tune.profiler.memory_model import Assignment, SavedSpan, Slot, Timeline, stored_as
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Profile:
     layers derive from it (`store: derive`). `exact`: what every policy leaves exact, and why; a layer that
     saves nothing else has index -1, and no policy names it. For the plain step at `batch_size`:
     `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before the step).
+    `gradient_noise` and `gradient_scale`: see `Noise`; None where it was not measured.
     """
 
     model: str | None
@@ -105,13 +106,16 @@ class Profile:
     resume: str = ""
     derivations: tuple[Derivation, ...] = ()
     exact: tuple[ExactEntry, ...] = ()
+    gradient_noise: float | None = None
+    gradient_scale: float | None = None
 
     def predict(self, policy: SettingsSource, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
 
-        At a batch size that was not profiled, bytes follow the timeline, times are proportional, and the
-        gradient error is that of the profiled batch. Raise BudgetError if the timeline has no such batch
-        size, RunError for a policy with modules that run again in backward: the profile has no data for them.
+        At a batch size that was not profiled, bytes follow the timeline, times are proportional, the gradient
+        error is that of the profiled batch, and its ratio to the noise is unknown. Raise BudgetError if the
+        timeline has no such batch size, RunError for a policy with modules that run again in backward: the
+        profile has no data for them.
         """
         again = policy.reruns(layer.name for layer in self.layers)
         if again:
@@ -130,11 +134,14 @@ class Profile:
             }
         sized = self.timeline.at(batch_size or self.batch_size)
         step_ms = self.predicted_ms(assignment)
+        error = self.gradient_error(assignment)
+        noise = self.noise if sized.batch_size == self.batch_size else None
         return Prediction(
             sized.saved_bytes(assignment),
             sized.peak_bytes(assignment),
-            self.gradient_error(assignment),
+            error,
             None if step_ms is None else step_ms * sized.batch_size / self.batch_size,
+            None if noise is None else noise.ratio(error),
         )
 
     def assignment(self, policy: SettingsSource) -> dict[str, LayerSettings]:
@@ -279,6 +286,13 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """Return the profile saved at `path`. Raise RunError for a missing, damaged or other file."""
         return read_document(path, "profile", cls.from_dict, _REMEDY)
+
+    @property
+    def noise(self) -> Noise | None:
+        """The minibatch's own noise at the profiled batch size; None where it was not measured."""
+        if self.gradient_noise is None or self.gradient_scale is None:
+            return None
+        return Noise(self.gradient_noise, self.gradient_scale)
 
     @cached_property
     def _by_name(self) -> dict[str, LayerEntry]:

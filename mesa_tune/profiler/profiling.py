@@ -27,6 +27,7 @@ from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.derivation import DerivableStep, DerivationObserver, DerivedTensor
 from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, Tie, full_grid, in_reference_groups
 from mesa_tune.profiler.gradient import Price, Sensitivity
+from mesa_tune.profiler.joint_error import JointError
 from mesa_tune.profiler.meter import bytes_of, gradients_of, tensors_in, unless_out_of_memory
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rows import Rows
@@ -112,6 +113,10 @@ class _Profiling:
             with preserved(self.model, self.optimizer):
                 self._measure_options(traced)
                 self.derivations = tuple(self._derivations(traced))
+                if self.options:
+                    self.show("gradient noise of the batches", 1.0)
+                    noise = JointError(self.workload, self.model).noise()
+                    traced = replace(traced, gradient_noise=noise.relative, gradient_scale=noise.scale)
         except KeyboardInterrupt:
             self._save(self._assembled(traced, partial=True))
             raise

@@ -22,6 +22,7 @@ from mesa_tune.conversion import compress_saved, convert
 from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.joint_error import JointError
 from mesa_tune.profiler.meter import StepMemory, measure_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.workload.step import Stepper
@@ -55,7 +56,8 @@ class Verification:
     """Measurements of a workload's steps under a policy, of its plain steps, and the prediction.
 
     `gradient_errors`: one relative squared error per rounding seed, all with the same batch and random state;
-    `gradient_error` is their mean. `step_ratio`: None if the two steps could not be timed in turn.
+    `gradient_error` is their mean, `gradient_noise_ratio` their mean over the batches' own noise (`Noise`).
+    `step_ratio`: None if the two steps could not be timed in turn.
     """
 
     baseline: Measured
@@ -67,6 +69,7 @@ class Verification:
     batch_size: int
     torch: str
     steps: int
+    gradient_noise_ratio: float | None = None
 
     @property
     def gradient_error(self) -> float | None:
@@ -86,7 +89,10 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document `mesa-tune.verify/1`."""
-        measured = {"gradient_error": self.gradient_error, "gradient_noise_ratio": None}
+        measured = {
+            "gradient_error": self.gradient_error,
+            "gradient_noise_ratio": self.gradient_noise_ratio,
+        }
         return {
             "schema": schema("verify"),
             "device": self.device,
@@ -108,6 +114,7 @@ class Verification:
             "baseline": _measured_from(values["baseline"]),
             "policy": _measured_from(values["policy"]),
             "gradient_errors": tuple(float(error) for error in values["gradient_errors"]),
+            "gradient_noise_ratio": values["policy"].get("gradient_noise_ratio"),
             "step_ratio": None if ratio is None else typed(Ratio, ratio),
             "predicted": None if predicted is None else Prediction.from_dict(predicted),
         }
@@ -156,11 +163,16 @@ def verify(
                 "fit under this policy\nsearch again with a smaller --budget or --batch-size"
             ) from MemoryError()
         times = _times(workload, policy, steps, plain_fits=plain is not None)
-        errors = _gradient_errors(workload, policy, seeds) if plain is not None else ()
+        joint = JointError(workload)
+        # Rounding seeds that neither profile nor search uses.
+        pairs = [(0, UNUSED_SEEDS + number) for number in range(seeds)]
+        errors = joint.errors(policy, pairs) if plain is not None else []
+        ratio = joint.noise().ratio(statistics.fmean(errors)) if errors else None
     return Verification(
         baseline=_measured(plain, times.plain),
         policy=_measured(packed, times.packed),
-        gradient_errors=errors,
+        gradient_errors=tuple(errors),
+        gradient_noise_ratio=ratio,
         step_ratio=times.ratio,
         predicted=predicted,
         device=workload.device,
@@ -240,14 +252,6 @@ def _alone(workload: Workload, policy: Policy | None, steps: int) -> float:
     training = _Training(workload, policy)
     training.timed_step()
     return statistics.median(training.timed_step() for _ in range(steps))
-
-
-def _gradient_errors(workload: Workload, policy: Policy, seeds: int) -> tuple[float, ...]:
-    """Return errors on the first batch, with rounding seeds that neither profile nor search uses."""
-    from mesa_tune.profiler.joint_error import JointError
-
-    pairs = [(0, UNUSED_SEEDS + number) for number in range(seeds)]
-    return tuple(JointError(workload).errors(policy, pairs))
 
 
 def _measured(memory: StepMemory | None, step_ms: float | None) -> Measured:

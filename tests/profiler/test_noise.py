@@ -1,0 +1,98 @@
+"""The minibatch's own noise, and how large rounding errors are beside it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.profiler.entries import Noise
+from mesa_tune.profiler.joint_error import NOISE_STEPS, JointError
+
+OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 400), nn.GELU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3))
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    target = torch.randint(0, 3, (size,))
+    return torch.randn(size, 20) + 0.3 * target.unsqueeze(1), target
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def workload(**step: Any) -> mt.Workload:
+    return mt.Workload(model, batch, loss, batch_size=64, **step)
+
+
+def by_hand(work: mt.Workload, steps: int) -> tuple[float, float]:
+    """Variance and mean squared norm of the gradients of whole steps, all of them held."""
+    net, gradients = work.build(), []
+    for draw in range(steps):
+        net.zero_grad()
+        for index in range(work.accumulation):
+            work.compute_loss(net, work.make_batch(draw=draw * work.accumulation + index)).backward()
+        parts = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+        gradients.append(torch.cat([part.flatten() for part in parts]).double() / work.accumulation)
+    table = torch.stack(gradients)
+    return float(table.var(0).sum()), float(table.square().sum(1).mean())
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_noise_is_the_variance_of_whole_steps(accumulation: int) -> None:
+    work = workload(accumulation=accumulation)
+    variance, mean = by_hand(work, NOISE_STEPS)
+    assert JointError(work).noise().relative == pytest.approx(variance / mean, rel=1e-5)
+
+
+def test_accumulation_averages_noise_away() -> None:
+    one, eight = (JointError(workload(accumulation=count)).noise() for count in (1, 8))
+    assert eight.relative < 0.5 * one.relative
+
+
+def test_predicted_and_measured_ratio_are_those_of_many_batches() -> None:
+    work, policy = workload(), mt.Policy.uniform(level=4)
+    profile = mt.profile(work, options=OPTIONS, seeds=2)
+    check = mt.verify(work, policy, steps=1)
+    joint = JointError(work)
+    relative = joint.errors(policy, [(draw, 7) for draw in range(32)])
+    sizes = [joint._exact_at(draw)[2] for draw in range(32)]
+    variance, _ = by_hand(work, 64)
+    right = statistics.fmean(map(float.__mul__, relative, sizes)) / variance
+    predicted = profile.predict(policy).gradient_noise_ratio
+    for found in (predicted, check.gradient_noise_ratio):
+        assert found == pytest.approx(right, rel=0.5)
+    assert profile.predict(policy, batch_size=128).gradient_noise_ratio is None
+    assert profile.predict(mt.Policy()).gradient_noise_ratio == 0
+
+
+def test_it_is_in_the_documents() -> None:
+    work = workload()
+    profile = mt.profile(work, options=OPTIONS, seeds=1)
+    document = json.loads(json.dumps(profile.to_dict()))
+    assert document["gradient_noise"] == JointError(work).noise().relative
+    assert mt.Profile.from_dict(document).noise == profile.noise
+    for name in ("gradient_noise", "gradient_scale"):
+        del document[name]
+    assert mt.Profile.from_dict(document).predict(mt.Policy.uniform(level=16)).gradient_noise_ratio is None
+    plan = mt.search_policy(profile, profile.peak_bytes, max_saved=profile.saved_bytes // 3)
+    assert f"noise ratio {plan.predicted.gradient_noise_ratio:.1e}" in str(plan.policy.header.predicted)
+
+
+def test_batches_that_are_all_the_same_have_no_ratio() -> None:
+    def same(size: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(size, 20), torch.zeros(size, dtype=torch.long)
+
+    noise = JointError(mt.Workload(model, same, loss, batch_size=8)).noise()
+    assert noise.ratio(1e-3) is None
+    assert noise.ratio(None) is None
+    assert Noise(0.5, 2.0).ratio(1e-3) == pytest.approx(4e-3)
