@@ -280,6 +280,7 @@ _QUANTITIES: Mapping[str, tuple[str, Any]] = {
     "peak_bytes": ("peak", format_bytes),
     "step_ms": ("step time", lambda value: format_time(value / 1000)),
     "gradient_error": ("gradient error", style.error_text),
+    "gradient_noise_ratio": ("noise ratio", style.error_text),
 }
 
 

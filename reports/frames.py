@@ -186,6 +186,7 @@ def comparison_frame(predicted: Mapping[str, Any] | None, verification: Verifica
         "peak_bytes": "bytes",
         "step_ms": "ms",
         "gradient_error": "",
+        "gradient_noise_ratio": "",
     }
     rows = [
         _compared(name, unit, predicted or {}, measured.get("policy", {}), measured.get("baseline", {}))

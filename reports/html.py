@@ -153,8 +153,14 @@ def _error_card(results: RunResults) -> dict[str, str]:
     if verification is not None and verification.gradient_error is not None:
         seeds = len(verification.gradient_errors)
         detail = f"mean of {seeds} rounding seeds; predicted {style.error_text(expected)}"
+        detail += _noise_text(verification.gradient_noise_ratio)
         return _card("Gradient error", style.error_text(verification.gradient_error), detail)
-    return _card("Gradient error", style.error_text(expected), "relative squared error", "predicted")
+    detail = f"relative squared error{_noise_text(results.plan.predicted.gradient_noise_ratio)}"
+    return _card("Gradient error", style.error_text(expected), detail, "predicted")
+
+
+def _noise_text(ratio: float | None) -> str:
+    return "" if ratio is None else f"; {style.error_text(ratio)} of the batches’ own noise"
 
 
 def _time_card(results: RunResults) -> dict[str, str]:
