@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from mesa_tune.files import typed
 from mesa_tune.policy.settings import LayerSettings
@@ -59,9 +59,10 @@ UNLISTED = -1
 class Option:
     """Settings to store what a layer saves, and their price.
 
-    `bytes`: what the layer then saves. Errors are relative squares, ‖ĝ − g‖² / ‖g‖² for the gradient; None
-    where unknown. `measured`: True if the error was measured, False if it was inferred from another option.
-    Storing exactly is an option, too.
+    `bytes`: what the layer then saves. Errors are relative squares, ‖ĝ − g‖² / ‖g‖² for the gradient, means
+    over `batches`; None where unknown. `standard_error`: that of the mean; None with one batch. `measured`:
+    True if the error was measured, False if it was inferred from another option. Storing exactly is an
+    option, too.
     """
 
     settings: LayerSettings
@@ -72,11 +73,30 @@ class Option:
     measured: bool
     encode_ms: float
     decode_ms: float
+    batches: int = 1
 
     @property
     def ms(self) -> float:
         """Milliseconds of encoding and decoding."""
         return self.encode_ms + self.decode_ms
+
+    def averaged(self, other: Option) -> Option:
+        """Return this option with the measurements of `other`, on one batch more, included."""
+        count = self.batches
+        error, spread = self.gradient_error, None
+        if error is not None and other.gradient_error is not None:
+            delta = other.gradient_error - error
+            squares = (self.standard_error or 0.0) ** 2 * count * (count - 1) + delta**2 * count / (count + 1)
+            error, spread = error + delta / (count + 1), math.sqrt(squares / (count * (count + 1)))
+        return replace(
+            self,
+            tensor_error=self.tensor_error + (other.tensor_error - self.tensor_error) / (count + 1),
+            gradient_error=error,
+            standard_error=spread,
+            encode_ms=min(self.encode_ms, other.encode_ms),
+            decode_ms=min(self.decode_ms, other.decode_ms),
+            batches=count + 1,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "settings": self.settings.to_dict()}
@@ -84,6 +104,30 @@ class Option:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Option:
         return typed(Option, {**values, "settings": LayerSettings.from_dict(values["settings"])})
+
+
+class LayerPrices(NamedTuple):
+    """The options of a layer as far as they are measured, and the joint ratios of its tie."""
+
+    options: tuple[Option, ...] = ()
+    joint: tuple[float, ...] = ()
+
+    @property
+    def batches(self) -> float:
+        """On how many batches they were measured; infinite if the layer can only store exactly."""
+        if not self.options:
+            return 0
+        compressed = [option.batches for option in self.options if not option.settings.exact]
+        return min(compressed, default=math.inf)
+
+    def averaged(self, other: LayerPrices) -> LayerPrices:
+        """Return these prices with those of `other`, on one batch more, included."""
+        if not self.options:
+            return other
+        count = self.options[0].batches
+        options = [old.averaged(new) for old, new in zip(self.options, other.options, strict=True)]
+        ratios = [old + (new - old) / (count + 1) for old, new in zip(self.joint, other.joint, strict=True)]
+        return LayerPrices(tuple(options), tuple(ratios))
 
 
 class HasOptions:

@@ -34,11 +34,10 @@ elements. Where no option has these bits, the nearest ones do."""
 
 @dataclass
 class Price:
-    """Price of an option: relative squared errors (mean over seeds, with standard error) and milliseconds."""
+    """Price of an option: relative squared errors and milliseconds."""
 
     tensor_error: float
     gradient_error: float
-    standard_error: float | None
     measured: bool
     encode_ms: float
     decode_ms: float
@@ -70,14 +69,15 @@ class _Recording(Observer):
 
 
 class Sensitivity:
-    """The recorded exact step, and the errors of each layer's options against it.
+    """The recorded exact step on one batch, and the errors of each layer's options against it.
 
-    The forward must run in a session of `RawConversion`, and be observed by `recording`.
+    `seed`: of their rounding noise. The forward must run in a session of `RawConversion`, and be observed by
+    `recording`.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], seeds: int) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], seed: int) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.seeds = seeds
+        self.seed = seed
         self.recording = _Recording()
         self.loss: Tensor | None = None
         self.exact: Difference = {}
@@ -118,30 +118,22 @@ class Sensitivity:
             for layer in routed
         }
         self.references = _references(options)
-        draws: dict[str, dict[LayerSettings, list[Draw]]] = {layer: {} for layer in routed}
-        for option in options:
-            for seed in range(self.seeds):
-                for layer, draw in self._draw(calls, option, seed).items():
-                    draws[layer].setdefault(option, []).append(draw)
-        joint = [self._joint([draws[layer][option] for layer in routed]) for option in options]
+        draws = {option: self._draw(calls, option) for option in options}
+        joint = [_joint(list(draws[option].values())) for option in options]
         _fill_ratios(joint, options)
         prices = hooked | {
-            layer: [self._price(draws[layer], option) for option in options] for layer in routed
+            layer: self._prices({option: draws[option][layer] for option in draws}, options)
+            for layer in routed
         }
         return prices, [1.0 if ratio is None else ratio for ratio in joint]
 
     def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
         """Return the price of each option for all `calls`, as if they were of one layer."""
         self.references = _references(options)
-        draws: dict[LayerSettings, list[Draw]] = {}
-        for option in options:
-            draws[option] = [self._draw({"": calls}, option, seed)[""] for seed in range(self.seeds)]
-        return [self._price(draws, option) for option in options]
+        return self._prices({option: self._draw({"": calls}, option)[""] for option in options}, options)
 
-    def _draw(
-        self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings, seed: int
-    ) -> dict[str, Draw]:
-        spec, seed_tensor = _spec(option), torch.tensor([seed], dtype=torch.int64)
+    def _draw(self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings) -> dict[str, Draw]:
+        spec, seed_tensor = _spec(option), torch.tensor([self.seed], dtype=torch.int64)
         cache: CopyCache = {}
         draws: dict[str, Draw] = {}
         totals: list[Difference] = []
@@ -176,65 +168,52 @@ class Sensitivity:
             add(final, below)
             draw.total = squared_norm(*final.values())
 
-    def _joint(self, draws: list[list[Draw]]) -> float | None:
-        """Return the layers' joint error over the sum of their own errors; None if not measured."""
-        joint = [draw.joint for draw in draws[0]]
-        own = [draw.total for layer in draws for draw in layer]
-        if any(value is None for value in joint) or any(value is None for value in own):
-            return None if len(draws) > 1 else 1.0
-        total = sum(value for value in own if value is not None)
-        return sum(value for value in joint if value is not None) / total if total else 1.0
+    def _prices(self, draws: Mapping[LayerSettings, Draw], options: Sequence[LayerSettings]) -> list[Price]:
+        """Return the prices of options; what was not sent through the graph is scaled from a reference."""
+        prices = []
+        for option in options:
+            draw, error = draws[option], draws[option].total
+            if error is None:
+                reference = _reference(draws, option)
+                below = (reference.below or 0.0) * draw.sent / reference.sent if reference.sent else 0.0
+                error = draw.local + below
+            prices.append(self._price(draw, error, draw.total is not None))
+        return prices
 
-    def _price(self, draws: dict[LayerSettings, list[Draw]], option: LayerSettings) -> Price:
-        errors, measured = [], True
-        for seed, draw in enumerate(draws[option]):
-            if draw.total is not None:
-                errors.append(draw.total / self.norm)
-                continue
-            measured = False
-            reference = _reference(draws, option, seed)
-            below = (reference.below or 0.0) * draw.sent / reference.sent if reference.sent else 0.0
-            errors.append((draw.local + below) / self.norm)
-        return _summary(draws[option], errors, measured)
+    def _price(self, draw: Draw, error: float, measured: bool) -> Price:
+        return Price(draw.tensor_error, error / self.norm, measured, draw.encode_ms, draw.decode_ms)
 
     def _hooked(self, layer: str, options: Sequence[LayerSettings]) -> list[Price]:
         """Return the prices for a layer stored by hooks.
 
-        One whole backward per seed measures the reference option; the others are scaled by tensor error.
+        One whole backward measures the reference option; the others are scaled by tensor error.
         """
         tensors = self.recording.hooked[layer]
         effective = [option.hooked for option in options]
-        draws = {
-            option: [self._stored_alone(tensors, option, seed) for seed in range(self.seeds)]
-            for option in set(effective)
-        }
+        draws = {option: self._stored_alone(tensors, option) for option in set(effective)}
         reference = next(
             (option for option in effective if option.group_size == REFERENCE_GROUP), effective[0]
         )
-        for seed, draw in enumerate(draws[reference]):
-            draw.total = self._hooked_error(layer, reference, seed)
-        prices = []
-        for option in effective:
-            errors = []
-            for draw, measured in zip(draws[option], draws[reference], strict=True):
-                ratio = draw.tensor_error / measured.tensor_error if measured.tensor_error else 1.0
-                errors.append((measured.total or 0.0) * ratio / self.norm)
-            prices.append(_summary(draws[option], errors, option == reference))
-        return prices
+        error, scale = self._hooked_error(layer, reference), draws[reference].tensor_error
+        ratios = [draws[option].tensor_error / scale if scale else 1.0 for option in effective]
+        return [
+            self._price(draws[option], error * ratio, option == reference)
+            for option, ratio in zip(effective, ratios, strict=True)
+        ]
 
-    def _stored_alone(self, tensors: list[Tensor], option: LayerSettings, seed: int) -> Draw:
+    def _stored_alone(self, tensors: list[Tensor], option: LayerSettings) -> Draw:
         draw, change, size = Draw(), 0.0, 0.0
         for tensor in tensors:
             if tensor.numel() > MIN_ELEMENTS:
-                copy, encode, decode = stored(tensor, _spec(option), torch.tensor([seed]))
+                copy, encode, decode = stored(tensor, _spec(option), torch.tensor([self.seed]))
                 change, size = change + squared_norm(copy - tensor), size + squared_norm(tensor)
                 draw.encode_ms, draw.decode_ms = draw.encode_ms + encode, draw.decode_ms + decode
         draw.tensor_error = change / size if size else 0.0
         return draw
 
-    def _hooked_error(self, layer: str, option: LayerSettings, seed: int) -> float:
+    def _hooked_error(self, layer: str, option: LayerSettings) -> float:
         assert self.loss is not None
-        self.recording.changed = (layer, _spec(option), torch.tensor([seed]))
+        self.recording.changed = (layer, _spec(option), torch.tensor([self.seed]))
         with observing(self.recording):
             gradient = self._backward([self.loss], [torch.ones_like(self.loss)])
         self.recording.changed = None
@@ -270,14 +249,23 @@ def _references(options: Sequence[LayerSettings]) -> frozenset[LayerSettings]:
     return frozenset(dropping | {option for option in same if option.bits in bits})
 
 
-def _reference(draws: dict[LayerSettings, list[Draw]], option: LayerSettings, seed: int) -> Draw:
+def _reference(draws: Mapping[LayerSettings, Draw], option: LayerSettings) -> Draw:
     """Return the reference draw whose bits are nearest to those of `option`."""
     references = [
-        (settings.bits, by_seed[seed])
-        for settings, by_seed in draws.items()
-        if by_seed[seed].below is not None and not settings.drop
+        (settings.bits, draw)
+        for settings, draw in draws.items()
+        if draw.below is not None and not settings.drop
     ]
     return min(references, key=lambda pair: abs(pair[0] - option.bits), default=(0, Draw()))[1]
+
+
+def _joint(draws: Sequence[Draw]) -> float | None:
+    """Return the layers' joint error over the sum of their own errors; None if not measured."""
+    own = [draw.total for draw in draws if draw.total is not None]
+    joint = draws[0].joint
+    if joint is None or len(own) < len(draws):
+        return None if len(draws) > 1 else 1.0
+    return joint / sum(own) if sum(own) else 1.0
 
 
 def _fill_ratios(joint: list[float | None], options: Sequence[LayerSettings]) -> None:
@@ -288,19 +276,6 @@ def _fill_ratios(joint: list[float | None], options: Sequence[LayerSettings]) ->
     for index, option in enumerate(options):
         if joint[index] is None and measured:
             joint[index] = min(measured, key=lambda pair: abs(pair[0] - option.bits))[1]
-
-
-def _summary(draws: list[Draw], errors: list[float], measured: bool) -> Price:
-    values = torch.tensor(errors, dtype=torch.float64)
-    deviation = values.std().item() if len(errors) > 1 else None
-    return Price(
-        sum(draw.tensor_error for draw in draws) / len(draws),
-        values.mean().item(),
-        None if deviation is None else deviation / len(errors) ** 0.5,
-        measured,
-        min(draw.encode_ms for draw in draws),
-        min(draw.decode_ms for draw in draws),
-    )
 
 
 def _spec(option: LayerSettings) -> Spec:

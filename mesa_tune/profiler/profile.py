@@ -288,6 +288,12 @@ class Profile:
         return read_document(path, "profile", cls.from_dict, _REMEDY)
 
     @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The layers in groups that get the same settings: ties, and layers alone."""
+        tied = {name: tie.layers for tie in self.ties for name in tie.layers}
+        return list(dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in self.layers))
+
+    @property
     def noise(self) -> Noise | None:
         """The minibatch's own noise at the profiled batch size; None where it was not measured."""
         if self.gradient_noise is None or self.gradient_scale is None:

@@ -24,8 +24,16 @@ from mesa_tune.conversion.layers import Catalog
 from mesa_tune.errors import RunError, WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.derivation import DerivableStep, DerivationObserver, DerivedTensor
-from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, Tie, full_grid, in_reference_groups
+from mesa_tune.profiler.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
+from mesa_tune.profiler.entries import (
+    Derivation,
+    LayerEntry,
+    LayerPrices,
+    Option,
+    Tie,
+    full_grid,
+    in_reference_groups,
+)
 from mesa_tune.profiler.gradient import Price, Sensitivity
 from mesa_tune.profiler.joint_error import JointError
 from mesa_tune.profiler.meter import bytes_of, gradients_of, tensors_in, unless_out_of_memory
@@ -45,8 +53,7 @@ from mesa_tune.workload.workload import Workload
 
 SAVE_EVERY_S = 10.0
 
-MeasuredOptions = dict[str, tuple[tuple[Option, ...], tuple[float, ...]]]
-"""For each layer its options, and the joint ratios of its tie."""
+MeasuredOptions = dict[str, LayerPrices]
 Progress = Callable[[str, float], None]
 """Called with a text about the current work, and the share of it that is done (0 to 1)."""
 
@@ -62,10 +69,11 @@ def profile(
 ) -> Profile:
     """Measure what a step of `workload` saves for backward, and what each option to store it costs.
 
-    `options`: the settings to try on each layer (default: the full grid; `[]`: bytes only); `seeds`: the
-    number of rounding seeds for each. The profile is saved at `path`, or by `save`, as it grows; a partial
-    one of the same workload and options is resumed. A batch that does not fit in memory is halved until it
-    does, and `notes` say so. The model, its optimizer and the random generators are restored bit for bit.
+    `options`: the settings to try on each layer (default: the full grid; `[]`: bytes only); `seeds`: on how
+    many batches, each with a rounding seed of its own. The profile is saved at `path`, or by `save`, as it
+    grows; a partial one of the same workload and options is resumed. A batch that does not fit in memory is
+    halved until it does, and `notes` say so. The model, its optimizer and the random generators are restored
+    bit for bit.
 
     Raise WorkloadError for a workload that cannot be trained, RunError for a file that cannot be written.
     """
@@ -126,7 +134,7 @@ class _Profiling:
 
     def _traced_profile(self) -> Profile:
         self.show("tracing a step", 0.0)
-        self._step(self.workload.make_batch())
+        self.workload.take_step(self.model, self.workload.make_batch(), self.optimizer)
         batch_size = self.workload.batch_size
         self.large, tags = self._traced(batch_size)
         if batch_size > 1:
@@ -148,9 +156,6 @@ class _Profiling:
             for layer in self.timeline.with_small_views()
         )
         return (*([] if size == wanted else [halved]), *estimated)
-
-    def _step(self, batch: Any) -> None:
-        self.workload.take_step(self.model, batch, self.optimizer)
 
     def _traced(self, batch_size: int) -> tuple[TracedSteps, dict[str, tuple[str, int]]]:
         """Return the traced steps at `batch_size`, and tag and index of each layer."""
@@ -193,7 +198,9 @@ class _Profiling:
         """Return the profile of bytes; no layer has options yet."""
         tensors = tensor_entries(self.large.plain)
         batch = self.workload.make_batch()
-        step_ms = median_ms(lambda: self._step(batch), 3, self.workload.device)
+        step_ms = median_ms(
+            lambda: self.workload.take_step(self.model, batch, self.optimizer), 3, self.workload.device
+        )
         described = self.workload.description
         return Profile(
             model=described["model"],
@@ -220,12 +227,18 @@ class _Profiling:
 
     def _measure_options(self, traced: Profile) -> None:
         """Measure the options of all groups of layers, and save the partial profile regularly."""
-        todo = [group for group in _groups(traced) if any(name not in self.measured for name in group)]
-        if not todo:
-            return
-        sensitivity = self._recorded() if self.options else None
+        todo = [
+            (number, group)
+            for number in range(self.seeds if self.options else 1)
+            for group in traced.groups
+            if any(self._prices(name).batches <= number for name in group)
+        ]
+        sensitivity, recorded = None, None
         saved, start = time.monotonic(), time.monotonic()
-        for count, group in enumerate(todo, 1):
+        for count, (number, group) in enumerate(todo, 1):
+            if self.options and recorded != number:
+                sensitivity = None  # frees the graph of the batch before
+                sensitivity, recorded = self._recorded(number), number
             self.measured |= self._group_options(traced, group, sensitivity)
             left = (time.monotonic() - start) / count * (len(todo) - count)
             self.show(f"gradient errors, layer {count} of {len(todo)}, {left:.0f} s left", count / len(todo))
@@ -235,25 +248,26 @@ class _Profiling:
 
     def _derivations(self, traced: Profile) -> Iterator[Derivation]:
         """Yield the prices of what is stored while others derive from it; all other layers store exactly."""
-        if not self.options or not any(span.sources for span in self.timeline.kept):
-            return
-        derived = self._derived_tensors()
-        producers = {name for tensor in derived.values() for name in tensor.recipe.layers()}
-        sensitivity = self._recorded(producers)
-        step = DerivableStep(sensitivity.recording.replays, derived)
-        reaches = list(step.reaches(_groups(traced)))
-        for count, reach in enumerate(reaches, 1):
-            grid = in_reference_groups(self._grid(reach.layers))
-            prices = sensitivity.together(step.calls(reach), grid)
-            entry = traced.layer(reach.layers[0])
-            options = [self._option(entry, *pair) for pair in zip(grid, prices, strict=True)]
-            yield Derivation(reach.layers, reach.takers, reach.sources, tuple(options))
-            self.show(f"errors of what is derived, {count} of {len(reaches)}", count / len(reaches))
+        prices: dict[Reach, LayerPrices] = {}
+        possible = self.options and any(span.sources for span in self.timeline.kept)
+        for number in range(self.seeds if possible else 0):
+            derived = self._derived_tensors(number)
+            producers = {name for tensor in derived.values() for name in tensor.recipe.layers()}
+            sensitivity = self._recorded(number, producers)
+            step = DerivableStep(sensitivity.recording.replays, derived)
+            for reach in step.reaches(traced.groups):
+                grid, entry = in_reference_groups(self._grid(reach.layers)), traced.layer(reach.layers[0])
+                found = zip(grid, sensitivity.together(step.calls(reach), grid), strict=True)
+                fresh = LayerPrices(tuple([self._option(entry, *pair) for pair in found]))
+                prices[reach] = prices.get(reach, LayerPrices()).averaged(fresh)
+                self.show(f"errors of what is derived, batch {number + 1} of {self.seeds}", 1.0)
+        for reach, known in prices.items():
+            yield Derivation(reach.layers, reach.takers, reach.sources, known.options)
 
-    def _derived_tensors(self) -> dict[TensorKey, DerivedTensor]:
+    def _derived_tensors(self, number: int) -> dict[TensorKey, DerivedTensor]:
         """Return the tensors that are derived if all layers derive what they can."""
-        batch, observer = self.workload.make_batch(), DerivationObserver()
-        policy = Policy.uniform(level=16, store="derive")
+        batch = self.workload.make_batch(draw=number * self.workload.accumulation)
+        observer, policy = DerivationObserver(), Policy.uniform(level=16, store="derive")
         with session(self.workload, self.model, policy) as running:
             running.loss(batch).backward()
             with self._random_state(), observing(observer):
@@ -264,10 +278,14 @@ class _Profiling:
         """Return a context with the random state of every step: all steps need the same dropout masks."""
         return seeded(self.workload.seed, self.workload.device)
 
-    def _recorded(self, producers: Collection[str] = ()) -> Sensitivity:
-        """Record the exact step; `producers` save in it what they save when others derive from them."""
-        batch = self.workload.make_batch()
-        sensitivity = Sensitivity(self.model.parameters(), self.seeds)
+    def _recorded(self, number: int, producers: Collection[str] = ()) -> Sensitivity:
+        """Record the exact step on the batch of this number.
+
+        `producers` save in it what they save when others derive from them.
+        """
+        first, *others = range(number * self.workload.accumulation, (number + 1) * self.workload.accumulation)
+        batch = self.workload.make_batch(draw=first)
+        sensitivity = Sensitivity(self.model.parameters(), number)
         running = session(self.workload, self.model, Policy.parse(""), kind=RawConversion)
         with running as raw, observing(sensitivity.recording):
             for conversion in (raw.conversion, raw.losses):
@@ -276,7 +294,7 @@ class _Profiling:
             with self._random_state(), without_checkpoints():
                 loss = raw.loss(batch)
         sensitivity.record(loss)
-        for draw in range(1, self.workload.accumulation):
+        for draw in others:
             with self._random_state(), without_checkpoints():
                 sensitivity.accumulate(
                     self.workload.compute_loss(self.model, self.workload.make_batch(draw=draw))
@@ -295,12 +313,14 @@ class _Profiling:
         entries = {name: traced.layer(name) for name in group}
         grid = self._grid(group)
         if sensitivity is None or not grid:
-            return {name: ((self._exact(entry),), ()) for name, entry in entries.items()}
+            return {name: LayerPrices((self._exact(entry),), ()) for name, entry in entries.items()}
         prices, joint = sensitivity.prices(group, grid)
         measured: MeasuredOptions = {}
         for name, entry in entries.items():
             options = [self._option(entry, *pair) for pair in zip(grid, prices[name], strict=True)]
-            measured[name] = (*options, self._exact(entry)), tuple(joint)
+            measured[name] = self._prices(name).averaged(
+                LayerPrices((*options, self._exact(entry)), tuple(joint))
+            )
         return measured
 
     def _grid(self, group: tuple[str, ...]) -> list[LayerSettings]:
@@ -319,7 +339,7 @@ class _Profiling:
             bytes=self.rows.bytes(entry.name, option),
             tensor_error=price.tensor_error,
             gradient_error=price.gradient_error,
-            standard_error=price.standard_error,
+            standard_error=None,
             measured=price.measured,
             encode_ms=price.encode_ms,
             decode_ms=price.decode_ms,
@@ -328,16 +348,15 @@ class _Profiling:
     def _exact(self, entry: LayerEntry) -> Option:
         return Option(EXACT, entry.bytes, 0.0, 0.0, 0.0, True, 0.0, 0.0)
 
+    def _prices(self, name: str) -> LayerPrices:
+        return self.measured.get(name, LayerPrices())
+
     def _assembled(self, traced: Profile, *, partial: bool) -> Profile:
-        nothing: tuple[tuple[Option, ...], tuple[float, ...]] = (), ()
+        layers = [replace(layer, options=self._prices(layer.name).options) for layer in traced.layers]
         return replace(
             traced,
-            layers=tuple(
-                replace(layer, options=self.measured.get(layer.name, nothing)[0]) for layer in traced.layers
-            ),
-            ties=tuple(
-                replace(tie, joint=self.measured.get(tie.layers[0], nothing)[1]) for tie in traced.ties
-            ),
+            layers=tuple(layers),
+            ties=tuple([replace(tie, joint=self._prices(tie.layers[0]).joint) for tie in traced.ties]),
             derivations=self.derivations,
             partial=partial,
         )
@@ -354,7 +373,7 @@ class _Profiling:
             return {}
         joint = {name: tie.joint for tie in earlier.ties for name in tie.layers}
         return {
-            layer.name: (layer.options, joint.get(layer.name, ()))
+            layer.name: LayerPrices(layer.options, joint.get(layer.name, ()))
             for layer in earlier.layers
             if layer.options
         }
@@ -370,12 +389,6 @@ class _Profiling:
             self.save(profile)
         elif self.path is not None:
             profile.save(self.path)
-
-
-def _groups(traced: Profile) -> list[tuple[str, ...]]:
-    """Return the layers of the profile in groups that get the same settings."""
-    tied = {name: tie.layers for tie in traced.ties for name in tie.layers}
-    return list(dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in traced.layers))
 
 
 def _ignored(*_: object) -> None:

@@ -178,7 +178,8 @@ def is_that_of_whole_backwards(
 ) -> bool:
     """Whether storing these layers alone has that gradient error, a mean of `SEEDS` draws.
 
-    Here each draw is one whole forward and backward. Chance may do three standard errors of the two means.
+    Here each draw is one whole forward and backward, on another batch. Chance may do three standard errors of
+    the two means.
     """
     draws = errors_of_draws(work, profile, names, settings)
     chance = 3 * statistics.stdev(draws) * math.sqrt(1 / SEEDS + 1 / len(draws))
@@ -189,28 +190,30 @@ def is_that_of_whole_backwards(
 def errors_of_draws(
     work: mt.Workload, profile: Profile, names: tuple[str, ...], settings: mt.LayerSettings
 ) -> list[float]:
-    """The gradient errors of 16 rounding seeds."""
+    """The gradient errors on 16 batches, each with a rounding seed of its own."""
     exact_settings, seeds = mt.LayerSettings(enable=False), 16
     policy = mt.Policy.from_assignments(
         (layer.tag, layer.index, layer.name, settings if layer.name in names else exact_settings)
         for layer in profile.layers
     )
-    batch = work.make_batch()
 
-    def gradient(seed: int | None) -> Tensor:
-        model = work.build()
-        if seed is None:
+    def gradient(draw: int, *, exact: bool) -> Tensor:
+        model, batch = work.build(), work.make_batch(draw=draw)
+        if exact:
             loss(model, batch).backward()
         else:
-            mt.convert(model, policy, seed=seed, force=True)
-            with mt.compress_saved(policy, seed=seed):
+            mt.convert(model, policy, seed=draw, force=True)
+            with mt.compress_saved(policy, seed=draw):
                 value = loss(model, batch)
             value.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    exact = gradient(None)
-    size = exact.square().sum().item()
-    return [(gradient(seed) - exact).square().sum().item() / size for seed in range(seeds)]
+    errors = []
+    for draw in range(seeds):
+        exact = gradient(draw, exact=True)
+        difference = gradient(draw, exact=False) - exact
+        errors.append((difference.square().sum() / exact.square().sum()).item())
+    return errors
 
 
 def cases(profile: Profile, count: int) -> list[tuple[tuple[str, ...], mt.LayerSettings, float]]:

@@ -50,7 +50,7 @@ def test_the_document_has_the_promised_keys(profile: Profile) -> None:
         "options",
     }
     assert set(document["layers"][0]) == layer
-    option = "settings bytes tensor_error gradient_error standard_error measured encode_ms decode_ms"
+    option = "settings bytes tensor_error gradient_error standard_error measured encode_ms decode_ms batches"
     assert set(document["layers"][0]["options"][0]) == set(option.split())
 
 
