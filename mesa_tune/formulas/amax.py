@@ -159,12 +159,10 @@ def extreme(
 def _routes(end: str) -> Routes:
     """Return the routes of `max` or `min`."""
     functions = ((f"a{end}", reduced), (f"{end}imum", pair), (end, extreme))
-    return {
-        getattr(owner, name): route
-        for name, serve in functions
-        for route in (Route(name, "pointwise", partial(serve, name)),)
-        for owner in (torch, Tensor)
-    }
+    routes: Routes = {}
+    for name, serve in functions:
+        routes |= Route(name, "pointwise", partial(serve, name)).spelled(name)
+    return routes
 
 
 ROUTES: Routes = {**_routes("max"), **_routes("min")}

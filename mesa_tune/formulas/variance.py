@@ -60,8 +60,7 @@ def spread(
 
 
 ROUTES: Routes = {
-    getattr(owner, function): Route(function, "reduction", partial(spread, function))
-    for function in ("var", "std")
-    for owner in (torch, Tensor)
+    **Route("var", "reduction", partial(spread, "var")).spelled("var"),
+    **Route("std", "reduction", partial(spread, "std")).spelled("std"),
 }
 LAYERS: Layers = {}

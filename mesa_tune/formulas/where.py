@@ -96,11 +96,10 @@ def masked_fill(in_place: bool, call: Call, input: Tensor, mask: Tensor, value: 
     return call.apply(FILL, static, input, mask, filled)
 
 
-_FILL = Route("masked_fill", "pointwise", partial(masked_fill, False))
 ROUTES: Routes = {
     torch.where: Route("where", "pointwise", where),
     Tensor.where: Route("where", "pointwise", where_method),
-    **dict.fromkeys((torch.masked_fill, Tensor.masked_fill), _FILL),
+    **Route("masked_fill", "pointwise", partial(masked_fill, False)).spelled("masked_fill"),
     Tensor.masked_fill_: Route("masked_fill", "pointwise", partial(masked_fill, True)),
 }
 LAYERS: Layers = {}
