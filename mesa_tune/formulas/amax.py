@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mesa_tune import ops
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.tensors import gathered, like, narrowed
 
 Dims = tuple[int, ...]
@@ -166,4 +166,3 @@ def _routes(end: str) -> Routes:
 
 
 ROUTES: Routes = {**_routes("max"), **_routes("min")}
-LAYERS: Layers = {}

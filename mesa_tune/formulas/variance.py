@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.formulas.amax import restored, sorted_dims
 
 
@@ -63,4 +63,3 @@ ROUTES: Routes = {
     **Route("var", "reduction", partial(spread, "var")).spelled("var"),
     **Route("std", "reduction", partial(spread, "std")).spelled("std"),
 }
-LAYERS: Layers = {}

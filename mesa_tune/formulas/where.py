@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mesa_tune import ops
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.storage import pack_once
 from mesa_tune.engine.tensors import gathered, like
 
@@ -102,4 +102,3 @@ ROUTES: Routes = {
     **Route("masked_fill", "pointwise", partial(masked_fill, False)).spelled("masked_fill"),
     Tensor.masked_fill_: Route("masked_fill", "pointwise", partial(masked_fill, True)),
 }
-LAYERS: Layers = {}

@@ -20,7 +20,7 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.engine import sums
 from mesa_tune.engine.call import Call, autocast_dtype
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.attention import by_heads
 from mesa_tune.formulas.attention.by_heads import Scores
@@ -180,4 +180,3 @@ ROUTES: Routes = {
         "scaled_dot_product_attention", "attention", scaled_dot_product_attention
     )
 }
-LAYERS: Layers = {}
