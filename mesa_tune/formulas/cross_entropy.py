@@ -49,7 +49,8 @@ def forward(static: Static, needs: Needs, logits: Tensor, target: Tensor, weight
 def _others(logs: Tensor, axis: int, index: Tensor, dtype: torch.dtype) -> Tensor | maps.Deferred:
     """Return the probabilities, but 0 at `index`, of their logarithms, which are overwritten."""
     logs.scatter_(axis, index, -math.inf)
-    return maps.deferred(logs, "exp", logs.exp) if dtype == logs.dtype else logs.exp_().to(dtype)
+    same = dtype == logs.dtype
+    return maps.Deferred(logs, "exp", logs.exp).if_dense() if same else logs.exp_().to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

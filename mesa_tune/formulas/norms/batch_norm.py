@@ -37,15 +37,12 @@ def batch_norm_forward(static: Static, needs: Needs, x: Tensor, *others: Tensor 
         mean, rstd = running_mean, (running_var + eps).rsqrt()
     if not (training or needs[1]):
         return Result(y, exact=(rstd, weight))
-    normalized = maps.deferred(
-        x,
-        "normalize",
-        lambda: (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x)).to(x.dtype),
-        mean,
-        rstd,
-        math.prod(x.shape[2:]),
-    )
-    return Result(y, lossy=(normalized,), exact=(rstd, weight))
+
+    def make() -> Tensor:
+        return (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x)).to(x.dtype)
+
+    normalized = maps.Deferred(x, "normalize", make, mean, rstd, math.prod(x.shape[2:]))
+    return Result(y, lossy=(normalized.if_dense(),), exact=(rstd, weight))
 
 
 def batch_norm_backward(saved: Saved, grad: Tensor) -> Grads:

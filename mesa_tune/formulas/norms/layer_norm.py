@@ -64,7 +64,7 @@ def _normalized(
     """Return x̂ in the dtype of x; it is made here where `source`, x as the norm reads it, has another one."""
     if not x.dtype == source.dtype == torch.float32:
         return make().to(x.dtype)
-    return maps.deferred(source, "normalize", make, mean, rstd, inner)
+    return maps.Deferred(source, "normalize", make, mean, rstd, inner).if_dense()
 
 
 def rows_backward(gradients: Gradients, centered: bool, saved: Saved, grad: Tensor) -> Grads:
