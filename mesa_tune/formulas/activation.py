@@ -29,8 +29,8 @@ def forward(static: Static, needs: Needs, x: Tensor) -> Result:
     source = cast(x, y.dtype)
     if curve.map is None:
         return Result(y, (curve.saved(source, y, *parameters),))
-    derivative = maps.Deferred(source, curve.map(*parameters), lambda: curve.saved(source, y, *parameters))
-    return Result(y, (derivative.if_dense(),))
+    made = maps.Deferred(source, curve.map(*parameters), lambda: curve.saved(source, y, *parameters))
+    return Result(y, (made.if_dense(),))
 
 
 def backward(saved: Saved, grad: Tensor) -> Grads:
