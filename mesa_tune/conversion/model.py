@@ -21,7 +21,6 @@ from mesa_tune.conversion.recompute import Job, recomputed
 from mesa_tune.conversion.wrapping import (
     CONVERTED,
     REPLICATE,
-    BindableForward,
     calls_converted,
     is_bound,
     refuse_replicas,
@@ -36,7 +35,7 @@ from mesa_tune.policy.settings import MIN_ELEMENTS
 _PARAMETER_TYPES = frozenset((nn.Parameter, type(None)))
 
 
-class ConvertedForward(BindableForward):
+class ConvertedForward(entering.Entrant):
     """A module's forward inside a conversion. It refers to the module, so a deepcopy refers to the copy.
 
     `reverted`: it runs the plain forward. It is still called where somebody has wrapped it.

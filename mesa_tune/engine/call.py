@@ -27,15 +27,12 @@ class Context(Protocol):
 
     def key(self, device: torch.device) -> Tensor:
         """Return the one-element int64 tensor that rounding noise depends on."""
-        ...
 
     def is_static(self, tensor: Tensor) -> bool:
         """Return whether `tensor` lies in a parameter, a buffer or the batch: never packed, never counted."""
-        ...
 
     def note(self, layer: str) -> None:
         """Note that another layer rematerializes the output of `layer`."""
-        ...
 
 
 _USUAL_GROUPS = 1024
