@@ -81,7 +81,7 @@ def serve(call: Call, kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in
     if in_place and not call.may_change(x):
         return call.plain()
     call = aligned(call, x) if kind == "square" else call
-    if call.exposes and not (in_place or of_output):
+    if call.spec.exposes and not (in_place or of_output):
         return call.apply(POINTWISE_INPUT, (kind, parameters, x.dtype), x)
     return call.apply(POINTWISE, (kind, in_place, parameters, x.dtype), x)
 

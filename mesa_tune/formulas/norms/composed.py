@@ -22,7 +22,9 @@ REPEATS = 8
 
 def aligned(call: Call, x: Tensor) -> Call:
     """Return `call` with groups that end where rows of `x` do; groups by channels or heads stay."""
-    return call.within(x.shape[-1]) if x.dim() and call.spec.group_size else call
+    if x.dim() and call.spec.group_size:
+        call.spec = call.spec.within(x.shape[-1])
+    return call
 
 
 def is_repeated(factor: Tensor, x: Tensor) -> bool:
