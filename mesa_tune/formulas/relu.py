@@ -119,14 +119,9 @@ def serve(call: Call, kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in
     return call.apply(MASKED, (kind, in_place, parameters), x)
 
 
-def relu(call: Call, input: Tensor, inplace: bool = False) -> Any:
-    """Route of `F.relu`, `torch.relu`, `Tensor.relu`."""
-    return serve(call, "relu", input, (), inplace)
-
-
-def relu6(call: Call, input: Tensor, inplace: bool = False) -> Any:
-    """Route of `F.relu6`."""
-    return serve(call, "hardtanh", input, (0.0, 6.0), inplace)
+def relu(kind: str, bounds: tuple[float, ...], call: Call, input: Tensor, inplace: bool = False) -> Any:
+    """Route of `F.relu`, `torch.relu`, `Tensor.relu`, and of `F.relu6`, a `hardtanh` between bounds."""
+    return serve(call, kind, input, bounds, inplace)
 
 
 def hardtanh(
@@ -172,9 +167,9 @@ def absolute(call: Call, input: Tensor) -> Any:
 
 
 ROUTES: Routes = {
-    **Route("relu", "relu", relu).spelled("relu", owners=(F, torch, Tensor)),
-    **Route("relu", "relu", partial(relu, inplace=True)).spelled("relu_"),
-    F.relu6: Route("relu6", "relu", relu6),
+    **Route("relu", "relu", partial(relu, "relu", ())).spelled("relu", owners=(F, torch, Tensor)),
+    **Route("relu", "relu", partial(relu, "relu", (), inplace=True)).spelled("relu_"),
+    F.relu6: Route("relu6", "relu", partial(relu, "hardtanh", (0.0, 6.0))),
     F.hardtanh: Route("hardtanh", "relu", hardtanh),
     F.hardtanh_: Route("hardtanh", "relu", partial(hardtanh, inplace=True)),
     F.leaky_relu: Route("leaky_relu", "relu", leaky_relu),
