@@ -90,7 +90,8 @@ def _new_frame(entrant: Entrant, args: Any, kwargs: Any) -> tuple[Frame, bool, b
     host, frames = entrant.conversion, state.frames
     outermost = not running(host)
     batch = _batch(entrant.module, args, kwargs) if outermost else frames[-1].batch
-    begins = outermost and (not inside_backward() or _is_first_with_gradients(host))
+    # A run in backward may be the first with gradients (reentrant checkpoint of the model).
+    begins = outermost and (not inside_backward() or (host.owed > 0 and top_hooks() is None))
     if begins:
         host.begin(batch, entrant.module)
     active = _is_active()
@@ -115,11 +116,6 @@ def _batch(root: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
         return batch
     # Traced code cannot ask for storages, so it compares tensors as objects.
     return [*batch, *root.buffers(), *replaced_parameters(root)]
-
-
-def _is_first_with_gradients(host: Conversion) -> bool:
-    """Return whether this run in backward is the first with gradients (reentrant checkpoint of the model)."""
-    return host.owed > 0 and top_hooks() is None
 
 
 @contextmanager

@@ -199,9 +199,7 @@ def compress_saved(policy: Policy, *, seed: int | None = None) -> Iterator[None]
         conversion.restart(noise_seed)
     with entering.enter_loss(conversion):
         yield
-    by_index = any(
-        rule.indices not in (None, "all") for rule in policy.rules
-    )  # which other calls would shift
+    by_index = any(rule.indices not in (None, "all") for rule in policy.rules)  # other calls would shift it
     if not (by_index or torch.compiler.is_compiling()):
         _finished.append((policy, conversion))
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -335,17 +334,11 @@ class RoutingMode(TorchFunctionMode):
             yield
 
 
-def _run_as_it_is(code: CodeType) -> None:
-    """Let torch.compile inline `code` where it traces a call, and leave it and its calls alone elsewhere.
-
-    After a graph break the mode is on in code that is not traced. If its method were compiled by itself, it
-    would confuse attributes of tensors, whose getters guards cannot distinguish.
-    """
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(code, skip)
-
-
-_run_as_it_is(RoutingMode.__torch_function__.__code__)
+# torch.compile inlines the mode's method where it traces a call, and leaves it and its calls alone elsewhere.
+# After a graph break the mode is on in code that is not traced. If its method were compiled by itself, it
+# would confuse attributes of tensors, whose getters guards cannot distinguish.
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+set_code_exec_strategy(RoutingMode.__torch_function__.__code__, _SKIP)
 
 
 def _is_serving() -> bool:
