@@ -161,7 +161,7 @@ _CHECKS: Final[dict[str, Callable[[str, object], None]]] = {
     "rounding": partial(_require_word, words=ROUNDINGS),
     "drop": _require_fraction,
     "allocation": partial(_require_word, words=ALLOCATIONS),
-    "store": partial(_require_word, words=STORES),
+    "store": lambda key, value: _require_word(key, value, STORES),
 }
 
 EXACT: Final = LayerSettings(enable=False)
