@@ -21,19 +21,19 @@ Plain = Callable[[], Any]
 
 
 class Context(Protocol):
-    """The module of a conversion in which a call runs; for `mesa_tune.functional`, a substitute."""
+    """The module of a conversion in which a call runs; for `mesa_tune.functional`, a substitute.
+
+    `key(device)`: the one-element int64 tensor that rounding noise depends on. `is_static(tensor)`: whether
+    `tensor` lies in a parameter, a buffer or the batch: never packed, never counted. `note(layer)`: another
+    layer rematerializes the output of `layer`.
+    """
 
     @property
     def traced(self) -> Traced: ...
 
-    def key(self, device: torch.device) -> Tensor:
-        """Return the one-element int64 tensor that rounding noise depends on."""
-
-    def is_static(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` lies in a parameter, a buffer or the batch: never packed, never counted."""
-
-    def note(self, layer: str) -> None:
-        """Note that another layer rematerializes the output of `layer`."""
+    def key(self, device: torch.device) -> Tensor: ...
+    def is_static(self, tensor: Tensor) -> bool: ...
+    def note(self, layer: str) -> None: ...
 
 
 _USUAL_GROUPS = 1024
