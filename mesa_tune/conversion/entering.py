@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mesa_tune.conversion.conversion import replaced_parameters
+from mesa_tune.conversion.conversion import Conversion, replaced_parameters
 from mesa_tune.conversion.hooks import HOOKS, hooks_possible
 from mesa_tune.conversion.opened import OPENED
+from mesa_tune.conversion.wrapping import BindableForward
 from mesa_tune.engine.formula import Route
 from mesa_tune.engine.routing import (
     Frame,
-    Host,
     RoutingMode,
     current_task,
     inside_backward,
@@ -34,17 +34,12 @@ from mesa_tune.errors import RunError
 from mesa_tune.formulas.table import ROUTES
 
 
-class Entrant(Protocol):
-    """A module of a conversion, with its name there and the route of its own computation."""
+class Entrant(BindableForward):
+    """The forward of a module of a conversion, with its name there and the route of its own computation."""
 
-    module: nn.Module
     name: str
     route: Route | None
-
-    @property
-    def conversion(self) -> Host: ...
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any: ...
+    conversion: Conversion
 
 
 def enter(entrant: Entrant, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -58,7 +53,7 @@ def enter(entrant: Entrant, forward: Callable[..., Any], args: Any, kwargs: Any)
         if active:
             result = forward(*args, **kwargs)
         else:
-            with _activation():
+            with _activation(entrant.conversion):
                 result = forward(*args, **kwargs)
         if begins:
             entrant.conversion.end()
@@ -95,12 +90,13 @@ def _new_frame(entrant: Entrant, args: Any, kwargs: Any) -> tuple[Frame, bool, b
     host, frames = entrant.conversion, state.frames
     outermost = not running(host)
     batch = _batch(entrant.module, args, kwargs) if outermost else frames[-1].batch
-    begins = outermost and (not inside_backward() or _is_first_with_gradients(host))
+    # A run in backward may be the first with gradients (reentrant checkpoint of the model).
+    begins = outermost and (not inside_backward() or (host.owed > 0 and top_hooks() is None))
     if begins:
         host.begin(batch, entrant.module)
     active = _is_active()
     traced = [] if outermost else frames[-1].traced
-    frame = Frame(host, entrant.name, entrant.route, batch, traced, *surroundings())
+    frame = Frame(host, entrant.name, entrant.name, entrant.route, batch, traced, *surroundings())
     if active and frame.hooks is not frames[-1].hooks:
         host.waits = True
     return frame, begins, active
@@ -122,19 +118,14 @@ def _batch(root: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
     return [*batch, *root.buffers(), *replaced_parameters(root)]
 
 
-def _is_first_with_gradients(host: Host) -> bool:
-    """Return whether this run in backward is the first with gradients (reentrant checkpoint of the model)."""
-    return host.owed > 0 and top_hooks() is None
-
-
 @contextmanager
-def enter_loss(host: Host) -> Iterator[None]:
+def enter_loss(host: Conversion) -> Iterator[None]:
     """Run the body as the loss of `host`: names of its calls begin with `loss`."""
     host.begin([])
     active = _is_active()
-    state.frames.append(Frame(host, "loss", None, [], [], *surroundings(), is_loss=True))
+    state.frames.append(Frame(host, "loss", "loss", None, [], [], *surroundings(), is_loss=True))
     try:
-        with nullcontext() if active else _activation():
+        with nullcontext() if active else _activation(host):
             yield
         host.end()
     finally:
@@ -142,14 +133,14 @@ def enter_loss(host: Host) -> Iterator[None]:
 
 
 @contextmanager
-def _activation() -> Iterator[None]:
+def _activation(host: Conversion) -> Iterator[None]:
     before, state.active = state.active, True
     try:
         with RoutingMode(ROUTES, OPENED, HOOKS):
             if torch.compiler.is_compiling():
                 yield
             elif not hooks_possible():
-                state.frames[-1].host.waits = True
+                host.waits = True
                 yield
             else:
                 with _transform_errors(), torch.autograd.graph.saved_tensors_hooks(*HOOKS):

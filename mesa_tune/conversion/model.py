@@ -21,7 +21,6 @@ from mesa_tune.conversion.recompute import Job, recomputed
 from mesa_tune.conversion.wrapping import (
     CONVERTED,
     REPLICATE,
-    BindableForward,
     calls_converted,
     is_bound,
     refuse_replicas,
@@ -36,7 +35,7 @@ from mesa_tune.policy.settings import MIN_ELEMENTS
 _PARAMETER_TYPES = frozenset((nn.Parameter, type(None)))
 
 
-class ConvertedForward(BindableForward):
+class ConvertedForward(entering.Entrant):
     """A module's forward inside a conversion. It refers to the module, so a deepcopy refers to the copy.
 
     `reverted`: it runs the plain forward. It is still called where somebody has wrapped it.
@@ -200,9 +199,7 @@ def compress_saved(policy: Policy, *, seed: int | None = None) -> Iterator[None]
         conversion.restart(noise_seed)
     with entering.enter_loss(conversion):
         yield
-    by_index = any(
-        rule.indices not in (None, "all") for rule in policy.rules
-    )  # which other calls would shift
+    by_index = any(rule.indices not in (None, "all") for rule in policy.rules)  # other calls would shift it
     if not (by_index or torch.compiler.is_compiling()):
         _finished.append((policy, conversion))
 

@@ -1,6 +1,7 @@
 """`Call`: one call of a routed function, for which a route makes a plan."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -20,22 +21,19 @@ Plain = Callable[[], Any]
 
 
 class Context(Protocol):
-    """The module of a conversion in which a call runs; for `mesa_tune.functional`, a substitute."""
+    """The module of a conversion in which a call runs; for `mesa_tune.functional`, a substitute.
+
+    `key(device)`: the one-element int64 tensor that rounding noise depends on. `is_static(tensor)`: whether
+    `tensor` lies in a parameter, a buffer or the batch: never packed, never counted. `note(layer)`: another
+    layer rematerializes the output of `layer`.
+    """
 
     @property
     def traced(self) -> Traced: ...
 
-    def key(self, device: torch.device) -> Tensor:
-        """Return the one-element int64 tensor that rounding noise depends on."""
-        ...
-
-    def is_static(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` lies in a parameter, a buffer or the batch: never packed, never counted."""
-        ...
-
-    def note(self, layer: str) -> None:
-        """Note that another layer rematerializes the output of `layer`."""
-        ...
+    def key(self, device: torch.device) -> Tensor: ...
+    def is_static(self, tensor: Tensor) -> bool: ...
+    def note(self, layer: str) -> None: ...
 
 
 _USUAL_GROUPS = 1024
@@ -53,6 +51,7 @@ def may_change(_: Context, tensor: Tensor) -> bool:
     return not (base.is_leaf or torch.compiler.is_compiling())
 
 
+@dataclass(eq=False)
 class Call:
     """A call as a route receives it (`routes` of each family); the route names the formula and its tensors.
 
@@ -65,34 +64,25 @@ class Call:
     `plain()`.
     """
 
-    def __init__(
-        self,
-        layer: str,
-        spec: Spec,
-        context: Context,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        memories: Memories | None = None,
-        cache: Any = None,
-    ) -> None:
-        self.layer = layer
-        self.spec = spec
-        self.context = context
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.memories = memories
-        self.cache = cache
-        self.hooked: Plain | None = None
-        self.opened: Plain | None = None
-        self.worth = False
-        self.answers: list[tuple[Question, Tensor | None, Any]] = []
-        self.lookups: list[tuple[Lookup, Tensor, Sequence[Tensor] | None]] = []
-        self.candidates: tuple[int, ...] = ()
-        self.sources: Sources = {}
-        self.plan: CallPlan | None = None
-        self.tensors: Tensors = ()
-        self.output: Any = None
-        self.parts = 0
+    layer: str
+    spec: Spec
+    context: Context
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    memories: Memories | None = None
+    cache: Any = None
+    hooked: Plain | None = None
+    opened: Plain | None = None
+    worth: bool = False
+    answers: list[tuple[Question, Tensor | None, Any]] = field(default_factory=list)
+    lookups: list[tuple[Lookup, Tensor, Sequence[Tensor] | None]] = field(default_factory=list)
+    candidates: tuple[int, ...] = ()
+    sources: Sources = field(default_factory=dict)
+    plan: CallPlan | None = None
+    tensors: Tensors = ()
+    output: Any = None
+    parts: int = 0
 
     def plain(self) -> Any:
         """Return the output of PyTorch's function."""
@@ -120,13 +110,11 @@ class Call:
 
     def is_static(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is never packed, and costs nothing to save as it is."""
-        static: bool = type(tensor) is nn.Parameter or self.ask(type(self.context).is_static, tensor)
-        return static
+        return type(tensor) is nn.Parameter or bool(self.ask(type(self.context).is_static, tensor))
 
     def may_change(self, tensor: Tensor) -> bool:
         """Return whether a formula may change `tensor`, its first, in place."""
-        possible: bool = self.ask(may_change, tensor)
-        return possible
+        return bool(self.ask(may_change, tensor))
 
     def apply(self, formula: Formula, static: Static, *tensors: Tensor | None) -> Any:
         """Run `formula` on the tensors; `plain()` if no gradient is needed or nothing would get smaller."""
@@ -169,11 +157,6 @@ class Call:
             plan = plan._replace(recipes=tuple(recipes))
         return plan.exposing(tensors, sources) if self.spec.exposes else plan, sources
 
-    @property
-    def exposes(self) -> bool:
-        """Whether another layer may rematerialize the output of this one."""
-        return self.spec.exposes
-
     def part(self, route: Route, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `func(*args, **kwargs)`, one part of this call, by its route."""
         self.parts += 1
@@ -199,11 +182,6 @@ class Call:
             return False
         over_rows = spec.quant_groups > 0 or x.shape[-1] % max(spec.group_size, _USUAL_GROUPS) > 0
         return over_rows and spec.levels > 0
-
-    def within(self, row: int) -> "Call":
-        """Return this call, whose groups from now on do not cross rows of `row` elements."""
-        self.spec = self.spec.within(row)
-        return self
 
     def refuse(self, why: str) -> Any:
         """Return the plain output, with a warning that names the layer (Rule 9)."""

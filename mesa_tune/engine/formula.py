@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from mesa_tune.engine.rebuild import Rebuild
@@ -81,6 +82,10 @@ class Route:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", frozenset(inspect.signature(self.serve).parameters))
+
+    def spelled(self, *names: str, owners: Sequence[Any] = (torch, Tensor)) -> "Routes":
+        """Return this route for the functions of these names: those of `torch` and the methods of tensors."""
+        return {getattr(owner, name): self for name in names for owner in owners}
 
 
 Routes = dict[Callable[..., Any], Route]

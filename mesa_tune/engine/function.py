@@ -84,11 +84,21 @@ def _save(
     inputs: Sequence[Tensor | None],
     extra: Sequence[Tensor | None],
 ) -> list[list[Tensor]]:
-    """Save for backward what the formula has returned; return what is saved for each lossy tensor."""
+    """Save for backward what the formula has returned; return what is saved for each lossy tensor.
+
+    These are its packed parts, itself, or what it is made again from.
+    """
     lossy, exact, stored = result.lossy, result.exact, plan.stored
     if stored is None:
         stored, lossy = _decided(plan, lossy, inputs)
-    saved = _store(plan, memories, key, lossy, stored, inputs, extra)
+    sources = _sources(plan, extra) if plan.recipes else {}
+    saved = []
+    for index, (tensor, how) in enumerate(zip(lossy, stored, strict=True)):
+        if isinstance(how, Recipe):
+            saved.append(next(parts for i, parts in sources.items() if tensor is inputs[i]))
+        else:
+            memory = None if memories is None else memories.setdefault(index, {})
+            saved.append(store(tensor, how, plan.spec, key, memory))
     if plan.stored is None:
         pairs = zip(stored, saved, strict=True)
         counted = [how if isinstance(how, Recipe) else how.in_parts(len(parts)) for how, parts in pairs]
@@ -127,27 +137,6 @@ def _is_exact(tensor: Tensor | Deferred, exact: Needs, inputs: Sequence[Tensor |
         flag and given is not None and share_storage(tensor, given)
         for flag, given in zip(exact, inputs, strict=True)
     ]
-
-
-def _store(
-    plan: CallPlan,
-    memories: Memories | None,
-    key: Tensor,
-    lossy: Sequence[Tensor | Deferred],
-    stored: Stored,
-    inputs: Sequence[Tensor | None],
-    extra: Sequence[Tensor | None],
-) -> list[list[Tensor]]:
-    """Return what to save for each lossy tensor: packed parts, itself, or what it is made again from."""
-    sources = _sources(plan, extra) if plan.recipes else {}
-    saved = []
-    for index, (tensor, how) in enumerate(zip(lossy, stored, strict=True)):
-        if isinstance(how, Recipe):
-            saved.append(next(parts for i, parts in sources.items() if tensor is inputs[i]))
-        else:
-            memory = None if memories is None else memories.setdefault(index, {})
-            saved.append(store(tensor, how, plan.spec, key, memory))
-    return saved
 
 
 def _sources(plan: CallPlan, extra: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:

@@ -18,7 +18,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.engine.formula import Formula, Needs, Static
 from mesa_tune.engine.rebuild import Ingredients
 from mesa_tune.engine.saved import SavedTensor
-from mesa_tune.engine.storage import Packing, as_is, registry, restore
+from mesa_tune.engine.storage import Packing, as_is, registry
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a tensor in its storage."""
@@ -90,7 +90,7 @@ def saved_tensor(parts: Sequence[Tensor], how: Packing | Recipe, spec: Spec) -> 
 def rebuilt(recipe: Recipe, tensors: Sequence[Tensor]) -> Tensor:
     """Return the output that `recipe` describes, or the view of it."""
     rest = list(tensors)
-    lossy = [_restored(how, take(rest, how.parts), recipe.spec) for how in recipe.saved]
+    lossy = [saved_tensor(take(rest, how.parts), how, recipe.spec).whole() for how in recipe.saved]
     exact = take(rest, recipe.exact)
     references = [take(rest, 1)[0] if present else None for present in recipe.references]
     inputs = [rebuilt(source, take(rest, source.parts)) for source in recipe.inputs]
@@ -98,10 +98,6 @@ def rebuilt(recipe: Recipe, tensors: Sequence[Tensor]) -> Tensor:
     assert rebuild is not None
     y = rebuild.run(Ingredients(recipe.static, lossy, exact, references, inputs)).to(recipe.dtype)
     return _laid_out(y, recipe.output, recipe.view)
-
-
-def _restored(how: Packing | Recipe, parts: Sequence[Tensor], spec: Spec) -> Tensor:
-    return rebuilt(how, parts) if isinstance(how, Recipe) else restore(parts, how, spec)
 
 
 def take(tensors: list[Tensor], count: int) -> list[Tensor]:

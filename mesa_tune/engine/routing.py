@@ -9,10 +9,10 @@ those of the module: this is how a checkpointed function that is no module looks
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,19 +37,16 @@ from mesa_tune.notice import warn_once
 class Host(Protocol):
     """The part of a conversion that routing uses."""
 
-    owed: int
-    waits: bool
     calls: CallCache
     static: StaticTensors
 
-    def begin(self, batch: Sequence[Tensor], root: nn.Module | None = None) -> None: ...
-    def end(self) -> None: ...
     def spec(self, layer: str, tag: str, module: str) -> Spec | None: ...
     def key(self, device: torch.device) -> Tensor: ...
     def note(self, layer: str) -> None: ...
     def memory(self, layer: str) -> Memories | None: ...
 
 
+@dataclass(eq=False, slots=True)
 class Frame:
     """One running module: its name, the route of its own computation, and how often it called each function.
 
@@ -57,39 +54,25 @@ class Frame:
     begin with `prefix`.
     """
 
-    __slots__ = ("batch", "counts", "hooks", "host", "is_loss", "module", "own", "prefix", "task", "traced")
-
-    def __init__(
-        self,
-        host: Host,
-        module: str,
-        own: Route | None,
-        batch: list[Tensor],
-        traced: Traced,
-        hooks: Any,
-        task: int,
-        is_loss: bool = False,
-    ) -> None:
-        self.host = host
-        self.module = module
-        self.own = own
-        self.batch = batch
-        self.traced = traced
-        self.hooks = hooks
-        self.task = task
-        self.is_loss = is_loss
-        self.prefix = module
-        self.counts: dict[str, int] = {}
+    host: Host
+    module: str
+    prefix: str
+    own: Route | None
+    batch: list[Tensor]
+    traced: Traced
+    hooks: Any
+    task: int
+    is_loss: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
 
     def within(self, name: str) -> Frame:
         """Return the frame of a Python function of PyTorch, called in this module under this name."""
-        frame = self.below(self.module)
-        frame.prefix, frame.is_loss = name, self.is_loss
-        return frame
+        surrounding = (self.batch, self.traced, self.hooks, self.task)
+        return Frame(self.host, self.module, name, None, *surrounding, self.is_loss)
 
     def below(self, module: str, own: Route | None = None) -> Frame:
         """Return the frame of a module that runs inside this one."""
-        return Frame(self.host, module, own, self.batch, self.traced, self.hooks, self.task)
+        return Frame(self.host, module, module, own, self.batch, self.traced, self.hooks, self.task)
 
     def surrounds(self) -> bool:
         """Return whether the code that runs now belongs to this module's run; eager only.
@@ -351,17 +334,11 @@ class RoutingMode(TorchFunctionMode):
             yield
 
 
-def _run_as_it_is(code: CodeType) -> None:
-    """Let torch.compile inline `code` where it traces a call, and leave it and its calls alone elsewhere.
-
-    After a graph break the mode is on in code that is not traced. If its method were compiled by itself, it
-    would confuse attributes of tensors, whose getters guards cannot distinguish.
-    """
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(code, skip)
-
-
-_run_as_it_is(RoutingMode.__torch_function__.__code__)
+# torch.compile inlines the mode's method where it traces a call, and leaves it and its calls alone elsewhere.
+# After a graph break the mode is on in code that is not traced. If its method were compiled by itself, it
+# would confuse attributes of tensors, whose getters guards cannot distinguish.
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+set_code_exec_strategy(RoutingMode.__torch_function__.__code__, _SKIP)
 
 
 def _is_serving() -> bool:

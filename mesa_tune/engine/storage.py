@@ -252,14 +252,8 @@ def decided(tensor: Tensor | Deferred, spec: Spec, layer: str = "", exact: bool 
         return as_is(tensor.shape, tensor.dtype)
     packing = packing_of(tensor, spec)
     warn_of_refusal(packing, layer)
-    if isinstance(tensor, Tensor) and is_copied(tensor, spec):
-        return packing._replace(copied=True)
-    return packing
-
-
-def is_copied(tensor: Tensor, spec: Spec) -> bool:
-    """Return whether `tensor`, too small to be packed, would keep a large storage alive."""
-    return is_too_small(tensor, spec) and views_large_storage(None, tensor)
+    copied = isinstance(tensor, Tensor) and is_too_small(tensor, spec) and views_large_storage(None, tensor)
+    return packing._replace(copied=True) if copied else packing
 
 
 def is_too_small(tensor: Tensor, spec: Spec) -> bool:
@@ -279,7 +273,7 @@ def store(
         tensor = tensor[packing.core]
     if packing.packed:
         return _pack_once(tensor, packing, spec, key, memory)
-    return _once(tensor, packing.copy_key, _cloned, tensor) if packing.copied else [tensor]
+    return _once(tensor, packing.copy_key, lambda: [tensor.clone()]) if packing.copied else [tensor]
 
 
 def _pack_once(
@@ -326,7 +320,7 @@ def pack_once(mask: Tensor) -> Tensor:
     """Return the bits of `mask`, packed once however many layers save them."""
     if torch.compiler.is_compiling():
         return ops.pack_bits(mask)
-    return _once(mask, ("bits", mask.shape, mask.stride()), _bits, mask)[0]
+    return _once(mask, ("bits", mask.shape, mask.stride()), lambda: [_PACK_BITS(mask)])[0]
 
 
 def pack_zero_rows(x: Tensor) -> Tensor:
@@ -351,14 +345,6 @@ def without_zero_rows(grad: Tensor, zero_rows: Tensor) -> Tensor:
     if zero.is_cpu and not torch.compiler.is_compiling() and not zero.any():
         return grad
     return grad.masked_fill(zero.unsqueeze(-1), 0)
-
-
-def _bits(mask: Tensor) -> list[Tensor]:
-    return [_PACK_BITS(mask)]
-
-
-def _cloned(tensor: Tensor) -> list[Tensor]:
-    return [tensor.clone()]
 
 
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)

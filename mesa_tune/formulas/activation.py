@@ -29,8 +29,8 @@ def forward(static: Static, needs: Needs, x: Tensor) -> Result:
     source = cast(x, y.dtype)
     if curve.map is None:
         return Result(y, (curve.saved(source, y, *parameters),))
-    made = maps.deferred(source, curve.map(*parameters), lambda: curve.saved(source, y, *parameters))
-    return Result(y, (made,))
+    made = maps.Deferred(source, curve.map(*parameters), lambda: curve.saved(source, y, *parameters))
+    return Result(y, (made.if_dense(),))
 
 
 def backward(saved: Saved, grad: Tensor) -> Grads:
@@ -81,7 +81,7 @@ def serve(call: Call, kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in
     if in_place and not call.may_change(x):
         return call.plain()
     call = aligned(call, x) if kind == "square" else call
-    if call.exposes and not (in_place or of_output):
+    if call.spec.exposes and not (in_place or of_output):
         return call.apply(POINTWISE_INPUT, (kind, parameters, x.dtype), x)
     return call.apply(POINTWISE, (kind, in_place, parameters, x.dtype), x)
 
@@ -126,19 +126,14 @@ def base_of(call: Call, input: Tensor, other: Any) -> Any:
 
 def _spellings(kind: str) -> Routes:
     """Return the routes of `torch.<kind>`, of the method, and of the in-place forms of both."""
-    routes = dict.fromkeys(
-        (getattr(torch, kind), getattr(Tensor, kind)), Route(kind, "pointwise", partial(simple, kind))
-    )
+    routes = Route(kind, "pointwise", partial(simple, kind)).spelled(kind)
     if CURVES[kind].in_place is not None:
-        in_place = Route(kind, "pointwise", partial(simple, kind, inplace=True))
-        routes |= dict.fromkeys((getattr(torch, f"{kind}_"), getattr(Tensor, f"{kind}_")), in_place)
+        routes |= Route(kind, "pointwise", partial(simple, kind, inplace=True)).spelled(f"{kind}_")
     return routes
 
 
 _FUNCTIONAL = ("mish", "hardswish", "hardsigmoid", "logsigmoid", "softsign", "tanhshrink", "selu")
 _SPELLED = ("tanh", "sigmoid", "exp", "expm1", "square", "sin", "cos", "erf")
-_POW = Route("pow", "pointwise", power)
-_CELU = Route("celu", "pointwise", partial(elu, "celu"))
 ROUTES: Routes = {
     F.gelu: Route("gelu", "gelu", gelu),
     F.silu: Route("silu", "silu", partial(simple, "silu")),
@@ -146,14 +141,14 @@ ROUTES: Routes = {
     F.softplus: Route("softplus", "pointwise", softplus),
     F.elu: Route("elu", "pointwise", partial(elu, "elu")),
     F.elu_: Route("elu", "pointwise", partial(elu, "elu", inplace=True)),
-    F.celu: _CELU,
-    torch.celu: _CELU,
+    **Route("celu", "pointwise", partial(elu, "celu")).spelled("celu", owners=(F, torch)),
     torch.celu_: Route("celu", "pointwise", partial(elu, "celu", inplace=True)),
     torch.selu: Route("selu", "pointwise", partial(simple, "selu")),
     torch.selu_: Route("selu", "pointwise", partial(simple, "selu", inplace=True)),
     torch.special.expit: Route("sigmoid", "pointwise", partial(simple, "sigmoid")),
     torch.special.erf: Route("erf", "pointwise", partial(simple, "erf")),
-    **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _POW),
+    **Route("pow", "pointwise", power).spelled("pow"),
+    Tensor.__pow__: Route("pow", "pointwise", power),
     Tensor.__rpow__: Route("pow", "pointwise", base_of),
     **{function: route for kind in _SPELLED for function, route in _spellings(kind).items()},
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mesa_tune import ops
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.tensors import gathered, like, narrowed
 
 Dims = tuple[int, ...]
@@ -159,13 +159,10 @@ def extreme(
 def _routes(end: str) -> Routes:
     """Return the routes of `max` or `min`."""
     functions = ((f"a{end}", reduced), (f"{end}imum", pair), (end, extreme))
-    return {
-        getattr(owner, name): route
-        for name, serve in functions
-        for route in (Route(name, "pointwise", partial(serve, name)),)
-        for owner in (torch, Tensor)
-    }
+    routes: Routes = {}
+    for name, serve in functions:
+        routes |= Route(name, "pointwise", partial(serve, name)).spelled(name)
+    return routes
 
 
 ROUTES: Routes = {**_routes("max"), **_routes("min")}
-LAYERS: Layers = {}

@@ -175,15 +175,14 @@ def glu(call: Call, input: Tensor, dim: int = -1) -> Any:
 
 _MUL = Route("mul", "mul", partial(mul, False))
 _DIV = Route("div", "mul", partial(div, False))
-_ADDCMUL = Route("addcmul", "mul", addcmul)
 ROUTES: Routes = {
-    **dict.fromkeys((torch.mul, Tensor.mul, torch.multiply, Tensor.multiply), _MUL),
-    **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__), _MUL),
+    **_MUL.spelled("mul", "multiply"),
+    **_MUL.spelled("__mul__", "__rmul__", owners=(Tensor,)),
     Tensor.mul_: Route("mul", "mul", partial(mul, True)),
-    **dict.fromkeys((torch.div, Tensor.div, torch.divide, Tensor.divide, Tensor.__truediv__), _DIV),
-    **dict.fromkeys((torch.true_divide, Tensor.true_divide), _DIV),
+    **_DIV.spelled("div", "divide", "true_divide"),
+    Tensor.__truediv__: _DIV,
     Tensor.div_: Route("div", "mul", partial(div, True)),
-    **dict.fromkeys((torch.addcmul, Tensor.addcmul), _ADDCMUL),
+    **Route("addcmul", "mul", addcmul).spelled("addcmul"),
     F.glu: Route("glu", "mul", glu),
 }
 LAYERS: Layers = {nn.GLU: F.glu}

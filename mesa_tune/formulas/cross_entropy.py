@@ -27,7 +27,7 @@ from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.tensors import cast, like, narrowed
-from mesa_tune.formulas.softmax import along, functional_along
+from mesa_tune.formulas.softmax import OWNERS, along, functional_along
 from mesa_tune.ops import maps
 from mesa_tune.ops.fused import CROSS_ENTROPY_BACKWARD, by_target
 
@@ -49,7 +49,8 @@ def forward(static: Static, needs: Needs, logits: Tensor, target: Tensor, weight
 def _others(logs: Tensor, axis: int, index: Tensor, dtype: torch.dtype) -> Tensor | maps.Deferred:
     """Return the probabilities, but 0 at `index`, of their logarithms, which are overwritten."""
     logs.scatter_(axis, index, -math.inf)
-    return maps.deferred(logs, "exp", logs.exp) if dtype == logs.dtype else logs.exp_().to(dtype)
+    same = dtype == logs.dtype
+    return maps.Deferred(logs, "exp", logs.exp).if_dense() if same else logs.exp_().to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -274,11 +275,10 @@ def nll_loss(
     return call.apply(NLL_LOSS, (like(input), reduction, ignore_index), input, target, weight)
 
 
-_LOG_SOFTMAX = Route("log_softmax", "softmax", log_softmax)
 ROUTES: Routes = {
     F.cross_entropy: Route("cross_entropy", "loss", cross_entropy),
     F.log_softmax: Route("log_softmax", "softmax", partial(functional_along, log_softmax)),
-    **dict.fromkeys((torch.log_softmax, torch.special.log_softmax, Tensor.log_softmax), _LOG_SOFTMAX),
+    **Route("log_softmax", "softmax", log_softmax).spelled("log_softmax", owners=OWNERS),
     F.nll_loss: Route("nll_loss", "loss", nll_loss),
 }
 LAYERS: Layers = {nn.CrossEntropyLoss: F.cross_entropy, nn.LogSoftmax: F.log_softmax, nn.NLLLoss: F.nll_loss}

@@ -61,24 +61,8 @@ def _at_ones(backward: Any, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
     return ones
 
 
-def _input(x: Tensor, y: Tensor, *parameters: Any) -> Tensor:
-    return x
-
-
-def _output(x: Tensor, y: Tensor, *parameters: Any) -> Tensor:
+def _output(x: Tensor, y: Tensor) -> Tensor:
     return y
-
-
-def _gelu(x: Tensor, approximate: str) -> Tensor:
-    return F.gelu(x, approximate=approximate)
-
-
-def _gelu_derivative(x: Tensor, y: Tensor, approximate: str) -> Tensor:
-    return _at_ones(aten.gelu_backward, x, x, approximate=approximate)
-
-
-def _softplus_derivative(x: Tensor, y: Tensor, beta: float, threshold: float) -> Tensor:
-    return _at_ones(aten.softplus_backward, x, x, beta, threshold)
 
 
 def _elu_derivative(x: Tensor, y: Tensor, alpha: float, scale: float = 1, input_scale: float = 1) -> Tensor:
@@ -98,12 +82,19 @@ def _with_inplace(function: Any, backward: Any, map: Callable[..., str] | None =
 _SELU = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 CURVES: dict[str, Curve] = {
-    "gelu": Curve(_gelu, None, _gelu_derivative, map=lambda form: "gelu" if form == "none" else "gelu_tanh"),
+    "gelu": Curve(
+        lambda x, form: F.gelu(x, approximate=form),
+        None,
+        lambda x, y, form: _at_ones(aten.gelu_backward, x, x, approximate=form),
+        map=lambda form: "gelu" if form == "none" else "gelu_tanh",
+    ),
     "silu": _with_inplace(F.silu, aten.silu_backward, lambda: "silu"),
     "mish": _with_inplace(F.mish, aten.mish_backward),
     "hardswish": _with_inplace(F.hardswish, aten.hardswish_backward),
     "hardsigmoid": _with_inplace(F.hardsigmoid, aten.hardsigmoid_backward),
-    "softplus": Curve(F.softplus, None, _softplus_derivative),
+    "softplus": Curve(
+        F.softplus, None, lambda x, y, beta, limit: _at_ones(aten.softplus_backward, x, x, beta, limit)
+    ),
     "elu": Curve(F.elu, partial(F.elu, inplace=True), _elu_derivative),
     "selu": Curve(torch.selu, torch.selu_, lambda x, y: _elu_derivative(x, y, *_SELU)),
     "celu": Curve(torch.celu, torch.celu_, lambda x, y, alpha: _elu_derivative(x, y, alpha, 1, 1 / alpha)),
@@ -114,7 +105,7 @@ CURVES: dict[str, Curve] = {
     "sigmoid": Curve(torch.sigmoid, torch.sigmoid_, _output, True, aten.sigmoid_backward),
     "exp": Curve(torch.exp, torch.exp_, _output, True),
     "expm1": Curve(torch.expm1, None, _output, True, lambda g, y: g * (y + 1)),
-    "square": Curve(torch.square, None, _input, False, lambda g, x: 2 * g * x),
+    "square": Curve(torch.square, None, lambda x, y: x, False, lambda g, x: 2 * g * x),
     "pow": Curve(torch.pow, None, _pow_derivative),
     "base": Curve(lambda x, base: torch.pow(base, x), None, lambda x, y, base: y * log(base), True),
     "sin": Curve(torch.sin, None, lambda x, y: x.cos()),

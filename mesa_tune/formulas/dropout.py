@@ -17,6 +17,7 @@ from mesa_tune import ops
 from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.rebuild import Ingredients, Rebuild
+from mesa_tune.formulas.convolution import layers, routes
 
 _ALPHA = 1.7580993408473766  # of a SELU, negated: what dropped elements become
 
@@ -60,18 +61,14 @@ def dropped(given: Ingredients) -> Tensor:
     return x * ops.unpack_bits(mask, x.shape).to(x.dtype).div_(1 - given.static[0])
 
 
-def _is_plain(static: Static, needs: Needs) -> bool:
-    _, feature, alpha, _ = static
-    return not (feature or alpha)
-
-
 DROPOUT = Formula(
     "dropout",
     forward,
     backward,
     "nothing lossy; exact: what was not dropped, one bit per element",
     lossless=True,
-    rebuild=Rebuild(dropped, saved=(), exact=(0,), inputs=(0,), when=_is_plain),
+    # Of neither whole channels nor the α forms.
+    rebuild=Rebuild(dropped, (), exact=(0,), inputs=(0,), when=lambda static, needs: not any(static[1:3])),
 )
 
 
@@ -103,8 +100,8 @@ def torch_dropout(in_place: bool, call: Call, input: Tensor, p: float, train: bo
 def feature_dropout(
     dims: int, call: Call, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    """Route of `F.dropout1d`, `2d`, `3d`: drop channels of inputs `(n, channels, *)`, `dims` dimensions."""
-    return _serve(call, input, p, training and input.dim() == dims, inplace, feature=True)
+    """Route of `F.dropout1d`, `2d`, `3d`: drop channels of inputs `(n, channels, *)` with `dims` in `*`."""
+    return _serve(call, input, p, training and input.dim() == dims + 2, inplace, feature=True)
 
 
 def alpha_dropout(
@@ -119,17 +116,13 @@ ROUTES: Routes = {
     F.dropout: Route("dropout", "dropout", dropout),
     torch.dropout: Route("dropout", "dropout", partial(torch_dropout, False)),
     torch.dropout_: Route("dropout", "dropout", partial(torch_dropout, True)),
-    F.dropout1d: Route("dropout1d", "dropout", partial(feature_dropout, 3)),
-    F.dropout2d: Route("dropout2d", "dropout", partial(feature_dropout, 4)),
-    F.dropout3d: Route("dropout3d", "dropout", partial(feature_dropout, 5)),
+    **routes("dropout", "dropout", feature_dropout),
     F.alpha_dropout: Route("alpha_dropout", "dropout", partial(alpha_dropout, False)),
     F.feature_alpha_dropout: Route("feature_alpha_dropout", "dropout", partial(alpha_dropout, True)),
 }
 LAYERS: Layers = {
     nn.Dropout: F.dropout,
-    nn.Dropout1d: F.dropout1d,
-    nn.Dropout2d: F.dropout2d,
-    nn.Dropout3d: F.dropout3d,
+    **layers("Dropout", "dropout"),
     nn.AlphaDropout: F.alpha_dropout,
     nn.FeatureAlphaDropout: F.feature_alpha_dropout,
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.tensors import like
 
 _ELLIPSIS = "..."
@@ -83,4 +83,3 @@ def einsum(call: Call, equation: Any, *operands: Any) -> Any:
 
 
 ROUTES: Routes = {torch.einsum: Route("einsum", "matmul", einsum)}
-LAYERS: Layers = {}

@@ -30,15 +30,6 @@ def _probability(x: Tensor, t: Tensor, weight: Tensor | None, _: Tensor | None) 
     return slope
 
 
-_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "mse_loss": F.mse_loss,
-    "smooth_l1_loss": F.smooth_l1_loss,
-    "huber_loss": F.huber_loss,
-    "l1_loss": F.l1_loss,
-    "kl_div": F.kl_div,
-    "binary_cross_entropy": F.binary_cross_entropy,
-    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
-}
 _SLOPES: dict[str, Callable[..., Tensor]] = {
     "mse_loss": lambda x, t: 2 * (x - t),
     "smooth_l1_loss": lambda x, t, beta: ((x - t) / beta).clamp_(-1, 1),
@@ -51,7 +42,7 @@ _SLOPES: dict[str, Callable[..., Tensor]] = {
 
 def forward(static: Static, needs: Needs, x: Tensor, t: Tensor) -> Result:
     kind, reduction, _, _, options = static
-    y = _LOSSES[kind](x, t, reduction=reduction, **dict(options))
+    y = getattr(F, kind)(x, t, reduction=reduction, **dict(options))
     return Result(y, (_SLOPES[kind](x, t, **dict(options)).to(y.dtype),))
 
 
@@ -98,7 +89,7 @@ def binary_forward(
 ) -> Result:
     kind, reduction, *_ = static
     options = {} if positive is None else {"pos_weight": positive}
-    y = _LOSSES[kind](x, t, weight, reduction=reduction, **options)
+    y = getattr(F, kind)(x, t, weight, reduction=reduction, **options)
     return Result(y, (_SLOPES[kind](x, t, weight, positive).to(y.dtype),))
 
 

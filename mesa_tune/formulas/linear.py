@@ -138,10 +138,8 @@ def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: T
     return call.apply(BILINEAR, (), input1, input2, weight, bias)
 
 
-_BILINEAR = Route("bilinear", "fc", bilinear)
 ROUTES: Routes = {
     F.linear: Route("linear", "fc", linear),
-    F.bilinear: _BILINEAR,
-    torch.bilinear: _BILINEAR,
+    F.bilinear: Route("bilinear", "fc", bilinear),  # the same object as torch.bilinear
 }
 LAYERS: Layers = {nn.Linear: F.linear, nn.Bilinear: F.bilinear}

@@ -169,14 +169,12 @@ def grouped_mm(
 
 
 ROUTES: Routes = {
-    **dict.fromkeys(
-        (torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__),
-        Route("matmul", "matmul", matmul),
-    ),
-    **dict.fromkeys((torch.bmm, Tensor.bmm), Route("bmm", "matmul", product)),
-    **dict.fromkeys((torch.mm, Tensor.mm), Route("mm", "matmul", product)),
-    **dict.fromkeys((torch.addmm, Tensor.addmm), Route("addmm", "fc", addmm)),
-    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), Route("baddbmm", "matmul", baddbmm)),
+    **Route("matmul", "matmul", matmul).spelled("matmul", owners=(torch, torch.linalg, Tensor)),
+    Tensor.__matmul__: Route("matmul", "matmul", matmul),
+    **Route("bmm", "matmul", product).spelled("bmm"),
+    **Route("mm", "matmul", product).spelled("mm"),
+    **Route("addmm", "fc", addmm).spelled("addmm"),
+    **Route("baddbmm", "matmul", baddbmm).spelled("baddbmm"),
     GROUPED_MM: Route("grouped_mm", "fc", grouped_mm),
 }
 LAYERS: Layers = {MatMul: torch.matmul}

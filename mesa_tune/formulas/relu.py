@@ -119,14 +119,9 @@ def serve(call: Call, kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in
     return call.apply(MASKED, (kind, in_place, parameters), x)
 
 
-def relu(call: Call, input: Tensor, inplace: bool = False) -> Any:
-    """Route of `F.relu`, `torch.relu`, `Tensor.relu`."""
-    return serve(call, "relu", input, (), inplace)
-
-
-def relu6(call: Call, input: Tensor, inplace: bool = False) -> Any:
-    """Route of `F.relu6`."""
-    return serve(call, "hardtanh", input, (0.0, 6.0), inplace)
+def relu(kind: str, bounds: tuple[float, ...], call: Call, input: Tensor, inplace: bool = False) -> Any:
+    """Route of `F.relu`, `torch.relu`, `Tensor.relu`, and of `F.relu6`, a `hardtanh` between bounds."""
+    return serve(call, kind, input, bounds, inplace)
 
 
 def hardtanh(
@@ -171,32 +166,23 @@ def absolute(call: Call, input: Tensor) -> Any:
     return call.apply(ABS, (), input) if call.gains_on(input) else call.plain()
 
 
-_RELU = Route("relu", "relu", relu)
-_RELU_ = Route("relu", "relu", partial(relu, inplace=True))
-_HARDSHRINK = Route("hardshrink", "relu", partial(shrink, "hardshrink"))
-_CLAMP = Route("clamp", "relu", partial(clamp, False))
-_CLAMP_ = Route("clamp", "relu", partial(clamp, True))
-_CLAMP_MAX = Route("clamp", "relu", partial(clamp_max, False))
-_CLAMP_MAX_ = Route("clamp", "relu", partial(clamp_max, True))
-_ABS = Route("abs", "relu", absolute)
 ROUTES: Routes = {
-    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _RELU),
-    **dict.fromkeys((torch.relu_, Tensor.relu_), _RELU_),
-    F.relu6: Route("relu6", "relu", relu6),
+    **Route("relu", "relu", partial(relu, "relu", ())).spelled("relu", owners=(F, torch, Tensor)),
+    **Route("relu", "relu", partial(relu, "relu", (), inplace=True)).spelled("relu_"),
+    F.relu6: Route("relu6", "relu", partial(relu, "hardtanh", (0.0, 6.0))),
     F.hardtanh: Route("hardtanh", "relu", hardtanh),
     F.hardtanh_: Route("hardtanh", "relu", partial(hardtanh, inplace=True)),
     F.leaky_relu: Route("leaky_relu", "relu", leaky_relu),
     F.leaky_relu_: Route("leaky_relu", "relu", partial(leaky_relu, inplace=True)),
-    **dict.fromkeys((F.threshold, torch.threshold), Route("threshold", "relu", threshold)),
+    **Route("threshold", "relu", threshold).spelled("threshold", owners=(F, torch)),
     torch.threshold_: Route("threshold", "relu", partial(threshold, inplace=True)),
-    **dict.fromkeys((F.hardshrink, Tensor.hardshrink), _HARDSHRINK),
+    **Route("hardshrink", "relu", partial(shrink, "hardshrink")).spelled("hardshrink"),
     F.softshrink: Route("softshrink", "relu", partial(shrink, "softshrink")),
-    **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), _CLAMP),
-    **dict.fromkeys((torch.clamp_min, Tensor.clamp_min), _CLAMP),
-    **dict.fromkeys((torch.clamp_, Tensor.clamp_, torch.clamp_min_, Tensor.clamp_min_), _CLAMP_),
-    **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), _CLAMP_MAX),
-    **dict.fromkeys((torch.clamp_max_, Tensor.clamp_max_), _CLAMP_MAX_),
-    **dict.fromkeys((torch.abs, Tensor.abs, Tensor.__abs__, torch.absolute, Tensor.absolute), _ABS),
+    **Route("clamp", "relu", partial(clamp, False)).spelled("clamp", "clip", "clamp_min"),
+    **Route("clamp", "relu", partial(clamp, True)).spelled("clamp_", "clamp_min_"),
+    **Route("clamp", "relu", partial(clamp_max, False)).spelled("clamp_max"),
+    **Route("clamp", "relu", partial(clamp_max, True)).spelled("clamp_max_"),
+    **Route("abs", "relu", absolute).spelled("abs", "absolute"),
 }
 LAYERS: Layers = {
     nn.ReLU: F.relu,

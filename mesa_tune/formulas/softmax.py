@@ -110,12 +110,11 @@ def softmax(call: Call, input: Tensor, dim: Any = None, dtype: torch.dtype | Non
     return along(SOFTMAX, call, input, dim, dtype)
 
 
+OWNERS = (torch, torch.special, Tensor)
 # Partial functions, unlike closures, pickle, and a converted model's routes go with it.
-_LOGSUMEXP = Route("logsumexp", "softmax", logsumexp)
-_SOFTMAX = Route("softmax", "softmax", softmax)
 ROUTES: Routes = {
     F.softmax: Route("softmax", "softmax", partial(functional_along, softmax)),
-    **dict.fromkeys((torch.softmax, torch.special.softmax, Tensor.softmax), _SOFTMAX),
-    **dict.fromkeys((torch.logsumexp, torch.special.logsumexp, Tensor.logsumexp), _LOGSUMEXP),
+    **Route("softmax", "softmax", softmax).spelled("softmax", owners=OWNERS),
+    **Route("logsumexp", "softmax", logsumexp).spelled("logsumexp", owners=OWNERS),
 }
 LAYERS: Layers = {nn.Softmax: F.softmax, nn.Softmax2d: F.softmax}

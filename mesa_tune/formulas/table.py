@@ -1,7 +1,9 @@
 """The tables of all families: their formulas, and torch functions and modules with where they go.
 
-To add a function: its file with `ROUTES` and `LAYERS`, and the file's name in `FAMILIES`.
+To add a function: its file with `ROUTES` and maybe `LAYERS`, and the file's name in `FAMILIES`.
 """
+
+from typing import Any
 
 from torch import nn
 
@@ -33,13 +35,18 @@ _NORMS = (layer_norm, batch_norm, composed, vector_norm, variance)
 _ELEMENTWISE = (activation, relu, dropout, where)
 _REDUCTIONS = (softmax, amax, max_pool, avg_pool, cross_entropy, elementwise_loss)
 FAMILIES = (*_PRODUCTS, *_NORMS, *_ELEMENTWISE, *_REDUCTIONS, attention, multihead)
-"""All families: modules with formulas, `ROUTES` and `LAYERS`."""
+"""All families: modules with formulas, `ROUTES`, and `LAYERS` if modules of `torch.nn` are such calls."""
+
+
+def _table(name: str) -> dict[Any, Any]:
+    return {key: value for family in FAMILIES for key, value in vars(family).get(name, {}).items()}
+
 
 FORMULAS = {
     each.name: each for family in FAMILIES for each in vars(family).values() if isinstance(each, Formula)
 }
-ROUTES: Routes = {function: route for family in FAMILIES for function, route in family.ROUTES.items()}
-LAYERS: Layers = {kind: function for family in FAMILIES for kind, function in family.LAYERS.items()}
+ROUTES: Routes = _table("ROUTES")
+LAYERS: Layers = _table("LAYERS")
 
 
 def own_route(module: nn.Module) -> Route | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.formulas.amax import restored, sorted_dims
 
 
@@ -60,8 +60,6 @@ def spread(
 
 
 ROUTES: Routes = {
-    getattr(owner, function): Route(function, "reduction", partial(spread, function))
-    for function in ("var", "std")
-    for owner in (torch, Tensor)
+    **Route("var", "reduction", partial(spread, "var")).spelled("var"),
+    **Route("std", "reduction", partial(spread, "std")).spelled("std"),
 }
-LAYERS: Layers = {}

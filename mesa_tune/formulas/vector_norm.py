@@ -188,12 +188,10 @@ def cosine_similarity(call: Call, x1: Tensor, x2: Tensor, dim: int = 1, eps: flo
     return call.apply(COSINE, (dim, eps, like(x1), like(x2)), x1, x2)
 
 
-_NORM = Route("norm", "reduction", norm)
 ROUTES: Routes = {
     torch.linalg.vector_norm: Route("vector_norm", "reduction", vector_norm),
     torch.linalg.norm: Route("norm", "reduction", linalg_norm),
-    torch.norm: _NORM,
-    Tensor.norm: _NORM,
+    **Route("norm", "reduction", norm).spelled("norm"),
     F.normalize: Route("normalize", "reduction", normalize),
     F.cosine_similarity: Route("cosine_similarity", "reduction", cosine_similarity),
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mesa_tune import ops
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.storage import pack_once
 from mesa_tune.engine.tensors import gathered, like
 
@@ -96,11 +96,9 @@ def masked_fill(in_place: bool, call: Call, input: Tensor, mask: Tensor, value: 
     return call.apply(FILL, static, input, mask, filled)
 
 
-_FILL = Route("masked_fill", "pointwise", partial(masked_fill, False))
 ROUTES: Routes = {
     torch.where: Route("where", "pointwise", where),
     Tensor.where: Route("where", "pointwise", where_method),
-    **dict.fromkeys((torch.masked_fill, Tensor.masked_fill), _FILL),
+    **Route("masked_fill", "pointwise", partial(masked_fill, False)).spelled("masked_fill"),
     Tensor.masked_fill_: Route("masked_fill", "pointwise", partial(masked_fill, True)),
 }
-LAYERS: Layers = {}

@@ -42,6 +42,10 @@ class Deferred(NamedTuple):
         single = are_float32(self.source, self.mean, self.rstd)
         return single and native and self.source.is_contiguous() and self.source.numel() > 0
 
+    def if_dense(self) -> "Tensor | Deferred":
+        """Return what to save: this if a kernel can compute it while encoding, else the computed tensor."""
+        return self if self.is_dense else self.make()
+
     def made(self) -> Tensor:
         """Return the tensor as it is encoded."""
         return without_nan(self.source) if self.kind == "definite" else self.make()
@@ -50,19 +54,6 @@ class Deferred(NamedTuple):
 def are_float32(*tensors: Tensor | None) -> bool:
     """Return whether all tensors that are not None are float32."""
     return False not in [tensor is None or tensor.dtype is torch.float32 for tensor in tensors]
-
-
-def deferred(
-    source: Tensor,
-    kind: str,
-    make: Callable[[], Tensor],
-    mean: Tensor | None = None,
-    rstd: Tensor | None = None,
-    inner: int = 1,
-) -> Tensor | Deferred:
-    """Return what to save of `source`: deferred if a kernel can compute it while encoding, else computed."""
-    tensor = Deferred(source, kind, make, mean, rstd, inner)
-    return tensor if tensor.is_dense else make()
 
 
 def definite(x: Tensor) -> Tensor | Deferred:

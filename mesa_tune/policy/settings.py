@@ -9,26 +9,9 @@ from typing import Any, Final
 
 # In the order of the sections in a written policy: Mesa's tags, then ours.
 MESA_TAGS: Final = ("fc", "conv", "bn", "layernorm", "gelu", "relu", "softmax", "matmul")
-TAGS: Final = (
-    *MESA_TAGS,
-    *(
-        "attention",
-        "silu",
-        "rmsnorm",
-        "groupnorm",
-        "instancenorm",
-        "dropout",
-        "maxpool",
-        "avgpool",
-        "pad",
-        "mul",
-        "pointwise",
-        "reduction",
-        "loss",
-        "other",
-    ),
-)
-
+_MODULE_TAGS = ("attention", "silu", "rmsnorm", "groupnorm", "instancenorm", "dropout", "maxpool", "avgpool")
+_FUNCTION_TAGS = ("pad", "mul", "pointwise", "reduction", "loss", "other")
+TAGS: Final = (*MESA_TAGS, *_MODULE_TAGS, *_FUNCTION_TAGS)
 
 ROUNDINGS: Final = ("stochastic", "nearest")
 ALLOCATIONS: Final = ("uniform", "sample")
@@ -167,10 +150,6 @@ def _require_word(key: str, value: object, words: Sequence[str]) -> None:
         raise ValueError(f"{key} must be one of {', '.join(words)}, but got {value!r}")
 
 
-def _require_store(key: str, value: object) -> None:
-    _require_word(key, value, STORES)
-
-
 # The kernels take counts as 32-bit integers.
 _require_count = partial(_require_integer, low=1, high=2**31 - 1)
 _CHECKS: Final[dict[str, Callable[[str, object], None]]] = {
@@ -182,7 +161,7 @@ _CHECKS: Final[dict[str, Callable[[str, object], None]]] = {
     "rounding": partial(_require_word, words=ROUNDINGS),
     "drop": _require_fraction,
     "allocation": partial(_require_word, words=ALLOCATIONS),
-    "store": _require_store,
+    "store": lambda key, value: _require_word(key, value, STORES),
 }
 
 EXACT: Final = LayerSettings(enable=False)

@@ -4,7 +4,6 @@ import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.codecs import CODECS
-from mesa_tune.formulas.table import LAYERS, ROUTES
+from mesa_tune.formulas.table import ROUTES
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import STORES
 from mesa_tune.profiler.meter import Meter
@@ -79,10 +78,8 @@ def test_the_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pyt
 
 def test_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = example("function", tmp_path)
-    tables: dict[str, dict[Any, Any]] = {"ROUTES": ROUTES, "LAYERS": LAYERS}
-    for name, table in tables.items():
-        for key, value in getattr(family, name).items():
-            monkeypatch.setitem(table, key, value)
+    for function, route in family.ROUTES.items():
+        monkeypatch.setitem(ROUTES, function, route)
     plain, x = Waves(64, 64), torch.randn(256, 64)
     model = Waves(64, 64)
     model.load_state_dict(plain.state_dict())

@@ -107,7 +107,7 @@ def test_products() -> None:
 
 def test_what_is_kept_is_described_where_a_kernel_makes_it() -> None:
     x = torch.ones(8, device="cuda")
-    assert isinstance(maps.deferred(x, "gelu", x.clone), maps.Deferred)
+    assert isinstance(maps.Deferred(x, "gelu", x.clone).if_dense(), maps.Deferred)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -20,7 +20,7 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.engine import sums
 from mesa_tune.engine.call import Call, autocast_dtype
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.attention import by_heads
 from mesa_tune.formulas.attention.by_heads import Scores
@@ -28,14 +28,7 @@ from mesa_tune.formulas.attention.traced import traced_gradients, written_out
 
 
 def forward(
-    static: Static,
-    needs: Needs,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    first: Tensor | None = None,
-    second: Tensor | None = None,
+    static: Static, needs: Needs, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *summands: Tensor
 ) -> Result:
     *_, dtype = static
     given = (q, k, v) if dtype is None else (cast(q, dtype), cast(k, dtype), cast(v, dtype))
@@ -46,7 +39,7 @@ def forward(
     else:
         state = _random_state(q.device) if static[0] > 0 else None
         y = _attend(static, *given, added)
-    return Result(y, (q, k, v), (mask if first is None else None, state, bits, first, second))
+    return Result(y, (q, k, v), (None if summands else mask, state, bits, *summands))
 
 
 def _saves_bits(q: Tensor) -> bool:
@@ -96,11 +89,11 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
     return tuple(next(grads) if want else None for want in needs)
 
 
-def _scores(static: Static, width: int, exact: Sequence[Tensor | None]) -> Scores:
+def _scores(static: Static, width: int, exact: Sequence[Any]) -> Scores:
     dropout, causal, scale, *_ = static
-    mask, _, bits, first, second = exact
-    if first is not None and second is not None:
-        mask = first + second
+    mask, _, bits, *summands = exact
+    if summands:
+        mask = summands[0] + summands[1]
     return Scores(1 / math.sqrt(width) if scale is None else scale, causal, mask, dropout, bits)
 
 
@@ -132,16 +125,12 @@ def _replaying(device: torch.device, state: Tensor | None) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         if state is not None:
             cuda = device.type == "cuda"
             stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
             torch.cuda.set_rng_state(state, device) if cuda else torch.set_rng_state(state)
         yield
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 ATTENTION = Formula(
@@ -180,4 +169,3 @@ ROUTES: Routes = {
         "scaled_dot_product_attention", "attention", scaled_dot_product_attention
     )
 }
-LAYERS: Layers = {}

@@ -6,7 +6,7 @@ one layer's settings.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,9 +115,7 @@ def _regular(
     return query.shape[-1] == width and width % heads == 0 and key.shape[:-1] == value.shape[:-1]
 
 
-def _project(
-    call: Call, weights: _Weights, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _project(call: Call, weights: _Weights, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
     each: tuple[Tensor | None, ...]
     biases = (None, None, None) if weights.bias is None else weights.bias.chunk(3)
     if weights.packed is None:
@@ -125,26 +123,23 @@ def _project(
     elif key is value:
         width = query.shape[-1]
         if query is key:
-            q, k, v = _split(_part(call, F.linear, query, weights.packed, weights.bias), 3)
-            return q, k, v
+            return _split(_part(call, F.linear, query, weights.packed, weights.bias), 3)
         first, both = weights.packed.split([width, 2 * width])
         low, high = (None, None) if weights.bias is None else weights.bias.split([width, 2 * width])
         q = _part(call, F.linear, query, first, low)
-        k, v = _split(_part(call, F.linear, key, both, high), 2)
-        return q, k, v
+        return q, *_split(_part(call, F.linear, key, both, high), 2)
     else:
         each = weights.packed.chunk(3)
-    q, k, v = (
+    return [
         _part(call, F.linear, given, weight, bias)
         for given, weight, bias in zip((query, key, value), each, biases, strict=True)
-    )
-    return q, k, v
+    ]
 
 
-def _split(joint: Tensor, count: int) -> Any:
+def _split(joint: Tensor, count: int) -> tuple[Tensor, ...]:
     """One product's result as `count` tensors, each contiguous, as PyTorch lays them out."""
     apart = joint.unflatten(-1, (count, -1)).unsqueeze(0).transpose(0, -2).squeeze(-2)
-    return apart.contiguous().unbind(0)
+    return tuple(apart.contiguous().unbind(0))
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -37,15 +37,12 @@ def batch_norm_forward(static: Static, needs: Needs, x: Tensor, *others: Tensor 
         mean, rstd = running_mean, (running_var + eps).rsqrt()
     if not (training or needs[1]):
         return Result(y, exact=(rstd, weight))
-    normalized = maps.deferred(
-        x,
-        "normalize",
-        lambda: (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x)).to(x.dtype),
-        mean,
-        rstd,
-        math.prod(x.shape[2:]),
-    )
-    return Result(y, lossy=(normalized,), exact=(rstd, weight))
+
+    def make() -> Tensor:
+        return (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x)).to(x.dtype)
+
+    normalized = maps.Deferred(x, "normalize", make, mean, rstd, math.prod(x.shape[2:]))
+    return Result(y, lossy=(normalized.if_dense(),), exact=(rstd, weight))
 
 
 def batch_norm_backward(saved: Saved, grad: Tensor) -> Grads:
@@ -142,13 +139,9 @@ def instance_norm_forward(static: Static, needs: Needs, x: Tensor, *others: Tens
 
 
 def instance_norm_backward(saved: Saved, grad: Tensor) -> Grads:
-    dx, dw, db, *others = batch_norm_backward(saved, _one_sample(grad))
-    return (
-        None if dx is None else dx.view(grad.shape),
-        None if dw is None else dw.view(grad.shape[:2]).sum(0),
-        None if db is None else db.view(grad.shape[:2]).sum(0),
-        *others,
-    )
+    dx, *sums = batch_norm_backward(saved, _one_sample(grad))
+    sums = [None if total is None else total.view(grad.shape[:2]).sum(0) for total in sums]
+    return None if dx is None else dx.view(grad.shape), *sums
 
 
 def _one_sample(x: Tensor) -> Tensor:

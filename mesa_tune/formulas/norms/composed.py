@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Routes, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Saved, Static
 from mesa_tune.engine.rebuild import Ingredients, Rebuild
 from mesa_tune.engine.tensors import gathered, like
 
@@ -22,7 +22,9 @@ REPEATS = 8
 
 def aligned(call: Call, x: Tensor) -> Call:
     """Return `call` with groups that end where rows of `x` do; groups by channels or heads stay."""
-    return call.within(x.shape[-1]) if x.dim() and call.spec.group_size else call
+    if x.dim() and call.spec.group_size:
+        call.spec = call.spec.within(x.shape[-1])
+    return call
 
 
 def is_repeated(factor: Tensor, x: Tensor) -> bool:
@@ -62,7 +64,3 @@ def scale(call: Call, x: Tensor, statistic: Tensor) -> Any:
     if not (statistic.requires_grad and call.gains(x)) or call.is_static(x):
         return call.plain()
     return aligned(call, x).apply(SCALE, (like(x), like(statistic)), x, statistic)
-
-
-ROUTES: Routes = {}
-LAYERS: Layers = {}

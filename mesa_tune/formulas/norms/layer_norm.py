@@ -64,7 +64,7 @@ def _normalized(
     """Return x̂ in the dtype of x; it is made here where `source`, x as the norm reads it, has another one."""
     if not x.dtype == source.dtype == torch.float32:
         return make().to(x.dtype)
-    return maps.deferred(source, "normalize", make, mean, rstd, inner)
+    return maps.Deferred(source, "normalize", make, mean, rstd, inner).if_dense()
 
 
 def rows_backward(gradients: Gradients, centered: bool, saved: Saved, grad: Tensor) -> Grads:
@@ -298,10 +298,9 @@ def saves_less(call: Call, input: Tensor) -> bool:
     return not call.is_static(input) and call.gains(input)
 
 
-_ROUTES = (
-    Route("layer_norm", "layernorm", layer_norm),
-    Route("rms_norm", "rmsnorm", rms_norm),
-    Route("group_norm", "groupnorm", group_norm),
-)
-ROUTES: Routes = {getattr(owner, route.name): route for route in _ROUTES for owner in (F, torch)}
+ROUTES: Routes = {
+    **Route("layer_norm", "layernorm", layer_norm).spelled("layer_norm", owners=(F, torch)),
+    **Route("rms_norm", "rmsnorm", rms_norm).spelled("rms_norm", owners=(F, torch)),
+    **Route("group_norm", "groupnorm", group_norm).spelled("group_norm", owners=(F, torch)),
+}
 LAYERS: Layers = {nn.LayerNorm: F.layer_norm, nn.RMSNorm: F.rms_norm, nn.GroupNorm: F.group_norm}
