@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.choices import ChoiceDetector
 from mesa_tune.engine.routing import inside_backward
-from mesa_tune.engine.storage import Packing, decided, restore, store
+from mesa_tune.engine.storage import as_is, decided, restore, store
 from mesa_tune.errors import RunError
 from mesa_tune.notice import warn_once
 
@@ -90,7 +90,7 @@ class _Input:
 
     def __init__(self, tensor: Tensor, exact: bool, spec: Spec) -> None:
         self.parts, self.exact, self.spec = [tensor.detach()], exact, spec
-        self.packing: Packing | None = None
+        self.packing = as_is(tensor.shape, tensor.dtype)
         self.version = tensor._version
 
 
@@ -130,7 +130,7 @@ class _Inputs:
                 f"an input of {self.job.name!r} was changed in place after its forward, so it cannot be run "
                 "again from it\ngive a module around both `store: recompute`, or change a copy"
             )
-        return saved.parts[0] if saved.packing is None else restore(saved.parts, saved.packing, saved.spec)
+        return restore(saved.parts, saved.packing, saved.spec)
 
 
 def _by_rows(spec: Spec, shape: torch.Size) -> Spec:

@@ -1,0 +1,89 @@
+"""Arguments at the border of what formulas take: by a formula or by PyTorch, the gradients are PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mesa_tune.codecs import Spec
+from tests.functional_cases import served
+
+EXACT = Spec("quantize", 8, 0, 256, 0, True, 0)
+Call = tuple[Callable[..., Any], list[Any], dict[str, Any]]
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def probabilities(*shape: int) -> Tensor:
+    return torch.rand(shape).softmax(0)
+
+
+FORMULA: dict[str, Callable[[], Call]] = {
+    "norm of a vector": lambda: (torch.linalg.norm, [x(500)], {}),
+    "sum norm of a vector": lambda: (torch.linalg.norm, [x(500), 1], {}),
+    "norm along a dimension": lambda: (torch.linalg.norm, [x(20, 30), 2, 1], {}),
+    "positive base": lambda: (torch.pow, [2.0, x(500)], {}),
+    "power three": lambda: (torch.pow, [x(500), 3], {}),
+    "weighted probabilities": lambda: (
+        F.cross_entropy,
+        [x(50), probabilities(50)],
+        {"weight": torch.rand(50)},
+    ),
+    "weighted smooth class": lambda: (
+        F.cross_entropy,
+        [x(50), torch.tensor(3)],
+        {"weight": torch.rand(50), "label_smoothing": 0.1},
+    ),
+    "images of one channel": lambda: (F.instance_norm, [x(4, 1, 9)], {}),
+    "reflected images": lambda: (F.pad, [x(2, 3, 9, 9), (1, 1, 1, 1)], {"mode": "reflect"}),
+    "groups of one channel": lambda: (F.group_norm, [x(2, 6, 5), 6], {}),
+    "one sample in groups": lambda: (F.group_norm, [x(1, 6, 5), 3], {}),
+    "keys of width one": lambda: (F.scaled_dot_product_attention, [x(1, 1, 3, 1) for _ in range(3)], {}),
+}
+PLAIN: dict[str, Callable[[], Call]] = {
+    "norm of a matrix": lambda: (torch.linalg.norm, [x(20, 30), "fro"], {}),
+    "negative base": lambda: (torch.pow, [-2.0, x(500).detach().round().requires_grad_()], {}),
+    "power of one": lambda: (torch.pow, [x(500), 1], {}),
+    "an image without a batch": lambda: (F.pad, [x(3, 9, 9), (1, 1, 1, 1)], {"mode": "reflect"}),
+    "no samples": lambda: (F.instance_norm, [x(0, 3, 9)], {}),
+}
+
+
+def check(made: Call) -> Any:
+    """Run the call by its route and by PyTorch, compare, and return the node."""
+    function, arguments, keywords = made
+    y, expected = served(function, EXACT, *arguments, **keywords), function(*arguments, **keywords)
+    assert torch.equal(y, expected) or torch.equal(y.isnan(), expected.isnan())
+    inputs = [argument for argument in arguments if isinstance(argument, Tensor) and argument.requires_grad]
+    weights = torch.randn_like(y)
+    for found, right in zip(
+        *(torch.autograd.grad(out, inputs, weights) for out in (y, expected)), strict=True
+    ):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
+    return y.grad_fn
+
+
+@pytest.mark.parametrize("name", FORMULA)
+def test_a_formula_takes(name: str) -> None:
+    assert type(check(FORMULA[name]())).__name__ == "ApplyBackward"
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_pytorch_itself_takes(name: str) -> None:
+    assert type(check(PLAIN[name]())).__name__ != "ApplyBackward"
+
+
+def test_what_is_expanded_is_stored_once() -> None:
+    large = torch.randn(1, 64, 1).expand(32, 64, 40).requires_grad_()
+    factor = torch.randn(32, 64, 40, requires_grad=True)
+    y = served(torch.mul, Spec("quantize", 8, 256, 256, 0, True, 0), large, factor)
+    assert min(part.nbytes for part in y.grad_fn.saved_tensors if part.dtype is torch.uint8) == 64
+    for found, right in zip(torch.autograd.grad(y.sum(), (large, factor)), (factor, large), strict=True):
+        assert (found - right).norm() < 0.02 * right.norm()
