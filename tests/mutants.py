@@ -1,5 +1,6 @@
 """Random mutants: how many small faults in the rooms that decide numbers does the suite notice?
 
+    pip install cosmic-ray              # it is not among the packages that `make` installs
     python -m tests.mutants             # runs the suite under coverage, then 400 mutants; resumes
     python -m tests.mutants --survivors # shows the mutants that no test has noticed, as differences
 
@@ -54,12 +55,18 @@ class Site(NamedTuple):
 
 
 class Mutant(NamedTuple):
-    """A change: the occurrence of an operator of cosmic-ray in a file."""
+    """A change: the occurrence of an operator of cosmic-ray in a file, and the text of the file with it."""
 
     path: str
     line: int
     operator: str
     occurrence: int
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """A name that other sources do not have."""
+        return hashlib.sha256(f"{self.path}\n{self.text}".encode()).hexdigest()[:16]
 
 
 def sites(path: str) -> list[Site]:
@@ -109,7 +116,8 @@ def drawn(count: int, seed: int) -> list[Mutant]:
     """Return `count` mutants of all rooms, in random order."""
     chosen = random.Random(seed)
     drawn_sites = chosen.sample([site for path in paths() for site in sites(path)], count)
-    return [Mutant(site.path, site.line, *chosen.choice(site.changes)) for site in drawn_sites]
+    changes = [(site, chosen.choice(site.changes)) for site in drawn_sites]
+    return [Mutant(site.path, site.line, *change, mutated(site.path, *change)) for site, change in changes]
 
 
 def paths() -> list[str]:
@@ -117,13 +125,13 @@ def paths() -> list[str]:
     return sorted(str(path) for pattern in ROOMS.values() for path in Path().glob(pattern))
 
 
-def mutated(mutant: Mutant) -> str:
-    """Return the text of the mutant's file with its change."""
+def mutated(path: str, operator: str, occurrence: int) -> str:
+    """Return the text of a file with a change."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    text = mutate_code(Path(mutant.path).read_text(), get_operator(mutant.operator)(), mutant.occurrence)
-    assert isinstance(text, str), mutant
+    text = mutate_code(Path(path).read_text(), get_operator(operator)(), occurrence)
+    assert isinstance(text, str), (path, operator, occurrence)
     return text
 
 
@@ -180,28 +188,25 @@ def run(mutants: Sequence[Mutant], jobs: int) -> None:
     measured = {os.path.relpath(os.path.realpath(path)): path for path in data.measured_files()}
     contexts = {path: data.contexts_by_lineno(measured[path]) for path in {m.path for m in mutants}}
     done = {line["digest"] for line in results()}
-    waiting = []
-    for mutant in mutants:
-        text = mutated(mutant)
-        if _digest(mutant, text) not in done:
-            running = _running(mutant, contexts[mutant.path])
-            waiting.append((mutant, text, chosen_tests(running, seconds)))
+    waiting = [mutant for mutant in mutants if mutant.digest not in done]
+    tests = [chosen_tests(_running(mutant, contexts[mutant.path]), seconds) for mutant in waiting]
     copies: SimpleQueue[Path] = SimpleQueue()
     for number in range(jobs):
         copies.put(_copied(FOLDER / f"copy{number}"))
 
-    def run_one(mutant: Mutant, text: str, tests: Sequence[str]) -> None:
+    def run_one(mutant: Mutant, tests: Sequence[str]) -> None:
         copy = copies.get()
         try:
-            killer = _killer(copy, mutant, text, tests)
+            killer = _killer(copy, mutant, tests)
         finally:
             copies.put(copy)
-        line = {"digest": _digest(mutant, text), **mutant._asdict(), "tests": len(tests), "killer": killer}
+        line = {"digest": mutant.digest, **mutant._asdict(), "tests": len(tests), "killer": killer}
+        del line["text"]
         with (FOLDER / "results.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run_one, *zip(*waiting, strict=True)) if waiting else ())
+        list(pool.map(run_one, waiting, tests))
 
 
 def _running(mutant: Mutant, contexts: dict[int, list[str]]) -> list[str]:
@@ -233,13 +238,13 @@ def _copied(folder: Path) -> Path:
     return folder.resolve()
 
 
-def _killer(copy: Path, mutant: Mutant, text: str, tests: Sequence[str]) -> str:
+def _killer(copy: Path, mutant: Mutant, tests: Sequence[str]) -> str:
     """Return the test that fails on the mutant ("time": it does not end), or "" if all pass."""
     if not tests:
         return ""
     path, given = copy / mutant.path, copy / "tests.txt"
     before = path.read_text()
-    path.write_text(text)
+    path.write_text(mutant.text)
     given.write_text("\n".join(tests))
     command = [
         sys.executable,
@@ -264,10 +269,6 @@ def _killer(copy: Path, mutant: Mutant, text: str, tests: Sequence[str]) -> str:
     return "" if found.returncode == 0 else [*lines, f"exit {found.returncode}"][0][:200]
 
 
-def _digest(mutant: Mutant, text: str) -> str:
-    return hashlib.sha256(f"{mutant.path}\n{text}".encode()).hexdigest()[:16]
-
-
 def results() -> list[dict[str, Any]]:
     """Return the results so far, those of earlier sources as well."""
     path = FOLDER / "results.jsonl"
@@ -278,9 +279,9 @@ def survivors(mutants: Sequence[Mutant]) -> Iterator[str]:
     """Yield the changes that no test has noticed."""
     alive = {line["digest"]: line for line in results() if not line["killer"]}
     for mutant in mutants:
-        text, before = mutated(mutant), Path(mutant.path).read_text()
-        if (line := alive.get(_digest(mutant, text))) is not None:
-            difference = difflib.unified_diff(before.splitlines(), text.splitlines(), n=2, lineterm="")
+        if (line := alive.get(mutant.digest)) is not None:
+            before, after = Path(mutant.path).read_text().splitlines(), mutant.text.splitlines()
+            difference = difflib.unified_diff(before, after, n=2, lineterm="")
             yield "\n".join([f"{mutant.path}:{mutant.line}, {line['tests']} tests", *list(difference)[2:]])
 
 
@@ -301,8 +302,8 @@ def main() -> None:
     run(mutants, options.jobs)
     killers = {line["digest"]: line["killer"] for line in results()}
     for room, pattern in {**ROOMS, "all": "**/*.py"}.items():
-        paths = {str(path) for path in Path().glob(pattern)}
-        noticed = [bool(killers[_digest(m, mutated(m))]) for m in mutants if m.path in paths]
+        files = {str(path) for path in Path().glob(pattern)}
+        noticed = [bool(killers[mutant.digest]) for mutant in mutants if mutant.path in files]
         print(f"{room:12}{sum(noticed):4} of {len(noticed):4} noticed")
 
 
