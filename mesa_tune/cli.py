@@ -20,7 +20,7 @@ from mesa_tune.commands.common import reserve_stdout
 from mesa_tune.errors import MesaTuneError, RunError
 
 # In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
-COMMANDS = ("init", "profile", "search", "verify", "report", "demo", "doctor")
+COMMANDS = ("init", "profile", "search", "verify", "report", "diff", "demo", "doctor")
 
 _BAD_VALUES = ("BadParameter", "MissingParameter", "BadOptionUsage", "BadArgumentUsage")
 

@@ -29,7 +29,7 @@ ROWS = {
     "tensors": "id owner layers shape dtype bytes",
     "layers": "name tag index module shape dtype bytes own_bytes shared_with options",
 }
-OPTION = "settings bytes tensor_error gradient_error standard_error measured encode_ms decode_ms"
+OPTION = "settings bytes tensor_error gradient_error standard_error measured encode_ms decode_ms batches"
 
 
 def document(home: Home, command: str) -> dict[str, Any]:
