@@ -273,12 +273,12 @@ def _errors(plan: Plan) -> list[str]:
     # The solver proves a minimum only up to its own tolerance.
     least = "no plan predicts less" if _nearly(error, plan.bound) else f"no plan is below {plan.bound:.2e}"
     lines = [f"  gradient error  {error:.2e} predicted; {least}"]
-    ratio = plan.predicted.gradient_noise_ratio
-    if ratio is not None:
-        lines.append(f"  noise ratio     {ratio:.1e} of the batches' own noise")
     if plan.measured is not None:
         mean, spread = plan.measured.gradient_error, plan.measured.standard_error
         lines.append(f"                  {mean:.2e} ± {spread:.1e} measured on fresh batches")
+    ratio = plan.predicted.gradient_noise_ratio
+    if ratio is not None:
+        lines.append(f"  noise ratio     {ratio:.1e} of the batches' own noise")
     return lines
 
 
