@@ -17,10 +17,9 @@ try:
 except ImportError:  # not a public name
     TensorGuards = None  # type: ignore[assignment, misc]
 
-from mesa_tune.engine.call import Call, may_change
+from mesa_tune.engine.call import Call, casts, may_change
 from mesa_tune.engine.function import SEQUENCES, CachedCall, CachedCalls
 from mesa_tune.engine.rematerialize import find
-from mesa_tune.engine.tensors import casts
 
 _CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format}
 _PLANS_PER_LAYER = 8

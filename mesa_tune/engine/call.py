@@ -14,7 +14,7 @@ from mesa_tune.engine.observer import watch
 from mesa_tune.engine.plan import CallPlan, Sources, Tensors
 from mesa_tune.engine.rematerialize import Traced, find
 from mesa_tune.engine.storage import is_packed, is_too_small
-from mesa_tune.engine.tensors import casts, views_large_storage
+from mesa_tune.engine.tensors import views_large_storage
 from mesa_tune.notice import warn_once
 
 Plain = Callable[[], Any]
@@ -236,6 +236,12 @@ def _has_tensor(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_has_tensor(element) for element in value)
     return isinstance(value, Tensor)
+
+
+def casts(kind: str) -> bool:
+    """Return whether autocast is on for a kind of device (some have none)."""
+    possible = torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
+    return possible and torch.is_autocast_enabled(kind)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from mesa_tune.codecs import Memory
 from mesa_tune.engine.formula import Grads, Needs, Result, Saved
-from mesa_tune.engine.observer import Replay, wants_tensors, watch
+from mesa_tune.engine.observer import Replay, watch
 from mesa_tune.engine.plan import CallPlan, Sources, Stored, Tensors
 from mesa_tune.engine.rematerialize import Recipe, Source, Traced, find, remember, saved_tensor, take
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import Packing, decided, store
-from mesa_tune.engine.tensors import distinct, share_storage, summed
+from mesa_tune.engine.tensors import distinct, summed
 from mesa_tune.errors import RunError
 from mesa_tune.ops.maps import Deferred
 
@@ -118,13 +118,14 @@ def _decided(
     An input that has a recipe is not stored.
     """
     stored: list[Packing | Recipe] = []
+    shown = watch.observer is not None and watch.observer.wants_tensors
     for tensor in lossy:
         recipes = [recipe for recipe, given in zip(plan.recipes, inputs, strict=False) if tensor is given]
         if recipes and recipes[0] is not None:
             stored.append(recipes[0])
             continue
         packing = decided(tensor, plan.spec, plan.layer, _is_exact(tensor, plan.exact, inputs))
-        stored.append(packing._replace(deferred=False) if packing.deferred and wants_tensors() else packing)
+        stored.append(packing._replace(deferred=False) if packing.deferred and shown else packing)
     return tuple(stored), tuple(map(_as_stored, lossy, stored))
 
 
@@ -134,9 +135,15 @@ def _is_exact(tensor: Tensor | Deferred, exact: Needs, inputs: Sequence[Tensor |
         if tensor is given:
             return flag
     return isinstance(tensor, Tensor) and True in [
-        flag and given is not None and share_storage(tensor, given)
+        flag and given is not None and _share_storage(tensor, given)
         for flag, given in zip(exact, inputs, strict=True)
     ]
+
+
+def _share_storage(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors view one storage; eager only."""
+    strided = tensor.layout is other.layout is torch.strided and not torch.compiler.is_compiling()
+    return strided and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _sources(plan: CallPlan, extra: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:

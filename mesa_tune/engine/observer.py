@@ -81,8 +81,3 @@ class _Watch:
 
 
 watch = _Watch()
-
-
-def wants_tensors() -> bool:
-    """Return whether an observer wants to see every tensor."""
-    return watch.observer is not None and watch.observer.wants_tensors

@@ -38,6 +38,8 @@ class Host(Protocol):
     """The part of a conversion that routing uses."""
 
     calls: CallCache
+    keys: dict[torch.device, Tensor]
+    specs: dict[str, Spec | None]
     static: StaticTensors
 
     def spec(self, layer: str, tag: str, module: str) -> Spec | None: ...
@@ -98,7 +100,7 @@ class Frame:
 
     def key(self, device: torch.device) -> Tensor:
         """The one-element int64 tensor that rounding noise depends on."""
-        return self.host.key(device)
+        return self.host.keys[device] if device in self.host.keys else self.host.key(device)
 
     def note(self, layer: str) -> None:
         """Note that another layer rematerializes the output of `layer`."""
@@ -275,7 +277,9 @@ class RoutingMode(TorchFunctionMode):
 
     def _planned(self, route: Route, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the output of a call by the settings of its layer."""
-        spec = frame.host.spec(layer, route.tag, frame.module)
+        specs = frame.host.specs
+        known = not torch.compiler.is_compiling() and layer in specs  # no guards on what is known so far
+        spec = specs[layer] if known else frame.host.spec(layer, route.tag, frame.module)
         paused, state.paused, state.function, state.layer = state.paused, True, func, layer
         try:
             call = None if spec is None else self._call(frame, layer, spec, func, args, kwargs)

@@ -51,9 +51,7 @@ class Registry:
 
     def purge(self) -> None:
         """Drop the facts about freed storages."""
-        self._records = {
-            address: record for address, record in self._records.items() if record[0]() is not None
-        }
+        self._records = {key: known for key, known in self._records.items() if known[0]() is not None}
         self._limit = max(_FIRST_LIMIT, 2 * len(self._records))
 
     def clear(self) -> None:

@@ -57,18 +57,6 @@ def is_small_view(tensor: Tensor, storage_bytes: int) -> bool:
     return 0 < elements * tensor.element_size() * _SMALL_VIEW <= storage_bytes
 
 
-def share_storage(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors view one storage; eager only."""
-    strided = tensor.layout is other.layout is torch.strided and not torch.compiler.is_compiling()
-    return strided and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def casts(kind: str) -> bool:
-    """Return whether autocast is on for a kind of device (some have none)."""
-    possible = torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
-    return possible and torch.is_autocast_enabled(kind)
-
-
 def layout_of(x: Tensor) -> torch.memory_format:
     """Return the memory format in which backward wants the decoded copy of `x`."""
     for dim, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
