@@ -87,3 +87,41 @@ def test_what_is_expanded_is_stored_once() -> None:
     assert min(part.nbytes for part in y.grad_fn.saved_tensors if part.dtype is torch.uint8) == 64
     for found, right in zip(torch.autograd.grad(y.sum(), (large, factor)), (factor, large), strict=True):
         assert (found - right).norm() < 0.02 * right.norm()
+
+
+CODED = EXACT._replace(levels=256)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the first", "the second"])
+def test_a_product_packs_what_one_gradient_needs(first: bool) -> None:
+    wants, factor = x(40, 50), torch.randn(40, 50)
+    y = served(torch.mul, CODED, *((wants, factor) if first else (factor, wants)))
+    assert type(y.grad_fn).__name__ == "ApplyBackward"
+    (found,) = torch.autograd.grad(y.sum(), wants)
+    assert 0 < (found - factor).norm() < 0.02 * factor.norm()
+
+
+def test_a_quotient_packs_only_what_the_divisors_gradient_needs() -> None:
+    wants, other = x(40, 50), torch.rand(40, 50) + 1
+    assert type(served(torch.div, CODED, wants, other).grad_fn).__name__ == "DivBackward0"
+    assert type(served(torch.div, CODED, other, wants.exp()).grad_fn).__name__ == "ApplyBackward"
+
+
+def test_beside_a_statistic_only_the_large_factor_is_stored() -> None:
+    large, statistic = x(40, 500), x(40, 1)
+    y = served(torch.mul, CODED, large, statistic)
+    parts = [part for part in y.grad_fn.saved_tensors if part is not None]
+    assert sum(part.nbytes for part in parts) < 1.2 * large.numel() + statistic.nbytes
+    outputs = (y, large * statistic)
+    gradients = [torch.autograd.grad(out.square().sum(), (large, statistic)) for out in outputs]
+    for found, right in zip(*gradients, strict=True):
+        assert (found - right).norm() < 0.02 * right.norm()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_gradient_of_experts_is_laid_out_as_they_are(transposed: bool) -> None:
+    weight = x(3, 16, 32).mT.detach().requires_grad_() if transposed else x(3, 32, 16)
+    rows, offs = x(24, 32), torch.tensor([5, 14, 24], dtype=torch.int32)
+    y = served(torch._grouped_mm, EXACT, rows, weight, offs)  # pyright: ignore[reportPrivateImportUsage]
+    (found,) = torch.autograd.grad(y.sum(), weight)
+    assert found.stride() == weight.stride()
