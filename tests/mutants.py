@@ -71,8 +71,8 @@ class Mutant(NamedTuple):
 
 def sites(path: str) -> list[Site]:
     """Return the sites of a file that are no annotations, in the order of the file."""
-    from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.plugins import get_operator, operator_names
+    from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
+    from cosmic_ray.plugins import get_operator, operator_names  # pyright: ignore[reportMissingImports]
 
     source = Path(path).read_text()
     tree, ignored = get_ast(source), _annotated(source)
@@ -127,8 +127,8 @@ def paths() -> list[str]:
 
 def mutated(path: str, operator: str, occurrence: int) -> str:
     """Return the text of a file with a change."""
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
+    from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
+    from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
 
     text = mutate_code(Path(path).read_text(), get_operator(operator)(), occurrence)
     assert isinstance(text, str), (path, operator, occurrence)
