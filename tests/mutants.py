@@ -7,7 +7,8 @@
 A mutant is one change of cosmic-ray's to one line: another operator, another number, `not` added, and so on.
 The sites are drawn at random, then one of the changes possible there; annotations are left out. A mutant is
 run against the tests that run its line: one case of each test function, the fastest first, then others until
-they take `SECONDS`. Results are lines of JSON in `build/mutants/`.
+they take `SECONDS`. Coverage does not see what torch.compile traces: a mutant there may survive although the
+tests of compiled models notice it. Results are lines of JSON in `build/mutants/`.
 """
 
 from __future__ import annotations
