@@ -49,3 +49,9 @@ def test_a_sum_that_has_changed_is_another() -> None:
     total = noted(TABLE, MASK)
     total.mul_(2)
     assert sums.parts(total) is None
+
+
+def test_a_sum_that_is_hardly_larger_is_saved_itself() -> None:
+    column, row = torch.randn(3, 1), torch.randn(1, 3)
+    assert sums._WORTH * (column.numel() + row.numel()) > 9
+    assert sums.parts(noted(column, row)) is None
