@@ -222,7 +222,8 @@ def test_a_plan_that_derives_keeps_its_word(name: str) -> None:
     found = mt.verify(work, plan.policy, steps=1, seeds=1).policy
     assert found.saved_bytes == plan.predicted.saved_bytes
     assert found.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
-    error = np.mean(JointError(work).errors(plan.policy, [(0, seed) for seed in range(8)]))
+    # On the profiled batches and as many others.
+    error = np.mean(JointError(work).errors(plan.policy, [(draw, 9) for draw in range(8)]))
     assert plan.predicted.gradient_error is not None
     assert error / 1.5 < plan.predicted.gradient_error < error * 1.5
 
