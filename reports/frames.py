@@ -205,7 +205,7 @@ def _compared(
     return {
         "quantity": name,
         "unit": unit,
-        "plain": 0.0 if name == "gradient_error" else plain.get(name),
+        "plain": 0.0 if name.startswith("gradient_") else plain.get(name),
         "predicted": expected,
         "measured": actual,
         "difference": actual / expected - 1 if expected and actual is not None else None,
