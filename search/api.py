@@ -117,11 +117,10 @@ def _request(
     saved = None if max_saved is None else parse_bytes(max_saved, "max-saved")
     sized = profile.timeline.at(batch_size or profile.batch_size)
     baseline = Baseline(sized.peak_bytes({}), sized.saved_bytes({}))
-    step_ms = profile.step_ms * sized.batch_size / profile.batch_size
     limits = Limits(
         amount.of(baseline.peak_bytes),
         None if saved is None else saved.of(baseline.saved_bytes),
-        None if max_slowdown is None else max_slowdown * step_ms,
+        None if max_slowdown is None else max_slowdown * profile.plain_ms(sized.batch_size),
     )
     assert limits.peak is not None
     return Request(profile, sized.batch_size, limits.peak, baseline, limits, pins, seed, amount)
@@ -217,7 +216,7 @@ def _policy(request: Request, program: Program, chosen: tuple[int, ...], header:
 
 def _header(request: Request, predicted: Prediction) -> Header:
     profile = request.profile
-    plain_ms = profile.step_ms * request.batch_size / profile.batch_size
+    plain_ms = profile.plain_ms(request.batch_size)
     ratio = predicted.gradient_noise_ratio
     return Header(
         model=Path(profile.model).stem if profile.model else None,

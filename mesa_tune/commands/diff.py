@@ -91,10 +91,12 @@ def _lines(document: dict[str, Any]) -> list[str]:
     rows = [[layer["name"], *_cells(layer)] for layer in changed[:_MAX_ROWS]]
     if rest := changed[_MAX_ROWS:]:
         rows.append([f"{len(rest)} further layers", "", "", _signed(sum(map(_difference, rest)))])
-    if not rows:
-        return [*format_table(["", "before", "after", "change"], totals), "", "no layer saves more or less"]
-    table = format_table(["layer", "before", "after", "change"], rows)
-    return [*format_table(["", "before", "after", "change"], totals), "", *table]
+    layers = format_table(["layer", "before", "after", "change"], rows)
+    return [
+        *format_table(["", "before", "after", "change"], totals),
+        "",
+        *(layers if rows else ["no layer saves more or less"]),
+    ]
 
 
 def _cells(layer: dict[str, Any]) -> list[str]:

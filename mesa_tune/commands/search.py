@@ -289,6 +289,6 @@ def _nearly(error: float, bound: float) -> bool:
 def _step(plan: Plan, profile: Profile) -> list[str]:
     if plan.predicted.step_ms is None or not profile.step_ms:
         return []
-    plain = profile.step_ms * plan.batch_size / profile.batch_size
+    plain = profile.plain_ms(plan.batch_size)
     ratio = plan.predicted.step_ms / plain
     return [f"  step            {format_time(plain / 1000)} -> {ratio:.2f}x predicted"]

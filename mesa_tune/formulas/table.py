@@ -3,8 +3,6 @@
 To add a function: its file with `ROUTES` and maybe `LAYERS`, and the file's name in `FAMILIES`.
 """
 
-from typing import Any
-
 from torch import nn
 
 from mesa_tune.engine.formula import Formula, Layers, Route, Routes
@@ -38,15 +36,13 @@ FAMILIES = (*_PRODUCTS, *_NORMS, *_ELEMENTWISE, *_REDUCTIONS, attention, multihe
 """All families: modules with formulas, `ROUTES`, and `LAYERS` if modules of `torch.nn` are such calls."""
 
 
-def _table(name: str) -> dict[Any, Any]:
-    return {key: value for family in FAMILIES for key, value in vars(family).get(name, {}).items()}
-
-
 FORMULAS = {
     each.name: each for family in FAMILIES for each in vars(family).values() if isinstance(each, Formula)
 }
-ROUTES: Routes = _table("ROUTES")
-LAYERS: Layers = _table("LAYERS")
+ROUTES: Routes = {function: route for family in FAMILIES for function, route in family.ROUTES.items()}
+LAYERS: Layers = {
+    kind: function for family in FAMILIES for kind, function in vars(family).get("LAYERS", {}).items()
+}
 
 
 def own_route(module: nn.Module) -> Route | None:

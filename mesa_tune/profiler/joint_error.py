@@ -32,8 +32,6 @@ Gradient = list[Tensor | None]
 _CACHED_DRAWS = 4
 _SEEDS_PER_DRAW = 1_000_003
 _SEEDS_PER_BATCH = 1_000_000_007
-
-
 NOISE_STEPS = 8
 
 
@@ -91,7 +89,7 @@ class JointError:
                 del self._exact[next(iter(self._exact))]
             batches = self._batches(draw)
             gradient = self._gradient(batches, draw, None, 0)
-            size = squared(gradient, [None] * len(gradient))
+            size = squared(gradient)
             if not 0 < size < float("inf"):
                 raise WorkloadError(
                     f"the gradient on batch {draw} has the squared norm {size:g}: no error relates to it\n"
@@ -106,13 +104,13 @@ class JointError:
         sizes = []
         for draw in range(steps):
             gradient = self._gradient(self._batches(draw), draw, None, 0)
-            sizes.append(squared(gradient, [None] * len(gradient)))
+            sizes.append(squared(gradient))
             for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
                 total[index] = part if sum_ is None or part is None else sum_.add_(part)
         mean = statistics.fmean(sizes)
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
-        scattered = sum(sizes) - squared(total, [None] * len(total)) / steps
+        scattered = sum(sizes) - squared(total) / steps
         return Noise(max(0.0, scattered / (steps - 1)) / mean, sizes[0] / mean)
 
     def _batches(self, draw: int) -> list[Any]:
@@ -150,10 +148,10 @@ class JointError:
                     buffer.copy_(value)
 
 
-def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
+def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None] | None = None) -> float:
     """Return ‖gradient − other‖² over all parameters; a gradient that is None counts as zero."""
     total = 0.0
-    for pair in zip(gradient, other, strict=True):
+    for pair in zip(gradient, [None] * len(gradient) if other is None else other, strict=True):
         tensors = [tensor.double() for tensor in pair if tensor is not None]
         if tensors:
             difference = tensors[0] - tensors[1] if len(tensors) == 2 else tensors[0]

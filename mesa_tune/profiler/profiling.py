@@ -233,12 +233,12 @@ class _Profiling:
             for group in traced.groups
             if any(self._prices(name).batches <= number for name in group)
         ]
-        sensitivity, recorded = None, None
+        sensitivity: Sensitivity | None = None
         saved, start = time.monotonic(), time.monotonic()
         for count, (number, group) in enumerate(todo, 1):
-            if self.options and recorded != number:
+            if self.options and (sensitivity is None or sensitivity.seed != number):
                 sensitivity = None  # frees the graph of the batch before
-                sensitivity, recorded = self._recorded(number), number
+                sensitivity = self._recorded(number)
             self.measured |= self._group_options(traced, group, sensitivity)
             left = (time.monotonic() - start) / count * (len(todo) - count)
             self.show(f"gradient errors, layer {count} of {len(todo)}, {left:.0f} s left", count / len(todo))

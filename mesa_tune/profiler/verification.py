@@ -163,11 +163,7 @@ def verify(
                 "fit under this policy\nsearch again with a smaller --budget or --batch-size"
             ) from MemoryError()
         times = _times(workload, policy, steps, plain_fits=plain is not None)
-        joint = JointError(workload)
-        # Rounding seeds that neither profile nor search uses.
-        pairs = [(0, UNUSED_SEEDS + number) for number in range(seeds)]
-        errors = joint.errors(policy, pairs) if plain is not None else []
-        ratio = joint.noise().ratio(statistics.fmean(errors)) if errors else None
+        errors, ratio = ([], None) if plain is None else _gradient_errors(workload, policy, seeds)
     return Verification(
         baseline=_measured(plain, times.plain),
         policy=_measured(packed, times.packed),
@@ -252,6 +248,16 @@ def _alone(workload: Workload, policy: Policy | None, steps: int) -> float:
     training = _Training(workload, policy)
     training.timed_step()
     return statistics.median(training.timed_step() for _ in range(steps))
+
+
+def _gradient_errors(workload: Workload, policy: Policy, seeds: int) -> tuple[list[float], float | None]:
+    """Return errors on the first batch, with rounding seeds that neither profile nor search uses.
+
+    Also return the ratio of their mean to the noise of the batches.
+    """
+    joint = JointError(workload)
+    errors = joint.errors(policy, [(0, UNUSED_SEEDS + number) for number in range(seeds)])
+    return errors, joint.noise().ratio(statistics.fmean(errors))
 
 
 def _measured(memory: StepMemory | None, step_ms: float | None) -> Measured:

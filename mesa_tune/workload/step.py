@@ -7,6 +7,7 @@ one forward to the next are alive where the step's memory peaks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mesa_tune.errors import WorkloadError
+
+Context = AbstractContextManager[Any]
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -83,17 +87,26 @@ class Stepper:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def phases(self, forward: Callable[[], Tensor]) -> Iterator[Tensor]:
-        """Run a step; yield the loss of each micro-batch, `forward()`, before its backward."""
+    def phases(
+        self, forward: Callable[[], Tensor], backward: Context = _NOTHING, update: Context = _NOTHING
+    ) -> Iterator[Tensor]:
+        """Run a step; yield the loss of each micro-batch, `forward()`, before its backward.
+
+        `backward` and `update`: contexts for the calls of these methods.
+        """
         self.begin()
         for _ in range(self.step.accumulation):
             loss = forward()
             yield loss.detach()
-            self.backward(loss)
+            with backward:
+                self.backward(loss)
             del loss
-        self.update()
+        with update:
+            self.update()
 
-    def run(self, forward: Callable[[], Tensor]) -> None:
-        """Run a step, and free everything that it made."""
-        for _ in self.phases(forward):
+    def run(
+        self, forward: Callable[[], Tensor], backward: Context = _NOTHING, update: Context = _NOTHING
+    ) -> None:
+        """Run a step, as `phases` does, and free everything that it made."""
+        for _ in self.phases(forward, backward, update):
             pass

@@ -112,9 +112,7 @@ class Workload:
             "autocast": self.autocast,
             "batch_size": self.batch_size,
             "seed": self.seed,
-            **{
-                name: value for name, value in vars(self.step).items() if value != getattr(TrainingStep, name)
-            },
+            **self.step.changed(),
         }
 
     @property
@@ -159,16 +157,12 @@ class Workload:
 
     def take_step(self, model: nn.Module, batch: Any, optimizer: Optimizer) -> None:
         """Run one training step of `model`, all its micro-batches on `batch`."""
-        stepper = Stepper(self.step, optimizer)
-        stepper.begin()
-        for _ in range(self.accumulation):
-            loss = self.compute_loss(model, batch)
-            with explaining("the backward of loss()", self.loss, self.path):
-                stepper.backward(loss)
-            del loss
         name = "optimizer.step()" if self.optimizer else "the step of AdamW, as there is no optimizer(),"
-        with explaining(name, self.optimizer or self.model, self.path):
-            stepper.update()
+        Stepper(self.step, optimizer).run(
+            lambda: self.compute_loss(model, batch),
+            backward=explaining("the backward of loss()", self.loss, self.path),
+            update=explaining(name, self.optimizer or self.model, self.path),
+        )
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         """Return the user's optimizer, or AdamW, over the trainable parameters of `model`."""

@@ -220,3 +220,20 @@ def test_another_function_of_the_same_name_is_another() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     for function in (torch.clamp_min, torch.clamp_min, torch.clamp_min, torch.clamp_max, torch.clamp_min):
         assert torch.equal(model(function, [x, 0.5], {}), function(x, 0.5))
+
+
+def test_what_a_loss_saves_does_not_depend_on_the_losses_before() -> None:
+    text = (
+        "# mesa-tune policy 1\non loss:\n    by_index: 0\n    level: 256\n\n    by_index: 1\n    level: 2\n"
+    )
+    policy, x = mt.Policy.parse(text), torch.randn(64, 100, requires_grad=True)
+    found = []
+    for before in (False, True, False):
+        if before:
+            with mt.compress_saved(policy, seed=1):
+                F.cross_entropy(x * 1.0, torch.arange(64)) + F.mse_loss(x * 1.0, torch.zeros(64, 100))
+            continue
+        with mt.compress_saved(policy, seed=1):
+            loss = F.mse_loss(x * 1.0, torch.zeros(64, 100))
+        found.append(torch.autograd.grad(loss, x)[0])
+    assert torch.equal(*found)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mesa_tune.engine.call import Call
-from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Saved, Static
+from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Routes, Saved, Static
 from mesa_tune.engine.rebuild import Ingredients, Rebuild
 from mesa_tune.engine.tensors import gathered, like
 
@@ -64,3 +64,6 @@ def scale(call: Call, x: Tensor, statistic: Tensor) -> Any:
     if not (statistic.requires_grad and call.gains(x)) or call.is_static(x):
         return call.plain()
     return aligned(call, x).apply(SCALE, (like(x), like(statistic)), x, statistic)
+
+
+ROUTES: Routes = {}
