@@ -23,7 +23,7 @@ from common import append, mean_interval
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.memory.meter import measure_step
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "digits_vit.py"
 PROMISED = {4: 30.0, 3: 20.0, 2: 8.0}

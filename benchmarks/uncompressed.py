@@ -21,7 +21,7 @@ from mesa_tune.engine.observer import Observer
 from mesa_tune.engine.rematerialize import Recipe
 from mesa_tune.engine.storage import Packing
 from mesa_tune.ops.maps import Deferred
-from mesa_tune.profiler.trace import observing
+from mesa_tune.profiler.memory.trace import observing
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.memory_model import Assignment, SavedSpan, SizedTimeline
+from mesa_tune.profiler.memory.memory_model import Assignment, SavedSpan, SizedTimeline
 from mesa_tune.profiler.profile import Prediction, Profile
 
 if TYPE_CHECKING:

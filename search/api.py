@@ -21,7 +21,7 @@ from mesa_tune.search.unreachable import unreachable
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.joint_error import Objective
+    from mesa_tune.profiler.errors.joint_error import Objective
     from mesa_tune.search.study import Outcome
     from mesa_tune.workload.workload import Workload
 
@@ -149,7 +149,7 @@ def _exact_plan(request: Request) -> Plan:
 
 
 def _objective(profile: Profile, workload: Workload | None) -> Objective:
-    from mesa_tune.profiler.joint_error import JointError
+    from mesa_tune.profiler.errors.joint_error import JointError
 
     assert workload is not None
     # A plain step of the planned batch may not fit in memory; one of the profiled batch did.

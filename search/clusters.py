@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.memory_model import SizedTimeline
+from mesa_tune.profiler.memory.memory_model import SizedTimeline
 from mesa_tune.profiler.profile import ActiveDerivations, Profile
 
 

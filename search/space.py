@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
-from mesa_tune.profiler.memory_model import SavedSpan, SizedTimeline
+from mesa_tune.profiler.memory.memory_model import SavedSpan, SizedTimeline
 from mesa_tune.profiler.profile import NO_DERIVATIONS, Profile
 from mesa_tune.search.clusters import Cluster, clusters
 

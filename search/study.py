@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.joint_error import Objective, Pair
+from mesa_tune.profiler.errors.joint_error import Objective, Pair
 from mesa_tune.search.moves import Moves
 from mesa_tune.search.plan import Measurement
 from mesa_tune.search.solver import Program, Solution

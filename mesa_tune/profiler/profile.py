@@ -18,7 +18,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Noise, Option, TensorEntry, Tie
-from mesa_tune.profiler.memory_model import Assignment, SavedSpan, Slot, Timeline, stored_as
+from mesa_tune.profiler.memory.memory_model import Assignment, SavedSpan, Slot, Timeline, stored_as
 
 if TYPE_CHECKING:
     import pandas as pd

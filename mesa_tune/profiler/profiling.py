@@ -10,50 +10,39 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from mesa_tune.conversion.layers import Catalog
-from mesa_tune.errors import RunError, WorkloadError
-from mesa_tune.policy import Policy
-from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
+from mesa_tune.errors import RunError
+from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.entries import (
     Derivation,
-    LayerEntry,
     LayerPrices,
-    Option,
     Tie,
     full_grid,
-    in_reference_groups,
 )
-from mesa_tune.profiler.gradient import Price, Sensitivity
-from mesa_tune.profiler.joint_error import JointError
-from mesa_tune.profiler.meter import bytes_of, gradients_of, tensors_in, unless_out_of_memory
+from mesa_tune.profiler.errors.derivation import Reach
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.errors.sensitivity import Sensitivity
+from mesa_tune.profiler.memory.meter import unless_out_of_memory
+from mesa_tune.profiler.memory.rows import Rows
+from mesa_tune.profiler.memory.timeline_builder import build_timeline
+from mesa_tune.profiler.memory.traced_steps import exact_entries, tensor_entries
+from mesa_tune.profiler.pricing import Pricing
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.rows import Rows
-from mesa_tune.profiler.step_trace import StepTrace, TensorKey
-from mesa_tune.profiler.timeline_builder import build_timeline
-from mesa_tune.profiler.trace import observing, trace_step
-from mesa_tune.profiler.traced_steps import TracedSteps, exact_entries, tensor_entries
-from mesa_tune.workload.checkpoints import without_checkpoints
+from mesa_tune.profiler.tracing import StepTracer
 from mesa_tune.workload.clock import median_ms
 from mesa_tune.workload.preserve import preserved
-from mesa_tune.workload.session import RawConversion, session
-from mesa_tune.workload.step import Stepper
-from mesa_tune.workload.user_code import located, seeded
 from mesa_tune.workload.workload import Workload
 
 SAVE_EVERY_S = 10.0
 
-MeasuredOptions = dict[str, LayerPrices]
 Progress = Callable[[str, float], None]
 """Called with a text about the current work, and the share of it that is done (0 to 1)."""
 
@@ -136,15 +125,17 @@ class _Profiling:
         self.show("tracing a step", 0.0)
         self.workload.take_step(self.model, self.workload.make_batch(), self.optimizer)
         batch_size = self.workload.batch_size
-        self.large, tags = self._traced(batch_size)
+        tracer = StepTracer(self.workload, self.model, self.optimizer, self.restore)
+        self.large, tags = tracer.traced(batch_size)
         if batch_size > 1:
-            small = self._traced(batch_size // 2)[0]
+            small = tracer.traced(batch_size // 2)[0]
         else:
             # If two samples do not fit, the timeline has one batch size, and no other can be planned for.
-            small = unless_out_of_memory(lambda: self._traced(2)[0]) or self.large
+            small = unless_out_of_memory(lambda: tracer.traced(2)[0]) or self.large
         self.catalog = Catalog.of(self.model)
         self.rows = Rows(self.large, tags, self.catalog.modules)
         self.timeline = build_timeline(self.large, small, self.rows.hooked)
+        self.pricing = Pricing(self.workload, self.model, self.options, self.rows, self.timeline)
         return self._profile()
 
     def _notes(self) -> tuple[str, ...]:
@@ -156,43 +147,6 @@ class _Profiling:
             for layer in self.timeline.with_small_views()
         )
         return (*([] if size == wanted else [halved]), *estimated)
-
-    def _traced(self, batch_size: int) -> tuple[TracedSteps, dict[str, tuple[str, int]]]:
-        """Return the traced steps at `batch_size`, and tag and index of each layer."""
-        batch = self.workload.make_batch(batch_size)
-        plain, _ = self._trace(batch, Policy.parse(""))
-        packed, tags = self._trace(batch, Policy.uniform(level=16))
-        derived, _ = self._trace(batch, Policy.uniform(level=16, store="derive"), second=True)
-        return TracedSteps(batch_size, bytes_of(self._static(batch)), plain, packed, derived), tags
-
-    def _trace(
-        self, batch: Any, policy: Policy, *, second: bool = False
-    ) -> tuple[StepTrace, dict[str, tuple[str, int]]]:
-        """Trace the first or the second step under `policy`; the first shows which layers derive from which.
-
-        All traces start from the same weights and random state, because both decide how tokens are routed.
-        """
-        self.restore()
-        stepper = Stepper(self.workload.step, self.optimizer)
-        with session(self.workload, self.model, policy) as running:
-            if second or self.workload.step.keeps_gradients:
-                with self._random_state():
-                    stepper.backward(running.loss(batch))
-            with self._random_state():
-                trace = trace_step(stepper, lambda: running.loss(batch), self._static(batch))
-            return trace, running.layers()
-
-    def _static(self, batch: Any) -> list[torch.Tensor]:
-        """Return what is alive when a step begins; of accumulated steps, when the last micro-batch begins."""
-        if not self.workload.step.keeps_gradients:
-            self.optimizer.zero_grad()
-        return [
-            *gradients_of(self.model),
-            *self.model.parameters(),
-            *self.model.buffers(),
-            *tensors_in(self.optimizer.state),
-            *tensors_in(batch),
-        ]
 
     def _profile(self) -> Profile:
         """Return the profile of bytes; no layer has options yet."""
@@ -238,8 +192,9 @@ class _Profiling:
         for count, (number, group) in enumerate(todo, 1):
             if self.options and (sensitivity is None or sensitivity.seed != number):
                 sensitivity = None  # frees the graph of the batch before
-                sensitivity = self._recorded(number)
-            self.measured |= self._group_options(traced, group, sensitivity)
+                sensitivity = self.pricing.record(number)
+            for name, fresh in self.pricing.of_group(traced, group, sensitivity).items():
+                self.measured[name] = self._prices(name).averaged(fresh)
             left = (time.monotonic() - start) / count * (len(todo) - count)
             self.show(f"gradient errors, layer {count} of {len(todo)}, {left:.0f} s left", count / len(todo))
             if time.monotonic() - saved > SAVE_EVERY_S:
@@ -247,106 +202,15 @@ class _Profiling:
                 saved = time.monotonic()
 
     def _derivations(self, traced: Profile) -> Iterator[Derivation]:
-        """Yield the prices of what is stored while others derive from it; all other layers store exactly."""
+        """Yield the prices of what is stored while others derive from it, over all batches."""
         prices: dict[Reach, LayerPrices] = {}
         possible = self.options and any(span.sources for span in self.timeline.kept)
         for number in range(self.seeds if possible else 0):
-            derived = self._derived_tensors(number)
-            producers = {name for tensor in derived.values() for name in tensor.recipe.layers()}
-            sensitivity = self._recorded(number, producers)
-            step = DerivableStep(sensitivity.recording.replays, derived)
-            for reach in step.reaches(traced.groups):
-                grid, entry = in_reference_groups(self._grid(reach.layers)), traced.layer(reach.layers[0])
-                found = zip(grid, sensitivity.together(step.calls(reach), grid), strict=True)
-                fresh = LayerPrices(tuple([self._option(entry, *pair) for pair in found]))
+            for reach, fresh in self.pricing.of_derived(traced, number).items():
                 prices[reach] = prices.get(reach, LayerPrices()).averaged(fresh)
-                self.show(f"errors of what is derived, batch {number + 1} of {self.seeds}", 1.0)
+            self.show(f"errors of what is derived, batch {number + 1} of {self.seeds}", 1.0)
         for reach, known in prices.items():
             yield Derivation(reach.layers, reach.takers, reach.sources, known.options)
-
-    def _derived_tensors(self, number: int) -> dict[TensorKey, DerivedTensor]:
-        """Return the tensors that are derived if all layers derive what they can."""
-        batch = self.workload.make_batch(draw=number * self.workload.accumulation)
-        observer, policy = DerivationObserver(), Policy.uniform(level=16, store="derive")
-        with session(self.workload, self.model, policy) as running:
-            running.loss(batch).backward()
-            with self._random_state(), observing(observer):
-                running.loss(batch)
-        return observer.derived
-
-    def _random_state(self) -> AbstractContextManager[None]:
-        """Return a context with the random state of every step: all steps need the same dropout masks."""
-        return seeded(self.workload.seed, self.workload.device)
-
-    def _recorded(self, number: int, producers: Collection[str] = ()) -> Sensitivity:
-        """Record the exact step on the batch of this number.
-
-        `producers` save in it what they save when others derive from them.
-        """
-        first, *others = range(number * self.workload.accumulation, (number + 1) * self.workload.accumulation)
-        batch = self.workload.make_batch(draw=first)
-        sensitivity = Sensitivity(self.model.parameters(), number)
-        running = session(self.workload, self.model, Policy.parse(""), kind=RawConversion)
-        with running as raw, observing(sensitivity.recording):
-            for conversion in (raw.conversion, raw.losses):
-                conversion.producers.update(producers)
-            # The gradient is the same with checkpoints, but each backward would start from a second forward.
-            with self._random_state(), without_checkpoints():
-                loss = raw.loss(batch)
-        sensitivity.record(loss)
-        for draw in others:
-            with self._random_state(), without_checkpoints():
-                sensitivity.accumulate(
-                    self.workload.compute_loss(self.model, self.workload.make_batch(draw=draw))
-                )
-        if not sensitivity.norm:
-            raise WorkloadError(
-                f"{located(self.workload.loss, self.workload.path)}: loss() gives every parameter the "
-                "gradient zero, so no error can be measured against it\n"
-                "check that the loss depends on the parameters, or give the model a first training step"
-            )
-        return sensitivity
-
-    def _group_options(
-        self, traced: Profile, group: tuple[str, ...], sensitivity: Sensitivity | None
-    ) -> MeasuredOptions:
-        entries = {name: traced.layer(name) for name in group}
-        grid = self._grid(group)
-        if sensitivity is None or not grid:
-            return {name: LayerPrices((self._exact(entry),), ()) for name, entry in entries.items()}
-        prices, joint = sensitivity.prices(group, grid)
-        measured: MeasuredOptions = {}
-        for name, entry in entries.items():
-            options = [self._option(entry, *pair) for pair in zip(grid, prices[name], strict=True)]
-            measured[name] = self._prices(name).averaged(
-                LayerPrices((*options, self._exact(entry)), tuple(joint))
-            )
-        return measured
-
-    def _grid(self, group: tuple[str, ...]) -> list[LayerSettings]:
-        """Return the options for a group: for hooks those of 8 bits; none if nothing can be compressed."""
-        if not self.rows.can_be_stored(group):
-            return []
-        on_cpu = self.workload.device == "cpu"  # has nowhere to offload to
-        options = [option for option in self.options if not (on_cpu and option.store == "offload")]
-        if all(name in self.timeline.hooked for name in group):
-            return [option for option in options if option.bits == 8 and not option.drop]
-        return options
-
-    def _option(self, entry: LayerEntry, option: LayerSettings, price: Price) -> Option:
-        return Option(
-            settings=option,
-            bytes=self.rows.bytes(entry.name, option),
-            tensor_error=price.tensor_error,
-            gradient_error=price.gradient_error,
-            standard_error=None,
-            measured=price.measured,
-            encode_ms=price.encode_ms,
-            decode_ms=price.decode_ms,
-        )
-
-    def _exact(self, entry: LayerEntry) -> Option:
-        return Option(EXACT, entry.bytes, 0.0, 0.0, 0.0, True, 0.0, 0.0)
 
     def _prices(self, name: str) -> LayerPrices:
         return self.measured.get(name, LayerPrices())
@@ -361,7 +225,7 @@ class _Profiling:
             partial=partial,
         )
 
-    def _resumed(self, traced: Profile) -> MeasuredOptions:
+    def _resumed(self, traced: Profile) -> dict[str, LayerPrices]:
         """Return what an interrupted run of the same request has measured."""
         if self.path is None or not Path(self.path).exists():
             return {}

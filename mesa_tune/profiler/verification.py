@@ -22,11 +22,10 @@ from mesa_tune.conversion import compress_saved, convert
 from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.joint_error import JointError
-from mesa_tune.profiler.meter import StepMemory, measure_step, unless_out_of_memory
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.memory.meter import StepMemory, measure_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.workload.step import Stepper
-from mesa_tune.workload.user_code import seeded
 from mesa_tune.workload.workload import Workload
 
 UNUSED_SEEDS = 500_000
@@ -154,7 +153,7 @@ def verify(
     """
     if steps < 1 or seeds < 1:
         raise RunError(f"`steps >= 1` and `seeds >= 1` must hold, but got (steps={steps}, seeds={seeds}).")
-    with seeded(workload.seed, workload.device):
+    with workload.same_random_state():
         plain = unless_out_of_memory(lambda: _memory(workload, None))
         packed = unless_out_of_memory(lambda: _memory(workload, policy))
         if packed is None:

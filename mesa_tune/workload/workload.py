@@ -181,6 +181,10 @@ class Workload:
             return nullcontext()
         return torch.autocast(torch.device(self.device).type, dtype=AUTOCAST_DTYPES[self.autocast])
 
+    def same_random_state(self) -> AbstractContextManager[None]:
+        """Return a context with the random state of every step: all steps need the same dropout masks."""
+        return seeded(self.seed, self.device)
+
     def _error(self, name: str, function: Callable[..., Any], what: str, remedy: str = "") -> WorkloadError:
         return WorkloadError(
             f"{located(function, self.path)}: {name}() {what}\n"

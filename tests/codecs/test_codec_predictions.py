@@ -8,7 +8,7 @@ import pytest
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_vit.py"

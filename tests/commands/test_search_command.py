@@ -281,7 +281,7 @@ def test_out_of_memory_says_what_to_do(
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("mesa_tune.profiler.joint_error.JointError.errors", fail)
+    monkeypatch.setattr("mesa_tune.profiler.errors.joint_error.JointError.errors", fail)
     assert_refused(["--budget", BUDGET, "--trials", "2"], capsys, ["out of memory", "--batch-size 512"])
 
 

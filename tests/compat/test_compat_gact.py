@@ -279,7 +279,7 @@ def test_noise_stays_in_proportion_to_each_groups_range(shape: tuple[int, ...]) 
 def test_estimates_rank_layers_as_measured_errors_do(installed: Install) -> None:
     from mesa_tune import Policy, convert, revert
     from mesa_tune.compat.gact.sensitivity import Estimate
-    from mesa_tune.profiler.trace import observing
+    from mesa_tune.profiler.memory.trace import observing
 
     model, loss = make()
     exact = gradient(model, loss)

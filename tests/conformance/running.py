@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.meter import Meter
+from mesa_tune.profiler.memory.meter import Meter
 from tests.conformance.cases import Case
 
 After = Callable[[Tensor], Tensor]

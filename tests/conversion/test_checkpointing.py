@@ -19,7 +19,7 @@ from mesa_tune.codecs import quantize
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.meter import StepMemory, measure_step
+from mesa_tune.profiler.memory.meter import StepMemory, measure_step
 
 WIDTH, HEADS, LENGTH, SAMPLES = 64, 2, 64, 4
 Part = Callable[[Tensor], Tensor]

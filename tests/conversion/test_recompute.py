@@ -14,7 +14,7 @@ import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.meter import Meter
+from mesa_tune.profiler.memory.meter import Meter
 
 WIDTH, ROWS = 32, 256
 EVERYTHING = 10**9

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.meter import Meter
+from mesa_tune.profiler.memory.meter import Meter
 
 WIDTH, ROWS = 64, 256
 NARROW, WIDE = ROWS * WIDTH, ROWS * 4 * WIDTH

@@ -111,7 +111,7 @@ def test_an_in_place_change_between_two_keepers_gives_each_its_own_values() -> N
 def test_memory_goes_with_the_graph() -> None:
     model, x = _convert(nn.Sequential(nn.Linear(64, 64), Block(64))), torch.randn(4, 32, 64)
     assert saved_bytes(model, x) == saved_bytes(model, x)
-    from mesa_tune.profiler.meter import Meter
+    from mesa_tune.profiler.memory.meter import Meter
 
     with Meter() as meter:
         model(x).sum().backward()

@@ -14,7 +14,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.engine.call import Call
 from mesa_tune.formulas.norms.composed import aligned, is_repeated
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.joint_error import JointError
+from mesa_tune.profiler.errors.joint_error import JointError
 from tests.functional_cases import EIGHT, Bare
 
 

@@ -9,7 +9,7 @@ import pytest
 from mesa_tune import ops
 from mesa_tune.errors import BudgetError
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.memory_model import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from tests.synthetic import synthetic_profile
 
 FOUR = LayerSettings(level=16)

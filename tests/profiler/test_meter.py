@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mesa_tune.profiler.meter import Meter, StepMemory, bytes_of, measure_step, tensors_in
+from mesa_tune.profiler.memory.meter import Meter, StepMemory, bytes_of, measure_step, tensors_in
 
 KB = 1024
 

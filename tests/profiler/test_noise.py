@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import Noise
-from mesa_tune.profiler.joint_error import NOISE_STEPS, JointError
+from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
 
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import fast_grid
-from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 
 BATCH = 8

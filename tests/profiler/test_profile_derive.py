@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import Derivation
-from mesa_tune.profiler.joint_error import JointError
-from mesa_tune.profiler.memory_model import Timeline
-from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.memory.memory_model import Timeline
+from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 from tests.engine.test_deriving import Gated
 from tests.profiler.test_profile import MODELS, image_batch, loss, text_batch

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 
 WIDTH, CLASSES = 64, 96

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler import profiling
-from mesa_tune.profiler.meter import measure_step
-from mesa_tune.profiler.step_trace import SlotTrace, StepTrace
-from mesa_tune.profiler.trace import trace_step
+from mesa_tune.profiler import tracing
+from mesa_tune.profiler.memory.meter import measure_step
+from mesa_tune.profiler.memory.step_trace import SlotTrace, StepTrace
+from mesa_tune.profiler.memory.trace import trace_step
 
 WIDTH = 64
 LEVELS = pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
@@ -120,7 +120,7 @@ def test_slots_are_not_gone_through_for_every_kept_tensor(monkeypatch: pytest.Mo
         trace.slots = _Slots(trace.slots)
         return trace
 
-    monkeypatch.setattr(profiling, "trace_step", traced)
+    monkeypatch.setattr(tracing, "trace_step", traced)
     monkeypatch.setattr(_Slots, "walks", 0)
     profile = mt.profile(workload(_Long), options=())
     assert len(profile.timeline.kept) > 200

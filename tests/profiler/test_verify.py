@@ -18,7 +18,8 @@ from mesa_tune.cli import run
 from mesa_tune.commands.verify import describe
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler import meter, verification
+from mesa_tune.profiler import verification
+from mesa_tune.profiler.memory import meter
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification, verify
 from mesa_tune.workload.workload import Workload

@@ -16,8 +16,8 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, Option
-from mesa_tune.profiler.joint_error import JointError, Pair
-from mesa_tune.profiler.memory_model import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.errors.joint_error import JointError, Pair
+from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import search_policy
 from mesa_tune.search.solver import Program

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mesa_tune.errors import BudgetError, RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.joint_error import JointError, squared
+from mesa_tune.profiler.errors.joint_error import JointError, squared
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.workload.workload import Workload

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mesa_tune.profiler.memory_model import SavedSpan
+from mesa_tune.profiler.memory.memory_model import SavedSpan
 from mesa_tune.search.polish import polished
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Floats, Limits, Space, make_space

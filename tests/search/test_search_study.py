@@ -14,7 +14,7 @@ import pytest
 
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.joint_error import Pair
+from mesa_tune.profiler.errors.joint_error import Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.study import FRESH, FULL, measurement

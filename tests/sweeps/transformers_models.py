@@ -28,7 +28,7 @@ import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.formulas import activation
 from mesa_tune.profiler.entries import REACHED_BY_NONE
-from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 from tests.sweeps.architectures import (
     FAILURES,

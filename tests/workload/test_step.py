@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.joint_error import JointError
-from mesa_tune.profiler.meter import measure_step
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.workload.step import Stepper, TrainingStep
 
 STEPS: dict[str, dict[str, Any]] = {

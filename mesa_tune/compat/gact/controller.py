@@ -30,7 +30,7 @@ from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.policy.rules import Rule
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.trace import observing
+from mesa_tune.profiler.memory.trace import observing
 from mesa_tune.workload.preserve import preserved_random_states
 
 MAX_BITS = 8

@@ -22,9 +22,9 @@ from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.engine.rematerialize import Recipe, rebuilt, take
 from mesa_tune.engine.storage import Packing, as_is
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.recorded import CopyCache, Draw, RecordedCall, cached_copy
-from mesa_tune.profiler.step_trace import CallKey, TensorKey
-from mesa_tune.profiler.trace import CallCounter
+from mesa_tune.profiler.errors.recorded import CopyCache, Draw, RecordedCall, cached_copy
+from mesa_tune.profiler.memory.step_trace import CallKey, TensorKey
+from mesa_tune.profiler.memory.trace import CallCounter
 
 
 class DerivedTensor(NamedTuple):

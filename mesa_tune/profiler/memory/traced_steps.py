@@ -14,7 +14,7 @@ from math import prod
 from mesa_tune.errors import RunError
 from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.entries import NO_FORMULA, OUTSIDE, ExactEntry, TensorEntry
-from mesa_tune.profiler.step_trace import PlainTrace, StepTrace
+from mesa_tune.profiler.memory.step_trace import PlainTrace, StepTrace
 
 UNATTRIBUTED = "unattributed"
 """Layer of the bytes that autograd was not asked to save: tensors that a custom Function puts in `ctx`."""

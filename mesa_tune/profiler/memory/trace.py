@@ -23,8 +23,8 @@ from mesa_tune.engine.storage import Packing
 from mesa_tune.engine.tensors import is_small_view
 from mesa_tune.formulas.activation import POINTWISE_INPUT
 from mesa_tune.ops.maps import Deferred
-from mesa_tune.profiler.meter import Meter
-from mesa_tune.profiler.step_trace import (
+from mesa_tune.profiler.memory.meter import Meter
+from mesa_tune.profiler.memory.step_trace import (
     NEVER,
     CallKey,
     CodedTrace,

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.memory_model import SavedSpan, Slot, Timeline
-from mesa_tune.profiler.step_trace import NEVER, CallKey, PlainTrace, SlotTrace, StepTrace
-from mesa_tune.profiler.traced_steps import (
+from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.memory.step_trace import NEVER, CallKey, PlainTrace, SlotTrace, StepTrace
+from mesa_tune.profiler.memory.traced_steps import (
     TracedSteps,
     always_saved,
     counterparts_of,

@@ -11,9 +11,9 @@ from math import prod
 
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import UNLISTED, LayerEntry
-from mesa_tune.profiler.memory_model import settings_bytes, within
-from mesa_tune.profiler.step_trace import CodedTrace, PlainTrace
-from mesa_tune.profiler.traced_steps import UNATTRIBUTED, TracedSteps, unattributed_bytes
+from mesa_tune.profiler.memory.memory_model import settings_bytes, within
+from mesa_tune.profiler.memory.step_trace import CodedTrace, PlainTrace
+from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED, TracedSteps, unattributed_bytes
 
 
 class Rows:

@@ -24,8 +24,16 @@ from mesa_tune.codecs import Spec
 from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP, comparable_group_size
-from mesa_tune.profiler.recorded import CopyCache, Difference, Draw, RecordedCall, add, squared_norm, stored
-from mesa_tune.profiler.trace import observing
+from mesa_tune.profiler.errors.recorded import (
+    CopyCache,
+    Difference,
+    Draw,
+    RecordedCall,
+    add,
+    squared_norm,
+    stored,
+)
+from mesa_tune.profiler.memory.trace import observing
 
 REFERENCES = (1, 2, 4)
 """Bits for which changes of input gradients really go through the graph, in groups of `REFERENCE_GROUP`
