@@ -134,18 +134,18 @@ def resident_growth(workload: mt.Workload, path: str) -> dict[str, int]:
     loss_under(workload, policy)(warm, workload.make_batch()).backward()
     del warm
     gc.collect()
-    _trim()  # small freed blocks would otherwise be reused without growth
+    trim()  # small freed blocks would otherwise be reused without growth
     model, batch = model_under(workload, policy), workload.make_batch()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     loss = loss_under(workload, policy)(model, batch)
-    _trim()
+    trim()
     saved = resident("VmRSS") - before
     loss.backward()
     return {"saved": saved, "peak": resident("VmHWM") - before}
 
 
-def _trim() -> None:
+def trim() -> None:
     """Make glibc return freed memory to the system; it returns only large blocks by itself."""
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -126,7 +126,7 @@ def _unet(block: Callable[..., nn.Module], scale: str, dropout: float | None) ->
     return UNet(block, width, levels, 0.1 if dropout is None else dropout)
 
 
-def _configured(
+def configured(
     config: str, model: str, published: Mapping[str, Any], tiny: Mapping[str, Any]
 ) -> Callable[[str, float | None], nn.Module]:
     """Return a function that builds transformers' `model`; it imports late, as each import takes a while."""
@@ -256,14 +256,14 @@ _DEIT_S = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 15
 TUNED: dict[str, ZooModel] = {
     "deit_s": ZooModel(
         "DeiT-S",
-        _configured("DeiTConfig", "DeiTForImageClassification", _DEIT_S | _CLASSES, _TINY_VIT | _TEN),
+        configured("DeiTConfig", "DeiTForImageClassification", _DEIT_S | _CLASSES, _TINY_VIT | _TEN),
         _images,
         _classify,
         derived=0.09,
     ),
     "swin_t": ZooModel(
         "Swin-T",
-        _configured(
+        configured(
             "SwinConfig", "SwinForImageClassification", _CLASSES, _TINY_STAGES | {"window_size": 4} | _TEN
         ),
         _images,
@@ -271,13 +271,13 @@ TUNED: dict[str, ZooModel] = {
     ),
     "pvt_t": ZooModel(
         "PVT-T",
-        _configured("PvtConfig", "PvtForImageClassification", _CLASSES, _TINY_PVT | _TEN),
+        configured("PvtConfig", "PvtForImageClassification", _CLASSES, _TINY_PVT | _TEN),
         partial(_images, tiny=64),
         _classify,
     ),
     "resnet_50": ZooModel(
         "ResNet-50",
-        _configured(
+        configured(
             "ResNetConfig",
             "ResNetForImageClassification",
             _CLASSES,
@@ -290,14 +290,14 @@ TUNED: dict[str, ZooModel] = {
     ),
     "bert_base": ZooModel(
         "BERT-base",
-        _configured("BertConfig", "BertForMaskedLM", {}, _TINY_TEXT),
+        configured("BertConfig", "BertForMaskedLM", {}, _TINY_TEXT),
         _masked,
         _own_loss,
         derived=0.1,
     ),
     "gpt2": ZooModel(
         "GPT-2",
-        _configured(
+        configured(
             "GPT2Config",
             "GPT2LMHeadModel",
             _NO_CACHE,
@@ -311,7 +311,7 @@ TUNED: dict[str, ZooModel] = {
     ),
     "llama": ZooModel(
         "Llama-style",
-        _configured(
+        configured(
             "LlamaConfig",
             "LlamaForCausalLM",
             _LLAMA | _NO_CACHE,
@@ -329,7 +329,7 @@ UNTUNED: dict[str, ZooModel] = {
     ),
     "t5_small": ZooModel(
         "T5-small",
-        _configured(
+        configured(
             "T5Config",
             "T5ForConditionalGeneration",
             _NO_CACHE | {"decoder_start_token_id": 0},
@@ -342,7 +342,7 @@ UNTUNED: dict[str, ZooModel] = {
     ),
     "convnext_t": ZooModel(
         "ConvNeXt-T",
-        _configured(
+        configured(
             "ConvNextConfig",
             "ConvNextForImageClassification",
             _CLASSES,
@@ -354,7 +354,7 @@ UNTUNED: dict[str, ZooModel] = {
     ),
     "vit_mae": ZooModel(
         "ViT-MAE",
-        _configured(
+        configured(
             "ViTMAEConfig",
             "ViTMAEForPreTraining",
             {},
@@ -367,7 +367,7 @@ UNTUNED: dict[str, ZooModel] = {
     ),
     "segformer_b0": ZooModel(
         "SegFormer-B0",
-        _configured(
+        configured(
             "SegformerConfig", "SegformerForSemanticSegmentation", {"num_labels": 150}, _TINY_SEGFORMER | _TEN
         ),
         _maps,
@@ -375,7 +375,7 @@ UNTUNED: dict[str, ZooModel] = {
     ),
     "mobilenet_v2": ZooModel(
         "MobileNetV2",
-        _configured(
+        configured(
             "MobileNetV2Config",
             "MobileNetV2ForImageClassification",
             _CLASSES,

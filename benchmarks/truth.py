@@ -1,0 +1,433 @@
+"""Are predicted bytes true? Predictions beside two meters that share no code with mesa-tune, on whole steps.
+
+    python benchmarks/truth.py [--models deit_ti,gpt2] [--jobs 2]    # appends to build/truth/results.jsonl
+    python benchmarks/truth.py --docs                                # writes docs/truth.md from it
+
+Each model is trained plainly, with accumulation, with checkpointed blocks and under bf16 autocast; each of
+these under the plain policy, uniform 16 and 4 levels, and random policies. One profile of bytes predicts all
+policies. Then each policy runs two steps in a process of its own. Meter one counts live storages, polled
+after every operator. Meter two reads the growth of the process from before the model was built: it also sees
+workspaces, and memory that no tensor owns.
+
+What is hard: a run takes an hour. So every measured step is one line with a hash of the code, and a second
+run repeats only what has no line of the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from meters import resident, trim
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from truth_page import write
+from zoo import ZOO, configured
+
+import mesa_tune as mt
+from mesa_tune.policy.settings import EXACT, LayerSettings
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "truth"
+RESULTS = BUILD / "results.jsonl"
+RANDOM = 10
+TOKENS = 256
+TEXT = {"vocab_size": 8192, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"accumulation": 4},
+    "checkpointed": {},
+    "autocast": {"autocast": "bfloat16"},
+}
+
+
+class Subject(NamedTuple):
+    """A model: how to build it, its batch and loss, the batch size, and the name of its blocks' list."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], dict[str, Tensor]]
+    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    batch_size: int
+    blocks: str
+
+
+class Lstm(nn.Module):
+    """A language model of two LSTM layers."""
+
+    def __init__(self, vocabulary: int = 4096, width: int = 256) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([_Recurrent(width) for _ in range(2)])
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lstm(x)[0]
+        return y
+
+
+def _tokens(vocabulary: int, count: int) -> dict[str, Tensor]:
+    ids = torch.randint(100, vocabulary, (count, TOKENS))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["input_ids"])
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    value: Tensor = model(**batch).loss
+    return value
+
+
+def _text(config: str, model: str, blocks: str, **values: Any) -> Subject:
+    build = partial(configured(config, model, {**TEXT, **values}, {}), "published", None)
+    return Subject(build, partial(_tokens, 8192), _own_loss, 8, blocks)
+
+
+def _published(name: str, batch_size: int, blocks: str) -> Subject:
+    chosen = ZOO[name]
+    build, batch = partial(chosen.build, "published", None), partial(chosen.batch, "published")
+    return Subject(build, batch, chosen.loss, batch_size, blocks)
+
+
+_DEIT_TI = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "num_labels": 1000}
+_GPT2 = {"n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 8192, "use_cache": False}
+_T5 = {"d_model": 256, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "vocab_size": 8192}
+SUBJECTS: dict[str, Subject] = {
+    "deit_ti": _published("deit_s", 16, "deit.encoder.layer")._replace(
+        build=partial(configured("DeiTConfig", "DeiTForImageClassification", _DEIT_TI, {}), "published", None)
+    ),
+    "swin_t": _published("swin_t", 4, "swin.encoder.layers"),
+    "resnet_50": _published("resnet_50", 8, "resnet.encoder.stages"),
+    "bert": _text("BertConfig", "BertForMaskedLM", "bert.encoder.layer", intermediate_size=1024),
+    "gpt2": Subject(
+        partial(configured("GPT2Config", "GPT2LMHeadModel", _GPT2, {}), "published", None),
+        partial(_tokens, 8192),
+        _own_loss,
+        8,
+        "transformer.h",
+    ),
+    "llama": _text(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        "model.layers",
+        intermediate_size=704,
+        num_key_value_heads=2,
+        use_cache=False,
+    ),
+    "unet": _published("unet", 4, "down"),
+    "t5": Subject(
+        partial(
+            configured(
+                "T5Config",
+                "T5ForConditionalGeneration",
+                _T5 | {"decoder_start_token_id": 0, "use_cache": False},
+                {},
+            ),
+            "published",
+            None,
+        ),
+        partial(_tokens, 8192),
+        _own_loss,
+        8,
+        "encoder.block",
+    ),
+    "convnext_t": _published("convnext_t", 4, "convnext.encoder.stages"),
+    "segformer_b0": _published("segformer_b0", 4, "segformer.stages"),
+    "mobilenet_v2": _published("mobilenet_v2", 8, "mobilenet_v2.layer"),
+    "lstm": Subject(Lstm, partial(_tokens, 4096), _next_token, 16, "layers"),
+}
+
+
+def workload(name: str, variant: str) -> mt.Workload:
+    """Return the model `name` with a step of `variant`."""
+    subject = SUBJECTS[name]
+
+    def build() -> nn.Module:
+        model = subject.build()
+        if variant == "checkpointed":
+            for block in _blocks(model, subject.blocks):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        return model
+
+    return mt.Workload(
+        build, subject.batch, subject.loss, batch_size=subject.batch_size, device="cpu", **VARIANTS[variant]
+    )
+
+
+def _blocks(model: nn.Module, path: str) -> list[nn.Module]:
+    return list(model.get_submodule(path).children())
+
+
+def random_policy(profile: mt.Profile, seed: int) -> mt.Policy:
+    """Return a policy that gives each layer settings drawn at random."""
+    draw = random.Random(seed)
+
+    def settings() -> LayerSettings:
+        if draw.random() < 0.2:
+            return EXACT
+        level, size = 2 ** draw.randint(1, 8), draw.choice((64, 256, 1024))
+        return LayerSettings(level=level, group_size=size, store=draw.choice(("quantize",) * 3 + ("derive",)))
+
+    return mt.Policy.from_assignments(
+        (layer.tag, layer.index, layer.name, settings()) for layer in profile.layers
+    )
+
+
+def policies(profile: mt.Profile) -> dict[str, mt.Policy]:
+    """Return the policies under which a step is predicted and measured, by name."""
+    return {
+        "plain": mt.Policy.parse(""),
+        "uniform 16": mt.Policy.uniform(level=16),
+        "uniform 4": mt.Policy.uniform(level=4),
+        **{f"random {number}": random_policy(profile, number) for number in range(RANDOM)},
+    }
+
+
+class LiveStorages(TorchDispatchMode):
+    """Weak references to all storages seen since the mode was entered; `peak`: the most bytes alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        self.peak = max(self.peak, self.alive())
+        return result
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.seen[id(storage)] = weakref.ref(storage)
+
+    def alive(self) -> int:
+        """Return the bytes alive now, each storage once."""
+        storages = {key: reference() for key, reference in self.seen.items()}
+        self.seen = {key: self.seen[key] for key, storage in storages.items() if storage is not None}
+        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
+
+
+class Training:
+    """A model in training under a policy, with a plain loop of its own."""
+
+    def __init__(self, chosen: mt.Workload, policy: mt.Policy | None) -> None:
+        self.workload, self.policy = chosen, policy
+        torch.manual_seed(0)
+        self.model = chosen.model().train()
+        if policy is not None:
+            mt.convert(self.model, policy, seed=0)
+        self.batch = chosen.batch(chosen.batch_size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def step(self, after_forward: Callable[[Tensor], None] = lambda loss: None) -> None:
+        """Run one step; `after_forward` is called with the loss before the last backward."""
+        self.optimizer.zero_grad()
+        for number in range(self.workload.accumulation):
+            loss = self._loss()
+            if number == self.workload.accumulation - 1:
+                after_forward(loss)
+            (loss / self.workload.accumulation).backward()
+            del loss
+        self.optimizer.step()
+
+    def _loss(self) -> Tensor:
+        compressing = nullcontext() if self.policy is None else mt.compress_saved(self.policy, seed=0)
+        with torch.autocast("cpu", enabled=self.workload.autocast is not None), compressing:
+            return self.workload.loss(self.model, self.batch)
+
+
+def measure(chosen: mt.Workload, policy: mt.Policy | None) -> dict[str, int]:
+    """Return the bytes of the second step: growth of the process, live storages at the peak, and saved."""
+    # A step with one sample first: modules are imported, and libraries allocate what they allocate once.
+    Training(replace(chosen, batch_size=1), policy).step()
+    gc.collect()
+    trim()
+    before = resident("VmRSS")
+    training = Training(chosen, policy)
+    training.step()
+    trim()
+    Path("/proc/self/clear_refs").write_text("5")
+    training.step()
+    growth = resident("VmHWM") - before
+    del training
+    return {"resident": growth, **_live(chosen, policy)}
+
+
+def _live(chosen: mt.Workload, policy: mt.Policy | None) -> dict[str, int]:
+    with LiveStorages() as storages:
+        training = Training(chosen, policy)
+        training.step()
+        training.optimizer.zero_grad()
+        storages.peak = storages.alive()
+        saved: list[int] = []
+        training.step(lambda loss: saved.append(storages.alive() - loss.untyped_storage().nbytes()))
+        return {"peak": storages.peak, "saved": saved[0] - _static(training)}
+
+
+def _static(training: Training) -> int:
+    """Return the bytes of what is alive when the last forward begins."""
+    state = [value for values in training.optimizer.state.values() for value in values.values()]
+    tensors = [*training.model.parameters(), *training.model.buffers(), *tree_leaves(training.batch), *state]
+    if training.workload.accumulation > 1:
+        tensors += [weight.grad for weight in training.model.parameters() if weight.grad is not None]
+    return sum(
+        {
+            id(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
+            for tensor in tensors
+            if isinstance(tensor, Tensor)
+        }.values()
+    )
+
+
+def units(names: list[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        for variant in VARIANTS:
+            yield name, variant
+
+
+def code() -> str:
+    """Return a hash of the sources that predictions and steps depend on."""
+    files = sorted([*ROOT.glob("mesa_tune/**/*.py"), *ROOT.glob("csrc/**/*.*"), Path(__file__)])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def done(version: str) -> set[tuple[str, str, str]]:
+    """Return model, variant and policy of the lines of this code."""
+    return {(line["model"], line["variant"], line["policy"]) for line in lines() if line["code"] == version}
+
+
+def lines() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()] if RESULTS.is_file() else []
+
+
+def run_unit(name: str, variant: str, version: str, count: int) -> None:
+    """Profile one variant of a model, then measure each policy in a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, "--models", name, "--variant", variant]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+
+    def child(*arguments: str) -> dict[str, Any]:
+        result = subprocess.run(
+            [*command, *arguments], env=environment, capture_output=True, text=True, check=False
+        )
+        if result.returncode:
+            return {"error": (result.stderr.strip().splitlines() or ["killed"])[-1][:200]}
+        values: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+        return values
+
+    finished = done(version)
+    labels = ["plain", "uniform 16", "uniform 4", *(f"random {number}" for number in range(count))]
+    missing = [label for label in labels if (name, variant, label) not in finished]
+    if not missing:
+        return
+    predicted = child("--predict")
+    for label in missing:
+        if "error" in predicted:
+            found: dict[str, Any] = predicted
+        else:
+            measured = child("--measure", label)
+            found = {"predicted": predicted[label], "measured": measured}
+            found = found | ({"error": measured["error"]} if "error" in measured else {})
+        row = {"code": version, "model": name, "variant": variant, "policy": label, **found}
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(describe(row), flush=True)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Return a line of text about one measured step."""
+    head = f"{row['model']:<13} {row['variant']:<13} {row['policy']:<11}"
+    if "error" in row:
+        return f"{head} {row['error']}"
+    predicted, measured = row["predicted"], row["measured"]
+    shares = [
+        f"{key} {predicted[to] / measured[key] - 1:+.2%}"
+        for key, to in (("saved", "saved"), ("peak", "peak"), ("resident", "resident"))
+    ]
+    return f"{head} {measured['peak'] / 1e6:7.1f} MB  {'  '.join(shares)}"
+
+
+def predict(name: str, variant: str) -> dict[str, Any]:
+    """Return the predicted bytes of every policy, and save the policies."""
+    folder = _folder(name, variant)
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = mt.profile(workload(name, variant), options=[])
+    result = {}
+    for label, policy in policies(profile).items():
+        policy.save(folder / f"{label}.txt", force=True)
+        prediction = profile.predict(policy)
+        result[label] = {
+            "saved": prediction.saved_bytes,
+            "peak": prediction.peak_bytes,
+            "resident": prediction.peak_bytes + getattr(prediction, "workspace_bytes", 0),
+        }
+    return result
+
+
+def _folder(name: str, variant: str) -> Path:
+    return BUILD / f"{name}-{variant}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--models", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}")
+    parser.add_argument("--random", type=int, default=RANDOM, help="how many random policies")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    parser.add_argument("--docs", action="store_true", help="write docs/truth.md from the results")
+    parser.add_argument("--variant", help=argparse.SUPPRESS)
+    parser.add_argument("--predict", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    names = arguments.models.split(",")
+    if arguments.docs:
+        print(f"wrote {write(lines())}")
+    elif arguments.predict:
+        print(json.dumps(predict(names[0], arguments.variant)))
+    elif arguments.measure is not None:
+        path = _folder(names[0], arguments.variant) / f"{arguments.measure}.txt"
+        policy = None if arguments.measure == "plain" else mt.Policy.load(path)
+        print(json.dumps(measure(workload(names[0], arguments.variant), policy)))
+    else:
+        BUILD.mkdir(parents=True, exist_ok=True)
+        version = code()
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            list(pool.map(lambda unit: run_unit(*unit, version, arguments.random), units(names)))
+
+
+if __name__ == "__main__":
+    main()

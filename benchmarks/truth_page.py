@@ -1,0 +1,87 @@
+"""Write docs/truth.md: predicted bytes beside measured ones, from the results of `truth.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "truth.md"
+METERS = ("saved", "peak", "resident")
+UNDER = {"saved": -0.003, "peak": -0.003, "resident": -0.03}
+"""How far under the measured bytes a prediction may be, as asked."""
+
+HEAD = """\
+# Predicted bytes beside measured ones
+
+`python benchmarks/truth.py` measures it; `python benchmarks/truth.py --docs` writes this page.
+
+* Each row is one kind of training step of a model, under several policies: plain, uniform 16 and 4 levels,
+  and random ones. One profile of bytes predicts them all; each is measured in a process of its own, in the
+  second step of a plain training loop that shares no code with mesa-tune.
+* **saved**, **peak**: predicted over live storages, after the forward and at the step's peak. **resident**:
+  the predicted peak over the growth of the process, whose libraries also take memory that no tensor owns.
+  Each column shows the lowest and the highest of all policies, as deviation from what was measured.
+* **MB**: the measured peak of live storages, plain and under uniform 16.
+"""
+
+
+def write(lines: Sequence[Mapping[str, Any]]) -> Path:
+    """Write the page from `lines`; return its path."""
+    PAGE.write_text(page(lines), encoding="utf-8")
+    return PAGE
+
+
+def page(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page of the latest line of each model, variant and policy."""
+    latest = {(line["model"], line["variant"], line["policy"]): line for line in lines}
+    by_row: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for (model, variant, _), line in latest.items():
+        by_row.setdefault((model, variant), []).append(line)
+    columns = ("model", "step", "policies", "MB", *METERS)
+    table = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    table += ["| " + " | ".join(_row(*key, rows)) + " |" for key, rows in by_row.items()]
+    return "\n".join([HEAD, *_summary(list(latest.values())), "", *table, *_errors(latest.values()), ""])
+
+
+def _row(model: str, variant: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    measured = {row["policy"]: row["measured"]["peak"] for row in rows if "error" not in row}
+    sizes = [f"{measured[name] / 1e6:.0f}" for name in ("plain", "uniform 16") if name in measured]
+    return [model, variant, str(len(measured)), " → ".join(sizes), *(_range(rows, meter) for meter in METERS)]
+
+
+def _range(rows: Iterable[Mapping[str, Any]], meter: str) -> str:
+    found = sorted(deviation(row, meter) for row in rows if "error" not in row)
+    return f"{found[0]:+.2%} … {found[-1]:+.2%}" if found else "–"
+
+
+def deviation(row: Mapping[str, Any], meter: str) -> float:
+    """Return predicted over measured bytes, minus one."""
+    deviation: float = row["predicted"][meter] / row["measured"][meter] - 1
+    return deviation
+
+
+def _summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    good = [row for row in rows if "error" not in row]
+    lines = []
+    for meter, within in (("saved", 0.01), ("peak", 0.01), ("resident", 0.05)):
+        found = [deviation(row, meter) for row in good]
+        inside = sum(abs(value) <= within for value in found)
+        low = sum(value < UNDER[meter] for value in found)
+        lines.append(
+            f"* {meter}: {inside} of {len(found)} predictions within {within:.0%}, {low} more than "
+            f"{-UNDER[meter]:.1%} under."
+        )
+    over = sum(deviation(row, "resident") < 0 for row in good)
+    lines.append(
+        f"* A limit of exactly the predicted peak would have been too small for {over} of {len(good)} steps "
+        f"({over / max(1, len(good)):.1%}), counted by resident memory."
+    )
+    return lines
+
+
+def _errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    failed = dict.fromkeys(
+        f"* {row['model']}, {row['variant']}: {row['error']}" for row in rows if "error" in row
+    )
+    return ["", "## Not measured", "", *failed] if failed else []
