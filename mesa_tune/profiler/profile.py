@@ -81,7 +81,8 @@ class Profile:
     layers without options are not measured yet, and `resume` identifies the request. `derivations`: prices
     of what is stored while other layers derive from it (`store: derive`). `exact`: what every policy leaves
     exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain step
-    at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before the step).
+    at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before
+    the step).
     `gradient_noise` and `gradient_scale`: see `Noise`; None where it was not measured.
     """
 
