@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
@@ -50,12 +50,7 @@ class Pricing:
             # The gradient is the same with checkpoints, but each backward would start from a second forward.
             with self.workload.same_random_state(), without_checkpoints():
                 loss = raw.loss(batch)
-        sensitivity.record(loss)
-        for draw in others:
-            with self.workload.same_random_state(), without_checkpoints():
-                sensitivity.accumulate(
-                    self.workload.compute_loss(self.model, self.workload.make_batch(draw=draw))
-                )
+        sensitivity.record(loss, self._losses(others))
         if not sensitivity.norm:
             raise WorkloadError(
                 f"{located(self.workload.loss, self.workload.path)}: loss() gives every parameter the "
@@ -63,6 +58,11 @@ class Pricing:
                 "check that the loss depends on the parameters, or give the model a first training step"
             )
         return sensitivity
+
+    def _losses(self, draws: Iterable[int]) -> Iterator[Tensor]:
+        for draw in draws:
+            with self.workload.same_random_state(), without_checkpoints():
+                yield self.workload.compute_loss(self.model, self.workload.make_batch(draw=draw))
 
     def of_group(
         self, traced: Profile, group: tuple[str, ...], sensitivity: Sensitivity | None

@@ -87,6 +87,7 @@ class _Profiling:
     def run(self) -> Profile:
         """Return the profile at the wanted batch size, halved until memory suffices for every measurement."""
         self.wanted_batch_size = self.workload.batch_size
+        self.again = _rebuilding(self.workload, self.model)
         while True:
             profile = unless_out_of_memory(self._profiled)
             if profile is not None:
@@ -100,12 +101,13 @@ class _Profiling:
 
     def _profiled(self) -> Profile:
         # Tracing takes real optimizer steps; errors are measured on the restored model.
-        with preserved(self.model, self.optimizer) as self.restore:
-            traced = self._traced_profile()
+        with preserved(self.model, self.optimizer, self.again) as restore:
+            traced = self._traced_profile(restore)
+        del restore  # it refers to copies of the parameters
         self.measured = self._resumed(traced)
         self.derivations: tuple[Derivation, ...] = ()
         try:
-            with preserved(self.model, self.optimizer):
+            with preserved(self.model, self.optimizer, self.again):
                 self._measure_options(traced)
                 self.derivations = tuple(self._derivations(traced))
                 if self.options:
@@ -119,12 +121,12 @@ class _Profiling:
         self._save(complete)
         return complete
 
-    def _traced_profile(self) -> Profile:
+    def _traced_profile(self, restore: Callable[[], None]) -> Profile:
         self.show("tracing a step", 0.0)
         longest = longest_batch(self.workload)
         self.workload.take_step(self.model, longest.batch, self.optimizer)
         batch_size = self.workload.batch_size
-        tracer = StepTracer(self.workload, self.model, self.optimizer, self.restore)
+        tracer = StepTracer(self.workload, self.model, self.optimizer, restore)
         self.large, tags = tracer.traced(longest.batch, batch_size)
         self.notes = longest.notes
         if batch_size > 1:
@@ -258,6 +260,20 @@ class _Profiling:
             self.save(profile)
         elif self.path is not None:
             profile.save(self.path)
+
+
+def _rebuilding(workload: Workload, model: nn.Module) -> Callable[[], nn.Module] | None:
+    """Return what builds a model with the parameters of `model`, to restore them without copies.
+
+    None if `model()` does not: it may return one model again and again, or parameters of no seed. None on a
+    GPU, too: copies are then on the host.
+    """
+    if workload.device != "cpu":
+        return None
+    other = workload.build()
+    pairs = list(zip(model.parameters(), other.parameters(), strict=False))
+    equal = all(torch.equal(ours, again) and ours.data_ptr() != again.data_ptr() for ours, again in pairs)
+    return workload.build if equal and other is not model else None
 
 
 def _ignored(*_: object) -> None:

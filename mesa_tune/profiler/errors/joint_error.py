@@ -107,6 +107,7 @@ class JointError:
             sizes.append(squared(gradient))
             for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
                 total[index] = part if sum_ is None or part is None else sum_.add_(part)
+            del gradient  # before the next one takes memory
         mean = statistics.fmean(sizes)
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
