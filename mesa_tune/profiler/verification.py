@@ -73,7 +73,7 @@ class Verification:
 
     @property
     def gradient_error(self) -> float | None:
-        """Mean over the rounding seeds; None where the plain step did not fit."""
+        """Mean over the rounding seeds; None where exact gradients did not fit, not even with checkpoints."""
         return statistics.fmean(self.gradient_errors) if self.gradient_errors else None
 
     def predicted_beside(self, profiled_ms: float | None) -> Prediction | None:
@@ -146,7 +146,8 @@ def verify(
     first draws of the batch. `steps` pairs of steps,
     plain and policy in turn, are timed after a warm-up pair. The gradient error is measured with `seeds`
     rounding seeds on one batch. `predicted` becomes part of the result. Random generators are restored.
-    If the plain step runs out of memory, everything that depends on it is None.
+    If the plain step runs out of memory, its bytes and times are None; exact gradients are then computed with
+    checkpoints.
 
     Raises:
         PolicyError: the policy was made for another model.
@@ -165,7 +166,11 @@ def verify(
                 "fit under this policy\nsearch again with a smaller --budget or --batch-size"
             ) from MemoryError()
         times = _times(workload, policy, draw, steps, plain_fits=plain is not None)
-        errors, ratio = ([], None) if plain is None else _gradient_errors(workload, policy, seeds)
+        if plain is None:
+            found = unless_out_of_memory(lambda: _gradient_errors(workload, policy, seeds, checkpointed=True))
+        else:
+            found = _gradient_errors(workload, policy, seeds)
+        errors, ratio = found or ([], None)
     return Verification(
         baseline=_measured(plain, times.plain),
         policy=_measured(packed, times.packed),
@@ -252,12 +257,14 @@ def _alone(workload: Workload, policy: Policy | None, draw: int, steps: int) -> 
     return statistics.median(training.timed_step() for _ in range(steps))
 
 
-def _gradient_errors(workload: Workload, policy: Policy, seeds: int) -> tuple[list[float], float | None]:
+def _gradient_errors(
+    workload: Workload, policy: Policy, seeds: int, *, checkpointed: bool = False
+) -> tuple[list[float], float | None]:
     """Return errors on the first batch, with rounding seeds that neither profile nor search uses.
 
     Also return the ratio of their mean to the noise of the batches.
     """
-    joint = JointError(workload)
+    joint = JointError(workload, checkpointed=checkpointed)
     errors = joint.errors(policy, [(0, UNUSED_SEEDS + number) for number in range(seeds)])
     return errors, joint.noise().ratio(statistics.fmean(errors))
 
