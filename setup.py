@@ -105,6 +105,10 @@ setup(
     packages=packages(),
     package_dir=package_dir(),
     package_data={"mesa_tune": ["py.typed", "templates/*"], "mesa_tune.reports": ["templates/*"]},
-    entry_points={"console_scripts": ["mesa-tune = mesa_tune.cli:main"]},
+    entry_points={
+        "console_scripts": ["mesa-tune = mesa_tune.cli:main"],
+        # Named as its module: pytest then finds `-p mesa_tune.pytest_plugin` and this to be the same.
+        "pytest11": ["mesa_tune.pytest_plugin = mesa_tune.pytest_plugin"],
+    },
     **extension(),
 )

@@ -1,38 +1,29 @@
-"""mesa-tune: store the activations saved for backward in fewer bits, chosen per layer for a memory budget."""
+"""mesa-tune: store the activations saved for backward in fewer bits, chosen per layer for a memory budget.
 
-from mesa_tune.conversion import compress_saved, convert, revert
-from mesa_tune.conversion.resume import load_state_dict, state_dict
-from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, RunError, WorkloadError
-from mesa_tune.policy import Policy
-from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.profile import Prediction, Profile
-from mesa_tune.profiler.profiling import profile
-from mesa_tune.profiler.verification import Verification, verify
-from mesa_tune.retune import Retune
-from mesa_tune.search import Plan, search_policy
-from mesa_tune.workload.workload import Workload
+The public names are those of `mesa_tune.api`. They are imported at their first use, because every run of
+pytest imports this package for its plugin, and every command for its options: torch alone takes seconds.
+"""
 
-__all__ = [
-    "BudgetError",
-    "LayerSettings",
-    "MesaTuneError",
-    "Plan",
-    "Policy",
-    "PolicyError",
-    "Prediction",
-    "Profile",
-    "Retune",
-    "RunError",
-    "Verification",
-    "Workload",
-    "WorkloadError",
-    "compress_saved",
-    "convert",
-    "load_state_dict",
-    "profile",
-    "revert",
-    "search_policy",
-    "state_dict",
-    "verify",
-]
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mesa_tune.api import *  # noqa: F403
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Return a module of the package, or a public name; both are imported here at their first use."""
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    if not name.startswith("_") or name == "__all__":
+        names = vars(importlib.import_module("mesa_tune.api"))
+        if name in names:
+            return globals().setdefault(name, names[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

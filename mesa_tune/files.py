@@ -1,4 +1,4 @@
-"""Atomic writes of files, and JSON documents.
+"""Atomic writes of files, locks, and JSON documents.
 
 A document has `"schema": "mesa-tune.<kind>/1"` and plain values. The reader checks both: a document may have
 been edited or damaged, and then the error must name the file and the part that is wrong.
@@ -10,10 +10,10 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import IO, Any, TypeVar, get_args, get_type_hints
 
 from mesa_tune.errors import RunError
 
@@ -114,7 +114,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` to a new file, sync it to the disk, and move it to `path`.
+    """Write `data` to a new file, sync it to the disk, move it to `path`, and sync the folder.
 
     Raise OSError if the system refuses.
     """
@@ -125,8 +125,60 @@ def replace_file(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Sync the names of the files in `folder`, where the system can open a folder."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Run the body while no other process or thread does so with the same `path`, a file made for the body.
+
+    Raise RunError if the system refuses.
+    """
+    with _explaining(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _locked_file(path)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows deletes no open file, and the next body finds this one
+            path.unlink()
+        file.close()
+
+
+def _locked_file(path: Path) -> IO[bytes]:
+    """Return the file at `path`, open and locked by this call alone until it is closed."""
+    while True:
+        file = path.open("wb")
+        _lock(file)
+        # The file that was opened may have been deleted while this waited for its lock.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
+
+
+def _lock(file: IO[bytes]) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        import msvcrt
+
+        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # type: ignore[attr-defined]
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @contextmanager

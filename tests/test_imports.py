@@ -21,7 +21,7 @@ LEVELS = (
     ("search", "compat"),
     ("retune", "reports"),
     ("commands",),
-    ("cli",),
+    ("cli", "api", "pytest_plugin"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 MOST_MODULES = {"formulas": 20}

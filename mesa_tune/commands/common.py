@@ -148,7 +148,7 @@ def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
     )
     if workload.fingerprint != profile.fingerprint:
         raise RunError(
-            f"{profile.model}: changed since it was profiled\n"
+            f"{profile.model}: changed since it was profiled, or a local module that it imports did\n"
             f"profile it again: `mesa-tune profile {profile.model} --force{folder.option}`"
         )
     return workload

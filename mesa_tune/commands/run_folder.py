@@ -2,7 +2,8 @@
 
 The hard part: a command must not destroy a policy edited by hand, or a profile that took an hour. So every
 file that we write is noted in `.written.json`, with its inputs and the hash of its content. A file without a
-note, or with another hash, belongs to the user.
+note, or with another hash, belongs to the user. Several commands may write to one folder at once, so the
+notes change under a lock.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mesa_tune.errors import RunError
-from mesa_tune.files import dump_json, write_atomically
+from mesa_tune.files import dump_json, locked, write_atomically
 
 DEFAULT_RUN = Path("mesa-run")
 
 _NOTES = ".written.json"
+_LOCK = ".written.lock"
 _NOTE_KEYS = {"inputs", "sha256"}
 _REMEDY = "--force overwrites it; --run DIR writes to another folder"
 
@@ -120,13 +123,20 @@ class Run:
 
         Until `seal`, any content counts as ours. A database is never sealed.
         """
-        self.check(path, inputs)
         origin = _origin(inputs)
-        self._note(path, {"inputs": origin.inputs, "about": dict(origin.about), "sha256": None})
+        self._require_writable()
+        with self._changed_notes() as notes:
+            self.check(path, origin)
+            notes[self._key(path)] = {
+                "inputs": origin.inputs,
+                "about": dict(origin.about),
+                "sha256": None,
+            }
 
     def seal(self, path: Path) -> None:
         """Note the content of a claimed `path` as ours: later changes count as edited by hand."""
-        self._note(path, {**self._notes()[self._key(path)], "sha256": _hash(path)})
+        with self._changed_notes() as notes:
+            notes[self._key(path)]["sha256"] = _hash(path)
 
     def write(self, path: Path, content: str | bytes, inputs: str | Origin) -> Path:
         """Write `content` to `path` atomically, note it as ours, and return `path`."""
@@ -155,8 +165,13 @@ class Run:
         pairs = notes.items() if isinstance(notes, dict) else ()
         return {name: note for name, note in pairs if isinstance(note, dict) and note.keys() >= _NOTE_KEYS}
 
-    def _note(self, path: Path, note: dict[str, Any]) -> None:
-        write_atomically(self.folder / _NOTES, dump_json({**self._notes(), self._key(path): note}))
+    @contextmanager
+    def _changed_notes(self) -> Iterator[dict[str, dict[str, Any]]]:
+        """Write the notes after the body, which may change them; no other command changes them meanwhile."""
+        with locked(self.folder / _LOCK):
+            notes = self._notes()
+            yield notes
+            write_atomically(self.folder / _NOTES, dump_json(notes))
 
 
 def _origin(inputs: str | Origin) -> Origin:

@@ -160,7 +160,12 @@ def describe(check: Verification, profiled_ms: float | None = None) -> list[str]
         spread = f"middle half of the pairs {ratio.low:.2f} to {ratio.high:.2f}"
         lines.append(f"a step takes {ratio.median:.2f} times the plain one ({spread})")
     if check.baseline.peak_bytes is None:
-        lines.append("the plain step does not fit in memory, so there is nothing to compare with")
+        how = (
+            "exact gradients were computed with checkpoints"
+            if check.gradient_errors
+            else "nothing to compare"
+        )
+        lines.append(f"the plain step does not fit in memory: {how}")
     return [*lines, *_resident_note(check.device)]
 
 

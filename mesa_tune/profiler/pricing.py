@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
@@ -34,13 +35,13 @@ class Pricing:
     rows: Rows
     timeline: Timeline
 
-    def record(self, number: int, producers: Collection[str] = ()) -> Sensitivity:
-        """Record the exact step on the batch of this number.
+    def record(self, number: int, producers: Collection[str] = (), batch: Any = None) -> Sensitivity:
+        """Record the exact step on the batch of this number; `batch`: this batch, if it is at hand.
 
         `producers` save in it what they save when others derive from them.
         """
         first, *others = range(number * self.workload.accumulation, (number + 1) * self.workload.accumulation)
-        batch = self.workload.make_batch(draw=first)
+        batch = self.workload.make_batch(draw=first) if batch is None else batch
         sensitivity = Sensitivity(self.model.parameters(), number)
         running = session(self.workload, self.model, Policy.parse(""), kind=RawConversion)
         with running as raw, observing(sensitivity.recording):
@@ -49,12 +50,7 @@ class Pricing:
             # The gradient is the same with checkpoints, but each backward would start from a second forward.
             with self.workload.same_random_state(), without_checkpoints():
                 loss = raw.loss(batch)
-        sensitivity.record(loss)
-        for draw in others:
-            with self.workload.same_random_state(), without_checkpoints():
-                sensitivity.accumulate(
-                    self.workload.compute_loss(self.model, self.workload.make_batch(draw=draw))
-                )
+        sensitivity.record(loss, self._losses(others))
         if not sensitivity.norm:
             raise WorkloadError(
                 f"{located(self.workload.loss, self.workload.path)}: loss() gives every parameter the "
@@ -62,6 +58,11 @@ class Pricing:
                 "check that the loss depends on the parameters, or give the model a first training step"
             )
         return sensitivity
+
+    def _losses(self, draws: Iterable[int]) -> Iterator[Tensor]:
+        for draw in draws:
+            with self.workload.same_random_state(), without_checkpoints():
+                yield self.workload.compute_loss(self.model, self.workload.make_batch(draw=draw))
 
     def of_group(
         self, traced: Profile, group: tuple[str, ...], sensitivity: Sensitivity | None
@@ -82,9 +83,10 @@ class Pricing:
 
         All other layers store exactly.
         """
-        derived = self._derived_tensors(number)
+        batch = self.workload.make_batch(draw=number * self.workload.accumulation)
+        derived = self._derived_tensors(batch)
         producers = {name for tensor in derived.values() for name in tensor.recipe.layers()}
-        sensitivity = self.record(number, producers)
+        sensitivity = self.record(number, producers, batch)
         step = DerivableStep(sensitivity.recording.replays, derived)
         prices: dict[Reach, LayerPrices] = {}
         for reach in step.reaches(traced.groups):
@@ -116,9 +118,8 @@ class Pricing:
                 decode_ms=price.decode_ms,
             )
 
-    def _derived_tensors(self, number: int) -> dict[TensorKey, DerivedTensor]:
-        """Return the tensors that are derived if all layers derive what they can."""
-        batch = self.workload.make_batch(draw=number * self.workload.accumulation)
+    def _derived_tensors(self, batch: Any) -> dict[TensorKey, DerivedTensor]:
+        """Return the tensors that are derived on `batch` if all layers derive what they can."""
         observer, policy = DerivationObserver(), Policy.uniform(level=16, store="derive")
         with session(self.workload, self.model, policy) as running:
             running.loss(batch).backward()

@@ -76,12 +76,13 @@ class Prediction:
 class Profile:
     """A profiled training step: where its bytes are, and what each option to store them costs.
 
-    `model`: path of the model file, None for a workload made in Python; `fingerprint`: its SHA-256;
-    `layers_fingerprint`: of module names and classes. `partial`: interrupted; layers without options are not
-    measured yet, and `resume` identifies the request. `derivations`: prices of what is stored while other
-    layers derive from it (`store: derive`). `exact`: what every policy leaves exact, and why; a layer that
-    saves nothing else has index -1, and no policy names it. For the plain step at `batch_size`:
-    `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before the step).
+    `model`: path of the model file, None for a workload made in Python; `fingerprint`: SHA-256
+    of it and its local modules; `layers_fingerprint`: of module names and classes. `partial`: interrupted;
+    layers without options are not measured yet, and `resume` identifies the request. `derivations`: prices
+    of what is stored while other layers derive from it (`store: derive`). `exact`: what every policy leaves
+    exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain step
+    at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before
+    the step).
     `gradient_noise` and `gradient_scale`: see `Noise`; None where it was not measured.
     """
 

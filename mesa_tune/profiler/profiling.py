@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,19 +22,15 @@ from torch.optim import Optimizer
 from mesa_tune.conversion.layers import Catalog
 from mesa_tune.errors import RunError
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.entries import (
-    Derivation,
-    LayerPrices,
-    Tie,
-    full_grid,
-)
+from mesa_tune.profiler.draws import LongestBatch, longest_batch
+from mesa_tune.profiler.entries import Derivation, LayerPrices, Tie, full_grid
 from mesa_tune.profiler.errors.derivation import Reach
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.timeline_builder import build_timeline
-from mesa_tune.profiler.memory.traced_steps import exact_entries, tensor_entries
+from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.profiler.pricing import Pricing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tracing import StepTracer
@@ -61,8 +58,9 @@ def profile(
     `options`: the settings to try on each layer (default: the full grid; `[]`: bytes only); `seeds`: on how
     many batches, each with a rounding seed of its own. The profile is saved at `path`, or by `save`, as it
     grows; a partial one of the same workload and options is resumed. A batch that does not fit in memory is
-    halved until it does, and `notes` say so. The model, its optimizer and the random generators are restored
-    bit for bit.
+    halved until it does, and `notes` say so. Where batches differ in length, the bytes are those of the
+    longest of `DRAWS` draws, and `notes` say so; they also say if `batch` makes no equal batches under one
+    seed. The model, its optimizer and the random generators are restored bit for bit.
 
     Raise WorkloadError for a workload that cannot be trained, RunError for a file that cannot be written.
     """
@@ -89,6 +87,7 @@ class _Profiling:
     def run(self) -> Profile:
         """Return the profile at the wanted batch size, halved until memory suffices for every measurement."""
         self.wanted_batch_size = self.workload.batch_size
+        self.again = _rebuilding(self.workload, self.model)
         while True:
             profile = unless_out_of_memory(self._profiled)
             if profile is not None:
@@ -102,12 +101,13 @@ class _Profiling:
 
     def _profiled(self) -> Profile:
         # Tracing takes real optimizer steps; errors are measured on the restored model.
-        with preserved(self.model, self.optimizer) as self.restore:
-            traced = self._traced_profile()
+        with preserved(self.model, self.optimizer, self.again) as restore:
+            traced = self._traced_profile(restore)
+        del restore  # it refers to copies of the parameters
         self.measured = self._resumed(traced)
         self.derivations: tuple[Derivation, ...] = ()
         try:
-            with preserved(self.model, self.optimizer):
+            with preserved(self.model, self.optimizer, self.again):
                 self._measure_options(traced)
                 self.derivations = tuple(self._derivations(traced))
                 if self.options:
@@ -121,37 +121,44 @@ class _Profiling:
         self._save(complete)
         return complete
 
-    def _traced_profile(self) -> Profile:
+    def _traced_profile(self, restore: Callable[[], None]) -> Profile:
         self.show("tracing a step", 0.0)
-        self.workload.take_step(self.model, self.workload.make_batch(), self.optimizer)
+        longest = longest_batch(self.workload)
+        self.workload.take_step(self.model, longest.batch, self.optimizer)
         batch_size = self.workload.batch_size
-        tracer = StepTracer(self.workload, self.model, self.optimizer, self.restore)
-        self.large, tags = tracer.traced(batch_size)
+        tracer = StepTracer(self.workload, self.model, self.optimizer, restore)
+        self.large, tags = tracer.traced(longest.batch, batch_size)
+        self.notes = longest.notes
         if batch_size > 1:
-            small = tracer.traced(batch_size // 2)[0]
+            small = self._smaller(tracer, longest, batch_size // 2)
         else:
             # If two samples do not fit, the timeline has one batch size, and no other can be planned for.
-            small = unless_out_of_memory(lambda: tracer.traced(2)[0]) or self.large
+            small = unless_out_of_memory(lambda: self._smaller(tracer, longest, 2)) or self.large
         self.catalog = Catalog.of(self.model)
         self.rows = Rows(self.large, tags, self.catalog.modules)
         self.timeline = build_timeline(self.large, small, self.rows.hooked)
         self.pricing = Pricing(self.workload, self.model, self.options, self.rows, self.timeline)
-        return self._profile()
+        return self._profile(longest.batch)
+
+    def _smaller(self, tracer: StepTracer, longest: LongestBatch, size: int) -> TracedSteps:
+        """Return the traced steps of the same draw at another batch size."""
+        batch = self.workload.make_batch(size, draw=longest.draw)
+        self.notes += longest.notes_on(batch, self.workload.batch_size, size)
+        return tracer.traced(batch, size)[0]
 
     def _notes(self) -> tuple[str, ...]:
-        """Return what the reader should know: a halved batch size, and which bytes are estimates."""
+        """Return what the reader should know about the batches, and which bytes are estimates."""
         size, wanted = self.workload.batch_size, self.wanted_batch_size
         halved = f"out of memory at batch size {wanted}: profiled at {size} instead"
         estimated = (
             f"bytes of {layer!r} are estimates: a tensor too small for hooks may be a view of a larger one"
             for layer in self.timeline.with_small_views()
         )
-        return (*([] if size == wanted else [halved]), *estimated)
+        return (*([] if size == wanted else [halved]), *self.notes, *estimated)
 
-    def _profile(self) -> Profile:
-        """Return the profile of bytes; no layer has options yet."""
+    def _profile(self, batch: Any) -> Profile:
+        """Return the profile of bytes, with the time of a plain step on `batch`; no layer has options yet."""
         tensors = tensor_entries(self.large.plain)
-        batch = self.workload.make_batch()
         step_ms = median_ms(
             lambda: self.workload.take_step(self.model, batch, self.optimizer), 3, self.workload.device
         )
@@ -253,6 +260,20 @@ class _Profiling:
             self.save(profile)
         elif self.path is not None:
             profile.save(self.path)
+
+
+def _rebuilding(workload: Workload, model: nn.Module) -> Callable[[], nn.Module] | None:
+    """Return what builds a model with the parameters of `model`, to restore them without copies.
+
+    None if `model()` does not: it may return one model again and again, or parameters of no seed. None on a
+    GPU, too: copies are then on the host.
+    """
+    if workload.device != "cpu":
+        return None
+    other = workload.build()
+    pairs = list(zip(model.parameters(), other.parameters(), strict=False))
+    equal = all(torch.equal(ours, again) and ours.data_ptr() != again.data_ptr() for ours, again in pairs)
+    return workload.build if equal and other is not model else None
 
 
 def _ignored(*_: object) -> None:

@@ -32,9 +32,8 @@ class StepTracer:
     optimizer: Optimizer
     restore: Callable[[], None]
 
-    def traced(self, batch_size: int) -> tuple[TracedSteps, Tags]:
-        """Return the traced steps at `batch_size`, and tag and index of each layer."""
-        batch = self.workload.make_batch(batch_size)
+    def traced(self, batch: Any, batch_size: int) -> tuple[TracedSteps, Tags]:
+        """Return the traced steps on `batch`, of `batch_size` samples, and tag and index of each layer."""
         plain, _ = self._trace(batch, Policy.parse(""))
         packed, tags = self._trace(batch, Policy.uniform(level=16))
         derived, _ = self._trace(batch, Policy.uniform(level=16, store="derive"), second=True)

@@ -22,6 +22,7 @@ from mesa_tune.conversion import compress_saved, convert
 from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.draws import longest_batch
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory.meter import StepMemory, measure_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
@@ -72,7 +73,7 @@ class Verification:
 
     @property
     def gradient_error(self) -> float | None:
-        """Mean over the rounding seeds; None where the plain step did not fit."""
+        """Mean over the rounding seeds; None where exact gradients did not fit, not even with checkpoints."""
         return statistics.fmean(self.gradient_errors) if self.gradient_errors else None
 
     def predicted_beside(self, profiled_ms: float | None) -> Prediction | None:
@@ -141,10 +142,12 @@ def verify(
 ) -> Verification:
     """Measure memory, time and gradient error of real training steps of `workload` under `policy`.
 
-    Memory is measured in the second step of the plain model, and of a converted one. `steps` pairs of steps,
+    Memory is measured in the second step of the plain model, and of a converted one, on the longest of the
+    first draws of the batch. `steps` pairs of steps,
     plain and policy in turn, are timed after a warm-up pair. The gradient error is measured with `seeds`
     rounding seeds on one batch. `predicted` becomes part of the result. Random generators are restored.
-    If the plain step runs out of memory, everything that depends on it is None.
+    If the plain step runs out of memory, its bytes and times are None; exact gradients are then computed with
+    checkpoints.
 
     Raises:
         PolicyError: the policy was made for another model.
@@ -154,15 +157,20 @@ def verify(
     if steps < 1 or seeds < 1:
         raise RunError(f"`steps >= 1` and `seeds >= 1` must hold, but got (steps={steps}, seeds={seeds}).")
     with workload.same_random_state():
-        plain = unless_out_of_memory(lambda: _memory(workload, None))
-        packed = unless_out_of_memory(lambda: _memory(workload, policy))
+        draw = longest_batch(workload).draw
+        plain = unless_out_of_memory(lambda: _memory(workload, None, draw))
+        packed = unless_out_of_memory(lambda: _memory(workload, policy, draw))
         if packed is None:
             raise RunError(
                 f"out of memory on {workload.device}: a step of batch size {workload.batch_size} does not "
                 "fit under this policy\nsearch again with a smaller --budget or --batch-size"
             ) from MemoryError()
-        times = _times(workload, policy, steps, plain_fits=plain is not None)
-        errors, ratio = ([], None) if plain is None else _gradient_errors(workload, policy, seeds)
+        times = _times(workload, policy, draw, steps, plain_fits=plain is not None)
+        if plain is None:
+            found = unless_out_of_memory(lambda: _gradient_errors(workload, policy, seeds, checkpointed=True))
+        else:
+            found = _gradient_errors(workload, policy, seeds)
+        errors, ratio = found or ([], None)
     return Verification(
         baseline=_measured(plain, times.plain),
         policy=_measured(packed, times.packed),
@@ -178,15 +186,15 @@ def verify(
 
 
 class _Training:
-    """A model of the workload with batch and optimizer; converted if there is a policy."""
+    """A model of the workload with optimizer and a drawn batch; converted if there is a policy."""
 
-    def __init__(self, workload: Workload, policy: Policy | None) -> None:
+    def __init__(self, workload: Workload, policy: Policy | None, draw: int) -> None:
         self.workload = workload
         self.policy = policy
         self.model = workload.build()
         if policy is not None:
             convert(self.model, policy, seed=workload.seed)
-        self.batch = workload.make_batch()
+        self.batch = workload.make_batch(draw=draw)
         self.optimizer = workload.make_optimizer(self.model)
         self.stepper = Stepper(workload.step, self.optimizer)
 
@@ -214,27 +222,27 @@ class _Times:
     ratio: Ratio | None
 
 
-def _memory(workload: Workload, policy: Policy | None) -> StepMemory:
-    training = _Training(workload, policy)
+def _memory(workload: Workload, policy: Policy | None, draw: int) -> StepMemory:
+    training = _Training(workload, policy, draw)
     # Checks the loss once: a loss that is NaN or no scalar raises an error about itself here.
     workload.compute_loss(training.model, training.batch)
     return measure_step(training.model, training.batch, training.loss, training.optimizer, workload.step)
 
 
-def _times(workload: Workload, policy: Policy, steps: int, *, plain_fits: bool) -> _Times:
+def _times(workload: Workload, policy: Policy, draw: int, steps: int, *, plain_fits: bool) -> _Times:
     """Return times of both steps, taken in turn, so that a busy machine slows both.
 
     If two models do not fit in memory, the steps are timed one after the other, without a ratio.
     """
-    both = unless_out_of_memory(lambda: _in_turn(workload, policy, steps)) if plain_fits else None
+    both = unless_out_of_memory(lambda: _in_turn(workload, policy, draw, steps)) if plain_fits else None
     if both is not None:
         return both
-    alone = _alone(workload, None, steps) if plain_fits else None
-    return _Times(alone, _alone(workload, policy, steps), None)
+    alone = _alone(workload, None, draw, steps) if plain_fits else None
+    return _Times(alone, _alone(workload, policy, draw, steps), None)
 
 
-def _in_turn(workload: Workload, policy: Policy, steps: int) -> _Times:
-    plain, packed = _Training(workload, None), _Training(workload, policy)
+def _in_turn(workload: Workload, policy: Policy, draw: int, steps: int) -> _Times:
+    plain, packed = _Training(workload, None, draw), _Training(workload, policy, draw)
     for training in (plain, packed):
         training.timed_step()
     pairs = [(plain.timed_step(), packed.timed_step()) for _ in range(steps)]
@@ -243,18 +251,20 @@ def _in_turn(workload: Workload, policy: Policy, steps: int) -> _Times:
     return _Times(medians[0], medians[1], Ratio(float(median), float(low), float(high)))
 
 
-def _alone(workload: Workload, policy: Policy | None, steps: int) -> float:
-    training = _Training(workload, policy)
+def _alone(workload: Workload, policy: Policy | None, draw: int, steps: int) -> float:
+    training = _Training(workload, policy, draw)
     training.timed_step()
     return statistics.median(training.timed_step() for _ in range(steps))
 
 
-def _gradient_errors(workload: Workload, policy: Policy, seeds: int) -> tuple[list[float], float | None]:
+def _gradient_errors(
+    workload: Workload, policy: Policy, seeds: int, *, checkpointed: bool = False
+) -> tuple[list[float], float | None]:
     """Return errors on the first batch, with rounding seeds that neither profile nor search uses.
 
     Also return the ratio of their mean to the noise of the batches.
     """
-    joint = JointError(workload)
+    joint = JointError(workload, checkpointed=checkpointed)
     errors = joint.errors(policy, [(0, UNUSED_SEEDS + number) for number in range(seeds)])
     return errors, joint.noise().ratio(statistics.fmean(errors))
 

@@ -2,31 +2,36 @@
 
 The hard part is to run it as Python runs a script, yet as a module: pickle and dataclasses must find the
 module in sys.modules, and its folder is on the import path. The code comes from the present content of the
-file, and no bytecode is written.
+file and of its own modules, and no bytecode is written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mesa_tune.errors import WorkloadError
+from mesa_tune.workload.local_modules import LocalModule, find_local_modules, serve
 from mesa_tune.workload.user_code import explaining, first_line
 
 _REQUIRED = {"model": "model()", "batch": "batch(batch_size)", "loss": "loss(model, batch)"}
 _START = "`mesa-tune init` writes a model file to start from"
 
 
-def read_model_file(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return the content of the model file at `path` and the names that it defines.
+def read_model_file(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the fingerprint of the model file at `path`, and the names that it defines.
 
-    Raise WorkloadError if the file does not exist, is not Python, raises, or lacks one of the three
-    functions.
+    The fingerprint is a SHA-256 of the content of the file and of the local modules that it imports. It is
+    made before the file runs, and what runs is what was hashed, also if files change in between. Raise
+    WorkloadError if the file does not exist, is not Python, raises, or lacks one of the three functions.
     """
     content = _read(path)
+    modules = find_local_modules(path.resolve().parent, content)
+    serve(modules)
     names = vars(_executed(path, content))
     for name, signature in _REQUIRED.items():
         if not callable(names.get(name)):
@@ -39,7 +44,14 @@ def read_model_file(path: Path) -> tuple[bytes, dict[str, Any]]:
         raise WorkloadError(
             f"{path}: optimizer is a {type(names['optimizer']).__name__}, not a function\n{_START}"
         )
-    return content, names
+    return _fingerprint(content, modules), names
+
+
+def _fingerprint(content: bytes, modules: Mapping[str, LocalModule]) -> str:
+    digest = hashlib.sha256(content)
+    for name, module in modules.items():
+        digest.update(f"\0{name}\0{hashlib.sha256(module.content).hexdigest()}".encode())
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> bytes:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mesa_tune.conversion import revert
@@ -15,34 +15,42 @@ from mesa_tune.conversion.model import conversion_of, install
 
 
 @contextmanager
-def preserved(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[Callable[[], None]]:
+def preserved(
+    model: nn.Module, optimizer: Optimizer | None = None, again: Callable[[], nn.Module] | None = None
+) -> Iterator[Callable[[], None]]:
     """Revert the conversion of `model` for the body, and restore everything afterwards.
 
     That is: parameters, buffers, gradients, training modes, optimizer state, conversion and random states.
     The body may train and convert the model. The context yields a function that restores the parameters
-    alone: a buffer may record that the first step is over.
+    alone, and drops gradients: a buffer may record that the first step is over. `again`: builds a model with
+    the parameters that `model` has now; without it they are copied, those of a GPU to the host.
     """
-    parameters, buffers = (
-        [(tensor, tensor.detach().clone()) for tensor in tensors]
-        for tensors in (model.parameters(), model.buffers())
-    )
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    values, buffer_values = [] if again else _copies(parameters), _copies(buffers)
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
     copies = [None if gradient is None else gradient.clone() for _, gradient in gradients]
     modes = [(module, module.training) for module in model.modules()]
     conversion = conversion_of(model)
     revert(model)
     state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+
+    def restore() -> None:
+        for parameter in parameters:
+            parameter.grad = None  # before a second model takes memory
+        _restore(parameters, again().parameters() if again else values)
+
     with preserved_random_states():
         try:
-            yield lambda: _restore(parameters)
+            yield restore
         finally:
-            _restore([*parameters, *buffers])
+            if optimizer is not None and state is not None:
+                optimizer.load_state_dict(state)
+            restore()
+            _restore(buffers, buffer_values)
             for (parameter, gradient), copied in zip(gradients, copies, strict=True):
                 parameter.grad = gradient if copied is None or gradient is None else gradient.copy_(copied)
             for module, training in modes:
                 module.training = training
-            if optimizer is not None and state is not None:
-                optimizer.load_state_dict(state)
             revert(model)
             if conversion is not None:
                 install(model, conversion)
@@ -56,7 +64,12 @@ def preserved_random_states() -> Iterator[None]:
         yield
 
 
+def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return copies; on the host, because the memory of a GPU is scarce."""
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
 @torch.no_grad()
-def _restore(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for tensor, copied in tensors:
-        tensor.copy_(copied)
+def _restore(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)

@@ -7,7 +7,6 @@ line.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +36,8 @@ class Workload:
     `model() -> nn.Module`, `batch(batch_size) -> tensors in any containers`, `loss(model, batch) -> scalar
     tensor`, `optimizer(parameters) -> Optimizer` (default AdamW). `device` is `cpu` or `cuda[:n]`, `autocast`
     None, `bfloat16` or `float16`. `accumulation`, `clip_norm`, `scaler` and `set_to_none`: see
-    `TrainingStep`. `path` and `fingerprint` (SHA-256 of the content) are those of the model file.
+    `TrainingStep`. `path` and `fingerprint` (SHA-256 of the content, local modules included) are those of the
+    model file.
 
     Every method raises WorkloadError if a function raises or returns something wrong. Out-of-memory errors
     (`is_out_of_memory`) pass unchanged.
@@ -82,7 +82,7 @@ class Workload:
         AUTOCAST off.
         """
         path = Path(path)
-        content, names = read_model_file(path)
+        fingerprint, names = read_model_file(path)
         autocast = names.get("AUTOCAST") if autocast is None else autocast
         return cls(
             names["model"],
@@ -95,7 +95,7 @@ class Workload:
             seed=seed,
             path=path,
             **{name.lower(): names[name] for name in _STEP_NAMES if name in names},
-            fingerprint=hashlib.sha256(content).hexdigest(),
+            fingerprint=fingerprint,
         )
 
     def with_batch_size(self, batch_size: int) -> Workload:

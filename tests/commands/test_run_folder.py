@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from mesa_tune.commands.common import Origin, Run, digest
 from mesa_tune.errors import RunError
+from mesa_tune.files import locked
 
 INPUTS = digest("model", 1)
 OTHER = digest("model", 2)
@@ -168,3 +172,41 @@ def test_the_notes_are_plain_json(run: Run) -> None:
 def test_digest_depends_on_values_alone() -> None:
     assert digest({"a": 1, "b": Path("x")}) == digest({"b": "x", "a": 1})
     assert digest(1) != digest(2)
+
+
+def note_many(folder: Path, first: str, count: int) -> None:
+    run = Run(folder)
+    for number in range(count):
+        run.write(folder / f"{first}{number}.txt", first, INPUTS)
+
+
+@pytest.mark.slow
+def test_two_processes_lose_no_note(run: Run) -> None:
+    # Spawned: other tests have started threads, whose locks a forked child would inherit.
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=note_many, args=(run.folder, name, 40)) for name in "ab"]
+    for process in others:
+        process.start()
+    for process in others:
+        process.join(60)
+        assert process.exitcode == 0
+    notes = json.loads((run.folder / ".written.json").read_text())
+    assert len(notes) == 80
+    assert all(note["sha256"] for note in notes.values())
+    assert not (run.folder / ".written.lock").exists()
+
+
+def test_a_lock_is_for_one_at_a_time(tmp_path: Path) -> None:
+    counts = [0, 0]  # inside, and the most that were
+
+    def enter() -> None:
+        with locked(tmp_path / "lock"):
+            counts[0] += 1
+            counts[1] = max(counts)
+            time.sleep(0.001)
+            counts[0] -= 1
+
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(enter) for _ in range(64)]:
+            done.result()
+    assert counts == [0, 1]

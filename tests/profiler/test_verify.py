@@ -108,14 +108,15 @@ class TestVerify:
         with pytest.raises(RunError, match=f"steps={steps}, seeds={seeds}"):
             verify(WORKLOAD, Policy(), steps=steps, seeds=seeds)
 
-    def test_where_plain_does_not_fit_only_the_policy_is_measured(
+    def test_where_plain_does_not_fit_exact_gradients_come_from_checkpoints(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(verification, "measure_step", failing(meter.measure_step, calls={0}))
         found = checked(Policy.uniform(level=16))
         assert found.baseline == Measured(None, None, None)
         assert found.step_ratio is None
-        assert found.gradient_error is None
+        assert found.gradient_errors == checked(Policy.uniform(level=16)).gradient_errors
+        assert found.gradient_noise_ratio
         assert found.policy.saved_bytes
         assert found.policy.step_ms
 

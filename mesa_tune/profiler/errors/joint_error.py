@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from mesa_tune.conversion.model import conversion_of
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.entries import Noise
+from mesa_tune.workload.checkpoints import with_checkpoints
 from mesa_tune.workload.user_code import mixed_seed, seeded
 from mesa_tune.workload.workload import Workload
 
@@ -44,10 +45,16 @@ class Objective(Protocol):
 
 
 class JointError:
-    """The relative squared error of the whole gradient under a policy, on a workload's batches."""
+    """The relative squared error of the whole gradient under a policy, on a workload's batches.
 
-    def __init__(self, workload: Workload, model: nn.Module | None = None) -> None:
+    `checkpointed`: compute exact gradients with checkpoints, where the plain step does not fit in memory.
+    """
+
+    def __init__(
+        self, workload: Workload, model: nn.Module | None = None, *, checkpointed: bool = False
+    ) -> None:
         self.workload = workload
+        self.checkpointed = checkpointed
         self.model = workload.build() if model is None else model
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._exact: dict[int, tuple[list[Any], Gradient, float]] = {}
@@ -107,6 +114,7 @@ class JointError:
             sizes.append(squared(gradient))
             for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
                 total[index] = part if sum_ is None or part is None else sum_.add_(part)
+            del gradient  # before the next one takes memory
         mean = statistics.fmean(sizes)
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
@@ -127,13 +135,19 @@ class JointError:
         with self._undisturbed(draw):
             for index, batch in enumerate(batches):
                 seed = rounding_seed + index * _SEEDS_PER_BATCH
-                with nullcontext() if policy is None else compress_saved(policy, seed=seed):
+                with self._storing(policy, seed):
                     loss = self.workload.compute_loss(self.model, batch)
                 loss.backward()
         gradient = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         return gradient
+
+    def _storing(self, policy: Policy | None, seed: int) -> AbstractContextManager[Any]:
+        """Return the context of a forward under `policy`, or of an exact one."""
+        if policy is not None:
+            return compress_saved(policy, seed=seed)
+        return with_checkpoints(self.model) if self.checkpointed else nullcontext()
 
     @contextmanager
     def _undisturbed(self, draw: int) -> Iterator[None]:

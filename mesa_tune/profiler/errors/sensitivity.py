@@ -7,13 +7,17 @@ incoming gradient.
 
 What is hard: this last part costs up to a whole backward. So it runs only for the bits in `REFERENCES`.
 Other options are scaled from these by the ratio of the squared norms of the changes of input gradients.
+And the incoming gradients of all calls take about as much memory as what the step saves. So one part of them
+is alive at a time, and a further backward records the next part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,6 +44,12 @@ REFERENCES = (1, 2, 4)
 elements. Where no option has these bits, the nearest ones do."""
 
 
+PARTS = 4
+"""Incoming gradients are recorded in parts of a quarter of their bytes at most, or of one group of layers."""
+
+_FREED = torch.empty(0)
+
+
 @dataclass
 class Price:
     """Price of an option: relative squared errors and milliseconds."""
@@ -56,10 +66,13 @@ class _Recording(Observer):
     """Observer of the exact run: the replays of each layer, and the tensors that hooks store.
 
     `changed`: the layer whose hooks return copies stored by this spec and seed. `open`: still recording.
+    `sizes`: for each layer, the bytes of its incoming gradients. `wanted`: the layers that have these now.
     """
 
     replays: dict[str, list[Replay]] = field(default_factory=dict)
     hooked: dict[str, list[Tensor]] = field(default_factory=dict)
+    sizes: Counter[str] = field(default_factory=Counter)
+    wanted: frozenset[str] = frozenset()
     open: bool = True
     changed: tuple[str, Spec, Tensor] | None = None
     wants_tensors = True
@@ -67,6 +80,28 @@ class _Recording(Observer):
     def backward(self, replay: Replay) -> None:
         if self.open:
             self.replays.setdefault(replay.layer, []).append(replay)
+            self.sizes[replay.layer] += replay.grad.nbytes
+            replay.grad = _FREED
+        elif replay.layer in self.wanted:
+            known = next(known for known in self.replays[replay.layer] if known.node is replay.node)
+            known.grad = replay.grad
+
+    def want(self, layers: Collection[str]) -> None:
+        """Free the incoming gradients, and let the next backward record those of `layers` and of others.
+
+        The others come next in the forward, and do not make the part larger than its share.
+        """
+        forward = list(reversed(self.replays))
+        following = [name for name in forward[forward.index(next(iter(layers))) :] if name not in layers]
+        wanted, size = list(layers), sum(self.sizes[layer] for layer in layers)
+        for layer in following:
+            size += self.sizes[layer]
+            if size * PARTS > self.sizes.total():
+                break
+            wanted.append(layer)
+        self.wanted = frozenset(wanted)
+        for replay in chain.from_iterable(self.replays.values()):
+            replay.grad = _FREED
 
     def unpacked(self, layer: str, tensor: Tensor) -> Tensor:
         if self.open:
@@ -92,23 +127,24 @@ class Sensitivity:
         self.norm = 0.0
         self.references: frozenset[LayerSettings] = frozenset()
 
-    def record(self, loss: Tensor) -> None:
-        """Run the exact backward of `loss`, and retain its graph."""
+    def record(self, loss: Tensor, others: Iterable[Tensor] = ()) -> None:
+        """Run the exact backward of `loss`, and retain its graph.
+
+        `others`: the losses of the other micro-batches of the step. Errors are relative to the sum of all
+        gradients. All micro-batches round, each by itself: n of them have n times the recorded one's error.
+        """
         self.loss = loss
         with observing(self.recording):
-            self.exact = self._backward([loss], [torch.ones_like(loss)])
+            exact = self._backward([loss], [torch.ones_like(loss)])
         self.recording.open = False
-        self.norm, self.batches = squared_norm(*self.exact.values()), 1
-        self.sum = dict(self.exact)
-
-    def accumulate(self, loss: Tensor) -> None:
-        """Add the exact gradient of another micro-batch of the step to that which errors are relative to.
-
-        All micro-batches round, each by itself: n of them have n times the recorded one's error.
-        """
-        add(self.sum, self._backward([loss], [torch.ones_like(loss)]))
-        self.batches += 1
-        self.norm = squared_norm(*self.sum.values()) / self.batches
+        total, batches = dict(exact), 1
+        if self.recording.hooked:  # only their errors are differences to it; it is as large as the model
+            self.exact = exact
+        del exact
+        for other in others:
+            add(total, self._backward([other], [torch.ones_like(other)]))
+            batches += 1
+        self.norm = squared_norm(*total.values()) / batches
 
     def prices(
         self, layers: Sequence[str], options: Sequence[LayerSettings]
@@ -121,6 +157,7 @@ class Sensitivity:
         routed = [layer for layer in layers if layer not in hooked]
         if not routed:
             return hooked, [1.0] * len(options)
+        self._require(routed)
         calls = {
             layer: [RecordedCall(replay) for replay in self.recording.replays.get(layer, [])]
             for layer in routed
@@ -137,14 +174,25 @@ class Sensitivity:
 
     def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
         """Return the price of each option for all `calls`, as if they were of one layer."""
+        self._require([call.replay.layer for call in calls])
         self.references = _references(options)
         return self._prices({option: self._draw({"": calls}, option)[""] for option in options}, options)
+
+    def _require(self, layers: Iterable[str]) -> None:
+        """Record the incoming gradients of the calls of `layers`, unless they are recorded."""
+        recorded = dict.fromkeys(layer for layer in layers if layer in self.recording.replays)
+        if recorded.keys() <= self.recording.wanted:
+            return
+        self.recording.want(recorded)
+        assert self.loss is not None
+        with observing(self.recording):
+            self._backward([self.loss], [torch.ones_like(self.loss)])
 
     def _draw(self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings) -> dict[str, Draw]:
         spec, seed_tensor = _spec(option), torch.tensor([self.seed], dtype=torch.int64)
         cache: CopyCache = {}
         draws: dict[str, Draw] = {}
-        totals: list[Difference] = []
+        together: Difference = {}
         for layer, layer_calls in calls.items():
             draw = draws[layer] = Draw()
             final: Difference = {}
@@ -152,11 +200,9 @@ class Sensitivity:
             for call in layer_calls:
                 call.differences(spec, seed_tensor, cache, draw, final, sent)
             self._measure(draw, final, sent, option in self.references)
-            totals.append(final)
-        if len(totals) > 1 and all(draw.total is not None for draw in draws.values()):
-            together: Difference = {}
-            for total in totals:
-                add(together, total)
+            if len(calls) > 1:
+                add(together, final)
+        if len(calls) > 1 and all(draw.total is not None for draw in draws.values()):
             joint = squared_norm(*together.values())
             for draw in draws.values():
                 draw.joint = joint

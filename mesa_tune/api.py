@@ -1,0 +1,37 @@
+"""The public names of `mesa_tune`."""
+
+from mesa_tune.conversion import compress_saved, convert, revert
+from mesa_tune.conversion.resume import load_state_dict, state_dict
+from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, RunError, WorkloadError
+from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiler.profiling import profile
+from mesa_tune.profiler.verification import Verification, verify
+from mesa_tune.retune import Retune
+from mesa_tune.search import Plan, search_policy
+from mesa_tune.workload.workload import Workload
+
+__all__ = [
+    "BudgetError",
+    "LayerSettings",
+    "MesaTuneError",
+    "Plan",
+    "Policy",
+    "PolicyError",
+    "Prediction",
+    "Profile",
+    "Retune",
+    "RunError",
+    "Verification",
+    "Workload",
+    "WorkloadError",
+    "compress_saved",
+    "convert",
+    "load_state_dict",
+    "profile",
+    "revert",
+    "search_policy",
+    "state_dict",
+    "verify",
+]

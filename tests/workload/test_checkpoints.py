@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from mesa_tune.profiler.memory.saved_limit import LimitMeter
+from mesa_tune.workload.checkpoints import with_checkpoints
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def resnet() -> nn.Module:
+    config = transformers.ResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[2, 2],
+        layer_type="basic",
+        id2label={n: str(n) for n in range(3)},
+    )
+    return transformers.ResNetForImageClassification(config)
+
+
+def tokens(model: nn.Module) -> Tensor:
+    ids = torch.arange(256).reshape(4, 64) % 97
+    loss: Tensor = model(ids, labels=ids).loss  # with dropout
+    return loss
+
+
+def images(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.ones(4, 3, 32, 32), labels=torch.arange(4) % 3).loss
+    return loss
+
+
+class Nested(nn.Module):
+    """Lists in a list, whose elements are called with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = [nn.ModuleList([self.part(), self.part()]) for _ in range(2)]
+        self.parts = nn.ModuleList(self.pairs)
+
+    @staticmethod
+    def part() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in self.pairs:
+            x = second(input=first(input=x))
+        return x
+
+
+class Two(nn.Module):
+    """No list: two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.TransformerEncoderLayer(64, 2, 64, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x[None]))
+        return result
+
+
+def square(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.ones(256, 64)).square().mean()
+    return loss
+
+
+CASES = {
+    "GPT-2": (gpt2, tokens, 0.6),
+    "ResNet": (resnet, images, 0.9),
+    "nested lists": (Nested, square, 0.5),
+    "children": (Two, square, 1.0),
+}
+
+
+@pytest.mark.parametrize(("make", "loss_of", "share"), CASES.values(), ids=list(CASES))
+def test_gradients_are_those_of_the_plain_model_with_less_saved(
+    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], share: float
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    plain, plain_bytes = gradients(model, loss_of)
+    with with_checkpoints(model):
+        again, bytes_ = gradients(model, loss_of)
+    assert all(map(torch.equal, plain, again))
+    assert bytes_ < share * plain_bytes
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> tuple[list[Tensor], int]:
+    torch.manual_seed(1)
+    with LimitMeter("1B") as meter:
+        loss_of(model).backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found, meter.most
