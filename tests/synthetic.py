@@ -16,7 +16,8 @@ import numpy as np
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry, Option, TensorEntry, Tie
-from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline, settings_bytes
+from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline
+from mesa_tune.profiler.memory.packed_sizes import settings_bytes
 from mesa_tune.profiler.profile import Profile
 
 GRID = tuple(

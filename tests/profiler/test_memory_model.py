@@ -211,9 +211,9 @@ def test_layers_that_derive_and_their_producers_have_temporaries_of_their_own() 
     traced = timeline(derivable("b"), coded("a"))
     slots = tuple(replace(slot, derived=(50, 25)) for slot in traced.slots)
     traced = replace(traced, slots=slots)
-    assert traced.at().work({"a": FOUR, "b": DERIVE}).tolist() == [50] * 4
-    assert traced.at().work({"a": FOUR, "b": FOUR}).tolist() == [30] * 4
-    assert traced.at().work({"b": DERIVE}).tolist() == [10, 30, 30, 10]
+    assert traced.at().under({"a": FOUR, "b": DERIVE}).work.tolist() == [50] * 4
+    assert traced.at().under({"a": FOUR, "b": FOUR}).work.tolist() == [30] * 4
+    assert traced.at().under({"b": DERIVE}).work.tolist() == [10, 30, 30, 10]
 
 
 def test_small_tensors_are_not_derived() -> None:
