@@ -20,6 +20,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Noise, Option, TensorEntry, Tie
 from mesa_tune.profiler.memory.distinct import Assignment
+from mesa_tune.profiler.memory.kinds import Peak
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from mesa_tune.profiler.price_table import Price, PriceTable
 
@@ -45,22 +46,24 @@ _REMEDY = "make it again with `mesa-tune profile model.py --force`"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for a training step under a policy. None: unknown."""
+    """Prediction for a training step under a policy. None: unknown. `peak`: when the peak is, and of what."""
 
     saved_bytes: int
     peak_bytes: int
     gradient_error: float | None
     step_ms: float | None
     gradient_noise_ratio: float | None = None
+    peak: Peak | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return dict(vars(self))
+        return {**vars(self), "peak": None if self.peak is None else self.peak.to_dict()}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Prediction:
         """Return the prediction with this `to_dict`."""
-        return typed(Prediction, values)
+        peak = values.get("peak")
+        return typed(Prediction, {**values, "peak": None if peak is None else Peak.from_dict(peak)})
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ class Profile:
             error,
             None if added_ms is None else (self.step_ms + added_ms) * sized.batch_size / self.batch_size,
             None if noise is None else noise.ratio(error),
+            step.peak,
         )
 
     def assignment(self, policy: Policy) -> dict[str, LayerSettings]:

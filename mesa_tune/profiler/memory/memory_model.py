@@ -34,7 +34,7 @@ class Slot:
 
     `exact`: if `layer` is stored exactly. `packed`: if it is compressed, with temporaries of encoding and
     decoded copies; the same where there is no layer. `derived`: if the layer derives from what others save,
-    or others derive from what it saves; None: as `packed`.
+    or others derive from what it saves; None: as `packed`. `gradients`: those of parameters, among them.
     """
 
     layer: str | None
@@ -42,6 +42,7 @@ class Slot:
     exact: SizePair
     packed: SizePair
     derived: SizePair | None = None
+    gradients: SizePair = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,14 @@ class SavedSpan:
 class Timeline:
     """One training step, traced at two batch sizes; every size is a pair, in the order of `batch_sizes`.
 
-    `static`: weights, gradients that exist when the step begins, optimizer state, buffers, batch. `hooked`:
-    layers stored by hooks, which have 256 levels at least. `serving`: layers that derive what they save only
-    if others derive from them, too; else they save something else (GELU saves its derivative). `rows`: for
-    layers whose groups end where rows end, the elements per row.
+    `static`: bytes alive when the step begins, by kind (`STATIC` in kinds.py). `hooked`: layers stored by
+    hooks, which have 256 levels at least. `serving`: layers that derive what they save only if others derive
+    from them, too; else they save something else (GELU saves its derivative). `rows`: for layers whose groups
+    end where rows end, the elements per row.
     """
 
     batch_sizes: SizePair
-    static: SizePair
+    static: Mapping[str, SizePair]
     slots: tuple[Slot, ...]
     kept: tuple[SavedSpan, ...]
     hooked: tuple[str, ...] = ()
@@ -158,8 +159,8 @@ class Timeline:
         """Return the timeline with this `to_dict`. Raise KeyError, TypeError or ValueError for others."""
         return Timeline(
             batch_sizes=_pair(values["batch_sizes"]),
-            static=_pair(values["static"]),
-            slots=tuple(_slot(**slot) for slot in values["slots"]),
+            static={str(kind): _pair(pair) for kind, pair in dict(values["static"]).items()},
+            slots=tuple(_slot(slot) for slot in values["slots"]),
             kept=tuple(_span(span) for span in values["kept"]),
             hooked=tuple(values["hooked"]),
             min_elements=int(values["min_elements"]),
@@ -181,12 +182,16 @@ class _Sizing:
             SizedSlot(
                 slot.layer,
                 slot.phase,
-                *(self._size(pair) for pair in (slot.exact, slot.packed, slot.derived or slot.packed)),
+                exact=self._size(slot.exact),
+                packed=self._size(slot.packed),
+                derived=self._size(slot.derived or slot.packed),
+                gradients=self._size(slot.gradients),
             )
             for slot in source.slots
         ]
         spans = [self._span(span) for span in source.kept]
-        serving, static = frozenset(source.serving), self._size(source.static)
+        static = {kind: self._size(pair) for kind, pair in source.static.items()}
+        serving = frozenset(source.serving)
         return SizedTimeline(self.batch_size, static, slots, spans, self._traits(), serving)
 
     def _size(self, pair: SizePair) -> int:
@@ -236,8 +241,10 @@ def _pair(values: Any) -> SizePair:
     return int(first), int(second)
 
 
-def _slot(layer: str | None, phase: str, exact: Any, packed: Any, derived: Any = None) -> Slot:
-    return Slot(layer, phase, _pair(exact), _pair(packed), None if derived is None else _pair(derived))
+def _slot(values: Mapping[str, Any]) -> Slot:
+    sizes = {name: _pair(values[name]) for name in ("exact", "packed", "gradients")}
+    derived = values.get("derived")
+    return Slot(**{**values, **sizes, "derived": None if derived is None else _pair(derived)})
 
 
 def _span(values: Mapping[str, Any]) -> SavedSpan:

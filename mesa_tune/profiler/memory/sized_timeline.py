@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.distinct import Assignment, DistinctSettings, Incidence
+from mesa_tune.profiler.memory.kinds import GRADIENTS, SAVED, STATIC, WORKING, Peak
 from mesa_tune.profiler.memory.packed_sizes import LayerTraits, PackedSizes, in_effect
 
 Bytes = NDArray[np.int64]
@@ -30,6 +31,7 @@ class SizedSlot:
     exact: int
     packed: int
     derived: int
+    gradients: int
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,13 @@ class SizedTimeline:
     def __init__(
         self,
         batch_size: int,
-        static: int,
+        static: Mapping[str, int],
         slots: Sequence[SizedSlot],
         spans: Sequence[SizedSpan],
         traits: Mapping[str, LayerTraits],
         serving: frozenset[str],
     ) -> None:
-        self.batch_size, self.static = batch_size, static
+        self.batch_size, self.static_kinds, self.static = batch_size, static, sum(static.values())
         self.slots, self.spans = tuple(slots), tuple(spans)
         self.traits, self.serving = traits, serving
         self.names = list(traits)
@@ -251,7 +253,7 @@ class StepBytes:
         """The layers that derive, and those from whose saved tensors they do."""
         return frozenset(self.sized.names[layer] for layer in np.flatnonzero(self.links).tolist())
 
-    @property
+    @cached_property
     def work(self) -> Bytes:
         """The bytes alive in each slot without static ones and spans; shape [slots]."""
         sized = self.sized
@@ -273,6 +275,22 @@ class StepBytes:
     def peak_bytes(self) -> int:
         """The most bytes alive at once in the step."""
         return int(self.live.max(initial=self.sized.static))
+
+    @property
+    def peak(self) -> Peak:
+        """The first slot with the most bytes alive, and their kinds."""
+        sized = self.sized
+        if not sized.slots:
+            return Peak(None, "forward", sized.static_kinds)
+        index = int(self.live.argmax())
+        slot, (births, deaths) = sized.slots[index], sized.edges
+        saved = int(self.spans[(births <= index) & (index < deaths)].sum())
+        gradients = min(slot.gradients, int(self.work[index]))
+        born = {GRADIENTS: gradients, SAVED: saved, WORKING: int(self.work[index]) - gradients}
+        kinds = {
+            kind: sized.static_kinds.get(kind, 0) + born.get(kind, 0) for kind in (*STATIC, SAVED, WORKING)
+        }
+        return Peak(slot.layer, slot.phase, kinds)
 
     @property
     def saved_bytes(self) -> int:
