@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.memory.memory_model import Assignment, SavedSpan, SizedTimeline
+from mesa_tune.profiler.memory.distinct import Assignment
+from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline
 from mesa_tune.profiler.profile import Prediction, Profile
 
 if TYPE_CHECKING:
@@ -93,17 +95,16 @@ def _earliest(moments: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 def saved_by_layer(sized: SizedTimeline, assignment: Assignment) -> dict[str, int]:
     """Return the saved bytes by owner; their sum is the saved bytes of the step."""
-    used = sized.compressed(assignment)
     saved: dict[str, int] = {}
-    plain = [item.layers for item in sized.timeline.kept if item.kind == "plain" and item.layers]
-    for item, size in zip(sized.spans, sized.sizes, strict=True):
-        if sized.is_saved(item):
-            owner = _owner(item, plain)
-            saved[owner] = saved.get(owner, 0) + sized.span_bytes(item, size, used)
+    plain = [item.layers for item in sized.spans if item.kind == "plain" and item.layers]
+    counts = sized.under(assignment).spans
+    for number in np.flatnonzero(sized.saved).tolist():
+        owner = _owner(sized.spans[number], plain)
+        saved[owner] = saved.get(owner, 0) + int(counts[number])
     return saved
 
 
-def _owner(item: SavedSpan, plain: Sequence[tuple[str, ...]]) -> str:
+def _owner(item: SizedSpan, plain: Sequence[tuple[str, ...]]) -> str:
     """Return the first layer that saves the plain tensor of `item`: a packed copy has the tensor's owner."""
     if not item.layers:
         return NO_LAYER
@@ -125,14 +126,10 @@ def bits_frame(profile: Profile, assignment: Assignment) -> pd.DataFrame:
 def mean_bits(profile: Profile, assignment: Assignment) -> float:
     """Return the average bits per element of the compressed tensors, ranges included."""
     sized = profile.timeline.at(profile.batch_size)
-    used = sized.compressed(assignment)
-    packed = [
-        (size, sized.span_bytes(item, size, used))
-        for item, size in zip(sized.spans, sized.sizes, strict=True)
-        if size > profile.timeline.min_elements and _is_packed(item, sized, used)
-    ]
-    elements = sum(size for size, _ in packed)
-    return 8 * sum(count for _, count in packed) / elements if elements else float("nan")
+    step = sized.under(assignment)
+    packed = sized.coded.any(step.used) & sized.saved
+    elements = int(sized.sizes[packed].sum())
+    return 8 * int(step.spans[packed].sum()) / elements if elements else float("nan")
 
 
 def budgets_between(smallest: int, largest: int, count: int = 12) -> list[int]:
@@ -241,12 +238,10 @@ def _settings_columns(
 
 def _encoded_layers(sized: SizedTimeline) -> set[str]:
     """Return the layers whose settings change what they store."""
-    pairs = zip(sized.spans, sized.sizes, strict=True)
-    threshold = {"coded": sized.timeline.min_elements, "side": 0}
     return {
         name
-        for item, size in pairs
-        if item.kind in threshold and size > threshold[item.kind]
+        for item in sized.spans
+        if item.kind in ("coded", "side") and item.size > 0
         for name in item.layers
     }
 
@@ -264,10 +259,6 @@ def _with_unowned(frame: pd.DataFrame, columns: Mapping[str, Mapping[str, int]])
     if "settings" in frame:
         row |= {"settings": "exact", "exact": True, "gradient_error": 0.0}
     return pd.concat([frame, pd.DataFrame([row])], ignore_index=True)
-
-
-def _is_packed(item: SavedSpan, sized: SizedTimeline, used: Assignment) -> bool:
-    return item.kind == "coded" and sized.is_saved(item) and any(layer in used for layer in item.layers)
 
 
 def _point(kind: str, label: str, prediction: Prediction, budget: int | None = None) -> dict[str, Any]:

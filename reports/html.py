@@ -15,6 +15,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from mesa_tune.profiler.profile import Prediction
 from mesa_tune.reports import style
 from mesa_tune.reports.contents import CAPTIONS, RunResults
 from mesa_tune.units import format_bytes, format_time
@@ -89,14 +90,12 @@ def summary(results: RunResults) -> list[dict[str, str]]:
     plan, plain = results.plan, results.plain
     if plan is None:
         return [
-            _card(
-                "Peak of the step", format_bytes(plain.peak_bytes), "weights, optimizer and batch included"
-            ),
+            _card("Peak of the step", format_bytes(plain.peak_bytes), _moment(plain)),
             _card("Saved for backward", format_bytes(plain.saved_bytes), "the part that a policy can shrink"),
             _card("Step time", format_time(results.profile.step_ms / 1000), "plain"),
         ]
     return [
-        _bytes_card("Peak of the step", "peak_bytes", results),
+        _bytes_card("Peak of the step", "peak_bytes", results, _moment(plan.predicted)),
         _bytes_card("Saved for backward", "saved_bytes", results),
         _error_card(results),
         _time_card(results)
@@ -135,7 +134,12 @@ def _card(label: str, value: str, detail: str, source: str = "measured") -> dict
     return {"label": label, "value": value, "detail": detail, "source": source}
 
 
-def _bytes_card(label: str, quantity: str, results: RunResults) -> dict[str, str]:
+def _moment(prediction: Prediction) -> str:
+    """Return when the predicted peak is, and what is alive then."""
+    return "" if prediction.peak is None else f"predicted {prediction.peak.text}"
+
+
+def _bytes_card(label: str, quantity: str, results: RunResults, more: str = "") -> dict[str, str]:
     assert results.plan is not None
     before, after = getattr(results.plain, quantity), getattr(results.plan.predicted, quantity)
     verification, source = results.verification, "predicted"
@@ -143,7 +147,8 @@ def _bytes_card(label: str, quantity: str, results: RunResults) -> dict[str, str
         after, source = getattr(verification.policy, quantity), "measured"
         before = getattr(verification.baseline, quantity) or before
     share = f"{100 * (1 - after / before):.0f} % less" if before else ""
-    return _card(label, format_bytes(after), f"from {format_bytes(before)}, {share}", source)
+    detail = f"from {format_bytes(before)}, {share}" + (f"; {more}" if more else "")
+    return _card(label, format_bytes(after), detail, source)
 
 
 def _error_card(results: RunResults) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.memory.memory_model import SizedTimeline
+from mesa_tune.profiler.memory.sized_timeline import SizedTimeline
 from mesa_tune.profiler.profile import ActiveDerivations, Profile
 
 
@@ -66,5 +66,5 @@ def _cluster(
 ) -> Cluster:
     taking = frozenset(unit for unit in units if not takers.isdisjoint(groups[unit]))
     assignment = {name: LayerSettings(store="derive") for unit in units for name in groups[unit]}
-    linked = frozenset(sized.links(sized.compressed(assignment)))
+    linked = sized.under(assignment).linked
     return Cluster(tuple(units), taking, assignment, profile.active(assignment), linked)

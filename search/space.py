@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
-from mesa_tune.profiler.memory.memory_model import SavedSpan, SizedTimeline
+from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline
 from mesa_tune.profiler.profile import NO_DERIVATIONS, Profile
 from mesa_tune.search.clusters import Cluster, clusters
 
@@ -160,8 +160,10 @@ class _Builder:
         self.scale = sized.batch_size / profile.batch_size
         self.links: list[Link] = []
         self.linked: set[int] = set()
-        self.owned: dict[int, list[tuple[SavedSpan, int]]] = {}
+        self.owned: dict[int, list[int]] = {}
         self.slots: dict[int, list[int]] = {}
+        self.all_names = tuple(sized.names)
+        self.span_bytes: dict[tuple[LayerSettings, tuple[str, ...]], NDArray[np.int64]] = {}
         self.base = np.full(len(profile.timeline.slots), sized.static, dtype=np.int64)
         self.base_saved = 0
         for index, slot in enumerate(profile.timeline.slots):
@@ -169,27 +171,29 @@ class _Builder:
                 self.slots.setdefault(unit_of[slot.layer], []).append(index)
             else:
                 self.base[index] += sized.exact[index]
-        for item, size in zip(sized.spans, sized.sizes, strict=True):
-            self._assign(item, size, unit_of)
+        for number, item in enumerate(sized.spans):
+            self._assign(number, item, unit_of)
 
-    def _assign(self, item: SavedSpan, size: int, unit_of: Mapping[str, int]) -> None:
+    def _assign(self, number: int, item: SizedSpan, unit_of: Mapping[str, int]) -> None:
         units = tuple(sorted({unit_of[name] for name in item.layers if name in unit_of}))
         fixed = (name not in unit_of or name in self.sized.small for name in item.layers)
         always = item.kind == "plain" and any(fixed)
         if len(units) == 1 and not always:
-            self.owned.setdefault(units[0], []).append((item, size))
+            self.owned.setdefault(units[0], []).append(number)
         elif item.kind == "plain" and units and not always:
-            live = self._live(item, size)
-            self.links.append(Link(units, live, size if self.sized.is_saved(item) else 0))
+            self.links.append(Link(units, self._live(item), self._saved(number)))
             self.linked.update(units)
         elif always or item.kind == "always":
-            self.base += self._live(item, size)
-            self.base_saved += size if self.sized.is_saved(item) else 0
+            self.base += self._live(item)
+            self.base_saved += self._saved(number)
 
-    def _live(self, item: SavedSpan, size: int) -> NDArray[np.int64]:
+    def _live(self, item: SizedSpan) -> NDArray[np.int64]:
         live = np.zeros_like(self.base)
-        live[item.first : item.last + 1] = size
+        live[item.first : item.last + 1] = item.size
         return live
+
+    def _saved(self, number: int) -> int:
+        return self.sized.spans[number].size if self.sized.saved[number] else 0
 
     def unit(self, number: int, names: tuple[str, ...], pinned: Mapping[str, LayerSettings]) -> Unit:
         layers = [self.profile.layer(name) for name in names]
@@ -250,20 +254,33 @@ class _Builder:
         assignment = dict(cluster.assignment) if cluster else {}
         assignment |= {layer.name: settings for layer in layers}
         active, linked = (cluster.active, cluster.linked) if cluster else (NO_DERIVATIONS, frozenset[str]())
-        used = self.sized.compressed(assignment)
-        live = np.zeros_like(self.base)
-        saved = 0
-        for item, size in self.owned.get(number, []):
-            count = self.sized.span_bytes(item, size, used)
+        owned, live = self.owned.get(number, []), np.zeros_like(self.base)
+        counts = self._span_bytes(tuple(layer.name for layer in layers), settings, cluster)[owned].tolist()
+        for span, count in zip(owned, counts, strict=True):
+            item = self.sized.spans[span]
             live[item.first : item.last + 1] += count
-            saved += count if self.sized.is_saved(item) else 0
+        saved = sum(count for span, count in zip(owned, counts, strict=True) if self.sized.saved[span])
         for slot in self.slots.get(number, []):
             live[slot] += self._temporary_bytes(slot, settings, linked)
-        error = self.profile.error_of(layers, assignment, active)
-        ms = self.profile.ms_of(layers, assignment, active)
+        error, ms = self.profile.cost_of(layers, assignment, active)
         if error is None or ms is None:
             raise RunError(f"{layers[0].name}: the profile has no price of {settings.label}\n{_REMEDY}")
         return Choice(settings, error, ms * self.scale, live, saved, cluster is not None)
+
+    def _span_bytes(
+        self, names: tuple[str, ...], settings: LayerSettings, cluster: Cluster | None
+    ) -> NDArray[np.int64]:
+        """Return the bytes of each span for a choice of the unit `names`; right for the spans that it owns.
+
+        These depend on the unit's own settings, and on what derives. So one prediction serves many units.
+        """
+        if cluster is not None:
+            names = tuple(cluster.assignment)
+        elif settings.store != "derive":
+            names = self.all_names
+        if (settings, names) not in self.span_bytes:
+            self.span_bytes[settings, names] = self.sized.under(dict.fromkeys(names, settings)).spans
+        return self.span_bytes[settings, names]
 
     def _temporary_bytes(self, slot: int, settings: LayerSettings, linked: Collection[str]) -> int:
         if settings.exact:

@@ -16,7 +16,8 @@ import numpy as np
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry, Option, TensorEntry, Tie
-from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline, settings_bytes
+from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline
+from mesa_tune.profiler.memory.packed_sizes import settings_bytes
 from mesa_tune.profiler.profile import Profile
 
 GRID = tuple(
@@ -131,7 +132,8 @@ def _timeline(layers: list[_Layer], batch_size: int) -> Timeline:
         kept.append(SavedSpan("coded", coded, count, ITEM, order[coded[0]], last - 1 - order[coded[0]]))
         if coded != names:
             kept.append(SavedSpan("side", names[:1], (count[0] // 8, count[1] // 8), 1, first, end))
-    return Timeline(sizes, (300_000, 280_000), tuple(slots), tuple(kept), hooked=("sin.0",))
+    static = {"weights": (240_000, 240_000), "batch": (60_000, 40_000)}
+    return Timeline(sizes, static, tuple(slots), tuple(kept), hooked=("sin.0",))
 
 
 def _tensors(layers: list[_Layer], batch_size: int) -> Iterator[TensorEntry]:

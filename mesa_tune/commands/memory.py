@@ -10,7 +10,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.units import format_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.memory.memory_model import Assignment
+    from mesa_tune.profiler.memory.distinct import Assignment
     from mesa_tune.profiler.profile import Profile
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mesa_tune.search import Plan
     from mesa_tune.workload.workload import Workload
 
+_INDENT = " " * 18
 _PROFILE = "mesa-tune profile model.py"
 _WITHOUT_MODEL = "--trials 0 plans from the profile alone, without the model"
 
@@ -239,12 +240,22 @@ def summary(plan: Plan, profile: Profile) -> list[str]:
     return [
         f"budget {format_bytes(plan.budget_bytes)} at batch size {plan.batch_size}" + _profiled(plan),
         f"  peak            {_change(plan.baseline.peak_bytes, plan.predicted.peak_bytes)}",
+        *_peak(plan),
         f"  saved           {_change(plan.baseline.saved_bytes, plan.predicted.saved_bytes)}",
         *_errors(plan),
         *_step(plan, profile),
         *textwrap.wrap(f"study: {plan.won}" if plan.trials else plan.won, 80, subsequent_indent="       "),
         *_next(plan, profile),
     ]
+
+
+def _peak(plan: Plan) -> list[str]:
+    peak = plan.predicted.peak
+    return (
+        []
+        if peak is None
+        else textwrap.wrap(peak.text, 80, initial_indent=_INDENT, subsequent_indent=_INDENT)
+    )
 
 
 def _next(plan: Plan, profile: Profile) -> list[str]:

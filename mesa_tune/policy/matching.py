@@ -24,6 +24,19 @@ _LOSS: Final = "loss."
 _CALL: Final = re.compile(r"(?:(?P<module>.+)\.)?[^.]+\.[0-9]+")
 
 
+def bound_rules(rules: Sequence[Rule], layers: Iterable[tuple[str, int, str]]) -> dict[str, tuple[int, ...]]:
+    """Return for the name of each of `layers` the positions of the rules of its tag that bind it."""
+    by_tag: dict[str, dict[str, int]] = {}
+    bound: dict[str, tuple[int, ...]] = {}
+    for tag, index, name in layers:
+        by_tag.setdefault(tag, {})[name] = index
+        bound[name] = ()
+    for position, rule in enumerate(rules):
+        for name in rule.bound(by_tag.get(rule.tag, {})):
+            bound[name] = (*bound[name], position)
+    return bound
+
+
 class Names:
     """Layers and modules that rules may name. `complete`: calls of functions are among them."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mesa_tune.errors import PolicyError
 from mesa_tune.policy.files import read_text, write_text
-from mesa_tune.policy.matching import Layer, Names, mismatches, unavailable
+from mesa_tune.policy.matching import Layer, Names, bound_rules, mismatches, unavailable
 from mesa_tune.policy.parser import dump_text, parse_text
 from mesa_tune.policy.rules import MODULE, NO_HEADER, Header, Rule, finest, fold, is_glob, suggestion
 from mesa_tune.policy.settings import EXACT, KEYS, TAGS, LayerSettings, Value
@@ -105,14 +105,30 @@ class Policy:
 
         With `index` None (a call whose index is still unknown): the finest that any index would give it.
         """
-        module = self.module_settings(name)
-        if module is not None and module.exact:
+        if self._stays_exact(name):
             return EXACT
         rules = [rule for rule in self.rules if rule.tag == tag]
         indices = [index] if index is not None else _possible_indices(rules)
         bound = [[rule for rule in rules if rule.binds(index, name)] for index in indices]
         candidates = [fold(chosen, mesa=self.is_mesa) for chosen in bound if chosen]
         return finest(candidates) if candidates else EXACT
+
+    def assignment(self, layers: Sequence[tuple[str, int, str]]) -> dict[str, LayerSettings]:
+        """Return what `settings` gives each of `layers` (tag, index, name), by name."""
+        chosen: dict[tuple[int, ...], LayerSettings] = {(): EXACT}
+        settings = {}
+        for name, positions in bound_rules(self.rules, layers).items():
+            if positions not in chosen:
+                chosen[positions] = fold((self.rules[position] for position in positions), mesa=self.is_mesa)
+            settings[name] = chosen[positions]
+        if self.module_rules():
+            settings |= {name: EXACT for name in settings if self._stays_exact(name)}
+        return settings
+
+    def _stays_exact(self, name: str) -> bool:
+        """Return whether `on module:` leaves everything inside a module around `name` exact."""
+        module = self.module_settings(name)
+        return module is not None and module.exact
 
     def module_rules(self) -> tuple[Rule, ...]:
         """Return the rules for whole modules (`on module:`)."""

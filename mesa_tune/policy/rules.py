@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -17,6 +17,8 @@ MODULE: Final = "module"
 MESA_DEFAULTS: Final[dict[str, Value]] = {"enable": False, "ema_decay": 0.9, "quant_groups": 1}
 
 Indices = tuple[int, ...] | Literal["all"]
+
+_WILDCARDS: Final = frozenset("*?[")
 
 _RIVALS: Final = {"group_size": "quant_groups", "quant_groups": "group_size"}
 
@@ -81,6 +83,17 @@ class Rule:
             return name in plain or any(fnmatchcase(name, glob) for glob in globs)
         return self.indices == "all" or (self.indices is not None and index in self.indices)
 
+    def bound(self, indices: Mapping[str, int]) -> list[str]:
+        """Return the names that the rule binds; `indices`: index of each layer of its tag, by name."""
+        if self.names is not None:
+            if any(map(is_glob, self.names)):
+                return [name for name in indices if self.binds(None, name)]
+            return [name for name in self.names if name in indices]
+        if self.indices == "all":
+            return list(indices)
+        wanted = frozenset(self.indices or ())
+        return [name for name, index in indices.items() if index in wanted]
+
     def covers(self, name: str) -> bool:
         """Return True if the rule (tag `module`) names the module `name` or a module that contains it."""
         ends = [match.start() for match in re.finditer(r"\.", name)] + [len(name)]
@@ -99,7 +112,7 @@ class Rule:
 
 def is_glob(name: str) -> bool:
     """Return True if `name` has a wildcard."""
-    return any(character in name for character in "*?[")
+    return not _WILDCARDS.isdisjoint(name)
 
 
 @lru_cache(maxsize=4096)
@@ -111,8 +124,14 @@ def _plain_and_globs(names: tuple[str, ...]) -> tuple[frozenset[str], tuple[str,
 
 def fold(rules: Iterable[Rule], *, mesa: bool) -> LayerSettings:
     """Merge the settings of `rules`; later rules win key by key."""
+    return _folded(tuple(rule.keys for rule in rules), mesa)
+
+
+@lru_cache(maxsize=4096)
+def _folded(keys: tuple[tuple[tuple[str, Value], ...], ...], mesa: bool) -> LayerSettings:
+    # Cached: a search makes thousands of policies, whose rules repeat few settings.
     values: dict[str, Value] = dict(MESA_DEFAULTS) if mesa else {}
-    for key, value in (pair for rule in rules for pair in rule.keys):
+    for key, value in (pair for of_rule in keys for pair in of_rule):
         values.pop(_RIVALS.get(key, ""), None)
         values[key] = value
     return LayerSettings.from_dict(values)

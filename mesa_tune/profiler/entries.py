@@ -164,7 +164,10 @@ class HasOptions:
 
     def error(self, settings: LayerSettings) -> float | None:
         """Return the gradient error, scaled with 1 / (level − 1)² from the nearest option if not measured."""
-        position = self.nearest(settings)
+        return self.error_at(self.nearest(settings), settings)
+
+    def error_at(self, position: int | None, settings: LayerSettings) -> float | None:
+        """Return what `error` does, given the position of the nearest option."""
         if position is None or (error := self.options[position].gradient_error) is None:
             return None
         if settings.drop:  # most of the error comes from the dropped elements, at every level
@@ -174,7 +177,10 @@ class HasOptions:
 
     def ms(self, settings: LayerSettings) -> float | None:
         """Return the milliseconds of encoding and decoding with the nearest option; None if unknown."""
-        position = self.nearest(settings)
+        return self.ms_at(self.nearest(settings))
+
+    def ms_at(self, position: int | None) -> float | None:
+        """Return what `ms` does, given the position of the nearest option."""
         return None if position is None else self.options[position].ms
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,17 +8,21 @@ Settings that were not measured take the nearest option's error, scaled with 1 /
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
+from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Noise, Option, TensorEntry, Tie
-from mesa_tune.profiler.memory.memory_model import Assignment, SavedSpan, Slot, Timeline, stored_as
+from mesa_tune.profiler.memory.distinct import Assignment
+from mesa_tune.profiler.memory.kinds import Peak
+from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.price_table import Price, PriceTable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,36 +44,26 @@ __all__ = [
 _REMEDY = "make it again with `mesa-tune profile model.py --force`"
 
 
-class SettingsSource(Protocol):
-    """The part of a `Policy` that gives each layer its settings."""
-
-    def settings(self, tag: str, index: int | None, name: str) -> LayerSettings:
-        """Return the settings of one layer."""
-        ...
-
-    def reruns(self, layers: Iterable[str]) -> list[str]:
-        """Return the modules around `layers` that save only their inputs and run again in backward."""
-        ...
-
-
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for a training step under a policy. None: unknown."""
+    """Prediction for a training step under a policy. None: unknown. `peak`: when the peak is, and of what."""
 
     saved_bytes: int
     peak_bytes: int
     gradient_error: float | None
     step_ms: float | None
     gradient_noise_ratio: float | None = None
+    peak: Peak | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return dict(vars(self))
+        return {**vars(self), "peak": None if self.peak is None else self.peak.to_dict()}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Prediction:
         """Return the prediction with this `to_dict`."""
-        return typed(Prediction, values)
+        peak = values.get("peak")
+        return typed(Prediction, {**values, "peak": None if peak is None else Peak.from_dict(peak)})
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ class Profile:
     gradient_noise: float | None = None
     gradient_scale: float | None = None
 
-    def predict(self, policy: SettingsSource, *, batch_size: int | None = None) -> Prediction:
+    def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
 
         At a batch size that was not profiled, bytes follow the timeline, times are proportional, the gradient
@@ -128,58 +122,73 @@ class Profile:
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
         """Return what `predict` does, for settings by layer name; a layer without settings stores exactly."""
-        if self.device == "cpu":  # has nowhere to offload to
+        if self.device == "cpu" and any(settings.store == "offload" for settings in assignment.values()):
+            # It has nowhere to offload to.
             assignment = {
                 name: EXACT if settings.store == "offload" else settings
                 for name, settings in assignment.items()
             }
         sized = self.timeline.at(batch_size or self.batch_size)
-        step_ms = self.predicted_ms(assignment)
-        error = self.gradient_error(assignment)
+        step = sized.under(assignment)
+        error, added_ms = self.cost_of(self.layers, assignment, self.active(assignment))
         noise = self.noise if sized.batch_size == self.batch_size else None
         return Prediction(
-            sized.saved_bytes(assignment),
-            sized.peak_bytes(assignment),
+            step.saved_bytes,
+            step.peak_bytes,
             error,
-            None if step_ms is None else step_ms * sized.batch_size / self.batch_size,
+            None if added_ms is None else (self.step_ms + added_ms) * sized.batch_size / self.batch_size,
             None if noise is None else noise.ratio(error),
+            step.peak,
         )
 
-    def assignment(self, policy: SettingsSource) -> dict[str, LayerSettings]:
+    def assignment(self, policy: Policy) -> dict[str, LayerSettings]:
         """Return the settings that `policy` gives each layer, by name."""
-        return {layer.name: policy.settings(layer.tag, layer.index, layer.name) for layer in self.layers}
+        return policy.assignment(self._keys)
 
     def gradient_error(self, assignment: Assignment) -> float | None:
         """Return the sum of the layers' gradient errors; None if one of them is unknown."""
-        return self.error_of(self.layers, assignment, self.active(assignment))
+        return self.cost_of(self.layers, assignment, self.active(assignment))[0]
 
-    def error_of(
+    def cost_of(
         self, layers: Iterable[LayerEntry], assignment: Assignment, active: ActiveDerivations
-    ) -> float | None:
-        """Return the part of `layers` in the gradient error; `active`: derivations under `assignment`."""
-        total = 0.0
+    ) -> tuple[float | None, float | None]:
+        """Return what `layers` add to the gradient error, and to the milliseconds of a step.
+
+        None where the price of one of them is unknown. `active`: derivations under `assignment`.
+        """
+        prices, tied = self._prices_of(assignment), self._tied(assignment)
+        errors: list[float | None] = []
+        times: list[float | None] = []
         for layer in layers:
-            settings = assignment.get(layer.name)
-            if settings is None or settings.exact or layer.name in active.free:
+            name = layer.name
+            settings = assignment.get(name)
+            if settings is None or name in active.free:
                 continue
-            derivation = active.by_layer.get(layer.name)
-            if derivation is not None:
-                error = 0.0 if settings.store == "offload" else derivation.error(stored_as(settings))
-            else:
-                error = self.layer_error(layer, settings)
-            if error is None:
-                return None
-            total += error if derivation is not None else error * self._ratio(layer, assignment)
-        return total
+            price = prices[id(settings)][name]
+            if name in active.by_layer and not settings.exact:
+                price = self._prices.of_derivation(active.by_layer[name], layer, settings)
+            errors.append(price.tied_error if name in tied else price.error)
+            times.append(price.ms)
+        return _sum(errors), _sum(times)
+
+    def _prices_of(self, assignment: Assignment) -> dict[int, dict[str, Price]]:
+        """Return the prices of all layers under each settings, by its id: hashing settings takes long."""
+        objects = {id(settings): settings for settings in assignment.values()}
+        return {key: self._prices.under(settings) for key, settings in objects.items()}
+
+    def _tied(self, assignment: Assignment) -> set[str]:
+        """Return the layers of ties with equal settings throughout: their noises are not independent."""
+        tied = [tie.layers for tie in self.ties if _are_equal([assignment.get(name) for name in tie.layers])]
+        return {name for layers in tied for name in layers}
 
     def active(self, assignment: Assignment) -> ActiveDerivations:
         """Return the derivations that happen under `assignment`."""
-        if all(settings.store != "derive" for settings in assignment.values()):
+        if not self.derivations or all(settings.store != "derive" for settings in assignment.values()):
             return NO_DERIVATIONS
         sized = self.timeline.at()
         used = sized.compressed(assignment)
         active = [derivation for derivation in self.derivations if _is_active(derivation, used)]
-        derivers = {name for span in sized.derivable for name in sized.derivers(span, used)}
+        derivers = sized.under(assignment).derivers
         takers = {name for derivation in active for name in derivation.takers} & derivers
         stored = {name for derivation in self.derivations for name in derivation.layers}
         sharers = {name for derivation in active for name in derivation.layers[1:]}
@@ -191,23 +200,7 @@ class Profile:
 
         None if no option of this kind was measured.
         """
-        used = stored_as(self._effective(layer, settings))
-        if used.exact or used.store == "offload":
-            return 0.0
-        error = layer.error(used)
-        return 0.0 if error is None and self._stays_exact(layer) else error
-
-    def predicted_ms(self, assignment: Assignment) -> float | None:
-        """Return the time of a step at the profiled batch size: the plain step, encoding and decoding."""
-        added = self.ms_of(self.layers, assignment, self.active(assignment))
-        return None if added is None else self.step_ms + added
-
-    def ms_of(
-        self, layers: Iterable[LayerEntry], assignment: Assignment, active: ActiveDerivations
-    ) -> float | None:
-        """Return the time that encoding and decoding for `layers` adds to a step; None if unknown."""
-        times = [self._layer_ms(layer, assignment, active) for layer in layers]
-        return None if None in times else sum(time for time in times if time is not None)
+        return self._prices.under(settings)[layer.name].error
 
     def plain_ms(self, batch_size: int) -> float:
         """Return the time of a plain step at `batch_size`, in proportion to the profiled one."""
@@ -302,40 +295,28 @@ class Profile:
         return Noise(self.gradient_noise, self.gradient_scale)
 
     @cached_property
+    def _keys(self) -> list[tuple[str, int, str]]:
+        return [(layer.tag, layer.index, layer.name) for layer in self.layers]
+
+    @cached_property
     def _by_name(self) -> dict[str, LayerEntry]:
         return {layer.name: layer for layer in self.layers}
 
     @cached_property
-    def _tie_of(self) -> dict[str, Tie]:
-        return {name: tie for tie in self.ties for name in tie.layers}
-
-    def _stays_exact(self, layer: LayerEntry) -> bool:
-        """Return whether a layer, in a profile with errors, has no option but to store exactly."""
-        only_exact = bool(layer.options) and all(option.settings.exact for option in layer.options)
-        return only_exact and self._has_errors
+    def _prices(self) -> PriceTable:
+        # In a profile with errors, a layer without another option can only be stored exactly.
+        only_exact = (
+            layer.name
+            for layer in self.layers
+            if layer.options and all(option.settings.exact for option in layer.options)
+        )
+        exact = only_exact if self._has_errors else ()
+        return PriceTable(self.layers, self.ties, self.timeline.hooked, frozenset(exact))
 
     @cached_property
     def _has_errors(self) -> bool:
         options = (option for layer in self.layers for option in layer.options)
         return any(not option.settings.exact and option.gradient_error is not None for option in options)
-
-    def _ratio(self, layer: LayerEntry, assignment: Assignment) -> float:
-        """Return the tie's ratio if its layers have equal settings; if not, their noises are independent."""
-        tie = self._tie_of.get(layer.name)
-        if tie is None or len({assignment.get(name) for name in tie.layers}) > 1:
-            return 1.0
-        return tie.ratio(layer.nearest(stored_as(self._effective(layer, assignment[layer.name]))))
-
-    def _effective(self, layer: LayerEntry, settings: LayerSettings) -> LayerSettings:
-        """Return the settings in effect: a layer stored by hooks has 256 levels at least."""
-        return settings.hooked if layer.name in self.timeline.hooked else settings
-
-    def _layer_ms(self, layer: LayerEntry, assignment: Assignment, active: ActiveDerivations) -> float | None:
-        settings = assignment.get(layer.name)
-        if settings is None or settings.exact or layer.name in active.free or self._stays_exact(layer):
-            return 0.0
-        used = stored_as(self._effective(layer, settings))
-        return active.by_layer.get(layer.name, layer).ms(used)
 
 
 @dataclass(frozen=True)
@@ -347,6 +328,16 @@ class ActiveDerivations:
 
 
 NO_DERIVATIONS = ActiveDerivations({}, frozenset())
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    """Return the sum; None if a value is unknown."""
+    return None if None in values else float(sum(value for value in values if value is not None))
+
+
+def _are_equal(settings: Sequence[LayerSettings | None]) -> bool:
+    first = settings[0]
+    return all(other is first or other == first for other in settings)
 
 
 def _is_active(derivation: Derivation, used: Mapping[str, LayerSettings]) -> bool:

@@ -162,7 +162,7 @@ class _Profiling:
         step_ms = median_ms(
             lambda: self.workload.take_step(self.model, batch, self.optimizer), 3, self.workload.device
         )
-        described = self.workload.description
+        described, static = self.workload.description, sum(self.large.static.values())
         return Profile(
             model=described["model"],
             fingerprint=described["fingerprint"],
@@ -173,9 +173,9 @@ class _Profiling:
             seed=self.workload.seed,
             torch=torch.__version__,
             partial=True,
-            static_bytes=self.large.static,
+            static_bytes=static,
             saved_bytes=sum(tensor.bytes for tensor in tensors) + self.rows.unattributed,
-            peak_bytes=self.large.static + self.large.plain.peak(),
+            peak_bytes=static + self.large.plain.peak(),
             step_ms=step_ms,
             tensors=tuple(tensors),
             layers=tuple(self.rows.entries()),

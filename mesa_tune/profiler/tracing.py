@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.memory.kinds import BATCH, GRADIENTS, OPTIMIZER_STATE, WEIGHTS
 from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in
 from mesa_tune.profiler.memory.step_trace import StepTrace
 from mesa_tune.profiler.memory.trace import trace_step
@@ -37,7 +39,7 @@ class StepTracer:
         plain, _ = self._trace(batch, Policy.parse(""))
         packed, tags = self._trace(batch, Policy.uniform(level=16))
         derived, _ = self._trace(batch, Policy.uniform(level=16, store="derive"), second=True)
-        return TracedSteps(batch_size, bytes_of(self._static(batch)), plain, packed, derived), tags
+        return TracedSteps(batch_size, self._static_bytes(batch), plain, packed, derived), tags
 
     def _trace(self, batch: Any, policy: Policy, *, second: bool = False) -> tuple[StepTrace, Tags]:
         """Trace the first or the second step under `policy`; the first shows which layers derive from which.
@@ -55,13 +57,23 @@ class StepTracer:
             return trace, running.layers()
 
     def _static(self, batch: Any) -> list[torch.Tensor]:
+        return [tensor for tensors in self._static_kinds(batch).values() for tensor in tensors]
+
+    def _static_kinds(self, batch: Any) -> dict[str, list[torch.Tensor]]:
         """Return what is alive when a step begins; of accumulated steps, when the last micro-batch begins."""
         if not self.workload.step.keeps_gradients:
             self.optimizer.zero_grad()
-        return [
-            *gradients_of(self.model),
-            *self.model.parameters(),
-            *self.model.buffers(),
-            *tensors_in(self.optimizer.state),
-            *tensors_in(batch),
-        ]
+        return {
+            WEIGHTS: [*self.model.parameters(), *self.model.buffers()],
+            GRADIENTS: gradients_of(self.model),
+            OPTIMIZER_STATE: tensors_in(self.optimizer.state),
+            BATCH: tensors_in(batch),
+        }
+
+    def _static_bytes(self, batch: Any) -> dict[str, int]:
+        """Return the bytes of each kind; a storage of two kinds is counted as the first."""
+        totals = accumulate(self._static_kinds(batch).values())
+        sizes = [0, *(bytes_of(tensors) for tensors in totals)]
+        return dict(
+            zip(self._static_kinds(batch), (after - before for before, after in pairwise(sizes)), strict=True)
+        )

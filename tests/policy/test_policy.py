@@ -330,3 +330,33 @@ def test_policies_can_be_copied_and_pickled() -> None:
 def test_errors_share_a_root_and_an_exit_status() -> None:
     assert issubclass(PolicyError, MesaTuneError)
     assert PolicyError.exit_status == 1
+
+
+ALL_RULES = """# mesa-tune policy 1
+on fc:
+    by_index: all
+    level: 16
+
+    by_index: 1 2
+    level: 4
+
+    by_name: blocks.*.fc2 head
+    group_size: 64
+on gelu:
+    by_name: blocks.1.*
+    level: 8
+on module:
+    by_name: blocks.2
+    store: exact
+"""
+
+
+@pytest.mark.parametrize("text", [ALL_RULES, ALL_RULES.split("\n", 1)[1], ""], ids=["ours", "mesa", "empty"])
+def test_the_assignment_of_all_layers_is_that_of_each(text: str) -> None:
+    policy = Policy.parse(text)
+    names = [(tag, f"blocks.{n}.{name}") for n in range(3) for tag, name in (("fc", "fc1"), ("gelu", "gelu"))]
+    names += [("fc", "blocks.1.fc2"), ("fc", "head")]
+    layers = [(tag, index, name) for index, (tag, name) in enumerate(names)]
+    expected = {name: policy.settings(tag, index, name) for tag, index, name in layers}
+    assert policy.assignment(layers) == expected
+    assert len(set(expected.values())) > 2 or not text

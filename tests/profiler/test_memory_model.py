@@ -9,6 +9,7 @@ import pytest
 from mesa_tune import ops
 from mesa_tune.errors import BudgetError
 from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler.memory.kinds import Peak
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from tests.synthetic import synthetic_profile
 
@@ -23,7 +24,7 @@ def timeline(*kept: SavedSpan, hooked: tuple[str, ...] = (), static: tuple[int, 
         Slot(layer, phase, (10, 5), (30, 15))
         for layer, phase in (("a", "forward"), ("b", "forward"), ("b", "backward"), ("a", "backward"))
     ]
-    return Timeline((8, 4), static, tuple(slots), kept, hooked)
+    return Timeline((8, 4), {"weights": static}, tuple(slots), kept, hooked)
 
 
 def plain(*layers: str, first: int = 0, last: int = 3) -> SavedSpan:
@@ -154,7 +155,7 @@ def test_sizes_never_fall_below_zero() -> None:
 
 
 def test_one_traced_size_cannot_be_stretched() -> None:
-    single = replace(timeline(), batch_sizes=(8, 8), static=(100, 100))
+    single = replace(timeline(), batch_sizes=(8, 8), static={"weights": (100, 100)})
     assert single.at(8).static == 100
     with pytest.raises(BudgetError, match=r"batch size 16.*\n.*--batch-size 16"):
         single.live({}, 16)
@@ -168,6 +169,21 @@ def test_an_unknown_kind_is_refused() -> None:
 def test_the_dictionary_form_is_the_same_timeline() -> None:
     original = synthetic_profile().timeline
     assert Timeline.from_dict(original.to_dict()) == original
+
+
+def test_the_peak_says_when_it_is_and_of_what() -> None:
+    traced = timeline(plain("a", first=0, last=2), SavedSpan("always", (), (7, 7), 1, 1, 1))
+    peak = traced.at().under({}).peak
+    assert (peak.layer, peak.phase) == ("b", "forward")
+    assert {kind: count for kind, count in peak.bytes.items() if count} == {
+        "weights": 100,
+        "saved tensors": 4 * BIG + 7,
+        "working memory": 10,
+    }
+    assert peak.text == "in the forward of b: saved tensors 32.8 kB, weights 100 B, working memory 10 B"
+    compressed = traced.at().under({"a": FOUR}).peak
+    assert (compressed.layer, compressed.phase, compressed.bytes["working memory"]) == ("a", "forward", 30)
+    assert Peak.from_dict(peak.to_dict()) == peak
 
 
 def derivable(*layers: str) -> SavedSpan:
@@ -211,9 +227,9 @@ def test_layers_that_derive_and_their_producers_have_temporaries_of_their_own() 
     traced = timeline(derivable("b"), coded("a"))
     slots = tuple(replace(slot, derived=(50, 25)) for slot in traced.slots)
     traced = replace(traced, slots=slots)
-    assert traced.at().work({"a": FOUR, "b": DERIVE}).tolist() == [50] * 4
-    assert traced.at().work({"a": FOUR, "b": FOUR}).tolist() == [30] * 4
-    assert traced.at().work({"b": DERIVE}).tolist() == [10, 30, 30, 10]
+    assert traced.at().under({"a": FOUR, "b": DERIVE}).work.tolist() == [50] * 4
+    assert traced.at().under({"a": FOUR, "b": FOUR}).work.tolist() == [30] * 4
+    assert traced.at().under({"b": DERIVE}).work.tolist() == [10, 30, 30, 10]
 
 
 def test_small_tensors_are_not_derived() -> None:

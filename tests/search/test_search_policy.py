@@ -186,7 +186,7 @@ def test_the_document_has_the_promised_keys(profile: Profile) -> None:
     )
     assert set(promised.split()) <= set(document)
     assert set(document["baseline"]) == {"peak_bytes", "saved_bytes"}
-    known = {"peak_bytes", "saved_bytes", "gradient_error", "gradient_noise_ratio", "step_ms"}
+    known = {"peak_bytes", "saved_bytes", "gradient_error", "gradient_noise_ratio", "step_ms", "peak"}
     assert set(document["predicted"]) == known
 
 

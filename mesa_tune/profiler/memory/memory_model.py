@@ -9,22 +9,21 @@ two batch sizes, and linear in the batch size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesa_tune.codecs import CODECS, Spec, fitting_size, memory_bytes
 from mesa_tune.errors import BudgetError
-from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
+from mesa_tune.policy.settings import MIN_ELEMENTS
+from mesa_tune.profiler.memory.distinct import Assignment
+from mesa_tune.profiler.memory.packed_sizes import LayerTraits
+from mesa_tune.profiler.memory.sized_timeline import SizedSlot, SizedSpan, SizedTimeline
 
 SizePair = tuple[int, int]
-Assignment = Mapping[str, LayerSettings]
-"""Layer name -> settings; a layer that is not in it is stored exactly."""
-
 PHASES: Final = ("forward", "backward", "step")
 KINDS: Final = ("coded", "side", "plain", "always")
 
@@ -35,7 +34,7 @@ class Slot:
 
     `exact`: if `layer` is stored exactly. `packed`: if it is compressed, with temporaries of encoding and
     decoded copies; the same where there is no layer. `derived`: if the layer derives from what others save,
-    or others derive from what it saves; None: as `packed`.
+    or others derive from what it saves; None: as `packed`. `gradients`: those of parameters, among them.
     """
 
     layer: str | None
@@ -43,6 +42,7 @@ class Slot:
     exact: SizePair
     packed: SizePair
     derived: SizePair | None = None
+    gradients: SizePair = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class SavedSpan:
 class Timeline:
     """One training step, traced at two batch sizes; every size is a pair, in the order of `batch_sizes`.
 
-    `static`: weights, gradients that exist when the step begins, optimizer state, buffers, batch. `hooked`:
-    layers stored by hooks, which have 256 levels at least. `serving`: layers that derive what they save only
-    if others derive from them, too; else they save something else (GELU saves its derivative). `rows`: for
-    layers whose groups end where rows end, the elements per row.
+    `static`: bytes alive when the step begins, by kind (`STATIC` in kinds.py). `hooked`: layers stored by
+    hooks, which have 256 levels at least. `serving`: layers that derive what they save only if others derive
+    from them, too; else they save something else (GELU saves its derivative). `rows`: for layers whose groups
+    end where rows end, the elements per row.
     """
 
     batch_sizes: SizePair
-    static: SizePair
+    static: Mapping[str, SizePair]
     slots: tuple[Slot, ...]
     kept: tuple[SavedSpan, ...]
     hooked: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class Timeline:
         """
         wanted = self.batch_sizes[0] if batch_size is None else batch_size
         if wanted not in self._sized:
-            self._sized[wanted] = SizedTimeline(self, wanted)
+            self._sized[wanted] = _Sizing(self, wanted).timeline()
         return self._sized[wanted]
 
     @cached_property
@@ -159,8 +159,8 @@ class Timeline:
         """Return the timeline with this `to_dict`. Raise KeyError, TypeError or ValueError for others."""
         return Timeline(
             batch_sizes=_pair(values["batch_sizes"]),
-            static=_pair(values["static"]),
-            slots=tuple(_slot(**slot) for slot in values["slots"]),
+            static={str(kind): _pair(pair) for kind, pair in dict(values["static"]).items()},
+            slots=tuple(_slot(slot) for slot in values["slots"]),
             kept=tuple(_span(span) for span in values["kept"]),
             hooked=tuple(values["hooked"]),
             min_elements=int(values["min_elements"]),
@@ -169,175 +169,71 @@ class Timeline:
         )
 
 
-class SizedTimeline:
-    """A timeline at one batch size, prepared to sum its bytes under many assignments."""
+class _Sizing:
+    """Makes the timeline at one batch size."""
 
     def __init__(self, timeline: Timeline, batch_size: int) -> None:
-        self.timeline = timeline
+        self.source = timeline
         self.batch_size = batch_size
-        self.static = timeline.scaled(timeline.static, batch_size)
-        slots = timeline.slots
-        self.exact = np.array(self._scaled(slot.exact for slot in slots), dtype=np.int64)
-        self.packed = np.array(self._scaled(slot.packed for slot in slots), dtype=np.int64)
-        self.derived = np.array(self._scaled(slot.derived or slot.packed for slot in slots), dtype=np.int64)
-        self.sizes = self._scaled(span.size for span in timeline.kept)
-        self.small = self._small()
-        self.spans = [self._at_this_size(span) for span in timeline.kept]
-        self.derivable = [
-            span
-            for span, size in zip(self.spans, self.sizes, strict=True)
-            if span.sources and size > timeline.min_elements
+
+    def timeline(self) -> SizedTimeline:
+        source = self.source
+        slots = [
+            SizedSlot(
+                slot.layer,
+                slot.phase,
+                exact=self._size(slot.exact),
+                packed=self._size(slot.packed),
+                derived=self._size(slot.derived or slot.packed),
+                gradients=self._size(slot.gradients),
+            )
+            for slot in source.slots
         ]
-        self.forward_end = max(
-            (index for index, slot in enumerate(timeline.slots) if slot.phase == "forward"), default=-1
-        )
-        self._hooked = frozenset(timeline.hooked)
-        self._serving = frozenset(timeline.serving)
+        spans = [self._span(span) for span in source.kept]
+        static = {kind: self._size(pair) for kind, pair in source.static.items()}
+        serving = frozenset(source.serving)
+        return SizedTimeline(self.batch_size, static, slots, spans, self._traits(), serving)
 
-    def _scaled(self, pairs: Iterable[SizePair]) -> list[int]:
-        return [self.timeline.scaled(pair, self.batch_size) for pair in pairs]
+    def _size(self, pair: SizePair) -> int:
+        return self.source.scaled(pair, self.batch_size)
 
-    def _small(self) -> frozenset[str]:
-        """Return the layers all of whose calls are too small to compress: every policy leaves them exact."""
-        largest: dict[str, int] = {}
-        for span, size in zip(self.timeline.kept, self.sizes, strict=True):
-            counts = self._scaled(span.extents) or [size] * len(span.layers)
-            if span.kind == "coded" or (span.kind == "side" and span.extents):
-                for name, count in zip(span.layers, counts, strict=True):
-                    largest[name] = max(largest.get(name, 0), count)
-        return frozenset(name for name, count in largest.items() if count <= self.timeline.min_elements)
+    def _traits(self) -> dict[str, LayerTraits]:
+        source, largest = self.source, dict(self._largest_calls())
+        names = dict.fromkeys(slot.layer for slot in source.slots if slot.layer is not None)
+        for span in source.kept:
+            names |= dict.fromkeys((*span.layers, *span.sources))
+        hooked = frozenset(source.hooked)
+        # Every policy leaves a layer exact whose calls are all too small to compress.
+        small = {name for name, count in largest.items() if count <= source.min_elements}
+        return {name: LayerTraits(name in hooked, name in small, source.rows.get(name, 0)) for name in names}
 
-    def _at_this_size(self, span: SavedSpan) -> SavedSpan:
-        """Return `span` as it is at this batch size: calls that are too small save what PyTorch saves."""
-        large = [count > self.timeline.min_elements for count in self._scaled(span.extents)]
-        if all(large):
-            return span
-        if span.kind == "plain":
-            return replace(span, kind="always")
-        layers = tuple(layer for layer, flag in zip(span.layers, large, strict=True) if flag)
-        return replace(span, layers=layers)
-
-    def live(self, assignment: Assignment) -> NDArray[np.int64]:
-        """Return the bytes alive in each slot, static ones included; shape [slots]."""
-        used = self.compressed(assignment)
-        changes = [0] * (len(self.timeline.slots) + 1)
-        for span, size in zip(self.spans, self.sizes, strict=True):
-            count = self.span_bytes(span, size, used)
-            changes[span.first] += count
-            changes[span.last + 1] -= count
-        in_spans = np.cumsum(np.array(changes[:-1], dtype=np.int64))
-        return np.asarray(self.static + self.work(assignment) + in_spans, dtype=np.int64)
-
-    def work(self, assignment: Assignment) -> NDArray[np.int64]:
-        """Return the bytes alive in each slot without static ones and spans; shape [slots]."""
-        # By the settings asked for, not those in effect: a small layer's slot covers calls of hooks after it.
-        asked = {name for name, settings in assignment.items() if not settings.exact}
-        links = self.links(self.compressed(assignment))
-        packs, derives = (
-            np.array([slot.layer in names for slot in self.timeline.slots], dtype=bool)
-            for names in (asked, links)
-        )
-        return np.where(derives, self.derived, np.where(packs, self.packed, self.exact))
-
-    def links(self, used: Mapping[str, LayerSettings]) -> set[str]:
-        """Return the layers that derive, and the layers from whose saved tensors they do."""
-        linked: set[str] = set()
-        for span in self.derivable:
-            derivers = self.derivers(span, used)
-            linked |= {*derivers, *span.sources} if derivers else set()
-        return linked
-
-    def derivers(self, span: SavedSpan, used: Mapping[str, LayerSettings]) -> list[str]:
-        """Return the layers of `span`, one of `derivable`, that derive it instead of storing it."""
-        if not span.sources or any(source not in used for source in span.sources):
-            return []
-        return [
-            layer
-            for layer in span.layers
-            if layer in used and used[layer].store == "derive" and layer not in span.sources
-            if layer not in self._serving or self._is_later_source(layer, span, used)
+    def _largest_calls(self) -> Iterator[tuple[str, int]]:
+        """Yield each layer whose size decides whether it compresses, and the elements of its largest call."""
+        pairs = [
+            (count, name)
+            for span in self.source.kept
+            if span.kind == "coded" or (span.kind == "side" and span.extents)
+            for name, count in zip(span.layers, self._extents(span), strict=True)
         ]
+        for count, name in sorted(pairs):
+            yield name, count
 
-    def _is_later_source(self, layer: str, span: SavedSpan, used: Mapping[str, LayerSettings]) -> bool:
-        """Return whether a later tensor than `span` is derived from what `layer` saves."""
-        later = (other for other in self.derivable if other.first > span.first and layer in other.sources)
-        return any(self.derivers(other, used) for other in later)
+    def _extents(self, span: SavedSpan) -> list[int]:
+        return [self._size(pair) for pair in span.extents] or [self._size(span.size)] * len(span.layers)
 
-    def peak_bytes(self, assignment: Assignment) -> int:
-        """Return the most bytes alive at once in the step."""
-        return int(self.live(assignment).max(initial=self.static))
-
-    def saved_bytes(self, assignment: Assignment) -> int:
-        """Return the bytes of all spans that are alive when the forward ends."""
-        used = self.compressed(assignment)
-        pairs = zip(self.spans, self.sizes, strict=True)
-        return sum(self.span_bytes(span, size, used) for span, size in pairs if self.is_saved(span))
-
-    def is_saved(self, span: SavedSpan) -> bool:
-        """Return whether the lifetime of `span` includes the moment between forward and backward."""
-        return span.first <= self.forward_end < span.last
-
-    def compressed(self, assignment: Assignment) -> dict[str, LayerSettings]:
-        """Return the layers that do not store exactly, with the settings that take effect."""
-        return {
-            name: used
-            for name, settings in assignment.items()
-            if name not in self.small and not (used := self._used(name, settings)).exact
-        }
-
-    def _used(self, name: str, settings: LayerSettings) -> LayerSettings:
-        return settings.hooked if name in self._hooked else settings
-
-    def span_bytes(self, span: SavedSpan, size: int, used: Mapping[str, LayerSettings]) -> int:
-        """Return the bytes of `span`, whose size at this batch size is `size`; 0 if it is never alive."""
-        if span.kind == "coded":
-            return self._coded_bytes(span, size, used)
-        if span.kind == "plain":
-            return size if any(layer not in used for layer in span.layers) else 0
-        if span.kind == "side":
-            return size if any(layer in used for layer in span.layers) else 0
-        return size
-
-    def _coded_bytes(self, span: SavedSpan, size: int, used: Mapping[str, LayerSettings]) -> int:
-        is_small = size <= self.timeline.min_elements
-        derivers = [] if is_small else self.derivers(span, used)
-        distinct = {
-            within(stored_as(used[layer]), self.timeline.rows.get(layer, 0))
-            for layer in span.layers
-            if layer in used and layer not in derivers
-        }
-        if is_small:
-            whole = None if span.whole is None else self.timeline.scaled(span.whole, self.batch_size)
-            return 0 if not distinct else size * span.itemsize if whole is None else whole
-        samples = self.timeline.scaled(span.samples, self.batch_size)
-        return sum(settings_bytes(size, settings, span.itemsize, samples) for settings in distinct)
-
-
-@lru_cache(maxsize=1 << 12)
-def stored_as(settings: LayerSettings) -> LayerSettings:
-    """Return the settings for what a layer cannot derive."""
-    return replace(settings, store="quantize") if settings.store == "derive" else settings
-
-
-@lru_cache(maxsize=1 << 12)
-def within(settings: LayerSettings, row: int) -> LayerSettings:
-    """Return the settings of a layer whose groups end where rows of `row` elements end; 0: they do not."""
-    if settings.group_size is None or not row:
-        return settings
-    return replace(settings, group_size=fitting_size(settings.group_size, row))
-
-
-@lru_cache(maxsize=1 << 16)
-def settings_bytes(elements: int, settings: LayerSettings, itemsize: int = 4, samples: int = 1) -> int:
-    """Return the bytes on the device of a packed tensor whose first dimension has size `samples`.
-
-    What its codec saves from step to step counts, too.
-    """
-    spec = Spec.of(settings, 0)
-    if spec is None:
-        return elements * itemsize
-    shape = (samples, elements // samples) if samples and elements % samples == 0 else (1, elements)
-    return CODECS[spec.codec].packed_bytes(shape, spec, itemsize) + memory_bytes(shape, spec)
+    def _span(self, span: SavedSpan) -> SizedSpan:
+        """Return `span` at this batch size: calls that are too small save what PyTorch saves."""
+        kind, layers, size, sources = span.kind, span.layers, self._size(span.size), span.sources
+        large = [self._size(pair) > self.source.min_elements for pair in span.extents]
+        if kind == "plain":
+            kind = "plain" if all(large) else "always"
+        elif large:
+            layers = tuple(name for name, flag in zip(layers, large, strict=True) if flag)
+        if kind == "coded" and size <= self.source.min_elements:
+            size = size * span.itemsize if span.whole is None else self._size(span.whole)
+            kind, sources = "small", ()
+        samples = self._size(span.samples)
+        return SizedSpan(kind, layers, size, span.itemsize, span.first, span.last, samples, sources)
 
 
 def _pair(values: Any) -> SizePair:
@@ -345,8 +241,10 @@ def _pair(values: Any) -> SizePair:
     return int(first), int(second)
 
 
-def _slot(layer: str | None, phase: str, exact: Any, packed: Any, derived: Any = None) -> Slot:
-    return Slot(layer, phase, _pair(exact), _pair(packed), None if derived is None else _pair(derived))
+def _slot(values: Mapping[str, Any]) -> Slot:
+    sizes = {name: _pair(values[name]) for name in ("exact", "packed", "gradients")}
+    derived = values.get("derived")
+    return Slot(**{**values, **sizes, "derived": None if derived is None else _pair(derived)})
 
 
 def _span(values: Mapping[str, Any]) -> SavedSpan:

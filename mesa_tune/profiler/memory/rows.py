@@ -11,7 +11,7 @@ from math import prod
 
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import UNLISTED, LayerEntry
-from mesa_tune.profiler.memory.memory_model import settings_bytes, within
+from mesa_tune.profiler.memory.packed_sizes import settings_bytes, within
 from mesa_tune.profiler.memory.step_trace import CodedTrace, PlainTrace
 from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED, TracedSteps, unattributed_bytes
 

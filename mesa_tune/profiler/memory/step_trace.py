@@ -84,6 +84,7 @@ class StepTrace:
     parts, the storage of the first part. `derived`: for each tensor that is derived instead, the layers whose
     saved tensors this takes. `serving`: layers that save their input only because others derive from it.
     `saved_bytes`: bytes alive when the forward ended; `ended`: when this was; `loss`: what it returned.
+    `gradients`: the storages of the parameters' gradients, as far as they were born in the step.
     """
 
     lifetimes: dict[int, Lifetime] = field(default_factory=dict)
@@ -106,6 +107,7 @@ class StepTrace:
     saved_bytes: int = 0
     ended: int = NEVER
     loss: int | None = None
+    gradients: frozenset[int] = frozenset()
 
     def is_saved(self, number: int) -> bool:
         """Return whether the storage is alive when the forward ends."""
@@ -142,6 +144,13 @@ class StepTrace:
         """Return for each of `moments` whether the storage is alive."""
         lifetime = self.lifetimes[number]
         return (lifetime.birth <= moments) & (moments < lifetime.death)
+
+    def gradient_bytes(self) -> NDArray[np.int64]:
+        """Return for each slot the bytes of gradients born in the step, when most bytes are alive."""
+        total = np.zeros(len(self.slots), dtype=np.int64)
+        for number in self.gradients:
+            total += self.lifetimes[number].bytes * self.alive(number, self.moments)
+        return total
 
     def stays_whole(self, number: int) -> bool:
         """Return whether the storage is saved whole although its layers compress.

@@ -62,7 +62,7 @@ def build_timeline(large: TracedSteps, small: TracedSteps, hooked: tuple[str, ..
     )
     return Timeline(
         batch_sizes=(large.batch_size, second.batch_size),
-        static=(large.static, second.static),
+        static={kind: (count, second.static[kind]) for kind, count in large.static.items()},
         slots=tuple(
             Slot(slot.layer, slot.phase, *zip(sizes, second_sizes, strict=True))
             for (slot, *sizes), (_, *second_sizes) in zip(slots, second_slots, strict=True)
@@ -92,8 +92,11 @@ def _extent_pair(first: int, second: int) -> tuple[int, int]:
     return (first, first) if NEVER in (first, second) else (first, second)
 
 
-def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace, int, int, int]]:
-    """Return each slot with its live bytes outside spans in the plain, compressed and deriving step."""
+def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace, int, int, int, int]]:
+    """Return each slot with its live bytes outside spans in the plain, compressed and deriving step.
+
+    The last number is those of gradients among them.
+    """
     packed = steps.packed.slots
     plain, derived = _aligned(steps.plain, steps.packed), _aligned(steps.derived, steps.packed)
     stored = [span for span in spans if span.kind != "plain"]
@@ -102,12 +105,14 @@ def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace
     exact_bytes = _summed(in_plain, len(packed), lambda span: span.size)
     packed_bytes = _summed(stored, len(packed), lambda span: span.traced_bytes)
     derived_bytes = _summed(in_derived, len(packed), lambda span: span.traced_bytes)
+    gradient_bytes = steps.packed.gradient_bytes().tolist()
     return [
         (
             slot,
             max(0, plain[index].high - exact_bytes[index]),
             max(0, slot.high - packed_bytes[index]),
             max(0, derived[index].high - derived_bytes[index]),
+            gradient_bytes[index],
         )
         for index, slot in enumerate(packed)
     ]

@@ -216,6 +216,9 @@ def trace_step(stepper: Stepper, loss: Callable[[], Tensor], static: list[Tensor
         recorder.open_slot(None, "backward")
         stepper.backward(value)
         del value
+        gradients = (parameter.grad for parameter in stepper.parameters if parameter.grad is not None)
+        numbers = (recorder.number(gradient.untyped_storage()) for gradient in gradients)
+        recorder.trace.gradients = frozenset(number for number in numbers if number is not None)
         recorder.open_slot(None, "step")
         stepper.update()
     recorder.trace.drop_dead_after_forward()

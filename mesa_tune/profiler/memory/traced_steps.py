@@ -22,10 +22,10 @@ UNATTRIBUTED = "unattributed"
 
 @dataclass(frozen=True)
 class TracedSteps:
-    """The plain, the compressed and the deriving step at one batch size; `static`: bytes before the step."""
+    """The plain, the compressed and the deriving step at one batch size; `static`: bytes before, by kind."""
 
     batch_size: int
-    static: int
+    static: Mapping[str, int]
     plain: StepTrace
     packed: StepTrace
     derived: StepTrace

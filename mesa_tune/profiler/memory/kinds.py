@@ -1,0 +1,53 @@
+"""Kinds of memory in a training step, and the moment of the step with the most of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from mesa_tune.units import format_bytes
+
+WEIGHTS: Final = "weights"
+GRADIENTS: Final = "gradients"
+OPTIMIZER_STATE: Final = "optimizer state"
+BATCH: Final = "batch"
+SAVED: Final = "saved tensors"
+WORKING: Final = "working memory"
+STATIC: Final = (WEIGHTS, GRADIENTS, OPTIMIZER_STATE, BATCH)
+"""Kinds that are alive when a step begins. Gradients are also born in it."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The slot of a step in which most bytes are alive.
+
+    `layer`: whose call it is; None between calls. `phase`: forward, backward or step (the optimizer's).
+    `bytes`: alive then, by kind; they sum to the peak. Weights include buffers. Working memory is everything
+    that no backward needs later: results on their way, decoded copies, buffers of the optimizer's step.
+    """
+
+    layer: str | None
+    phase: str
+    bytes: Mapping[str, int]
+
+    @property
+    def text(self) -> str:
+        """One line: where the peak is, and the kinds of its bytes, largest first."""
+        moment = "the optimizer's step" if self.phase == "step" else f"the {self.phase}"
+        where = f"{moment} of {self.layer}" if self.layer else moment
+        kinds = sorted(
+            (kind for kind, count in self.bytes.items() if count), key=lambda kind: -self.bytes[kind]
+        )
+        return f"in {where}: " + ", ".join(f"{kind} {format_bytes(self.bytes[kind])}" for kind in kinds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Peak:
+        """Return the peak with this `to_dict`."""
+        counts = {str(kind): int(count) for kind, count in values["bytes"].items()}
+        layer = values["layer"]
+        return Peak(None if layer is None else str(layer), str(values["phase"]), counts)
