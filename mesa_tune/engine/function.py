@@ -262,7 +262,8 @@ def _undefined(layer: str) -> RunError:
     return RunError(
         f"backward with create_graph=True reached {layer!r}, which saves a compressed copy.\n"
         "Second derivatives of compressed layers are not defined; "
-        "give that layer `enable: False`, or mt.revert(model)."
+        "give that layer `enable: False`, or mt.revert(model).\n"
+        "A profile has no such rule: leave the second derivative out of its loss()."
     )
 
 

@@ -49,7 +49,9 @@ class Pricing:
                 conversion.producers.update(producers)
             # The gradient is the same with checkpoints, but each backward would start from a second forward.
             with self.workload.same_random_state(), without_checkpoints():
+                self.model.zero_grad()
                 loss = raw.loss(batch)
+        self._require_no_gradients()
         sensitivity.record(loss, self._losses(others))
         if not sensitivity.norm:
             raise WorkloadError(
@@ -63,6 +65,15 @@ class Pricing:
         for draw in draws:
             with self.workload.same_random_state(), without_checkpoints():
                 yield self.workload.compute_loss(self.model, self.workload.make_batch(draw=draw))
+
+    def _require_no_gradients(self) -> None:
+        """Raise WorkloadError if the loss itself has computed gradients of the parameters."""
+        if any(parameter.grad is not None for parameter in self.model.parameters()):
+            raise WorkloadError(
+                f"{located(self.workload.loss, self.workload.path)}: loss() calls backward() itself, so the "
+                "gradient of the step is not that of what it returns\n"
+                "return the sum of the losses; for micro-batches set ACCUMULATION"
+            )
 
     def of_group(
         self, traced: Profile, group: tuple[str, ...], sensitivity: Sensitivity | None

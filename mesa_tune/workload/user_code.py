@@ -136,4 +136,9 @@ def _shown(file: str) -> str:
 def _remedy(error: BaseException) -> str:
     if any(phrase in str(error) for phrase in ("same device", "expected device")):
         return "make new tensors where the batch is: torch.zeros(…, device=images.device)"
+    if "saved tensor hooks" in str(error):
+        return (
+            "what a step saves is measured by such hooks: leave this part out of loss() "
+            "(a converted model runs it uncompressed)"
+        )
     return "--debug shows the whole traceback"

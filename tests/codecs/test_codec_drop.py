@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mesa_tune as mt
-from mesa_tune.codecs import Spec, drop
+from mesa_tune.codecs import Spec, drop, vrandom
 from mesa_tune.policy.settings import LayerSettings
 
 KEY = torch.tensor([5], dtype=torch.int64)
@@ -44,6 +44,18 @@ def test_exact_survivors_are_the_largest_magnitudes(gamma: float, ties: bool) ->
     decoded = drop.decode(parts, x.shape, x.dtype, spec(drop=gamma, store="exact"))
     assert torch.equal(decoded, min_k(x, gamma))
     assert parts[1].numel() == int(x.numel() * (1 - gamma))
+
+
+def test_random_elements_are_chosen_independently() -> None:
+    x, settings = torch.ones(1024), spec(drop=0.5, store="exact")._replace(codec="vrandom")
+    keys = torch.randint(-(2**62), 2**62, (200, 1))
+    packed = [vrandom.encode(x, settings, key) for key in keys]
+    chosen = torch.stack([vrandom.decode(parts, x.shape, x.dtype, settings) for parts in packed])
+    assert torch.equal(chosen.sum(1), torch.full((200,), 512.0))
+    together = chosen.T @ chosen / len(keys)
+    for distance in (1, 2, 4):
+        neighbours = together.diagonal(distance).mean()
+        assert neighbours == pytest.approx(0.25, abs=0.01)
 
 
 def test_nothing_survives_of_a_tensor_that_is_too_small() -> None:

@@ -169,6 +169,17 @@ def test_compress_saved_names_the_calls_of_a_loss() -> None:
     assert 0 < float((found - again.grad).square().sum() / again.grad.square().sum()) < 0.1
 
 
+@pytest.mark.parametrize(("index", "coded"), [("0", True), ("1", False)])
+def test_calls_of_a_loss_are_counted_from_its_first_entry_on(index: str, coded: bool) -> None:
+    policy = _parse(f"on gelu:\n    by_index: {index}\n    level: 4\n")
+    logits = torch.randn(64, 512).requires_grad_()
+    with mt.compress_saved(policy, seed=3):
+        loss = _loss(logits)
+    (found,) = torch.autograd.grad(loss, logits)
+    (right,) = torch.autograd.grad(_loss(logits), logits)
+    assert torch.equal(found, right) is not coded
+
+
 def test_compress_saved_has_new_noise_at_each_entry() -> None:
     def grad(seed: int | None) -> Tensor:
         logits = torch.linspace(-3, 3, 64 * 512).view(64, 512).requires_grad_()

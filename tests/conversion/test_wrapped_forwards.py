@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -168,6 +170,21 @@ def test_a_forward_that_was_wrapped_in_a_closure_is_reverted() -> None:
     assert 1e-3 < error(model, right) < 0.1
     assert error(mt.revert(model), right) < 1e-12
     assert 1e-3 < error(convert(model), right) < 0.1
+
+
+def test_a_forward_that_was_wrapped_before_stays_wrapped_when_it_is_bound_again() -> None:
+    model: Any = network()
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def doubled(x: Tensor) -> Any:
+        return inner(x) * 2
+
+    model.forward = doubled
+    convert(model)
+    model.forward = MethodType(model.forward.__func__, model)
+    assert torch.equal(model(X), network()(X) * 2)
+    assert torch.equal(mt.revert(model)(X), network()(X) * 2)
 
 
 def test_replicas_of_data_parallel_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -45,14 +46,19 @@ FORMULA: dict[str, Callable[[], Call]] = {
     "reflected images": lambda: (F.pad, [x(2, 3, 9, 9), (1, 1, 1, 1)], {"mode": "reflect"}),
     "groups of one channel": lambda: (F.group_norm, [x(2, 6, 5), 6], {}),
     "one sample in groups": lambda: (F.group_norm, [x(1, 6, 5), 3], {}),
+    "as many rows as matrices": lambda: (torch.matmul, [x(1, 4, 5), x(4, 5, 3)], {}),
+    "an image without a batch": lambda: (F.max_pool2d, [x(3, 20, 20), 2], {}),
     "keys of width one": lambda: (F.scaled_dot_product_attention, [x(1, 1, 3, 1) for _ in range(3)], {}),
 }
 PLAIN: dict[str, Callable[[], Call]] = {
     "norm of a matrix": lambda: (torch.linalg.norm, [x(20, 30), "fro"], {}),
     "negative base": lambda: (torch.pow, [-2.0, x(500).detach().round().requires_grad_()], {}),
     "power of one": lambda: (torch.pow, [x(500), 1], {}),
-    "an image without a batch": lambda: (F.pad, [x(3, 9, 9), (1, 1, 1, 1)], {"mode": "reflect"}),
+    "an image to pad": lambda: (F.pad, [x(3, 9, 9), (1, 1, 1, 1)], {"mode": "reflect"}),
     "no samples": lambda: (F.instance_norm, [x(0, 3, 9)], {}),
+    "rows over their sums": lambda: (F.normalize, [x(20, 30), 1.0], {}),
+    "rows of one class": lambda: (torch.log_softmax, [x(50, 1), -1], {}),
+    "a slope in a tensor": lambda: (F.leaky_relu, [x(500), torch.tensor(0.1)], {}),
 }
 
 
@@ -78,6 +84,25 @@ def test_a_formula_takes(name: str) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_pytorch_itself_takes(name: str) -> None:
     assert type(check(PLAIN[name]())).__name__ != "ApplyBackward"
+
+
+REFUSED: dict[str, Callable[[], Call]] = {
+    "one value per group": lambda: (F.group_norm, [x(1, 6), 6], {}),
+    "queries of four dimensions": lambda: (
+        F.multi_head_attention_forward,
+        [*[x(2, 3, 4, 8)] * 3, 8, 2, x(24, 8), x(24), None, None, False, 0.0, x(8, 8), x(8)],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_pytorch_refuses_in_its_own_words(name: str) -> None:
+    function, arguments, keywords = REFUSED[name]()
+    with pytest.raises((ValueError, AssertionError)) as expected:
+        function(*arguments, **keywords)
+    with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+        served(function, EXACT, *arguments, **keywords)
 
 
 def test_what_is_expanded_is_stored_once() -> None:

@@ -22,6 +22,7 @@ from mesa_tune.conversion.model import conversion_of
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.entries import Noise
+from mesa_tune.profiler.errors.recorded import as_real
 from mesa_tune.workload.checkpoints import with_checkpoints
 from mesa_tune.workload.user_code import mixed_seed, seeded
 from mesa_tune.workload.workload import Workload
@@ -166,7 +167,7 @@ def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None] | 
     """Return ‖gradient − other‖² over all parameters; a gradient that is None counts as zero."""
     total = 0.0
     for pair in zip(gradient, [None] * len(gradient) if other is None else other, strict=True):
-        tensors = [tensor.double() for tensor in pair if tensor is not None]
+        tensors = [as_real(tensor).double() for tensor in pair if tensor is not None]
         if tensors:
             difference = tensors[0] - tensors[1] if len(tensors) == 2 else tensors[0]
             total += float(difference.square().sum())

@@ -147,7 +147,13 @@ def add(total: Difference, difference: Difference) -> None:
 
 
 def squared_norm(*tensors: Tensor) -> float:
-    return sum(tensor.float().square().sum(dtype=torch.float64).item() for tensor in tensors)
+    """Return the sum of the squares of all elements; of complex ones, of both parts."""
+    return sum(as_real(tensor).float().square().sum(dtype=torch.float64).item() for tensor in tensors)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, any other one as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _now(tensor: Tensor) -> float:

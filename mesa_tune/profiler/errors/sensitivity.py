@@ -65,7 +65,8 @@ class Price:
 class _Recording(Observer):
     """Observer of the exact run: the replays of each layer, and the tensors that hooks store.
 
-    `changed`: the layer whose hooks return copies stored by this spec and seed. `open`: still recording.
+    `changed`: the layer whose hooks return copies stored by this spec and seed. `open`: the backward of the
+    loss is recorded. A backward that runs inside the loss, as in adversarial training, is not.
     `sizes`: for each layer, the bytes of its incoming gradients. `wanted`: the layers that have these now.
     """
 
@@ -73,7 +74,7 @@ class _Recording(Observer):
     hooked: dict[str, list[Tensor]] = field(default_factory=dict)
     sizes: Counter[str] = field(default_factory=Counter)
     wanted: frozenset[str] = frozenset()
-    open: bool = True
+    open: bool = False
     changed: tuple[str, Spec, Tensor] | None = None
     wants_tensors = True
 
@@ -134,6 +135,7 @@ class Sensitivity:
         gradients. All micro-batches round, each by itself: n of them have n times the recorded one's error.
         """
         self.loss = loss
+        self.recording.open = True
         with observing(self.recording):
             exact = self._backward([loss], [torch.ones_like(loss)])
         self.recording.open = False

@@ -23,7 +23,7 @@ from mesa_tune.engine.storage import Packing
 from mesa_tune.engine.tensors import is_small_view
 from mesa_tune.formulas.activation import POINTWISE_INPUT
 from mesa_tune.ops.maps import Deferred
-from mesa_tune.profiler.memory.meter import Meter
+from mesa_tune.profiler.memory.meter import Meter, storages
 from mesa_tune.profiler.memory.step_trace import (
     NEVER,
     CallKey,
@@ -216,8 +216,8 @@ def trace_step(stepper: Stepper, loss: Callable[[], Tensor], static: list[Tensor
         recorder.open_slot(None, "backward")
         stepper.backward(value)
         del value
-        gradients = (parameter.grad for parameter in stepper.parameters if parameter.grad is not None)
-        numbers = (recorder.number(gradient.untyped_storage()) for gradient in gradients)
+        gradients = [parameter.grad for parameter in stepper.parameters if parameter.grad is not None]
+        numbers = (recorder.number(storage) for storage in storages(gradients))  # sparse ones have two
         recorder.trace.gradients = frozenset(number for number in numbers if number is not None)
         recorder.open_slot(None, "step")
         stepper.update()
