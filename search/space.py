@@ -139,13 +139,14 @@ def make_space(
     units = [builder.unit(number, names, pinned) for number, names in enumerate(groups)]
     candidates = clusters(profile, sized, groups) if derive else ()
     derived = tuple(cluster.units for cluster in candidates if builder.extend(units, cluster, pinned))
-    base_ms = profile.step_ms * builder.scale
+    if profile.exact_ms is None:
+        raise RunError(f"the profile has no times of converted steps\n{_REMEDY}")
     return Space(
         tuple(units),
         tuple(builder.links),
         builder.base,
         builder.base_saved,
-        base_ms,
+        profile.exact_ms * builder.scale,
         sized.batch_size,
         derived,
     )

@@ -67,6 +67,7 @@ def synthetic_profile(
         saved_bytes=timeline.saved_bytes({}),
         peak_bytes=timeline.peak_bytes({}),
         step_ms=40.0,
+        routing_ms=0.0,
         tensors=tuple(tensors),
         layers=tuple(
             _entry(layer, layers, tensors, grid, float(10 ** chance.uniform(-4, -1)), known)
@@ -167,6 +168,7 @@ def _entry(
         own_bytes=tensor.bytes if tensor.owner == layer.name else 0,
         shared_with=tuple(name for name in tensor.layers if name != layer.name),
         options=tuple(options),
+        call_ms=0.0,
     )
 
 

@@ -1,6 +1,6 @@
 """`Observer`: the interface by which the profiler sees what calls save and restore; eager only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -74,9 +74,13 @@ class Observer:
 
 
 class _Watch:
-    """The observer, if there is one, and the number of our backwards that have begun."""
+    """The observer, if there is one, and the number of our backwards that have begun.
+
+    `returned`: called with the layer and the output of each routed call in eager code, to time it.
+    """
 
     observer: Observer | None = None
+    returned: Callable[[str, Any], object] | None = None
     backwards = 0
 
 

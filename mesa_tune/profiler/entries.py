@@ -183,6 +183,11 @@ class HasOptions:
         """Return what `ms` does, given the position of the nearest option."""
         return None if position is None else self.options[position].ms
 
+    def encode_ms(self, settings: LayerSettings) -> float | None:
+        """Return the milliseconds of encoding with the nearest option; None if unknown."""
+        position = self.nearest(settings)
+        return None if position is None else self.options[position].encode_ms
+
     def to_dict(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**values, "options": [option.to_dict() for option in self.options]}
@@ -190,7 +195,12 @@ class HasOptions:
 
 @dataclass(frozen=True)
 class LayerEntry(HasOptions):
-    """A layer and its options. `bytes`: of all tensors that it saves; `own_bytes`: of those that it owns."""
+    """A layer and its options.
+
+    `bytes`: of all tensors that it saves; `own_bytes`: of those that it owns. `call_ms`: milliseconds that it
+    adds to a step, if it compresses, besides encoding and decoding; below zero where its backward is faster
+    than PyTorch's. None: unknown.
+    """
 
     name: str
     tag: str
@@ -202,6 +212,7 @@ class LayerEntry(HasOptions):
     own_bytes: int
     shared_with: tuple[str, ...]
     options: tuple[Option, ...]
+    call_ms: float | None = None
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> LayerEntry:

@@ -22,6 +22,7 @@ from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Noise
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.kinds import Peak
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.memory.packed_sizes import stored_as
 from mesa_tune.profiler.price_table import Price, PriceTable
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Profile:
     at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before
     the step).
     `gradient_noise` and `gradient_scale`: see `Noise`; None where it was not measured.
+    `step_ms`: time of the plain step, on the CPU the processor time of its thread; `routing_ms`: time that
+    converting the model adds to it, with every layer exact; None: unknown.
     """
 
     model: str | None
@@ -103,6 +106,7 @@ class Profile:
     exact: tuple[ExactEntry, ...] = ()
     gradient_noise: float | None = None
     gradient_scale: float | None = None
+    routing_ms: float | None = None
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
@@ -136,7 +140,7 @@ class Profile:
             step.saved_bytes,
             step.peak_bytes,
             error,
-            None if added_ms is None else (self.step_ms + added_ms) * sized.batch_size / self.batch_size,
+            self._scaled_ms(added_ms, sized.batch_size),
             None if noise is None else noise.ratio(error),
             step.peak,
         )
@@ -152,7 +156,7 @@ class Profile:
     def cost_of(
         self, layers: Iterable[LayerEntry], assignment: Assignment, active: ActiveDerivations
     ) -> tuple[float | None, float | None]:
-        """Return what `layers` add to the gradient error, and to the milliseconds of a step.
+        """Return what `layers` add to the gradient error, and to the milliseconds of `exact_ms`.
 
         None where the price of one of them is unknown. `active`: derivations under `assignment`.
         """
@@ -162,14 +166,34 @@ class Profile:
         for layer in layers:
             name = layer.name
             settings = assignment.get(name)
-            if settings is None or name in active.free:
+            if settings is None or settings.exact:
+                continue
+            times.append(layer.call_ms)
+            if name in active.free:
                 continue
             price = prices[id(settings)][name]
-            if name in active.by_layer and not settings.exact:
+            if name in active.by_layer:
                 price = self._prices.of_derivation(active.by_layer[name], layer, settings)
             errors.append(price.tied_error if name in tied else price.error)
-            times.append(price.ms)
+            times += price.ms, self._copy_ms(layer, assignment)
         return _sum(errors), _sum(times)
+
+    def _scaled_ms(self, added_ms: float | None, batch_size: int) -> float | None:
+        if added_ms is None or self.exact_ms is None:
+            return None
+        return (self.exact_ms + added_ms) * batch_size / self.batch_size
+
+    def _copy_ms(self, layer: LayerEntry, assignment: Assignment) -> float | None:
+        """Return the time of encoding a copy of its own of what `layer` shares (Rule 3); None if unknown.
+
+        The options of a tie's first layer include the encoding, those of the others do not.
+        """
+        tie = self._tie_of.get(layer.name)
+        before = () if tie is None else tie.layers[: tie.layers.index(layer.name)]
+        settings = assignment[layer.name]
+        if not before or settings in [assignment.get(name) for name in before]:
+            return 0.0
+        return self.layer(before[0]).encode_ms(stored_as(settings))
 
     def _prices_of(self, assignment: Assignment) -> dict[int, dict[str, Price]]:
         """Return the prices of all layers under each settings, by its id: hashing settings takes long."""
@@ -201,6 +225,11 @@ class Profile:
         None if no option of this kind was measured.
         """
         return self._prices.under(settings)[layer.name].error
+
+    @property
+    def exact_ms(self) -> float | None:
+        """Time of a step of the converted model with every layer exact; None if unknown."""
+        return None if self.routing_ms is None else self.step_ms + self.routing_ms
 
     def plain_ms(self, batch_size: int) -> float:
         """Return the time of a plain step at `batch_size`, in proportion to the profiled one."""
@@ -301,6 +330,10 @@ class Profile:
     @cached_property
     def _by_name(self) -> dict[str, LayerEntry]:
         return {layer.name: layer for layer in self.layers}
+
+    @cached_property
+    def _tie_of(self) -> dict[str, Tie]:
+        return {name: tie for tie in self.ties for name in tie.layers}
 
     @cached_property
     def _prices(self) -> PriceTable:

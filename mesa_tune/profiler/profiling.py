@@ -33,8 +33,9 @@ from mesa_tune.profiler.memory.timeline_builder import build_timeline
 from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.profiler.pricing import Pricing
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.step_time import SHARE, StepTimer, timed_policy, timed_settings, with_times
 from mesa_tune.profiler.tracing import StepTracer
-from mesa_tune.workload.clock import median_ms
+from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
 from mesa_tune.workload.workload import Workload
 
@@ -106,18 +107,20 @@ class _Profiling:
         del restore  # it refers to copies of the parameters
         self.measured = self._resumed(traced)
         self.derivations: tuple[Derivation, ...] = ()
+        begin = time.monotonic()
         try:
-            with preserved(self.model, self.optimizer, self.again):
+            with preserved(self.model, self.optimizer, self.again) as restore:
                 self._measure_options(traced)
                 self.derivations = tuple(self._derivations(traced))
                 if self.options:
                     self.show("gradient noise of the batches", 1.0)
                     noise = JointError(self.workload, self.model).noise()
                     traced = replace(traced, gradient_noise=noise.relative, gradient_scale=noise.scale)
+                complete = self._assembled(traced, partial=False)
+                complete = self._timed(complete, restore, SHARE * (time.monotonic() - begin))
         except KeyboardInterrupt:
             self._save(self._assembled(traced, partial=True))
             raise
-        complete = self._assembled(traced, partial=False)
         self._save(complete)
         return complete
 
@@ -138,7 +141,7 @@ class _Profiling:
         self.rows = Rows(self.large, tags, self.catalog.modules)
         self.timeline = build_timeline(self.large, small, self.rows.hooked)
         self.pricing = Pricing(self.workload, self.model, self.options, self.rows, self.timeline)
-        return self._profile(longest.batch)
+        return self._profile(longest.batch, restore)
 
     def _smaller(self, tracer: StepTracer, longest: LongestBatch, size: int) -> TracedSteps:
         """Return the traced steps of the same draw at another batch size."""
@@ -156,12 +159,9 @@ class _Profiling:
         )
         return (*([] if size == wanted else [halved]), *self.notes, *estimated)
 
-    def _profile(self, batch: Any) -> Profile:
+    def _profile(self, batch: Any, restore: Callable[[], None]) -> Profile:
         """Return the profile of bytes, with the time of a plain step on `batch`; no layer has options yet."""
         tensors = tensor_entries(self.large.plain)
-        step_ms = median_ms(
-            lambda: self.workload.take_step(self.model, batch, self.optimizer), 3, self.workload.device
-        )
         described, static = self.workload.description, sum(self.large.static.values())
         return Profile(
             model=described["model"],
@@ -176,7 +176,7 @@ class _Profiling:
             static_bytes=static,
             saved_bytes=sum(tensor.bytes for tensor in tensors) + self.rows.unattributed,
             peak_bytes=static + self.large.plain.peak(),
-            step_ms=step_ms,
+            step_ms=self._timer(restore).plain_ms(batch, 3),
             tensors=tuple(tensors),
             layers=tuple(self.rows.entries()),
             timeline=self.timeline,
@@ -218,6 +218,18 @@ class _Profiling:
             self.show(f"errors of what is derived, batch {number + 1} of {self.seeds}", 1.0)
         for reach, known in prices.items():
             yield Derivation(reach.layers, reach.takers, reach.sources, known.options)
+
+    def _timed(self, profile: Profile, restore: Callable[[], None], seconds: float) -> Profile:
+        """Return the profile with the times of steps, if options were priced; take about `seconds`."""
+        settings = timed_settings(self.options)
+        if settings is None:
+            return profile
+        self.show("step times", 1.0)
+        times = self._timer(restore).times(timed_policy(profile, settings), seconds)
+        return with_times(profile, times, settings)
+
+    def _timer(self, restore: Callable[[], None]) -> StepTimer:
+        return StepTimer(self.workload, self.model, self.optimizer, restore, clock_of(self.workload.device))
 
     def _prices(self, name: str) -> LayerPrices:
         return self.measured.get(name, LayerPrices())

@@ -7,7 +7,6 @@ does not fit in memory, everything that does not depend on it must still be meas
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +25,7 @@ from mesa_tune.profiler.draws import longest_batch
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory.meter import StepMemory, measure_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
+from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.step import Stepper
 from mesa_tune.workload.workload import Workload
 
@@ -35,7 +35,10 @@ _REMEDY = "make it again with `mesa-tune verify --force`"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured bytes of a training step, and its median time. None: the step did not fit in memory."""
+    """Measured bytes of a training step, and its median time. None: the step did not fit in memory.
+
+    On the CPU, the time is processor time: see `workload.clock`.
+    """
 
     peak_bytes: int | None
     saved_bytes: int | None
@@ -197,22 +200,17 @@ class _Training:
         self.batch = workload.make_batch(draw=draw)
         self.optimizer = workload.make_optimizer(self.model)
         self.stepper = Stepper(workload.step, self.optimizer)
+        self.clock = clock_of(workload.device)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         with nullcontext() if self.policy is None else compress_saved(self.policy):
             return self.workload.compute_loss(model, batch, check=False)
 
     def timed_step(self) -> float:
-        """Run one step, wait for the device, and return the milliseconds that both took."""
-        self._wait()
-        begin = time.perf_counter()
+        """Run one step; return the milliseconds that it took on the clock of the device."""
+        begin = self.clock.now()
         self.stepper.run(lambda: self.loss(self.model, self.batch))
-        self._wait()
-        return 1000 * (time.perf_counter() - begin)
-
-    def _wait(self) -> None:
-        if self.workload.device.startswith("cuda"):
-            torch.cuda.synchronize(self.workload.device)
+        return self.clock.ms([begin, self.clock.now()])[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,40 @@ class RawConversion(Conversion):
 
 @dataclass
 class Session:
-    """A model under a policy, and the layers of the loss under the same policy."""
+    """A model under a policy, and the layers of the loss under the same policy.
+
+    It can be entered many times, and its conversions keep their cached calls: see `installed`.
+    """
 
     workload: Workload
     model: nn.Module
     conversion: Conversion
     losses: Conversion
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        model: nn.Module,
+        policy: Policy,
+        *,
+        seed: int = 0,
+        min_elements: int = 0,
+        kind: type[Conversion] = Conversion,
+    ) -> Session:
+        """Return the session of `model` under `policy`; the model is not converted yet."""
+        conversion = kind(policy, Catalog.of(model), seed, min_elements)
+        return cls(workload, model, conversion, kind(policy, Catalog.empty(), seed, min_elements))
+
+    @contextmanager
+    def installed(self) -> Iterator[Session]:
+        """Convert the model for the body, and revert it afterwards."""
+        revert(self.model)
+        install(self.model, self.conversion)
+        try:
+            yield self
+        finally:
+            revert(self.model)
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of the model on `batch`; layers of the loss are named `loss.*`."""
@@ -68,10 +96,6 @@ def session(
     kind: type[Conversion] = Conversion,
 ) -> Iterator[Session]:
     """Convert `model` with `policy` for the body, and revert it afterwards."""
-    revert(model)
-    conversion = kind(policy, Catalog.of(model), seed, min_elements)
-    install(model, conversion)
-    try:
-        yield Session(workload, model, conversion, kind(policy, Catalog.empty(), seed, min_elements))
-    finally:
-        revert(model)
+    opened = Session.of(workload, model, policy, seed=seed, min_elements=min_elements, kind=kind)
+    with opened.installed():
+        yield opened

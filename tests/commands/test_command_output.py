@@ -27,7 +27,7 @@ PARTS: dict[str, dict[str, set[str]]] = {
 }
 ROWS = {
     "tensors": "id owner layers shape dtype bytes",
-    "layers": "name tag index module shape dtype bytes own_bytes shared_with options",
+    "layers": "name tag index module shape dtype bytes own_bytes shared_with options call_ms",
 }
 OPTION = "settings bytes tensor_error gradient_error standard_error measured encode_ms decode_ms batches"
 

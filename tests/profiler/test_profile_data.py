@@ -48,6 +48,7 @@ def test_the_document_has_the_promised_keys(profile: Profile) -> None:
         "own_bytes",
         "shared_with",
         "options",
+        "call_ms",
     }
     assert set(document["layers"][0]) == layer
     option = "settings bytes tensor_error gradient_error standard_error measured encode_ms decode_ms batches"

@@ -10,7 +10,6 @@ A second step that does derive shows it, by layer, call and position.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.engine.rematerialize import Recipe, rebuilt, take
 from mesa_tune.engine.storage import Packing, as_is
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.errors.recorded import CopyCache, Draw, RecordedCall, cached_copy
+from mesa_tune.profiler.errors.recorded import CopyCache, Draw, RecordedCall, cached_copy, now
 from mesa_tune.profiler.memory.step_trace import CallKey, TensorKey
 from mesa_tune.profiler.memory.trace import CallCounter
 
@@ -187,7 +186,7 @@ class _DerivingCall(RecordedCall):
             row = self.step.replays[key[0]][key[1]].row
             return cached_copy(exact, spec.within(row), seed, cache).tensor
 
-        start = time.perf_counter()
+        start = now(self.replay.lossy[position])
         self.lossy[position] = self.derived[position].value(read)
-        draw.decode_ms += 1e3 * (time.perf_counter() - start)
+        draw.decode_ms += 1e3 * (now(self.lossy[position]) - start)
         return 0.0, 0.0

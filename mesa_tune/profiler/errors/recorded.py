@@ -119,15 +119,27 @@ def _add_or_send(
         sent.append((GradientEdge(edge[0], edge[1]), delta))
 
 
+TRIES = 3
+"""How often a tensor is stored and restored for its times: the first time it may be out of the cache."""
+
+
 def stored(tensor: Tensor, spec: Spec, seed: Tensor) -> tuple[Tensor, float, float]:
-    """Return `tensor` encoded and decoded by `spec`, and the milliseconds of encoding and of decoding."""
+    """Return `tensor` encoded and decoded by `spec`, and the least milliseconds of encoding and decoding."""
+    copy, encode_ms, decode_ms = _stored_once(tensor, spec, seed)
+    for _ in range(TRIES - 1):
+        _, encode, decode = _stored_once(tensor, spec, seed)
+        encode_ms, decode_ms = min(encode_ms, encode), min(decode_ms, decode)
+    return copy, encode_ms, decode_ms
+
+
+def _stored_once(tensor: Tensor, spec: Spec, seed: Tensor) -> tuple[Tensor, float, float]:
     registry.clear()
-    start = _now(tensor)
+    start = now(tensor)
     packing = decided(tensor, spec)
     parts = store(tensor, packing, spec, seed.to(tensor.device))
-    middle = _now(tensor)
+    middle = now(tensor)
     copy = restore(parts, packing, spec)
-    return copy, 1e3 * (middle - start), 1e3 * (_now(tensor) - middle)
+    return copy, 1e3 * (middle - start), 1e3 * (now(tensor) - middle)
 
 
 def cached_copy(tensor: Tensor, spec: Spec, seed: Tensor, cache: CopyCache) -> DecodedCopy:
@@ -156,7 +168,9 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _now(tensor: Tensor) -> float:
+def now(tensor: Tensor) -> float:
+    """Return a moment in seconds, after the work on the device of `tensor`."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
+        return time.perf_counter()
+    return time.thread_time()  # without the time that other processes take

@@ -1,0 +1,200 @@
+"""What layers add to the time of a step: on a clock that stands still but where the test advances it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.engine import function, rematerialize, storage
+from mesa_tune.engine.observer import watch
+from mesa_tune.engine.storage import Packing
+from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler import step_time
+from mesa_tune.profiler.step_time import (
+    FEWEST,
+    MOST,
+    StepTimer,
+    StepTimes,
+    Turn,
+    summarized,
+    timed_policy,
+    timed_settings,
+    with_times,
+)
+from mesa_tune.workload.clock import clock_of
+from mesa_tune.workload.preserve import preserved
+from tests.models import ViT
+from tests.synthetic import GRID, synthetic_profile
+
+MODULE, STORE, RESTORE = 10.0, 2.0, 3.0
+FOUR = LayerSettings(level=16, group_size=256)
+
+
+class _Clock:
+    """Advances only when it is told to."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def now(self) -> float:
+        return self.passed
+
+    def ms(self, marks: Sequence[float]) -> list[float]:
+        return [after - before for before, after in pairwise(marks)]
+
+
+class _Mlp(nn.Module):
+    """Two linear layers around a tanh, in a forward that takes `MODULE` milliseconds."""
+
+    def __init__(self, clock: _Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.passed += MODULE
+        y: Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    """A clock on which packing a tensor takes `STORE`, and restoring it `RESTORE` milliseconds."""
+    clock = _Clock()
+    store, restore = storage.store, rematerialize.saved_tensor
+
+    def slow_store(tensor: Any, packing: Packing, *others: Any) -> Any:
+        clock.passed += STORE if packing.packed else 0
+        return store(tensor, packing, *others)
+
+    def slow_restore(parts: Any, packing: Packing, spec: Any) -> Any:
+        clock.passed += RESTORE if packing.packed else 0
+        return restore(parts, packing, spec)
+
+    monkeypatch.setattr(function, "store", slow_store)
+    monkeypatch.setattr(function, "saved_tensor", slow_restore)
+    return clock
+
+
+@pytest.fixture
+def timer(clock: _Clock) -> Iterator[StepTimer]:
+    work = mt.Workload(
+        lambda: _Mlp(clock), lambda n: torch.randn(n, 64), lambda model, x: model(x).mean(), batch_size=64
+    )
+    model = work.build()
+    optimizer = work.make_optimizer(model)
+    with preserved(model, optimizer) as restore:
+        yield StepTimer(work, model, optimizer, restore, clock)
+
+
+def test_each_layer_adds_what_it_stores_and_restores(timer: StepTimer) -> None:
+    times = timer.times(mt.Policy.uniform(level=16), 0.0)
+    assert (times.plain, times.routing) == (MODULE, 0.0)
+    assert times.added == {"first": 0.0, "tanh.0": STORE + RESTORE, "second": STORE + RESTORE}
+
+
+def test_the_model_is_plain_and_unobserved_after_timing(timer: StepTimer) -> None:
+    timer.times(mt.Policy.uniform(level=16), 0.0)
+    assert watch.returned is None
+    assert timer.model.forward.__func__ is _Mlp.forward  # type: ignore[attr-defined]
+    assert timer.plain_ms(timer.workload.make_batch(), 3) == MODULE
+
+
+def test_turns_go_on_until_the_time_is_over(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(step_time, "summarized", lambda turns: counted.append(len(turns)))
+    for seconds in (0.0, 3600.0):
+        timer.times(mt.Policy(()), seconds)
+    assert counted == [FEWEST, MOST]
+
+
+def turn(speed: float = 1.0, added: float = 1.0) -> Turn:
+    """Return a plain step of 10 ms, with 2 ms of routing, and `added` by one layer, on a slower machine."""
+    exact = {None: 8.0 * speed, "fc": 4.0 * speed}
+    return Turn({None: 10.0 * speed}, exact, {**exact, "fc": (4.0 + added) * speed})
+
+
+def test_a_busy_machine_changes_no_ratio() -> None:
+    times = summarized([turn(), turn(3.0), turn(), turn(1.5), turn()])
+    assert times.plain == 10.0
+    assert times.routing == pytest.approx(2.0)
+    assert times.added == {"fc": pytest.approx(1.0)}
+
+
+def test_one_disturbed_turn_counts_for_nothing() -> None:
+    times = summarized([turn(), turn(added=50.0), turn()])
+    assert times.added == {"fc": pytest.approx(1.0)}
+
+
+def test_the_thread_clock_counts_no_time_in_which_the_thread_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([1.0, 1.5, 1.75])
+    monkeypatch.setattr(time, "thread_time", lambda: next(moments))
+    device_clock = clock_of("cpu")
+    assert device_clock.ms([device_clock.now() for _ in range(3)]) == [500.0, 250.0]
+
+
+def test_steps_are_timed_under_the_option_nearest_to_four_bits() -> None:
+    assert timed_settings(GRID) == FOUR
+    dropping = LayerSettings(level=16, drop=0.5)
+    assert timed_settings([dropping, LayerSettings(level=4, group_size=64)]) == LayerSettings(
+        level=4, group_size=64
+    )
+    assert timed_settings([]) is None
+
+
+def test_what_hooks_store_is_exact_while_steps_are_timed() -> None:
+    profile = synthetic_profile()
+    policy = timed_policy(profile, FOUR)
+    exact = {
+        layer.name for layer in profile.layers if policy.settings(layer.tag, layer.index, layer.name).exact
+    }
+    assert exact == set(profile.timeline.hooked)
+
+
+def test_a_prediction_under_the_timed_settings_is_what_was_measured() -> None:
+    profile = synthetic_profile()
+    added = {layer.name: 0.25 * number for number, layer in enumerate(profile.layers)}
+    timed = with_times(profile, StepTimes(50.0, 2.0, added), FOUR)
+    for layer in timed.layers:
+        if layer.name not in profile.timeline.hooked:
+            predicted = timed.predict_assignment({layer.name: FOUR}).step_ms
+            copied = timed.layer("blocks.0.q").encode_ms(FOUR) if layer.name.endswith((".k", ".v")) else 0.0
+            assert predicted == pytest.approx(52.0 + added[layer.name] + (copied or 0.0))
+
+
+def test_layers_with_one_copy_encode_once() -> None:
+    profile = synthetic_profile()
+    q, k = profile.layer("blocks.0.q"), profile.layer("blocks.0.k")
+    eight = LayerSettings()
+
+    def added(assignment: dict[str, LayerSettings]) -> float:
+        return (profile.predict_assignment(assignment).step_ms or 0.0) - profile.step_ms
+
+    both, own = (q.ms(FOUR) or 0.0) + (k.ms(FOUR) or 0.0), (q.ms(eight) or 0.0) + (k.ms(FOUR) or 0.0)
+    assert added({q.name: FOUR, k.name: FOUR}) == pytest.approx(both)
+    assert added({q.name: eight, k.name: FOUR}) == pytest.approx(own + (q.encode_ms(FOUR) or 0.0))
+
+
+def test_layers_that_were_not_timed_make_an_unknown_prediction() -> None:
+    profile = with_times(synthetic_profile(), StepTimes(50.0, 2.0, {}), FOUR)
+    assert profile.predict_assignment({"head": FOUR}).step_ms is None
+    assert profile.predict_assignment({}).step_ms == 52.0
+
+
+def test_a_profile_knows_the_times_of_its_layers() -> None:
+    work = mt.Workload(
+        lambda: ViT(width=32, depth=1),
+        lambda n: torch.randn(n, 16, 16),
+        lambda m, x: m(x).mean(),
+        batch_size=8,
+    )
+    profile = mt.profile(work, options=[FOUR], seeds=1)
+    assert profile.predict(mt.Policy.uniform(level=4)).step_ms is not None
+    assert mt.profile(work, options=()).predict(mt.Policy(())).step_ms is None
