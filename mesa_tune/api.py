@@ -3,6 +3,7 @@
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.resume import load_state_dict, state_dict
 from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, RunError, WorkloadError
+from mesa_tune.estimation import Estimate, estimate
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Prediction, Profile
@@ -14,6 +15,7 @@ from mesa_tune.workload.workload import Workload
 
 __all__ = [
     "BudgetError",
+    "Estimate",
     "LayerSettings",
     "MesaTuneError",
     "Plan",
@@ -28,6 +30,7 @@ __all__ = [
     "WorkloadError",
     "compress_saved",
     "convert",
+    "estimate",
     "load_state_dict",
     "profile",
     "revert",

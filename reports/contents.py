@@ -117,7 +117,9 @@ def _on_measured_clock(predicted: Prediction, results: RunResults) -> dict[str, 
     """Return the prediction as `verify` prints it: its time is scaled by the measured plain step."""
     assert results.verification is not None
     verification = replace(results.verification, predicted=predicted)
-    scaled = verification.predicted_beside(results.profile.plain_ms(results.batch_size))
+    profile = results.profile
+    ms = None if profile.step_ms is None else profile.plain_ms(results.batch_size)
+    scaled = verification.predicted_beside(ms)
     return scaled.to_dict() if scaled else {}
 
 

@@ -87,12 +87,12 @@ def png(figure: Figure) -> bytes:
 
 def summary(results: RunResults) -> list[dict[str, str]]:
     """Return the cards at the top: `label, value, detail, source` for peak, saved bytes, error and time."""
-    plan, plain = results.plan, results.plain
+    plan, plain, ms = results.plan, results.plain, results.profile.step_ms
     if plan is None:
         return [
             _card("Peak of the step", format_bytes(plain.peak_bytes), _moment(plain)),
             _card("Saved for backward", format_bytes(plain.saved_bytes), "the part that a policy can shrink"),
-            _card("Step time", format_time(results.profile.step_ms / 1000), "plain"),
+            _card("Step time", "not known" if ms is None else format_time(ms / 1000), "plain"),
         ]
     return [
         _bytes_card("Peak of the step", "peak_bytes", results, _moment(plan.predicted)),

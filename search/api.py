@@ -81,7 +81,7 @@ def search_policy(
 
     Raises:
         BudgetError: not an amount, not reachable, or a batch size that the profile cannot predict.
-        RunError: a profile without errors, a storage that cannot be used.
+        RunError: a profile without errors or of bytes only, a storage that cannot be used.
         WorkloadError: the workload's functions fail.
     """
     _require_positive("batch size", batch_size, whole=True)
@@ -89,6 +89,7 @@ def search_policy(
     _require_positive("max-slowdown", max_slowdown)
     if trials is not None and trials < 0:
         raise BudgetError(f"trials {trials}: must be 0 or more\n0 solves from the profile alone")
+    profile.plain_ms(profile.batch_size)  # raises for a profile without prices
     request = _request(profile, budget, batch_size, max_saved, max_slowdown, pins or {}, seed)
     if not request.pins and _plain_fits(request):
         return _exact_plan(request)

@@ -18,7 +18,7 @@ LEVELS = (
     ("functional", "conversion"),
     ("nn", "workload"),
     ("profiler",),
-    ("search", "compat"),
+    ("search", "compat", "estimation"),
     ("retune", "reports"),
     ("commands",),
     ("cli", "api", "pytest_plugin"),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mesa_tune.codecs.spec import Memory, Spec
 from mesa_tune.ops import reference
+from mesa_tune.ops.flags import none_set
 from mesa_tune.ops.fused import QUANTIZE_MAP, Fused
 from mesa_tune.ops.maps import KINDS, Deferred
 
@@ -94,7 +95,7 @@ def _ends(ranges: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
     Steps were rounded up; the cast to `dtype` makes the value of the highest level the greatest element
     again. Groups with gaps (NaN or Inf) have the highest value first, and then -Inf if it is also the lowest.
     """
-    if _none_set(ranges.isnan()):
+    if none_set(ranges.isnan()):
         return _values_of_ends(ranges, levels - 1, dtype)
     gaps = reference.have_gaps(ranges)
     ends = _values_of_ends(reference.revealed(ranges), levels - 1 - gaps.to(ranges.dtype), dtype)
@@ -117,7 +118,7 @@ def _ranges_of(ends: Tensor, levels: int) -> Tensor:
         return ends
     first, second = ends.float().unbind(1)
     gaps = first > second
-    if _none_set(gaps):
+    if none_set(gaps):
         return _ranges_between(first, second, torch.full_like(first, levels - 1))
     low = torch.where(second.isinf(), first, first.minimum(second))
     ranges = _ranges_between(low, first.maximum(second), levels - 1 - gaps.to(first.dtype))
@@ -129,12 +130,6 @@ def _ranges_between(low: Tensor, high: Tensor, top: Tensor) -> Tensor:
     quarter = high * reference.QUARTER - low * reference.QUARTER
     span = torch.where(quarter > reference.WIDE, -quarter, high - low)
     return torch.stack([low, span / top], 1)
-
-
-def _none_set(flags: Tensor) -> bool:
-    """Return whether no flag is set; False where that would wait for a device or cannot be traced."""
-    readable = flags.is_cpu and type(flags) is Tensor and not torch.compiler.is_compiling()
-    return readable and not flags.any()
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:

@@ -86,6 +86,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
             ("weights, optimizer, batch", "static_bytes", format_bytes),
             ("a step takes", "step_ms", lambda value: format_time(value / 1000)),
         )
+        if before[name] is not None and after[name] is not None
     ]
     changed = [layer for layer in document["layers"] if _difference(layer)]
     rows = [[layer["name"], *_cells(layer)] for layer in changed[:_MAX_ROWS]]

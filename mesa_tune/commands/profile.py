@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mesa_tune.commands.bytes_only import Request, profile_bytes, replacing_bytes
 from mesa_tune.commands.common import (
     DebugOption,
     DeviceOption,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
 
 ModelArgument = Annotated[
-    Path, typer.Argument(metavar="model.py", help="File with model(), batch(), loss().")
+    str, typer.Argument(metavar="model.py", help="File with model(), batch(), loss(); or hf:CONFIG.json.")
 ]
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", metavar="N", help="Default: the file's BATCH_SIZE.")
@@ -37,6 +38,12 @@ AutocastOption = Annotated[
 ]
 FastOption = Annotated[
     bool, typer.Option("--fast", help="One group size and one rounding seed: a first look.")
+]
+BytesOnlyOption = Annotated[
+    bool, typer.Option("--bytes-only", help="Bytes and peak alone: allocates no model, runs no step.")
+]
+LengthOption = Annotated[
+    int | None, typer.Option("--length", metavar="L", min=1, help="Tokens per sample, for hf:CONFIG.json.")
 ]
 
 _MAX_ROWS = 12
@@ -48,6 +55,8 @@ def profile(
     device: DeviceOption = None,
     autocast: AutocastOption = None,
     fast: FastOption = False,
+    bytes_only: BytesOnlyOption = False,
+    length: LengthOption = None,
     run: RunOption = Path("mesa-run"),
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -60,13 +69,19 @@ def profile(
     from mesa_tune.workload.workload import Workload
 
     output = Output(json=as_json, quiet=quiet)
+    folder = Run(run, force=force)
+    request = Request(model, batch_size, length, device, autocast)
+    request.check(bytes_only=bytes_only, fast=fast)
+    if bytes_only:
+        profile_bytes(request, folder, output)
+        return
     workload = Workload.load(model, batch_size=batch_size, device=device, autocast=autocast)
     output.device(workload.device)
     output.line(f"profiling {model} at batch size {workload.batch_size}")
     options, seeds = (fast_grid(), 1) if fast else (full_grid(), 2)
-    folder = Run(run, force=force)
     inputs = digest("profile", workload.description, fast)
-    folder.check(folder.profile, inputs)
+    origin = replacing_bytes(folder, inputs)
+    folder.check(folder.profile, origin)
     try:
         profiled = measure(
             workload,
@@ -74,7 +89,7 @@ def profile(
             seeds=seeds,
             path=folder.profile,
             progress=lambda text, share: output.status(f"{share:4.0%} {text}"),
-            save=lambda partial: folder.write(folder.profile, dump_json(partial.to_dict()), inputs),
+            save=lambda partial: folder.write(folder.profile, dump_json(partial.to_dict()), origin),
         )
     finally:
         output.status("")
@@ -99,7 +114,7 @@ def _lines(profiled: Profile, path: Path) -> list[str]:
         f"  {profiled.timeline.at().under({}).peak.text}",
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_exact(profiled),
-        f"a step takes     {format_time(profiled.step_ms / 1e3):>8}",
+        f"a step takes     {format_time(profiled.plain_ms(profiled.batch_size) / 1e3):>8}",
         *_noise(profiled),
         "",
         *format_table(["layer", "tag", "saves", "error at 4 bits"], rows),

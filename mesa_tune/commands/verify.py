@@ -93,7 +93,8 @@ def verify(
     with advising(profile, planned, assignment, lambda fits: _advice(folder, profile, planned, fits)):
         check = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds)
     folder.write(folder.verify, dump_json(check.to_dict()), origin)
-    for line in describe(check, profile.plain_ms(check.batch_size)):
+    profiled_ms = None if profile.step_ms is None else profile.plain_ms(check.batch_size)
+    for line in describe(check, profiled_ms):
         output.line(line)
     output.line(f"wrote {folder.verify}")
     output.document("verify", check.to_dict())

@@ -21,6 +21,7 @@ from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Memory, Spec
 from mesa_tune.engine.tensors import views_large_storage
 from mesa_tune.notice import warn_once
+from mesa_tune.ops.flags import none_set
 from mesa_tune.ops.maps import Deferred
 
 _FIRST_LIMIT = 1024
@@ -340,7 +341,7 @@ def _zero_rows(x: Tensor) -> list[Tensor]:
 def without_zero_rows(grad: Tensor, zero_rows: Tensor) -> Tensor:
     """Return `grad` with 0 in the rows that the packed bits mark; `grad` itself where they mark none."""
     zero = ops.unpack_bits(zero_rows, grad.shape[:-1])
-    if zero.is_cpu and not torch.compiler.is_compiling() and not zero.any():
+    if none_set(zero):
         return grad
     return grad.masked_fill(zero.unsqueeze(-1), 0)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mesa_tune.notice import warn_once
 from mesa_tune.profiler.memory.meter import tensors_in
@@ -96,6 +97,8 @@ def _text(shape: Shape) -> str:
 def _same_bits(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
+    if isinstance(first, FakeTensor):  # it has no values
+        return True
     return torch.equal(_bytes(first), _bytes(second))
 
 

@@ -79,8 +79,9 @@ class Profile:
     at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before
     the step).
     `gradient_noise` and `gradient_scale`: see `Noise`; None where it was not measured.
-    `step_ms`: time of the plain step, on the CPU the processor time of its thread; `routing_ms`: time that
-    converting the model adds to it, with every layer exact; None: unknown.
+    `step_ms`: time of the plain step, on the CPU the processor time of its thread; None where no step has run
+    (bytes only), and then no layer has options. `routing_ms`: time that converting the model adds to it, with
+    every layer exact; None: unknown.
     """
 
     model: str | None
@@ -95,7 +96,7 @@ class Profile:
     static_bytes: int
     saved_bytes: int
     peak_bytes: int
-    step_ms: float
+    step_ms: float | None
     tensors: tuple[TensorEntry, ...]
     layers: tuple[LayerEntry, ...]
     timeline: Timeline
@@ -229,10 +230,19 @@ class Profile:
     @property
     def exact_ms(self) -> float | None:
         """Time of a step of the converted model with every layer exact; None if unknown."""
-        return None if self.routing_ms is None else self.step_ms + self.routing_ms
+        if self.routing_ms is None or self.step_ms is None:
+            return None
+        return self.step_ms + self.routing_ms
 
     def plain_ms(self, batch_size: int) -> float:
-        """Return the time of a plain step at `batch_size`, in proportion to the profiled one."""
+        """Return the time of a plain step at `batch_size`, in proportion to the profiled one.
+
+        Raise RunError if no step has run (bytes only).
+        """
+        if self.step_ms is None:
+            raise RunError(
+                "the profile has bytes only and no prices: run `mesa-tune profile` without --bytes-only"
+            )
         return self.step_ms * batch_size / self.batch_size
 
     def layer(self, name: str) -> LayerEntry:
@@ -291,7 +301,7 @@ class Profile:
             "exact": tuple(ExactEntry.from_dict(entry) for entry in values.get("exact", ())),
         }
         profile = typed(cls, {**plain, **parts})
-        if profile.batch_size < 1 or profile.step_ms <= 0:
+        if profile.batch_size < 1 or (profile.step_ms is not None and profile.step_ms <= 0):
             raise ValueError(
                 f"batch_size is {profile.batch_size}, step_ms is {profile.step_ms}: must be above zero"
             )

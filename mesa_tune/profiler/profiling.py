@@ -13,28 +13,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mesa_tune.conversion.layers import Catalog
 from mesa_tune.errors import RunError
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.draws import LongestBatch, longest_batch
-from mesa_tune.profiler.entries import Derivation, LayerPrices, Tie, full_grid
+from mesa_tune.profiler.draws import longest_batch
+from mesa_tune.profiler.entries import Derivation, LayerPrices, full_grid
 from mesa_tune.profiler.errors.derivation import Reach
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
-from mesa_tune.profiler.memory.rows import Rows
-from mesa_tune.profiler.memory.timeline_builder import build_timeline
-from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.profiler.pricing import Pricing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.step_time import SHARE, StepTimer, timed_policy, timed_settings, with_times
-from mesa_tune.profiler.tracing import StepTracer
+from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
 from mesa_tune.workload.workload import Workload
@@ -128,63 +123,16 @@ class _Profiling:
         self.show("tracing a step", 0.0)
         longest = longest_batch(self.workload)
         self.workload.take_step(self.model, longest.batch, self.optimizer)
-        batch_size = self.workload.batch_size
-        tracer = StepTracer(self.workload, self.model, self.optimizer, restore)
-        self.large, tags = tracer.traced(longest.batch, batch_size)
-        self.notes = longest.notes
-        if batch_size > 1:
-            small = self._smaller(tracer, longest, batch_size // 2)
-        else:
-            # If two samples do not fit, the timeline has one batch size, and no other can be planned for.
-            small = unless_out_of_memory(lambda: self._smaller(tracer, longest, 2)) or self.large
-        self.catalog = Catalog.of(self.model)
-        self.rows = Rows(self.large, tags, self.catalog.modules)
-        self.timeline = build_timeline(self.large, small, self.rows.hooked)
-        self.pricing = Pricing(self.workload, self.model, self.options, self.rows, self.timeline)
-        return self._profile(longest.batch, restore)
-
-    def _smaller(self, tracer: StepTracer, longest: LongestBatch, size: int) -> TracedSteps:
-        """Return the traced steps of the same draw at another batch size."""
-        batch = self.workload.make_batch(size, draw=longest.draw)
-        self.notes += longest.notes_on(batch, self.workload.batch_size, size)
-        return tracer.traced(batch, size)[0]
+        traced = TracedWorkload(StepTracer(self.workload, self.model, self.optimizer, restore), longest)
+        self.pricing = Pricing(self.workload, self.model, self.options, traced.rows, traced.timeline)
+        step_ms = self._timer(restore).plain_ms(longest.batch, 3)
+        return traced.profile(step_ms, notes=self._notes(), resume=self._request())
 
     def _notes(self) -> tuple[str, ...]:
-        """Return what the reader should know about the batches, and which bytes are estimates."""
+        """Return a note if the batch size was halved."""
         size, wanted = self.workload.batch_size, self.wanted_batch_size
         halved = f"out of memory at batch size {wanted}: profiled at {size} instead"
-        estimated = (
-            f"bytes of {layer!r} are estimates: a tensor too small for hooks may be a view of a larger one"
-            for layer in self.timeline.with_small_views()
-        )
-        return (*([] if size == wanted else [halved]), *self.notes, *estimated)
-
-    def _profile(self, batch: Any, restore: Callable[[], None]) -> Profile:
-        """Return the profile of bytes, with the time of a plain step on `batch`; no layer has options yet."""
-        tensors = tensor_entries(self.large.plain)
-        described, static = self.workload.description, sum(self.large.static.values())
-        return Profile(
-            model=described["model"],
-            fingerprint=described["fingerprint"],
-            layers_fingerprint=self.catalog.fingerprint,
-            device=self.workload.device,
-            autocast=self.workload.autocast,
-            batch_size=self.workload.batch_size,
-            seed=self.workload.seed,
-            torch=torch.__version__,
-            partial=True,
-            static_bytes=static,
-            saved_bytes=sum(tensor.bytes for tensor in tensors) + self.rows.unattributed,
-            peak_bytes=static + self.large.plain.peak(),
-            step_ms=self._timer(restore).plain_ms(batch, 3),
-            tensors=tuple(tensors),
-            layers=tuple(self.rows.entries()),
-            timeline=self.timeline,
-            ties=tuple(Tie(group, ()) for group in self.rows.groups()),
-            exact=tuple(exact_entries(self.large, {name: tag for name, (tag, _) in self.rows.tags.items()})),
-            notes=self._notes(),
-            resume=self._request(),
-        )
+        return () if size == wanted else (halved,)
 
     def _measure_options(self, traced: Profile) -> None:
         """Measure the options of all groups of layers, and save the partial profile regularly."""
@@ -211,7 +159,7 @@ class _Profiling:
     def _derivations(self, traced: Profile) -> Iterator[Derivation]:
         """Yield the prices of what is stored while others derive from it, over all batches."""
         prices: dict[Reach, LayerPrices] = {}
-        possible = self.options and any(span.sources for span in self.timeline.kept)
+        possible = self.options and any(span.sources for span in traced.timeline.kept)
         for number in range(self.seeds if possible else 0):
             for reach, fresh in self.pricing.of_derived(traced, number).items():
                 prices[reach] = prices.get(reach, LayerPrices()).averaged(fresh)

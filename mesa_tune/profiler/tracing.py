@@ -1,4 +1,4 @@
-"""Trace the steps of a workload that a timeline is built from."""
+"""Trace the steps of a workload that a timeline is built from, and make the profile of their bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mesa_tune.conversion.layers import Catalog
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.draws import LongestBatch
+from mesa_tune.profiler.entries import Tie
 from mesa_tune.profiler.memory.kinds import BATCH, GRADIENTS, OPTIMIZER_STATE, WEIGHTS
-from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in
+from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in, unless_out_of_memory
+from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import StepTrace
+from mesa_tune.profiler.memory.timeline_builder import build_timeline
 from mesa_tune.profiler.memory.trace import trace_step
-from mesa_tune.profiler.memory.traced_steps import TracedSteps
+from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
+from mesa_tune.profiler.profile import Profile
 from mesa_tune.workload.session import session
 from mesa_tune.workload.step import Stepper
 from mesa_tune.workload.workload import Workload
@@ -36,19 +42,22 @@ class StepTracer:
 
     def traced(self, batch: Any, batch_size: int) -> tuple[TracedSteps, Tags]:
         """Return the traced steps on `batch`, of `batch_size` samples, and tag and index of each layer."""
-        plain, _ = self._trace(batch, Policy.parse(""))
-        packed, tags = self._trace(batch, Policy.uniform(level=16))
-        derived, _ = self._trace(batch, Policy.uniform(level=16, store="derive"), second=True)
-        return TracedSteps(batch_size, self._static_bytes(batch), plain, packed, derived), tags
+        plain, _ = self.trace(batch, Policy.parse(""))
+        packed, tags = self.trace(batch, Policy.uniform(level=16))
+        derived, _ = self.trace(batch, Policy.uniform(level=16, store="derive"), second=True)
+        return TracedSteps(batch_size, self.static_bytes(batch), plain, packed, derived), tags
 
-    def _trace(self, batch: Any, policy: Policy, *, second: bool = False) -> tuple[StepTrace, Tags]:
+    def trace(
+        self, batch: Any, policy: Policy, *, second: bool = False, min_elements: int = 0
+    ) -> tuple[StepTrace, Tags]:
         """Trace the first or the second step under `policy`; the first shows which layers derive from which.
 
         All traces start from the same weights and random state, because both decide how tokens are routed.
+        Tensors of up to `min_elements` elements stay exact.
         """
         self.restore()
         stepper = Stepper(self.workload.step, self.optimizer)
-        with session(self.workload, self.model, policy) as running:
+        with session(self.workload, self.model, policy, min_elements=min_elements) as running:
             if second or self.workload.step.keeps_gradients:
                 with self.workload.same_random_state():
                     stepper.backward(running.loss(batch))
@@ -70,10 +79,68 @@ class StepTracer:
             BATCH: tensors_in(batch),
         }
 
-    def _static_bytes(self, batch: Any) -> dict[str, int]:
+    def static_bytes(self, batch: Any) -> dict[str, int]:
         """Return the bytes of each kind; a storage of two kinds is counted as the first."""
         totals = accumulate(self._static_kinds(batch).values())
         sizes = [0, *(bytes_of(tensors) for tensors in totals)]
         return dict(
             zip(self._static_kinds(batch), (after - before for before, after in pairwise(sizes)), strict=True)
+        )
+
+
+class TracedWorkload:
+    """Traced steps of a workload at its batch size and at half of it, and the timeline that they make."""
+
+    def __init__(self, tracer: StepTracer, longest: LongestBatch) -> None:
+        self.workload, self.tracer, self.longest = tracer.workload, tracer, longest
+        self.notes = longest.notes
+        batch_size = self.workload.batch_size
+        self.large, tags = tracer.traced(longest.batch, batch_size)
+        if batch_size > 1:
+            small = self._smaller(batch_size // 2)
+        else:
+            # If two samples do not fit, the timeline has one batch size, and no other can be planned for.
+            small = unless_out_of_memory(lambda: self._smaller(2)) or self.large
+        self.catalog = Catalog.of(tracer.model)
+        self.rows = Rows(self.large, tags, self.catalog.modules)
+        self.timeline = build_timeline(self.large, small, self.rows.hooked)
+
+    def _smaller(self, size: int) -> TracedSteps:
+        """Return the traced steps of the same draw at another batch size."""
+        batch = self.workload.make_batch(size, draw=self.longest.draw)
+        self.notes += self.longest.notes_on(batch, self.workload.batch_size, size)
+        return self.tracer.traced(batch, size)[0]
+
+    def profile(self, step_ms: float | None, *, notes: tuple[str, ...] = (), resume: str = "") -> Profile:
+        """Return the profile of bytes; no layer has options yet, and it is partial."""
+        tensors = tensor_entries(self.large.plain)
+        described, static = self.workload.description, sum(self.large.static.values())
+        return Profile(
+            model=described["model"],
+            fingerprint=described["fingerprint"],
+            layers_fingerprint=self.catalog.fingerprint,
+            device=self.workload.device,
+            autocast=self.workload.autocast,
+            batch_size=self.workload.batch_size,
+            seed=self.workload.seed,
+            torch=torch.__version__,
+            partial=True,
+            static_bytes=static,
+            saved_bytes=sum(tensor.bytes for tensor in tensors) + self.rows.unattributed,
+            peak_bytes=static + self.large.plain.peak(),
+            step_ms=step_ms,
+            tensors=tuple(tensors),
+            layers=tuple(self.rows.entries()),
+            timeline=self.timeline,
+            ties=tuple(Tie(group, ()) for group in self.rows.groups()),
+            exact=tuple(exact_entries(self.large, {name: tag for name, (tag, _) in self.rows.tags.items()})),
+            notes=(*notes, *self.notes, *self._estimated()),
+            resume=resume,
+        )
+
+    def _estimated(self) -> tuple[str, ...]:
+        """Return a note for each layer whose bytes are estimates."""
+        return tuple(
+            f"bytes of {layer!r} are estimates: a tensor too small for hooks may be a view of a larger one"
+            for layer in self.timeline.with_small_views()
         )

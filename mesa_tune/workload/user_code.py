@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from mesa_tune.errors import MesaTuneError, WorkloadError
 
@@ -35,6 +36,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     text = str(error).lower()
     by_text = isinstance(error, RuntimeError) and any(phrase in text for phrase in _OUT_OF_MEMORY)
     return by_text or is_out_of_memory(error.__cause__)
+
+
+def lacks_values(error: BaseException | None) -> bool:
+    """Return True if `error` says that fake tensors have no values, or no shape without them."""
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
 
 
 class explaining:  # noqa: N801 - reads as a statement: `with explaining(...)`
@@ -141,4 +147,6 @@ def _remedy(error: BaseException) -> str:
             "what a step saves is measured by such hooks: leave this part out of loss() "
             "(a converted model runs it uncompressed)"
         )
+    if lacks_values(error):
+        return "without values its bytes cannot be known: profile it with real steps (no --bytes-only)"
     return "--debug shows the whole traceback"

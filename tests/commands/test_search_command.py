@@ -193,7 +193,7 @@ def test_a_profile_that_is_made_again_has_its_plan_made_again(capsys: pytest.Cap
     path = Path("mesa-run/profile.json")
     before, predicted = Profile.load(path), []
     for slower in (1, 100):
-        replace(before, step_ms=slower * before.step_ms).save(path)
+        replace(before, step_ms=slower * before.plain_ms(before.batch_size)).save(path)
         assert search("--budget", BUDGET, "--trials", "1", "--quiet") == 0
         predicted.append(Plan.load("mesa-run/plan.json").predicted.step_ms or 0.0)
     assert predicted[1] > 10 * predicted[0]

@@ -62,7 +62,21 @@ def concepts_names() -> dict[str, Any]:
     return {"mt": mt, "torch": torch, "make_model": small_model, "policy": mt.Policy.uniform(level=16)}
 
 
+def estimates_names() -> dict[str, Any]:
+    """The names that docs/estimates.md takes from the reader's program."""
+    return {
+        "mt": mt,
+        "workload": mt.Workload(small_model, lambda n: torch.rand(n, 48), mean, batch_size=BATCH),
+    }
+
+
+def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).mean()
+    return loss
+
+
 NAMES: dict[str, Callable[[], dict[str, Any]]] = {
+    "estimates.md": estimates_names,
     "migrating.md": migrating_names,
     "concepts.md": concepts_names,
 }

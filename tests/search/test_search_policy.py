@@ -63,10 +63,10 @@ def test_saved_bytes_have_a_limit_of_their_own(profile: Profile) -> None:
 def test_time_has_a_limit(profile: Profile) -> None:
     free = search_policy(profile, "90%").predicted.step_ms
     assert free is not None
-    slowdown = (free / profile.step_ms - 1) / 2 + 1
+    slowdown = (free / profile.plain_ms(profile.batch_size) - 1) / 2 + 1
     bound = search_policy(profile, "90%", max_slowdown=slowdown).predicted.step_ms
     assert bound is not None
-    assert bound <= slowdown * profile.step_ms * (1 + 1e-9) < free
+    assert bound <= slowdown * profile.plain_ms(profile.batch_size) * (1 + 1e-9) < free
 
 
 def test_pins_are_kept(profile: Profile) -> None:

@@ -24,6 +24,7 @@ from mesa_tune.engine.rebuild import Ingredients, Rebuild
 from mesa_tune.engine.saved import Total
 from mesa_tune.engine.tensors import cast, layout_of, wanted
 from mesa_tune.ops import maps
+from mesa_tune.ops.flags import none_set
 from mesa_tune.ops.fused import NORM_BACKWARD
 
 Gradients = Callable[[Saved, Tensor, Tensor, Tensor], Grads]
@@ -77,7 +78,7 @@ def rows_backward(gradients: Gradients, centered: bool, saved: Saved, grad: Tens
     x, (rstd, weight, *_) = lossy[0], exact
     if x.codec is None or dtype is not None:
         return gradients(saved, x.whole(), rstd, grad)
-    if not (rstd.is_cpu and _is_constant(rstd, eps).any()):
+    if not rstd.is_cpu or none_set(_is_constant(rstd, eps)):
         scale = grad.new_ones(shape) if weight is None else weight
         grads = x.by_rows(NORM_BACKWARD, grad, rstd, scale, centered)
         if grads is not None:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mesa_tune.workload.step import Stepper, TrainingStep
 from mesa_tune.workload.user_code import is_out_of_memory
@@ -186,11 +185,16 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def storages(tree: Any) -> Iterator[UntypedStorage]:
-    """Yield the storages of all tensors in nested containers, sparse ones included."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            for part in _parts(leaf):
-                yield part.untyped_storage()
+    """Yield the storages of all tensors in nested lists, tuples and dicts, sparse ones included."""
+    # Called for each operation of a step, and therefore not by pytree, which takes much longer.
+    if isinstance(tree, Tensor):
+        for part in _parts(tree):
+            yield part.untyped_storage()
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from storages(item)
+    elif isinstance(tree, dict):
+        yield from storages(list(tree.values()))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -1,0 +1,226 @@
+"""`mt.estimate`: the bytes of a training step, and whether it fits, without the memory that it takes.
+
+What is hard: the answer must be that of the real step. So the step itself runs, under the policy itself, on
+fake tensors. For CUDA two things are modelled: what its kernels save, and how the caching allocator reserves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mesa_tune.errors import BudgetError, WorkloadError
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.fake_steps import FakeSteps
+from mesa_tune.units import parse_bytes
+from mesa_tune.workload.fake import FakeWorkload, fake_copy
+from mesa_tune.workload.workload import DEFAULT_BATCH_SIZE, Workload, default_device
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CPU_MARGIN = 0.1
+"""Three times the most by which resident memory was above the estimate (benchmarks/estimate.py: 3.5 %)."""
+CUDA_MARGIN = 0.1
+"""An assumption: no GPU has checked the model yet."""
+CUDA_CONTEXT = 600 * 10**6
+"""Allowance for CUDA's context and the workspaces of its libraries; an assumption, too."""
+_LARGEST_BATCH = 1 << 20
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The bytes of one training step, estimated without running it.
+
+    `static_bytes`: weights, gradients that survive steps, optimizer state, buffers, batch. `saved_bytes`:
+    alive for backward when the forward ends. `peak_bytes`: the most that is alive at once. `reserved_bytes`:
+    on CUDA what PyTorch's caching allocator would reserve, on the CPU the peak. `margin`: the share that
+    `fits` adds. On the CPU bytes are those of a real step, and the margin is for workspaces that no tensor
+    owns. `verified`: False for CUDA, whose model no GPU has checked.
+    """
+
+    batch_size: int
+    device: str
+    static_bytes: int
+    saved_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    margin: float
+    verified: bool
+    _steps: FakeSteps = field(repr=False, compare=False)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What `fits` compares: reserved bytes with the margin, on CUDA with 600 MB for its context."""
+        return _needed(self._steps, self.batch_size)
+
+    def fits(self, limit: str | int) -> bool:
+        """Return whether the step fits into `limit`: bytes, or text such as `24GB` or `24GiB`."""
+        return self.needed_bytes <= _limit(limit)
+
+    def largest_batch(self, limit: str | int) -> int:
+        """Return the largest batch size whose step fits into `limit`, at most 2²⁰; 0 if none does.
+
+        Steps are traced at sizes close to it, so it is exact where the bytes grow with the batch.
+        """
+        return _largest(lambda size: _needed(self._steps, size), _limit(limit), self.batch_size)
+
+    def frame(self) -> pd.DataFrame:
+        """Return a table with one row for each layer: the tensors and bytes that it owns for backward.
+
+        The bytes sum to `saved_bytes`.
+        """
+        import pandas as pd
+
+        return pd.DataFrame(
+            self._steps.at(self.batch_size).rows(), columns=["layer", "tag", "tensors", "bytes"]
+        )
+
+
+@overload
+def estimate(
+    workload: Workload,
+    policy: Policy | None = None,
+    *,
+    batch_size: int | None = None,
+    device: str | None = None,
+) -> Estimate: ...
+
+
+@overload
+def estimate(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+    policy: Policy | None = None,
+    *,
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    autocast: str | None = None,
+    accumulation: int = 1,
+    batch_size: int | None = None,
+    device: str | None = None,
+) -> Estimate: ...
+
+
+def estimate(
+    *arguments: Any, batch_size: int | None = None, device: str | None = None, **options: Any
+) -> Estimate:
+    """Return the bytes that a training step takes, plain or under `policy`; no model is allocated.
+
+    `estimate(workload)` or `estimate(model, batch, loss)`: `model` an instance, also one on the meta device,
+    which stays as it is; `batch` one batch, whose first dimension counts samples, or `callable(n)`;
+    `loss(model, batch)` a scalar; `optimizer` an instance or `callable(parameters)`, default AdamW.
+    `device`: `cpu` or `cuda`, which this machine need not have; default: the workload's.
+
+    Raise WorkloadError for a step whose shapes or branches depend on the values of tensors.
+    """
+    of_workload = "workload" in options or isinstance(next(iter(arguments), None), Workload)
+    make = _of_workload if of_workload else _of_instance
+    fake, policy, own_device = make(*arguments, **options)
+    device = device or own_device
+    cuda = _is_cuda(device)
+    steps = FakeSteps(fake, policy or Policy.parse(""), cuda)
+    batch_size = fake.batch_size if batch_size is None else batch_size
+    traced = steps.at(batch_size)
+    return Estimate(
+        batch_size,
+        device,
+        traced.static,
+        traced.trace.saved_bytes,
+        traced.peak,
+        traced.reserved,
+        CUDA_MARGIN if cuda else CPU_MARGIN,
+        not cuda,
+        steps,
+    )
+
+
+def _of_workload(workload: Workload, policy: Policy | None = None) -> tuple[FakeWorkload, Policy | None, str]:
+    """Return the fake workload, the policy, and the device by default."""
+    return FakeWorkload.of(workload), policy, workload.device
+
+
+def _of_instance(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+    policy: Policy | None = None,
+    *,
+    optimizer: Any = None,
+    **step: Any,
+) -> tuple[FakeWorkload, Policy | None, str]:
+    """Return the fake workload of a model instance, the policy, and the device by default."""
+    make_batch, size = (batch, DEFAULT_BATCH_SIZE) if callable(batch) else _resizing(batch)
+    make = _remade(optimizer) if isinstance(optimizer, Optimizer) else optimizer
+    workload = Workload(lambda: model, make_batch, loss, make, batch_size=size, **step)
+    fake = FakeWorkload.of(workload)
+    return replace(fake, model=lambda: fake_copy(fake.mode, model)), policy, default_device()
+
+
+def _resizing(batch: Any) -> tuple[Callable[[int], Any], int]:
+    """Return a function that repeats or cuts the samples of `batch`, and how many it has."""
+    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes:
+        raise WorkloadError("batch: has no tensor with a first dimension\ngive `callable(n)` that makes one")
+    size = sizes[0]
+
+    def resized(tensor: Tensor, count: int) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != size or count == size:
+            return tensor
+        return tensor[torch.arange(count, device=tensor.device) % size]
+
+    return lambda count: tree_map_only(Tensor, lambda tensor: resized(tensor, count), batch), size
+
+
+def _remade(optimizer: Optimizer) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """Return a function that makes an optimizer of the same class and defaults."""
+    kind: Any = type(optimizer)
+    return lambda parameters: kind(parameters, **optimizer.defaults)
+
+
+def _is_cuda(device: str) -> bool:
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise WorkloadError(f"device {device!r}: must be cpu or cuda\nchoose with device= or --device")
+    return kind == "cuda"
+
+
+def _limit(limit: str | int) -> int:
+    parsed = parse_bytes(limit, "limit")
+    if parsed.bytes is None:
+        raise BudgetError(
+            f"limit {limit!r}: must be an amount of memory, not a share\nwrite it like 24GB or 24GiB"
+        )
+    return parsed.bytes
+
+
+def _needed(steps: FakeSteps, batch_size: int) -> int:
+    """Return the bytes to compare with a limit: reserved ones with the margin, and CUDA's context."""
+    reserved = steps.at(batch_size).reserved
+    if steps.cuda:
+        return math.ceil(reserved * (1 + CUDA_MARGIN)) + CUDA_CONTEXT
+    return math.ceil(reserved * (1 + CPU_MARGIN))
+
+
+def _largest(needed: Callable[[int], int], limit: int, start: int) -> int:
+    """Return the largest batch size that needs at most `limit` bytes.
+
+    The next size to try is where the line through the last two meets the limit, between what fits and what
+    does not.
+    """
+    fits, fails, size = 0, _LARGEST_BATCH + 1, start
+    last = (0, 0)
+    while fails - fits > 1:
+        bytes_now = needed(size)
+        fits, fails = (size, fails) if bytes_now <= limit else (fits, size)
+        slope = (bytes_now - last[1]) / (size - last[0]) if size != last[0] else 0
+        guess = size + int((limit - bytes_now) / slope) if slope > 0 else 2 * size
+        last, size = (size, bytes_now), min(max(guess, fits + 1), fails - 1)
+    return fits

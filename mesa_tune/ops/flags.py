@@ -1,0 +1,26 @@
+"""Reading a flag out of a tensor, where that is possible: it may wait for a device, or there may be no value.
+
+Also the fake tensors of a trace that looks at bytes alone, in which no flag is set.
+"""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+class BytesOnly(FakeTensorMode):
+    """Fake tensors of a training step of which only bytes are asked. Real tensors may meet them."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+
+def none_set(flags: Tensor) -> bool:
+    """Return whether no flag is set; False on a device that this would wait for, and in traced code.
+
+    Under `BytesOnly` none is set: flags mark what is unusual (NaN, rows of zeros).
+    """
+    if isinstance(flags, FakeTensor):
+        return isinstance(flags.fake_mode, BytesOnly)
+    readable = flags.is_cpu and type(flags) is Tensor and not torch.compiler.is_compiling()
+    return readable and not flags.any()

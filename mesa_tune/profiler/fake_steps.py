@@ -1,0 +1,90 @@
+"""Fake steps of a workload under a policy, traced at any batch size: the bytes of the real step.
+
+What is hard: reserved memory depends on what happened before. So for CUDA the simulated allocator sees the
+weights, a first step, and the second one, which is traced. Each batch size starts with a model of its own, so
+that no size depends on which others were asked before.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import MIN_ELEMENTS
+from mesa_tune.profiler.draws import longest_batch
+from mesa_tune.profiler.memory.allocator import AllocatorMeter
+from mesa_tune.profiler.memory.cuda_model import cuda_functions, update_all_at_once
+from mesa_tune.profiler.memory.meter import tensors_in
+from mesa_tune.profiler.memory.step_trace import StepTrace
+from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED
+from mesa_tune.profiler.tracing import StepTracer, Tags
+from mesa_tune.workload.fake import FakeWorkload
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """A traced step: the bytes before it, the most in it, and what an allocator reserves for it."""
+
+    static: int
+    peak: int
+    reserved: int
+    trace: StepTrace
+    tags: Tags
+
+    def rows(self) -> list[tuple[str, str, int, int]]:
+        """Return layer, tag, number of tensors and bytes of what each layer owns when the forward ends."""
+        owners = _owners(self.trace)
+        sizes: dict[str, list[int]] = {}
+        for number, lifetime in self.trace.lifetimes.items():
+            if self.trace.is_saved(number) and number != self.trace.loss:
+                sizes.setdefault(owners.get(number, UNATTRIBUTED), []).append(lifetime.bytes)
+        return [
+            (layer, self.tags.get(layer, ("other", 0))[0], len(each), sum(each))
+            for layer, each in sizes.items()
+        ]
+
+
+def _owners(trace: StepTrace) -> dict[int, str]:
+    """Return the layer that owns each storage."""
+    owners = {number: item.layers[0] for number, item in trace.plain.items()} | trace.side
+    for item in trace.coded.values():
+        owners.update(dict.fromkeys(item.parts, item.layers[0]))
+    return owners
+
+
+@dataclass(frozen=True)
+class FakeSteps:
+    """The steps of `fake` under `policy`, as on the CPU, or as CUDA's kernels and allocator would."""
+
+    fake: FakeWorkload
+    policy: Policy
+    cuda: bool
+    _known: dict[int, FakeStep] = field(default_factory=dict, compare=False)
+
+    def at(self, batch_size: int) -> FakeStep:
+        """Return the step at this batch size; each is traced once."""
+        if batch_size not in self._known:
+            self._known[batch_size] = self._traced(replace(self.fake, batch_size=batch_size))
+        return self._known[batch_size]
+
+    def _traced(self, fake: FakeWorkload) -> FakeStep:
+        with ExitStack() as stack:
+            stack.enter_context(fake.faking())
+            if self.cuda:
+                stack.enter_context(cuda_functions())
+            model, batch = fake.build(), longest_batch(fake).batch
+            optimizer = fake.make_optimizer(model)
+            allocator = None
+            if self.cuda:
+                update_all_at_once(optimizer)
+                older = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+                allocator = stack.enter_context(AllocatorMeter(older)).allocator
+            fake.take_step(model, batch, optimizer)
+            tracer = StepTracer(fake, model, optimizer, model.zero_grad)
+            trace, tags = tracer.trace(batch, self.policy, second=True, min_elements=MIN_ELEMENTS)
+            static = sum(tracer.static_bytes(batch).values())
+        if allocator is None:
+            peak = static + trace.peak()
+            return FakeStep(static, peak, peak, trace, tags)
+        return FakeStep(static, allocator.peak_allocated, allocator.reserved, trace, tags)

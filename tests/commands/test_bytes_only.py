@@ -1,0 +1,166 @@
+"""`mesa-tune profile --bytes-only`, of a model file and of configurations of transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesa_tune import cli
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+MODEL = """\
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1))
+
+def batch(n):
+    return torch.rand(n, 64)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+BATCH_SIZE = 128
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(**values: Any) -> str:
+    Path("config.json").write_text(json.dumps(values))
+    return "hf:config.json"
+
+
+def profiled(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run the command with `--json`; return its document and its other output."""
+    status = cli.run(["profile", *arguments, "--bytes-only", "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return json.loads(out), err
+
+
+def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.run([*arguments]) == 1
+    lines = capsys.readouterr().err
+    assert 1 <= len(lines.splitlines()) <= 3
+    return lines
+
+
+def test_a_layer_of_seven_billion_weights_needs_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    document, shown = profiled(capsys, config(**LLAMA), "--batch-size", "2", "--length", "2048")
+    weights = 2 * 32000 * 4096 + 4 * 4096**2 + 3 * 4096 * 11008 + 3 * 4096
+    assert "LlamaForCausalLM on 2048 tokens at batch size 2" in shown
+    assert 0 <= document["static_bytes"] - 3 * 4 * weights < 1e5  # AdamW, and the batch
+    assert document["step_ms"] is None
+    assert not any(layer["options"] for layer in document["layers"])
+
+
+@pytest.mark.parametrize(
+    ("values", "about"),
+    [
+        ({"model_type": "bert", "vocab_size": 64, **TINY}, "BertForMaskedLM on 512 tokens"),
+        (
+            {"model_type": "bert", "architectures": ["BertLMHeadModel"], "vocab_size": 64, **TINY},
+            "BertLMHeadModel on 512 tokens",
+        ),
+        (
+            {"model_type": "vit", "image_size": 32, "patch_size": 8, **TINY},
+            "ViTForImageClassification on images of 32 x 32",
+        ),
+        (
+            {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
+            "T5ForConditionalGeneration on 1024 tokens",
+        ),
+    ],
+    ids=["bert", "bert as named", "vit", "t5"],
+)
+def test_a_configuration_says_what_is_trained(
+    values: dict[str, Any], about: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, shown = profiled(capsys, config(**values), "--batch-size", "2")
+    assert f"tracing {about}" in shown
+
+
+def test_a_model_file_is_traced_and_then_really_profiled(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.py").write_text(MODEL)
+    document, _ = profiled(capsys, "model.py", "--device", "cpu")
+    assert "no prices" in failed(capsys, "search", "--budget", "50%")
+    assert cli.run(["report", "--format", "json"]) == 0
+    assert cli.run(["profile", "model.py", "--device", "cpu", "--fast", "--json"]) == 0  # replaces it
+
+    written = json.loads(Path("mesa-run/profile.json").read_text())
+
+    assert (written["saved_bytes"], written["peak_bytes"]) == (
+        document["saved_bytes"],
+        document["peak_bytes"],
+    )
+    assert written["step_ms"] > 0
+    capsys.readouterr()
+    assert "other inputs" in failed(capsys, "profile", "model.py", "--device", "cpu", "--bytes-only")
+
+
+def test_cuda_is_modelled_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.py").write_text(MODEL)
+    document, shown = profiled(capsys, "model.py", "--device", "cuda")
+    assert document["device"] == "cuda"
+    assert "no GPU has checked" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["hf:config.json"], "add --bytes-only"),
+        (["model.py", "--length", "8", "--bytes-only"], "--length 8"),
+        (["model.py", "--fast", "--bytes-only"], "exclude each other"),
+        (["hf:none.json", "--bytes-only"], "cannot be read"),
+        (["hf:config.json", "--bytes-only", "--length", "8"], "images have no --length"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_arguments_are_errors(
+    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("model.py").write_text(MODEL)
+    config(model_type="vit", image_size=32, patch_size=8, **TINY)
+    assert what in failed(capsys, "profile", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"hidden_size": 8}, "no JSON object with a `model_type`"),
+        ({"model_type": "unheard of"}, "unheard of"),
+        ({"model_type": "wav2vec2"}, "has no class"),
+    ],
+    ids=["no type", "unknown", "no task"],
+)
+def test_other_files_are_errors(
+    values: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert what in failed(capsys, "profile", config(**values), "--bytes-only")
+
+
+def test_without_transformers_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install transformers" in failed(capsys, "profile", config(**LLAMA), "--bytes-only")
