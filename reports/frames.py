@@ -96,7 +96,11 @@ def _earliest(moments: Iterable[tuple[str, int]]) -> dict[str, int]:
 def saved_by_layer(sized: SizedTimeline, assignment: Assignment) -> dict[str, int]:
     """Return the saved bytes by owner; their sum is the saved bytes of the step."""
     saved: dict[str, int] = {}
-    plain = [item.layers for item in sized.spans if item.kind == "plain" and item.layers]
+    plain = [
+        item.layers
+        for item, saved in zip(sized.spans, sized.saved, strict=True)
+        if saved and item.kind == "plain" and item.layers
+    ]
     counts = sized.under(assignment).spans
     for number in np.flatnonzero(sized.saved).tolist():
         owner = _owner(sized.spans[number], plain)

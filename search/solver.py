@@ -153,27 +153,29 @@ class Program:
         return [row for row in _local_maxima(self.space.live(chosen), limits.peak) if row not in rows]
 
     def _structure(self, extra: int) -> Any:
-        """Constrain: one choice per unit; a link at least the exact choice of each of its units; all units of
-        a cluster derive, or none.
+        """Constrain: one choice per unit; a link at least the exact choice of each of its units, or at least
+        the sum of its other choices; all units of a cluster derive, or none.
         """
         from scipy.optimize import LinearConstraint
         from scipy.sparse import lil_array
 
         pairs = [(index, number) for index, link in enumerate(self.space.links) for number in link.units]
         alike = [(units[0], unit) for units in self.space.clusters for unit in units[1:]]
-        count = len(self.space.units)
+        count, least = len(self.space.units), np.zeros(len(pairs))
         matrix = lil_array((count + len(pairs) + len(alike), self._width + extra))
         for row, (start, unit) in enumerate(zip(self._starts, self.space.units, strict=True)):
             matrix[[row], start : start + len(unit.choices)] = 1.0
         for row, (link, number) in enumerate(pairs, count):
             matrix[row, len(self.errors) + link] = 1.0
             exact = self.space.units[number].exact
+            is_exact = self.space.links[link].exact
             if exact is not None:
-                matrix[row, self._starts[number] + exact] = -1.0
+                matrix[row, self._starts[number] + exact] = -1.0 if is_exact else 1.0
+            least[row - count] = 0.0 if is_exact else 1.0
         for row, (first, number) in enumerate(alike, count + len(pairs)):
             matrix[[row], self._derived_columns(first)] = 1.0
             matrix[[row], self._derived_columns(number)] = -1.0
-        low = np.append(np.ones(count), np.zeros(len(pairs) + len(alike)))
+        low = np.concatenate([np.ones(count), least, np.zeros(len(alike))])
         high = np.concatenate([np.ones(count), np.full(len(pairs), np.inf), np.zeros(len(alike))])
         return LinearConstraint(matrix.tocsr(), low, high)
 

@@ -60,11 +60,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Link:
-    """A storage that is saved while one of `units` is exact. `live`, `saved`: bytes as in `Choice`."""
+    """A storage that is saved while one of `units` is exact, or, without `exact`, while one is not.
+
+    `live`, `saved`: bytes as in `Choice`.
+    """
 
     units: tuple[int, ...]
     live: NDArray[np.int64]
     saved: int
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Space:
     def saved_links(self, chosen: Sequence[int]) -> list[Link]:
         """Return the links whose storage is saved."""
         exact = [choice.settings.exact for choice in self.picked(chosen)]
-        return [link for link in self.links if any(exact[unit] for unit in link.units)]
+        return [link for link in self.links if any(exact[unit] == link.exact for unit in link.units)]
 
 
 def make_space(
@@ -160,7 +164,7 @@ class _Builder:
         self.sized = sized
         self.scale = sized.batch_size / profile.batch_size
         self.links: list[Link] = []
-        self.linked: set[int] = set()
+        self.linked: dict[int, set[bool]] = {}
         self.owned: dict[int, list[int]] = {}
         self.slots: dict[int, list[int]] = {}
         self.all_names = tuple(sized.names)
@@ -177,31 +181,31 @@ class _Builder:
 
     def _assign(self, number: int, item: SizedSpan, unit_of: Mapping[str, int]) -> None:
         units = tuple(sorted({unit_of[name] for name in item.layers if name in unit_of}))
+        saved = int(self.sized.saved[number])
         fixed = (name not in unit_of or name in self.sized.small for name in item.layers)
         always = item.kind == "plain" and any(fixed)
         if len(units) == 1 and not always:
             self.owned.setdefault(units[0], []).append(number)
-        elif item.kind == "plain" and units and not always:
-            self.links.append(Link(units, self._live(item), self._saved(number)))
-            self.linked.update(units)
+        elif item.kind in ("plain", "side") and units and not always:
+            exact = item.kind == "plain"
+            self.links.append(Link(units, self._live(item), item.size * saved, exact))
+            for unit in units:
+                self.linked.setdefault(unit, set()).add(exact)
         elif always or item.kind == "always":
             self.base += self._live(item)
-            self.base_saved += self._saved(number)
+            self.base_saved += item.size * saved
 
     def _live(self, item: SizedSpan) -> NDArray[np.int64]:
         live = np.zeros_like(self.base)
         live[item.first : item.last + 1] = item.size
         return live
 
-    def _saved(self, number: int) -> int:
-        return self.sized.spans[number].size if self.sized.saved[number] else 0
-
     def unit(self, number: int, names: tuple[str, ...], pinned: Mapping[str, LayerSettings]) -> Unit:
         layers = [self.profile.layer(name) for name in names]
         pins = [pinned[name] for name in names if name in pinned]
         settings = pins[-1:] or self._settings(layers)
         choices = [self._choice(number, layers, option) for option in settings]
-        return Unit(names, layers[0].tag, tuple(_undominated(choices, number in self.linked)))
+        return Unit(names, layers[0].tag, tuple(_undominated(choices, self.linked.get(number, ()))))
 
     def extend(self, units: list[Unit], cluster: Cluster, pinned: Mapping[str, LayerSettings]) -> bool:
         """Add the derived choices of `cluster` to its `units`; return False if one of them has none."""
@@ -213,7 +217,7 @@ class _Builder:
         for number, choices in derived.items():
             unit = units[number]
             plain = () if unit.choices[0].settings.store == "derive" else unit.choices
-            units[number] = replace(unit, choices=(*plain, *_undominated(choices, False)))
+            units[number] = replace(unit, choices=(*plain, *_undominated(choices, ())))
         return True
 
     def _derived(
@@ -239,11 +243,9 @@ class _Builder:
             for layer in layers
         ]
         common = (settings for settings in set.intersection(*measured) if not settings.exact)
-        shared = {self._effective(settings, layers) for settings in common}
+        name = layers[0].name
+        shared = {self.sized.compressed({name: settings}).get(name, settings) for settings in common}
         return [EXACT, *sorted(shared | _between(shared), key=_order)]
-
-    def _effective(self, settings: LayerSettings, layers: Sequence[LayerEntry]) -> LayerSettings:
-        return self.sized.compressed({layers[0].name: settings}).get(layers[0].name, settings)
 
     def _choice(
         self,
@@ -256,7 +258,9 @@ class _Builder:
         assignment |= {layer.name: settings for layer in layers}
         active, linked = (cluster.active, cluster.linked) if cluster else (NO_DERIVATIONS, frozenset[str]())
         owned, live = self.owned.get(number, []), np.zeros_like(self.base)
-        counts = self._span_bytes(tuple(layer.name for layer in layers), settings, cluster)[owned].tolist()
+        # The bytes of a span depend on its own unit and on what derives: one prediction serves many units.
+        names = tuple(assignment) if cluster or settings.store == "derive" else self.all_names
+        counts = self._span_bytes(names, settings)[owned].tolist()
         for span, count in zip(owned, counts, strict=True):
             item = self.sized.spans[span]
             live[item.first : item.last + 1] += count
@@ -268,17 +272,8 @@ class _Builder:
             raise RunError(f"{layers[0].name}: the profile has no price of {settings.label}\n{_REMEDY}")
         return Choice(settings, error, ms * self.scale, live, saved, cluster is not None)
 
-    def _span_bytes(
-        self, names: tuple[str, ...], settings: LayerSettings, cluster: Cluster | None
-    ) -> NDArray[np.int64]:
-        """Return the bytes of each span for a choice of the unit `names`; right for the spans that it owns.
-
-        These depend on the unit's own settings, and on what derives. So one prediction serves many units.
-        """
-        if cluster is not None:
-            names = tuple(cluster.assignment)
-        elif settings.store != "derive":
-            names = self.all_names
+    def _span_bytes(self, names: tuple[str, ...], settings: LayerSettings) -> NDArray[np.int64]:
+        """Return the bytes of each span if the layers `names` have `settings`."""
         if (settings, names) not in self.span_bytes:
             self.span_bytes[settings, names] = self.sized.under(dict.fromkeys(names, settings)).spans
         return self.span_bytes[settings, names]
@@ -306,16 +301,18 @@ def _between(settings: Collection[LayerSettings]) -> set[LayerSettings]:
     }
 
 
-def _undominated(choices: Sequence[Choice], linked: bool) -> list[Choice]:
-    """Return the choices that no other dominates in error, time and bytes; of equal ones the first."""
+def _undominated(choices: Sequence[Choice], linked: Collection[bool]) -> list[Choice]:
+    """Return the choices that no other dominates in error, time and bytes; of equal ones the first.
+
+    `linked`: whether exact choices also cost the bytes of links (True), and whether others do (False).
+    """
     selected: list[Choice] = []
     for index, choice in enumerate(choices):
         rivals = [(rival, True) for rival in selected] + [(rival, False) for rival in choices[index + 1 :]]
-        # An exact choice also costs the bytes of its links, so with links it dominates nothing.
         if not any(
             _dominates(rival, choice, or_equal=earlier)
             for rival, earlier in rivals
-            if not (linked and rival.settings.exact)
+            if rival.settings.exact == choice.settings.exact or rival.settings.exact not in linked
         ):
             selected.append(choice)
     return selected

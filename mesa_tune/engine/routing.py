@@ -266,23 +266,16 @@ class RoutingMode(TorchFunctionMode):
         if unhooked:
             pop_hooks()
         try:
-            output = self._run(route, frame, layer, func, args, kwargs, traced)
+            plans = traced or watch.observer is not None
+            output = MISS if plans else run_cached(frame.host.calls.calls, layer, func, args, kwargs, frame)
+            if output is MISS:
+                output = self._planned(route, frame, layer, func, args, kwargs)
         finally:
             if unhooked:
                 push_hooks(*self.hooks)
         if not traced and watch.returned is not None:
             watch.returned(layer, output)
         return output
-
-    def _run(
-        self, route: Route, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any, traced: bool
-    ) -> Any:
-        """Return the output of a call, by a cached plan if there is one."""
-        if not traced and watch.observer is None:
-            output = run_cached(frame.host.calls.calls, layer, func, args, kwargs, frame)
-            if output is not MISS:
-                return output
-        return self._planned(route, frame, layer, func, args, kwargs)
 
     def _planned(self, route: Route, frame: Frame, layer: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the output of a call by the settings of its layer."""

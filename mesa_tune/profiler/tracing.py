@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -138,9 +138,10 @@ class TracedWorkload:
             resume=resume,
         )
 
-    def _estimated(self) -> tuple[str, ...]:
-        """Return a note for each layer whose bytes are estimates."""
-        return tuple(
-            f"bytes of {layer!r} are estimates: a tensor too small for hooks may be a view of a larger one"
-            for layer in self.timeline.with_small_views()
-        )
+    def _estimated(self) -> Iterator[str]:
+        """Yield a note for each layer whose bytes, or near which peaks, are estimates."""
+        for layer in self.timeline.with_small_views():
+            yield f"bytes of {layer!r} are estimates: a tensor too small for hooks may be a view of a larger one"
+        excess, layer = self.timeline.excess()
+        if excess:
+            yield f"peaks near {layer!r} are estimates: saved tensors exceed the traced step by {excess} bytes"

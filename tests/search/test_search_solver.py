@@ -14,6 +14,7 @@ import scipy.optimize
 
 from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler.memory.memory_model import SavedSpan
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
@@ -58,6 +59,27 @@ def test_the_space_adds_up_to_the_timeline(profile: Profile, batch_size: int) ->
         assert space.saved(chosen) == predicted.saved_bytes
         assert space.error(chosen) == pytest.approx(predicted.gradient_error)
         assert space.ms(chosen) == pytest.approx(predicted.step_ms)
+
+
+def test_a_storage_of_compressed_layers_is_paid_while_one_compresses(profile: Profile) -> None:
+    """Two attentions save one mask: what it costs is no part of the price of either alone."""
+    timeline = profile.timeline
+    last = len(timeline.slots) - 2
+    mask = SavedSpan("side", ("blocks.0.relu", "blocks.0.fc2", "blocks.0.norm"), (9000, 4500), 1, 0, last)
+    masked = replace(profile, timeline=replace(timeline, kept=(*timeline.kept, mask)))
+    program = Program(make_space(masked))
+    space = program.space
+    assert [link.saved for link in space.links if not link.exact] == [9000]
+    plans = list(everything(space))
+    for chosen in plans[::37]:
+        assert space.saved(chosen) == masked.timeline.saved_bytes(space.assignment(chosen))
+        assert space.live(chosen).tolist() == masked.timeline.live(space.assignment(chosen)).tolist()
+    for limit in (0.97, 0.8, 0.5):
+        saved = int(limit * profile.saved_bytes)
+        within = [space.error(chosen) for chosen in plans if space.saved(chosen) <= saved]
+        solved = program.solve(Limits(saved=saved))
+        assert solved is not None
+        assert solved.cost == pytest.approx(min(within))
 
 
 def test_dropped_choices_never_matter(profile: Profile) -> None:

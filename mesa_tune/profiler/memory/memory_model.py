@@ -129,6 +129,18 @@ class Timeline:
         small = (span for span in self.kept if span.kind == "coded" and 0 < span.size[0] <= self.min_elements)
         return sorted({layer for span in small for layer in span.layers} & set(self.hooked))
 
+    def excess(self) -> tuple[int, str | None]:
+        """Return the most bytes by which spans exceed what a traced step has in a slot, and the slot's layer.
+
+        Where they do, the bytes of other policies than the traced ones are estimates. (0, None): nowhere.
+        """
+        least = (
+            (min(slot.exact[0], slot.packed[0], (slot.derived or slot.packed)[0]), slot)
+            for slot in self.slots
+        )
+        worst, slot = min(least, key=lambda pair: pair[0], default=(0, None))
+        return (0, None) if worst >= 0 or slot is None else (-worst, slot.layer)
+
     def scaled(self, pair: SizePair, batch_size: int) -> int:
         """Return the size at `batch_size` on the line through `pair`, rounded, at least 0."""
         low, high = self.batch_sizes

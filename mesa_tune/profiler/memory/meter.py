@@ -152,6 +152,8 @@ def measure_step(
         for loss in stepper.phases(lambda: loss_fn(model, batch)):
             without = [*static, *model.buffers(), *gradients_of(model), loss]
             saved_bytes = meter.live_since(0, without=without)
+            # The next micro-batch does not need it: a mean over a tensor keeps memory of the tensor's size.
+            del loss, without
         if is_cuda:
             torch.cuda.synchronize(device)
             peak = torch.cuda.max_memory_allocated(device) - foreign

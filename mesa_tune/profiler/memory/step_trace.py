@@ -140,6 +140,15 @@ class StepTrace:
         """The storages of all tensors stored in parts, in a finished step."""
         return frozenset(number for coded in self.coded.values() for number in coded.parts)
 
+    def last_backward(self, layer: str, first: int, last: int) -> int:
+        """Return the last slot of the layer's backward in `first` to `last`; `last` without one."""
+        slots = (index for index in range(last, first - 1, -1) if self._is_backward_of(index, layer))
+        return next(slots, last)
+
+    def _is_backward_of(self, index: int, layer: str) -> bool:
+        slot = self.slots[index]
+        return slot.layer == layer and slot.phase == "backward"
+
     def alive(self, number: int, moments: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return for each of `moments` whether the storage is alive."""
         lifetime = self.lifetimes[number]

@@ -68,23 +68,47 @@ def build_timeline(large: TracedSteps, small: TracedSteps, hooked: tuple[str, ..
             for (slot, *sizes), (_, *second_sizes) in zip(slots, second_slots, strict=True)
         ),
         kept=tuple(
-            SavedSpan(
-                span.kind,
-                span.layers,
-                (span.size, other.size),
-                span.itemsize,
-                *span.slots,
-                (span.samples, other.samples),
-                span.sources,
-                tuple(map(_extent_pair, span.extents, other.extents)),
-                (span.whole, other.whole),
-            )
+            part
             for span, other in zip(spans, second_spans, strict=True)
+            for part in _until_released(_paired(span, other), large.packed)
         ),
         hooked=hooked,
         serving=tuple(sorted(large.derived.serving)),
         rows=large.packed.rows,
     )
+
+
+def _paired(span: _TracedSpan, other: _TracedSpan) -> SavedSpan:
+    """Return the span of two batch sizes."""
+    return SavedSpan(
+        span.kind,
+        span.layers,
+        (span.size, other.size),
+        span.itemsize,
+        *span.slots,
+        (span.samples, other.samples),
+        span.sources,
+        tuple(map(_extent_pair, span.extents, other.extents)),
+        (span.whole, other.whole),
+    )
+
+
+def _until_released(span: SavedSpan, trace: StepTrace) -> Iterator[SavedSpan]:
+    """Yield `span` in parts: after its backward, a layer keeps a storage that it saves exactly no longer.
+
+    A layer without a slot in the backward keeps it until the end.
+    """
+    if span.kind not in ("plain", "side") or len(span.layers) < 2:
+        yield span
+        return
+    releases = [trace.last_backward(layer, span.first, span.last) for layer in span.layers]
+    first = span.first
+    for last in sorted(set(releases)):
+        keepers = [number for number, release in enumerate(releases) if release >= last]
+        layers = tuple(span.layers[number] for number in keepers)
+        extents = tuple(span.extents[number] for number in keepers) if span.extents else ()
+        yield replace(span, layers=layers, extents=extents, first=first, last=last)
+        first = last + 1
 
 
 def _extent_pair(first: int, second: int) -> tuple[int, int]:
@@ -95,7 +119,8 @@ def _extent_pair(first: int, second: int) -> tuple[int, int]:
 def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace, int, int, int, int]]:
     """Return each slot with its live bytes outside spans in the plain, compressed and deriving step.
 
-    The last number is those of gradients among them.
+    The last number is those of gradients among them. So the timeline has the bytes of the traced steps in
+    every slot, to the byte. Below zero: spans cover a slot in which their storage is not alive.
     """
     packed = steps.packed.slots
     plain, derived = _aligned(steps.plain, steps.packed), _aligned(steps.derived, steps.packed)
@@ -109,9 +134,9 @@ def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace
     return [
         (
             slot,
-            max(0, plain[index].high - exact_bytes[index]),
-            max(0, slot.high - packed_bytes[index]),
-            max(0, derived[index].high - derived_bytes[index]),
+            plain[index].high - exact_bytes[index],
+            slot.high - packed_bytes[index],
+            derived[index].high - derived_bytes[index],
             gradient_bytes[index],
         )
         for index, slot in enumerate(packed)
@@ -147,12 +172,12 @@ def _spans(steps: TracedSteps) -> Iterator[_TracedSpan]:
     counterparts = counterparts_of(plain, packed)
     always = always_saved(steps, counterparts)
     yield from _coded(steps, counterparts)
-    for number, layer in packed.side.items():
-        if number in always:
+    for number, calls in packed.side_calls.items():
+        if number in always or number not in packed.side:
             continue
-        size = packed.lifetimes[number].bytes
-        extents = _largest(steps, (layer,), packed.side_calls[number])
-        yield _TracedSpan("side", (layer,), size, 1, _alive(packed, number), size, extents=extents)
+        size, layers = packed.lifetimes[number].bytes, tuple(dict.fromkeys(layer for layer, _ in calls))
+        extents = _largest(steps, layers, calls)
+        yield _TracedSpan("side", layers, size, 1, _alive(packed, number), size, extents=extents)
     aligned = np.array([slot.moment for slot in _aligned(plain, packed)], dtype=np.int64)
     for number, item in plain.plain.items():
         size, counterpart = plain.lifetimes[number].bytes, counterparts.get(number)
