@@ -71,8 +71,10 @@ def fused(op: Fused, parts: Sequence[Tensor], arguments: Sequence[Any], spec: Sp
     elements, on the CPU.
     """
     data, ranges = parts
-    dtypes = {argument.dtype for argument in (ranges, *arguments) if isinstance(argument, Tensor)}
-    if spec.quant_groups or not _OTHER_FLOATS.isdisjoint(dtypes):
+    for argument in (ranges, *arguments):
+        if isinstance(argument, Tensor) and argument.dtype in _OTHER_FLOATS:
+            return None
+    if spec.quant_groups:
         return None
     if not op.everywhere and not (data.is_cpu and spec.group_size <= LARGEST_GROUP):
         return None

@@ -55,7 +55,8 @@ def cached_call(call: Call, output: Any) -> CachedCall:
         raise _UnlikeError
     if call.plan is not None and not {id(tensor) for _, tensor in first} <= set(map(id, call.tensors)):
         raise _UnlikeError  # its value may have been used
-    skipped = {*(index for index, _ in tensors), *(index for index, *_ in sequences)}
+    nothing = count - 1  # the None, which is the same in every call
+    skipped = {nothing, *(index for index, _ in tensors), *(index for index, *_ in sequences)}
     kind = first[0][1].device.type
     try:
         lookups = [(look, positions[id(of)], tensors is None) for look, of, tensors in call.lookups]
@@ -67,9 +68,7 @@ def cached_call(call: Call, output: Any) -> CachedCall:
     sources = [call.sources.get(index) for index in call.candidates]
     own = find(output, None) if plan is not None and plan.exposes is not None else None
     return CachedCall(
-        func=call.func,
-        count=count,
-        names=tuple(call.kwargs),
+        signature=(call.func, len(call.args), *call.kwargs),
         sequences=sequences,
         tensors=_picking([index for index, _ in first]),
         alike=alike([tensor for _, tensor in first]),

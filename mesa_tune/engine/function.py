@@ -280,18 +280,16 @@ Lookup = Callable[[Tensor], Sequence[Tensor] | None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CachedCall:
-    """The `plan` of a call of `func` (None: it is plain), and what other arguments must be like for it.
+    """The `plan` of a call (None: it is plain), and what other arguments must be like for it.
 
-    Positions are those among the arguments, the values of keywords (`names`) and a None, `count` in all, then
-    the elements of arguments that are sequences of tensors (`sequences`: their positions, types and lengths),
-    then what `lookups` find. `alike` compares the `tensors`; `repeats` are positions of one tensor. `pick`
-    takes the plan's tensors; of the `candidates` among them, `recipes` tell which are made again; `recipe`
-    makes the output again.
+    `signature`: the function, the number of positional arguments, and the names of keywords. Positions are
+    those among the arguments, the values of keywords and a None, then the elements of arguments that are
+    sequences of tensors (`sequences`: their positions, types and lengths), then what `lookups` find. `alike`
+    compares the `tensors`; `repeats` are positions of one tensor. `pick` takes the plan's tensors; of the
+    `candidates` among them, `recipes` tell which are made again; `recipe` makes the output again.
     """
 
-    func: Callable[..., Any]
-    count: int
-    names: tuple[str, ...]
+    signature: tuple[Any, ...]
     sequences: Sequence[tuple[int, type, int]]
     tensors: Callable[[Sequence[Any]], Sequence[Any]]
     alike: Callable[..., bool]
@@ -312,9 +310,9 @@ class CachedCall:
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], context: Any
     ) -> Any:
         """Return the output for other arguments; `MISS` if they are not alike."""
-        given = (*args, *kwargs.values(), None)
-        if len(given) != self.count or func is not self.func or tuple(kwargs) != self.names:
+        if (func, len(args), *kwargs) != self.signature:
             return MISS
+        given = (*args, *kwargs.values(), None)
         values = self._with_elements(given) if self.sequences else given
         if values is None or not self.alike(*self.tensors(values)):
             return MISS

@@ -43,11 +43,12 @@ class Registry:
     def file(self, tensor: Tensor) -> dict[Hashable, Any]:
         """Return the facts about the storage of `tensor`, to which more can be added."""
         storage = tensor.untyped_storage()
-        record = self._records.get(storage._cdata)
+        address, records = storage._cdata, self._records
+        record = records.get(address)
         if record is None or record[0]() is not storage:
-            if len(self._records) >= self._limit:
+            if len(records) >= self._limit:
                 self.purge()
-            record = self._records[storage._cdata] = weakref.ref(storage), {}
+            record = self._records[address] = weakref.ref(storage), {}
         return record[1]
 
     def purge(self) -> None:
@@ -355,14 +356,12 @@ def _is_selective() -> bool:
     Both runs of a part must then run the same operators, so neither may use a copy that only one of them
     finds.
     """
-    if not torch._C._len_torch_dispatch_stack():
-        return False
     return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
     """Return `make(*arguments)`, or what it returned before for the same `tensor` and `what`."""
-    if _is_selective():
+    if torch._C._len_torch_dispatch_stack() and _is_selective():
         return make(*arguments)
     facts, name = registry.file(tensor), (tensor._version, tensor.storage_offset(), what)
     references = facts.get(name)
@@ -371,5 +370,5 @@ def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *argumen
         if not [part for part in parts if part is None]:  # `None in parts` would ask the tensors
             return parts
     fresh = make(*arguments)
-    facts[name] = [weakref.ref(part) for part in fresh]
+    facts[name] = list(map(weakref.ref, fresh))
     return fresh

@@ -140,8 +140,10 @@ class TracedWorkload:
 
     def _estimated(self) -> Iterator[str]:
         """Yield a note for each layer whose bytes, or near which peaks, are estimates."""
-        for layer in self.timeline.with_small_views():
-            yield f"bytes of {layer!r} are estimates: a tensor too small for hooks may be a view of a larger one"
+        for small in self.timeline.with_small_views():
+            why = "a tensor too small for hooks may be a view of a larger one"
+            yield f"bytes of {small!r} are estimates: {why}"
         excess, layer = self.timeline.excess()
         if excess:
-            yield f"peaks near {layer!r} are estimates: saved tensors exceed the traced step by {excess} bytes"
+            where = f"peaks near {layer!r} are estimates"
+            yield f"{where}: saved tensors exceed the traced step by {excess} bytes"
