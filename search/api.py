@@ -93,6 +93,7 @@ def search_policy(
     request = _request(profile, budget, batch_size, max_saved, max_slowdown, pins or {}, seed)
     if not request.pins and _plain_fits(request):
         return _exact_plan(request)
+    profile.require_prices()
     program = Program(make_space(profile, request.batch_size, request.pins))
     solved = program.solve(request.limits)
     if solved is None:

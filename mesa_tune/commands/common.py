@@ -132,6 +132,7 @@ def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
     """
     from mesa_tune.workload.workload import Workload
 
+    profile.require_prices()
     if profile.model is None:
         raise RunError(f"the profile was made in Python, so it names no model file\n{without}")
     if not Path(profile.model).is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ from mesa_tune.commands.common import (
     format_table,
     format_time,
 )
+from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
@@ -30,6 +32,19 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[
     str, typer.Argument(metavar="model.py", help="File with model(), batch(), loss(); or hf:CONFIG.json.")
 ]
+CommandArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="| -- python train.py ...",
+        help="A script as it is: a step of it is observed.",
+        show_default=False,
+    ),
+]
+StepsOption = Annotated[
+    int | None,
+    typer.Option("--steps", metavar="N", help="Of a script: observe step N. Default: 3; at least 2."),
+]
+StopOption = Annotated[bool, typer.Option("--stop", help="End the script when its step was observed.")]
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", metavar="N", help="Default: the file's BATCH_SIZE.")
 ]
@@ -51,12 +66,15 @@ _MAX_ROWS = 12
 
 def profile(
     model: ModelArgument,
+    command: CommandArgument = None,
     batch_size: BatchOption = None,
     device: DeviceOption = None,
     autocast: AutocastOption = None,
     fast: FastOption = False,
     bytes_only: BytesOnlyOption = False,
     length: LengthOption = None,
+    steps: StepsOption = None,
+    stop: StopOption = False,
     run: RunOption = Path("mesa-run"),
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -70,6 +88,13 @@ def profile(
 
     output = Output(json=as_json, quiet=quiet)
     folder = Run(run, force=force)
+    if command:
+        measured = {"--batch-size": batch_size, "--device": device, "--autocast": autocast, "--fast": fast}
+        measured |= {"--bytes-only": bytes_only, "--length": length}
+        _refuse(measured, "the script itself says that: leave it out, or change it there")
+        _profile_script([model, *command], 3 if steps is None else steps, stop, folder, output)
+        return
+    _refuse({"--steps": steps, "--stop": stop}, "only a script has it: mesa-tune profile -- python train.py")
     request = Request(model, batch_size, length, device, autocast)
     request.check(bytes_only=bytes_only, fast=fast)
     if bytes_only:
@@ -98,6 +123,29 @@ def profile(
     output.document("profile", profiled.to_dict())
 
 
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    """Raise RunError if one of `options` was given."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise RunError(f"{', '.join(given)}: not for this profile\n{why}")
+
+
+def _profile_script(command: list[str], steps: int, stop: bool, folder: Run, output: Output) -> None:
+    from mesa_tune.commands.script import observe
+
+    inputs = digest("script", command)
+    folder.check(folder.profile, inputs)
+
+    def show(profiled: Profile) -> None:
+        folder.write(folder.profile, dump_json(profiled.to_dict()), inputs)
+        output.device(profiled.device)
+        for line in _lines(profiled, folder.profile):
+            output.line(line)
+        output.document("profile", profiled.to_dict())
+
+    observe(command, steps=steps, stop=stop, show=show, quiet_stdout=output.json)
+
+
 def _lines(profiled: Profile, path: Path) -> list[str]:
     largest = sorted(profiled.layers, key=lambda layer: -layer.own_bytes)[:_MAX_ROWS]
     rows = [
@@ -119,8 +167,13 @@ def _lines(profiled: Profile, path: Path) -> list[str]:
         "",
         *format_table(["layer", "tag", "saves", "error at 4 bits"], rows),
         "",
-        f"wrote {path}; next: mesa-tune search --budget 40%",
+        f"wrote {path}; next: {_next(profiled)}",
     ]
+
+
+def _next(profiled: Profile) -> str:
+    """Return the next command: a profile of a script has no prices to search with."""
+    return "mesa-tune search --budget 40%" if profiled.script is None else "mesa-tune init, for a model.py"
 
 
 def _exact(profiled: Profile) -> list[str]:

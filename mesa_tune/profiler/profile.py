@@ -77,11 +77,11 @@ class Profile:
     of what is stored while other layers derive from it (`store: derive`). `exact`: what every policy leaves
     exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain step
     at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before
-    the step).
-    `gradient_noise` and `gradient_scale`: see `Noise`; None where it was not measured.
+    the step). `gradient_noise` and `gradient_scale`: see `Noise`; None where it was not measured.
     `step_ms`: time of the plain step, on the CPU the processor time of its thread; None where no step has run
     (bytes only), and then no layer has options. `routing_ms`: time that converting the model adds to it, with
     every layer exact; None: unknown.
+    `script`: the command in whose step the bytes were observed; what a policy would do is then unknown.
     """
 
     model: str | None
@@ -108,14 +108,15 @@ class Profile:
     gradient_noise: float | None = None
     gradient_scale: float | None = None
     routing_ms: float | None = None
+    script: str | None = None
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
 
         At a batch size that was not profiled, bytes follow the timeline, times are proportional, the gradient
         error is that of the profiled batch, and its ratio to the noise is unknown. Raise BudgetError if the
-        timeline has no such batch size, RunError for a policy with modules that run again in backward: the
-        profile has no data for them.
+        timeline has no such batch size, RunError where the profile has no data: for a policy with modules
+        that run again in backward, and in a profile of a script, for any policy that compresses.
         """
         again = policy.reruns(layer.name for layer in self.layers)
         if again:
@@ -127,6 +128,8 @@ class Profile:
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
         """Return what `predict` does, for settings by layer name; a layer without settings stores exactly."""
+        if any(not settings.exact for settings in assignment.values()):
+            self.require_prices()
         if self.device == "cpu" and any(settings.store == "offload" for settings in assignment.values()):
             # It has nowhere to offload to.
             assignment = {
@@ -145,6 +148,14 @@ class Profile:
             None if noise is None else noise.ratio(error),
             step.peak,
         )
+
+    def require_prices(self) -> None:
+        """Raise RunError if only the plain step of a script was observed."""
+        if self.script is not None:
+            raise RunError(
+                f"the profile of `{self.script}` has the bytes of the plain step, and no prices of policies\n"
+                "put model, batch and loss into a model.py (`mesa-tune init` writes one), and profile that"
+            )
 
     def assignment(self, policy: Policy) -> dict[str, LayerSettings]:
         """Return the settings that `policy` gives each layer, by name."""

@@ -77,12 +77,17 @@ class Session:
 
     def layers(self) -> dict[str, tuple[str, int]]:
         """Return tag and index of every layer that ran; indices of the loss follow those of the model."""
-        layers: dict[str, tuple[str, int]] = {}
-        for catalog in (self.conversion.catalog, self.losses.catalog):
-            before = [tag for tag, _ in layers.values()]
-            for tag, index, name in catalog.layers():
-                layers[name] = (tag, (index or 0) + before.count(tag))
-        return layers
+        return layers_of(self.conversion, self.losses)
+
+
+def layers_of(conversion: Conversion, losses: Conversion) -> dict[str, tuple[str, int]]:
+    """Return tag and index of every layer that ran in a model, and in its loss: their indices follow."""
+    layers: dict[str, tuple[str, int]] = {}
+    for catalog in (conversion.catalog, losses.catalog):
+        before = [tag for tag, _ in layers.values()]
+        for tag, index, name in catalog.layers():
+            layers[name] = (tag, (index or 0) + before.count(tag))
+    return layers
 
 
 @contextmanager

@@ -85,6 +85,7 @@ class StepTrace:
     saved tensors this takes. `serving`: layers that save their input only because others derive from it.
     `saved_bytes`: bytes alive when the forward ended; `ended`: when this was; `loss`: what it returned.
     `gradients`: the storages of the parameters' gradients, as far as they were born in the step.
+    `variables`: storages that were alive then, but only because the user's own code refers to them.
     """
 
     lifetimes: dict[int, Lifetime] = field(default_factory=dict)
@@ -108,8 +109,13 @@ class StepTrace:
     ended: int = NEVER
     loss: int | None = None
     gradients: frozenset[int] = frozenset()
+    variables: set[int] = field(default_factory=set)
 
     def is_saved(self, number: int) -> bool:
+        """Return whether the storage is alive for backward when the forward ends."""
+        return self.ends_alive(number) and number not in self.variables
+
+    def ends_alive(self, number: int) -> bool:
         """Return whether the storage is alive when the forward ends."""
         lifetime = self.lifetimes[number]
         return lifetime.birth <= self.ended < lifetime.death

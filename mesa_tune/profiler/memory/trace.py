@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any
 
@@ -198,31 +198,60 @@ class Tracer(Observer):
             self.trace.again[layer, self.calls_in_backward[layer], returned] = numbers
 
 
+class StepRecording:
+    """Context in which a step is traced; it is told where the phases of the step begin.
+
+    Tensors in `static` are not counted. `trace` is complete when the context has ended.
+    """
+
+    def __init__(self, static: list[Tensor], recorder: Recorder | None = None) -> None:
+        static_storages = {tensor.untyped_storage()._cdata for tensor in static}
+        self.static = static
+        self.recorder = recorder or Recorder()
+        self.trace = self.recorder.trace
+        self.tracer = Tracer(self.recorder, lambda tensor: tensor.untyped_storage()._cdata in static_storages)
+        self.recorder.open_slot(None, "forward")
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> StepRecording:
+        self._contexts.enter_context(observing(self.tracer))
+        self._contexts.enter_context(self.recorder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._contexts.close()
+        self.trace.drop_dead_after_forward()
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Note that the forward has ended, and the backward of `loss` begins."""
+        self.recorder.open_slot(None, "forward")
+        self.trace.saved_bytes = self.recorder.live_since(0, without=[*self.static, loss])
+        self.trace.ended = self.recorder.now
+        self.trace.loss = self.recorder.number(loss.untyped_storage())
+        self.tracer.forward = False
+        self.recorder.open_slot(None, "backward")
+
+    def begin_update(self, gradients: list[Tensor]) -> None:
+        """Note that the backward has ended, with these gradients."""
+        numbers = (self.recorder.number(storage) for storage in storages(gradients))  # sparse ones have two
+        self.trace.gradients = frozenset(number for number in numbers if number is not None)
+        self.recorder.open_slot(None, "step")
+
+
 def trace_step(stepper: Stepper, loss: Callable[[], Tensor], static: list[Tensor]) -> StepTrace:
     """Trace one step, of several micro-batches the last; `static` tensors are not counted."""
-    static_storages = {tensor.untyped_storage()._cdata for tensor in static}
-    recorder = Recorder()
-    tracer = Tracer(recorder, lambda tensor: tensor.untyped_storage()._cdata in static_storages)
-    recorder.open_slot(None, "forward")
-    with observing(tracer), recorder:
+    with StepRecording(static) as recording:
         if stepper.step.accumulation == 1:
             stepper.begin()
         value = loss()
-        recorder.open_slot(None, "forward")
-        recorder.trace.saved_bytes = recorder.live_since(0, without=[*static, value])
-        recorder.trace.ended = recorder.now
-        recorder.trace.loss = recorder.number(value.untyped_storage())
-        tracer.forward = False
-        recorder.open_slot(None, "backward")
+        recording.begin_backward(value)
         stepper.backward(value)
         del value
-        gradients = [parameter.grad for parameter in stepper.parameters if parameter.grad is not None]
-        numbers = (recorder.number(storage) for storage in storages(gradients))  # sparse ones have two
-        recorder.trace.gradients = frozenset(number for number in numbers if number is not None)
-        recorder.open_slot(None, "step")
+        recording.begin_update(
+            [parameter.grad for parameter in stepper.parameters if parameter.grad is not None]
+        )
         stepper.update()
-    recorder.trace.drop_dead_after_forward()
-    return recorder.trace
+    return recording.trace
 
 
 @contextmanager

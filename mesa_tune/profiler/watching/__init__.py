@@ -1,0 +1,1 @@
+"""Observing a training step inside a script that knows nothing of it."""

@@ -1,0 +1,239 @@
+"""Find model, optimizer and steps of a running script, and observe one step of it.
+
+What is hard: nothing says beforehand what the script will do. The first step shows which modules it calls,
+how often it runs a backward, and which optimizers step; a later step is like it, and is observed. Whatever
+goes wrong here, the script goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from mesa_tune.errors import MesaTuneError, RunError
+from mesa_tune.files import dump_json, write_atomically
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.watching.observed_step import ObservedStep, now_ms
+from mesa_tune.workload.boundaries import watch_optimizers, watching_backwards
+
+SETTINGS, RESULT, FAULT = "settings.json", "profile.json", "fault.txt"
+"""Files in the folder that a command and its script share."""
+
+Arguments = ParamSpec("Arguments")
+
+
+def start(folder: Path, module: nn.Module) -> None:
+    """Watch this process, in which a call of `module` has begun, and write what is found to `folder`."""
+    settings = json.loads((folder / SETTINGS).read_text("utf-8"))
+
+    def finish(result: Profile | str) -> None:
+        if not (folder / RESULT).exists():
+            text = result if isinstance(result, str) else dump_json(result.to_dict())
+            write_atomically(folder / (FAULT if isinstance(result, str) else RESULT), text)
+
+    Watcher(settings["script"], settings["steps"], finish).start(module)
+
+
+def _harmless(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Return a method of the watcher that does nothing after the end, and whose errors end the watching."""
+
+    @wraps(method)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        watcher: Any = args[0]
+        if watcher.ended or torch.compiler.is_compiling() or threading.get_ident() != watcher.thread:
+            return
+        try:
+            method(*args, **kwargs)
+        except MesaTuneError as error:
+            watcher.end(str(error))
+        except Exception:  # noqa: BLE001 - the script must go on
+            watcher.end(f"the script's step could not be observed\n{traceback.format_exc()}")
+
+    return run
+
+
+class Watcher:
+    """Watches a script through `steps` steps of its first optimizer, and observes the last.
+
+    `finish` gets the profile, or the reason why there is none.
+    """
+
+    def __init__(self, script: str, steps: int, finish: Callable[[Profile | str], None]) -> None:
+        self.script, self.steps, self.finish = script, steps, finish
+        self.thread = threading.get_ident()
+        self.ended = False
+        self.depth = 0
+        self.going_backward = False
+        self.called: dict[nn.Module, None] = {}
+        self.optimizers: dict[Optimizer, None] = {}
+        self.step = 0
+        self.backwards = self.expected = 0
+        self.observed: ObservedStep | None = None
+        self.step_began, self.step_ms = now_ms(torch.device("cpu")), 0.0
+        self._watching = ExitStack()
+
+    def start(self, module: nn.Module) -> None:
+        """Begin to watch, in a call of `module`."""
+        handles = (
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+        )
+        for handle in handles:
+            self._watching.callback(handle.remove)
+        self._watching.enter_context(watching_backwards(self))
+        self.optimizer_hook = watch_optimizers(self)
+        self._before_forward(module, ())
+
+    def end(self, result: Profile | str) -> None:
+        """Stop watching, with this result. One hook of optimizers stays, and does nothing."""
+        self._forget()
+        self.finish(result)
+
+    def _forget(self) -> None:
+        """Drop hooks, and everything that refers to the script's objects."""
+        self.ended = True
+        self._drop()
+        self._watching.close()
+        self.called.clear()
+        self.optimizers.clear()
+
+    @_harmless
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        self.depth += 1
+        if self.depth > 1 or self.going_backward or not torch.is_grad_enabled():
+            return
+        self.called[module] = None
+        if self.observed is None or self.observed.forward or not self._is_part(module):
+            return
+        if self.observed.recording is None:
+            self.observed.begin()
+        else:  # more backwards than in the step before: observe another step
+            self._drop()
+
+    @_harmless
+    def _after_forward(self, module: nn.Module, *given: Any) -> None:
+        # After an error torch leaves the keyword arguments out; the last value is the output.
+        self.depth = max(0, self.depth - 1)
+        observed = self.observed
+        if not self.depth and observed is not None and observed.forward and self._is_part(module):
+            observed.note_batch(given[:-1])
+
+    def _is_part(self, module: nn.Module) -> bool:
+        """Return whether the observed model contains `module`."""
+        assert self.observed is not None
+        return any(module is part for part in self.observed.model.modules())
+
+    @_harmless
+    def backward_begins(self, outputs: Sequence[Tensor]) -> None:
+        """Note that a backward of `outputs` begins."""
+        self.going_backward = True
+        if self.observed is not None and self.observed.forward:
+            self.observed.begin_backward(outputs)
+
+    @_harmless
+    def backward_ended(self) -> None:
+        """Note that this backward has ended."""
+        self.going_backward = False
+        self.backwards += 1
+        observed = self.observed
+        if observed is not None and observed.recording is not None and not observed.forward:
+            observed.end_backward()
+        elif observed is None and self.step == self.steps - 1 and self.backwards == self.expected - 1:
+            self._prepare()
+
+    @_harmless
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Note that `optimizer.step()` has ended."""
+        self.optimizers[optimizer] = None
+        if optimizer is not next(iter(self.optimizers)):
+            return
+        if self._is_other_rank():
+            self._forget()
+            return
+        if self.observed is not None and self.observed.recording is not None:
+            if not self.observed.forward:
+                self._report()
+                return
+            raise RunError(
+                "the optimizer stepped without a backward() of the model's output\n"
+                "only steps that call backward() can be observed"
+            )
+        self.step = min(self.step + 1, self.steps - 1)
+        self.expected, self.backwards = self.backwards, 0
+        self._take_time()
+        if self.step == self.steps - 1 and self.expected <= 1 and self.observed is None:
+            self._prepare()
+
+    def _take_time(self) -> None:
+        now = now_ms(next(parameter.device for parameter in self._parameters()))
+        self.step_began, self.step_ms = now, now - self.step_began
+
+    def _parameters(self) -> list[Tensor]:
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _prepare(self) -> None:
+        """Make the next forward the observed one."""
+        trained = {id(parameter) for parameter in self._parameters()}
+        roots = [
+            module
+            for module in self.called
+            if any(id(parameter) in trained for parameter in module.parameters())
+        ]
+        if not roots:
+            raise RunError(
+                "no module that the script called has the optimizer's parameters\n"
+                "a model compiled by model.compile() is not seen: set TORCH_COMPILE_DISABLE=1 for this run"
+            )
+        self.observed = ObservedStep(_model_of(roots), list(self.optimizers))
+
+    def _drop(self) -> None:
+        if self.observed is not None:
+            self.observed.close()
+        self.observed = None
+
+    def _report(self) -> None:
+        observed = self.observed
+        assert observed is not None
+        self._drop()
+        self.end(observed.profile(self.script, self.step_ms, list(self._notes(observed))))
+
+    def _notes(self, observed: ObservedStep) -> Iterable[str]:
+        yield f"observed step {self.steps} of the script, whose model is {type(observed.model).__name__}"
+        if self.expected > 1:
+            yield f"of the {self.expected} backwards in a step, the last was observed"
+        if len(self.optimizers) > 1:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            yield f"the script has several optimizers ({names}); a step ends where the first one's does"
+
+    @staticmethod
+    def _is_other_rank() -> bool:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return distributed and torch.distributed.get_rank() != 0
+
+
+def _model_of(roots: list[nn.Module]) -> nn.Module:
+    """Return the one outermost module, or else the smallest module that contains all of them."""
+    inner = {part for root in roots for part in root.modules() if part is not root}
+    outer = [root for root in roots if root not in inner]
+    if len(outer) == 1:
+        return outer[0]
+    containers = []
+    for item in gc.get_objects():
+        if issubclass(type(item), nn.Module) and "_modules" in item.__dict__:
+            parts = set(item.modules())
+            if parts.issuperset(outer):
+                containers.append((len(parts), item))
+    return min(containers, key=lambda pair: pair[0], default=(0, nn.ModuleList(outer)))[1]

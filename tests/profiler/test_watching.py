@@ -1,0 +1,267 @@
+"""A script's own step, observed: it is the step of a profile of the same workload, and trains the same."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import ViTConfig, ViTForImageClassification
+
+import mesa_tune as mt
+from mesa_tune.profiler.memory.meter import Meter, bytes_of, gradients_of, tensors_in
+from mesa_tune.profiler.watching.watcher import Watcher
+
+Result = mt.Profile | str
+Train = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def model() -> nn.Module:
+    sizes: dict[str, Any] = {
+        "num_labels": 4,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes))
+
+
+def batch(n: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, 32, 32), torch.randint(4, (n,))
+
+
+def loss(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(given[0]).logits, given[1])
+
+
+def simple(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    given = batch()
+    optimizer.zero_grad()
+    loss(model, given).backward()
+    optimizer.step()
+
+
+def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        (loss(model, batch()) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def zeros_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    given = batch()
+    value = loss(model, given)
+    optimizer.zero_grad()
+    value.backward()
+    optimizer.step()
+
+
+def closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    given = batch()
+
+    def compute() -> float:
+        optimizer.zero_grad()
+        value = loss(model, given)
+        value.backward()
+        return value.item()
+
+    optimizer.step(compute)
+
+
+STEPS: dict[str, tuple[Train, dict[str, Any]]] = {
+    "simple": (simple, {}),
+    "accumulated": (accumulated, {"accumulation": 2}),
+    "zeros between": (zeros_between, {}),
+    "closure": (closure, {}),
+}
+
+
+def started(train: Train, make: Callable[[], nn.Module] = model) -> tuple[nn.Module, Callable[[], None]]:
+    """A model, and its next step."""
+    torch.manual_seed(0)
+    net = make()
+    optimizer = torch.optim.AdamW(net.parameters())
+    return net, functools.partial(train, net, optimizer)
+
+
+@contextmanager
+def watching(steps: int = 3) -> Iterator[list[Result]]:
+    """Watch the body as the bootstrap does; yields where the result will be."""
+    results: list[Result] = []
+    watcher = Watcher("python train.py", steps, results.append)
+
+    def begin(module: nn.Module, _: object) -> None:
+        handle.remove()
+        watcher.start(module)
+
+    handle = register_module_forward_pre_hook(begin)
+    yield results
+    assert watcher.ended
+    watcher.optimizer_hook.remove()
+
+
+def observed(step: Callable[[], None], count: int = 4) -> Result:
+    with watching() as results:
+        for _ in range(count):
+            step()
+    assert len(results) == 1
+    return results[0]
+
+
+def rows(profile: mt.Profile) -> list[tuple[object, ...]]:
+    return [
+        (layer.name, layer.tag, layer.index, layer.shape, layer.dtype, layer.bytes, layer.own_bytes)
+        for layer in profile.layers
+    ]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_layers_and_bytes_are_those_of_a_profile(name: str) -> None:
+    train, step = STEPS[name]
+    work = mt.Workload(model, batch, loss, batch_size=8, **step)
+    expected = mt.profile(work, options=[])
+    found = observed(started(train)[1])
+    assert isinstance(found, mt.Profile)
+    assert rows(found) == rows(expected)
+    assert found.saved_bytes == expected.saved_bytes
+    assert found.layers_fingerprint == expected.layers_fingerprint
+    assert (found.batch_size, found.device) == (8, "cpu")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_peak_is_that_of_the_same_step_unwatched(name: str) -> None:
+    train = STEPS[name][0]
+    found = observed(started(train)[1])
+    net, step = started(train)
+    optimizer = step.args[1]  # type: ignore[attr-defined]
+    with Meter() as meter:
+        for _ in range(2):
+            step()
+        gc.collect()
+        static = [*net.parameters(), *tensors_in(optimizer.state), *gradients_of(net)]
+        older = bytes_of(static) - meter.counted_bytes(static)
+        del static  # gradients that the step frees
+        meter.reset_high_water()
+        step()
+    assert isinstance(found, mt.Profile)
+    # The batch of the step is born inside the meter, and before the forward in the script.
+    peak = older + meter.high_water
+    others = bytes_of(list(batch())) if name == "accumulated" else 0
+    assert abs(found.peak_bytes - peak) <= 100 + others
+    assert found.predict(mt.Policy.parse("")).peak_bytes == found.peak_bytes
+    assert found.predict(mt.Policy.parse("")).saved_bytes == found.saved_bytes
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_training_is_the_same_bit_for_bit(name: str) -> None:
+    train = STEPS[name][0]
+    plain, step = started(train)
+    for _ in range(4):
+        step()
+    state = torch.get_rng_state()
+    watched, step = started(train)
+    observed(step)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, plain.parameters(), watched.parameters()))
+    assert all("forward" not in vars(module) for module in watched.modules())
+    assert Tensor.backward.__module__ == torch.autograd.backward.__module__.replace(".autograd", "._tensor")
+
+
+def test_a_checkpointed_model_is_observed() -> None:
+    def checkpointed() -> nn.Module:
+        made: Any = model()
+        made.gradient_checkpointing_enable()
+        return made  # type: ignore[no-any-return]
+
+    expected = mt.profile(mt.Workload(checkpointed, batch, loss, batch_size=8), options=[])
+    found = observed(started(simple, checkpointed)[1])
+    assert isinstance(found, mt.Profile)
+    assert rows(found) == rows(expected)
+    assert found.saved_bytes == expected.saved_bytes
+
+
+def test_variables_of_the_script_are_not_saved_for_backward() -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        images, labels = batch()
+        output = model(images)
+        doubled = torch.zeros(1000, 1000)  # noqa: F841 - lives until the step has ended
+        F.cross_entropy(output.logits, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    expected = observed(started(simple)[1])
+    found = observed(started(train)[1])
+    assert isinstance(found, mt.Profile)
+    assert isinstance(expected, mt.Profile)
+    assert found.saved_bytes == expected.saved_bytes
+    assert found.peak_bytes > expected.peak_bytes + 3_900_000
+    assert found.predict(mt.Policy.parse("")).saved_bytes == found.saved_bytes
+
+
+def test_a_profile_of_a_script_has_no_prices(tmp_path: Any) -> None:
+    found = observed(started(simple)[1])
+    assert isinstance(found, mt.Profile)
+    found.save(tmp_path / "profile.json")
+    loaded = mt.Profile.load(tmp_path / "profile.json")
+    assert loaded.script == "python train.py"
+    for ask in (
+        lambda: loaded.predict(mt.Policy.uniform(level=16)),
+        lambda: mt.search_policy(loaded, "60%", trials=0),
+    ):
+        with pytest.raises(mt.RunError, match=r"no prices.*\n.*mesa-tune init"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: mt.convert(model(), mt.Policy.uniform(level=16)), "leave mt.convert out"),
+        (lambda: torch.compile(model(), backend="eager"), "TORCH_COMPILE_DISABLE"),
+    ],
+    ids=["converted", "compiled"],
+)
+def test_what_cannot_be_observed_is_told_and_trains_on(make: Callable[[], nn.Module], said: str) -> None:
+    net, step = started(simple, make)
+    before = [parameter.clone() for parameter in net.parameters()]
+    found = observed(step)
+    assert isinstance(found, str)
+    assert said in found
+    assert not all(map(torch.equal, before, net.parameters()))
+
+
+def test_contexts_of_the_script_end_as_they_began() -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with torch.autograd.graph.save_on_cpu():
+            value = loss(model, batch())
+        value.backward()
+        optimizer.step()
+
+    found = observed(started(train)[1])
+    assert isinstance(found, str)
+    assert "saved-tensor hooks" in found
+
+
+def test_several_modules_have_the_names_that_their_owner_gives_them() -> None:
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def train(owner: Any, optimizer: torch.optim.Optimizer) -> None:
+        x = torch.randn(256, 64)
+        optimizer.zero_grad()
+        (owner.decoder(owner.encoder(x).relu()) - x).square().mean().backward()
+        optimizer.step()
+
+    found = observed(started(train, Owner)[1])
+    assert isinstance(found, mt.Profile)
+    assert {"encoder", "decoder"} & {layer.name for layer in found.layers} == {"decoder"}
+    assert "loss.relu.0" in {layer.name for layer in found.layers}
