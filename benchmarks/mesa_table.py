@@ -22,6 +22,7 @@ from typing import Any
 import torch.nn.functional as F
 from common import RESULTS, append
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from zoo import ZOO, configured
 
 import mesa_tune as mt
@@ -72,7 +73,7 @@ def workload(name: str, batch_size: int, attention: str) -> mt.Workload:
             model = configured("DeiTConfig", "DeiTForImageClassification", values, {})("published", None)
         else:
             model = ZOO[name].build("published", None)
-        if hasattr(model, "set_attn_implementation"):
+        if isinstance(model, PreTrainedModel):
             model.set_attn_implementation(attention)
         return model
 

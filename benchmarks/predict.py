@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from common import append, spread
@@ -30,9 +31,14 @@ KINDS = ("mixed", "uniform", "derived")
 
 
 def model() -> nn.Module:
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "num_labels": 10,
+    }
     return ViTForImageClassification(
-        ViTConfig(**sizes, num_hidden_layers=BLOCKS, image_size=64, patch_size=8, num_labels=10)
+        ViTConfig(**sizes, num_hidden_layers=BLOCKS, image_size=64, patch_size=8)
     )
 
 

@@ -47,8 +47,14 @@ def gpt2() -> mt.Workload:
     """Return a GPT-2 of 4 layers and 128 channels, with 8 texts of 128 tokens."""
 
     def build() -> nn.Module:
-        sizes = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 1000}
-        tokens = {"bos_token_id": 0, "eos_token_id": 0}
+        sizes: dict[str, Any] = {
+            "n_layer": 4,
+            "n_embd": 128,
+            "n_head": 4,
+            "n_positions": 128,
+            "vocab_size": 1000,
+        }
+        tokens: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
         made: nn.Module = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(**sizes, **tokens, use_cache=False)
         )
@@ -65,9 +71,14 @@ def resnet() -> mt.Workload:
     """Return a ResNet of 8 basic blocks and 16 to 128 channels, with 16 images of 64 × 64."""
 
     def build() -> nn.Module:
-        sizes = {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 128], "depths": [2, 2, 2, 2]}
+        sizes: dict[str, Any] = {
+            "embedding_size": 16,
+            "hidden_sizes": [16, 32, 64, 128],
+            "depths": [2, 2, 2, 2],
+            "num_labels": 10,
+        }
         made: nn.Module = transformers.ResNetForImageClassification(
-            transformers.ResNetConfig(**sizes, layer_type="basic", num_labels=10)
+            transformers.ResNetConfig(**sizes, layer_type="basic")
         )
         return made
 
@@ -155,7 +166,7 @@ def row(candidate: Candidate, profile: Profile, pairs: Sequence[tuple[Times, Tim
     }
     return {
         "policy": candidate.label,
-        "predicted": None if predicted is None else predicted / profile.step_ms,
+        "predicted": None if predicted is None else predicted / profile.plain_ms(profile.batch_size),
         **{clock: found._asdict() for clock, found in by_clock.items()},
         # Of the median, from the quartiles of a normal distribution.
         "noise": {c: 0.93 * (found.high - found.low) / len(pairs) ** 0.5 for c, found in by_clock.items()},

@@ -426,7 +426,12 @@ def main() -> None:
         BUILD.mkdir(parents=True, exist_ok=True)
         version = code()
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            list(pool.map(lambda unit: run_unit(*unit, version, arguments.random), units(names)))
+            waiting = [
+                pool.submit(run_unit, name, variant, version, arguments.random)
+                for name, variant in units(names)
+            ]
+            for unit in waiting:
+                unit.result()
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ class _Builder:
         ]
         common = (settings for settings in set.intersection(*measured) if not settings.exact)
         name = layers[0].name
-        shared = {self.sized.compressed({name: settings}).get(name, settings) for settings in common}
+        shared = {self.sized.compressed({name: settings}).get(name) or settings for settings in common}
         return [EXACT, *sorted(shared | _between(shared), key=_order)]
 
     def _choice(

@@ -178,16 +178,16 @@ def test_random_states_stay_as_they_are() -> None:
 class Choosing(nn.Linear):
     """Takes one of two branches by what it computes."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
         return y.relu() if y.sum() > 0 else y
 
 
 class Selecting(nn.Linear):
     """Computes as many rows as have a positive sum."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[x.sum(1).nonzero().squeeze(1)])
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input[input.sum(1).nonzero().squeeze(1)])
 
 
 @pytest.mark.parametrize("kind", [Choosing, Selecting])

@@ -182,7 +182,8 @@ def test_a_forward_that_was_wrapped_before_stays_wrapped_when_it_is_bound_again(
 
     model.forward = doubled
     convert(model)
-    model.forward = MethodType(model.forward.__func__, model)
+    method: Any = model.forward
+    model.forward = MethodType(method.__func__, model)
     assert torch.equal(model(X), network()(X) * 2)
     assert torch.equal(mt.revert(model)(X), network()(X) * 2)
 

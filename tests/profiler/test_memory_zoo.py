@@ -143,7 +143,7 @@ def test_the_timeline_has_the_bytes_of_the_traced_steps(traced: tuple[mt.Workloa
 def test_bytes_are_predicted(kind: str, traced: tuple[mt.Workload, Traced]) -> None:
     work, (_, timeline, layers) = traced
     chance = random.Random(5)
-    settings = {"plain": CHOICES[:1], "4 bits": CHOICES[2:3], "mixed": CHOICES}[kind]
+    settings = list({"plain": CHOICES[:1], "4 bits": CHOICES[2:3], "mixed": CHOICES}[kind])
     policy = mt.Policy.from_assignments((*layer, chance.choice(settings)) for layer in layers)
     step = timeline.at().under(policy.assignment(layers))
     model = mt.convert(work.build(), policy, seed=0)
