@@ -371,12 +371,7 @@ CachedCalls = dict[Hashable, tuple[CachedCall, ...]]
 
 
 def run_cached(
-    calls: CachedCalls,
-    layer: Hashable,
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    context: Any,
+    calls: CachedCalls, layer: Hashable, func: Callable[..., Any], args: Any, kwargs: Any, context: Any
 ) -> Any:
     """Return the output of a call by a cached plan of its layer; `MISS` if there is none for it."""
     for cached in calls.get(layer, ()):
