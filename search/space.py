@@ -319,9 +319,12 @@ def _undominated(choices: Sequence[Choice], linked: Collection[bool]) -> list[Ch
 
 
 def _dominates(rival: Choice, choice: Choice, *, or_equal: bool) -> bool:
-    """Return True if `rival` costs nowhere more than `choice` and somewhere less (`or_equal`: or equal)."""
-    costs = (choice.error, choice.ms, choice.saved)
-    rival_costs = (rival.error, rival.ms, rival.saved)
+    """Return True if `rival` costs nowhere more than `choice` and somewhere less (`or_equal`: or equal).
+
+    A time below zero is noise: it decides nothing, or a search would not give the same policy again.
+    """
+    costs = (choice.error, max(0.0, choice.ms), choice.saved)
+    rival_costs = (rival.error, max(0.0, rival.ms), rival.saved)
     if (
         any(high > low for high, low in zip(rival_costs, costs, strict=True))
         or (rival.live > choice.live).any()

@@ -35,8 +35,8 @@ ModelArgument = Annotated[
 CommandArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="| -- python train.py ...",
-        help="A script as it is: a step of it is observed.",
+        metavar="-- COMMAND",
+        help="In place of model.py: a script as it is, of which a step is observed.",
         show_default=False,
     ),
 ]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import mesa_tune.ops.fused  # noqa: F401 (registers its ops)
 from mesa_tune import ops
 from mesa_tune.ops.codecs import RAW
 
