@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
@@ -56,6 +57,9 @@ DeviceOption = Annotated[
 ]
 
 _documents: ContextVar[TextIO | None] = ContextVar("documents", default=None)
+
+
+_BELOW = 18 * " "
 
 
 @contextmanager
@@ -153,3 +157,8 @@ def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
             f"profile it again: `mesa-tune profile {profile.model} --force{folder.option}`"
         )
     return workload
+
+
+def below(text: str) -> list[str]:
+    """Return `text` in lines of at most 80 characters that stand below a figure."""
+    return textwrap.wrap(text, 80, initial_indent=_BELOW, subsequent_indent=_BELOW)

@@ -18,6 +18,7 @@ from mesa_tune.commands.common import (
     QuietOption,
     Run,
     RunOption,
+    below,
     digest,
     dump_json,
     format_bytes,
@@ -159,7 +160,7 @@ def _lines(profiled: Profile, path: Path) -> list[str]:
     return [
         *(f"note: {note}" for note in profiled.notes),
         f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
-        f"  {profiled.timeline.at().under({}).peak.text}",
+        *below(profiled.timeline.at().under({}).peak.text),
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_exact(profiled),
         f"a step takes     {format_time(profiled.plain_ms(profiled.batch_size) / 1e3):>8}",

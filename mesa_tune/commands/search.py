@@ -19,6 +19,7 @@ from mesa_tune.commands.common import (
     QuietOption,
     Run,
     RunOption,
+    below,
     digest,
     dump_json,
     format_bytes,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from mesa_tune.search import Plan
     from mesa_tune.workload.workload import Workload
 
-_INDENT = " " * 18
 _PROFILE = "mesa-tune profile model.py"
 _WITHOUT_MODEL = "--trials 0 plans from the profile alone, without the model"
 
@@ -251,11 +251,7 @@ def summary(plan: Plan, profile: Profile) -> list[str]:
 
 def _peak(plan: Plan) -> list[str]:
     peak = plan.predicted.peak
-    return (
-        []
-        if peak is None
-        else textwrap.wrap(peak.text, 80, initial_indent=_INDENT, subsequent_indent=_INDENT)
-    )
+    return [] if peak is None else below(peak.text)
 
 
 def _next(plan: Plan, profile: Profile) -> list[str]:
