@@ -27,6 +27,7 @@ from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.entries import LayerEntry, Option, full_grid
 
 BLOCKS = 30
+BATCHES = 5
 KINDS = ("mixed", "uniform", "derived")
 
 
@@ -55,14 +56,15 @@ def priced(profile: mt.Profile, chance: random.Random) -> mt.Profile:
     """Return `profile` with random prices for the full grid."""
 
     def options(layer: LayerEntry) -> Iterator[Option]:
-        yield Option(EXACT, layer.bytes, 0.0, 0.0, 0.0, True, 0.0, 0.0)
+        yield Option(EXACT, layer.bytes, 0.0, (0.0,), True, 0.0, 0.0)
         sensitivity = 10 ** chance.uniform(-6, -1)
         for settings in full_grid():
             error = sensitivity / (settings.level - 1) ** 2
-            yield Option(settings, layer.bytes // 8, error, error, error / 20, True, 0.01, 0.01)
+            errors = tuple(error * chance.uniform(0.5, 1.5) for _ in range(BATCHES))
+            yield Option(settings, layer.bytes // 8, error, errors, True, 0.01, 0.01)
 
     layers = tuple(replace(layer, options=tuple(options(layer))) for layer in profile.layers)
-    return replace(profile, layers=layers)
+    return replace(profile, layers=layers, interaction=((1, 0.1), (2, 0.01)))
 
 
 def policies(profile: mt.Profile, kind: str, count: int, chance: random.Random) -> list[mt.Policy]:

@@ -155,13 +155,18 @@ def _error_card(results: RunResults) -> dict[str, str]:
     assert results.plan is not None
     verification = results.verification
     expected = results.plan.predicted.gradient_error
+    interval = _interval_text(results.plan.predicted.gradient_error_interval)
     if verification is not None and verification.gradient_error is not None:
         seeds = len(verification.gradient_errors)
-        detail = f"mean of {seeds} rounding seeds; predicted {style.error_text(expected)}"
+        detail = f"mean of {seeds} rounding seeds; predicted {style.error_text(expected)}{interval}"
         detail += _noise_text(verification.gradient_noise_ratio)
         return _card("Gradient error", style.error_text(verification.gradient_error), detail)
-    detail = f"relative squared error{_noise_text(results.plan.predicted.gradient_noise_ratio)}"
+    detail = f"relative squared error{interval}{_noise_text(results.plan.predicted.gradient_noise_ratio)}"
     return _card("Gradient error", style.error_text(expected), detail, "predicted")
+
+
+def _interval_text(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f" ({style.error_text(ends[0])} to {style.error_text(ends[1])})"
 
 
 def _noise_text(ratio: float | None) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.sized_timeline import SizedTimeline
-from mesa_tune.profiler.profile import ActiveDerivations, Profile
+from mesa_tune.profiler.price_table import ActiveDerivations
+from mesa_tune.profiler.profile import Profile
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline
-from mesa_tune.profiler.profile import NO_DERIVATIONS, Profile
+from mesa_tune.profiler.price_table import NO_DERIVATIONS
+from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.clusters import Cluster, clusters
 
 Floats = NDArray[np.float64]
@@ -235,14 +236,12 @@ class _Builder:
     def _settings(self, layers: Sequence[LayerEntry]) -> list[LayerSettings]:
         """Return exact, then the settings for which every layer of the unit has an error, finest first.
 
-        They include 5 and 7 bits between measured neighbours: above 4 bits errors are almost proportional to
-        1 / (level − 1)².
+        Of these only options that one of the layers was priced with on all its batches. They include 5 and 7
+        bits between measured neighbours: above 4 bits errors are almost proportional to 1 / (level − 1)².
         """
-        measured = [
-            {option.settings for option in layer.options if option.gradient_error is not None}
-            for layer in layers
-        ]
-        common = (settings for settings in set.intersection(*measured) if not settings.exact)
+        known = [{option.settings for option in layer.options if option.errors} for layer in layers]
+        priced = set().union(*({option.settings for option in layer.priced} for layer in layers))
+        common = (settings for settings in priced.intersection(*known) if not settings.exact)
         name = layers[0].name
         shared = {self.sized.compressed({name: settings}).get(name) or settings for settings in common}
         return [EXACT, *sorted(shared | _between(shared), key=_order)]
@@ -267,10 +266,10 @@ class _Builder:
         saved = sum(count for span, count in zip(owned, counts, strict=True) if self.sized.saved[span])
         for slot in self.slots.get(number, []):
             live[slot] += self._temporary_bytes(slot, settings, linked)
-        error, ms = self.profile.cost_of(layers, assignment, active)
-        if error is None or ms is None:
+        cost = self.profile.cost_of(layers, assignment, active)
+        if cost.error is None or cost.ms is None:
             raise RunError(f"{layers[0].name}: the profile has no price of {settings.label}\n{_REMEDY}")
-        return Choice(settings, error, ms * self.scale, live, saved, cluster is not None)
+        return Choice(settings, cost.error, cost.ms * self.scale, live, saved, cluster is not None)
 
     def _span_bytes(self, names: tuple[str, ...], settings: LayerSettings) -> NDArray[np.int64]:
         """Return the bytes of each span if the layers `names` have `settings`."""
@@ -379,7 +378,7 @@ def _require_errors(profile: Profile) -> None:
             "the profile is partial: not all layers were measured\nrun `mesa-tune profile` again: it resumes"
         )
     options = [option for layer in profile.layers for option in layer.options if not option.settings.exact]
-    if all(option.gradient_error is None for option in options):
+    if all(not option.errors for option in options):
         raise RunError(f"the profile has only bytes, no gradient errors\n{_REMEDY}")
 
 

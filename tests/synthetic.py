@@ -174,7 +174,7 @@ def _entry(
 
 def _option(layer: _Layer, settings: LayerSettings, elements: int, sensitivity: float, known: bool) -> Option:
     if settings.exact:
-        return Option(settings, ITEM * elements, 0.0, 0.0, 0.0, True, 0.0, 0.0)
+        return Option(settings, ITEM * elements, 0.0, (0.0,), True, 0.0, 0.0)
     lossless = layer.tag == "relu" or elements <= 4096
     rounding = (1 + math.log2(settings.group_size or 1) / 10) / (settings.level - 1) ** 2
     error = 0.0 if lossless else sensitivity * rounding * (1.6 if settings.level < 8 else 1.0)
@@ -182,8 +182,7 @@ def _option(layer: _Layer, settings: LayerSettings, elements: int, sensitivity: 
         settings,
         elements // 8 if layer.tag == "relu" else settings_bytes(elements, settings),
         rounding,
-        error if known else None,
-        error / 20 if known else None,
+        (error, 0.9 * error, 1.1 * error) if known else (),
         known,
         elements * 1e-6,
         elements * 5e-7,

@@ -52,9 +52,7 @@ BatchOption = Annotated[
 AutocastOption = Annotated[
     str | None, typer.Option("--autocast", metavar="bfloat16|none", help="Default: the file's AUTOCAST.")
 ]
-FastOption = Annotated[
-    bool, typer.Option("--fast", help="One group size and one rounding seed: a first look.")
-]
+FastOption = Annotated[bool, typer.Option("--fast", help="One group size and one batch: a first look.")]
 BytesOnlyOption = Annotated[
     bool, typer.Option("--bytes-only", help="Bytes and peak alone: allocates no model, runs no step.")
 ]
@@ -104,7 +102,7 @@ def profile(
     workload = Workload.load(model, batch_size=batch_size, device=device, autocast=autocast)
     output.device(workload.device)
     output.line(f"profiling {model} at batch size {workload.batch_size}")
-    options, seeds = (fast_grid(), 1) if fast else (full_grid(), 2)
+    options, seeds = (fast_grid(), 1) if fast else (full_grid(), 5)
     inputs = digest("profile", workload.description, fast)
     origin = replacing_bytes(folder, inputs)
     folder.check(folder.profile, origin)

@@ -280,6 +280,9 @@ def _errors(plan: Plan) -> list[str]:
     # The solver proves a minimum only up to its own tolerance.
     least = "no plan predicts less" if _nearly(error, plan.bound) else f"no plan is below {plan.bound:.2e}"
     lines = [f"  gradient error  {error:.2e} predicted; {least}"]
+    ends = plan.predicted.gradient_error_interval
+    if ends is not None:
+        lines.append(f"                  {ends[0]:.1e} to {ends[1]:.1e} expected on unseen batches")
     if plan.measured is not None:
         mean, spread = plan.measured.gradient_error, plan.measured.standard_error
         lines.append(f"                  {mean:.2e} ± {spread:.1e} measured on fresh batches")

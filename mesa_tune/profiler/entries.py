@@ -7,13 +7,15 @@ are unknown without one (Rule 12).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from mesa_tune.files import typed
 from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler.errors.intervals import Errors, interval
 
 
 @dataclass(frozen=True)
@@ -59,75 +61,87 @@ UNLISTED = -1
 class Option:
     """Settings to store what a layer saves, and their price.
 
-    `bytes`: what the layer then saves. Errors are relative squares, ‖ĝ − g‖² / ‖g‖² for the gradient, means
-    over `batches`; None where unknown. `standard_error`: that of the mean; None with one batch. `measured`:
-    True if the error was measured, False if it was inferred from another option. Storing exactly is an
-    option, too.
+    `bytes`: what the layer then saves. Errors are relative squares; `errors`: ‖ĝ − g‖² / ‖g‖² of the gradient
+    on each batch, with a rounding seed of its own; none if unknown. The first chose the options that have
+    more of them, and is no part of their price (`price_errors`). `bias`: the squared norm of the mean of
+    ĝ − g over rounding seeds, a part of the error like them; None where it was not measured. `measured`: True
+    if a change of the layer's input gradients went through the graph, False if the error was inferred from
+    such a change under other settings. Storing exactly is an option, too.
     """
 
     settings: LayerSettings
     bytes: int
     tensor_error: float
-    gradient_error: float | None
-    standard_error: float | None
+    errors: Errors
     measured: bool
     encode_ms: float
     decode_ms: float
-    batches: int = 1
+    bias: float | None = None
+
+    @property
+    def price_errors(self) -> Errors:
+        """Errors without that of the first batch, on which luck chose too; if it is the only one, with it."""
+        return self.errors[1:] or self.errors
+
+    @property
+    def gradient_error(self) -> float | None:
+        """Mean of the `price_errors`; None if unknown."""
+        return statistics.fmean(self.price_errors) if self.errors else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Ends of the gradient error over batches and rounding; None if unknown or priced on one batch."""
+        return interval(self.price_errors)
+
+    @property
+    def provenance(self) -> str:
+        """`measured`, `inferred` or `unknown`."""
+        return ("measured" if self.measured else "inferred") if self.errors else "unknown"
+
+    @property
+    def batches(self) -> int:
+        """On how many batches the error was measured or inferred, the first included."""
+        return len(self.errors)
 
     @property
     def ms(self) -> float:
         """Milliseconds of encoding and decoding."""
         return self.encode_ms + self.decode_ms
 
-    def averaged(self, other: Option) -> Option:
+    def extended(self, other: Option) -> Option:
         """Return this option with the measurements of `other`, on one batch more, included."""
         count = self.batches
-        error, spread = self.gradient_error, None
-        if error is not None and other.gradient_error is not None:
-            delta = other.gradient_error - error
-            squares = (self.standard_error or 0.0) ** 2 * count * (count - 1) + delta**2 * count / (count + 1)
-            error, spread = error + delta / (count + 1), math.sqrt(squares / (count * (count + 1)))
         return replace(
             self,
             tensor_error=self.tensor_error + (other.tensor_error - self.tensor_error) / (count + 1),
-            gradient_error=error,
-            standard_error=spread,
+            errors=(*self.errors, *other.errors),
+            measured=self.measured or other.measured,
             encode_ms=min(self.encode_ms, other.encode_ms),
             decode_ms=min(self.decode_ms, other.decode_ms),
-            batches=count + 1,
+            bias=self.bias if other.bias is None else other.bias,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "settings": self.settings.to_dict()}
+        """Return plain values for JSON; `seeds`: number of rounding seeds, one more where `bias` is known."""
+        derived = ("gradient_error", "interval", "provenance", "batches")
+        return {
+            **{key: value for key, value in vars(self).items() if key != "measured"},
+            "settings": self.settings.to_dict(),
+            **{name: getattr(self, name) for name in derived},
+            "seeds": self.batches + (self.bias is not None),
+        }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Option:
-        return typed(Option, {**values, "settings": LayerSettings.from_dict(values["settings"])})
+        parts = {name: values[name] for name in _OPTION_VALUES}
+        settings, errors = LayerSettings.from_dict(values["settings"]), tuple(map(float, values["errors"]))
+        if any(not math.isfinite(error) for error in errors):
+            raise ValueError(f"errors are {errors}, not finite")
+        measured = values["provenance"] != "inferred"
+        return typed(Option, {**parts, "settings": settings, "errors": errors, "measured": measured})
 
 
-class LayerPrices(NamedTuple):
-    """The options of a layer as far as they are measured, and the joint ratios of its tie."""
-
-    options: tuple[Option, ...] = ()
-    joint: tuple[float, ...] = ()
-
-    @property
-    def batches(self) -> float:
-        """On how many batches they were measured; infinite if the layer can only store exactly."""
-        if not self.options:
-            return 0
-        compressed = [option.batches for option in self.options if not option.settings.exact]
-        return min(compressed, default=math.inf)
-
-    def averaged(self, other: LayerPrices) -> LayerPrices:
-        """Return these prices with those of `other`, on one batch more, included."""
-        if not self.options:
-            return other
-        count = self.options[0].batches
-        options = [old.averaged(new) for old, new in zip(self.options, other.options, strict=True)]
-        ratios = [old + (new - old) / (count + 1) for old, new in zip(self.joint, other.joint, strict=True)]
-        return LayerPrices(tuple(options), tuple(ratios))
+_OPTION_VALUES = ("bytes", "tensor_error", "encode_ms", "decode_ms", "bias")
 
 
 class HasOptions:
@@ -141,39 +155,63 @@ class HasOptions:
         """Position of each option, by its settings."""
         return {option.settings: position for position, option in enumerate(self.options)}
 
+    @cached_property
+    def all_errors(self) -> list[Errors]:
+        """Errors of each option on all batches that price options.
+
+        Those of an option that was left out after the first batch follow the most similar one that was not.
+        """
+        count = max((option.batches for option in self.options), default=0)
+        return [
+            option.price_errors if option.batches in (0, count) else _following(option, self.priced)
+            for option in self.options
+        ]
+
+    @property
+    def priced(self) -> list[Option]:
+        """The options that were priced on all batches, without exact storage."""
+        options = [option for option in self.options if not option.settings.exact]
+        count = max((option.batches for option in options), default=0)
+        return [option for option in options if option.batches == count]
+
     def nearest(self, settings: LayerSettings) -> int | None:
         """Return the position of the option most similar to `settings`; None if there is none of its kind.
 
-        If no option has these settings, only options whose error is known count, and measured ones come
-        first. They may differ in level and group size, in nothing else. The nearest group size wins (the
-        larger one in a tie, because its error is larger), then the nearest level.
+        If no option has these settings, only options whose error is known count. They may differ in level and
+        group size, in nothing else. The nearest group size wins (the larger one in a tie, because its error
+        is larger), then the nearest level.
         """
         if settings in self.positions:
             return self.positions[settings]
         candidates = [
             position
             for position, option in enumerate(self.options)
-            if _kind(option.settings) == _kind(settings) and option.gradient_error is not None
+            if kind(option.settings) == kind(settings) and option.errors
         ]
-        measured = [position for position in candidates if self.options[position].measured]
         return min(
-            measured or candidates,
+            candidates,
             key=lambda position: _distance(self.options[position].settings, settings),
             default=None,
         )
 
-    def error(self, settings: LayerSettings) -> float | None:
-        """Return the gradient error, scaled with 1 / (level − 1)² from the nearest option if not measured."""
-        return self.error_at(self.nearest(settings), settings)
+    def errors(self, settings: LayerSettings) -> Errors | None:
+        """Return the errors by batch, scaled with 1 / (level − 1)² from the nearest option if unknown."""
+        return self.errors_at(self.nearest(settings), settings)
 
-    def error_at(self, position: int | None, settings: LayerSettings) -> float | None:
-        """Return what `error` does, given the position of the nearest option."""
-        if position is None or (error := self.options[position].gradient_error) is None:
+    def errors_at(self, position: int | None, settings: LayerSettings) -> Errors | None:
+        """Return what `errors` does, given the position of the nearest option."""
+        if position is None or not self.options[position].errors:
             return None
-        if settings.drop:  # most of the error comes from the dropped elements, at every level
-            return error
-        level = self.options[position].settings.level
-        return error * ((level - 1) / (settings.level - 1)) ** 2
+        errors, level = self.all_errors[position], self.options[position].settings.level
+        if settings.drop or level == settings.level:  # dropped elements make most of the error at every level
+            return errors
+        scale = ((level - 1) / (settings.level - 1)) ** 2
+        return tuple([error * scale for error in errors])
+
+    def error(self, settings: LayerSettings) -> float | None:
+        """Return the mean of `errors`; None if unknown."""
+        errors = self.errors(settings)
+        return None if errors is None else statistics.fmean(errors)
 
     def ms(self, settings: LayerSettings) -> float | None:
         """Return the milliseconds of encoding and decoding with the nearest option; None if unknown."""
@@ -185,7 +223,10 @@ class HasOptions:
 
     def encode_ms(self, settings: LayerSettings) -> float | None:
         """Return the milliseconds of encoding with the nearest option; None if unknown."""
-        position = self.nearest(settings)
+        return self.encode_ms_at(self.nearest(settings))
+
+    def encode_ms_at(self, position: int | None) -> float | None:
+        """Return what `encode_ms` does, given the position of the nearest option."""
         return None if position is None else self.options[position].encode_ms
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,9 +308,33 @@ class Derivation(HasOptions):
 _KIND = ("quant_groups", "ema_decay", "rounding", "drop", "allocation", "store")
 
 
-def _kind(settings: LayerSettings) -> Any:
+def kind(settings: LayerSettings) -> Any:
     """Return what settings must have in common for the error of one to tell that of another."""
     return settings.exact or tuple([getattr(settings, name) for name in _KIND])
+
+
+def _following(option: Option, priced: Sequence[Option]) -> Errors:
+    """Return the errors that `option`, known on the first batch only, has in proportion to one of `priced`.
+
+    They are proportional to the errors of the tensors, which are sums over many elements and hardly vary. The
+    option's own error on the first batch varies, and it may have been left out because that was high.
+    """
+    same = [other for other in priced if _proportional(other.settings, option.settings)]
+    nearest = min(same or priced, key=lambda other: _levels_apart(other.settings, option.settings))
+    if same and nearest.tensor_error:
+        scale = option.tensor_error / nearest.tensor_error
+    else:
+        scale = option.errors[0] / nearest.errors[0] if nearest.errors[0] else 1.0
+    return tuple([error * scale for error in nearest.price_errors])
+
+
+def _proportional(option: LayerSettings, wanted: LayerSettings) -> bool:
+    return bool(kind(option) == kind(wanted)) and (option.bits == 1) == (wanted.bits == 1)
+
+
+def _levels_apart(option: LayerSettings, wanted: LayerSettings) -> tuple[float, float]:
+    distance = _distance(option, wanted)
+    return distance[2], distance[0]
 
 
 def _distance(option: LayerSettings, wanted: LayerSettings) -> tuple[float, int, float]:
@@ -317,8 +382,8 @@ _NO_NOISE = 1e-6
 class Noise:
     """The minibatch's own noise: how much the gradients of whole steps vary from batch to batch.
 
-    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖². `scale`: ‖g‖² of the first batch, which errors are
-    relative to, over mean ‖g_b‖².
+    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖². `scale`: mean ‖g_b‖² of the batches that errors were
+    measured on, and are relative to, over that of all n.
     """
 
     relative: float

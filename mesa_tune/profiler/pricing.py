@@ -1,17 +1,23 @@
-"""Prices of the options of layers, on one batch of a workload after the other."""
+"""Prices of the options of layers, on one batch of a workload after the other.
+
+What is hard: each price takes time. So the first batch screens all options, and the others measure only those
+that a solver could choose. Among so many options some look good by chance on the first batch, and are chosen
+for it. So the first batch chooses, and only the others make the price.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import LayerEntry, LayerPrices, Option, in_reference_groups
+from mesa_tune.profiler.entries import LayerEntry, Option, in_reference_groups
 from mesa_tune.profiler.errors.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
 from mesa_tune.profiler.errors.sensitivity import Price, Sensitivity
 from mesa_tune.profiler.memory.memory_model import Timeline
@@ -23,6 +29,35 @@ from mesa_tune.workload.checkpoints import without_checkpoints
 from mesa_tune.workload.session import RawConversion, session
 from mesa_tune.workload.user_code import located
 from mesa_tune.workload.workload import Workload
+
+
+class LayerPrices(NamedTuple):
+    """The options of a layer as far as they are measured, and the joint ratio of its tie for each of them."""
+
+    options: tuple[Option, ...] = ()
+    joint: tuple[float, ...] = ()
+
+    @property
+    def batches(self) -> float:
+        """On how many batches they were measured; infinite if the layer can only store exactly."""
+        if not self.options:
+            return 0
+        return max((option.batches for option in self.options if not option.settings.exact), default=math.inf)
+
+    def extended(self, other: LayerPrices) -> LayerPrices:
+        """Return these prices with those of `other`, some of the same options on one batch more, included."""
+        if not self.options:
+            return other
+        positions = {option.settings: position for position, option in enumerate(other.options)}
+        options, ratios = list(self.options), list(self.joint)
+        for index, option in enumerate(self.options):
+            position = positions.get(option.settings)
+            if position is not None and not option.settings.exact:
+                options[index] = option.extended(other.options[position])
+            if position is not None and index < len(ratios):
+                # The first batch is no part of the errors that the ratio applies to.
+                ratios[index] += (other.joint[position] - ratios[index]) / max(1, option.batches)
+        return LayerPrices(tuple(options), tuple(ratios))
 
 
 @dataclass(frozen=True)
@@ -42,7 +77,7 @@ class Pricing:
         """
         first, *others = range(number * self.workload.accumulation, (number + 1) * self.workload.accumulation)
         batch = self.workload.make_batch(draw=first) if batch is None else batch
-        sensitivity = Sensitivity(self.model.parameters(), number)
+        sensitivity = Sensitivity(self.model.parameters(), number, splits=number == 1)
         running = session(self.workload, self.model, Policy.parse(""), kind=RawConversion)
         with running as raw, observing(sensitivity.recording):
             for conversion in (raw.conversion, raw.losses):
@@ -76,13 +111,25 @@ class Pricing:
             )
 
     def of_group(
-        self, traced: Profile, group: tuple[str, ...], sensitivity: Sensitivity | None
+        self,
+        traced: Profile,
+        group: tuple[str, ...],
+        sensitivity: Sensitivity | None,
+        earlier: Mapping[str, LayerPrices],
     ) -> dict[str, LayerPrices]:
-        """Return the prices of each layer of a group on the recorded batch."""
+        """Return the prices of each layer of a group on the recorded batch.
+
+        With the prices of an `earlier` batch, only those options are priced that one of the layers could use.
+        """
         entries = {name: traced.layer(name) for name in group}
         grid = self._grid(group)
         if sensitivity is None or not grid:
             return {name: LayerPrices((_exact(entry),), ()) for name, entry in entries.items()}
+        if earlier:
+            wanted = frozenset[LayerSettings]().union(*map(candidates, (p.options for p in earlier.values())))
+            grid = [option for option in grid if option in wanted]
+            if not grid:
+                return {}
         prices, joint = sensitivity.prices(group, grid)
         return {
             name: LayerPrices((*self._options(entry, grid, prices[name]), _exact(entry)), tuple(joint))
@@ -122,11 +169,12 @@ class Pricing:
                 settings=settings,
                 bytes=self.rows.bytes(entry.name, settings),
                 tensor_error=price.tensor_error,
-                gradient_error=price.gradient_error,
-                standard_error=None,
+                # Running ranges take steps to differ from those of the tensor at hand, which were priced.
+                errors=() if settings.ema_decay else (price.gradient_error,),
                 measured=price.measured,
                 encode_ms=price.encode_ms,
                 decode_ms=price.decode_ms,
+                bias=price.bias,
             )
 
     def _derived_tensors(self, batch: Any) -> dict[TensorKey, DerivedTensor]:
@@ -140,4 +188,33 @@ class Pricing:
 
 
 def _exact(entry: LayerEntry) -> Option:
-    return Option(EXACT, entry.bytes, 0.0, 0.0, 0.0, True, 0.0, 0.0)
+    return Option(EXACT, entry.bytes, 0.0, (0.0,), True, 0.0, 0.0)
+
+
+def candidates(options: Sequence[Option]) -> frozenset[LayerSettings]:
+    """Return the settings that a solver could choose: the lower convex hull of bytes and log of error.
+
+    Errors are those of the first batch, so that a resumed profile has the same. Exact storage is left out.
+    """
+    hull: list[tuple[float, float, LayerSettings]] = []
+    for bytes_, error, option in sorted(
+        ((option.bytes, option.errors[0], option) for option in options if option.errors),
+        key=lambda item: item[:2],
+    ):
+        if option.settings.exact or (hull and hull[-1][1] <= _log(error)):
+            continue
+        point = (float(bytes_), _log(error), option.settings)
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return frozenset(settings for _, _, settings in hull)
+
+
+def _log(error: float) -> float:
+    return math.log(max(error, 1e-30))
+
+
+def _is_above(first: Any, middle: Any, last: Any) -> bool:
+    """Return whether the middle point lies on the chord of its neighbours, or above it."""
+    chord = (last[1] - first[1]) * (middle[0] - first[0])
+    return bool((middle[1] - first[1]) * (last[0] - first[0]) >= chord)

@@ -1,14 +1,16 @@
 """`Profile`: what a training step saves, what each option to store it costs, and what a policy would do.
 
 What is hard: the prediction runs no model. Bytes are exact arithmetic over the timeline. Gradient errors of
-layers add up (measured: within a few per cent down to 3 bits); tied layers multiply their sum by a measured
-ratio. Where layers derive, the error counts for what is stored, with everything that derives from it.
-Settings that were not measured take the nearest option's error, scaled with 1 / (level − 1)².
+layers add up batch by batch (measured: within a few per cent down to 3 bits); tied layers multiply their sum
+by a measured ratio, and layers at 1 and 2 bits add what `interaction_of` says. Where layers derive, the error
+counts for what is stored, with everything that derives from it. Settings that were not measured take the
+nearest option's error, scaled with 1 / (level − 1)².
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +21,11 @@ from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Noise, Option, TensorEntry, Tie
+from mesa_tune.profiler.errors.intervals import Errors, expected
 from mesa_tune.profiler.memory.distinct import Assignment
-from mesa_tune.profiler.memory.kinds import Peak
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
-from mesa_tune.profiler.memory.packed_sizes import stored_as
-from mesa_tune.profiler.price_table import Price, PriceTable
+from mesa_tune.profiler.prediction import Prediction
+from mesa_tune.profiler.price_table import NO_DERIVATIONS, ActiveDerivations, Cost, PriceTable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,28 +48,6 @@ _REMEDY = "make it again with `mesa-tune profile model.py --force`"
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Prediction for a training step under a policy. None: unknown. `peak`: when the peak is, and of what."""
-
-    saved_bytes: int
-    peak_bytes: int
-    gradient_error: float | None
-    step_ms: float | None
-    gradient_noise_ratio: float | None = None
-    peak: Peak | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {**vars(self), "peak": None if self.peak is None else self.peak.to_dict()}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Prediction:
-        """Return the prediction with this `to_dict`."""
-        peak = values.get("peak")
-        return typed(Prediction, {**values, "peak": None if peak is None else Peak.from_dict(peak)})
-
-
-@dataclass(frozen=True)
 class Profile:
     """A profiled training step: where its bytes are, and what each option to store them costs.
 
@@ -78,6 +58,8 @@ class Profile:
     exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain step
     at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before
     the step). `gradient_noise` and `gradient_scale`: see `Noise`; None where it was not measured.
+    `error_floor`: the gradient error if all formulas run and nothing is compressed; no prediction above zero
+    goes below. `interaction`: pairs of bits and factor, see `interaction_of`.
     `step_ms`: time of the plain step, on the CPU the processor time of its thread; None where no step has run
     (bytes only), and then no layer has options. `routing_ms`: time that converting the model adds to it, with
     every layer exact; None: unknown.
@@ -109,6 +91,8 @@ class Profile:
     gradient_scale: float | None = None
     routing_ms: float | None = None
     script: str | None = None
+    error_floor: float = 0.0
+    interaction: tuple[tuple[int, float], ...] = ()
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
@@ -138,15 +122,17 @@ class Profile:
             }
         sized = self.timeline.at(batch_size or self.batch_size)
         step = sized.under(assignment)
-        error, added_ms = self.cost_of(self.layers, assignment, self.active(assignment))
+        cost = self.cost_of(self.layers, assignment, self.active(assignment))
+        error, ends = self._expected(cost)
         noise = self.noise if sized.batch_size == self.batch_size else None
         return Prediction(
             step.saved_bytes,
             step.peak_bytes,
             error,
-            self._scaled_ms(added_ms, sized.batch_size),
+            self._scaled_ms(cost.ms, sized.batch_size),
             None if noise is None else noise.ratio(error),
             step.peak,
+            ends,
         )
 
     def require_prices(self) -> None:
@@ -162,60 +148,31 @@ class Profile:
         return policy.assignment(self._keys)
 
     def gradient_error(self, assignment: Assignment) -> float | None:
-        """Return the sum of the layers' gradient errors; None if one of them is unknown."""
-        return self.cost_of(self.layers, assignment, self.active(assignment))[0]
+        """Return the gradient error under `assignment`; None if that of one layer is unknown."""
+        return self._expected(self.cost_of(self.layers, assignment, self.active(assignment)))[0]
+
+    def unit_errors(self, assignment: Assignment) -> list[Errors] | None:
+        """Return the errors of each of `groups`, by batch, as if it were alone; None if one is unknown."""
+        active = self.active(assignment)
+        units = [self.cost_of(map(self.layer, group), assignment, active).errors for group in self.groups]
+        return [unit for unit in units if unit is not None] if None not in units else None
 
     def cost_of(
         self, layers: Iterable[LayerEntry], assignment: Assignment, active: ActiveDerivations
-    ) -> tuple[float | None, float | None]:
-        """Return what `layers` add to the gradient error, and to the milliseconds of `exact_ms`.
+    ) -> Cost:
+        """Return what `layers` cost under `assignment`; `active`: derivations under it."""
+        return self._prices.cost(layers, assignment, active)
 
-        None where the price of one of them is unknown. `active`: derivations under `assignment`.
-        """
-        prices, tied = self._prices_of(assignment), self._tied(assignment)
-        errors: list[float | None] = []
-        times: list[float | None] = []
-        for layer in layers:
-            name = layer.name
-            settings = assignment.get(name)
-            if settings is None or settings.exact:
-                continue
-            times.append(layer.call_ms)
-            if name in active.free:
-                continue
-            price = prices[id(settings)][name]
-            if name in active.by_layer:
-                price = self._prices.of_derivation(active.by_layer[name], layer, settings)
-            errors.append(price.tied_error if name in tied else price.error)
-            times += price.ms, self._copy_ms(layer, assignment)
-        return _sum(errors), _sum(times)
+    def _expected(self, cost: Cost) -> tuple[float | None, tuple[float, float] | None]:
+        """Return the gradient error and its interval, None where unknown."""
+        if cost.errors is None:
+            return None, None
+        return expected(cost.errors, cost.interaction, self.error_floor)
 
     def _scaled_ms(self, added_ms: float | None, batch_size: int) -> float | None:
         if added_ms is None or self.exact_ms is None:
             return None
         return (self.exact_ms + added_ms) * batch_size / self.batch_size
-
-    def _copy_ms(self, layer: LayerEntry, assignment: Assignment) -> float | None:
-        """Return the time of encoding a copy of its own of what `layer` shares (Rule 3); None if unknown.
-
-        The options of a tie's first layer include the encoding, those of the others do not.
-        """
-        tie = self._tie_of.get(layer.name)
-        before = () if tie is None else tie.layers[: tie.layers.index(layer.name)]
-        settings = assignment[layer.name]
-        if not before or settings in [assignment.get(name) for name in before]:
-            return 0.0
-        return self.layer(before[0]).encode_ms(stored_as(settings))
-
-    def _prices_of(self, assignment: Assignment) -> dict[int, dict[str, Price]]:
-        """Return the prices of all layers under each settings, by its id: hashing settings takes long."""
-        objects = {id(settings): settings for settings in assignment.values()}
-        return {key: self._prices.under(settings) for key, settings in objects.items()}
-
-    def _tied(self, assignment: Assignment) -> set[str]:
-        """Return the layers of ties with equal settings throughout: their noises are not independent."""
-        tied = [tie.layers for tie in self.ties if _are_equal([assignment.get(name) for name in tie.layers])]
-        return {name for layers in tied for name in layers}
 
     def active(self, assignment: Assignment) -> ActiveDerivations:
         """Return the derivations that happen under `assignment`."""
@@ -232,11 +189,14 @@ class Profile:
         return ActiveDerivations(by_layer, frozenset(sharers | (takers - stored)))
 
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
-        """Return the gradient error of one layer alone, scaled from the nearest option if not measured.
+        """Return the error of one layer alone, scaled from the nearest option if not measured.
 
         None if no option of this kind was measured.
         """
-        return self._prices.under(settings)[layer.name].error
+        if settings.exact:
+            return 0.0
+        errors = self._prices.under(settings).alone[layer.name].errors
+        return None if errors is None else statistics.fmean(errors)
 
     @property
     def exact_ms(self) -> float | None:
@@ -274,7 +234,9 @@ class Profile:
                 "bits": option.settings.bits,
                 "group_size": option.settings.group_size,
                 "exact": option.settings.exact,
-                **{key: value for key, value in vars(option).items() if key != "settings"},
+                **{
+                    key: value for key, value in option.to_dict().items() if key not in ("settings", "errors")
+                },
             }
             for layer in self.layers
             for option in layer.options
@@ -310,6 +272,7 @@ class Profile:
             "notes": tuple(values["notes"]),
             "derivations": tuple(Derivation.from_dict(entry) for entry in values.get("derivations", ())),
             "exact": tuple(ExactEntry.from_dict(entry) for entry in values.get("exact", ())),
+            "interaction": tuple((int(bits), float(part)) for bits, part in values.get("interaction", ())),
         }
         profile = typed(cls, {**plain, **parts})
         if profile.batch_size < 1 or (profile.step_ms is not None and profile.step_ms <= 0):
@@ -331,7 +294,7 @@ class Profile:
         """Return the profile saved at `path`. Raise RunError for a missing, damaged or other file."""
         return read_document(path, "profile", cls.from_dict, _REMEDY)
 
-    @property
+    @cached_property
     def groups(self) -> list[tuple[str, ...]]:
         """The layers in groups that get the same settings: ties, and layers alone."""
         tied = {name: tie.layers for tie in self.ties for name in tie.layers}
@@ -353,10 +316,6 @@ class Profile:
         return {layer.name: layer for layer in self.layers}
 
     @cached_property
-    def _tie_of(self) -> dict[str, Tie]:
-        return {name: tie for tie in self.ties for name in tie.layers}
-
-    @cached_property
     def _prices(self) -> PriceTable:
         # In a profile with errors, a layer without another option can only be stored exactly.
         only_exact = (
@@ -365,33 +324,19 @@ class Profile:
             if layer.options and all(option.settings.exact for option in layer.options)
         )
         exact = only_exact if self._has_errors else ()
-        return PriceTable(self.layers, self.ties, self.timeline.hooked, frozenset(exact))
+        return PriceTable(
+            self.layers,
+            self.ties,
+            self.derivations,
+            hooked=self.timeline.hooked,
+            exact=frozenset(exact),
+            interaction=dict(self.interaction),
+        )
 
     @cached_property
     def _has_errors(self) -> bool:
         options = (option for layer in self.layers for option in layer.options)
-        return any(not option.settings.exact and option.gradient_error is not None for option in options)
-
-
-@dataclass(frozen=True)
-class ActiveDerivations:
-    """Derivations that happen, by the first of their layers; `free`: layers that add no error and no time."""
-
-    by_layer: Mapping[str, Derivation]
-    free: frozenset[str]
-
-
-NO_DERIVATIONS = ActiveDerivations({}, frozenset())
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    """Return the sum; None if a value is unknown."""
-    return None if None in values else float(sum(value for value in values if value is not None))
-
-
-def _are_equal(settings: Sequence[LayerSettings | None]) -> bool:
-    first = settings[0]
-    return all(other is first or other == first for other in settings)
+        return any(not option.settings.exact and bool(option.errors) for option in options)
 
 
 def _is_active(derivation: Derivation, used: Mapping[str, LayerSettings]) -> bool:

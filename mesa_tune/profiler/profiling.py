@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,14 +20,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mesa_tune.errors import RunError
+from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.draws import longest_batch
-from mesa_tune.profiler.entries import Derivation, LayerPrices, full_grid
+from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, full_grid, kind
 from mesa_tune.profiler.errors.derivation import Reach
+from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
-from mesa_tune.profiler.pricing import Pricing
+from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.step_time import SHARE, StepTimer, timed_policy, timed_settings, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
@@ -35,6 +38,7 @@ from mesa_tune.workload.preserve import preserved
 from mesa_tune.workload.workload import Workload
 
 SAVE_EVERY_S = 10.0
+_INTERACTION_DRAWS = 3
 
 Progress = Callable[[str, float], None]
 """Called with a text about the current work, and the share of it that is done (0 to 1)."""
@@ -44,7 +48,7 @@ def profile(
     workload: Workload,
     *,
     options: Sequence[LayerSettings] | None = None,
-    seeds: int = 2,
+    seeds: int = 5,
     path: str | Path | None = None,
     progress: bool | Progress = False,
     save: Callable[[Profile], object] | None = None,
@@ -52,11 +56,12 @@ def profile(
     """Measure what a step of `workload` saves for backward, and what each option to store it costs.
 
     `options`: the settings to try on each layer (default: the full grid; `[]`: bytes only); `seeds`: on how
-    many batches, each with a rounding seed of its own. The profile is saved at `path`, or by `save`, as it
-    grows; a partial one of the same workload and options is resumed. A batch that does not fit in memory is
-    halved until it does, and `notes` say so. Where batches differ in length, the bytes are those of the
-    longest of `DRAWS` draws, and `notes` say so; they also say if `batch` makes no equal batches under one
-    seed. The model, its optimizer and the random generators are restored bit for bit.
+    many batches, each with a rounding seed of its own. The first screens all options; the others price those
+    that a solver could choose. With fewer than three no error has an interval. The profile is saved at
+    `path`, or by `save`, as it grows; a partial one of the same workload and options is resumed. A batch that
+    does not fit in memory is halved until it does, and `notes` say so. Where batches differ in length, the
+    bytes are those of the longest of `DRAWS` draws, and `notes` say so; they also say if `batch` makes no
+    equal batches under one seed. The model, its optimizer and the random generators are restored bit for bit.
 
     Raise WorkloadError for a workload that cannot be trained, RunError for a file that cannot be written.
     """
@@ -108,9 +113,7 @@ class _Profiling:
                 self._measure_options(traced)
                 self.derivations = tuple(self._derivations(traced))
                 if self.options:
-                    self.show("gradient noise of the batches", 1.0)
-                    noise = JointError(self.workload, self.model).noise()
-                    traced = replace(traced, gradient_noise=noise.relative, gradient_scale=noise.scale)
+                    traced = self._with_whole_steps(traced)
                 complete = self._assembled(traced, partial=False)
                 complete = self._timed(complete, restore, SHARE * (time.monotonic() - begin))
         except KeyboardInterrupt:
@@ -118,6 +121,33 @@ class _Profiling:
             raise
         self._save(complete)
         return complete
+
+    def _with_whole_steps(self, traced: Profile) -> Profile:
+        """Return the profile with what whole gradients show: noise, the floor of errors, and interaction."""
+        self.show("gradient noise of the batches", 1.0)
+        priced_on = range(1, self.seeds) or range(1)
+        noise = JointError(self.workload, self.model).noise(measured=priced_on)
+        policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
+        measured: dict[int, list[float]] = {bits: [] for bits in policies}
+        for draw in priced_on[:_INTERACTION_DRAWS]:
+            joint = JointError(self.workload, self.model)  # caches one exact gradient, that of this draw
+            for bits, policy in policies.items():
+                measured[bits] += joint.errors(policy, [(draw, 0)])
+        priced = self._assembled(traced, partial=True)
+        return replace(
+            traced,
+            gradient_noise=noise.relative,
+            gradient_scale=noise.scale,
+            error_floor=JointError(self.workload, self.model).floor(priced_on[0]),
+            interaction=tuple(_interaction(priced, policies, measured)),
+        )
+
+    def _uniform(self, bits: int) -> Iterator[Policy]:
+        """Yield the uniform policy of an option with these bits, if there is one."""
+        options = [option for option in self.options if _is_plain(option) and option.level == 2**bits]
+        if options:
+            option = min(options, key=lambda option: abs((option.group_size or 0) - REFERENCE_GROUP))
+            yield Policy.uniform(option.level, group_size=option.group_size)
 
     def _traced_profile(self, restore: Callable[[], None]) -> Profile:
         self.show("tracing a step", 0.0)
@@ -148,8 +178,9 @@ class _Profiling:
             if self.options and (sensitivity is None or sensitivity.seed != number):
                 sensitivity = None  # frees the graph of the batch before
                 sensitivity = self.pricing.record(number)
-            for name, fresh in self.pricing.of_group(traced, group, sensitivity).items():
-                self.measured[name] = self._prices(name).averaged(fresh)
+            earlier = {name: self.measured[name] for name in group if name in self.measured}
+            for name, fresh in self.pricing.of_group(traced, group, sensitivity, earlier).items():
+                self.measured[name] = self._prices(name).extended(fresh)
             left = (time.monotonic() - start) / count * (len(todo) - count)
             self.show(f"gradient errors, layer {count} of {len(todo)}, {left:.0f} s left", count / len(todo))
             if time.monotonic() - saved > SAVE_EVERY_S:
@@ -162,7 +193,7 @@ class _Profiling:
         possible = self.options and any(span.sources for span in traced.timeline.kept)
         for number in range(self.seeds if possible else 0):
             for reach, fresh in self.pricing.of_derived(traced, number).items():
-                prices[reach] = prices.get(reach, LayerPrices()).averaged(fresh)
+                prices[reach] = prices.get(reach, LayerPrices()).extended(fresh)
             self.show(f"errors of what is derived, batch {number + 1} of {self.seeds}", 1.0)
         for reach, known in prices.items():
             yield Derivation(reach.layers, reach.takers, reach.sources, known.options)
@@ -234,6 +265,23 @@ def _rebuilding(workload: Workload, model: nn.Module) -> Callable[[], nn.Module]
     pairs = list(zip(model.parameters(), other.parameters(), strict=False))
     equal = all(torch.equal(ours, again) and ours.data_ptr() != again.data_ptr() for ours, again in pairs)
     return workload.build if equal and other is not model else None
+
+
+def _is_plain(option: LayerSettings) -> bool:
+    return bool(kind(option) == kind(LayerSettings()))
+
+
+def _interaction(
+    priced: Profile, policies: Mapping[int, Policy], measured: Mapping[int, Sequence[float]]
+) -> Iterator[tuple[int, float]]:
+    """Yield bits and the interaction at them: the error of a policy, by batch, beside the sum of prices."""
+    for bits, policy in policies.items():
+        units = priced.unit_errors(priced.assignment(policy))
+        draws = len(measured[bits])
+        sums = [] if units is None else [statistics.fmean(unit[:draws]) for unit in units]
+        factor = fitted_interaction(sums, statistics.fmean(measured[bits]))
+        if factor:
+            yield bits, factor
 
 
 def _ignored(*_: object) -> None:

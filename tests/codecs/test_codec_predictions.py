@@ -65,7 +65,8 @@ def test_each_option_has_its_own_error_and_bytes(profile: Profile) -> None:
     )
     assert dropped.bytes < four.bytes < exact.bytes < layer.bytes
     assert dropped.tensor_error > exact.tensor_error > four.tensor_error > 0
-    assert all(option.gradient_error is not None for option in layer.options)
+    unknown = [option.settings for option in layer.options if option.gradient_error is None]
+    assert unknown == [OPTIONS["running"]]  # its ranges come from many steps
 
 
 def test_a_search_can_choose_to_drop(profile: Profile) -> None:

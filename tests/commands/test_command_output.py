@@ -13,7 +13,7 @@ from tests.damage import MODEL, PROFILE, REPORT, SEARCH, VERIFY, Home, fresh
 
 WALK = (f"{PROFILE} --force", SEARCH, VERIFY, REPORT, "report")
 MEMORY = {"peak_bytes", "saved_bytes"}
-PREDICTED = {*MEMORY, "gradient_error", "gradient_noise_ratio", "step_ms"}
+PREDICTED = {*MEMORY, "gradient_error", "interval", "gradient_noise_ratio", "step_ms"}
 KEYS = {
     "profile": "model fingerprint device autocast batch_size partial static_bytes saved_bytes peak_bytes "
     "step_ms",
@@ -23,13 +23,16 @@ KEYS = {
 PARTS: dict[str, dict[str, set[str]]] = {
     "profile": {},
     "search": {"baseline": MEMORY, "predicted": PREDICTED, "measured": {"gradient_error"}},
-    "verify": {"baseline": {*MEMORY, "step_ms"}, "policy": PREDICTED, "predicted": PREDICTED},
+    "verify": {"baseline": {*MEMORY, "step_ms"}, "policy": PREDICTED - {"interval"}, "predicted": PREDICTED},
 }
 ROWS = {
     "tensors": "id owner layers shape dtype bytes",
     "layers": "name tag index module shape dtype bytes own_bytes shared_with options call_ms",
 }
-OPTION = "settings bytes tensor_error gradient_error standard_error measured encode_ms decode_ms batches"
+OPTION = (
+    "settings bytes tensor_error gradient_error errors interval provenance bias batches seeds "
+    "encode_ms decode_ms"
+)
 
 
 def document(home: Home, command: str) -> dict[str, Any]:

@@ -54,6 +54,16 @@ def test_noise_is_the_variance_of_whole_steps(accumulation: int) -> None:
     assert JointError(work).noise().relative == pytest.approx(variance / mean, rel=1e-5)
 
 
+def test_noise_changes_no_gradient_that_errors_are_relative_to() -> None:
+    joint, policy, pairs = JointError(workload()), mt.Policy.uniform(level=4), [(0, 0), (1, 0)]
+    errors = joint.errors(policy, pairs)
+    assert joint.noise() == JointError(workload()).noise()
+    assert joint.errors(policy, pairs) == errors
+    ours, first = joint.noise(measured=range(1, 3)), joint.noise()
+    sizes = [joint._exact_at(draw)[2] for draw in range(3)]
+    assert ours.scale / first.scale == pytest.approx((sizes[1] + sizes[2]) / 2 / sizes[0])
+
+
 def test_accumulation_averages_noise_away() -> None:
     one, eight = (JointError(workload(accumulation=count)).noise() for count in (1, 8))
     assert eight.relative < 0.5 * one.relative

@@ -176,13 +176,13 @@ def is_that_of_whole_backwards(
     names: tuple[str, ...],
     settings: mt.LayerSettings,
 ) -> bool:
-    """Whether storing these layers alone has that gradient error, a mean of `SEEDS` draws.
+    """Whether storing these layers alone has that gradient error, a mean of all `SEEDS` draws but the first.
 
     Here each draw is one whole forward and backward, on another batch. Chance may do three standard errors of
     the two means.
     """
     draws = errors_of_draws(work, profile, names, settings)
-    chance = 3 * statistics.stdev(draws) * math.sqrt(1 / SEEDS + 1 / len(draws))
+    chance = 3 * statistics.stdev(draws) * math.sqrt(1 / (SEEDS - 1) + 1 / len(draws))
     measured = statistics.mean(draws)
     return error is not None and measured / 1.25 - chance < error < measured * 1.25 + chance
 
@@ -416,5 +416,5 @@ def test_options_say_whether_they_were_measured(profiles: dict[str, Profile]) ->
     layers = {layer.name: layer for layer in profiles["transformer"].layers}
     assert all(option.measured for option in layers["blocks.0.fc1"].options)
     norm = {option.settings.bits: option.measured for option in layers["blocks.0.norm"].options[:-1]}
-    assert norm == {1: True, 2: True, 3: False, 4: True, 6: False, 8: False}
+    assert norm == {1: True, 2: True, 3: True, 4: True, 6: True, 8: False}  # by batch in turn
     assert layers["blocks.0.norm"].options[-1].settings.exact

@@ -51,8 +51,10 @@ def test_the_document_has_the_promised_keys(profile: Profile) -> None:
         "call_ms",
     }
     assert set(document["layers"][0]) == layer
-    option = "settings bytes tensor_error gradient_error standard_error measured encode_ms decode_ms batches"
-    assert set(document["layers"][0]["options"][0]) == set(option.split())
+    option = (
+        "settings bytes tensor_error gradient_error interval provenance batches seeds encode_ms decode_ms"
+    )
+    assert set(document["layers"][0]["options"][0]) == {*option.split(), "errors", "bias"}
 
 
 def test_own_bytes_sum_to_saved_bytes(profile: Profile) -> None:

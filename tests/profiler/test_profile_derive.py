@@ -192,7 +192,7 @@ def _priced() -> dict[str, Profile]:
 
 
 def joint_error(work: mt.Workload, policy: mt.Policy, seeds: int = 8) -> float:
-    """The mean over the batches of the profile, with two rounding seeds each."""
+    """The mean over batches, with two rounding seeds each."""
     pairs = [(number // 2, number) for number in range(seeds)]
     return statistics.fmean(JointError(work).errors(policy, pairs))
 

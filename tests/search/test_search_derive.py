@@ -34,7 +34,7 @@ NORM = "blocks.0.norm"
 def deriving(profile: Profile, factor: float) -> Profile:
     """q, k and v can derive from the norm, whose error is then `factor` times its own; with temporaries."""
     own = profile.layer(NORM).options
-    options = tuple(replace(one, gradient_error=factor * (one.gradient_error or 0.0)) for one in own)
+    options = tuple(replace(one, errors=tuple(factor * error for error in one.errors)) for one in own)
     return replace(
         profile,
         timeline=_linked(profile.timeline),

@@ -186,7 +186,15 @@ def test_the_document_has_the_promised_keys(profile: Profile) -> None:
     )
     assert set(promised.split()) <= set(document)
     assert set(document["baseline"]) == {"peak_bytes", "saved_bytes"}
-    known = {"peak_bytes", "saved_bytes", "gradient_error", "gradient_noise_ratio", "step_ms", "peak"}
+    known = {
+        "peak_bytes",
+        "saved_bytes",
+        "gradient_error",
+        "interval",
+        "gradient_noise_ratio",
+        "step_ms",
+        "peak",
+    }
     assert set(document["predicted"]) == known
 
 

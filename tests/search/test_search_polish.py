@@ -21,7 +21,7 @@ def _space() -> Space:
     """With a loss that errs in no setting and keeps the tensor that another layer keeps as well."""
     profile = synthetic_profile(1, grid=COARSE, seed=3)
     layers = tuple(
-        replace(layer, options=tuple(replace(option, gradient_error=0.0) for option in layer.options))
+        replace(layer, options=tuple(replace(option, errors=(0.0,)) for option in layer.options))
         if layer.name == LOSS
         else layer
         for layer in profile.layers

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.entries import Noise
 from mesa_tune.profiler.errors.recorded import as_real
 from mesa_tune.workload.checkpoints import with_checkpoints
+from mesa_tune.workload.session import RawConversion, session
 from mesa_tune.workload.user_code import mixed_seed, seeded
 from mesa_tune.workload.workload import Workload
 
@@ -106,39 +107,66 @@ class JointError:
             self._exact[draw] = batches, gradient, size
         return self._exact[draw]
 
-    def noise(self, steps: int = NOISE_STEPS) -> Noise:
-        """Return the noise of the first `steps` draws; only the sum of their gradients is held."""
+    def floor(self, draw: int = 0) -> float:
+        """Return the error of a step in which all formulas run and nothing is compressed.
+
+        It comes from kernels that are not deterministic, and from formulas that compute in another order.
+        """
+        batches, exact, size = self._exact_at(draw)
+        with session(self.workload, self.model, Policy.parse(""), kind=RawConversion) as running:
+            gradient = self._gradient_of(batches, draw, lambda _, batch: running.loss(batch))
+            return squared(gradient, exact) / size
+
+    def noise(self, steps: int = NOISE_STEPS, measured: range = range(1)) -> Noise:
+        """Return the noise of the first `steps` draws; only the sum of their gradients is held.
+
+        `measured`: the draws that errors were measured on.
+        """
         total: Gradient = [None] * len(self.parameters)
         sizes = []
         for draw in range(steps):
-            gradient = self._gradient(self._batches(draw), draw, None, 0)
+            gradient = self._exact_gradient(draw)
             sizes.append(squared(gradient))
             for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
-                total[index] = part if sum_ is None or part is None else sum_.add_(part)
+                if part is not None:  # the clone, because the gradient may be cached
+                    total[index] = part.clone() if sum_ is None else sum_.add_(part)
             del gradient  # before the next one takes memory
         mean = statistics.fmean(sizes)
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
         scattered = sum(sizes) - squared(total) / steps
-        return Noise(max(0.0, scattered / (steps - 1)) / mean, sizes[0] / mean)
+        scale = statistics.fmean(sizes[measured.start : measured.stop]) / mean
+        return Noise(max(0.0, scattered / (steps - 1)) / mean, scale)
 
     def _batches(self, draw: int) -> list[Any]:
         """Return the micro-batches of one step."""
         count = self.workload.accumulation
         return [self.workload.make_batch(draw=draw * count + index) for index in range(count)]
 
+    def _exact_gradient(self, draw: int) -> Gradient:
+        return (
+            self._exact[draw][1]
+            if draw in self._exact
+            else self._gradient(self._batches(draw), draw, None, 0)
+        )
+
     def _gradient(
         self, batches: Sequence[Any], draw: int, policy: Policy | None, rounding_seed: int
     ) -> Gradient:
         """Return the sum of the gradients of a step's batches."""
+
+        def loss(index: int, batch: Any) -> Tensor:
+            with self._storing(policy, rounding_seed + index * _SEEDS_PER_BATCH):
+                return self.workload.compute_loss(self.model, batch)
+
+        return self._gradient_of(batches, draw, loss)
+
+    def _gradient_of(self, batches: Sequence[Any], draw: int, loss: Callable[[int, Any], Tensor]) -> Gradient:
         for parameter in self.parameters:
             parameter.grad = None
         with self._undisturbed(draw):
             for index, batch in enumerate(batches):
-                seed = rounding_seed + index * _SEEDS_PER_BATCH
-                with self._storing(policy, seed):
-                    loss = self.workload.compute_loss(self.model, batch)
-                loss.backward()
+                loss(index, batch).backward()
         gradient = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None

@@ -6,7 +6,7 @@ What is hard: tensors that several calls save must be stored once, and their tim
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,18 +27,49 @@ class Draw:
     """Result of one option of one layer with one rounding seed. None: not measured.
 
     Squared norms of changes: of the layer's own parameter gradients (`local`), of its input gradients
-    (`sent`), of what these change below (`below`), of all parameter gradients (`total`); `joint`: the same
-    for all sharers.
+    (`sent`), of all parameter gradients (`total`); `joint`: the same for all sharers. `bias`: inner products
+    of the changes with two rounding seeds, of the layer's own parameter gradients and of its input gradients.
     """
 
     tensor_error: float = 0.0
     local: float = 0.0
     sent: float = 0.0
-    below: float | None = None
     total: float | None = None
     joint: float | None = None
+    bias: tuple[float, float] | None = None
     encode_ms: float = 0.0
     decode_ms: float = 0.0
+
+
+@dataclass
+class Changes:
+    """Changes of gradients by one option of one layer with one rounding seed, and what is measured on them.
+
+    `final`: of parameter gradients. `sent`: of input gradients, with the edge of the graph that each goes to.
+    """
+
+    draw: Draw = field(default_factory=Draw)
+    final: Difference = field(default_factory=dict)
+    sent: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+
+    def products(self, other: Changes) -> tuple[float, float]:
+        """Return the inner products with the changes by another seed: of `final`, and of `sent`.
+
+        Their expectation is the squared norm of the mean change: ‖mean‖² − variance / n, for n = 2 seeds.
+        """
+        final = [(delta, other.final[key]) for key, delta in self.final.items() if key in other.final]
+        edges = {(edge.node, edge.output_nr): delta for edge, delta in other.sent}
+        sent = [
+            (delta, edges[edge.node, edge.output_nr])
+            for edge, delta in self.sent
+            if (edge.node, edge.output_nr) in edges
+        ]
+        return _product(final), _product(sent)
+
+
+def _product(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    real = ((as_real(a).float(), as_real(b).float()) for a, b in pairs)
+    return sum((a * b).sum(dtype=torch.float64).item() for a, b in real)
 
 
 @dataclass(frozen=True)
@@ -76,21 +107,19 @@ class RecordedCall:
         spec: Spec,
         seed: Tensor,
         cache: CopyCache,
-        draw: Draw,
-        final: Difference,
-        sent: list[tuple[GradientEdge, Tensor]],
+        changes: Changes,
     ) -> None:
-        """Add the changes of parameter gradients to `final`, those of input gradients to `sent`."""
+        """Add the changes of parameter gradients and of input gradients to `changes`."""
         if not any(self.coded):
             return
-        self._store(spec, seed, cache, draw)
+        self._store(spec, seed, cache, changes.draw)
         with torch.no_grad():
             if self.exact is None:
                 self.exact = self.replay.run(self.replay.lossy, self.needs)
             changed = self.replay.run(self.lossy, self.needs)
             for edge, new, old in zip(self.edges, changed, self.exact, strict=True):
                 if edge is not None and edge[0] is not None and new is not None and old is not None:
-                    _add_or_send(edge, new - old, final, sent)
+                    _add_or_send(edge, new - old, changes)
 
     def _store(self, spec: Spec, seed: Tensor, cache: CopyCache, draw: Draw) -> None:
         """Put the decoded copies of saved tensors into `lossy`; small and raw ones stay exact."""
@@ -109,14 +138,12 @@ class RecordedCall:
         return copy.change, copy.size
 
 
-def _add_or_send(
-    edge: Any, delta: Tensor, final: Difference, sent: list[tuple[GradientEdge, Tensor]]
-) -> None:
+def _add_or_send(edge: Any, delta: Tensor, changes: Changes) -> None:
     parameter = getattr(edge[0], "variable", None)
     if isinstance(parameter, nn.Parameter):
-        add(final, {parameter: delta.to(parameter.dtype)})
+        add(changes.final, {parameter: delta.to(parameter.dtype)})
     elif delta.any():
-        sent.append((GradientEdge(edge[0], edge[1]), delta))
+        changes.sent.append((GradientEdge(edge[0], edge[1]), delta))
 
 
 TRIES = 3

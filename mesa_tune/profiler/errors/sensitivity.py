@@ -5,8 +5,12 @@ again with its saved tensors stored under an option. Changes of its parameter gr
 its input gradients go through the rest of the graph by themselves, because a backward is linear in its
 incoming gradient.
 
-What is hard: this last part costs up to a whole backward. So it runs only for the bits in `REFERENCES`.
-Other options are scaled from these by the ratio of the squared norms of the changes of input gradients.
+What is hard: this last part costs up to a whole backward. So it runs only for two options of a batch: one
+of 1 bit, and one of more bits, another on each batch. What it makes of a change of input gradients, the
+*amplification* (a ratio of squared norms), is about the same for all options of more than 1 bit (measured on
+small models: they scatter by 2 to 17 %; at 2 bits of a ResNet it is about 20 % off). So each option takes the
+amplification of all options of its kind: its own would vary more by chance, and a solver would choose the
+lucky ones.
 And the incoming gradients of all calls take about as much memory as what the step saves. So one part of them
 is alive at a time, and a further backward records the next part.
 """
@@ -14,6 +18,7 @@ is alive at a time, and a further backward records the next part.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +27,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
-from mesa_tune.profiler.entries import REFERENCE_GROUP, comparable_group_size
+from mesa_tune.profiler.entries import REFERENCE_GROUP, comparable_group_size, kind
 from mesa_tune.profiler.errors.recorded import (
+    Changes,
     CopyCache,
     Difference,
     Draw,
@@ -39,10 +44,11 @@ from mesa_tune.profiler.errors.recorded import (
 )
 from mesa_tune.profiler.memory.trace import observing
 
-REFERENCES = (1, 2, 4)
-"""Bits for which changes of input gradients really go through the graph, in groups of `REFERENCE_GROUP`
-elements. Where no option has these bits, the nearest ones do."""
+REFERENCE_BITS = (4, 2, 3, 6)
+"""Bits, by batch in turn, of which one option's changes of input gradients go through the graph, in groups of
+`REFERENCE_GROUP` elements; besides those of 1 bit. Where no option has these bits, the nearest does."""
 
+_SECOND_SEED = 1_000_003
 
 PARTS = 4
 """Incoming gradients are recorded in parts of a quarter of their bytes at most, or of one group of layers."""
@@ -52,13 +58,14 @@ _FREED = torch.empty(0)
 
 @dataclass
 class Price:
-    """Price of an option: relative squared errors and milliseconds."""
+    """Price of an option: relative squared errors and milliseconds. `bias`: see `Option`."""
 
     tensor_error: float
     gradient_error: float
     measured: bool
     encode_ms: float
     decode_ms: float
+    bias: float | None = None
 
 
 @dataclass
@@ -115,13 +122,14 @@ class _Recording(Observer):
 class Sensitivity:
     """The recorded exact step on one batch, and the errors of each layer's options against it.
 
-    `seed`: of their rounding noise. The forward must run in a session of `RawConversion`, and be observed by
-    `recording`.
+    `seed`: of their rounding noise, and number of the batch. `splits`: also measure the part of the errors
+    that is a bias, with a second rounding seed. The forward must run in a session of `RawConversion`, and be
+    observed by `recording`.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], seed: int) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], seed: int, *, splits: bool = False) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.seed = seed
+        self.seed, self.splits = seed, splits
         self.recording = _Recording()
         self.loss: Tensor | None = None
         self.exact: Difference = {}
@@ -164,7 +172,7 @@ class Sensitivity:
             layer: [RecordedCall(replay) for replay in self.recording.replays.get(layer, [])]
             for layer in routed
         }
-        self.references = _references(options)
+        self.references = _references(options, self.seed)
         draws = {option: self._draw(calls, option) for option in options}
         joint = [_joint(list(draws[option].values())) for option in options]
         _fill_ratios(joint, options)
@@ -177,7 +185,7 @@ class Sensitivity:
     def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
         """Return the price of each option for all `calls`, as if they were of one layer."""
         self._require([call.replay.layer for call in calls])
-        self.references = _references(options)
+        self.references = _references(options, self.seed)
         return self._prices({option: self._draw({"": calls}, option)[""] for option in options}, options)
 
     def _require(self, layers: Iterable[str]) -> None:
@@ -191,49 +199,57 @@ class Sensitivity:
             self._backward([self.loss], [torch.ones_like(self.loss)])
 
     def _draw(self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings) -> dict[str, Draw]:
-        spec, seed_tensor = _spec(option), torch.tensor([self.seed], dtype=torch.int64)
-        cache: CopyCache = {}
-        draws: dict[str, Draw] = {}
-        together: Difference = {}
-        for layer, layer_calls in calls.items():
-            draw = draws[layer] = Draw()
-            final: Difference = {}
-            sent: list[tuple[GradientEdge, Tensor]] = []
-            for call in layer_calls:
-                call.differences(spec, seed_tensor, cache, draw, final, sent)
-            self._measure(draw, final, sent, option in self.references)
-            if len(calls) > 1:
-                add(together, final)
-        if len(calls) > 1 and all(draw.total is not None for draw in draws.values()):
+        changes = self._changes(calls, option, self.seed)
+        draws = {layer: change.draw for layer, change in changes.items()}
+        if self.splits:
+            for layer, second in self._changes(calls, option, self.seed + _SECOND_SEED).items():
+                draws[layer].bias = changes[layer].products(second)
+        for change in changes.values():
+            self._measure(change, option in self.references)
+        if len(draws) > 1 and all(draw.total is not None for draw in draws.values()):
+            together: Difference = {}
+            for change in changes.values():
+                add(together, change.final)
             joint = squared_norm(*together.values())
             for draw in draws.values():
                 draw.joint = joint
         return draws
 
-    def _measure(
-        self, draw: Draw, final: Difference, sent: list[tuple[GradientEdge, Tensor]], is_reference: bool
-    ) -> None:
-        """Set the errors of `draw`; for a reference, `sent` goes through the graph, and adds to `final`."""
-        draw.local = squared_norm(*final.values())
-        draw.sent = squared_norm(*(delta for _, delta in sent))
-        if not sent:
+    def _changes(
+        self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings, seed: int
+    ) -> dict[str, Changes]:
+        """Return the changes of gradients that an option of the layers makes with one rounding seed."""
+        spec, seed_tensor = _spec(option), torch.tensor([seed], dtype=torch.int64)
+        cache: CopyCache = {}
+        changes = {layer: Changes() for layer in calls}
+        for layer, layer_calls in calls.items():
+            for call in layer_calls:
+                call.differences(spec, seed_tensor, cache, changes[layer])
+        return changes
+
+    def _measure(self, change: Changes, is_reference: bool) -> None:
+        """Set the errors of the draw; for a reference, what is sent goes through the graph."""
+        draw = change.draw
+        draw.local = squared_norm(*change.final.values())
+        draw.sent = squared_norm(*(delta for _, delta in change.sent))
+        if not change.sent:
             draw.total = draw.local
         elif is_reference:
-            below = self._backward([edge for edge, _ in sent], [delta for _, delta in sent])
-            draw.below = squared_norm(*below.values())
-            add(final, below)
-            draw.total = squared_norm(*final.values())
+            below = self._backward([edge for edge, _ in change.sent], [delta for _, delta in change.sent])
+            add(change.final, below)
+            draw.total = squared_norm(*change.final.values())
 
     def _prices(self, draws: Mapping[LayerSettings, Draw], options: Sequence[LayerSettings]) -> list[Price]:
-        """Return the prices of options; what was not sent through the graph is scaled from a reference."""
+        """Return the prices of options, all with the amplification of their kind."""
         prices = []
         for option in options:
-            draw, error = draws[option], draws[option].total
-            if error is None:
-                reference = _reference(draws, option)
-                below = (reference.below or 0.0) * draw.sent / reference.sent if reference.sent else 0.0
-                error = draw.local + below
-            prices.append(self._price(draw, error, draw.total is not None))
+            draw, amplification = draws[option], _amplification(draws, option)
+            error = max(0.0, draw.local + draw.sent * amplification)
+            price = self._price(draw, error, draw.total is not None)
+            if draw.bias is not None:
+                bias = draw.bias[0] + draw.bias[1] * amplification
+                price.bias = min(max(0.0, bias / self.norm), price.gradient_error)
+            prices.append(price)
         return prices
 
     def _price(self, draw: Draw, error: float, measured: bool) -> Price:
@@ -287,32 +303,41 @@ class Sensitivity:
         return result
 
 
-def _references(options: Sequence[LayerSettings]) -> frozenset[LayerSettings]:
-    """Return the options whose changes of input gradients go through the graph.
+def _references(options: Sequence[LayerSettings], number: int) -> frozenset[LayerSettings]:
+    """Return the options whose changes of input gradients go through the graph on the batch of this number.
 
-    These are all that drop elements, because no other option's error is similar. Of the others, those with
-    the group size nearest to `REFERENCE_GROUP` and the bits nearest to `REFERENCES`.
+    These are all that drop elements, because no other option's error is similar. Of each other kind, those
+    with the group size nearest to `REFERENCE_GROUP`, and of these that of 1 bit and the one with the bits
+    nearest to `REFERENCE_BITS`.
     """
-    dropping = {option for option in options if option.drop}
-    others = [option for option in options if not option.drop]
-    sizes = [comparable_group_size(option) for option in others]
-    nearest = min(sizes, key=lambda size: abs(math.log2(size / REFERENCE_GROUP)), default=0)
-    same = [option for option, size in zip(others, sizes, strict=True) if size == nearest]
-    bits = {
-        min((option.bits for option in same), key=lambda bits: abs(bits - wanted), default=0)
-        for wanted in REFERENCES
-    }
-    return frozenset(dropping | {option for option in same if option.bits in bits})
+    kinds: dict[Any, list[LayerSettings]] = {}
+    for option in options:
+        kinds.setdefault(_pool(option), []).append(option)
+    wanted = REFERENCE_BITS[number % len(REFERENCE_BITS)]
+    nearest = (min(same, key=lambda option: _from_reference(option, wanted)) for same in kinds.values())
+    return frozenset([*nearest, *(option for option in options if option.drop)])
 
 
-def _reference(draws: Mapping[LayerSettings, Draw], option: LayerSettings) -> Draw:
-    """Return the reference draw whose bits are nearest to those of `option`."""
-    references = [
-        (settings.bits, draw)
+def _pool(option: LayerSettings) -> Any:
+    """Return what options must have in common for the amplification of one to be that of the others."""
+    return kind(option), option.bits == 1
+
+
+def _from_reference(option: LayerSettings, bits: int) -> tuple[float, int]:
+    return abs(math.log2(comparable_group_size(option) / REFERENCE_GROUP)), abs(option.bits - bits)
+
+
+def _amplification(draws: Mapping[LayerSettings, Draw], option: LayerSettings) -> float:
+    """Return the mean amplification of the references of an option's kind; its own if it drops elements."""
+    measured = [
+        (draw.total - draw.local) / draw.sent
         for settings, draw in draws.items()
-        if draw.below is not None and not settings.drop
+        if _pool(settings) == _pool(option)
+        and (settings == option or not option.drop)
+        and draw.total is not None
+        and draw.sent
     ]
-    return min(references, key=lambda pair: abs(pair[0] - option.bits), default=(0, Draw()))[1]
+    return statistics.fmean(measured) if measured else 0.0
 
 
 def _joint(draws: Sequence[Draw]) -> float | None:

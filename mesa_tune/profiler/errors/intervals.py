@@ -1,0 +1,70 @@
+"""Intervals of gradient errors, and what neighbouring layers at 1 and 2 bits add to the sum of their errors.
+
+What is hard: all layers of a step see the same batch, so their errors rise and fall together, and standard
+errors of single layers do not add up as independent ones. Here an error is a tuple with one number for each
+batch. The sums of a policy are formed batch by batch, and only then averaged.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+Errors = tuple[float, ...]
+"""Relative squared errors, one for each batch."""
+
+UNSEEN = 16
+"""Number of unseen batches over which an interval covers the mean error."""
+CONFIDENCE = 0.92
+LOW_BITS = (1, 2)
+"""Bits at which the errors of layers do not simply add up."""
+
+
+def interval(errors: Errors, doubt: float = 0.0) -> tuple[float, float] | None:
+    """Return ends between which the mean over `UNSEEN` other batches lies; None with fewer than two batches.
+
+    Student's t on the logarithms, because errors of batches are skewed, around the arithmetic mean. `doubt`:
+    a further standard deviation of the logarithm. Zero errors have the interval (0, 0).
+    """
+    mean = statistics.fmean(errors) if errors else 0.0
+    if len(errors) < 2 or mean <= 0:
+        return (0.0, 0.0) if errors and mean <= 0 else None
+    from scipy.special import stdtrit
+
+    spread = statistics.stdev(math.log(max(error, 1e-3 * mean)) for error in errors)
+    quantile = float(stdtrit(len(errors) - 1, (1 + CONFIDENCE) / 2))
+    width = quantile * math.hypot(spread * math.sqrt(1 / len(errors) + 1 / UNSEEN), doubt)
+    return mean * math.exp(-width), mean * math.exp(width)
+
+
+def expected(errors: Errors, interaction: float, floor: float) -> tuple[float, tuple[float, float] | None]:
+    """Return the mean of `errors` with the `interaction`, and its interval, None with fewer than two batches.
+
+    An error above zero is at least `floor`.
+    """
+    total = statistics.fmean(errors)
+    if total <= 0:
+        return total, interval(errors)
+    factor = 1 + interaction / total
+    # The fit is of whole policies at one number of bits, so half of what it adds is in doubt.
+    ends = interval(tuple([error * factor for error in errors]), doubt=math.log(factor) / 2)
+    return max(total * factor, floor), None if ends is None else (max(ends[0], floor), max(ends[1], floor))
+
+
+def interaction_of(weights: Iterable[float]) -> float:
+    """Return what units at few bits add to the sum of their errors; each weight is c e, of a unit's error e.
+
+    A unit's rounding is priced with exact gradients from the layers above it. At few bits these are rounded,
+    too, and the errors of two units k and l add c √(e_k e_l) beyond their sum. The form was chosen because it
+    fits: a single unit at 1 bit adds nothing, and all units at 1 bit far more than some. c is a factor for
+    each number of bits, 0 at most of them.
+    """
+    parts = [weight for weight in weights if weight]
+    return sum(map(math.sqrt, parts)) ** 2 - sum(parts)
+
+
+def fitted_interaction(errors: Sequence[float], measured: float) -> float:
+    """Return the factor c with which units of equal bits and `errors` have the joint error `measured`."""
+    most = interaction_of(errors)
+    return max(0.0, (measured - sum(errors)) / most) if most > 0 else 0.0

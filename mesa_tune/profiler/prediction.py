@@ -1,0 +1,48 @@
+"""`Prediction`: what a profile expects of a training step under a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mesa_tune.files import typed
+from mesa_tune.profiler.memory.kinds import Peak
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Prediction for a training step under a policy. None: unknown. `peak`: when the peak is, and of what.
+
+    `gradient_error_interval`: the mean error over 16 other batches lies between these ends with a probability
+    of 92 %, counting batches and rounding; None also for a profile of one batch.
+    """
+
+    saved_bytes: int
+    peak_bytes: int
+    gradient_error: float | None
+    step_ms: float | None
+    gradient_noise_ratio: float | None = None
+    peak: Peak | None = None
+    gradient_error_interval: tuple[float, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, with the interval as `interval`."""
+        ends, peak = self.gradient_error_interval, self.peak
+        values = {key: value for key, value in vars(self).items() if key != "gradient_error_interval"}
+        return {
+            **values,
+            "peak": None if peak is None else peak.to_dict(),
+            "interval": None if ends is None else list(ends),
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Prediction:
+        """Return the prediction with this `to_dict`."""
+        plain = {key: value for key, value in values.items() if key != "interval"}
+        peak, ends = values.get("peak"), values.get("interval")
+        if ends is not None:
+            low, high = map(float, ends)
+            ends = (low, high)
+        parts = {"peak": None if peak is None else Peak.from_dict(peak), "gradient_error_interval": ends}
+        return typed(Prediction, {**plain, **parts})

@@ -1,0 +1,62 @@
+"""Intervals of errors over batches, and what units at few bits add to the sum of errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mesa_tune.profiler.errors.intervals import (
+    CONFIDENCE,
+    UNSEEN,
+    fitted_interaction,
+    interaction_of,
+    interval,
+)
+
+
+@pytest.mark.parametrize("scatter", [0.1, 0.4, 0.8])
+def test_intervals_cover_the_mean_of_unseen_batches(scatter: float) -> None:
+    generator = np.random.default_rng(0)
+    covered = 0
+    for _ in range(2000):
+        errors = np.exp(scatter * generator.standard_normal(5 + UNSEEN))
+        ends = interval(tuple(errors[:5].tolist()))
+        assert ends is not None
+        covered += ends[0] <= errors[5:].mean() <= ends[1]
+    assert covered / 2000 == pytest.approx(CONFIDENCE, abs=0.03)
+
+
+def test_batches_that_move_together_do_not_average_out_over_layers() -> None:
+    layer = (1e-3, 2e-3, 4e-3)
+    alone, many = interval(layer), interval(tuple(100 * error for error in layer))
+    assert alone is not None
+    assert many == pytest.approx((100 * alone[0], 100 * alone[1]))
+
+
+def test_intervals_of_no_error_and_of_one_batch() -> None:
+    assert interval((0.0, 0.0)) == (0.0, 0.0)
+    assert interval((1e-3,)) is None
+    assert interval(()) is None
+
+
+def test_doubt_widens() -> None:
+    narrow, wide = interval((1.0, 1.1, 0.9)), interval((1.0, 1.1, 0.9), doubt=0.2)
+    assert narrow is not None
+    assert wide is not None
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+def test_interaction_is_between_units_at_few_bits() -> None:
+    assert interaction_of([]) == 0
+    assert interaction_of([1.0]) == interaction_of([1.0, 0.0, 0.0]) == 0
+    assert interaction_of([0.1 * 1.0, 0.1 * 4.0]) == pytest.approx(2 * 0.1 * 2)
+    assert interaction_of([1.0] * 20) > 5 * interaction_of([1.0] * 8)
+
+
+def test_a_fitted_interaction_gives_the_error_back() -> None:
+    errors = [1e-3, 4e-3, 2e-3]
+    factor = fitted_interaction(errors, 0.01)
+    weights = [factor * error for error in errors]
+    assert sum(errors) + interaction_of(weights) == pytest.approx(0.01)
+    assert fitted_interaction(errors, 0.006) == 0  # below the sum: no interaction shows
+    assert fitted_interaction([1e-3], 0.01) == 0

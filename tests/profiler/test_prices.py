@@ -1,0 +1,232 @@
+"""Prices of options: on how many batches, how much of them is bias, what is measured and what unknown."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import ViTConfig, ViTForImageClassification
+
+import mesa_tune as mt
+from mesa_tune.policy.settings import EXACT
+from mesa_tune.profiler.entries import Option
+from mesa_tune.profiler.errors.intervals import interval
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.price_table import NO_DERIVATIONS, PriceTable
+from mesa_tune.profiler.pricing import LayerPrices, candidates
+from mesa_tune.profiler.profile import Prediction, Profile
+from tests.synthetic import synthetic_profile
+
+BATCHES = 3
+NEAREST = mt.LayerSettings(level=4, rounding="nearest")
+DROP = mt.LayerSettings(level=16, drop=0.5)
+CHANNELS = mt.LayerSettings(level=16, group_size=None, quant_groups=2)
+SAMPLE = mt.LayerSettings(level=16, allocation="sample")
+RUNNING = mt.LayerSettings(level=16, ema_decay=0.9)
+GRID = [mt.LayerSettings(level=level, group_size=size) for level in (2, 4, 16) for size in (64, 256)]
+OWN = (NEAREST, DROP, CHANNELS, SAMPLE)
+
+
+def vit() -> nn.Module:
+    shape: dict[str, Any] = {"image_size": 32, "patch_size": 4, "num_channels": 1, "num_labels": 4}
+    shape |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: nn.Module = ViTForImageClassification(ViTConfig(**shape))
+    return model.train()
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 1, 32, 32), torch.randint(0, 4, (size,))
+
+
+def loss(model: nn.Module, samples: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(samples[0]).logits, samples[1])
+
+
+def workload() -> mt.Workload:
+    return mt.Workload(vit, batch, loss, batch_size=8)
+
+
+@pytest.fixture(scope="module", name="full")
+def _full() -> Profile:
+    return mt.profile(workload(), options=GRID, seeds=BATCHES)
+
+
+@pytest.fixture(scope="module", name="own")
+def _own() -> Profile:
+    return mt.profile(workload(), options=[mt.LayerSettings(level=4), *OWN, RUNNING], seeds=2)
+
+
+def _uniform(settings: mt.LayerSettings) -> mt.Policy:
+    return mt.Policy.uniform(**settings.to_dict())  # type: ignore[arg-type]
+
+
+def compressed(profile: Profile) -> list[Option]:
+    options = (option for layer in profile.layers for option in layer.options)
+    return [option for option in options if not option.settings.exact and option.gradient_error]
+
+
+def test_all_options_are_screened_and_candidates_priced_on_all_batches(full: Profile) -> None:
+    counts = {option.batches for option in compressed(full)}
+    assert counts == {1, BATCHES}
+    for layer in full.layers:
+        if layer.options and not layer.shared_with and layer.options[0].gradient_error:
+            priced = {option.settings for option in layer.priced}
+            assert priced == candidates(layer.options)
+            assert layer.priced
+
+
+def test_a_solver_chooses_among_options_priced_on_all_batches(full: Profile) -> None:
+    plan = mt.search_policy(full, full.peak_bytes - 1, max_saved="20%")
+    for layer in full.layers:
+        settings = plan.policy.settings(layer.tag, layer.index, layer.name)
+        neighbours = {option.settings.bits for option in layer.priced}
+        assert settings.exact or {settings.bits - 1, settings.bits, settings.bits + 1} & neighbours
+
+
+def test_options_left_out_follow_the_others() -> None:
+    four = Option(mt.LayerSettings(level=16), 10, 0.1, (2.0, 4.0, 8.0), True, 0.0, 0.0)
+    left = Option(mt.LayerSettings(level=16, group_size=64), 12, 0.05, (9.0,), False, 0.0, 0.0)
+    layer = replace(synthetic_profile().layers[0], options=(four, left))
+    assert layer.errors(left.settings) == pytest.approx((2.0, 4.0))
+    assert layer.errors(four.settings) == (4.0, 8.0)
+
+
+def test_the_batch_that_chooses_is_no_part_of_the_price() -> None:
+    four = Option(mt.LayerSettings(level=16), 10, 0.1, (2.0, 4.0, 8.0), True, 0.0, 0.0)
+    assert four.gradient_error == 6.0
+    assert four.interval == interval((4.0, 8.0))
+    assert replace(four, errors=(2.0,)).gradient_error == 2.0
+    first, second, third = (
+        LayerPrices((replace(four, errors=(error,)),), (ratio,)) for error, ratio in ((2, 9), (4, 1), (8, 3))
+    )
+    together = first.extended(second).extended(third)
+    assert together == LayerPrices((four,), (2.0,))
+
+
+def test_errors_add_up_batch_by_batch() -> None:
+    profile = synthetic_profile()
+    four = mt.LayerSettings(level=16)
+    first, second, third = (
+        replace(profile.layers[0], name=name, options=(Option(four, 10, 0.1, errors, True, 0.0, 0.0),))
+        for name, errors in (("a", (9.0, 1.0, 2.0)), ("b", (9.0, 3.0, 5.0)), ("c", (0.0,)))
+    )
+    table = PriceTable((first, second, third), (), (), hooked=(), exact=(), interaction={})
+    assert table.cost((first, second, third), dict.fromkeys("abc", four), NO_DERIVATIONS).errors == (4.0, 7.0)
+    assert table.cost((third,), {"c": four}, NO_DERIVATIONS).errors == (0.0, 0.0)
+    assert table.cost((first,), {}, NO_DERIVATIONS).errors == (0.0, 0.0)
+
+
+def test_candidates_are_on_the_hull() -> None:
+    def option(bits: int, group_size: int, bytes_: int, error: float) -> Option:
+        settings = mt.LayerSettings(level=2**bits, group_size=group_size)
+        return Option(settings, bytes_, error, (error,), True, 0.0, 0.0)
+
+    options = [
+        option(1, 1024, 10, 1.0),
+        option(1, 64, 20, 0.5),  # as large as 2 bits, and worse
+        option(2, 1024, 20, 0.1),
+        option(3, 64, 35, 0.09),  # on no chord
+        option(4, 1024, 40, 5e-3),
+        option(4, 64, 50, 7e-3),  # larger and worse than the one before
+    ]
+    exact = Option(EXACT, 100, 0.0, (0.0,), True, 0.0, 0.0)
+    assert candidates([*options, exact]) == {options[position].settings for position in (0, 2, 4)}
+    lossless = [replace(item, errors=(0.0,)) for item in options]
+    assert candidates(lossless) == {options[0].settings}
+
+
+def test_bias_is_all_of_nearest_and_little_of_stochastic_rounding(own: Profile) -> None:
+    split = [option for option in compressed(own) if option.bias is not None]
+    nearest = [option for option in split if option.settings == NEAREST]
+    assert nearest
+    assert all(option.bias == pytest.approx(option.errors[1], rel=1e-3) for option in nearest)
+    others = [
+        (option.bias or 0) / option.errors[1] for option in split if option.settings.rounding != "nearest"
+    ]
+    assert statistics.median(others) < 0.2
+
+
+def test_kinds_have_prices_of_their_own_or_none(own: Profile, full: Profile) -> None:
+    errors = [own.predict(_uniform(settings)).gradient_error for settings in OWN]
+    assert all(error is not None and error > 0 for error in errors)
+    assert len({round(error, 12) for error in errors if error is not None}) == len(errors)
+    for settings in (*OWN, RUNNING):
+        assert full.predict(_uniform(settings)).gradient_error is None
+    running = [option for layer in own.layers for option in layer.options if option.settings == RUNNING]
+    assert running
+    assert {option.provenance for option in running} == {"unknown"}
+    assert own.predict(_uniform(RUNNING)).gradient_error is None
+
+
+def test_every_option_says_where_its_price_comes_from(full: Profile) -> None:
+    for option in compressed(full):
+        document = option.to_dict()
+        assert document["provenance"] in ("measured", "inferred")
+        assert document["batches"] == len(document["errors"])
+        assert document["seeds"] == option.batches + (option.batches > 1)
+        assert (document["interval"] is None) == (option.batches < 3)
+        if option.interval is not None and option.gradient_error is not None:
+            assert option.interval[0] < option.gradient_error < option.interval[1]
+    assert {option.provenance for option in compressed(full)} == {"measured", "inferred"}
+
+
+def test_predictions_have_intervals(full: Profile) -> None:
+    predicted = full.predict(mt.Policy.uniform(level=16))
+    assert predicted.gradient_error is not None
+    assert predicted.gradient_error_interval is not None
+    low, high = predicted.gradient_error_interval
+    assert 0 < low < predicted.gradient_error < high
+    assert Prediction.from_dict(json.loads(json.dumps(predicted.to_dict()))) == predicted
+
+
+def test_no_prediction_is_below_the_floor() -> None:
+    profile = replace(synthetic_profile(), error_floor=0.5)
+    four = profile.predict(mt.Policy.uniform(level=16))
+    assert four.gradient_error == 0.5
+    assert four.gradient_error_interval == (0.5, 0.5)
+    assert profile.predict(mt.Policy()).gradient_error == 0.0
+
+
+def test_the_floor_is_what_lower_precision_leaves() -> None:
+    rounded = mt.Workload(vit, batch, loss, batch_size=8, autocast="bfloat16")
+    assert JointError(workload()).floor() < 1e-10 < JointError(rounded).floor() < 1e-2
+
+
+def test_interaction_adds_to_the_prediction_and_widens_the_interval() -> None:
+    profile, one = synthetic_profile(), mt.Policy.uniform(level=2)
+    plain, raised = profile.predict(one), replace(profile, interaction=((1, 0.1),)).predict(one)
+    assert plain.gradient_error is not None
+    assert plain.gradient_error_interval is not None
+    assert raised.gradient_error_interval is not None
+    assert raised.gradient_error is not None
+    assert raised.gradient_error > plain.gradient_error
+    assert _width(raised.gradient_error_interval) > _width(plain.gradient_error_interval)
+    four = mt.Policy.uniform(level=16)
+    assert replace(profile, interaction=((1, 0.1),)).predict(four) == profile.predict(four)
+
+
+def _width(ends: tuple[float, float]) -> float:
+    return ends[1] / ends[0]
+
+
+def test_an_interrupted_profile_has_the_same_prices(full: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+
+    def stop(text: str, share: float) -> None:
+        if 0.7 < share < 1 and "layer" in text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mt.profile(workload(), options=GRID, seeds=BATCHES, path=path, progress=stop)
+    resumed = mt.profile(workload(), options=GRID, seeds=BATCHES, path=path)
+    for before, after in zip(full.layers, resumed.layers, strict=True):
+        for one, two in zip(before.options, after.options, strict=True):
+            assert replace(one, encode_ms=0, decode_ms=0) == replace(two, encode_ms=0, decode_ms=0)
+    assert (full.ties, full.interaction) == (resumed.ties, resumed.interaction)
