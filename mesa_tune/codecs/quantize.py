@@ -7,6 +7,7 @@ must compute the range from these two ends without loss, for groups with infinit
 
 import math
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ _DEQUANTIZE = torch.ops.mesa_tune.dequantize.default
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
     """Return packed levels (uint8) and ranges `[groups, 2]`: float32, or their ends in 16 bits."""
-    parts = encode_with_ranges(x, spec, key)
+    parts = [*_QUANTIZE(x, spec.bits, spec.levels, spec.group_size, spec.quant_groups, spec.stochastic, key)]
     if x.element_size() == 2:
         parts[1] = _ends(parts[1], spec.levels, x.dtype)
     return parts
@@ -62,6 +63,7 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
 
 
 _OTHER_FLOATS = {torch.float16, torch.bfloat16, torch.float64}
+_DTYPE, _NONE = repeat("dtype"), repeat(None)
 
 
 def fused(op: Fused, parts: Sequence[Tensor], arguments: Sequence[Any], spec: Spec) -> Any:
@@ -71,10 +73,8 @@ def fused(op: Fused, parts: Sequence[Tensor], arguments: Sequence[Any], spec: Sp
     elements, on the CPU.
     """
     data, ranges = parts
-    for argument in (ranges, *arguments):
-        if isinstance(argument, Tensor) and argument.dtype in _OTHER_FLOATS:
-            return None
-    if spec.quant_groups:
+    dtypes = map(getattr, (ranges, *arguments), _DTYPE, _NONE)
+    if spec.quant_groups or not _OTHER_FLOATS.isdisjoint(dtypes):
         return None
     if not op.everywhere and not (data.is_cpu and spec.group_size <= LARGEST_GROUP):
         return None

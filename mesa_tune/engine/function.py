@@ -91,20 +91,21 @@ def _save(
     lossy, exact, stored = result.lossy, result.exact, plan.stored
     if stored is None:
         stored, lossy = _decided(plan, lossy, inputs)
-    sources = _sources(plan, extra) if plan.recipes else {}
-    saved = []
-    for index, (tensor, how) in enumerate(zip(lossy, stored, strict=True)):
+    sources, spec, memory = _sources(plan, extra) if plan.recipes else {}, plan.spec, None
+    saved: list[list[Tensor]] = []
+    for tensor, how in zip(lossy, stored, strict=True):
         if isinstance(how, Recipe):
             saved.append(next(parts for i, parts in sources.items() if tensor is inputs[i]))
-        else:
-            memory = None if memories is None else memories.setdefault(index, {})
-            saved.append(store(tensor, how, plan.spec, key, memory))
+            continue
+        if memories is not None:
+            memory = memories.setdefault(len(saved), {})
+        saved.append(store(tensor, how, spec, key, memory))
     if plan.stored is None:
         pairs = zip(stored, saved, strict=True)
         counted = [how if isinstance(how, Recipe) else how.in_parts(len(parts)) for how, parts in pairs]
         plan = plan._replace(stored=tuple(counted))
-    ctx.save_for_backward(*exact, *chain(*saved))
-    ctx.plan, ctx.exact = plan, len(exact)
+    ctx.save_for_backward(*chain(*saved), *exact)
+    ctx.plan = plan
     if watch.observer is not None:
         _show(ctx, plan, lossy, saved, exact, inputs)
     return saved
@@ -204,13 +205,13 @@ def _as_stored(tensor: Tensor | Deferred, how: Packing | Recipe) -> Tensor | Def
 
 def _gradients(ctx: Any, plan: CallPlan, grad: Tensor) -> Grads:
     """Restore the saved tensors and return the formula's gradients, one (or None) for each of its inputs."""
-    tensors, first = ctx.saved_tensors, ctx.exact
+    tensors, first = ctx.saved_tensors, 0
     assert plan.stored is not None
     lossy: list[SavedTensor] = []
     for how in plan.stored:
         lossy.append(saved_tensor(tensors[first : first + how.parts], how, plan.spec))
         first += how.parts
-    saved = Saved(plan.static, plan.needs, lossy, tensors[: ctx.exact])
+    saved = Saved(plan.static, plan.needs, lossy, tensors[first:])
     if watch.observer is not None and watch.observer.wants_tensors:
         saved = saved._replace(lossy=[SavedTensor.of(tensor.whole()) for tensor in lossy])
         watch.observer.backward(Replay(ctx, plan, saved, grad))

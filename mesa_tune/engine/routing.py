@@ -262,11 +262,12 @@ class RoutingMode(TorchFunctionMode):
         if not (torch.is_grad_enabled() and (traced or frame.surrounds())):
             return func(*args, **kwargs) if watch.observer is None else _observed(None, func, args, kwargs)
         # Our hooks must not pack what the call saves, but they show the observer what PyTorch saves.
-        unhooked = frame.hooks is self.hooks.pack and watch.observer is None
+        observed = watch.observer is not None
+        unhooked = not observed and frame.hooks is self.hooks.pack
         if unhooked:
             pop_hooks()
         try:
-            plans = traced or watch.observer is not None
+            plans = traced or observed
             output = MISS if plans else run_cached(frame.host.calls.calls, layer, func, args, kwargs, frame)
             if output is MISS:
                 output = self._planned(route, frame, layer, func, args, kwargs)

@@ -147,7 +147,7 @@ class SavedTensor:
 
         Return None if this is not possible, or not in `dtype`. Each piece overwrites the one before.
         """
-        step = self.sample_step(dtype) if self._is_in_runs(dtype) and self._is_large() else None
+        step = self.sample_step(dtype) if self._is_large() else None
         size = None if step is None else _piece(self.packing.shape[0], step)
         if size is None:
             return None

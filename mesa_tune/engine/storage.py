@@ -271,14 +271,8 @@ def store(
         tensor = tensor.make()
     if packing.core is not None:
         tensor = tensor[packing.core]
-    if packing.packed:
-        return _pack_once(tensor, packing, spec, key, memory)
-    return _once(tensor, packing.copy_key, lambda: [tensor.clone()]) if packing.copied else [tensor]
-
-
-def _pack_once(
-    tensor: Tensor, packing: Packing, spec: Spec, key: Tensor, memory: Memory | None
-) -> list[Tensor]:
+    if not packing.packed:
+        return _once(tensor, packing.copy_key, lambda: [tensor.clone()]) if packing.copied else [tensor]
     encode = CODECS[spec.codec].encode
     if torch.compiler.is_compiling():  # the compiler merges equal functional ops
         return encode(tensor, spec, key)
@@ -298,7 +292,8 @@ def _store_deferred(
         return parts
     # Layers that save the source itself share the copy: only NaN elements differ.
     source = deferred.source
-    deferred = deferred._replace(source=_in_memory_order(source, packing))
+    if packing.strides is not None:
+        deferred = deferred._replace(source=_in_memory_order(source, packing))
     if hasattr(codec, "encode_deferred"):
         return _once(source, packing.copy_key, codec.encode_deferred, deferred, spec, key)
     return _once(source, packing.copy_key, lambda: codec.encode(deferred.made(), spec, key, memory))

@@ -20,7 +20,6 @@ def none_set(flags: Tensor) -> bool:
 
     Under `BytesOnly` none is set: flags mark what is unusual (NaN, rows of zeros).
     """
-    if isinstance(flags, FakeTensor):
-        return isinstance(flags.fake_mode, BytesOnly)
-    readable = flags.is_cpu and type(flags) is Tensor and not torch.compiler.is_compiling()
-    return readable and not flags.any()
+    if type(flags) is Tensor:
+        return flags.is_cpu and not torch.compiler.is_compiling() and not flags.any()
+    return isinstance(flags, FakeTensor) and isinstance(flags.fake_mode, BytesOnly)

@@ -38,9 +38,12 @@ class Deferred(NamedTuple):
     @property
     def is_dense(self) -> bool:
         """Whether a kernel can compute it while encoding."""
-        native = self.source.is_cpu or (_ON_CUDA and self.source.is_cuda)
-        single = are_float32(self.source, self.mean, self.rstd)
-        return single and native and self.source.is_contiguous() and self.source.numel() > 0
+        source, _, _, mean, rstd, _ = self
+        if not source.is_cpu and not (_ON_CUDA and source.is_cuda):
+            return False
+        single = torch.float32
+        means_fit = (mean is None or mean.dtype is single) and (rstd is None or rstd.dtype is single)
+        return source.dtype is single and means_fit and source.is_contiguous() and source.numel() > 0
 
     def if_dense(self) -> "Tensor | Deferred":
         """Return what to save: this if a kernel can compute it while encoding, else the computed tensor."""
@@ -49,11 +52,6 @@ class Deferred(NamedTuple):
     def made(self) -> Tensor:
         """Return the tensor as it is encoded."""
         return without_nan(self.source) if self.kind == "definite" else self.make()
-
-
-def are_float32(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors that are not None are float32."""
-    return False not in [tensor is None or tensor.dtype is torch.float32 for tensor in tensors]
 
 
 def definite(x: Tensor) -> Tensor | Deferred:
