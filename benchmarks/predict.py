@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 
 import mesa_tune as mt
-from mesa_tune.policy.settings import EXACT
-from mesa_tune.profiler.entries import LayerEntry, Option, full_grid
+from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler.entries import Derivation, Option, full_grid, in_reference_groups
 
 BLOCKS = 30
 BATCHES = 5
@@ -55,16 +55,26 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def priced(profile: mt.Profile, chance: random.Random) -> mt.Profile:
     """Return `profile` with random prices for the full grid."""
 
-    def options(layer: LayerEntry) -> Iterator[Option]:
-        yield Option(EXACT, layer.bytes, 0.0, (0.0,), True, 0.0, 0.0)
+    def options(grid: Iterable[LayerSettings]) -> Iterator[Option]:
         sensitivity = 10 ** chance.uniform(-6, -1)
-        for settings in full_grid():
+        for settings in grid:
             error = sensitivity / (settings.level - 1) ** 2
             errors = tuple(error * chance.uniform(0.5, 1.5) for _ in range(BATCHES))
-            yield Option(settings, layer.bytes // 8, error, errors, True, 0.01, 0.01)
+            yield Option(settings, 0, error, errors, True, 0.01, 0.01)
 
-    layers = tuple(replace(layer, options=tuple(options(layer))) for layer in profile.layers)
-    return replace(profile, layers=layers, interaction=((1, 0.1), (2, 0.01)))
+    exact = Option(EXACT, 0, 0.0, (0.0,), True, 0.0, 0.0)
+    layers = tuple(
+        replace(layer, options=(exact, *options(full_grid())), call_ms=0.01) for layer in profile.layers
+    )
+    derivations = tuple(
+        Derivation(group, span.layers, span.sources, tuple(options(in_reference_groups(full_grid()))))
+        for span in profile.timeline.kept
+        for group in dict.fromkeys(group for group in profile.groups if set(group) & set(span.sources))
+    )
+    times = {"step_ms": 10.0, "routing_ms": 1.0}
+    return replace(
+        profile, layers=layers, derivations=derivations, interaction=((1, 0.1), (2, 0.01)), **times
+    )
 
 
 def policies(profile: mt.Profile, kind: str, count: int, chance: random.Random) -> list[mt.Policy]:

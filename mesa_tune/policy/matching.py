@@ -7,8 +7,8 @@ times. A rule for layers that the caller has not found yet cannot be checked.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import torch.nn.functional as F
 
@@ -24,16 +24,27 @@ _LOSS: Final = "loss."
 _CALL: Final = re.compile(r"(?:(?P<module>.+)\.)?[^.]+\.[0-9]+")
 
 
-def bound_rules(rules: Sequence[Rule], layers: Iterable[tuple[str, int, str]]) -> dict[str, tuple[int, ...]]:
+class TaggedLayers(NamedTuple):
+    """Names of layers, and by tag the index of each name."""
+
+    names: tuple[str, ...]
+    indices: Mapping[str, Mapping[str, int]]
+
+    @staticmethod
+    def of(layers: Sequence[tuple[str, int, str]]) -> TaggedLayers:
+        """Return the index of `layers` (tag, index, name)."""
+        indices: dict[str, dict[str, int]] = {}
+        for tag, index, name in layers:
+            indices.setdefault(tag, {})[name] = index
+        return TaggedLayers(tuple([name for _, _, name in layers]), indices)
+
+
+def bound_rules(rules: Sequence[Rule], layers: TaggedLayers) -> dict[str, tuple[int, ...]]:
     """Return for the name of each of `layers` the positions of the rules of its tag that bind it."""
-    by_tag: dict[str, dict[str, int]] = {}
-    bound: dict[str, tuple[int, ...]] = {}
-    for tag, index, name in layers:
-        by_tag.setdefault(tag, {})[name] = index
-        bound[name] = ()
+    bound: dict[str, tuple[int, ...]] = dict.fromkeys(layers.names, ())
     for position, rule in enumerate(rules):
-        for name in rule.bound(by_tag.get(rule.tag, {})):
-            bound[name] = (*bound[name], position)
+        for name in rule.bound(layers.indices.get(rule.tag, {})):
+            bound[name] += (position,)
     return bound
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mesa_tune.errors import PolicyError
 from mesa_tune.policy.files import read_text, write_text
-from mesa_tune.policy.matching import Layer, Names, bound_rules, mismatches, unavailable
+from mesa_tune.policy.matching import Layer, Names, TaggedLayers, bound_rules, mismatches, unavailable
 from mesa_tune.policy.parser import dump_text, parse_text
 from mesa_tune.policy.rules import MODULE, NO_HEADER, Header, Rule, finest, fold, is_glob, suggestion
 from mesa_tune.policy.settings import EXACT, KEYS, TAGS, LayerSettings, Value
@@ -113,13 +113,14 @@ class Policy:
         candidates = [fold(chosen, mesa=self.is_mesa) for chosen in bound if chosen]
         return finest(candidates) if candidates else EXACT
 
-    def assignment(self, layers: Sequence[tuple[str, int, str]]) -> dict[str, LayerSettings]:
+    def assignment(self, layers: Sequence[tuple[str, int, str]] | TaggedLayers) -> dict[str, LayerSettings]:
         """Return what `settings` gives each of `layers` (tag, index, name), by name."""
+        layers = layers if isinstance(layers, TaggedLayers) else TaggedLayers.of(layers)
         chosen: dict[tuple[int, ...], LayerSettings] = {(): EXACT}
         settings = {}
         for name, positions in bound_rules(self.rules, layers).items():
             if positions not in chosen:
-                chosen[positions] = fold((self.rules[position] for position in positions), mesa=self.is_mesa)
+                chosen[positions] = fold([self.rules[position] for position in positions], mesa=self.is_mesa)
             settings[name] = chosen[positions]
         if self.module_rules():
             settings |= {name: EXACT for name in settings if self._stays_exact(name)}

@@ -18,8 +18,6 @@ MESA_DEFAULTS: Final[dict[str, Value]] = {"enable": False, "ema_decay": 0.9, "qu
 
 Indices = tuple[int, ...] | Literal["all"]
 
-_WILDCARDS: Final = frozenset("*?[")
-
 _RIVALS: Final = {"group_size": "quant_groups", "quant_groups": "group_size"}
 
 
@@ -86,7 +84,7 @@ class Rule:
     def bound(self, indices: Mapping[str, int]) -> list[str]:
         """Return the names that the rule binds; `indices`: index of each layer of its tag, by name."""
         if self.names is not None:
-            if any(map(is_glob, self.names)):
+            if is_glob("".join(self.names)):
                 return [name for name in indices if self.binds(None, name)]
             return [name for name in self.names if name in indices]
         if self.indices == "all":
@@ -112,7 +110,7 @@ class Rule:
 
 def is_glob(name: str) -> bool:
     """Return True if `name` has a wildcard."""
-    return not _WILDCARDS.isdisjoint(name)
+    return "*" in name or "?" in name or "[" in name
 
 
 @lru_cache(maxsize=4096)

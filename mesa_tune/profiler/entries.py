@@ -108,6 +108,12 @@ class Option:
         """Milliseconds of encoding and decoding."""
         return self.encode_ms + self.decode_ms
 
+    def scale(self, settings: LayerSettings) -> float:
+        """Return the factor from the error of this option to that of another level."""
+        if settings.drop:  # dropped elements make most of the error at every level
+            return 1.0
+        return ((self.settings.level - 1) / (settings.level - 1)) ** 2
+
     def extended(self, other: Option) -> Option:
         """Return this option with the measurements of `other`, on one batch more, included."""
         count = self.batches
@@ -202,11 +208,8 @@ class HasOptions:
         """Return what `errors` does, given the position of the nearest option."""
         if position is None or not self.options[position].errors:
             return None
-        errors, level = self.all_errors[position], self.options[position].settings.level
-        if settings.drop or level == settings.level:  # dropped elements make most of the error at every level
-            return errors
-        scale = ((level - 1) / (settings.level - 1)) ** 2
-        return tuple([error * scale for error in errors])
+        scale = self.options[position].scale(settings)
+        return tuple([error * scale for error in self.all_errors[position]])
 
     def error(self, settings: LayerSettings) -> float | None:
         """Return the mean of `errors`; None if unknown."""

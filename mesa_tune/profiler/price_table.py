@@ -1,25 +1,43 @@
 """What settings cost the layers of a profile: gradient error and time.
 
 What is hard is speed: a search predicts thousands of policies, and the option nearest to settings that were
-not measured takes long to find. But policies repeat few settings. So the prices of all layers are computed
-once for each settings, and the nearest option once for all layers with the same options. A price has all
-that depends on the settings of one layer. Only what depends on several layers, whether those that share a
-tensor share its copy, is left to each prediction.
+not measured takes long to find. But policies repeat few settings. So the prices of all layers are one array
+for each settings, made once, and the nearest option is found once for all layers with the same options. A
+price has all that depends on the settings of one layer. Only what depends on several layers, whether those
+that share a tensor share its copy, is left to each prediction.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from mesa_tune.policy.settings import LayerSettings
+import numpy as np
+from numpy.typing import NDArray
+
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, HasOptions, LayerEntry, Tie
 from mesa_tune.profiler.errors.intervals import Errors, interaction_of
-from mesa_tune.profiler.memory.distinct import Assignment
+from mesa_tune.profiler.memory.distinct import Assignment, DistinctSettings, Incidence
 from mesa_tune.profiler.memory.packed_sizes import stored_as
+from mesa_tune.profiler.memory.sized_timeline import StepBytes
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+_COLUMNS = 3
+"""Columns of an option or a price after its errors by batch. NaN: unknown.
+
+Of an option: milliseconds; milliseconds of encoding; ratio of its tie. Of a price: milliseconds that the
+layer adds; further milliseconds if it encodes a copy of its own of what the first of its tie encodes
+otherwise; the weight of `interaction_of`.
+"""
+_ALONE, _TIED = 0, 1
+"""Whether all layers of the layer's tie have the same settings."""
 
 
 class Cost(NamedTuple):
@@ -39,54 +57,43 @@ class Cost(NamedTuple):
         return None if self.errors is None else statistics.fmean(self.errors)
 
 
-class Price(NamedTuple):
-    """Gradient errors by batch of a layer that compresses, and the milliseconds that it adds. None: unknown.
-
-    `copy_ms`: further time if it encodes a copy of its own of what the first of its tie encodes otherwise.
-    `weight`: see `interaction_of`.
-    """
-
-    errors: Errors | None
-    ms: float | None
-    copy_ms: float | None
-    weight: float
-
-
-class _Nearest(NamedTuple):
-    """The settings for what a layer stores, and the position of the option nearest to them."""
-
-    stored: LayerSettings
-    position: int | None
-
-
-@dataclass(eq=False)
-class Prices:
-    """Prices of all layers under the same settings, by name.
-
-    `tied`: if all layers of a tie have them. `derived`: while others derive, by the id of the derivation.
-    """
-
-    settings: LayerSettings
-    alone: dict[str, Price] = field(default_factory=dict)
-    tied: dict[str, Price] = field(default_factory=dict)
-    derived: dict[int, Price] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class ActiveDerivations:
-    """Derivations that happen, by the first of their layers; `free`: layers that add no error and no time."""
+    """Positions of the derivations that happen; `free`: layers that add no error and no time then."""
 
-    by_layer: Mapping[str, Derivation]
+    positions: Sequence[int]
     free: frozenset[str]
 
 
-NO_DERIVATIONS = ActiveDerivations({}, frozenset())
+NO_DERIVATIONS = ActiveDerivations((), frozenset())
+
+
+class DerivationTable:
+    """The derivations of a profile whose timeline has the layers `names`: which of them happen in a step."""
+
+    def __init__(self, derivations: Sequence[Derivation], names: Sequence[str]) -> None:
+        self.derivations = derivations
+        self.sources = Incidence([derivation.sources for derivation in derivations], names)
+        self.takers = Incidence([derivation.takers for derivation in derivations], names)
+        self.stored = frozenset(name for derivation in derivations for name in derivation.layers)
+
+    def active(self, step: StepBytes) -> ActiveDerivations:
+        """Return the derivations of which all sources compress and all takers derive."""
+        if not self.derivations or not step.asks.any():
+            return NO_DERIVATIONS
+        active = ~(self.sources.any(~step.used) | self.takers.any(~step.asks))
+        positions = np.flatnonzero(active).tolist()
+        happening = [self.derivations[position] for position in positions]
+        takers = {name for derivation in happening for name in derivation.takers} & step.derivers
+        sharers = {name for derivation in happening for name in derivation.layers[1:]}
+        return ActiveDerivations(positions, frozenset(sharers | (takers - self.stored)))
 
 
 class PriceTable:
     """Prices of `layers`, of which hooks store `hooked`, and `exact` can only be stored exactly.
 
-    `interaction`: see `interaction_of`.
+    `interaction`: see `interaction_of`. `prices` has the shape [settings, 2, rows, batches + 3]. It has a row
+    for each layer, and one for each derivation: the price of its first layer while the takers derive.
     """
 
     def __init__(
@@ -98,131 +105,154 @@ class PriceTable:
         exact: Collection[str],
         interaction: Mapping[int, float],
     ) -> None:
-        self.hooked, self.exact, self.interaction = frozenset(hooked), frozenset(exact), interaction
-        self.ties, self.tie_of = ties, {name: tie for tie in ties for name in tie.layers}
-        self.layers = {layer.name: layer for layer in layers}
-        self.units = {name: name for name in self.layers}
-        self.units |= {name: tie.layers[0] for name, tie in self.tie_of.items()}
+        self.interaction = interaction
+        self.names = [layer.name for layer in layers]
+        self.position = {name: number for number, name in enumerate(self.names)}
         self.batches = min(filter(None, map(_batches, [*layers, *derivations])), default=1)
-        self.prices: dict[LayerSettings, Prices] = {}
-        kinds: dict[object, list[LayerEntry]] = {}
-        for layer in layers:
-            options = [(option.settings, bool(option.errors)) for option in layer.options]
-            kinds.setdefault((layer.name in self.hooked, *options), []).append(layer)
-        self.kinds = list(kinds.values())
+        self.tie_of_sharer = np.repeat(np.arange(len(ties)), [len(tie.layers) for tie in ties])
+        self.sharers = _ints(self.position[name] for tie in ties for name in tie.layers)
+        self.unit = np.arange(len(layers))
+        self.unit[self.sharers] = _ints(self.position[tie.layers[0]] for tie in ties for _ in tie.layers)
+        # The layer of each row.
+        self.layer = _ints([*range(len(layers)), *(self.position[row.layers[0]] for row in derivations)])
+        self.call_ms = np.array([layer.call_ms for layer in layers], dtype=np.float64)[self.layer]
+        of_layer = {name: tie for tie in ties for name in tie.layers}
+        rows = [(layer, of_layer.get(layer.name, _NO_TIE)) for layer in layers]
+        rows += [(derivation, _NO_TIE) for derivation in derivations]
+        self.kinds = self._kinds(rows, frozenset(hooked), frozenset(exact))
+        self.numbers = {EXACT: 0}
+        self.prices = np.zeros((1, 2, len(rows), self.batches + _COLUMNS))
 
-    def cost(self, layers: Iterable[LayerEntry], assignment: Assignment, active: ActiveDerivations) -> Cost:
-        """Return what `layers` cost under `assignment`; `active`: derivations under it."""
-        prices = self._prices_of(assignment)
-        tied, copying = self._shared(prices)
-        names = [layer.name for layer in layers if layer.name in prices]
-        found = {name: (prices[name].tied if name in tied else prices[name].alone)[name] for name in names}
-        for name in found.keys() & active.by_layer.keys():
-            found[name] = self._of_derivation(active.by_layer[name], self.layers[name], prices[name])
-        for name in found.keys() & active.free:
-            found[name] = Price(self._aligned(()), self.layers[name].call_ms, 0.0, 0.0)
-        times = [price.ms for price in found.values()]
-        times += [found[name].copy_ms for name in names if name in copying]
+    def _kinds(
+        self, rows: Sequence[tuple[HasOptions, Tie]], hooked: Collection[str], exact: Collection[str]
+    ) -> list[_Kind]:
+        alike: dict[object, list[int]] = {}
+        for number, ((row, _), layer) in enumerate(zip(rows, self.layer.tolist(), strict=True)):
+            options = [(option.settings, bool(option.errors)) for option in row.options]
+            flags = self.names[layer] in hooked, self.names[layer] in exact
+            alike.setdefault((flags, *options), []).append(number)
+        return [
+            _Kind.of([rows[number] for number in numbers], numbers, self.batches, flags)
+            for (flags, *_), numbers in alike.items()
+        ]
+
+    def cost(
+        self, layers: Iterable[LayerEntry] | None, assignment: Assignment, active: ActiveDerivations
+    ) -> Cost:
+        """Return what `layers` (None: all) cost under `assignment`; `active`: derivations under it."""
+        chosen = slice(None) if layers is None else _ints(self.position[layer.name] for layer in layers)
+        numbers = self._numbers(assignment)
+        tied, copying = self._shared(numbers)
+        rows = np.arange(len(self.names))
+        derived = len(rows) + _ints(active.positions)
+        rows[self.layer[derived]] = derived
+        prices = self.prices[numbers, tied, rows]
+        prices[~copying, -2] = 0.0
+        free = [position for name in active.free if numbers[position := self.position[name]]]
+        prices[free] = 0.0
+        prices[free, -_COLUMNS] = self.call_ms[free]
+        prices = prices[chosen]
+        ms, errors = float(prices[:, -_COLUMNS:-1].sum()), prices[:, :-_COLUMNS].sum(0).tolist()
+        known = not math.isnan(errors[0])
         return Cost(
-            self._summed([price.errors for price in found.values()]),
-            self._interaction(found) if self.interaction else 0.0,
-            _sum(times),
+            tuple(errors) if known else None,
+            interaction_of(np.bincount(self.unit[chosen], weights=prices[:, -1])) if known else 0.0,
+            None if math.isnan(ms) else ms,
         )
 
-    def _interaction(self, found: Mapping[str, Price]) -> float:
-        weights: dict[str, float] = defaultdict(float)
-        for name, price in found.items():
-            weights[self.units[name]] += price.weight
-        return interaction_of(weights.values())
+    def errors(self, name: str, settings: LayerSettings) -> Errors | None:
+        """Return the errors of one layer under `settings`, which compress, by batch; None if unknown."""
+        number = self._number(settings)
+        errors = self.prices[number, _ALONE, self.position[name], :-_COLUMNS].tolist()
+        return None if math.isnan(errors[0]) else tuple(errors)
 
-    def under(self, settings: LayerSettings) -> Prices:
-        """Return the prices under `settings`, which compress."""
-        if settings not in self.prices:
-            nearest: dict[str, _Nearest] = {}
-            for layers in self.kinds:
-                stored = self._stored(layers[0], settings)
-                found = _Nearest(stored, layers[0].nearest(stored))
-                nearest |= dict.fromkeys((layer.name for layer in layers), found)
-            prices = self.prices[settings] = Prices(settings)
-            for layer in self.layers.values():
-                self._add(prices, layer, nearest)
-        return self.prices[settings]
+    def _numbers(self, assignment: Assignment) -> Ints:
+        """Return the number of the settings of each layer."""
+        distinct = DistinctSettings.of(assignment, self.names)
+        return _ints(map(self._number, distinct.values))[distinct.positions]
 
-    def _prices_of(self, assignment: Assignment) -> dict[str, Prices]:
-        """Return the prices for the settings of each layer that compresses.
+    def _number(self, settings: LayerSettings) -> int:
+        """Return the number of `settings` in `prices`, to which they are added if they are new."""
+        if settings.exact:
+            return 0
+        if settings not in self.numbers:
+            number = self.numbers[settings] = len(self.numbers)
+            if number == len(self.prices):
+                self.prices = np.concatenate([self.prices, np.zeros_like(self.prices)])
+            self.prices[number] = self._under(settings)
+        return self.numbers[settings]
 
-        Each settings object is looked up once: hashing settings takes long.
-        """
-        objects = {id(settings): settings for settings in assignment.values()}
-        prices = {key: self.under(settings) for key, settings in objects.items() if not settings.exact}
-        return {name: prices[id(settings)] for name, settings in assignment.items() if id(settings) in prices}
+    def _under(self, settings: LayerSettings) -> Floats:
+        """Return the prices under `settings`; shape [2, rows, batches + 3]."""
+        prices = np.empty(self.prices.shape[1:])
+        for kind in self.kinds:
+            prices[:, kind.rows] = kind.under(settings, self.interaction)
+        first = self.unit[self.layer]
+        prices[:, :, -2] = np.where(first == self.layer, 0.0, prices[:, first, -2])
+        prices[:, :, -_COLUMNS] += self.call_ms
+        return prices
 
-    def _shared(self, prices: Mapping[str, Prices]) -> tuple[set[str], set[str]]:
-        """Return the layers of ties with equal settings throughout, and those with copies of their own.
+    def _shared(self, numbers: Ints) -> tuple[Ints, Flags]:
+        """Return 1 for layers of ties with equal settings throughout, and which layers encode a copy.
 
         The noises of the former are not independent. Prices of the latter include no encoding (Rule 3).
         """
-        tied: set[str] = set()
-        copying: set[str] = set()
-        for tie in self.ties:
-            names, found = tie.layers, [prices.get(name) for name in tie.layers]
-            if all(other is found[0] for other in found):
-                tied.update(names)
-            else:
-                copying.update(
-                    names[index] for index in range(1, len(names)) if found[index] not in found[:index]
-                )
+        tied, copying = np.zeros_like(numbers), np.zeros(len(numbers), dtype=np.bool_)
+        pairs = self.tie_of_sharer * len(self.numbers) + numbers[self.sharers]
+        _, first = np.unique(pairs, return_index=True)  # of each copy that a tie needs, its first layer
+        copies = np.bincount(self.tie_of_sharer[first])
+        tied[self.sharers] = copies[self.tie_of_sharer] == 1
+        copying[self.sharers[first]] = True
         return tied, copying
 
-    def _stored(self, layer: LayerEntry, settings: LayerSettings) -> LayerSettings:
-        """Return the settings for what the layer stores: one stored by hooks has 256 levels at least."""
-        return stored_as(settings.hooked if layer.name in self.hooked else settings)
 
-    def _add(self, prices: Prices, layer: LayerEntry, nearest: Mapping[str, _Nearest]) -> None:
-        name, (stored, position) = layer.name, nearest[layer.name]
-        errors, ms = self._errors(layer, stored, position), layer.ms_at(position)
-        if name in self.exact:
-            errors, ms = errors or self._aligned(()), 0.0
-        ms = _sum((layer.call_ms, ms))
-        first = self.units[name]
-        copy_ms = 0.0 if name == first else self.layers[first].encode_ms_at(nearest[first].position)
-        prices.alone[name] = prices.tied[name] = self._price(errors, ms, copy_ms, stored)
-        if errors is not None and name in self.tie_of:
-            ratio = self.tie_of[name].ratio(position)
-            joint = tuple([ratio * error for error in errors])
-            prices.tied[name] = self._price(joint, ms, copy_ms, stored)
+@dataclass(frozen=True)
+class _Kind:
+    """Rows with the same options.
 
-    def _of_derivation(self, derivation: Derivation, layer: LayerEntry, prices: Prices) -> Price:
-        """Return the price of `layer`, the first of `derivation`, while the takers derive."""
-        if id(derivation) not in prices.derived:
-            stored = stored_as(prices.settings)
-            errors = self._errors(derivation, stored, derivation.nearest(stored))
-            ms = 0.0 if layer.name in self.exact else derivation.ms(self._stored(layer, prices.settings))
-            copy_ms = prices.alone[layer.name].copy_ms
-            prices.derived[id(derivation)] = self._price(errors, _sum((layer.call_ms, ms)), copy_ms, stored)
-        return prices.derived[id(derivation)]
+    `rows`: their numbers. `example`: one of them. `options`: values of the options of each row, shape
+    [rows, options + 1, batches + 3]; the last option is unknown.
+    """
 
-    def _price(
-        self, errors: Errors | None, ms: float | None, copy_ms: float | None, stored: LayerSettings
-    ) -> Price:
-        factor = self.interaction.get(stored.bits, 0.0)
-        return Price(errors, ms, copy_ms, factor * statistics.fmean(errors) if factor and errors else 0.0)
+    rows: Ints
+    example: HasOptions
+    options: Floats
+    hooked: bool
+    exact: bool
 
-    def _errors(self, row: HasOptions, stored: LayerSettings, position: int | None) -> Errors | None:
-        lossless = stored.exact or stored.store == "offload"
-        errors = () if lossless else row.errors_at(position, stored)
-        return None if errors is None else self._aligned(errors)
+    @staticmethod
+    def of(
+        rows: Sequence[tuple[HasOptions, Tie]], numbers: Sequence[int], batches: int, flags: tuple[bool, bool]
+    ) -> _Kind:
+        """Return the kind of `rows`, each with its tie; `flags`: whether hooked, and whether exact."""
+        example = rows[0][0]
+        values = np.full((len(rows), len(example.options) + 1, batches + _COLUMNS), np.nan)
+        for target, (row, tie) in zip(values, rows, strict=True):
+            for position, (option, errors) in enumerate(zip(row.options, row.all_errors, strict=True)):
+                if errors:
+                    target[position, :-_COLUMNS] = errors[:batches] if any(errors) else 0.0
+                target[position, -_COLUMNS:] = option.ms, option.encode_ms, tie.ratio(position)
+        return _Kind(_ints(numbers), example, values, *flags)
 
-    def _aligned(self, errors: Errors) -> Errors:
-        """Return errors, or zeros, on as many batches as all layers have."""
-        return errors[: self.batches] if any(errors) else (0.0,) * self.batches
+    def under(self, settings: LayerSettings, interaction: Mapping[int, float]) -> Floats:
+        """Return errors by batch, milliseconds, milliseconds of encoding, and weights; shape [2, rows, …]."""
+        settings = settings.hooked if self.hooked else settings
+        stored = stored_as(settings)
+        position = self.example.nearest(stored)
+        values = np.stack([self.options[:, -1 if position is None else position]] * 2)
+        errors, ratios = values[:, :, :-_COLUMNS], values[0, :, -1].copy()
+        if self.exact or stored.exact or stored.store == "offload":
+            errors[:] = 0.0
+        elif position is not None:
+            errors *= self.example.options[position].scale(stored)
+            errors[_TIED] *= ratios[:, None]
+        if self.exact:
+            values[:, :, -_COLUMNS] = 0.0
+        values[:, :, -1] = interaction.get(stored.bits, 0.0) * errors.mean(-1)
+        return values
 
-    def _summed(self, errors: Sequence[Errors | None]) -> Errors | None:
-        """Return the sums by batch; None if one of the errors is unknown."""
-        known = [row for row in errors if row is not None]
-        if len(known) < len(errors):
-            return None
-        return tuple(map(sum, zip(*known, strict=True))) or self._aligned(())
+
+_NO_TIE = Tie(())
 
 
 def _batches(row: HasOptions) -> int:
@@ -232,6 +262,5 @@ def _batches(row: HasOptions) -> int:
     return max(len(option.price_errors) for option in row.options)
 
 
-def _sum(values: Sequence[float | None]) -> float | None:
-    """Return the sum; None if a value is unknown."""
-    return None if None in values else float(sum(value for value in values if value is not None))
+def _ints(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, dtype=np.int64)

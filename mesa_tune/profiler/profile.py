@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
+from mesa_tune.policy.matching import TaggedLayers
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Noise, Option, TensorEntry, Tie
 from mesa_tune.profiler.errors.intervals import Errors, expected
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from mesa_tune.profiler.prediction import Prediction
-from mesa_tune.profiler.price_table import NO_DERIVATIONS, ActiveDerivations, Cost, PriceTable
+from mesa_tune.profiler.price_table import ActiveDerivations, Cost, DerivationTable, PriceTable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,9 +113,10 @@ class Profile:
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
         """Return what `predict` does, for settings by layer name; a layer without settings stores exactly."""
-        if any(not settings.exact for settings in assignment.values()):
+        distinct = {id(settings): settings for settings in assignment.values()}.values()
+        if any(not settings.exact for settings in distinct):
             self.require_prices()
-        if self.device == "cpu" and any(settings.store == "offload" for settings in assignment.values()):
+        if self.device == "cpu" and any(settings.store == "offload" for settings in distinct):
             # It has nowhere to offload to.
             assignment = {
                 name: EXACT if settings.store == "offload" else settings
@@ -122,7 +124,8 @@ class Profile:
             }
         sized = self.timeline.at(batch_size or self.batch_size)
         step = sized.under(assignment)
-        cost = self.cost_of(self.layers, assignment, self.active(assignment))
+        plan = step if sized is self.timeline.at() else self.timeline.at().under(assignment)
+        cost = self.cost_of(None, assignment, self._derivations.active(plan))
         error, ends = self._expected(cost)
         noise = self.noise if sized.batch_size == self.batch_size else None
         return Prediction(
@@ -145,11 +148,11 @@ class Profile:
 
     def assignment(self, policy: Policy) -> dict[str, LayerSettings]:
         """Return the settings that `policy` gives each layer, by name."""
-        return policy.assignment(self._keys)
+        return policy.assignment(self._tagged)
 
     def gradient_error(self, assignment: Assignment) -> float | None:
         """Return the gradient error under `assignment`; None if that of one layer is unknown."""
-        return self._expected(self.cost_of(self.layers, assignment, self.active(assignment)))[0]
+        return self._expected(self.cost_of(None, assignment, self.active(assignment)))[0]
 
     def unit_errors(self, assignment: Assignment) -> list[Errors] | None:
         """Return the errors of each of `groups`, by batch, as if it were alone; None if one is unknown."""
@@ -158,9 +161,9 @@ class Profile:
         return [unit for unit in units if unit is not None] if None not in units else None
 
     def cost_of(
-        self, layers: Iterable[LayerEntry], assignment: Assignment, active: ActiveDerivations
+        self, layers: Iterable[LayerEntry] | None, assignment: Assignment, active: ActiveDerivations
     ) -> Cost:
-        """Return what `layers` cost under `assignment`; `active`: derivations under it."""
+        """Return what `layers` (None: all) cost under `assignment`; `active`: derivations under it."""
         return self._prices.cost(layers, assignment, active)
 
     def _expected(self, cost: Cost) -> tuple[float | None, tuple[float, float] | None]:
@@ -176,17 +179,7 @@ class Profile:
 
     def active(self, assignment: Assignment) -> ActiveDerivations:
         """Return the derivations that happen under `assignment`."""
-        if not self.derivations or all(settings.store != "derive" for settings in assignment.values()):
-            return NO_DERIVATIONS
-        sized = self.timeline.at()
-        used = sized.compressed(assignment)
-        active = [derivation for derivation in self.derivations if _is_active(derivation, used)]
-        derivers = sized.under(assignment).derivers
-        takers = {name for derivation in active for name in derivation.takers} & derivers
-        stored = {name for derivation in self.derivations for name in derivation.layers}
-        sharers = {name for derivation in active for name in derivation.layers[1:]}
-        by_layer = {derivation.layers[0]: derivation for derivation in active}
-        return ActiveDerivations(by_layer, frozenset(sharers | (takers - stored)))
+        return self._derivations.active(self.timeline.at().under(assignment))
 
     def layer_error(self, layer: LayerEntry, settings: LayerSettings) -> float | None:
         """Return the error of one layer alone, scaled from the nearest option if not measured.
@@ -195,7 +188,7 @@ class Profile:
         """
         if settings.exact:
             return 0.0
-        errors = self._prices.under(settings).alone[layer.name].errors
+        errors = self._prices.errors(layer.name, settings)
         return None if errors is None else statistics.fmean(errors)
 
     @property
@@ -308,8 +301,8 @@ class Profile:
         return Noise(self.gradient_noise, self.gradient_scale)
 
     @cached_property
-    def _keys(self) -> list[tuple[str, int, str]]:
-        return [(layer.tag, layer.index, layer.name) for layer in self.layers]
+    def _tagged(self) -> TaggedLayers:
+        return TaggedLayers.of([(layer.tag, layer.index, layer.name) for layer in self.layers])
 
     @cached_property
     def _by_name(self) -> dict[str, LayerEntry]:
@@ -334,12 +327,10 @@ class Profile:
         )
 
     @cached_property
+    def _derivations(self) -> DerivationTable:
+        return DerivationTable(self.derivations, self.timeline.at().names)
+
+    @cached_property
     def _has_errors(self) -> bool:
         options = (option for layer in self.layers for option in layer.options)
         return any(not option.settings.exact and bool(option.errors) for option in options)
-
-
-def _is_active(derivation: Derivation, used: Mapping[str, LayerSettings]) -> bool:
-    return all(name in used for name in derivation.sources) and all(
-        name in used and used[name].store == "derive" for name in derivation.takers
-    )

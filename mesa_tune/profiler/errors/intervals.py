@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 Errors = tuple[float, ...]
 """Relative squared errors, one for each batch."""
@@ -30,12 +34,19 @@ def interval(errors: Errors, doubt: float = 0.0) -> tuple[float, float] | None:
     mean = statistics.fmean(errors) if errors else 0.0
     if len(errors) < 2 or mean <= 0:
         return (0.0, 0.0) if errors and mean <= 0 else None
+    logs = [math.log(max(error, 1e-3 * mean)) for error in errors]
+    center = statistics.fmean(logs)
+    variance = sum((log - center) ** 2 for log in logs) / (len(logs) - 1)
+    width = _quantile(len(logs)) * math.hypot(math.sqrt(variance * (1 / len(logs) + 1 / UNSEEN)), doubt)
+    return mean * math.exp(-width), mean * math.exp(width)
+
+
+@lru_cache
+def _quantile(count: int) -> float:
+    """Return Student's quantile of `CONFIDENCE` for `count` errors."""
     from scipy.special import stdtrit
 
-    spread = statistics.stdev(math.log(max(error, 1e-3 * mean)) for error in errors)
-    quantile = float(stdtrit(len(errors) - 1, (1 + CONFIDENCE) / 2))
-    width = quantile * math.hypot(spread * math.sqrt(1 / len(errors) + 1 / UNSEEN), doubt)
-    return mean * math.exp(-width), mean * math.exp(width)
+    return float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
 
 
 def expected(errors: Errors, interaction: float, floor: float) -> tuple[float, tuple[float, float] | None]:
@@ -52,7 +63,7 @@ def expected(errors: Errors, interaction: float, floor: float) -> tuple[float, t
     return max(total * factor, floor), None if ends is None else (max(ends[0], floor), max(ends[1], floor))
 
 
-def interaction_of(weights: Iterable[float]) -> float:
+def interaction_of(weights: ArrayLike) -> float:
     """Return what units at few bits add to the sum of their errors; each weight is c e, of a unit's error e.
 
     A unit's rounding is priced with exact gradients from the layers above it. At few bits these are rounded,
@@ -60,8 +71,8 @@ def interaction_of(weights: Iterable[float]) -> float:
     fits: a single unit at 1 bit adds nothing, and all units at 1 bit far more than some. c is a factor for
     each number of bits, 0 at most of them.
     """
-    parts = [weight for weight in weights if weight]
-    return sum(map(math.sqrt, parts)) ** 2 - sum(parts)
+    parts = np.asarray(weights)
+    return float(np.sqrt(parts).sum() ** 2 - parts.sum())
 
 
 def fitted_interaction(errors: Sequence[float], measured: float) -> float:

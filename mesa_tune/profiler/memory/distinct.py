@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +29,13 @@ class DistinctSettings:
     @staticmethod
     def of(assignment: Assignment, names: Sequence[str]) -> DistinctSettings:
         """Return the settings of the layers `names`."""
-        chosen = [assignment.get(name, EXACT) for name in names]
+        chosen = list(map(assignment.get, names, repeat(EXACT)))
         # By identity first: the hash of settings takes longer than everything else here.
-        objects = {id(settings): settings for settings in chosen}
+        keys = list(map(id, chosen))
         known = {EXACT: 0}
-        positions = {key: known.setdefault(settings, len(known)) for key, settings in objects.items()}
-        return DistinctSettings(
-            list(known), np.array([positions[id(settings)] for settings in chosen], dtype=np.int64)
-        )
+        objects = dict(zip(keys, chosen, strict=True)).items()
+        positions = {key: known.setdefault(settings, len(known)) for key, settings in objects}
+        return DistinctSettings(list(known), np.fromiter(map(positions.__getitem__, keys), dtype=np.int64))
 
     def flags(self, flag: Callable[[LayerSettings], bool]) -> NDArray[np.bool_]:
         """Return the flag of each layer's settings; shape [layers]."""

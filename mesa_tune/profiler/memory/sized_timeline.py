@@ -195,13 +195,16 @@ class StepBytes:
         self.distinct = DistinctSettings.of(assignment, sized.names)
         traits, classes = sized.layer_classes
         # Few pairs of settings and traits occur: find the settings in effect for these, not for each layer.
-        pairs, of_layer = np.unique(self.distinct.positions * len(traits) + classes, return_inverse=True)
+        of_layer = self.distinct.positions * len(traits) + classes
+        pairs = np.flatnonzero(np.bincount(of_layer))
         numbers = (divmod(pair, len(traits)) for pair in pairs.tolist())
         effective = [in_effect(self.distinct.values[number], traits[kind]) for number, kind in numbers]
         objects = {id(settings): settings for settings in effective}
         number = {key: position for position, key in enumerate(objects)}
         self.settings = list(objects.values())
-        self.stored = _array(number[id(settings)] for settings in effective)[of_layer]
+        stored = np.empty(len(self.distinct.values) * len(traits), dtype=np.int64)
+        stored[pairs] = [number[id(settings)] for settings in effective]
+        self.stored = stored[of_layer]
         self.used = np.array([not settings.exact for settings in self.settings], dtype=np.bool_)[self.stored]
 
     @cached_property
@@ -211,21 +214,26 @@ class StepBytes:
         total += np.where(sized.plain.any(~self.used) | sized.beside.any(self.used), sized.sizes, 0)
         stores = self.used[sized.coded.layers] & ~self.deriving
         rows, stored = sized.coded.rows[stores], self.stored[sized.coded.layers[stores]]
-        # Layers with equal settings share a copy.
-        rows, stored = np.divmod(np.unique(rows * len(self.settings) + stored), len(self.settings))
         sizes = np.stack([sized.packed_sizes.under(settings) for settings in self.settings])
-        np.add.at(total, rows, sizes[stored, rows])
-        return total
+        copies = np.zeros_like(sizes)
+        copies[stored, rows] = sizes[stored, rows]  # layers with equal settings share a copy
+        return total + copies.sum(0)
+
+    @cached_property
+    def asks(self) -> Flags:
+        """Whether each layer compresses and derives what it can; shape [layers]."""
+        return self.used & self.distinct.flags(lambda settings: settings.store == "derive")
 
     @cached_property
     def deriving(self) -> Flags:
         """Whether the layer derives the span, for each pair of a packed span and its layer."""
         sized = self.sized
-        asks = self.used & self.distinct.flags(lambda settings: settings.store == "derive")
-        if not asks.any():
+        if not self.asks.any():
             return np.zeros(len(sized.coded.rows), dtype=np.bool_)
         deriving = (
-            sized.can_derive & asks[sized.coded.layers] & ~sized.sources.any(~self.used)[sized.coded.rows]
+            sized.can_derive
+            & self.asks[sized.coded.layers]
+            & ~sized.sources.any(~self.used)[sized.coded.rows]
         )
         derivers = np.bincount(sized.coded.rows[deriving], minlength=len(sized.spans))
         for pair, later in sized.serving_pairs:
