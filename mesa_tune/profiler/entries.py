@@ -62,8 +62,8 @@ class Option:
     """Settings to store what a layer saves, and their price.
 
     `bytes`: what the layer then saves. Errors are relative squares; `errors`: ‖ĝ − g‖² / ‖g‖² of the gradient
-    on each batch, with a rounding seed of its own; none if unknown. The first chose the options that have
-    more of them, and is no part of their price (`price_errors`). `bias`: the squared norm of the mean of
+    on each batch, with a rounding seed of its own; none if unknown. If `screened`, the first chose the options
+    that have more of them, and is no part of their price (`price_errors`). `bias`: the squared norm of the mean of
     ĝ − g over rounding seeds, a part of the error like them; None where it was not measured. `measured`: True
     if a change of the layer's input gradients went through the graph, False if the error was inferred from
     such a change under other settings. Storing exactly is an option, too.
@@ -77,11 +77,12 @@ class Option:
     encode_ms: float
     decode_ms: float
     bias: float | None = None
+    screened: bool = True
 
     @property
     def price_errors(self) -> Errors:
-        """Errors without that of the first batch, on which luck chose too; if it is the only one, with it."""
-        return self.errors[1:] or self.errors
+        """Errors without that of the batch that screened, on which luck chose too, unless it is the only one."""
+        return self.errors[self.screened :] or self.errors
 
     @property
     def gradient_error(self) -> float | None:
@@ -144,7 +145,8 @@ class Option:
         if any(not math.isfinite(error) for error in errors):
             raise ValueError(f"errors are {errors}, not finite")
         measured = values["provenance"] != "inferred"
-        return typed(Option, {**parts, "settings": settings, "errors": errors, "measured": measured})
+        parts |= {"measured": measured, "screened": values.get("screened", True)}
+        return typed(Option, {**parts, "settings": settings, "errors": errors})
 
 
 _OPTION_VALUES = ("bytes", "tensor_error", "encode_ms", "decode_ms", "bias")

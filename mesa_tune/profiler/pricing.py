@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry, Option, in_reference_groups
 from mesa_tune.profiler.errors.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
-from mesa_tune.profiler.errors.sensitivity import Price, Sensitivity
+from mesa_tune.profiler.errors.recorded import TRIES
+from mesa_tune.profiler.errors.sensitivity import Amplified, Price, Sensitivity
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import TensorKey
@@ -77,7 +78,9 @@ class Pricing:
         """
         first, *others = range(number * self.workload.accumulation, (number + 1) * self.workload.accumulation)
         batch = self.workload.make_batch(draw=first) if batch is None else batch
-        sensitivity = Sensitivity(self.model.parameters(), number, splits=number == 1)
+        # Times are the least over batches, and the first of them is not in the cache.
+        tries = TRIES if number == bool(producers) else 1
+        sensitivity = Sensitivity(self.model.parameters(), number, splits=number == 1, tries=tries)
         running = session(self.workload, self.model, Policy.parse(""), kind=RawConversion)
         with running as raw, observing(sensitivity.recording):
             for conversion in (raw.conversion, raw.losses):
@@ -136,21 +139,25 @@ class Pricing:
             for name, entry in entries.items()
         }
 
-    def of_derived(self, traced: Profile, number: int) -> dict[Reach, LayerPrices]:
+    def of_derived(
+        self, traced: Profile, number: int, known: Mapping[Amplified, float]
+    ) -> dict[Reach, LayerPrices]:
         """Return the prices of what is stored while others derive from it, on the batch of this number.
 
-        All other layers store exactly.
+        All other layers store exactly. `known`: amplifications on this batch.
         """
         batch = self.workload.make_batch(draw=number * self.workload.accumulation)
         derived = self._derived_tensors(batch)
         producers = {name for tensor in derived.values() for name in tensor.recipe.layers()}
         sensitivity = self.record(number, producers, batch)
+        sensitivity.amplifications.update(known)
         step = DerivableStep(sensitivity.recording.replays, derived)
         prices: dict[Reach, LayerPrices] = {}
         for reach in step.reaches(traced.groups):
             grid, entry = in_reference_groups(self._grid(reach.layers)), traced.layer(reach.layers[0])
             found = sensitivity.together(step.calls(reach), grid)
-            prices[reach] = LayerPrices(tuple(self._options(entry, grid, found)))
+            options = self._options(entry, grid, found)
+            prices[reach] = LayerPrices(tuple([replace(option, screened=False) for option in options]))
         return prices
 
     def _grid(self, group: tuple[str, ...]) -> list[LayerSettings]:

@@ -27,7 +27,7 @@ from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, full_grid, k
 from mesa_tune.profiler.errors.derivation import Reach
 from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
 from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.errors.sensitivity import Sensitivity
+from mesa_tune.profiler.errors.sensitivity import Amplified, Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
@@ -107,6 +107,7 @@ class _Profiling:
         del restore  # it refers to copies of the parameters
         self.measured = self._resumed(traced)
         self.derivations: tuple[Derivation, ...] = ()
+        self.amplifications: dict[int, Mapping[Amplified, float]] = {}
         begin = time.monotonic()
         try:
             with preserved(self.model, self.optimizer, self.again) as restore:
@@ -122,14 +123,18 @@ class _Profiling:
         self._save(complete)
         return complete
 
+    @property
+    def priced_on(self) -> range:
+        """The batches that make prices: all but the first, which screens, unless it is the only one."""
+        return range(1, self.seeds) or range(1)
+
     def _with_whole_steps(self, traced: Profile) -> Profile:
         """Return the profile with what whole gradients show: noise, the floor of errors, and interaction."""
         self.show("gradient noise of the batches", 1.0)
-        priced_on = range(1, self.seeds) or range(1)
-        noise = JointError(self.workload, self.model).noise(measured=priced_on)
+        noise = JointError(self.workload, self.model).noise(measured=self.priced_on)
         policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
-        for draw in priced_on[:_INTERACTION_DRAWS]:
+        for draw in self.priced_on[:_INTERACTION_DRAWS]:
             joint = JointError(self.workload, self.model)  # caches one exact gradient, that of this draw
             for bits, policy in policies.items():
                 measured[bits] += joint.errors(policy, [(draw, 0)])
@@ -138,7 +143,7 @@ class _Profiling:
             traced,
             gradient_noise=noise.relative,
             gradient_scale=noise.scale,
-            error_floor=JointError(self.workload, self.model).floor(priced_on[0]),
+            error_floor=JointError(self.workload, self.model).floor(self.priced_on[0]),
             interaction=tuple(_interaction(priced, policies, measured)),
         )
 
@@ -178,6 +183,7 @@ class _Profiling:
             if self.options and (sensitivity is None or sensitivity.seed != number):
                 sensitivity = None  # frees the graph of the batch before
                 sensitivity = self.pricing.record(number)
+                self.amplifications[number] = sensitivity.amplifications
             earlier = {name: self.measured[name] for name in group if name in self.measured}
             for name, fresh in self.pricing.of_group(traced, group, sensitivity, earlier).items():
                 self.measured[name] = self._prices(name).extended(fresh)
@@ -191,10 +197,11 @@ class _Profiling:
         """Yield the prices of what is stored while others derive from it, over all batches."""
         prices: dict[Reach, LayerPrices] = {}
         possible = self.options and any(span.sources for span in traced.timeline.kept)
-        for number in range(self.seeds if possible else 0):
-            for reach, fresh in self.pricing.of_derived(traced, number).items():
+        for number in self.priced_on if possible else ():
+            self.show(f"errors of what is derived, batch {number} of {self.priced_on[-1]}", 1.0)
+            found = self.pricing.of_derived(traced, number, self.amplifications.get(number, {}))
+            for reach, fresh in found.items():
                 prices[reach] = prices.get(reach, LayerPrices()).extended(fresh)
-            self.show(f"errors of what is derived, batch {number + 1} of {self.seeds}", 1.0)
         for reach, known in prices.items():
             yield Derivation(reach.layers, reach.takers, reach.sources, known.options)
 

@@ -21,7 +21,7 @@ from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.engine.rematerialize import Recipe, rebuilt, take
 from mesa_tune.engine.storage import Packing, as_is
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.errors.recorded import CopyCache, Draw, RecordedCall, cached_copy, now
+from mesa_tune.profiler.errors.recorded import CopyCache, Draw, RecordedCall, now
 from mesa_tune.profiler.memory.step_trace import CallKey, TensorKey
 from mesa_tune.profiler.memory.trace import CallCounter
 
@@ -184,7 +184,7 @@ class _DerivingCall(RecordedCall):
             if key[0] not in self.stored_layers or exact.numel() <= MIN_ELEMENTS:
                 return exact
             row = self.step.replays[key[0]][key[1]].row
-            return cached_copy(exact, spec.within(row), seed, cache).tensor
+            return cache.copy(exact, spec.within(row), seed).tensor
 
         start = now(self.replay.lossy[position])
         self.lossy[position] = self.derived[position].value(read)

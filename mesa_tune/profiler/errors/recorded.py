@@ -29,6 +29,7 @@ class Draw:
     Squared norms of changes: of the layer's own parameter gradients (`local`), of its input gradients
     (`sent`), of all parameter gradients (`total`); `joint`: the same for all sharers. `bias`: inner products
     of the changes with two rounding seeds, of the layer's own parameter gradients and of its input gradients.
+    `senders`: the layers whose input gradients change.
     """
 
     tensor_error: float = 0.0
@@ -37,6 +38,7 @@ class Draw:
     total: float | None = None
     joint: float | None = None
     bias: tuple[float, float] | None = None
+    senders: set[str] = field(default_factory=set)
     encode_ms: float = 0.0
     decode_ms: float = 0.0
 
@@ -69,7 +71,7 @@ class Changes:
 
 def _product(pairs: list[tuple[Tensor, Tensor]]) -> float:
     real = ((as_real(a).float(), as_real(b).float()) for a, b in pairs)
-    return sum((a * b).sum(dtype=torch.float64).item() for a, b in real)
+    return sum((a * b).sum().item() for a, b in real)
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,29 @@ class DecodedCopy:
     decode_ms: float
 
 
-CopyCache = dict[Any, DecodedCopy]
-"""Decoded copies for one option and one seed, by tensor and group size."""
+@dataclass
+class CopyCache:
+    """Decoded copies for one option and one seed. `tries`: how often each is stored and restored for its times.
+
+    `sizes`: squared norms of tensors, the same for all options.
+    """
+
+    tries: int = 1
+    sizes: dict[Any, float] = field(default_factory=dict)
+    copies: dict[Any, DecodedCopy] = field(default_factory=dict)
+
+    def copy(self, tensor: Tensor, spec: Spec, seed: Tensor) -> DecodedCopy:
+        """Return the decoded copy of `tensor`; one from the cache takes no time (Rule 3)."""
+        place = tensor.data_ptr(), tensor.shape, tensor.stride()
+        key = place, spec.group_size
+        if key in self.copies:
+            return replace(self.copies[key], encode_ms=0.0, decode_ms=0.0)
+        if place not in self.sizes:
+            self.sizes[place] = squared_norm(tensor)
+        copy, encode_ms, decode_ms = stored(tensor, spec, seed, self.tries)
+        change = squared_norm(copy - tensor)
+        self.copies[key] = DecodedCopy(copy, change, self.sizes[place], encode_ms, decode_ms)
+        return self.copies[key]
 
 
 class RecordedCall:
@@ -119,7 +142,7 @@ class RecordedCall:
             changed = self.replay.run(self.lossy, self.needs)
             for edge, new, old in zip(self.edges, changed, self.exact, strict=True):
                 if edge is not None and edge[0] is not None and new is not None and old is not None:
-                    _add_or_send(edge, new - old, changes)
+                    _add_or_send(edge, new - old, changes, self.replay.layer)
 
     def _store(self, spec: Spec, seed: Tensor, cache: CopyCache, draw: Draw) -> None:
         """Put the decoded copies of saved tensors into `lossy`; small and raw ones stay exact."""
@@ -132,28 +155,29 @@ class RecordedCall:
         self, position: int, spec: Spec, seed: Tensor, cache: CopyCache, draw: Draw
     ) -> tuple[float, float]:
         """Store one saved tensor; return the squared norms of its change and of itself."""
-        copy = cached_copy(self.replay.lossy[position], spec.within(self.replay.row), seed, cache)
+        copy = cache.copy(self.replay.lossy[position], spec.within(self.replay.row), seed)
         self.lossy[position] = copy.tensor
         draw.encode_ms, draw.decode_ms = draw.encode_ms + copy.encode_ms, draw.decode_ms + copy.decode_ms
         return copy.change, copy.size
 
 
-def _add_or_send(edge: Any, delta: Tensor, changes: Changes) -> None:
+def _add_or_send(edge: Any, delta: Tensor, changes: Changes, layer: str) -> None:
     parameter = getattr(edge[0], "variable", None)
     if isinstance(parameter, nn.Parameter):
         add(changes.final, {parameter: delta.to(parameter.dtype)})
     elif delta.any():
         changes.sent.append((GradientEdge(edge[0], edge[1]), delta))
+        changes.draw.senders.add(layer)
 
 
 TRIES = 3
 """How often a tensor is stored and restored for its times: the first time it may be out of the cache."""
 
 
-def stored(tensor: Tensor, spec: Spec, seed: Tensor) -> tuple[Tensor, float, float]:
+def stored(tensor: Tensor, spec: Spec, seed: Tensor, tries: int = 1) -> tuple[Tensor, float, float]:
     """Return `tensor` encoded and decoded by `spec`, and the least milliseconds of encoding and decoding."""
     copy, encode_ms, decode_ms = _stored_once(tensor, spec, seed)
-    for _ in range(TRIES - 1):
+    for _ in range(tries - 1):
         _, encode, decode = _stored_once(tensor, spec, seed)
         encode_ms, decode_ms = min(encode_ms, encode), min(decode_ms, decode)
     return copy, encode_ms, decode_ms
@@ -169,16 +193,6 @@ def _stored_once(tensor: Tensor, spec: Spec, seed: Tensor) -> tuple[Tensor, floa
     return copy, 1e3 * (middle - start), 1e3 * (now(tensor) - middle)
 
 
-def cached_copy(tensor: Tensor, spec: Spec, seed: Tensor, cache: CopyCache) -> DecodedCopy:
-    """Return the decoded copy of `tensor`; one from the cache takes no time (Rule 3)."""
-    key = (tensor.data_ptr(), tensor.shape, tensor.stride(), spec.group_size)
-    if key in cache:
-        return replace(cache[key], encode_ms=0.0, decode_ms=0.0)
-    copy, encode_ms, decode_ms = stored(tensor, spec, seed)
-    cache[key] = DecodedCopy(copy, squared_norm(copy - tensor), squared_norm(tensor), encode_ms, decode_ms)
-    return cache[key]
-
-
 def add(total: Difference, difference: Difference) -> None:
     """Add `difference` to `total` in place."""
     for parameter, delta in difference.items():
@@ -187,7 +201,8 @@ def add(total: Difference, difference: Difference) -> None:
 
 def squared_norm(*tensors: Tensor) -> float:
     """Return the sum of the squares of all elements; of complex ones, of both parts."""
-    return sum(as_real(tensor).float().square().sum(dtype=torch.float64).item() for tensor in tensors)
+    # PyTorch sums in pairs: the rounding errors of float32 stay below 1e-7.
+    return sum(as_real(tensor).float().square().sum().item() for tensor in tensors)
 
 
 def as_real(tensor: Tensor) -> Tensor:

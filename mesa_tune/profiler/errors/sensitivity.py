@@ -33,6 +33,7 @@ from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP, comparable_group_size, kind
 from mesa_tune.profiler.errors.recorded import (
+    TRIES,
     Changes,
     CopyCache,
     Difference,
@@ -54,6 +55,9 @@ PARTS = 4
 """Incoming gradients are recorded in parts of a quarter of their bytes at most, or of one group of layers."""
 
 _FREED = torch.empty(0)
+
+Amplified = tuple[str | None, Any]
+"""A layer, and what all options have in common to which its amplification applies."""
 
 
 @dataclass
@@ -123,18 +127,22 @@ class Sensitivity:
     """The recorded exact step on one batch, and the errors of each layer's options against it.
 
     `seed`: of their rounding noise, and number of the batch. `splits`: also measure the part of the errors
-    that is a bias, with a second rounding seed. The forward must run in a session of `RawConversion`, and be
-    observed by `recording`.
+    that is a bias, with a second rounding seed. `tries`: how often tensors are stored and restored for their
+    times. The forward must run in a session of `RawConversion`, and be observed by `recording`.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], seed: int, *, splits: bool = False) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], seed: int, *, splits: bool = False, tries: int = TRIES
+    ) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.seed, self.splits = seed, splits
+        self.seed, self.splits, self.tries = seed, splits, tries
+        self.sizes: dict[Any, float] = {}
         self.recording = _Recording()
         self.loss: Tensor | None = None
         self.exact: Difference = {}
         self.norm = 0.0
         self.references: frozenset[LayerSettings] = frozenset()
+        self.amplifications: dict[Amplified, float] = {}
 
     def record(self, loss: Tensor, others: Iterable[Tensor] = ()) -> None:
         """Run the exact backward of `loss`, and retain its graph.
@@ -183,7 +191,10 @@ class Sensitivity:
         return prices, [1.0 if ratio is None else ratio for ratio in joint]
 
     def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
-        """Return the price of each option for all `calls`, as if they were of one layer."""
+        """Return the price of each option for all `calls`, as if they were of one layer.
+
+        If the input gradients of only one layer change, its amplification is taken where it is known.
+        """
         self._require([call.replay.layer for call in calls])
         self.references = _references(options, self.seed)
         return self._prices({option: self._draw({"": calls}, option)[""] for option in options}, options)
@@ -199,13 +210,14 @@ class Sensitivity:
             self._backward([self.loss], [torch.ones_like(self.loss)])
 
     def _draw(self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings) -> dict[str, Draw]:
-        changes = self._changes(calls, option, self.seed)
+        changes = self._changes(calls, option, self.seed, self.tries)
         draws = {layer: change.draw for layer, change in changes.items()}
         if self.splits:
             for layer, second in self._changes(calls, option, self.seed + _SECOND_SEED).items():
                 draws[layer].bias = changes[layer].products(second)
         for change in changes.values():
-            self._measure(change, option in self.references)
+            is_known = self._known(change.draw, option) is not None
+            self._measure(change, option in self.references and not is_known)
         if len(draws) > 1 and all(draw.total is not None for draw in draws.values()):
             together: Difference = {}
             for change in changes.values():
@@ -216,11 +228,11 @@ class Sensitivity:
         return draws
 
     def _changes(
-        self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings, seed: int
+        self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings, seed: int, tries: int = 1
     ) -> dict[str, Changes]:
         """Return the changes of gradients that an option of the layers makes with one rounding seed."""
         spec, seed_tensor = _spec(option), torch.tensor([seed], dtype=torch.int64)
-        cache: CopyCache = {}
+        cache = CopyCache(tries, self.sizes)
         changes = {layer: Changes() for layer in calls}
         for layer, layer_calls in calls.items():
             for call in layer_calls:
@@ -243,7 +255,10 @@ class Sensitivity:
         """Return the prices of options, all with the amplification of their kind."""
         prices = []
         for option in options:
-            draw, amplification = draws[option], _amplification(draws, option)
+            draw = draws[option]
+            amplification = self._known(draw, option) or _amplification(draws, option)
+            if len(draw.senders) == 1 and not option.drop:
+                self.amplifications[*draw.senders, _pool(option)] = amplification
             error = max(0.0, draw.local + draw.sent * amplification)
             price = self._price(draw, error, draw.total is not None)
             if draw.bias is not None:
@@ -251,6 +266,11 @@ class Sensitivity:
                 price.bias = min(max(0.0, bias / self.norm), price.gradient_error)
             prices.append(price)
         return prices
+
+    def _known(self, draw: Draw, option: LayerSettings) -> float | None:
+        """Return the amplification of the only layer whose input gradients change; None if unknown."""
+        sender = next(iter(draw.senders)) if len(draw.senders) == 1 else None
+        return None if option.drop else self.amplifications.get((sender, _pool(option)))
 
     def _price(self, draw: Draw, error: float, measured: bool) -> Price:
         return Price(draw.tensor_error, error / self.norm, measured, draw.encode_ms, draw.decode_ms)
@@ -277,7 +297,7 @@ class Sensitivity:
         draw, change, size = Draw(), 0.0, 0.0
         for tensor in tensors:
             if tensor.numel() > MIN_ELEMENTS:
-                copy, encode, decode = stored(tensor, _spec(option), torch.tensor([self.seed]))
+                copy, encode, decode = stored(tensor, _spec(option), torch.tensor([self.seed]), self.tries)
                 change, size = change + squared_norm(copy - tensor), size + squared_norm(tensor)
                 draw.encode_ms, draw.decode_ms = draw.encode_ms + encode, draw.decode_ms + decode
         draw.tensor_error = change / size if size else 0.0
