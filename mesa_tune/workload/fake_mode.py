@@ -46,6 +46,10 @@ class FastFakes(BytesOnly):
         super().__init__()
         self._known: dict[Any, tuple[type | None, list[_Made | None]]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing compiles a step of fake tensors, and PyTorch's guard costs a microsecond per call
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on fake tensors."""
         if func is _DEVICE:  # more than half of all calls

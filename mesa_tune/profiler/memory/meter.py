@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +27,7 @@ from mesa_tune.workload.step import Stepper, TrainingStep
 from mesa_tune.workload.user_code import is_out_of_memory
 
 _SIMPLE = TrainingStep()
+_DEVICE = torch.ops.prim.device.default
 
 Value = TypeVar("Value")
 
@@ -55,6 +57,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # half of all calls on fake tensors
+            return args[0].device
         for storage in storages((args, kwargs)):
             self._see_argument(storage)
         result = func(*args, **(kwargs or {}))
@@ -186,17 +190,19 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages(list(tensors))}.values())
 
 
-def storages(tree: Any) -> Iterator[UntypedStorage]:
-    """Yield the storages of all tensors in nested lists, tuples and dicts, sparse ones included."""
-    # Called for each operation of a step, and therefore not by pytree, which takes much longer.
-    if isinstance(tree, Tensor):
-        for part in _parts(tree):
-            yield part.untyped_storage()
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from storages(item)
-    elif isinstance(tree, dict):
-        yield from storages(list(tree.values()))
+def storages(tree: Any) -> list[UntypedStorage]:
+    """Return the storages of all tensors in nested lists, tuples and dicts, sparse ones included."""
+    # Called for each operation of a step, and therefore neither by pytree nor by nested generators.
+    found: list[UntypedStorage] = []
+    waiting = [tree]
+    for item in waiting:
+        if isinstance(item, Tensor):
+            found += [part.untyped_storage() for part in _parts(item)]
+        elif isinstance(item, (tuple, list)):
+            waiting += item
+        elif isinstance(item, dict):
+            waiting += item.values()
+    return found
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -225,7 +231,7 @@ def _contents(item: Any) -> list[Any]:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    if tensor.layout == torch.strided:
+    if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
