@@ -62,11 +62,11 @@ class Option:
     """Settings to store what a layer saves, and their price.
 
     `bytes`: what the layer then saves. Errors are relative squares; `errors`: ‖ĝ − g‖² / ‖g‖² of the gradient
-    on each batch, with a rounding seed of its own; none if unknown. If `screened`, the first chose the options
-    that have more of them, and is no part of their price (`price_errors`). `bias`: the squared norm of the mean of
-    ĝ − g over rounding seeds, a part of the error like them; None where it was not measured. `measured`: True
-    if a change of the layer's input gradients went through the graph, False if the error was inferred from
-    such a change under other settings. Storing exactly is an option, too.
+    on each batch, with a rounding seed of its own; none if unknown. If `screened`, the first of them chose
+    the options that have more, and is no part of their price. `bias`: the squared norm of the mean of ĝ − g
+    over rounding seeds, a part of the error like them; None where it was not measured. `measured`: True if a
+    change of the layer's input gradients went through the graph, False if the error was inferred from such a
+    change under other settings. Storing exactly is an option, too.
     """
 
     settings: LayerSettings
@@ -81,7 +81,7 @@ class Option:
 
     @property
     def price_errors(self) -> Errors:
-        """Errors without that of the batch that screened, on which luck chose too, unless it is the only one."""
+        """Errors without the first, if it screened: luck chose too. If it is the only one, with it."""
         return self.errors[self.screened :] or self.errors
 
     @property
@@ -202,37 +202,18 @@ class HasOptions:
             default=None,
         )
 
+    def encode_ms(self, settings: LayerSettings) -> float | None:
+        """Return the milliseconds of encoding with the nearest option; None if unknown."""
+        position = self.nearest(settings)
+        return None if position is None else self.options[position].encode_ms
+
     def errors(self, settings: LayerSettings) -> Errors | None:
         """Return the errors by batch, scaled with 1 / (level − 1)² from the nearest option if unknown."""
-        return self.errors_at(self.nearest(settings), settings)
-
-    def errors_at(self, position: int | None, settings: LayerSettings) -> Errors | None:
-        """Return what `errors` does, given the position of the nearest option."""
+        position = self.nearest(settings)
         if position is None or not self.options[position].errors:
             return None
         scale = self.options[position].scale(settings)
         return tuple([error * scale for error in self.all_errors[position]])
-
-    def error(self, settings: LayerSettings) -> float | None:
-        """Return the mean of `errors`; None if unknown."""
-        errors = self.errors(settings)
-        return None if errors is None else statistics.fmean(errors)
-
-    def ms(self, settings: LayerSettings) -> float | None:
-        """Return the milliseconds of encoding and decoding with the nearest option; None if unknown."""
-        return self.ms_at(self.nearest(settings))
-
-    def ms_at(self, position: int | None) -> float | None:
-        """Return what `ms` does, given the position of the nearest option."""
-        return None if position is None else self.options[position].ms
-
-    def encode_ms(self, settings: LayerSettings) -> float | None:
-        """Return the milliseconds of encoding with the nearest option; None if unknown."""
-        return self.encode_ms_at(self.nearest(settings))
-
-    def encode_ms_at(self, position: int | None) -> float | None:
-        """Return what `encode_ms` does, given the position of the nearest option."""
-        return None if position is None else self.options[position].encode_ms
 
     def to_dict(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}

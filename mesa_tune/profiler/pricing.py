@@ -63,13 +63,14 @@ class LayerPrices(NamedTuple):
 
 @dataclass(frozen=True)
 class Pricing:
-    """Measures prices on a traced workload."""
+    """Measures prices on a traced workload, on so many batches."""
 
     workload: Workload
     model: nn.Module
     options: list[LayerSettings]
     rows: Rows
     timeline: Timeline
+    batches: int
 
     def record(self, number: int, producers: Collection[str] = (), batch: Any = None) -> Sensitivity:
         """Record the exact step on the batch of this number; `batch`: this batch, if it is at hand.
@@ -80,7 +81,13 @@ class Pricing:
         batch = self.workload.make_batch(draw=first) if batch is None else batch
         # Times are the least over batches, and the first of them is not in the cache.
         tries = TRIES if number == bool(producers) else 1
-        sensitivity = Sensitivity(self.model.parameters(), number, splits=number == 1, tries=tries)
+        sensitivity = Sensitivity(
+            self.model.parameters(),
+            number,
+            splits=number == 1,
+            screens=number == 0 and self.batches > 1,
+            tries=tries,
+        )
         running = session(self.workload, self.model, Policy.parse(""), kind=RawConversion)
         with running as raw, observing(sensitivity.recording):
             for conversion in (raw.conversion, raw.losses):

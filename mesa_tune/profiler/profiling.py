@@ -132,6 +132,7 @@ class _Profiling:
         """Return the profile with what whole gradients show: noise, the floor of errors, and interaction."""
         self.show("gradient noise of the batches", 1.0)
         noise = JointError(self.workload, self.model).noise(measured=self.priced_on)
+        floor = JointError(self.workload, self.model).floor(self.priced_on[0])
         policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
         for draw in self.priced_on[:_INTERACTION_DRAWS]:
@@ -143,7 +144,7 @@ class _Profiling:
             traced,
             gradient_noise=noise.relative,
             gradient_scale=noise.scale,
-            error_floor=JointError(self.workload, self.model).floor(self.priced_on[0]),
+            error_floor=floor,
             interaction=tuple(_interaction(priced, policies, measured)),
         )
 
@@ -159,7 +160,9 @@ class _Profiling:
         longest = longest_batch(self.workload)
         self.workload.take_step(self.model, longest.batch, self.optimizer)
         traced = TracedWorkload(StepTracer(self.workload, self.model, self.optimizer, restore), longest)
-        self.pricing = Pricing(self.workload, self.model, self.options, traced.rows, traced.timeline)
+        self.pricing = Pricing(
+            self.workload, self.model, self.options, traced.rows, traced.timeline, self.seeds
+        )
         step_ms = self._timer(restore).plain_ms(longest.batch, 3)
         return traced.profile(step_ms, notes=self._notes(), resume=self._request())
 

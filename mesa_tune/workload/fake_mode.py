@@ -48,7 +48,9 @@ class FastFakes(BytesOnly):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing compiles a step of fake tensors, and PyTorch's guard costs a microsecond per call
+        return (
+            False  # nothing compiles a step of fake tensors, and PyTorch's guard costs a microsecond per call
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on fake tensors."""

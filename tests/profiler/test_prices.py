@@ -82,6 +82,24 @@ def test_all_options_are_screened_and_candidates_priced_on_all_batches(full: Pro
             assert layer.priced
 
 
+def test_derivations_are_priced_on_the_batches_that_make_prices(full: Profile) -> None:
+    options = [option for derivation in full.derivations for option in derivation.options]
+    assert options
+    for option in options:
+        assert option.price_errors == option.errors
+        assert option.batches == BATCHES - 1
+    document = json.loads(json.dumps(full.to_dict()))
+    assert Profile.from_dict(document).derivations == full.derivations
+
+
+def test_prices_do_not_depend_on_what_was_asked_before() -> None:
+    profile, fresh = synthetic_profile(), synthetic_profile
+    policies = [mt.Policy.uniform(level=level) for level in range(2, 40)]
+    expected = [fresh().predict(policy) for policy in policies]
+    assert [profile.predict(policy) for policy in policies] == expected
+    assert [profile.predict(policy) for policy in reversed(policies)] == expected[::-1]
+
+
 def test_a_solver_chooses_among_options_priced_on_all_batches(full: Profile) -> None:
     plan = mt.search_policy(full, full.peak_bytes - 1, max_saved="20%")
     for layer in full.layers:

@@ -42,6 +42,11 @@ class Draw:
     encode_ms: float = 0.0
     decode_ms: float = 0.0
 
+    @property
+    def sender(self) -> str | None:
+        """The layer whose input gradients change, if it is the only one."""
+        return next(iter(self.senders)) if len(self.senders) == 1 else None
+
 
 @dataclass
 class Changes:
@@ -87,9 +92,9 @@ class DecodedCopy:
 
 @dataclass
 class CopyCache:
-    """Decoded copies for one option and one seed. `tries`: how often each is stored and restored for its times.
+    """Decoded copies for one option and one seed.
 
-    `sizes`: squared norms of tensors, the same for all options.
+    `tries`: how often each is stored and restored for its times. `sizes`: squared norms of the tensors.
     """
 
     tries: int = 1

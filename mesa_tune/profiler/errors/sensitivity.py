@@ -6,11 +6,12 @@ its input gradients go through the rest of the graph by themselves, because a ba
 incoming gradient.
 
 What is hard: this last part costs up to a whole backward. So it runs only for two options of a batch: one
-of 1 bit, and one of more bits, another on each batch. What it makes of a change of input gradients, the
-*amplification* (a ratio of squared norms), is about the same for all options of more than 1 bit (measured on
-small models: they scatter by 2 to 17 %; at 2 bits of a ResNet it is about 20 % off). So each option takes the
-amplification of all options of its kind: its own would vary more by chance, and a solver would choose the
-lucky ones.
+of 1 bit, and one of more bits, another on each batch; on the batch that screens, only for the latter. What it
+makes of a change of input gradients, the *amplification* (a ratio of squared norms), is about the same for
+all options of more than 1 bit (measured on small models: they scatter by 2 to 17 %; at 2 bits of a ResNet it
+is about 20 % off). So each option takes the amplification of all options of its kind: its own would vary more
+by chance, and a solver would choose the lucky ones. Where others derive what a layer stores, its
+amplification is the same, too.
 And the incoming gradients of all calls take about as much memory as what the step saves. So one part of them
 is alive at a time, and a further backward records the next part.
 """
@@ -56,7 +57,7 @@ PARTS = 4
 
 _FREED = torch.empty(0)
 
-Amplified = tuple[str | None, Any]
+Amplified = tuple[str, Any]
 """A layer, and what all options have in common to which its amplification applies."""
 
 
@@ -127,15 +128,22 @@ class Sensitivity:
     """The recorded exact step on one batch, and the errors of each layer's options against it.
 
     `seed`: of their rounding noise, and number of the batch. `splits`: also measure the part of the errors
-    that is a bias, with a second rounding seed. `tries`: how often tensors are stored and restored for their
-    times. The forward must run in a session of `RawConversion`, and be observed by `recording`.
+    that is a bias, with a second rounding seed. `screens`: the errors only choose options. `tries`: how often
+    tensors are stored and restored for their times. `amplifications`: those that are known. The forward must
+    run in a session of `RawConversion`, and be observed by `recording`.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], seed: int, *, splits: bool = False, tries: int = TRIES
+        self,
+        parameters: Iterable[nn.Parameter],
+        seed: int,
+        *,
+        splits: bool = False,
+        screens: bool = False,
+        tries: int = TRIES,
     ) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.seed, self.splits, self.tries = seed, splits, tries
+        self.seed, self.splits, self.screens, self.tries = seed, splits, screens, tries
         self.sizes: dict[Any, float] = {}
         self.recording = _Recording()
         self.loss: Tensor | None = None
@@ -180,7 +188,7 @@ class Sensitivity:
             layer: [RecordedCall(replay) for replay in self.recording.replays.get(layer, [])]
             for layer in routed
         }
-        self.references = _references(options, self.seed)
+        self.references = self._references(options)
         draws = {option: self._draw(calls, option) for option in options}
         joint = [_joint(list(draws[option].values())) for option in options]
         _fill_ratios(joint, options)
@@ -196,7 +204,7 @@ class Sensitivity:
         If the input gradients of only one layer change, its amplification is taken where it is known.
         """
         self._require([call.replay.layer for call in calls])
-        self.references = _references(options, self.seed)
+        self.references = self._references(options)
         return self._prices({option: self._draw({"": calls}, option)[""] for option in options}, options)
 
     def _require(self, layers: Iterable[str]) -> None:
@@ -256,9 +264,9 @@ class Sensitivity:
         prices = []
         for option in options:
             draw = draws[option]
-            amplification = self._known(draw, option) or _amplification(draws, option)
-            if len(draw.senders) == 1 and not option.drop:
-                self.amplifications[*draw.senders, _pool(option)] = amplification
+            amplification = self._known(draw, option) or self._amplification(draws, option)
+            if draw.sender is not None and not option.drop:
+                self.amplifications[draw.sender, self._pool(option)] = amplification
             error = max(0.0, draw.local + draw.sent * amplification)
             price = self._price(draw, error, draw.total is not None)
             if draw.bias is not None:
@@ -267,10 +275,44 @@ class Sensitivity:
             prices.append(price)
         return prices
 
+    def _references(self, options: Sequence[LayerSettings]) -> frozenset[LayerSettings]:
+        """Return the options whose changes of input gradients go through the graph.
+
+        These are all that drop elements, because no other option's error is similar. Of each other kind,
+        those with the group size nearest to `REFERENCE_GROUP`, and of these that of 1 bit and the one with
+        the bits nearest to `REFERENCE_BITS`. A batch that screens has only the latter: it makes no price.
+        """
+        kinds: dict[Any, list[LayerSettings]] = {}
+        for option in options:
+            kinds.setdefault(self._pool(option), []).append(option)
+        wanted = REFERENCE_BITS[self.seed % len(REFERENCE_BITS)]
+        nearest = (min(same, key=lambda option: _from_reference(option, wanted)) for same in kinds.values())
+        return frozenset([*nearest, *(option for option in options if option.drop)])
+
+    def _pool(self, option: LayerSettings) -> Any:
+        """Return what options must have in common for the amplification of one to be that of the others."""
+        return kind(option), option.bits == 1 and not self.screens
+
+    def _amplification(self, draws: Mapping[LayerSettings, Draw], option: LayerSettings) -> float:
+        """Return the mean amplification of the references of an option's kind.
+
+        An option that drops elements has its own.
+        """
+        measured = [
+            (draw.total - draw.local) / draw.sent
+            for settings, draw in draws.items()
+            if self._pool(settings) == self._pool(option)
+            and (settings == option or not option.drop)
+            and draw.total is not None
+            and draw.sent
+        ]
+        return statistics.fmean(measured) if measured else 0.0
+
     def _known(self, draw: Draw, option: LayerSettings) -> float | None:
         """Return the amplification of the only layer whose input gradients change; None if unknown."""
-        sender = next(iter(draw.senders)) if len(draw.senders) == 1 else None
-        return None if option.drop else self.amplifications.get((sender, _pool(option)))
+        if draw.sender is None or option.drop:
+            return None
+        return self.amplifications.get((draw.sender, self._pool(option)))
 
     def _price(self, draw: Draw, error: float, measured: bool) -> Price:
         return Price(draw.tensor_error, error / self.norm, measured, draw.encode_ms, draw.decode_ms)
@@ -323,41 +365,8 @@ class Sensitivity:
         return result
 
 
-def _references(options: Sequence[LayerSettings], number: int) -> frozenset[LayerSettings]:
-    """Return the options whose changes of input gradients go through the graph on the batch of this number.
-
-    These are all that drop elements, because no other option's error is similar. Of each other kind, those
-    with the group size nearest to `REFERENCE_GROUP`, and of these that of 1 bit and the one with the bits
-    nearest to `REFERENCE_BITS`.
-    """
-    kinds: dict[Any, list[LayerSettings]] = {}
-    for option in options:
-        kinds.setdefault(_pool(option), []).append(option)
-    wanted = REFERENCE_BITS[number % len(REFERENCE_BITS)]
-    nearest = (min(same, key=lambda option: _from_reference(option, wanted)) for same in kinds.values())
-    return frozenset([*nearest, *(option for option in options if option.drop)])
-
-
-def _pool(option: LayerSettings) -> Any:
-    """Return what options must have in common for the amplification of one to be that of the others."""
-    return kind(option), option.bits == 1
-
-
 def _from_reference(option: LayerSettings, bits: int) -> tuple[float, int]:
     return abs(math.log2(comparable_group_size(option) / REFERENCE_GROUP)), abs(option.bits - bits)
-
-
-def _amplification(draws: Mapping[LayerSettings, Draw], option: LayerSettings) -> float:
-    """Return the mean amplification of the references of an option's kind; its own if it drops elements."""
-    measured = [
-        (draw.total - draw.local) / draw.sent
-        for settings, draw in draws.items()
-        if _pool(settings) == _pool(option)
-        and (settings == option or not option.drop)
-        and draw.total is not None
-        and draw.sent
-    ]
-    return statistics.fmean(measured) if measured else 0.0
 
 
 def _joint(draws: Sequence[Draw]) -> float | None:
