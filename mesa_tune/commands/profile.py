@@ -194,7 +194,28 @@ def _exact(profiled: Profile) -> list[str]:
 def _noise(profiled: Profile) -> list[str]:
     if profiled.gradient_noise is None:
         return []
-    return [f"gradient noise   {profiled.gradient_noise:>8.2f}   (variance from batch to batch, over ‖g‖²)"]
+    return [
+        f"gradient noise   {profiled.gradient_noise:>8.2f}   (variance from batch to batch, over ‖g‖²)",
+        *_at_checkpoints(profiled),
+    ]
+
+
+def _at_checkpoints(profiled: Profile) -> list[str]:
+    rows = [
+        [
+            at.checkpoint,
+            f"{at.gradient_noise:.2f}",
+            f"{at.gradient_error:.1e}",
+            _ratio(at.gradient_noise_ratio),
+        ]
+        for at in profiled.checkpoints
+    ]
+    header = ["at checkpoint", "noise", "error at 4 bits", "over noise"]
+    return ["", *format_table(header, rows)] if rows else []
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"
 
 
 def _error(profiled: Profile, name: str) -> str:

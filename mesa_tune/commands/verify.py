@@ -155,7 +155,7 @@ def describe(check: Verification, profiled_ms: float | None = None) -> list[str]
             ("noise ratio", "gradient_noise_ratio", _error),
         )
     ]
-    lines = format_table(["", "plain", "predicted", "measured"], rows)
+    lines = [*format_table(["", "plain", "predicted", "measured"], rows), *_at_checkpoints(check)]
     if check.step_ratio is not None:
         ratio = check.step_ratio
         spread = f"middle half of the pairs {ratio.low:.2f} to {ratio.high:.2f}"
@@ -168,6 +168,24 @@ def describe(check: Verification, profiled_ms: float | None = None) -> list[str]
         )
         lines.append(f"the plain step does not fit in memory: {how}")
     return [*lines, *_resident_note(check.device)]
+
+
+def _at_checkpoints(check: Verification) -> list[str]:
+    """Return a table of the errors at the checkpoints, if there are any, and the worst noise ratio."""
+    if not check.checkpoints:
+        return []
+    header = ["", "gradient error", "noise", "noise ratio"]
+    rows = [
+        [
+            at.checkpoint,
+            _error(at.gradient_error),
+            f"{at.gradient_noise:.2f}",
+            _or_dash(at.gradient_noise_ratio),
+        ]
+        for at in check.checkpoints
+    ]
+    worst = f"largest noise ratio, the model as given included: {_or_dash(check.worst_noise_ratio)}"
+    return ["", *format_table(header, rows), worst, ""]
 
 
 def _resident_note(device: str) -> list[str]:
@@ -192,6 +210,10 @@ def _cells(
 
 def _milliseconds(value: float) -> str:
     return format_time(value / 1000)
+
+
+def _or_dash(value: float | None) -> str:
+    return "–" if value is None else _error(value)
 
 
 def _error(value: float) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.matching import TaggedLayers
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Noise, Option, TensorEntry, Tie
+from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
 from mesa_tune.profiler.errors.intervals import Errors, expected
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
@@ -59,6 +60,7 @@ class Profile:
     exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain step
     at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before
     the step). `gradient_noise` and `gradient_scale`: see `Noise`; None where it was not measured.
+    `checkpoints`: noise, and the error of uniform 4 bits, with the weights of each of its checkpoints.
     `error_floor`: the gradient error if all formulas run and nothing is compressed; no prediction above zero
     goes below. `interaction`: pairs of bits and factor, see `interaction_of`.
     `step_ms`: time of the plain step, on the CPU the processor time of its thread; None where no step has run
@@ -94,14 +96,16 @@ class Profile:
     script: str | None = None
     error_floor: float = 0.0
     interaction: tuple[tuple[int, float], ...] = ()
+    checkpoints: tuple[AtCheckpoint, ...] = ()
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
 
         At a batch size that was not profiled, bytes follow the timeline, times are proportional, the gradient
-        error is that of the profiled batch, and its ratio to the noise is unknown. Raise BudgetError if the
-        timeline has no such batch size, RunError where the profile has no data: for a policy with modules
-        that run again in backward, and in a profile of a script, for any policy that compresses.
+        error is that of the profiled batch, and its ratio to the noise is unknown. Both are for the
+        model as given, not for a checkpoint. Raise BudgetError if the timeline has no such batch size,
+        RunError where the profile has no data: for a policy with modules that run again in backward, and in a
+        profile of a script, for any policy that compresses.
         """
         again = policy.reruns(layer.name for layer in self.layers)
         if again:
@@ -248,6 +252,7 @@ class Profile:
             "ties": [dict(vars(tie)) for tie in self.ties],
             "derivations": [derivation.to_dict() for derivation in self.derivations],
             "exact": [dict(vars(entry)) for entry in self.exact],
+            "checkpoints": [asdict(entry) for entry in self.checkpoints],
         }
 
     @classmethod
@@ -266,6 +271,7 @@ class Profile:
             "derivations": tuple(Derivation.from_dict(entry) for entry in values.get("derivations", ())),
             "exact": tuple(ExactEntry.from_dict(entry) for entry in values.get("exact", ())),
             "interaction": tuple((int(bits), float(part)) for bits, part in values.get("interaction", ())),
+            "checkpoints": tuple(typed(AtCheckpoint, entry) for entry in values.get("checkpoints", ())),
         }
         profile = typed(cls, {**plain, **parts})
         if profile.batch_size < 1 or (profile.step_ms is not None and profile.step_ms <= 0):

@@ -24,6 +24,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.draws import longest_batch
 from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, full_grid, kind
+from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
 from mesa_tune.profiler.errors.derivation import Reach
 from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
 from mesa_tune.profiler.errors.joint_error import JointError
@@ -39,6 +40,7 @@ from mesa_tune.workload.workload import Workload
 
 SAVE_EVERY_S = 10.0
 _INTERACTION_DRAWS = 3
+_CHECKPOINT_DRAWS = 3
 
 Progress = Callable[[str, float], None]
 """Called with a text about the current work, and the share of it that is done (0 to 1)."""
@@ -111,6 +113,8 @@ class _Profiling:
         begin = time.monotonic()
         try:
             with preserved(self.model, self.optimizer, self.again) as restore:
+                if self.options:
+                    traced = replace(traced, checkpoints=tuple(self._at_checkpoints()))
                 self._measure_options(traced)
                 self.derivations = tuple(self._derivations(traced))
                 if self.options:
@@ -147,6 +151,14 @@ class _Profiling:
             error_floor=floor,
             interaction=tuple(_interaction(priced, policies, measured)),
         )
+
+    def _at_checkpoints(self) -> Iterator[AtCheckpoint]:
+        """Yield noise and the error of uniform 4 bits at each checkpoint; first, as a file may be wrong."""
+        uniform = Policy.uniform(level=16)
+        with preserved(self.model, None, self.again):
+            for entry in at_checkpoints(self.workload, self.model, uniform, batches=_CHECKPOINT_DRAWS):
+                self.show(f"gradient noise at {entry.checkpoint}", 0.0)
+                yield entry
 
     def _uniform(self, bits: int) -> Iterator[Policy]:
         """Yield the uniform policy of an option with these bits, if there is one."""

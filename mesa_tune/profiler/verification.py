@@ -22,6 +22,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.draws import longest_batch
+from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory.meter import StepMemory, measure_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
@@ -60,6 +61,7 @@ class Verification:
 
     `gradient_errors`: one relative squared error per rounding seed, all with the same batch and random state;
     `gradient_error` is their mean, `gradient_noise_ratio` their mean over the batches' own noise (`Noise`).
+    `checkpoints`: error and noise with the weights of each checkpoint of the workload.
     `step_ratio`: None if the two steps could not be timed in turn.
     """
 
@@ -73,11 +75,18 @@ class Verification:
     torch: str
     steps: int
     gradient_noise_ratio: float | None = None
+    checkpoints: tuple[AtCheckpoint, ...] = ()
 
     @property
     def gradient_error(self) -> float | None:
         """Mean over the rounding seeds; None where exact gradients did not fit, not even with checkpoints."""
         return statistics.fmean(self.gradient_errors) if self.gradient_errors else None
+
+    @property
+    def worst_noise_ratio(self) -> float | None:
+        """The largest noise ratio, of the model as given and at all checkpoints; None if none is known."""
+        ratios = [self.gradient_noise_ratio, *(entry.gradient_noise_ratio for entry in self.checkpoints)]
+        return max((ratio for ratio in ratios if ratio is not None), default=None)
 
     def predicted_beside(self, profiled_ms: float | None) -> Prediction | None:
         """Return the prediction with its step time scaled to the measured plain step.
@@ -107,6 +116,7 @@ class Verification:
             "predicted": self.predicted.to_dict() if self.predicted else None,
             "step_ratio": asdict(self.step_ratio) if self.step_ratio else None,
             "gradient_errors": list(self.gradient_errors),
+            "checkpoints": [asdict(entry) for entry in self.checkpoints],
         }
 
     @classmethod
@@ -120,6 +130,7 @@ class Verification:
             "gradient_noise_ratio": values["policy"].get("gradient_noise_ratio"),
             "step_ratio": None if ratio is None else typed(Ratio, ratio),
             "predicted": None if predicted is None else Prediction.from_dict(predicted),
+            "checkpoints": tuple(typed(AtCheckpoint, entry) for entry in values.get("checkpoints", ())),
         }
         return typed(
             cls, {**{name: values[name] for name in ("device", "batch_size", "torch", "steps")}, **parts}
@@ -146,11 +157,11 @@ def verify(
     """Measure memory, time and gradient error of real training steps of `workload` under `policy`.
 
     Memory is measured in the second step of the plain model, and of a converted one, on the longest of the
-    first draws of the batch. `steps` pairs of steps,
-    plain and policy in turn, are timed after a warm-up pair. The gradient error is measured with `seeds`
-    rounding seeds on one batch. `predicted` becomes part of the result. Random generators are restored.
-    If the plain step runs out of memory, its bytes and times are None; exact gradients are then computed with
-    checkpoints.
+    first draws of the batch. `steps` pairs of steps, plain and policy in turn, are timed after a warm-up
+    pair. The gradient error is measured with `seeds` rounding seeds on one batch, and at each checkpoint of
+    the workload on `seeds` batches. `predicted` becomes part of the result. Random generators are restored.
+    If the plain step runs out of memory, its bytes and times are None; exact gradients are then computed by
+    running modules again in backward.
 
     Raises:
         PolicyError: the policy was made for another model.
@@ -173,12 +184,13 @@ def verify(
             found = unless_out_of_memory(lambda: _gradient_errors(workload, policy, seeds, checkpointed=True))
         else:
             found = _gradient_errors(workload, policy, seeds)
-        errors, ratio = found or ([], None)
+        errors, ratio, entries = found or ([], None, ())
     return Verification(
         baseline=_measured(plain, times.plain),
         policy=_measured(packed, times.packed),
         gradient_errors=tuple(errors),
         gradient_noise_ratio=ratio,
+        checkpoints=tuple(entries),
         step_ratio=times.ratio,
         predicted=predicted,
         device=workload.device,
@@ -257,14 +269,20 @@ def _alone(workload: Workload, policy: Policy | None, draw: int, steps: int) -> 
 
 def _gradient_errors(
     workload: Workload, policy: Policy, seeds: int, *, checkpointed: bool = False
-) -> tuple[list[float], float | None]:
+) -> tuple[list[float], float | None, list[AtCheckpoint]]:
     """Return errors on the first batch, with rounding seeds that neither profile nor search uses.
 
-    Also return the ratio of their mean to the noise of the batches.
+    Also return the ratio of their mean to the noise of the batches, and both at each checkpoint.
     """
     joint = JointError(workload, checkpointed=checkpointed)
     errors = joint.errors(policy, [(0, UNUSED_SEEDS + number) for number in range(seeds)])
-    return errors, joint.noise().ratio(statistics.fmean(errors))
+    ratio = joint.noise().ratio(statistics.fmean(errors))
+    model = joint.model
+    del joint  # it refers to gradients
+    entries = at_checkpoints(
+        workload, model, policy, batches=seeds, first_seed=UNUSED_SEEDS, checkpointed=checkpointed
+    )
+    return errors, ratio, list(entries)
 
 
 def _measured(memory: StepMemory | None, step_ms: float | None) -> Measured:

@@ -22,6 +22,9 @@ BATCH_SIZE = 1024
 # SCALER = True
 # SET_TO_NONE = False
 
+# Uncomment to measure gradient errors at several points of training, too: files of weights (state_dicts).
+# CHECKPOINTS = ["step20.pt", "step300.pt"]
+
 
 def model():
     """Return the model, ready for training. mesa-tune moves it to the device."""

@@ -8,7 +8,7 @@ line.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -36,8 +36,9 @@ class Workload:
     `model() -> nn.Module`, `batch(batch_size) -> tensors in any containers`, `loss(model, batch) -> scalar
     tensor`, `optimizer(parameters) -> Optimizer` (default AdamW). `device` is `cpu` or `cuda[:n]`, `autocast`
     None, `bfloat16` or `float16`. `accumulation`, `clip_norm`, `scaler` and `set_to_none`: see
-    `TrainingStep`. `path` and `fingerprint` (SHA-256 of the content, local modules included) are those of the
-    model file.
+    `TrainingStep`. `checkpoints`: files of weights from several points of training, as
+    `torch.save` writes a state_dict.
+    `path` and `fingerprint` (SHA-256 of the content, local modules included) are those of the model file.
 
     Every method raises WorkloadError if a function raises or returns something wrong. Out-of-memory errors
     (`is_out_of_memory`) pass unchanged.
@@ -56,6 +57,7 @@ class Workload:
     clip_norm: float | None = None
     scaler: bool = False
     set_to_none: bool = True
+    checkpoints: Sequence[str | Path] = ()
     path: Path | None = None
     fingerprint: str | None = None
 
@@ -63,6 +65,7 @@ class Workload:
         _require_batch_size(self.batch_size)
         _require_device(str(self.device))
         _require_autocast(self.autocast)
+        _require_paths(self.checkpoints)
         _ = self.step  # raises for values that it does not take
         object.__setattr__(self, "device", str(self.device))
 
@@ -95,6 +98,7 @@ class Workload:
             seed=seed,
             path=path,
             **{name.lower(): names[name] for name in _STEP_NAMES if name in names},
+            checkpoints=_beside(path, names.get("CHECKPOINTS", ())),
             fingerprint=fingerprint,
         )
 
@@ -113,6 +117,7 @@ class Workload:
             "batch_size": self.batch_size,
             "seed": self.seed,
             **self.step.changed(),
+            **({"checkpoints": [str(each) for each in self.checkpoints]} if self.checkpoints else {}),
         }
 
     @property
@@ -242,6 +247,20 @@ def _require_autocast(autocast: object) -> None:
             f"autocast {autocast!r}: must be one of {', '.join(AUTOCAST_DTYPES)}\n"
             "give --autocast or AUTOCAST one of these, or leave it out"
         )
+
+
+def _beside(path: Path, checkpoints: object) -> list[Path]:
+    """Return the paths of `checkpoints`, which are relative to the folder of the model file at `path`."""
+    return [path.parent / each for each in _require_paths(checkpoints)]
+
+
+def _require_paths(checkpoints: Any) -> Sequence[str | Path]:
+    if isinstance(checkpoints, (list, tuple)) and all(isinstance(each, (str, Path)) for each in checkpoints):
+        return checkpoints
+    raise WorkloadError(
+        f"CHECKPOINTS = {checkpoints!r}: must be a list of paths\n"
+        'write it like ["step20.pt", "step300.pt"], or leave it out'
+    )
 
 
 def _require_device(device: str) -> None:

@@ -1,0 +1,108 @@
+"""Noise and gradient error at several points of training."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.commands.verify import describe
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.errors.weights import load_weights
+
+POLICY = mt.Policy.uniform(level=16)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(20, 400), nn.BatchNorm1d(400), nn.GELU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3)
+    )
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    target = torch.randint(0, 3, (size,))
+    return torch.randn(size, 20) + 0.3 * target.unsqueeze(1), target
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.fixture(name="work")
+def _work(tmp_path: Path) -> mt.Workload:
+    """A workload with the weights after 10 and 30 steps."""
+    work = mt.Workload(
+        model, batch, loss, batch_size=64, checkpoints=[tmp_path / "step10.pt", tmp_path / "step30.pt"]
+    )
+    net = work.build()
+    optimizer = work.make_optimizer(net)
+    for step in range(1, 31):
+        work.take_step(net, work.make_batch(draw=100 + step), optimizer)
+        if step in (10, 30):
+            torch.save(net.state_dict(), tmp_path / f"step{step}.pt")
+    return work
+
+
+def at(work: mt.Workload, path: str | Path, draws: int, first_seed: int = 0) -> tuple[float, float]:
+    """Error and noise of a model that is built with the weights of the file."""
+
+    def trained() -> nn.Module:
+        net = model()
+        net.load_state_dict(torch.load(path))
+        return net
+
+    joint = JointError(replace(work, model=trained, checkpoints=()))
+    errors = joint.errors(POLICY, [(draw, first_seed + draw) for draw in range(draws)])
+    return statistics.fmean(errors), joint.noise().relative
+
+
+def test_a_profile_measures_checkpoints_and_changes_nothing_else(work: mt.Workload) -> None:
+    options = [mt.LayerSettings(level=16)]
+    profile = mt.profile(work, options=options, seeds=1)
+    assert [entry.checkpoint for entry in profile.checkpoints] == [str(path) for path in work.checkpoints]
+    for entry in profile.checkpoints:
+        assert (entry.gradient_error, entry.gradient_noise) == at(work, entry.checkpoint, 3)
+    without = mt.profile(replace(work, checkpoints=()), options=options, seeds=1)
+    assert (profile.noise, profile.error_floor) == (without.noise, without.error_floor)
+    assert [one.errors for layer in profile.layers for one in layer.options] == [
+        one.errors for layer in without.layers for one in layer.options
+    ]
+    assert mt.Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+
+
+def test_verify_measures_the_policy_at_each_checkpoint(work: mt.Workload) -> None:
+    check = mt.verify(work, POLICY, steps=1)
+    assert len(check.checkpoints) == 2
+    for entry in check.checkpoints:
+        error, noise = at(work, entry.checkpoint, 3, 500_000)
+        assert (entry.gradient_error, entry.gradient_noise) == (error, noise)
+        assert entry.gradient_noise_ratio == pytest.approx(error / noise, rel=0.5)
+    ratios = [check.gradient_noise_ratio, *(entry.gradient_noise_ratio for entry in check.checkpoints)]
+    assert check.worst_noise_ratio == max(ratio for ratio in ratios if ratio is not None)
+    assert mt.Verification.from_dict(json.loads(json.dumps(check.to_dict()))) == check
+    shown = describe(check)
+    assert all(any(Path(at.checkpoint).name in line for line in shown) for at in check.checkpoints)
+    assert max(map(len, shown)) <= 80
+
+
+def test_a_wrong_checkpoint_fails_before_layers_are_priced(work: mt.Workload, tmp_path: Path) -> None:
+    shown: list[str] = []
+    wrong = replace(work, checkpoints=[tmp_path / "step11.pt"])
+    with pytest.raises(mt.WorkloadError, match=r"step11\.pt: no such file"):
+        mt.profile(wrong, progress=lambda text, _: shown.append(text))
+    assert not any("layer" in text for text in shown)
+
+
+def test_weights_that_cannot_be_trained_are_named(work: mt.Workload, tmp_path: Path) -> None:
+    net = model()
+    load_weights(net, work.checkpoints[0])
+    torch.nn.init.constant_(next(net.parameters()), torch.nan)
+    torch.save(net.state_dict(), work.checkpoints[1])
+    with pytest.raises(mt.WorkloadError, match=r"checkpoint .*step30\.pt: .*nan"):
+        mt.verify(work, POLICY, steps=1)
