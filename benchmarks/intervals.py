@@ -159,7 +159,7 @@ def measured(name: str, seed: int, count: int, profile_path: Path) -> list[dict[
         for (_, policy), parts in zip(policies, errors, strict=True):
             parts.extend(joint.errors(policy, [(draw, number) for number in range(SEEDS)]))
     return [
-        {"kind": kind, "policy": policy.dumps(), "truth": statistics.fmean(parts)}
+        {"kind": kind, "policy": policy.dumps(), "errors": parts, "truth": statistics.fmean(parts)}
         for (kind, policy), parts in zip(policies, errors, strict=True)
     ]
 
