@@ -117,7 +117,7 @@ class PriceTable:
         self.layer = _ints([*range(len(layers)), *(self.position[row.layers[0]] for row in derivations)])
         self.call_ms = np.array([layer.call_ms for layer in layers], dtype=np.float64)[self.layer]
         of_layer = {name: tie for tie in ties for name in tie.layers}
-        rows = [(layer, of_layer.get(layer.name, _NO_TIE)) for layer in layers]
+        rows: list[tuple[HasOptions, Tie]] = [(layer, of_layer.get(layer.name, _NO_TIE)) for layer in layers]
         rows += [(derivation, _NO_TIE) for derivation in derivations]
         self.kinds = self._kinds(rows, frozenset(hooked), frozenset(exact))
         self.numbers = {EXACT: 0}
@@ -126,14 +126,14 @@ class PriceTable:
     def _kinds(
         self, rows: Sequence[tuple[HasOptions, Tie]], hooked: Collection[str], exact: Collection[str]
     ) -> list[_Kind]:
-        alike: dict[object, list[int]] = {}
+        alike: dict[tuple[tuple[bool, bool], tuple[tuple[LayerSettings, bool], ...]], list[int]] = {}
         for number, ((row, _), layer) in enumerate(zip(rows, self.layer.tolist(), strict=True)):
-            options = [(option.settings, bool(option.errors)) for option in row.options]
+            options = tuple([(option.settings, bool(option.errors)) for option in row.options])
             flags = self.names[layer] in hooked, self.names[layer] in exact
-            alike.setdefault((flags, *options), []).append(number)
+            alike.setdefault((flags, options), []).append(number)
         return [
             _Kind.of([rows[number] for number in numbers], numbers, self.batches, flags)
-            for (flags, *_), numbers in alike.items()
+            for (flags, _), numbers in alike.items()
         ]
 
     def cost(

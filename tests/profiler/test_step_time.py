@@ -177,9 +177,13 @@ def test_layers_with_one_copy_encode_once() -> None:
     def added(assignment: dict[str, LayerSettings]) -> float:
         return (profile.predict_assignment(assignment).step_ms or 0.0) - profile.plain_ms(profile.batch_size)
 
-    both, own = (q.ms(FOUR) or 0.0) + (k.ms(FOUR) or 0.0), (q.ms(eight) or 0.0) + (k.ms(FOUR) or 0.0)
-    assert added({q.name: FOUR, k.name: FOUR}) == pytest.approx(both)
-    assert added({q.name: eight, k.name: FOUR}) == pytest.approx(own + (q.encode_ms(FOUR) or 0.0))
+    alone = added({q.name: FOUR}) + added({k.name: FOUR})
+    encoding = q.encode_ms(FOUR)
+    assert encoding
+    assert added({q.name: FOUR, k.name: FOUR}) == pytest.approx(alone - encoding)
+    assert added({q.name: eight, k.name: FOUR}) == pytest.approx(
+        alone - added({q.name: FOUR}) + added({q.name: eight})
+    )
 
 
 def test_layers_that_were_not_timed_make_an_unknown_prediction() -> None:

@@ -217,12 +217,14 @@ class StepBytes:
         sizes = np.stack([sized.packed_sizes.under(settings) for settings in self.settings])
         copies = np.zeros_like(sizes)
         copies[stored, rows] = sizes[stored, rows]  # layers with equal settings share a copy
-        return total + copies.sum(0)
+        total += copies.sum(0)
+        return total
 
     @cached_property
     def asks(self) -> Flags:
         """Whether each layer compresses and derives what it can; shape [layers]."""
-        return self.used & self.distinct.flags(lambda settings: settings.store == "derive")
+        derives = self.distinct.flags(lambda settings: settings.store == "derive")
+        return np.asarray(self.used & derives, dtype=np.bool_)
 
     @cached_property
     def deriving(self) -> Flags:
