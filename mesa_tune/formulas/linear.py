@@ -58,7 +58,7 @@ def fused_backward(
     """Return the gradients of the input `(*, in)`, the weight `(out, in)`, or, `transposed`, `(in, out)`, and
     the bias, made in one pass over the packed input; None where that is not possible.
     """
-    possible = x.codec is not None and grad.is_cpu and grad.dtype == torch.float32 and x.is_row_major()
+    possible = x.packing.packed and grad.is_cpu and grad.dtype == torch.float32 and x.is_row_major()
     if not possible or grad.shape[-1] * x.shape[-1] > LARGEST_WEIGHT:
         return None
     factor = None if weight is None else weight.whole()

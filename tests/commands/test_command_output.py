@@ -31,7 +31,7 @@ ROWS = {
 }
 OPTION = (
     "settings bytes tensor_error gradient_error errors interval provenance bias batches seeds "
-    "encode_ms decode_ms"
+    "encode_ms decode_ms screened"
 )
 
 

@@ -109,14 +109,12 @@ def test_rule_2_catches_settings_that_do_not_pay(monkeypatch: Patch) -> None:
         rules.check_rule_2(LINEAR)
 
 
-def _each_by_itself(
-    tensor: Tensor, packing: storage.Packing, spec: Spec, key: Tensor, *_: Any
-) -> list[Tensor]:
-    return CODECS[spec.codec].encode(tensor, spec, key)
+def _each_by_itself(_: Tensor, __: Any, make: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
+    return make(*arguments)
 
 
 def test_rule_3_catches_a_copy_for_each(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(storage, "_pack_once", _each_by_itself)
+    monkeypatch.setattr(storage, "_once", _each_by_itself)
     with pytest.raises(AssertionError, match="keeps"):
         rules.check_rule_3_once()
 
@@ -126,15 +124,15 @@ def test_rule_3_catches_a_stale_copy(monkeypatch: Patch, by: str) -> None:
     copies: dict[int, list[Tensor]] = {}
     held: list[Tensor] = []
 
-    def stale(tensor: Tensor, packing: storage.Packing, spec: Spec, key: Tensor, *_: Any) -> list[Tensor]:
+    def stale(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
         place = tensor.data_ptr() + (tensor._version << 50 if by == "address" else 0)
         if by != "address":
             held.append(tensor)  # an address in use is never another's
         if place not in copies:
-            copies[place] = _each_by_itself(tensor, packing, spec, key)
+            copies[place] = make(*arguments)
         return copies[place]
 
-    monkeypatch.setattr(storage, "_pack_once", stale)
+    monkeypatch.setattr(storage, "_once", stale)
     with pytest.raises(AssertionError, match="stale"):
         rules.check_rule_3_never_stale()
 

@@ -54,7 +54,7 @@ def test_the_document_has_the_promised_keys(profile: Profile) -> None:
     option = (
         "settings bytes tensor_error gradient_error interval provenance batches seeds encode_ms decode_ms"
     )
-    assert set(document["layers"][0]["options"][0]) == {*option.split(), "errors", "bias"}
+    assert set(document["layers"][0]["options"][0]) == {*option.split(), "errors", "bias", "screened"}
 
 
 def test_own_bytes_sum_to_saved_bytes(profile: Profile) -> None:
