@@ -82,6 +82,7 @@ def profile(
 ) -> None:
     """Measure what each layer saves, and what fewer bits would do."""
     from mesa_tune.profiler.entries import fast_grid, full_grid
+    from mesa_tune.profiler.profiling import SEEDS
     from mesa_tune.profiler.profiling import profile as measure
     from mesa_tune.workload.workload import Workload
 
@@ -102,7 +103,7 @@ def profile(
     workload = Workload.load(model, batch_size=batch_size, device=device, autocast=autocast)
     output.device(workload.device)
     output.line(f"profiling {model} at batch size {workload.batch_size}")
-    options, seeds = (fast_grid(), 1) if fast else (full_grid(), 5)
+    options, seeds = (fast_grid(), 1) if fast else (full_grid(), SEEDS)
     inputs = digest("profile", workload.description, fast)
     origin = replacing_bytes(folder, inputs)
     folder.check(folder.profile, origin)
