@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mesa_tune.errors import BudgetError, WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.fake_steps import FakeSteps
+from mesa_tune.profiler.parallel import Parallelization, Parallelize
 from mesa_tune.units import parse_bytes
 from mesa_tune.workload.fake import FakeWorkload, fake_copy
 from mesa_tune.workload.workload import DEFAULT_BATCH_SIZE, Workload, default_device
@@ -39,11 +40,12 @@ _LARGEST_BATCH = 1 << 20
 class Estimate:
     """The bytes of one training step, estimated without running it.
 
-    `static_bytes`: weights, gradients that survive steps, optimizer state, buffers, batch. `saved_bytes`:
-    alive for backward when the forward ends. `peak_bytes`: the most that is alive at once. `reserved_bytes`:
-    on CUDA what PyTorch's caching allocator would reserve, on the CPU the peak. `margin`: the share that
-    `fits` adds. On the CPU bytes are those of a real step, and the margin is for workspaces that no tensor
-    owns. `verified`: False for CUDA, whose model no GPU has checked.
+    `static_bytes`: weights, gradients that survive steps, optimizer state, buffers, batch, DDP's buckets.
+    `saved_bytes`: alive for backward when the forward ends, with parameters that FSDP2 has gathered.
+    `peak_bytes`: the most that is alive at once. `reserved_bytes`: on CUDA what PyTorch's caching allocator
+    would reserve, on the CPU the peak. `margin`: the share that `fits` adds. On the CPU bytes are those of a
+    real step, and the margin is for workspaces that no tensor owns. `verified`: False for CUDA, whose model
+    no GPU has checked.
     """
 
     batch_size: int
@@ -91,6 +93,8 @@ def estimate(
     *,
     batch_size: int | None = None,
     device: str | None = None,
+    parallelize: Parallelize | None = None,
+    world_size: int | None = None,
 ) -> Estimate: ...
 
 
@@ -106,11 +110,18 @@ def estimate(
     accumulation: int = 1,
     batch_size: int | None = None,
     device: str | None = None,
+    parallelize: Parallelize | None = None,
+    world_size: int | None = None,
 ) -> Estimate: ...
 
 
 def estimate(
-    *arguments: Any, batch_size: int | None = None, device: str | None = None, **options: Any
+    *arguments: Any,
+    batch_size: int | None = None,
+    device: str | None = None,
+    parallelize: Parallelize | None = None,
+    world_size: int | None = None,
+    **options: Any,
 ) -> Estimate:
     """Return the bytes that a training step takes, plain or under `policy`; no model is allocated.
 
@@ -119,14 +130,21 @@ def estimate(
     `loss(model, batch)` a scalar; `optimizer` an instance or `callable(parameters)`, default AdamW.
     `device`: `cpu` or `cuda`, which this machine need not have; default: the workload's.
 
-    Raise WorkloadError for a step whose shapes or branches depend on the values of tensors.
+    `parallelize`: `DistributedDataParallel`, or a function that applies `fully_shard` to parts of the model;
+    it returns the wrapped model, or None. The step is then one of `world_size` processes that train together:
+    bytes and batch size are those of the first process (rank 0). It runs in a fake process group, in which
+    nothing communicates. A group that exists stays as it is, but no other thread may use it meanwhile.
+
+    Raise WorkloadError for a step whose shapes or branches depend on the values of tensors, for a
+    `parallelize` that raises or returns something else, and for a `world_size` below 1.
     """
     of_workload = "workload" in options or isinstance(next(iter(arguments), None), Workload)
     make = _of_workload if of_workload else _of_instance
     fake, policy, own_device = make(*arguments, **options)
     device = device or own_device
     cuda = _is_cuda(device)
-    steps = FakeSteps(fake, policy or Policy.parse(""), cuda)
+    parallel = _parallelization(parallelize, world_size)
+    steps = FakeSteps(fake, policy or Policy.parse(""), cuda, parallel)
     batch_size = fake.batch_size if batch_size is None else batch_size
     traced = steps.at(batch_size)
     return Estimate(
@@ -140,6 +158,17 @@ def estimate(
         not cuda,
         steps,
     )
+
+
+def _parallelization(parallelize: Parallelize | None, world_size: int | None) -> Parallelization | None:
+    if parallelize is None and world_size is None:
+        return None
+    if parallelize is None or world_size is None:
+        raise WorkloadError(
+            "parallelize and world_size: give both or none\n"
+            "such as parallelize=DistributedDataParallel, world_size=8"
+        )
+    return Parallelization(parallelize, world_size)
 
 
 def _of_workload(workload: Workload, policy: Policy | None = None) -> tuple[FakeWorkload, Policy | None, str]:

@@ -7,6 +7,7 @@ that no size depends on which others were asked before.
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -15,9 +16,10 @@ from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.draws import longest_batch
 from mesa_tune.profiler.memory.allocator import AllocatorMeter
 from mesa_tune.profiler.memory.cuda_model import cuda_functions, update_all_at_once
-from mesa_tune.profiler.memory.meter import tensors_in
+from mesa_tune.profiler.memory.meter import Meter, tensors_in
 from mesa_tune.profiler.memory.step_trace import StepTrace
 from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED
+from mesa_tune.profiler.parallel import Parallelization
 from mesa_tune.profiler.tracing import StepTracer, Tags
 from mesa_tune.workload.fake import FakeWorkload
 
@@ -55,11 +57,15 @@ def _owners(trace: StepTrace) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class FakeSteps:
-    """The steps of `fake` under `policy`, as on the CPU, or as CUDA's kernels and allocator would."""
+    """The steps of `fake` under `policy`, as on the CPU, or as CUDA's kernels and allocator would.
+
+    `parallel`: the model is wrapped for several processes, and the steps are those of the first one.
+    """
 
     fake: FakeWorkload
     policy: Policy
     cuda: bool
+    parallel: Parallelization | None = None
     _known: dict[int, FakeStep] = field(default_factory=dict, compare=False)
 
     def at(self, batch_size: int) -> FakeStep:
@@ -74,16 +80,22 @@ class FakeSteps:
             if self.cuda:
                 stack.enter_context(cuda_functions())
             model, batch = fake.build(), longest_batch(fake).batch
-            optimizer = fake.make_optimizer(model)
             allocator = None
             if self.cuda:
-                update_all_at_once(optimizer)
                 older = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
                 allocator = stack.enter_context(AllocatorMeter(older)).allocator
+            meter = Meter()
+            if self.parallel is not None:
+                model = stack.enter_context(self.parallel.wrapped(model, meter))
+            optimizer = fake.make_optimizer(model)
+            if self.cuda:
+                update_all_at_once(optimizer)
             fake.take_step(model, batch, optimizer)
             tracer = StepTracer(fake, model, optimizer, model.zero_grad)
             trace, tags = tracer.trace(batch, self.policy, second=True, min_elements=MIN_ELEMENTS)
-            static = sum(tracer.static_bytes(batch).values())
+            gc.collect()
+            buckets = meter.live_since(0, without=tracer.static(batch))
+            static = sum(tracer.static_bytes(batch).values()) + buckets
         if allocator is None:
             peak = static + trace.peak()
             return FakeStep(static, peak, peak, trace, tags)

@@ -62,14 +62,15 @@ class StepTracer:
                 with self.workload.same_random_state():
                     stepper.backward(running.loss(batch))
             with self.workload.same_random_state():
-                trace = trace_step(stepper, lambda: running.loss(batch), self._static(batch))
+                trace = trace_step(stepper, lambda: running.loss(batch), self.static(batch))
             return trace, running.layers()
 
-    def _static(self, batch: Any) -> list[torch.Tensor]:
+    def static(self, batch: Any) -> list[torch.Tensor]:
+        """Return what is alive when a step begins."""
         return [tensor for tensors in self._static_kinds(batch).values() for tensor in tensors]
 
     def _static_kinds(self, batch: Any) -> dict[str, list[torch.Tensor]]:
-        """Return what is alive when a step begins; of accumulated steps, when the last micro-batch begins."""
+        """Return it by kind; of accumulated steps, when the last micro-batch begins."""
         if not self.workload.step.keeps_gradients:
             self.optimizer.zero_grad()
         return {

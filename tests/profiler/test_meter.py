@@ -56,6 +56,23 @@ class TestMeter:
         del a
         assert meter.live_bytes == 0
 
+    def test_counts_memory_that_is_freed_and_taken_again_under_a_living_tensor(self) -> None:
+        old = floats()
+        with Meter() as meter:
+            new = floats()
+            new.untyped_storage().resize_(0)
+            assert meter.live_bytes == meter.live_since(0) == 0
+            old.untyped_storage().resize_(0)
+            assert meter.live_bytes == -KB
+            new.untyped_storage().resize_(2 * KB)
+            new.untyped_storage().resize_(3 * KB)
+            old.untyped_storage().resize_(KB)
+            assert meter.live_bytes == meter.high_water == 3 * KB
+            del new
+            assert meter.live_bytes == 0
+        old.untyped_storage().resize_(0)
+        assert meter.live_bytes == 0
+
     def test_counts_a_storage_once_however_many_views(self) -> None:
         with Meter() as meter:
             a = floats()

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -30,6 +31,7 @@ _SIMPLE = TrainingStep()
 _DEVICE = torch.ops.prim.device.default
 
 Value = TypeVar("Value")
+MeterKind = TypeVar("MeterKind", bound="Meter")
 
 
 @dataclass(slots=True)
@@ -54,11 +56,31 @@ class Meter(TorchDispatchMode):
         self._older: dict[int, weakref.ref[UntypedStorage]] = {}
         self._count = 0
 
+    def __enter__(self: MeterKind) -> MeterKind:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        resize: Any = UntypedStorage.resize_
+
+        def resized(storage: UntypedStorage, size: int) -> Any:
+            before = storage.nbytes()
+            result = resize(storage, size)
+            self._see_new_size(storage, before)
+            return result
+
+        self._resizing = patch.object(UntypedStorage, "resize_", resized)
+        self._resizing.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._resizing.stop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # half of all calls on fake tensors
             return args[0].device
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # such as DTensor: see what it calls
+            return NotImplemented
         for storage in storages((args, kwargs)):
             self._see_argument(storage)
         result = func(*args, **(kwargs or {}))
@@ -93,6 +115,18 @@ class Meter(TorchDispatchMode):
             self._resize(self._births[key], storage.nbytes())
         elif key not in self._older:
             self._older[key] = weakref.ref(storage, lambda _: self._older.pop(key, None))
+
+    def _see_new_size(self, storage: UntypedStorage, before: int) -> None:
+        """Record that `storage.resize_` was called: FSDP2 so frees memory of living tensors."""
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._births and size:
+            self._resize(self._births[key], size)
+        elif key in self._births:
+            self._record_death(key)
+        else:
+            self._older.pop(key, None)
+            self.live_bytes -= before
+            self._see_result(storage)
 
     def _see_result(self, storage: UntypedStorage) -> None:
         key = storage._cdata
@@ -231,6 +265,10 @@ def _contents(item: Any) -> list[Any]:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        inner = [getattr(tensor, name) for name in flatten()[0]]
+        return [part for each in inner if isinstance(each, Tensor) for part in _parts(each)]
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:

@@ -59,11 +59,11 @@ class LimitMeter(Meter):
             register_optimizer_step_post_hook(lambda *_: self._begin_forward()),
         ):
             self._hooks.callback(handle.remove)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         self._hooks.close()
 
     @property

@@ -205,7 +205,7 @@ class StepRecording:
     """
 
     def __init__(self, static: list[Tensor], recorder: Recorder | None = None) -> None:
-        static_storages = {tensor.untyped_storage()._cdata for tensor in static}
+        static_storages = {storage._cdata for storage in storages(static)}
         self.static = static
         self.recorder = recorder or Recorder()
         self.trace = self.recorder.trace
