@@ -43,6 +43,7 @@ WRAPS: dict[str, Wrap] = {
     "DDP": DistributedDataParallel,
     "DDP, views": partial(DistributedDataParallel, gradient_as_bucket_view=True),
     "DDP, small buckets": partial(DistributedDataParallel, bucket_cap_mb=0.01, find_unused_parameters=True),
+    "DDP, static graph": partial(DistributedDataParallel, static_graph=True),
     "FSDP2": sharded,
     "FSDP2, resharded": partial(sharded, reshard_after_forward=True),
     "FSDP2, not resharded": partial(sharded, reshard_after_forward=False),

@@ -90,7 +90,8 @@ class FakeSteps:
             optimizer = fake.make_optimizer(model)
             if self.cuda:
                 update_all_at_once(optimizer)
-            fake.take_step(model, batch, optimizer)
+            for _ in range(1 if self.parallel is None else 2):  # DDP orders its buckets in one of the first
+                fake.take_step(model, batch, optimizer)
             tracer = StepTracer(fake, model, optimizer, model.zero_grad)
             trace, tags = tracer.trace(batch, self.policy, second=True, min_elements=MIN_ELEMENTS)
             gc.collect()
