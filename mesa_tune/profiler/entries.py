@@ -7,10 +7,12 @@ are unknown without one (Rule 12).
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
+from itertools import repeat
 from typing import Any, ClassVar
 
 from mesa_tune.files import typed
@@ -368,15 +370,21 @@ _NO_NOISE = 1e-6
 class Noise:
     """The minibatch's own noise: how much the gradients of whole steps vary from batch to batch.
 
-    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖². `scale`: mean ‖g_b‖² of the batches that errors were
-    measured on, and are relative to, over that of all n.
+    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖². `norms`: ‖g_b‖² of each batch that errors were
+    measured on, and are relative to, over the mean of all n. `scale`: the mean of `norms`.
     """
 
     relative: float
     scale: float
+    norms: tuple[float, ...] = ()
 
-    def ratio(self, gradient_error: float | None) -> float | None:
-        """Return mean ‖ĝ − g‖² over the noise; None if unknown, or if all batches are the same."""
-        if gradient_error is None or self.relative < _NO_NOISE:
+    def ratio(self, errors: Sequence[float] | None) -> float | None:
+        """Return mean ‖ĝ − g‖² over the noise; None if unknown, or if all batches are the same.
+
+        `errors`: relative ones, by batch, in the order of `norms`. Without norms (older profiles), `scale`
+        stands for each of them.
+        """
+        if errors is None or self.relative < _NO_NOISE:
             return None
-        return gradient_error * self.scale / self.relative
+        norms = self.norms or repeat(self.scale)
+        return statistics.fmean(map(operator.mul, errors, norms)) / self.relative

@@ -59,7 +59,8 @@ class Profile:
     of what is stored while other layers derive from it (`store: derive`). `exact`: what every policy leaves
     exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain step
     at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before
-    the step). `gradient_noise` and `gradient_scale`: see `Noise`; None where it was not measured.
+    the step). `gradient_noise`, `gradient_scale` and `gradient_norms` (one for each batch that prices
+    options): see `Noise`; None and empty where it was not measured.
     `checkpoints`: noise, and the error of uniform 4 bits, with the weights of each of its checkpoints.
     `error_floor`: the gradient error if all formulas run and nothing is compressed; no prediction above zero
     goes below. `interaction`: pairs of bits and factor, see `interaction_of`.
@@ -97,6 +98,7 @@ class Profile:
     error_floor: float = 0.0
     interaction: tuple[tuple[int, float], ...] = ()
     checkpoints: tuple[AtCheckpoint, ...] = ()
+    gradient_norms: tuple[float, ...] = ()
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
@@ -131,13 +133,12 @@ class Profile:
         plan = step if sized is self.timeline.at() else self.timeline.at().under(assignment)
         cost = self.cost_of(None, assignment, self._derivations.active(plan))
         error, ends = self._expected(cost)
-        noise = self.noise if sized.batch_size == self.batch_size else None
         return Prediction(
             step.saved_bytes,
             step.peak_bytes,
             error,
             self._scaled_ms(cost.ms, sized.batch_size),
-            None if noise is None else noise.ratio(error),
+            self._noise_ratio(cost, error) if sized.batch_size == self.batch_size else None,
             step.peak,
             ends,
         )
@@ -175,6 +176,13 @@ class Profile:
         if cost.errors is None:
             return None, None
         return expected(cost.errors, cost.interaction, self.error_floor)
+
+    def _noise_ratio(self, cost: Cost, error: float | None) -> float | None:
+        """Return the noise ratio of the errors of `cost`, all scaled until their mean is `error`."""
+        if self.noise is None or cost.errors is None or error is None:
+            return None
+        factor = error / cost.error if cost.error else 1.0
+        return self.noise.ratio([each * factor for each in cost.errors])
 
     def _scaled_ms(self, added_ms: float | None, batch_size: int) -> float | None:
         if added_ms is None or self.exact_ms is None:
@@ -271,6 +279,7 @@ class Profile:
             "derivations": tuple(Derivation.from_dict(entry) for entry in values.get("derivations", ())),
             "exact": tuple(ExactEntry.from_dict(entry) for entry in values.get("exact", ())),
             "interaction": tuple((int(bits), float(part)) for bits, part in values.get("interaction", ())),
+            "gradient_norms": tuple(map(float, values.get("gradient_norms", ()))),
             "checkpoints": tuple(typed(AtCheckpoint, entry) for entry in values.get("checkpoints", ())),
         }
         profile = typed(cls, {**plain, **parts})
@@ -304,7 +313,7 @@ class Profile:
         """The minibatch's own noise at the profiled batch size; None where it was not measured."""
         if self.gradient_noise is None or self.gradient_scale is None:
             return None
-        return Noise(self.gradient_noise, self.gradient_scale)
+        return Noise(self.gradient_noise, self.gradient_scale, self.gradient_norms)
 
     @cached_property
     def _tagged(self) -> TaggedLayers:

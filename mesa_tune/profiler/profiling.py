@@ -154,6 +154,7 @@ class _Profiling:
             traced,
             gradient_noise=noise.relative,
             gradient_scale=noise.scale,
+            gradient_norms=noise.norms,
             error_floor=floor,
             interaction=tuple(_interaction(priced, policies, measured)),
         )

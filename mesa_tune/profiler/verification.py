@@ -276,7 +276,7 @@ def _gradient_errors(
     """
     joint = JointError(workload, checkpointed=checkpointed)
     errors = joint.errors(policy, [(0, UNUSED_SEEDS + number) for number in range(seeds)])
-    ratio = joint.noise().ratio(statistics.fmean(errors))
+    ratio = joint.noise().ratio([statistics.fmean(errors)])
     model = joint.model
     del joint  # it refers to gradients
     entries = at_checkpoints(

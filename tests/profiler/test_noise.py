@@ -85,6 +85,43 @@ def test_predicted_and_measured_ratio_are_those_of_many_batches() -> None:
     assert profile.predict(mt.Policy()).gradient_noise_ratio == 0
 
 
+def uneven(size: int) -> tuple[Tensor, Tensor]:
+    """Half of the batches have outliers, which round badly, and small gradients."""
+    x, target = torch.randn(size, 64).clamp(-1, 1), torch.randn(size, 8)
+    if torch.rand(()) < 0.5:
+        return x, 10 * target
+    x[:, ::32] *= 30
+    return x, 0.1 * target
+
+
+def test_errors_count_by_the_gradients_of_their_batches() -> None:
+    def model() -> nn.Module:
+        layer = nn.Linear(64, 8)
+        nn.init.zeros_(layer.weight)
+        return nn.Sequential(nn.Hardtanh(-99, 99), layer)  # the batch itself would stay exact
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    work, policy = mt.Workload(model, uneven, loss, batch_size=128), mt.Policy.uniform(level=16)
+    profile, joint = mt.profile(work, options=OPTIONS, seeds=12), JointError(work)
+    errors, sizes = [], []
+    for draw in range(1, 12):
+        errors.append(statistics.fmean(joint.errors(policy, [(draw, seed) for seed in range(4)])))
+        sizes.append(joint._exact_at(draw)[2])
+    variance, _ = by_hand(work, 12)
+    squares = statistics.fmean(map(float.__mul__, errors, sizes))
+    assert statistics.fmean(errors) * statistics.fmean(sizes) > 3 * squares
+    found = profile.predict(policy).gradient_noise_ratio
+    assert found == pytest.approx(squares / variance, rel=0.2)
+    document = json.loads(json.dumps(profile.to_dict()))
+    assert mt.Profile.from_dict(document).predict(policy).gradient_noise_ratio == found
+    del document["gradient_norms"]  # of an older profile
+    mean = statistics.fmean(errors) * statistics.fmean(sizes)
+    older = mt.Profile.from_dict(document).predict(policy).gradient_noise_ratio
+    assert older == pytest.approx(mean / variance, rel=0.2)
+
+
 def test_it_is_in_the_documents() -> None:
     work = workload()
     profile = mt.profile(work, options=OPTIONS, seeds=1)
@@ -103,6 +140,6 @@ def test_batches_that_are_all_the_same_have_no_ratio() -> None:
         return torch.ones(size, 20), torch.zeros(size, dtype=torch.long)
 
     noise = JointError(mt.Workload(model, same, loss, batch_size=8)).noise()
-    assert noise.ratio(1e-3) is None
+    assert noise.ratio([1e-3]) is None
     assert noise.ratio(None) is None
-    assert Noise(0.5, 2.0).ratio(1e-3) == pytest.approx(4e-3)
+    assert Noise(0.5, 2.0).ratio([1e-3]) == pytest.approx(4e-3)

@@ -14,7 +14,7 @@ from torch import nn
 
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
+from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.errors.weights import load_weights
 from mesa_tune.workload.workload import Workload
 
@@ -54,8 +54,7 @@ def at_checkpoints(
         joint = JointError(workload, model, checkpointed=checkpointed)
         try:
             errors = joint.errors(policy, [(draw, first_seed + draw) for draw in range(batches)])
-            noise = joint.noise(max(NOISE_STEPS, batches), measured=range(batches))
+            noise = joint.noise(measured=range(batches))
         except WorkloadError as error:
             raise WorkloadError(f"checkpoint {path}: {error}") from error
-        mean = statistics.fmean(errors)
-        yield AtCheckpoint(str(path), mean, noise.relative, noise.ratio(mean))
+        yield AtCheckpoint(str(path), statistics.fmean(errors), noise.relative, noise.ratio(errors))

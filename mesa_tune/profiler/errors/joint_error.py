@@ -120,8 +120,9 @@ class JointError:
     def noise(self, steps: int = NOISE_STEPS, measured: range = range(1)) -> Noise:
         """Return the noise of the first `steps` draws; only the sum of their gradients is held.
 
-        `measured`: the draws that errors were measured on.
+        `measured`: the draws that errors were measured on; all draws up to its last count.
         """
+        steps = max(steps, measured.stop)
         total: Gradient = [None] * len(self.parameters)
         sizes = []
         for draw in range(steps):
@@ -135,8 +136,8 @@ class JointError:
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
         scattered = sum(sizes) - squared(total) / steps
-        scale = statistics.fmean(sizes[measured.start : measured.stop]) / mean
-        return Noise(max(0.0, scattered / (steps - 1)) / mean, scale)
+        norms = tuple([sizes[draw] / mean for draw in measured])
+        return Noise(max(0.0, scattered / (steps - 1)) / mean, statistics.fmean(norms), norms)
 
     def _batches(self, draw: int) -> list[Any]:
         """Return the micro-batches of one step."""
