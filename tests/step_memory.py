@@ -40,7 +40,7 @@ def measured(work: mt.Workload, policy: mt.Policy) -> StepMemory:
         with mt.compress_saved(policy, seed=0):
             return work.compute_loss(model, batch)
 
-    return measure_step(model, work.make_batch(), loss, work.make_optimizer(model), work.step)
+    return measure_step(model, work.make_batch(), loss, work.make_optimizer(model), work.training_step)
 
 
 def check_memory(work: mt.Workload, profile: Profile) -> None:

@@ -89,7 +89,7 @@ def real_step(workload: mt.Workload, policy: mt.Policy | None) -> StepMemory:
             return workload.compute_loss(model, batch)
 
     optimizer = workload.make_optimizer(model)
-    return measure_step(model, workload.make_batch(), loss, optimizer, workload.step)
+    return measure_step(model, workload.make_batch(), loss, optimizer, workload.training_step)
 
 
 @pytest.mark.parametrize("step", [{}, {"autocast": "bfloat16", "accumulation": 4}], ids=["plain", "bf16 x4"])

@@ -39,7 +39,7 @@ class FakeStep:
         owners = _owners(self.trace)
         sizes: dict[str, list[int]] = {}
         for number, lifetime in self.trace.lifetimes.items():
-            if self.trace.is_saved(number) and number != self.trace.loss:
+            if self.trace.is_counted(number) and number not in self.trace.losses:
                 sizes.setdefault(owners.get(number, UNATTRIBUTED), []).append(lifetime.bytes)
         return [
             (layer, self.tags.get(layer, ("other", 0))[0], len(each), sum(each))

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry, Option, in_reference_groups
@@ -26,9 +26,9 @@ from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import TensorKey
 from mesa_tune.profiler.memory.trace import observing
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.checkpoints import without_checkpoints
-from mesa_tune.workload.session import RawConversion, session
-from mesa_tune.workload.user_code import located
+from mesa_tune.workload.session import RawConversion, Session, session
 from mesa_tune.workload.workload import Workload
 
 
@@ -88,23 +88,33 @@ class Pricing:
             screens=number == 0 and self.batches > 1,
             tries=tries,
         )
-        running = session(self.workload, self.model, Policy.parse(""), kind=RawConversion)
+        running = session(self.model, Policy.parse(""), kind=RawConversion)
         with running as raw, observing(sensitivity.recording):
             for conversion in (raw.conversion, raw.losses):
                 conversion.producers.update(producers)
             # The gradient is the same with checkpoints, but each backward would start from a second forward.
             with self.workload.same_random_state(), without_checkpoints():
                 self.model.zero_grad()
-                loss = raw.loss(batch)
-        self._require_no_gradients()
-        sensitivity.record(loss, self._losses(others))
+                roots = self._roots(raw, batch)
+        sensitivity.record(*roots, self._losses(others))
         if not sensitivity.norm:
-            raise WorkloadError(
-                f"{located(self.workload.loss, self.workload.path)}: loss() gives every parameter the "
-                "gradient zero, so no error can be measured against it\n"
-                "check that the loss depends on the parameters, or give the model a first training step"
+            raise self.workload.step_error(
+                "gives every parameter the gradient zero, so no error can be measured against it",
+                "check that the loss depends on the parameters, or give the model a first training step",
             )
         return sensitivity
+
+    def _roots(self, raw: Session, batch: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the forwards of a step; return what its backwards start from, with the gradients of these."""
+        if self.workload.step is None:
+            with raw.forward():
+                loss = self.workload.compute_loss(self.model, batch)
+            self._require_no_gradients()
+            return [loss], [torch.ones_like(loss)]
+        calls = _Calls(self.workload)
+        stepper = self.workload.function_stepper(self.workload.make_optimizer(self.model))
+        stepper.run(self.model, batch, raw.forward, calls, updates=False, retain=True)
+        return calls.outputs, calls.gradients
 
     def _losses(self, draws: Iterable[int]) -> Iterator[Tensor]:
         for draw in draws:
@@ -114,10 +124,9 @@ class Pricing:
     def _require_no_gradients(self) -> None:
         """Raise WorkloadError if the loss itself has computed gradients of the parameters."""
         if any(parameter.grad is not None for parameter in self.model.parameters()):
-            raise WorkloadError(
-                f"{located(self.workload.loss, self.workload.path)}: loss() calls backward() itself, so the "
-                "gradient of the step is not that of what it returns\n"
-                "return the sum of the losses; for micro-batches set ACCUMULATION"
+            raise self.workload.step_error(
+                "calls backward() itself, so the gradient of the step is not that of what it returns",
+                "return the sum of the losses; for micro-batches set ACCUMULATION, or define step() instead",
             )
 
     def of_group(
@@ -194,11 +203,31 @@ class Pricing:
     def _derived_tensors(self, batch: Any) -> dict[TensorKey, DerivedTensor]:
         """Return the tensors that are derived on `batch` if all layers derive what they can."""
         observer, policy = DerivationObserver(), Policy.uniform(level=16, store="derive")
-        with session(self.workload, self.model, policy) as running:
-            running.loss(batch).backward()
+        stepper = self.workload.stepper(self.workload.make_optimizer(self.model))
+        with session(self.model, policy) as running:
+            stepper.prepare(self.model, batch, running.forward)
             with self.workload.same_random_state(), observing(observer):
-                running.loss(batch)
+                stepper.prepare(self.model, batch, running.forward)
         return observer.derived
+
+
+class _Calls(StepEvents):
+    """Collects what the backwards of a step start from."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.outputs: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+    def backward_begins(self, call: BackwardCall) -> None:
+        if call.partial:
+            raise self.workload.step_error(
+                "calls backward(inputs=…), whose gradients cannot be priced",
+                "switch requires_grad off where no gradient is wanted instead",
+            )
+        for output, gradient in zip(call.outputs, call.gradients, strict=True):
+            self.outputs.append(output)
+            self.gradients.append(torch.ones_like(output) if gradient is None else gradient)
 
 
 def _exact(entry: LayerEntry) -> Option:

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -29,9 +29,10 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP, LayerEntry, comparable_group_size
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.workload.boundaries import StepEvents
 from mesa_tune.workload.clock import Clock, Mark
 from mesa_tune.workload.session import Session
-from mesa_tune.workload.step import Stepper
+from mesa_tune.workload.step import Context
 from mesa_tune.workload.workload import Workload
 
 FEWEST, MOST = 4, 16
@@ -81,8 +82,7 @@ class StepTimer:
         """Return the times of steps, those that compress under `policy`; take about `seconds` for it."""
         batch = self.workload.make_batch()
         exact, packed = (
-            Session.of(self.workload, self.model, chosen, min_elements=MIN_ELEMENTS)
-            for chosen in (Policy(()), policy)
+            Session.of(self.model, chosen, min_elements=MIN_ELEMENTS) for chosen in (Policy(()), policy)
         )
         turns: list[Turn] = []
         stop = time.monotonic() + seconds
@@ -92,19 +92,19 @@ class StepTimer:
         return summarized(turns[1:])
 
     def _plain(self, batch: Any) -> Spans:
-        return self._step(lambda: self.workload.compute_loss(self.model, batch))
+        return self._step(batch, nullcontext)
 
     def _converted(self, session: Session, batch: Any) -> Spans:
         with session.installed():
-            return self._step(lambda: session.loss(batch))
+            return self._step(batch, session.forward)
 
-    def _step(self, loss: Callable[[], Tensor]) -> Spans:
+    def _step(self, batch: Any, forward: Callable[[], Context]) -> Spans:
         self.restore()
-        stepper = Stepper(self.workload.step, self.optimizer)
+        stepper = self.workload.stepper(self.optimizer)
         with self.workload.same_random_state():
             cutter = _Cutter(self.clock)
             with cutter.cutting():
-                stepper.run(loss, update=cutter.rest())
+                stepper.run(self.model, batch, forward, cutter)
             return cutter.spans()
 
 
@@ -144,7 +144,7 @@ class _Cut(NamedTuple):
     begin: Mark
 
 
-class _Cutter:
+class _Cutter(StepEvents):
     """Cuts one step into spans."""
 
     def __init__(self, clock: Clock) -> None:
@@ -168,11 +168,9 @@ class _Cutter:
         finally:
             watch.returned = before
 
-    @contextmanager
-    def rest(self) -> Iterator[None]:
-        """Run the body, the optimizer's step, as a span that belongs to no layer."""
+    def backward_ended(self) -> None:
+        """Begin a span that belongs to no layer: the optimizer's step."""
         self._cut(None)
-        yield
 
     def spans(self) -> Spans:
         """End the last span; return the time of all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -45,7 +46,9 @@ class StepTracer:
         plain, _ = self.trace(batch, Policy.parse(""))
         packed, tags = self.trace(batch, Policy.uniform(level=16))
         derived, _ = self.trace(batch, Policy.uniform(level=16, store="derive"), second=True)
-        return TracedSteps(batch_size, self.static_bytes(batch), plain, packed, derived), tags
+        static = self.static_bytes(batch)
+        static[GRADIENTS] += plain.static_gradients
+        return TracedSteps(batch_size, static, plain, packed, derived), tags
 
     def trace(
         self, batch: Any, policy: Policy, *, second: bool = False, min_elements: int = 0
@@ -56,26 +59,33 @@ class StepTracer:
         Tensors of up to `min_elements` elements stay exact.
         """
         self.restore()
-        stepper = Stepper(self.workload.step, self.optimizer)
-        with session(self.workload, self.model, policy, min_elements=min_elements) as running:
-            if second or self.workload.step.keeps_gradients:
+        with session(self.model, policy, min_elements=min_elements) as running:
+            if second or self._stepper.may_keep_gradients:
                 with self.workload.same_random_state():
-                    stepper.backward(running.loss(batch))
+                    self._stepper.prepare(self.model, batch, running.forward)
             with self.workload.same_random_state():
-                trace = trace_step(stepper, lambda: running.loss(batch), self.static(batch))
+                static = self.static(batch)
+                trace = trace_step(self._stepper, self.model, batch, running.forward, static)
             return trace, running.layers()
+
+    @cached_property
+    def _stepper(self) -> Stepper:
+        return self.workload.stepper(self.optimizer)
 
     def static(self, batch: Any) -> list[torch.Tensor]:
         """Return what is alive when a step begins."""
         return [tensor for tensors in self._static_kinds(batch).values() for tensor in tensors]
 
     def _static_kinds(self, batch: Any) -> dict[str, list[torch.Tensor]]:
-        """Return it by kind; of accumulated steps, when the last micro-batch begins."""
-        if not self.workload.step.keeps_gradients:
+        """Return what is alive when a step begins; of accumulated steps, when the last micro-batch begins.
+
+        Gradients that the user's own step may free are not part of it.
+        """
+        if not self._stepper.may_keep_gradients:
             self.optimizer.zero_grad()
         return {
             WEIGHTS: [*self.model.parameters(), *self.model.buffers()],
-            GRADIENTS: gradients_of(self.model),
+            GRADIENTS: [] if self.workload.step else gradients_of(self.model),
             OPTIMIZER_STATE: tensors_in(self.optimizer.state),
             BATCH: tensors_in(batch),
         }

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from mesa_tune.conversion import compress_saved, convert
 from mesa_tune.errors import RunError
@@ -24,10 +23,10 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.draws import longest_batch
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
 from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.memory.meter import StepMemory, measure_step, unless_out_of_memory
+from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.workload.clock import clock_of
-from mesa_tune.workload.step import Stepper
+from mesa_tune.workload.step import Context
 from mesa_tune.workload.workload import Workload
 
 UNUSED_SEEDS = 500_000
@@ -211,17 +210,17 @@ class _Training:
             convert(self.model, policy, seed=workload.seed)
         self.batch = workload.make_batch(draw=draw)
         self.optimizer = workload.make_optimizer(self.model)
-        self.stepper = Stepper(workload.step, self.optimizer)
+        self.stepper = workload.stepper(self.optimizer, check=False)
         self.clock = clock_of(workload.device)
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        with nullcontext() if self.policy is None else compress_saved(self.policy):
-            return self.workload.compute_loss(model, batch, check=False)
+    def forward(self) -> Context:
+        """Return the context of a forward and its loss."""
+        return nullcontext() if self.policy is None else compress_saved(self.policy)
 
     def timed_step(self) -> float:
         """Run one step; return the milliseconds that it took on the clock of the device."""
         begin = self.clock.now()
-        self.stepper.run(lambda: self.loss(self.model, self.batch))
+        self.stepper.run(self.model, self.batch, self.forward)
         return self.clock.ms([begin, self.clock.now()])[0]
 
 
@@ -234,9 +233,9 @@ class _Times:
 
 def _memory(workload: Workload, policy: Policy | None, draw: int) -> StepMemory:
     training = _Training(workload, policy, draw)
-    # Checks the loss once: a loss that is NaN or no scalar raises an error about itself here.
-    workload.compute_loss(training.model, training.batch)
-    return measure_step(training.model, training.batch, training.loss, training.optimizer, workload.step)
+    if workload.loss is not None:  # checked once: one that is NaN or no scalar raises an error about itself
+        workload.compute_loss(training.model, training.batch)
+    return measure_second_step(training.stepper, training.model, training.batch, training.forward)
 
 
 def _times(workload: Workload, policy: Policy, draw: int, steps: int, *, plain_fits: bool) -> _Times:

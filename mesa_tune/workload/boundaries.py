@@ -1,4 +1,4 @@
-"""Observe from inside where the phases of somebody else's training step begin and end.
+"""Observe from inside where the phases of the user's training step begin and end.
 
 What is hard: `loss.backward()` calls `torch.autograd.backward`, and a reentrant checkpoint calls it again
 inside the backward. Only the outermost call is a backward of the step. Both names are replaced meanwhile.
@@ -7,9 +7,10 @@ inside the backward. Only the outermost call is a backward of the step. Both nam
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -19,11 +20,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 
-class StepEvents(Protocol):
-    """What is told of the phases of a step."""
+class BackwardCall(NamedTuple):
+    """What a backward starts from. `partial`: it computes the gradients of some tensors alone."""
 
-    def backward_begins(self, outputs: Sequence[Tensor]) -> None:
-        """Note that a backward of `outputs` begins."""
+    outputs: Sequence[Tensor]
+    gradients: Sequence[Tensor | None] = (None,)
+    partial: bool = False
+
+
+class StepEvents:
+    """What is told of the phases of a step; each method does nothing here."""
+
+    def backward_begins(self, call: BackwardCall) -> None:
+        """Note that a backward begins, and so a forward has ended."""
 
     def backward_ended(self) -> None:
         """Note that this backward has ended."""
@@ -33,20 +42,25 @@ class StepEvents(Protocol):
 
 
 @contextmanager
-def watching_backwards(events: StepEvents) -> Iterator[None]:
-    """In the body, tell `events` of every outermost backward."""
+def watching_backwards(events: StepEvents, *, retain: bool = False) -> Iterator[None]:
+    """In the body, tell `events` of every outermost backward. `retain`: these retain their graphs."""
     running = 0
 
     def watched(backward: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(backward)
+
         @functools.wraps(backward)
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal running
             outermost = not running
+            given = signature.bind(*args, **kwargs)
             if outermost:
-                events.backward_begins(_outputs(args, kwargs))
+                events.backward_begins(_call(given.arguments))
+            if outermost and retain:
+                given.arguments["retain_graph"] = True
             running += 1
             try:
-                return backward(*args, **kwargs)
+                return backward(*given.args, **given.kwargs)
             finally:
                 running -= 1
                 if outermost:
@@ -66,8 +80,14 @@ def watch_optimizers(events: StepEvents) -> RemovableHandle:
     return register_optimizer_step_post_hook(lambda optimizer, *_: events.step_ended(optimizer))
 
 
-def _outputs(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that a call of backward starts from."""
-    given = args[0] if args else kwargs.get("tensors")
-    tensors = [given] if isinstance(given, Tensor) else list(given or ())
-    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+def _call(given: Mapping[str, Any]) -> BackwardCall:
+    """Return what a backward with these arguments starts from: one tensor's own, or a function of several."""
+    outputs = _tensors(given.get("self", given.get("tensors")))
+    gradients = _tensors(given.get("gradient", given.get("grad_tensors")))
+    return BackwardCall(outputs, gradients or [None] * len(outputs), given.get("inputs") is not None)
+
+
+def _tensors(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return [given] if isinstance(given, Tensor) else list(given)

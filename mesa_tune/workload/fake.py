@@ -62,9 +62,9 @@ class FakeWorkload(Workload):
                 gc.unfreeze()
 
     @property
-    def step(self) -> TrainingStep:
+    def training_step(self) -> TrainingStep:
         """What a training step is made of, without a GradScaler: that decides by values."""
-        return replace(super().step, scaler=False)
+        return replace(super().training_step, scaler=False)
 
     def build(self) -> nn.Module:
         """Build a fake model, in training mode; the caller's random states do not change."""

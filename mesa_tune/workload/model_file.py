@@ -19,6 +19,7 @@ from mesa_tune.workload.local_modules import LocalModule, find_local_modules, se
 from mesa_tune.workload.user_code import explaining, first_line
 
 _REQUIRED = {"model": "model()", "batch": "batch(batch_size)", "loss": "loss(model, batch)"}
+_OPTIONAL = ("optimizer", "step")
 _START = "`mesa-tune init` writes a model file to start from"
 
 
@@ -27,23 +28,25 @@ def read_model_file(path: Path) -> tuple[str, dict[str, Any]]:
 
     The fingerprint is a SHA-256 of the content of the file and of the local modules that it imports. It is
     made before the file runs, and what runs is what was hashed, also if files change in between. Raise
-    WorkloadError if the file does not exist, is not Python, raises, or lacks one of the three functions.
+    WorkloadError if the file does not exist, is not Python, raises, or lacks one of the three functions. A
+    file with `step` needs no `loss`.
     """
     content = _read(path)
     modules = find_local_modules(path.resolve().parent, content)
     serve(modules)
     names = vars(_executed(path, content))
-    for name, signature in _REQUIRED.items():
+    required = {name: text for name, text in _REQUIRED.items() if name != "loss" or names.get("step") is None}
+    for name, signature in required.items():
         if not callable(names.get(name)):
             fault = f"{name} is a {type(names[name]).__name__}" if name in names else f"{name} is missing"
             raise WorkloadError(
                 f"{path}: no function {signature}: {fault}\n"
                 f"a model file defines {', '.join(_REQUIRED.values())}\n{_START}"
             )
-    if names.get("optimizer") is not None and not callable(names["optimizer"]):
-        raise WorkloadError(
-            f"{path}: optimizer is a {type(names['optimizer']).__name__}, not a function\n{_START}"
-        )
+    for name in _OPTIONAL:
+        if names.get(name) is not None and not callable(names[name]):
+            kind = type(names[name]).__name__
+            raise WorkloadError(f"{path}: {name} is a {kind}, not a function\n{_START}")
     return _fingerprint(content, modules), names
 
 

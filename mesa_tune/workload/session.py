@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion import entering, revert
@@ -15,7 +14,6 @@ from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.layers import Catalog
 from mesa_tune.conversion.model import install
 from mesa_tune.policy import Policy
-from mesa_tune.workload.workload import Workload
 
 RAW = Spec("quantize", 8, 0, 256, 0, True, 0)
 """Settings under which our formulas run and save exact tensors."""
@@ -40,7 +38,6 @@ class Session:
     It can be entered many times, and its conversions keep their cached calls: see `installed`.
     """
 
-    workload: Workload
     model: nn.Module
     conversion: Conversion
     losses: Conversion
@@ -48,7 +45,6 @@ class Session:
     @classmethod
     def of(
         cls,
-        workload: Workload,
         model: nn.Module,
         policy: Policy,
         *,
@@ -58,7 +54,7 @@ class Session:
     ) -> Session:
         """Return the session of `model` under `policy`; the model is not converted yet."""
         conversion = kind(policy, Catalog.of(model), seed, min_elements)
-        return cls(workload, model, conversion, kind(policy, Catalog.empty(), seed, min_elements))
+        return cls(model, conversion, kind(policy, Catalog.empty(), seed, min_elements))
 
     @contextmanager
     def installed(self) -> Iterator[Session]:
@@ -70,10 +66,9 @@ class Session:
         finally:
             revert(self.model)
 
-    def loss(self, batch: Any) -> Tensor:
-        """Return the loss of the model on `batch`; layers of the loss are named `loss.*`."""
-        with entering.enter_loss(self.losses):
-            return self.workload.compute_loss(self.model, batch)
+    def forward(self) -> AbstractContextManager[None]:
+        """Return a context for a forward of the model and its loss, whose layers are named `loss.*`."""
+        return entering.enter_loss(self.losses)
 
     def layers(self) -> dict[str, tuple[str, int]]:
         """Return tag and index of every layer that ran; indices of the loss follow those of the model."""
@@ -92,7 +87,6 @@ def layers_of(conversion: Conversion, losses: Conversion) -> dict[str, tuple[str
 
 @contextmanager
 def session(
-    workload: Workload,
     model: nn.Module,
     policy: Policy,
     *,
@@ -101,6 +95,6 @@ def session(
     kind: type[Conversion] = Conversion,
 ) -> Iterator[Session]:
     """Convert `model` with `policy` for the body, and revert it afterwards."""
-    opened = Session.of(workload, model, policy, seed=seed, min_elements=min_elements, kind=kind)
+    opened = Session.of(model, policy, seed=seed, min_elements=min_elements, kind=kind)
     with opened.installed():
         yield opened

@@ -1,24 +1,29 @@
-"""One training step as the user takes it: its micro-batches, loss scaling, clipping, the optimizer (Rule 11).
+"""One training step as the user takes it: said by what it is made of, or a function of the user's (Rule 11).
 
-Tracing, pricing, verifying and timing all run this step. What is hard is memory: gradients that survive from
-one forward to the next are alive where the step's memory peaks.
+Tracing, pricing, verifying and timing all run this step. What is hard: they need to know where a forward ends
+and a backward begins, and the user's function does not say it. So it is observed from inside. And gradients
+that survive from one forward to the next are alive where the step's memory peaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mesa_tune.errors import WorkloadError
+from mesa_tune.workload.boundaries import BackwardCall, StepEvents, watching_backwards
 
 Context = AbstractContextManager[Any]
 _NOTHING = nullcontext()
+_UNOBSERVED = StepEvents()
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,6 @@ class TrainingStep:
         """Return the fields that differ from their defaults, as plain values."""
         return {name: value for name, value in vars(self).items() if value != getattr(type(self), name)}
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients are alive in the forward in which memory peaks."""
-        return self.accumulation > 1 or not self.set_to_none
-
 
 def _bad(name: str, value: object, wanted: str) -> WorkloadError:
     return WorkloadError(
@@ -61,25 +61,102 @@ def _bad(name: str, value: object, wanted: str) -> WorkloadError:
     )
 
 
-class Stepper:
-    """Takes training steps with one optimizer."""
+class Stepper(Protocol):
+    """Takes training steps with one optimizer.
 
-    def __init__(self, step: TrainingStep, optimizer: Optimizer) -> None:
-        self.step, self.optimizer = step, optimizer
+    `may_keep_gradients`: whether gradients may be alive in the forward in which memory peaks. `forward`, in
+    all methods: makes the context of each forward and its loss. `events`: told of each backward. `state`:
+    what has tensors that live from step to step.
+    """
+
+    may_keep_gradients: bool
+    state: Sequence[object]
+
+    def begin(self) -> None:
+        """Drop the gradients of the last step, if the step does so first."""
+
+    def run(
+        self,
+        model: nn.Module,
+        batch: Any,
+        forward: Callable[[], Context] = nullcontext,
+        events: StepEvents = _UNOBSERVED,
+    ) -> None:
+        """Take a step, and free everything that it made."""
+
+    def run_last(
+        self, model: nn.Module, batch: Any, forward: Callable[[], Context], events: StepEvents
+    ) -> None:
+        """Take the part of a step in which memory peaks, after `prepare`."""
+
+    def prepare(self, model: nn.Module, batch: Any, forward: Callable[[], Context]) -> None:
+        """Run a backward as in `run`, and change no parameter."""
+
+
+class LossStepper:
+    """Stepper of a `TrainingStep` with a loss. `backward` and `update`: contexts for these parts."""
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        optimizer: Optimizer,
+        loss: Callable[[nn.Module, Any], Tensor],
+        backward: Context = _NOTHING,
+        update: Context = _NOTHING,
+    ) -> None:
+        self.step, self.optimizer, self.loss = step, optimizer, loss
+        self.backward, self.update = backward, update
+        self.may_keep_gradients = step.accumulation > 1 or not step.set_to_none
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         device = self.parameters[0].device.type if self.parameters else "cpu"
         self.scaler = torch.amp.GradScaler(device, enabled=step.scaler)
+        self.state: Sequence[object] = (optimizer.state, self.scaler)
 
     def begin(self) -> None:
-        """Begin a step: drop the gradients of the last one, or set them to zero."""
+        """Drop the gradients of the last step, or set them to zero."""
         self.optimizer.zero_grad(set_to_none=self.step.set_to_none)
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward of the loss of one micro-batch."""
-        count = self.step.accumulation
-        self.scaler.scale(loss / count if count > 1 else loss).backward()
+    def run(
+        self,
+        model: nn.Module,
+        batch: Any,
+        forward: Callable[[], Context] = nullcontext,
+        events: StepEvents = _UNOBSERVED,
+    ) -> None:
+        """Take a step, all its micro-batches on `batch`, and free everything that it made."""
+        if self.step.accumulation > 1:
+            self.begin()
+        for _ in range(self.step.accumulation - 1):
+            self._add_gradients(model, batch, forward, events)
+        self.run_last(model, batch, forward, events)
 
-    def update(self) -> None:
+    def run_last(
+        self, model: nn.Module, batch: Any, forward: Callable[[], Context], events: StepEvents
+    ) -> None:
+        """Take the last micro-batch of a step, and the optimizer's step."""
+        if self.step.accumulation == 1:
+            self.begin()
+        self._add_gradients(model, batch, forward, events)
+        with self.update:
+            self._update()
+
+    def prepare(self, model: nn.Module, batch: Any, forward: Callable[[], Context]) -> None:
+        """Run the forward and backward of one micro-batch."""
+        self._add_gradients(model, batch, forward, _UNOBSERVED)
+
+    def _add_gradients(
+        self, model: nn.Module, batch: Any, forward: Callable[[], Context], events: StepEvents
+    ) -> None:
+        with forward():
+            loss = self.loss(model, batch)
+        events.backward_begins(BackwardCall([loss]))
+        count = self.step.accumulation
+        with self.backward:
+            self.scaler.scale(loss / count if count > 1 else loss).backward()
+        del loss
+        events.backward_ended()
+
+    def _update(self) -> None:
         """Clip the gradients, and take the optimizer's step."""
         if self.step.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -87,26 +164,103 @@ class Stepper:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def phases(
-        self, forward: Callable[[], Tensor], backward: Context = _NOTHING, update: Context = _NOTHING
-    ) -> Iterator[Tensor]:
-        """Run a step; yield the loss of each micro-batch, `forward()`, before its backward.
 
-        `backward` and `update`: contexts for the calls of these methods.
-        """
-        self.begin()
-        for _ in range(self.step.accumulation):
-            loss = forward()
-            yield loss.detach()
-            with backward:
-                self.backward(loss)
-            del loss
-        with update:
-            self.update()
+StepFunction = Callable[[nn.Module, Any, Optimizer], object]
+"""The user's whole step."""
+
+
+class FunctionStepper:
+    """Stepper of the user's own function. `explained`: context in which it runs; `fault`: makes an error."""
+
+    may_keep_gradients = True
+
+    def __init__(
+        self,
+        step: StepFunction,
+        optimizer: Optimizer,
+        explained: Context = _NOTHING,
+        fault: Callable[[str, str], WorkloadError] = lambda what, remedy: WorkloadError(f"{what}\n{remedy}"),
+    ) -> None:
+        self.step, self.optimizer, self.explained, self.fault = step, optimizer, explained, fault
+        self.state: Sequence[object] = (optimizer.state,)
+
+    def begin(self) -> None:
+        """Do nothing: the function itself drops gradients."""
 
     def run(
-        self, forward: Callable[[], Tensor], backward: Context = _NOTHING, update: Context = _NOTHING
+        self,
+        model: nn.Module,
+        batch: Any,
+        forward: Callable[[], Context] = nullcontext,
+        events: StepEvents = _UNOBSERVED,
+        *,
+        updates: bool = True,
+        retain: bool = False,
     ) -> None:
-        """Run a step, as `phases` does, and free everything that it made."""
-        for _ in self.phases(forward, backward, update):
-            pass
+        """Take a step. `updates=False`: the optimizer's steps do nothing. `retain`: graphs are retained.
+
+        Raise WorkloadError for a function without a backward, or without a step of the optimizer.
+        """
+        phases = _Phases(forward, events)
+        update = phases.watched(self.optimizer.step, updates)
+        stepping, watching = (
+            patch.object(self.optimizer, "step", update),
+            watching_backwards(phases, retain=retain),
+        )
+        with phases, self.explained, stepping, watching:
+            self.step(model, batch, self.optimizer)
+        if not phases.backwards:
+            raise self.fault("called no backward()", "a step computes gradients with loss.backward()")
+        if not phases.updates:
+            remedy = "end it so; a GradScaler that skips its first step needs a smaller init_scale"
+            raise self.fault("did not call optimizer.step()", remedy)
+
+    run_last = run
+
+    def prepare(self, model: nn.Module, batch: Any, forward: Callable[[], Context]) -> None:
+        """Take a step that changes no parameter."""
+        self.run(model, batch, forward, updates=False)
+
+
+class _Phases(StepEvents):
+    """Enters a context for each forward of a step: all that is no backward and no step of the optimizer."""
+
+    def __init__(self, forward: Callable[[], Context], events: StepEvents) -> None:
+        self.forward, self.events = forward, events
+        self.backwards = self.updates = 0
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self.forward())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.close()
+
+    def backward_begins(self, call: BackwardCall) -> None:
+        self._entered.close()
+        self.backwards += 1
+        self.events.backward_begins(call)
+
+    def backward_ended(self) -> None:
+        self.events.backward_ended()
+        self.__enter__()
+
+    def watched(self, step: Callable[..., Any], updates: bool) -> Callable[..., Any]:
+        """Return a step of the optimizer that is no forward, but for its closure."""
+
+        @functools.wraps(step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.updates += 1
+            closure = args[0] if args else kwargs.get("closure")
+            if closure is None:
+                self._entered.close()
+            try:
+                if updates:
+                    return step(*args, **kwargs)
+                with torch.enable_grad():
+                    return closure() if closure else None
+            finally:
+                if closure is None:
+                    self.__enter__()
+
+        return run

@@ -8,9 +8,10 @@ line.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 from mesa_tune.errors import WorkloadError
 from mesa_tune.workload.batches import to_device
 from mesa_tune.workload.model_file import read_model_file
-from mesa_tune.workload.step import Stepper, TrainingStep
+from mesa_tune.workload.step import FunctionStepper, LossStepper, StepFunction, Stepper, TrainingStep
 from mesa_tune.workload.user_code import explaining, located, mixed_seed, seeded
 
 DEFAULT_BATCH_SIZE = 32
@@ -36,8 +37,9 @@ class Workload:
     `model() -> nn.Module`, `batch(batch_size) -> tensors in any containers`, `loss(model, batch) -> scalar
     tensor`, `optimizer(parameters) -> Optimizer` (default AdamW). `device` is `cpu` or `cuda[:n]`, `autocast`
     None, `bfloat16` or `float16`. `accumulation`, `clip_norm`, `scaler` and `set_to_none`: see
-    `TrainingStep`. `checkpoints`: files of weights from several points of training, as
-    `torch.save` writes a state_dict.
+    `TrainingStep`. `step(model, batch, optimizer)`: the whole training step, where these do not say it; then
+    `loss` is not needed, and autocast is the step's own. `checkpoints`: files of weights from several points
+    of training, as `torch.save` writes a state_dict.
     `path` and `fingerprint` (SHA-256 of the content, local modules included) are those of the model file.
 
     Every method raises WorkloadError if a function raises or returns something wrong. Out-of-memory errors
@@ -46,7 +48,7 @@ class Workload:
 
     model: Callable[[], nn.Module]
     batch: Callable[[int], Any]
-    loss: Callable[[nn.Module, Any], Tensor]
+    loss: Callable[[nn.Module, Any], Tensor] | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     _: KW_ONLY
     batch_size: int
@@ -57,6 +59,7 @@ class Workload:
     clip_norm: float | None = None
     scaler: bool = False
     set_to_none: bool = True
+    step: StepFunction | None = None
     checkpoints: Sequence[str | Path] = ()
     path: Path | None = None
     fingerprint: str | None = None
@@ -66,7 +69,7 @@ class Workload:
         _require_device(str(self.device))
         _require_autocast(self.autocast)
         _require_paths(self.checkpoints)
-        _ = self.step  # raises for values that it does not take
+        _require_one_step(self.step, self.loss, self.training_step.changed(), self.autocast)
         object.__setattr__(self, "device", str(self.device))
 
     @classmethod
@@ -90,13 +93,14 @@ class Workload:
         return cls(
             names["model"],
             names["batch"],
-            names["loss"],
+            names.get("loss"),
             names.get("optimizer"),
             batch_size=names.get("BATCH_SIZE", DEFAULT_BATCH_SIZE) if batch_size is None else batch_size,
             device=device or default_device(),
             autocast=None if autocast == "none" else autocast,
             seed=seed,
             path=path,
+            step=names.get("step"),
             **{name.lower(): names[name] for name in _STEP_NAMES if name in names},
             checkpoints=_beside(path, names.get("CHECKPOINTS", ())),
             fingerprint=fingerprint,
@@ -116,13 +120,13 @@ class Workload:
             "autocast": self.autocast,
             "batch_size": self.batch_size,
             "seed": self.seed,
-            **self.step.changed(),
+            **self.training_step.changed(),
             **({"checkpoints": [str(each) for each in self.checkpoints]} if self.checkpoints else {}),
         }
 
     @property
-    def step(self) -> TrainingStep:
-        """What a training step is made of."""
+    def training_step(self) -> TrainingStep:
+        """What a training step is made of, if it is not the user's function."""
         return TrainingStep(self.accumulation, self.clip_norm, self.scaler, self.set_to_none)
 
     def build(self) -> nn.Module:
@@ -153,6 +157,7 @@ class Workload:
         `check=False` does not read its value: for fake tensors, and where a synchronization would disturb
         times.
         """
+        assert self.loss is not None
         with explaining("loss()", self.loss, self.path), self.autocasting():
             loss = self.loss(model, batch)
         fault = _loss_fault(loss, check=check)
@@ -162,12 +167,32 @@ class Workload:
 
     def take_step(self, model: nn.Module, batch: Any, optimizer: Optimizer) -> None:
         """Run one training step of `model`, all its micro-batches on `batch`."""
+        self.stepper(optimizer).run(model, batch)
+
+    def stepper(self, optimizer: Optimizer, *, check: bool = True) -> Stepper:
+        """Return what takes training steps with `optimizer`; `check`: see `compute_loss`."""
+        if self.step is not None:
+            return self.function_stepper(optimizer)
         name = "optimizer.step()" if self.optimizer else "the step of AdamW, as there is no optimizer(),"
-        Stepper(self.step, optimizer).run(
-            lambda: self.compute_loss(model, batch),
+        return LossStepper(
+            self.training_step,
+            optimizer,
+            partial(self.compute_loss, check=check),
             backward=explaining("the backward of loss()", self.loss, self.path),
             update=explaining(name, self.optimizer or self.model, self.path),
         )
+
+    def function_stepper(self, optimizer: Optimizer) -> FunctionStepper:
+        """Return what takes the user's own steps."""
+        assert self.step is not None
+        return FunctionStepper(
+            self.step, optimizer, explaining("step()", self.step, self.path), self.step_error
+        )
+
+    def step_error(self, what: str, remedy: str) -> WorkloadError:
+        """Return an error of `step`, or else of `loss`: what it does, and the remedy."""
+        name = "loss" if self.step is None else "step"
+        return self._error(name, getattr(self, name), what, remedy)
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         """Return the user's optimizer, or AdamW, over the trainable parameters of `model`."""
@@ -194,6 +219,23 @@ class Workload:
         return WorkloadError(
             f"{located(function, self.path)}: {name}() {what}\n"
             + (remedy or "`mesa-tune init` writes a model file that shows what each function returns")
+        )
+
+
+def _require_one_step(step: object, loss: object, parts: Mapping[str, object], autocast: str | None) -> None:
+    """Raise WorkloadError unless there is either a loss, or a step that says everything."""
+    if step is None and loss is None:
+        raise WorkloadError("neither loss nor step is given\ngive loss(model, batch), or the whole step")
+    if step is not None and not callable(step):
+        raise WorkloadError(
+            f"step is {_kind(step)}, not a function\n"
+            "write it as def step(model, batch, optimizer), or leave it out"
+        )
+    others = [name.upper() for name in parts] + ["AUTOCAST"] * (autocast is not None)
+    if step is not None and others:
+        raise WorkloadError(
+            f"both step() and {', '.join(others)} say what a training step is\n"
+            "choose one: let step() do all of it (torch.autocast, too), or leave step() out"
         )
 
 

@@ -147,7 +147,7 @@ def test_bytes_are_predicted(kind: str, traced: tuple[mt.Workload, Traced]) -> N
     policy = mt.Policy.from_assignments((*layer, chance.choice(settings)) for layer in layers)
     step = timeline.at().under(policy.assignment(layers))
     model = mt.convert(work.build(), policy, seed=0)
-    found = measure_step(model, work.make_batch(), own_loss, work.make_optimizer(model), work.step)
+    found = measure_step(model, work.make_batch(), own_loss, work.make_optimizer(model), work.training_step)
     assert abs(step.saved_bytes - found.saved_bytes) <= 64
     # The measurement also holds the loss.
     assert -0.003 * found.peak_bytes <= step.peak_bytes - found.peak_bytes <= 0.01 * found.peak_bytes

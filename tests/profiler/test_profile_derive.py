@@ -96,7 +96,7 @@ def _profiles() -> dict[str, Profile]:
 def measured(work: mt.Workload, policy: mt.Policy, batch_size: int) -> Any:
     def compressed_loss(model: nn.Module, batch: Any) -> Tensor:
         with mt.compress_saved(policy, seed=0):
-            return work.loss(model, batch)
+            return work.compute_loss(model, batch)
 
     model = mt.convert(work.build(), policy, seed=0)
     return measure_step(model, work.make_batch(batch_size), compressed_loss, work.make_optimizer(model))

@@ -111,7 +111,9 @@ class TestVerify:
     def test_where_plain_does_not_fit_exact_gradients_come_from_checkpoints(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(verification, "measure_step", failing(meter.measure_step, calls={0}))
+        monkeypatch.setattr(
+            verification, "measure_second_step", failing(meter.measure_second_step, calls={0})
+        )
         found = checked(Policy.uniform(level=16))
         assert found.baseline == Measured(None, None, None)
         assert found.step_ratio is None
@@ -121,7 +123,9 @@ class TestVerify:
         assert found.policy.step_ms
 
     def test_where_the_policy_does_not_fit_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(verification, "measure_step", failing(meter.measure_step, calls={0, 1}))
+        monkeypatch.setattr(
+            verification, "measure_second_step", failing(meter.measure_second_step, calls={0, 1})
+        )
         with pytest.raises(RunError, match="batch size 128 does not fit under this policy"):
             checked(Policy.uniform(level=16))
 

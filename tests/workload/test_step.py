@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory.meter import measure_step
-from mesa_tune.workload.step import Stepper, TrainingStep
+from mesa_tune.workload.step import LossStepper, TrainingStep
 
 STEPS: dict[str, dict[str, Any]] = {
     "simple": {},
@@ -49,7 +49,7 @@ def test_memory_is_predicted(name: str, level: int | None) -> None:
             return work.compute_loss(model, x)
 
     optimizer = work.make_optimizer(converted)
-    found = measure_step(converted, work.make_batch(), compressed_loss, optimizer, work.step)
+    found = measure_step(converted, work.make_batch(), compressed_loss, optimizer, work.training_step)
     predicted = mt.profile(work, options=[]).predict(policy)
     assert predicted.saved_bytes == found.saved_bytes
     # The measurement itself holds the loss and the scaler's numbers.
@@ -85,7 +85,7 @@ def test_a_step_is_what_pytorch_would_do() -> None:
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (net, twin)]
     batches = iter(x)
     step = TrainingStep(accumulation=2, clip_norm=0.1, scaler=True)
-    Stepper(step, optimizers[0]).run(lambda: loss(net, next(batches)))
+    LossStepper(step, optimizers[0], lambda net, batches: loss(net, next(batches))).run(net, batches)
     for batch in x:
         (loss(twin, batch) / 2).backward()
     nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
@@ -101,7 +101,7 @@ def test_the_model_file_says_it(tmp_path: Path) -> None:
         "ACCUMULATION = 4\nCLIP_NORM = 1.0\nSCALER = True\nSET_TO_NONE = False\n"
     )
     work = mt.Workload.load(path)
-    assert work.step == TrainingStep(4, 1.0, True, False)
+    assert work.training_step == TrainingStep(4, 1.0, True, False)
     assert work.description["accumulation"] == 4
     assert "accumulation" not in workload().description
 

@@ -23,6 +23,7 @@ from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.entries import Noise
 from mesa_tune.profiler.errors.recorded import as_real
+from mesa_tune.profiler.errors.step_gradient import step_gradient
 from mesa_tune.workload.checkpoints import with_checkpoints
 from mesa_tune.workload.session import RawConversion, session
 from mesa_tune.workload.user_code import mixed_seed, seeded
@@ -85,6 +86,9 @@ class JointError:
 
         Run its backward, too, where parts of the forward run again in it.
         """
+        if self.workload.step is not None:
+            self._gradient([batch], draw, policy, 0)
+            return
         with self._undisturbed(draw), compress_saved(policy, seed=0):
             loss = self.workload.compute_loss(self.model, batch)
             conversion = conversion_of(self.model)
@@ -113,8 +117,8 @@ class JointError:
         It comes from kernels that are not deterministic, and from formulas that compute in another order.
         """
         batches, exact, size = self._exact_at(draw)
-        with session(self.workload, self.model, Policy.parse(""), kind=RawConversion) as running:
-            gradient = self._gradient_of(batches, draw, lambda _, batch: running.loss(batch))
+        with session(self.model, Policy.parse(""), kind=RawConversion) as running:
+            gradient = self._gradient_of(batches, draw, lambda _: running.forward())
             return squared(gradient, exact) / size
 
     def noise(self, steps: int = NOISE_STEPS, measured: range = range(1)) -> Noise:
@@ -154,24 +158,16 @@ class JointError:
     def _gradient(
         self, batches: Sequence[Any], draw: int, policy: Policy | None, rounding_seed: int
     ) -> Gradient:
-        """Return the sum of the gradients of a step's batches."""
+        """Return the sum of the gradients of all backwards of a step."""
+        return self._gradient_of(
+            batches, draw, lambda index: self._storing(policy, rounding_seed + index * _SEEDS_PER_BATCH)
+        )
 
-        def loss(index: int, batch: Any) -> Tensor:
-            with self._storing(policy, rounding_seed + index * _SEEDS_PER_BATCH):
-                return self.workload.compute_loss(self.model, batch)
-
-        return self._gradient_of(batches, draw, loss)
-
-    def _gradient_of(self, batches: Sequence[Any], draw: int, loss: Callable[[int, Any], Tensor]) -> Gradient:
-        for parameter in self.parameters:
-            parameter.grad = None
+    def _gradient_of(
+        self, batches: Sequence[Any], draw: int, forward: Callable[[int], AbstractContextManager[Any]]
+    ) -> Gradient:
         with self._undisturbed(draw):
-            for index, batch in enumerate(batches):
-                loss(index, batch).backward()
-        gradient = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        return gradient
+            return step_gradient(self.workload, self.model, self.parameters, batches, forward)
 
     def _storing(self, policy: Policy | None, seed: int) -> AbstractContextManager[Any]:
         """Return the context of a forward under `policy`, or of an exact one."""
@@ -181,15 +177,19 @@ class JointError:
 
     @contextmanager
     def _undisturbed(self, draw: int) -> Iterator[None]:
-        """Run the body under random states that depend on `draw`; restore them and the buffers afterwards."""
-        saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        """Run the body under random states that depend on `draw`; restore them and the buffers afterwards.
+
+        The user's own step may also change parameters, such as averages of others: restore them, too.
+        """
+        changed = [*self.model.buffers(), *(self.model.parameters() if self.workload.step else ())]
+        saved = [(tensor, tensor.detach().clone()) for tensor in changed]
         try:
             with seeded(mixed_seed(self.workload.seed, -1 - draw), self.workload.device):
                 yield
         finally:
             with torch.no_grad():
-                for buffer, value in saved:
-                    buffer.copy_(value)
+                for tensor, value in saved:
+                    tensor.copy_(value)
 
 
 def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None] | None = None) -> float:

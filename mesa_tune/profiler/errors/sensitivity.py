@@ -146,22 +146,25 @@ class Sensitivity:
         self.seed, self.splits, self.screens, self.tries = seed, splits, screens, tries
         self.sizes: dict[Any, float] = {}
         self.recording = _Recording()
-        self.loss: Tensor | None = None
+        self.outputs: Sequence[Tensor] = ()
+        self.gradients: Sequence[Tensor] = ()
         self.exact: Difference = {}
         self.norm = 0.0
         self.references: frozenset[LayerSettings] = frozenset()
         self.amplifications: dict[Amplified, float] = {}
 
-    def record(self, loss: Tensor, others: Iterable[Tensor] = ()) -> None:
-        """Run the exact backward of `loss`, and retain its graph.
+    def record(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], others: Iterable[Tensor] = ()
+    ) -> None:
+        """Run the exact backward of `outputs` from `gradients`, and retain its graph.
 
         `others`: the losses of the other micro-batches of the step. Errors are relative to the sum of all
         gradients. All micro-batches round, each by itself: n of them have n times the recorded one's error.
         """
-        self.loss = loss
+        self.outputs, self.gradients = outputs, gradients
         self.recording.open = True
         with observing(self.recording):
-            exact = self._backward([loss], [torch.ones_like(loss)])
+            exact = self._backward(outputs, gradients)
         self.recording.open = False
         total, batches = dict(exact), 1
         if self.recording.hooked:  # only their errors are differences to it; it is as large as the model
@@ -213,9 +216,8 @@ class Sensitivity:
         if recorded.keys() <= self.recording.wanted:
             return
         self.recording.want(recorded)
-        assert self.loss is not None
         with observing(self.recording):
-            self._backward([self.loss], [torch.ones_like(self.loss)])
+            self._backward(self.outputs, self.gradients)
 
     def _draw(self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings) -> dict[str, Draw]:
         changes = self._changes(calls, option, self.seed, self.tries)
@@ -346,10 +348,9 @@ class Sensitivity:
         return draw
 
     def _hooked_error(self, layer: str, option: LayerSettings) -> float:
-        assert self.loss is not None
         self.recording.changed = (layer, _spec(option), torch.tensor([self.seed]))
         with observing(self.recording):
-            gradient = self._backward([self.loss], [torch.ones_like(self.loss)])
+            gradient = self._backward(self.outputs, self.gradients)
         self.recording.changed = None
         for parameter, exact in self.exact.items():
             gradient[parameter] = gradient[parameter] - exact

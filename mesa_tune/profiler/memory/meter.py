@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -24,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mesa_tune.workload.step import Stepper, TrainingStep
+from mesa_tune.workload.boundaries import BackwardCall, StepEvents
+from mesa_tune.workload.step import Context, LossStepper, Stepper, TrainingStep
 from mesa_tune.workload.user_code import is_out_of_memory
 
 _SIMPLE = TrainingStep()
@@ -164,40 +166,55 @@ def measure_step(
     optimizer: Optimizer,
     step: TrainingStep = _SIMPLE,
 ) -> StepMemory:
+    """Return the memory of the second training step of `model` with this loss; see `measure_second_step`."""
+    return measure_second_step(LossStepper(step, optimizer, loss_fn), model, batch)
+
+
+def measure_second_step(
+    stepper: Stepper, model: nn.Module, batch: Any, forward: Callable[[], Context] = nullcontext
+) -> StepMemory:
     """Return the memory of the second training step of `model` on `batch`; both steps change the model.
 
     The first step creates optimizer state and lazy buffers. Saved: born after the model and the batch, and
-    alive when the (last) loss exists, except parameters, their gradients, buffers, optimizer state and the
-    loss itself. Peak: on the CPU the high-water mark of live storages; on CUDA the allocator's own, less what
-    it had allocated before.
+    alive when a backward begins, except parameters, their gradients, buffers, optimizer state and the loss
+    itself; of several backwards the most. Peak: on the CPU the high-water mark of live storages; on CUDA the
+    allocator's own, less what it had allocated before. `forward`: see `Stepper`.
     """
-    stepper = Stepper(step, optimizer)
     inputs = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     device = next((tensor.device for tensor in inputs), torch.device("cpu"))
     is_cuda = device.type == "cuda"
     foreign = (torch.cuda.memory_allocated(device) if is_cuda else 0) - bytes_of(inputs)
     with Meter() as meter:
-        stepper.run(lambda: loss_fn(model, batch))
+        stepper.run(model, batch, forward)
         stepper.begin()
         gc.collect()
-        static = [*inputs, *tensors_in(optimizer.state), *tensors_in(stepper.scaler), *gradients_of(model)]
+        static = [*inputs, *tensors_in(stepper.state)]
+        static_bytes = bytes_of([*static, *gradients_of(model)])
         older = bytes_of(static) - meter.counted_bytes(static)
         meter.reset_high_water()
         if is_cuda:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-        saved_bytes = 0
-        for loss in stepper.phases(lambda: loss_fn(model, batch)):
-            without = [*static, *model.buffers(), *gradients_of(model), loss]
-            saved_bytes = meter.live_since(0, without=without)
-            # The next micro-batch does not need it: a mean over a tensor keeps memory of the tensor's size.
-            del loss, without
+        saved = _SavedBytes(meter, model, static)
+        stepper.run(model, batch, forward, saved)
         if is_cuda:
             torch.cuda.synchronize(device)
             peak = torch.cuda.max_memory_allocated(device) - foreign
         else:
             peak = older + meter.high_water
-    return StepMemory(bytes_of(static), saved_bytes, peak)
+    return StepMemory(static_bytes, saved.most, peak)
+
+
+class _SavedBytes(StepEvents):
+    """The most bytes that are saved when a backward begins. `static` tensors are not counted."""
+
+    def __init__(self, meter: Meter, model: nn.Module, static: list[Tensor]) -> None:
+        self.meter, self.model, self.static = meter, model, static
+        self.most = 0
+
+    def backward_begins(self, call: BackwardCall) -> None:
+        without = [*self.static, *self.model.buffers(), *gradients_of(self.model), *call.outputs]
+        self.most = max(self.most, self.meter.live_since(0, without=without))
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:

@@ -6,13 +6,13 @@ other layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import UNLISTED, LayerEntry
 from mesa_tune.profiler.memory.packed_sizes import settings_bytes, within
-from mesa_tune.profiler.memory.step_trace import CodedTrace, PlainTrace
+from mesa_tune.profiler.memory.step_trace import CodedTrace, PlainTrace, StepTrace
 from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED, TracedSteps, unattributed_bytes
 
 
@@ -46,11 +46,11 @@ class Rows:
                 module=_module(name, self.modules),
                 shape=largest.shape if largest else stored[0].shape,
                 dtype=largest.dtype if largest else "float32",
-                bytes=sum(plain.lifetimes[number].bytes for number, _ in saved),
+                bytes=_most(plain, {number: plain.lifetimes[number].bytes for number, _ in saved}),
                 own_bytes=sum(
                     plain.lifetimes[number].bytes
                     for number, item in saved
-                    if item.layers[0] == name and plain.is_saved(number)
+                    if item.layers[0] == name and plain.is_counted(number)
                 ),
                 shared_with=tuple(self._sharers(name)),
                 options=(),
@@ -89,21 +89,30 @@ class Rows:
     def bytes(self, name: str, option: LayerSettings) -> int:
         """Return the bytes that the layer saves under `option`."""
         packed = self.packed
-        total = sum(packed.lifetimes[number].bytes for number, layer in packed.side.items() if layer == name)
-        for item in packed.coded.values():
+        sizes = {
+            number: packed.lifetimes[number].bytes for number, layer in packed.side.items() if layer == name
+        }
+        for number, item in packed.coded.items():
             if name in item.layers:
                 elements = prod(item.shape)
                 small = elements <= MIN_ELEMENTS
                 samples = item.shape[0] if len(item.shape) > 1 else 1
                 own = within(option, packed.rows.get(name, 0))
                 packed_bytes = settings_bytes(elements, own, item.itemsize, samples)
-                total += elements * item.itemsize if small else packed_bytes
-        return total
+                sizes[number] = elements * item.itemsize if small else packed_bytes
+        return _most(packed, sizes)
 
     def can_be_stored(self, group: Sequence[str]) -> bool:
         """Return whether anything that these layers save can be compressed."""
         coded = any(set(item.layers) & set(group) for item in self.packed.coded.values())
         return coded or any(layer in group for layer in self.packed.side.values())
+
+
+def _most(trace: StepTrace, sizes: Mapping[int, int]) -> int:
+    """Return the sum of these sizes of storages; of a step with several forwards, the most of one of them."""
+    forwards = range(len(trace.forwards))
+    sums = [sum(sizes[number] for number in sizes if trace.belongs_to(number, index)) for index in forwards]
+    return max(sums, default=0)
 
 
 def _module(name: str, modules: Sequence[str]) -> str:

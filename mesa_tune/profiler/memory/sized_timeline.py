@@ -17,6 +17,7 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.distinct import Assignment, DistinctSettings, Incidence
 from mesa_tune.profiler.memory.kinds import GRADIENTS, SAVED, STATIC, WORKING, Peak
 from mesa_tune.profiler.memory.packed_sizes import LayerTraits, PackedSizes, in_effect
+from mesa_tune.profiler.memory.step_trace import last_of_forwards
 
 Bytes = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -53,7 +54,11 @@ class SizedSpan:
 
 
 class SizedTimeline:
-    """A timeline at one batch size. `traits`: of every layer; `serving`: see `Timeline`."""
+    """A timeline at one batch size. `traits`: of every layer; `serving`: see `Timeline`.
+
+    `saved_after`: whether each span is alive when each forward ends; shape [forwards, spans]. `saved`: the
+    same for the forward that saves the most in the plain step.
+    """
 
     def __init__(
         self,
@@ -72,8 +77,12 @@ class SizedTimeline:
         self.exact, self.packed, self.derived = (
             _array(getattr(slot, name) for slot in slots) for name in ("exact", "packed", "derived")
         )
-        self.forward_end = max((i for i, slot in enumerate(slots) if slot.phase == "forward"), default=-1)
-        self.saved = np.array([span.first <= self.forward_end < span.last for span in spans], dtype=np.bool_)
+        self.saved_after = np.array(
+            [[span.first <= end < span.last for span in spans] for end in last_of_forwards(slots)],
+            dtype=np.bool_,
+        )
+        plain = [span.size if span.kind in ("plain", "always") else 0 for span in spans]
+        self.saved: Flags = self.saved_after[(self.saved_after @ np.array(plain, dtype=np.int64)).argmax()]
 
     def under(self, assignment: Assignment) -> StepBytes:
         """Return the bytes of the step under `assignment`."""
@@ -88,7 +97,7 @@ class SizedTimeline:
         return self.under(assignment).peak_bytes
 
     def saved_bytes(self, assignment: Assignment) -> int:
-        """Return the bytes of all spans that are alive when the forward ends."""
+        """Return the bytes of all spans that are alive when the forward ends; of several, the most."""
         return self.under(assignment).saved_bytes
 
     def compressed(self, assignment: Assignment) -> dict[str, LayerSettings]:
@@ -304,8 +313,8 @@ class StepBytes:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes of all spans that are alive when the forward ends."""
-        return int(self.spans[self.sized.saved].sum())
+        """The bytes of all spans that are alive when the forward ends; of several, the most."""
+        return int((self.sized.saved_after @ self.spans).max())
 
 
 def _array(values: Iterable[int]) -> Bytes:

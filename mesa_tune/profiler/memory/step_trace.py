@@ -6,8 +6,10 @@ only its bytes, but also which calls save it, in which form, and what else keeps
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +70,15 @@ class PlainTrace:
     calls: list[CallKey] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Forward:
+    """A forward with its loss: the moments of its begin and end, and the bytes that are saved then."""
+
+    begin: int
+    end: int
+    saved_bytes: int
+
+
 @dataclass
 class StepTrace:
     """Everything observed in one step. A storage is named by its number, in the order of birth.
@@ -83,9 +94,10 @@ class StepTrace:
     autograd itself saves, in order (None: older than the step). `first_parts`: for each tensor stored in
     parts, the storage of the first part. `derived`: for each tensor that is derived instead, the layers whose
     saved tensors this takes. `serving`: layers that save their input only because others derive from it.
-    `saved_bytes`: bytes alive when the forward ended; `ended`: when this was; `loss`: what it returned.
-    `gradients`: the storages of the parameters' gradients, as far as they were born in the step.
-    `variables`: storages that were alive then, but only because the user's own code refers to them.
+    `forwards`: each that ends with a backward; a step may have several. `losses`: what their backwards start
+    from. `gradients`: the storages of the parameters' gradients, as far as they die in the step or were born
+    in it; `static_gradients`: bytes of the others. `variables`: storages that are alive when a forward ends,
+    but only because the user's own code refers to them.
     """
 
     lifetimes: dict[int, Lifetime] = field(default_factory=dict)
@@ -105,20 +117,47 @@ class StepTrace:
     first_parts: dict[TensorKey, int] = field(default_factory=dict)
     derived: dict[TensorKey, tuple[str, ...]] = field(default_factory=dict)
     serving: set[str] = field(default_factory=set)
-    saved_bytes: int = 0
-    ended: int = NEVER
-    loss: int | None = None
-    gradients: frozenset[int] = frozenset()
+    static_gradients: int = 0
+    forwards: list[Forward] = field(default_factory=list)
+    losses: set[int] = field(default_factory=set)
+    gradients: set[int] = field(default_factory=set)
     variables: set[int] = field(default_factory=set)
 
-    def is_saved(self, number: int) -> bool:
-        """Return whether the storage is alive for backward when the forward ends."""
-        return self.ends_alive(number) and number not in self.variables
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes alive when the forward ended that saves the most."""
+        return self.forwards[self.fullest].saved_bytes if self.forwards else 0
 
-    def ends_alive(self, number: int) -> bool:
-        """Return whether the storage is alive when the forward ends."""
+    @property
+    def fullest(self) -> int:
+        """Index of the first of the forwards that save the most."""
+        sizes = [forward.saved_bytes for forward in self.forwards]
+        return sizes.index(max(sizes))
+
+    def is_saved(self, number: int) -> bool:
+        """Return whether the storage is alive for backward when a forward ends."""
+        return bool(self.saved_after(number))
+
+    def is_counted(self, number: int) -> bool:
+        """Return whether the storage is alive for backward when the fullest forward ends."""
+        return self.fullest in self.saved_after(number)
+
+    def saved_after(self, number: int) -> list[int]:
+        """Return the forwards at whose end the storage is alive for backward."""
+        kept_anyway = number in self.variables or number in self.gradients
+        return [] if kept_anyway else self.alive_after(number)
+
+    def alive_after(self, number: int) -> list[int]:
+        """Return the forwards at whose end the storage is alive."""
         lifetime = self.lifetimes[number]
-        return lifetime.birth <= self.ended < lifetime.death
+        ends = [forward.end for forward in self.forwards]
+        return [index for index, end in enumerate(ends) if lifetime.birth <= end < lifetime.death]
+
+    def belongs_to(self, number: int, index: int) -> bool:
+        """Return whether the storage is alive at the end of this forward, or born in it or its backward."""
+        following = self.forwards[index + 1].begin if index + 1 < len(self.forwards) else NEVER
+        born_in = self.forwards[index].begin <= self.lifetimes[number].birth < following
+        return born_in or index in self.saved_after(number)
 
     def drop_dead_after_forward(self) -> None:
         """Drop the saved tensors whose storage died before the forward ended.
@@ -126,7 +165,11 @@ class StepTrace:
         A checkpoint frees what its part saves in the first run. Other graphs are freed because no backward
         runs through them. What the part saves in its second run, in the backward, stays.
         """
-        dead = {number for number, lifetime in self.lifetimes.items() if lifetime.death <= self.ended}
+        dead = {
+            number
+            for number, lifetime in self.lifetimes.items()
+            if any(each.begin <= lifetime.birth and lifetime.death <= each.end for each in self.forwards)
+        }
         self.coded = {number: item for number, item in self.coded.items() if number not in dead}
         self.side = {number: layer for number, layer in self.side.items() if number not in dead}
         self.plain = {number: item for number, item in self.plain.items() if number not in dead}
@@ -137,9 +180,9 @@ class StepTrace:
         return np.array([slot.moment for slot in self.slots], dtype=np.int64)
 
     @cached_property
-    def forward_end(self) -> int:
-        """Index of the last slot of the forward, in a finished step."""
-        return max(index for index, slot in enumerate(self.slots) if slot.phase == "forward")
+    def forward_ends(self) -> list[int]:
+        """Indices of the last slots of the forwards, in a finished step."""
+        return last_of_forwards(self.slots)
 
     @cached_property
     def parts(self) -> frozenset[int]:
@@ -183,3 +226,9 @@ class StepTrace:
     def peak(self) -> int:
         """Return the most bytes alive at once, without those that are older than the step."""
         return max(slot.high for slot in self.slots)
+
+
+def last_of_forwards(slots: Sequence[Any]) -> list[int]:
+    """Return the index of the last slot of each forward; slots have a layer and a phase."""
+    ends = [index for index, slot in enumerate(slots[1:]) if slot.layer is None and slot.phase == "backward"]
+    return ends or [max((index for index, slot in enumerate(slots) if slot.phase == "forward"), default=-1)]

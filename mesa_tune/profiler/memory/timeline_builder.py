@@ -96,12 +96,15 @@ def _paired(span: _TracedSpan, other: _TracedSpan) -> SavedSpan:
 def _until_released(span: SavedSpan, trace: StepTrace) -> Iterator[SavedSpan]:
     """Yield `span` in parts: after its backward, a layer keeps a storage that it saves exactly no longer.
 
-    A layer without a slot in the backward keeps it until the end.
+    A layer without a slot in the backward keeps it until the end. So does one whose backward is over before
+    the last one of them begins: its graph was retained.
     """
     if span.kind not in ("plain", "side") or len(span.layers) < 2:
         yield span
         return
     releases = [trace.last_backward(layer, span.first, span.last) for layer in span.layers]
+    begin = max((end for end in trace.forward_ends if end < max(releases)), default=0)
+    releases = [span.last if release < begin else release for release in releases]
     first = span.first
     for last in sorted(set(releases)):
         keepers = [number for number, release in enumerate(releases) if release >= last]
@@ -263,9 +266,9 @@ def _unattributed(
         new = counterparts.get(number)
         if is_unattributed(plain, number) and new is not None and (new in always or packed.stays_whole(new)):
             yield _TracedSpan("always", (), lifetime.bytes, 1, _alive(packed, new), lifetime.bytes)
-            unexplained -= lifetime.bytes
+            unexplained -= lifetime.bytes * plain.is_counted(number)
     if unexplained > 0:
-        end = packed.forward_end
+        end = packed.forward_ends[plain.fullest]
         yield _TracedSpan("always", (), unexplained, 1, (end, end + 1), unexplained)
 
 
@@ -284,7 +287,7 @@ def _alive(trace: StepTrace, number: int) -> tuple[int, int]:
     """Return the first and the last slot in which the storage is alive; a saved one reaches the backward."""
     birth = _birth_slot(trace, number)
     ends = _ends(trace.alive(number, trace.moments)) or (birth, birth)
-    return _into_backward(trace, ends) if trace.is_saved(number) else ends
+    return _into_backward(trace, trace.saved_after(number), ends)
 
 
 def _ends(marked: NDArray[np.bool_]) -> tuple[int, int] | None:
@@ -298,8 +301,10 @@ def _birth_slot(trace: StepTrace, number: int) -> int:
     return max(0, int(before) - 1)
 
 
-def _into_backward(trace: StepTrace, ends: tuple[int, int]) -> tuple[int, int]:
-    return min(ends[0], trace.forward_end), max(ends[1], trace.forward_end + 1)
+def _into_backward(trace: StepTrace, saved_after: list[int], ends: tuple[int, int]) -> tuple[int, int]:
+    """Return `ends`, extended to the backwards that follow the forwards `saved_after`."""
+    last = [trace.forward_ends[forward] for forward in saved_after]
+    return min([ends[0], *last]), max([ends[1], *(slot + 1 for slot in last)])
 
 
 def _extension(
@@ -316,4 +321,5 @@ def _extension(
         extended &= ~steps.packed.alive(counterpart, moments)
         death = steps.packed.lifetimes[counterpart].death
         ends = _ends(extended & (moments >= death)) or _ends(extended)
-    return _into_backward(steps.packed, ends or (0, 0)) if steps.plain.is_saved(number) else ends
+    saved_after = steps.plain.saved_after(number)
+    return _into_backward(steps.packed, saved_after, ends or (0, 0)) if saved_after else ends

@@ -8,12 +8,12 @@ calls in the same order. So the trace records the storages that each call takes 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
@@ -23,32 +23,53 @@ from mesa_tune.engine.storage import Packing
 from mesa_tune.engine.tensors import is_small_view
 from mesa_tune.formulas.activation import POINTWISE_INPUT
 from mesa_tune.ops.maps import Deferred
-from mesa_tune.profiler.memory.meter import Meter, storages
+from mesa_tune.profiler.memory.meter import Meter, gradients_of, storages
 from mesa_tune.profiler.memory.step_trace import (
     NEVER,
     CallKey,
     CodedTrace,
+    Forward,
     Lifetime,
     PlainTrace,
     SlotTrace,
     StepTrace,
     TensorKey,
 )
-from mesa_tune.workload.step import Stepper
+from mesa_tune.workload.boundaries import BackwardCall, StepEvents
+from mesa_tune.workload.step import Context, Stepper
 
 
 class Recorder(Meter):
-    """A meter that records the lifetimes of all storages, on a clock that ticks at every birth and death."""
+    """A meter that records the lifetimes of all storages, on a clock that ticks at every birth and death.
 
-    def __init__(self) -> None:
+    `gradients`: those that are alive when the step begins, and may die in it.
+    """
+
+    def __init__(self, gradients: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.trace = StepTrace()
         self.now = 0
+        self.open_slot(None, "forward")
+        for storage in storages(list(gradients)):
+            self._see_result(storage)
+        self.trace.gradients = {birth.number for birth in self._births.values()}
+        self._older_gradients = frozenset(self.trace.gradients)
 
     def number(self, storage: UntypedStorage) -> int | None:
         """Return the number of a storage that was born in this step; None for an older one."""
         birth = self._births.get(storage._cdata)
         return None if birth is None else birth.number
+
+    def take_static_gradients(self) -> None:
+        """Count the gradients that have lived through the whole step as older than it."""
+        trace = self.trace
+        through = self._older_gradients & {birth.number for birth in self._births.values()}
+        trace.static_gradients = sum(trace.lifetimes.pop(number).bytes for number in through)
+        trace.gradients -= through
+        # Without its birth, no death of a gradient is recorded.
+        self._births = {key: birth for key, birth in self._births.items() if birth.number not in through}
+        for slot in trace.slots:
+            slot.high = max(0, slot.high - trace.static_gradients)
 
     def open_slot(self, layer: str | None, phase: str) -> None:
         """Begin a new slot."""
@@ -198,19 +219,18 @@ class Tracer(Observer):
             self.trace.again[layer, self.calls_in_backward[layer], returned] = numbers
 
 
-class StepRecording:
-    """Context in which a step is traced; it is told where the phases of the step begin.
+class StepRecording(StepEvents):
+    """Context in which a step of `model` is traced; it is told of each backward.
 
     Tensors in `static` are not counted. `trace` is complete when the context has ended.
     """
 
-    def __init__(self, static: list[Tensor], recorder: Recorder | None = None) -> None:
+    def __init__(self, model: nn.Module, static: list[Tensor], recorder: Recorder) -> None:
         static_storages = {storage._cdata for storage in storages(static)}
-        self.static = static
-        self.recorder = recorder or Recorder()
+        self.model, self.static, self.recorder = model, static, recorder
         self.trace = self.recorder.trace
         self.tracer = Tracer(self.recorder, lambda tensor: tensor.untyped_storage()._cdata in static_storages)
-        self.recorder.open_slot(None, "forward")
+        self._begin = 0
         self._contexts = ExitStack()
 
     def __enter__(self) -> StepRecording:
@@ -221,36 +241,37 @@ class StepRecording:
     def __exit__(self, *_: object) -> None:
         self._contexts.close()
         self.trace.drop_dead_after_forward()
+        self.recorder.take_static_gradients()
 
-    def begin_backward(self, loss: Tensor) -> None:
-        """Note that the forward has ended, and the backward of `loss` begins."""
-        self.recorder.open_slot(None, "forward")
-        self.trace.saved_bytes = self.recorder.live_since(0, without=[*self.static, loss])
-        self.trace.ended = self.recorder.now
-        self.trace.loss = self.recorder.number(loss.untyped_storage())
+    def backward_begins(self, call: BackwardCall) -> None:
+        recorder, trace = self.recorder, self.trace
+        recorder.open_slot(None, "forward")
+        trace.losses |= self._numbers(call.outputs)
+        without = [*self.static, *call.outputs, *gradients_of(self.model)]
+        trace.forwards.append(Forward(self._begin, recorder.now, recorder.live_since(0, without=without)))
         self.tracer.forward = False
-        self.recorder.open_slot(None, "backward")
+        recorder.open_slot(None, "backward")
 
-    def begin_update(self, gradients: list[Tensor]) -> None:
-        """Note that the backward has ended, with these gradients."""
-        numbers = (self.recorder.number(storage) for storage in storages(gradients))  # sparse ones have two
-        self.trace.gradients = frozenset(number for number in numbers if number is not None)
+    def backward_ended(self) -> None:
+        self.trace.gradients |= self._numbers(gradients_of(self.model))
+        self._begin = self.recorder.now
+        self.tracer.forward = True
         self.recorder.open_slot(None, "step")
 
+    def _numbers(self, tensors: Iterable[Tensor]) -> set[int]:
+        numbers = (self.recorder.number(storage) for storage in storages(list(tensors)))  # sparse: two each
+        return {number for number in numbers if number is not None}
 
-def trace_step(stepper: Stepper, loss: Callable[[], Tensor], static: list[Tensor]) -> StepTrace:
-    """Trace one step, of several micro-batches the last; `static` tensors are not counted."""
-    with StepRecording(static) as recording:
-        if stepper.step.accumulation == 1:
-            stepper.begin()
-        value = loss()
-        recording.begin_backward(value)
-        stepper.backward(value)
-        del value
-        recording.begin_update(
-            [parameter.grad for parameter in stepper.parameters if parameter.grad is not None]
-        )
-        stepper.update()
+
+def trace_step(
+    stepper: Stepper, model: nn.Module, batch: Any, forward: Callable[[], Context], static: list[Tensor]
+) -> StepTrace:
+    """Trace one step, of a loss with several micro-batches the last; `static` tensors are not counted."""
+    counted = set(map(id, static))
+    gradients = [gradient for gradient in gradients_of(model) if id(gradient) not in counted]
+    with StepRecording(model, static, Recorder(gradients)) as recording:
+        del gradients
+        stepper.run_last(model, batch, forward, recording)
     return recording.trace
 
 

@@ -46,13 +46,13 @@ class TracedSteps:
 
 
 def tensor_entries(plain: StepTrace) -> list[TensorEntry]:
-    """Return the tensors that the plain step has saved when its forward ends, oldest first."""
+    """Return the tensors that the plain step has saved when its fullest forward ends, oldest first."""
     return [
         TensorEntry(
             number, item.layers[0], tuple(item.layers), item.shape, item.dtype, plain.lifetimes[number].bytes
         )
         for number, item in sorted(plain.plain.items())
-        if plain.is_saved(number)
+        if plain.is_counted(number)
     ]
 
 
@@ -70,7 +70,7 @@ def exact_entries(steps: TracedSteps, tags: Mapping[str, str]) -> list[ExactEntr
             _function(item.layers[0], tags), item.layers[0], plain.lifetimes[number].bytes, _why(item, tags)
         )
         for number, item in plain.plain.items()
-        if plain.is_saved(number) and counterparts.get(number) in always
+        if plain.is_counted(number) and counterparts.get(number) in always
     ]
     unattributed = unattributed_bytes(plain)
     if unattributed > 0:
@@ -95,7 +95,7 @@ def _why(item: PlainTrace, tags: Mapping[str, str]) -> str:
 
 def is_unattributed(plain: StepTrace, number: int) -> bool:
     """Return whether the storage is alive when the forward ends though autograd was not asked to save it."""
-    return plain.is_saved(number) and number not in plain.plain and number != plain.loss
+    return plain.is_saved(number) and number not in plain.plain and number not in plain.losses
 
 
 def always_saved(steps: TracedSteps, counterparts: Mapping[int, int]) -> set[int]:

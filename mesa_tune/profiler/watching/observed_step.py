@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,33 +35,21 @@ from mesa_tune.profiler.memory.timeline_builder import build_timeline
 from mesa_tune.profiler.memory.trace import Recorder, StepRecording
 from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.workload.boundaries import BackwardCall
 from mesa_tune.workload.session import layers_of
 
 
 class _StepRecorder(Recorder):
-    """Recorder that also notes the storages which are older than the step, and the gradients among them."""
+    """Recorder that also notes the storages which are older than the step."""
 
     def __init__(self, gradients: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__(gradients)
         self.older: dict[int, int] = {}
-        self.open_slot(None, "forward")
-        for gradient in gradients:
-            self._see_result(gradient.untyped_storage())
-        self.gradients = self._count
 
     def _see_argument(self, storage: UntypedStorage) -> None:
         super()._see_argument(storage)
         if storage._cdata in self._older:
             self.older[storage._cdata] = storage.nbytes()
-
-    def take_static_gradients(self) -> int:
-        """Take the gradients that live through the whole step out of the trace, and return their bytes."""
-        through = [birth.number for birth in self._births.values() if birth.number <= self.gradients]
-        size = sum(self.trace.lifetimes.pop(number).bytes for number in through)
-        self.trace.gradients -= set(through)
-        for slot in self.trace.slots:
-            slot.high = max(0, slot.high - size)
-        return size
 
     def stop(self) -> None:
         """Record no more deaths."""
@@ -99,7 +88,7 @@ class ObservedStep:
         self.recorder = _StepRecorder(gradients_of(self.model))
         self.static = [*self.model.parameters(), *self.model.buffers()]
         self.static += [tensor for optimizer in self.optimizers for tensor in tensors_in(optimizer.state)]
-        self.recording = self._step.enter_context(StepRecording(self.static, self.recorder))
+        self.recording = self._step.enter_context(StepRecording(self.model, self.static, self.recorder))
         self._loss.enter_context(entering.enter_loss(self.losses))
         kind = self.device.type
         if torch.is_autocast_enabled(kind):
@@ -115,20 +104,21 @@ class ObservedStep:
         assert self.recording is not None
         self._loss.close()
         self.forward = False
-        self.recording.begin_backward(outputs[0])
+        self.recording.backward_begins(BackwardCall(outputs))
         self._count_saved(outputs)
 
     def _count_saved(self, outputs: Sequence[Tensor]) -> None:
         trace, recorder = self.recorder.trace, self.recorder
         in_graph = [recorder.number(storage) for storage in storages(list(_in_nodes(outputs)))]
-        alive = {number for number in trace.lifetimes if trace.ends_alive(number)}
+        alive = {number for number in trace.lifetimes if trace.alive_after(number)}
         trace.variables = alive - trace.plain.keys() - set(in_graph)
-        trace.saved_bytes = sum(trace.lifetimes[number].bytes for number in alive if trace.is_saved(number))
+        saved = sum(trace.lifetimes[number].bytes for number in alive if trace.is_saved(number))
+        trace.forwards = [replace(trace.forwards[0], saved_bytes=saved)]
 
     def end_backward(self) -> None:
         """Note that the backward has ended."""
         assert self.recording is not None
-        self.recording.begin_update(gradients_of(self.model))
+        self.recording.backward_ended()
 
     def close(self) -> None:
         """End the trace, and revert the model."""
@@ -142,7 +132,7 @@ class ObservedStep:
         weights = bytes_of([*self.model.parameters(), *self.model.buffers()])
         return {
             WEIGHTS: weights,
-            GRADIENTS: self.recorder.take_static_gradients(),
+            GRADIENTS: self.recorder.trace.static_gradients,
             OPTIMIZER_STATE: bytes_of(self.static) - weights,
             BATCH: sum(size for key, size in self.recorder.older.items() if key not in counted),
         }

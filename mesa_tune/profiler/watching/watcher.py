@@ -11,7 +11,7 @@ import gc
 import json
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
@@ -26,7 +26,7 @@ from mesa_tune.errors import MesaTuneError, RunError
 from mesa_tune.files import dump_json, write_atomically
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.watching.observed_step import ObservedStep, now_ms
-from mesa_tune.workload.boundaries import watch_optimizers, watching_backwards
+from mesa_tune.workload.boundaries import BackwardCall, StepEvents, watch_optimizers, watching_backwards
 
 SETTINGS, RESULT, FAULT = "settings.json", "profile.json", "fault.txt"
 """Files in the folder that a command and its script share."""
@@ -64,7 +64,7 @@ def _harmless(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
     return run
 
 
-class Watcher:
+class Watcher(StepEvents):
     """Watches a script through `steps` steps of its first optimizer, and observes the last.
 
     `finish` gets the profile, or the reason why there is none.
@@ -136,15 +136,13 @@ class Watcher:
         return any(module is part for part in self.observed.model.modules())
 
     @_harmless
-    def backward_begins(self, outputs: Sequence[Tensor]) -> None:
-        """Note that a backward of `outputs` begins."""
+    def backward_begins(self, call: BackwardCall) -> None:
         self.going_backward = True
         if self.observed is not None and self.observed.forward:
-            self.observed.begin_backward(outputs)
+            self.observed.begin_backward(call.outputs)
 
     @_harmless
     def backward_ended(self) -> None:
-        """Note that this backward has ended."""
         self.going_backward = False
         self.backwards += 1
         observed = self.observed
@@ -154,8 +152,7 @@ class Watcher:
             self._prepare()
 
     @_harmless
-    def step_ended(self, optimizer: Optimizer) -> None:
-        """Note that `optimizer.step()` has ended."""
+    def step_ended(self, optimizer: Optimizer, /) -> None:
         self.optimizers[optimizer] = None
         if optimizer is not next(iter(self.optimizers)):
             return

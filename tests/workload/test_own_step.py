@@ -1,0 +1,320 @@
+"""The user's own training step: whatever it does, it is measured, priced and predicted as it is."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import mesa_tune as mt
+from mesa_tune.policy.settings import EXACT
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step
+from mesa_tune.workload.user_code import mixed_seed, seeded
+
+WIDTH, BATCH = 64, 96
+PLAIN, FOUR_BITS = mt.Policy.parse(""), mt.Policy.uniform(level=16)
+OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
+
+
+class Net(nn.Module):
+    """A small network with two heads, and an average of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = nn.Sequential(
+            nn.Linear(WIDTH, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 300), nn.ReLU()
+        )
+        self.body, self.head, self.other = body, nn.Linear(300, 10), nn.Linear(300, 30)
+        self.average = copy.deepcopy(body).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x)
+        return self.head(h), self.other(h)
+
+
+class Gan(nn.Module):
+    """Generator and discriminator in one module, which is never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(16, 200), nn.GELU(), nn.Linear(200, WIDTH))
+        self.critic = nn.Sequential(
+            nn.Linear(WIDTH, 400), nn.GELU(), nn.Linear(400, 300), nn.ReLU(), nn.Linear(300, 1)
+        )
+
+
+def batch(n: int) -> Tensor:
+    return torch.randn(n, WIDTH)
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    first, second = model(x)
+    total: Tensor = F.cross_entropy(first, x[:, 0].long().abs()) + second.square().mean()
+    return total
+
+
+def simple(model: nn.Module, x: Tensor, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    loss(model, x).backward()
+    optimizer.step()
+
+
+def kept(model: nn.Module, x: Tensor, optimizer: Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    loss(model, x).backward()
+    optimizer.step()
+
+
+def accumulated(model: nn.Module, x: Tensor, optimizer: Optimizer) -> str:
+    for part in x.chunk(4):
+        (loss(model, part) / 4).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return "whatever"
+
+
+def two_losses(model: nn.Module, x: Tensor, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    first, second = model(x)
+    F.cross_entropy(first, x[:, 0].long().abs()).backward(retain_graph=True)
+    (2 * second.square().mean()).backward()
+    optimizer.step()
+
+
+def gan(model: Any, x: Tensor, optimizer: Optimizer) -> None:
+    fake = model.generator(torch.randn(len(x), 16, device=x.device))
+    optimizer.zero_grad()
+    real_loss = F.softplus(-model.critic(x)).mean()
+    (real_loss + F.softplus(model.critic(fake.detach())).mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.critic.requires_grad_(False)
+    F.softplus(-model.critic(fake)).mean().backward()
+    model.critic.requires_grad_(True)
+    optimizer.step()
+
+
+def clipped_and_averaged(model: Any, x: Tensor, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    loss(model, x).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    with torch.no_grad():
+        for mean, parameter in zip(model.average.parameters(), model.body.parameters(), strict=True):
+            mean.lerp_(parameter, 0.1)
+
+
+STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[..., object]]] = {
+    "simple": (Net, simple),
+    "zeros": (Net, kept),
+    "four micro-batches": (Net, accumulated),
+    "two losses": (Net, two_losses),
+    "GAN": (Gan, gan),
+    "clipped, averaged": (Net, clipped_and_averaged),
+}
+EACH = pytest.mark.parametrize("name", STEPS)
+
+
+def workload(name: str, **options: Any) -> mt.Workload:
+    model, step = STEPS[name]
+    return mt.Workload(model, batch, step=step, batch_size=BATCH, **options)
+
+
+def measured(work: mt.Workload, policy: mt.Policy) -> StepMemory:
+    model = mt.convert(work.build(), policy, seed=0)
+    stepper = work.stepper(work.make_optimizer(model))
+    return measure_second_step(stepper, model, work.make_batch(), lambda: mt.compress_saved(policy, seed=0))
+
+
+def mixed(profile: mt.Profile) -> mt.Policy:
+    """One setting after the other."""
+    choices = cycle([mt.LayerSettings(level=level) for level in (16, 4, 256)] + [EXACT])
+    return mt.Policy.from_assignments(
+        (each.tag, each.index, each.name, next(choices)) for each in profile.layers
+    )
+
+
+@EACH
+def test_bytes_are_predicted(name: str) -> None:
+    work = workload(name)
+    profile = mt.profile(work, options=[])
+    for policy in (PLAIN, FOUR_BITS, mixed(profile)):
+        found, predicted = measured(work, policy), profile.predict(policy)
+        assert predicted.saved_bytes == found.saved_bytes
+        # The measurement also holds a loss. Of mixed settings, the time of a death may be a guess.
+        share = 0.001 if policy in (PLAIN, FOUR_BITS) else 0.01
+        assert -16 <= predicted.peak_bytes - found.peak_bytes <= share * found.peak_bytes
+    assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes
+    assert all(layer.bytes >= layer.own_bytes for layer in profile.layers)
+
+
+@pytest.mark.parametrize("name", ["simple", "zeros"])
+def test_a_step_that_does_what_the_default_does_has_its_profile(name: str) -> None:
+    default = mt.Workload(Net, batch, loss, batch_size=BATCH, set_to_none=name != "zeros")
+    ours, theirs = (mt.profile(work, options=OPTIONS, seeds=2) for work in (workload(name), default))
+    for field in ("static_bytes", "saved_bytes", "peak_bytes", "ties", "exact", "error_floor"):
+        assert getattr(ours, field) == getattr(theirs, field), field
+    assert [replace(tensor, id=0) for tensor in ours.tensors] == [
+        replace(each, id=0) for each in theirs.tensors
+    ]
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        assert (layer.name, layer.bytes, layer.own_bytes) == (other.name, other.bytes, other.own_bytes)
+        assert [option.errors for option in layer.options] == [option.errors for option in other.options]
+    for policy in (PLAIN, FOUR_BITS):
+        mine, given = ours.predict(policy), theirs.predict(policy)
+        assert (mine.saved_bytes, mine.gradient_error) == (given.saved_bytes, given.gradient_error)
+        assert abs(mine.peak_bytes - given.peak_bytes) <= 16  # when the loss dies
+
+
+@EACH
+def test_errors_are_predicted(name: str) -> None:
+    work, policy = workload(name), mt.Policy.uniform(level=4)
+    predicted = mt.profile(work, options=[mt.LayerSettings(level=4)], seeds=4).predict(policy)
+    errors = JointError(work).errors(policy, [(draw, 9) for draw in range(4)])
+    assert predicted.gradient_error is not None
+    assert 0.5 < statistics.fmean(errors) / predicted.gradient_error < 2
+
+
+def test_the_gradient_is_what_all_backwards_add_before_it_is_clipped() -> None:
+    simple_gradient, clipped, four = (
+        gradient(name) for name in ("simple", "clipped, averaged", "four micro-batches")
+    )
+    assert torch.equal(simple_gradient, clipped)
+    torch.testing.assert_close(four, simple_gradient)
+    work, net = workload("GAN"), workload("GAN").build()
+    x, total = work.make_batch(), [torch.zeros_like(parameter) for parameter in net.parameters()]
+    with seeded(mixed_seed(work.seed, -1), "cpu"):
+        gan(net, x, _Summing(net, total))
+    torch.testing.assert_close(gradient("GAN"), torch.cat([part.flatten() for part in total]))
+
+
+class _Summing(torch.optim.SGD):
+    """Adds up the gradients that it receives, and changes nothing."""
+
+    def __init__(self, model: nn.Module, total: list[Tensor]) -> None:
+        super().__init__(model.parameters(), lr=1.0)
+        self.total = total
+
+    def step(self, closure: Any = None) -> Any:
+        for part, parameter in zip(self.total, self.param_groups[0]["params"], strict=True):
+            if parameter.grad is not None:
+                part.add_(parameter.grad)
+
+
+def gradient(name: str) -> Tensor:
+    found = JointError(workload(name))._exact_at(0)[1]
+    return torch.cat([part.flatten() for part in found if part is not None])
+
+
+@EACH
+def test_measuring_errors_changes_nothing(name: str) -> None:
+    joint = JointError(workload(name))
+    before = copy.deepcopy(joint.model.state_dict())
+    assert joint.errors(FOUR_BITS, [(0, 0)]) == joint.errors(FOUR_BITS, [(0, 0)])
+    assert joint.noise(2).relative > 0
+    assert all(torch.equal(value, before[key]) for key, value in joint.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in joint.model.parameters())
+
+
+@EACH
+def test_a_policy_is_found_and_verified(name: str) -> None:
+    work = workload(name)
+    profile = mt.profile(work, options=OPTIONS, seeds=2)
+    plan = mt.search_policy(
+        profile, profile.peak_bytes, max_saved=profile.saved_bytes // 2, workload=work, trials=3
+    )
+    check = mt.verify(work, plan.policy, predicted=plan.predicted, steps=1, seeds=2)
+    assert check.policy.saved_bytes == plan.predicted.saved_bytes <= profile.saved_bytes // 2
+    assert check.baseline.saved_bytes == profile.saved_bytes
+    assert check.gradient_error is not None
+    assert plan.predicted.gradient_error is not None
+    assert 0.2 < check.gradient_error / plan.predicted.gradient_error < 5
+
+
+def test_bytes_without_memory_are_those_of_the_step() -> None:
+    for name in ("four micro-batches", "GAN"):
+        work = workload(name)
+        real, fake = mt.profile(work, options=[]), mt.estimate(work, FOUR_BITS)
+        assert fake.saved_bytes == real.predict(FOUR_BITS).saved_bytes
+        assert fake.peak_bytes == pytest.approx(real.predict(FOUR_BITS).peak_bytes, rel=0.001)
+
+
+def by_closure(model: nn.Module, x: Tensor, optimizer: Optimizer) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        value = loss(model, x)
+        value.backward()
+        return value.item()
+
+    optimizer.step(closure)
+
+
+def test_an_optimizer_may_call_the_step() -> None:
+    work = mt.Workload(Net, batch, step=by_closure, optimizer=torch.optim.LBFGS, batch_size=BATCH)
+    net = work.build()
+    before = net.get_parameter("head.weight").detach().clone()
+    work.take_step(net, work.make_batch(), work.make_optimizer(net))
+    assert not torch.equal(net.get_parameter("head.weight"), before)
+    joint = JointError(work)
+    assert 0 < joint.errors(FOUR_BITS, [(0, 0)])[0] < 0.1
+    assert torch.equal(joint.model.get_parameter("head.weight"), before)
+
+
+MODEL = """
+import torch
+from torch import nn
+def model(): return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+def batch(n): return torch.randn(n, 8)
+BATCH_SIZE = 16
+"""
+STEP = """
+def step(model, x, optimizer):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+BAD = {
+    "no function": ("step = 3", "step is a int, not a function"),
+    "no backward": (STEP.replace(".backward()", ""), r"model.py:7: step\(\) called no backward\(\)"),
+    "no update": (
+        STEP.replace("    optimizer.step()", ""),
+        r"model.py:7: step\(\) did not call optimizer.step",
+    ),
+    "raises": (STEP.replace("model(x)", "model(x) + {}[1]"), r"model.py:9: step\(\) raised KeyError: 1"),
+    "and accumulation": (STEP + "ACCUMULATION = 2\n", r"both step\(\) and ACCUMULATION"),
+    "and autocast": (STEP + "AUTOCAST = 'bfloat16'\n", r"both step\(\) and AUTOCAST"),
+    "some gradients": (
+        STEP.replace("ward()", "ward(inputs=list(model.parameters()))"),
+        r"backward\(inputs=…\)",
+    ),
+    "neither": ("", r"no function loss\(model, batch\): loss is missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_steps_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, message = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(MODEL.lstrip() + text)
+    with pytest.raises(mt.WorkloadError, match=message) as caught:
+        mt.profile(mt.Workload.load("model.py", device="cpu"), options=OPTIONS, seeds=1)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_a_model_file_with_a_step_needs_no_loss(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL + STEP)
+    assert mt.profile(mt.Workload.load(path, device="cpu"), options=[]).saved_bytes > 0
+    with pytest.raises(mt.WorkloadError, match="neither loss nor step"):
+        mt.Workload(Net, batch, batch_size=8)
