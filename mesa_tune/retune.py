@@ -28,6 +28,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.profiling import profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.units import parse_bytes
+from mesa_tune.workload.step import StepFunction
 from mesa_tune.workload.workload import Workload
 
 OPTIONS = tuple(LayerSettings(level=2**bits) for bits in (1, 2, 4, 8))
@@ -42,7 +43,9 @@ class Retune:
     """Convert `model` with the policy of least gradient error for `budget`, measured again as it trains.
 
     `loss(model, batch)`: the loss of the training, autocast included. Calls in the loss, outside the model,
-    are not compressed. `budget`: as in `search_policy`, for batches of the size that `step` receives.
+    are not compressed. `own_step(model, batch, optimizer)`: instead of a loss, which is then None, the whole
+    step of the training; it gets another optimizer, and must change nothing else but the model.
+    `budget`: as in `search_policy`, for batches of the size that `step` receives.
     `optimizer`: that of the training, for the bytes of its state; without it AdamW's state is counted.
 
     Call `step(batch)` after each optimizer step. The first call, and then every `every`-th, measures the
@@ -54,12 +57,13 @@ class Retune:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[nn.Module, Any], Tensor],
+        loss: Callable[[nn.Module, Any], Tensor] | None,
         budget: int | str,
         *,
         every: int = 1000,
         seed: int = 0,
         optimizer: Optimizer | None = None,
+        own_step: StepFunction | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"`every >= 1` must hold, but got (every={every})")
@@ -70,6 +74,7 @@ class Retune:
         self.every = every
         self.seed = seed
         self.optimizer = optimizer
+        self.own_step = own_step
         self.steps = 0
         self.plan: Plan | None = None
         self.policy: Policy | None = None
@@ -129,6 +134,7 @@ class Retune:
             batch_size=samples,
             device=device,
             seed=self.seed,
+            step=self.own_step,
         )
 
     def _new_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -183,3 +183,23 @@ def test_slices_keep_containers(made: Any) -> None:
     assert type(found) is type(batch)
     assert str(found) == str(made(torch.arange(4).view(2, 2)))
     assert str(batch) == str(made(torch.arange(12).view(6, 2)))
+
+
+def test_the_own_step_of_the_training_is_measured() -> None:
+    def step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+
+    policies = []
+    for options in ({"loss": loss}, {"loss": None, "own_step": step}):
+        model, batch = make()
+        before = copy.deepcopy(model.state_dict())
+        tuner = mt.Retune(
+            model, budget="60%", optimizer=torch.optim.SGD(model.parameters(), lr=0.05), **options
+        )
+        assert tuner.step(batch)
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        policies.append(tuner.policy)
+    assert policies[0] == policies[1]
+    assert policies[0] != mt.Policy.parse("")

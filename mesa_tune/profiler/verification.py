@@ -233,7 +233,8 @@ class _Times:
 
 def _memory(workload: Workload, policy: Policy | None, draw: int) -> StepMemory:
     training = _Training(workload, policy, draw)
-    if workload.loss is not None:  # checked once: one that is NaN or no scalar raises an error about itself
+    if workload.step is None:
+        # Checks the loss once: a loss that is NaN or no scalar raises an error about itself here.
         workload.compute_loss(training.model, training.batch)
     return measure_second_step(training.stepper, training.model, training.batch, training.forward)
 

@@ -51,6 +51,16 @@ def loss(model, batch):
     return F.cross_entropy(model(images), labels)
 
 
+# Optional, if the constants above do not say what your training step does: the whole step, taken as it is.
+# It may call backward several times, and must call optimizer.step(). Then loss() is not needed, and the
+# constants and AUTOCAST are left out: use torch.autocast here.
+# def step(model, batch, optimizer):
+#     optimizer.zero_grad()
+#     for images, labels in zip(*(tensor.chunk(4) for tensor in batch)):
+#         (F.cross_entropy(model(images), labels) / 4).backward()
+#     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+#     optimizer.step()
+
 # Optional; the default is AdamW. The optimizer's state is part of the memory of a step.
 # def optimizer(parameters):
 #     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)

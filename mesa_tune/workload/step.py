@@ -17,7 +17,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack
 
+from mesa_tune.engine.routing import top_hooks
 from mesa_tune.errors import WorkloadError
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents, watching_backwards
 
@@ -201,7 +203,7 @@ class FunctionStepper:
 
         Raise WorkloadError for a function without a backward, or without a step of the optimizer.
         """
-        phases = _Phases(forward, events)
+        phases = _Phases(forward, events, self.fault)
         update = phases.watched(self.optimizer.step, updates)
         stepping, watching = (
             patch.object(self.optimizer, "step", update),
@@ -223,21 +225,35 @@ class FunctionStepper:
 
 
 class _Phases(StepEvents):
-    """Enters a context for each forward of a step: all that is no backward and no step of the optimizer."""
+    """Enters a context for each forward of a step: all that is no backward and no step of the optimizer.
 
-    def __init__(self, forward: Callable[[], Context], events: StepEvents) -> None:
-        self.forward, self.events = forward, events
+    `fault` makes the error about a context of the user's that would have to end first.
+    """
+
+    def __init__(
+        self, forward: Callable[[], Context], events: StepEvents, fault: Callable[[str, str], WorkloadError]
+    ) -> None:
+        self.forward, self.events, self.fault = forward, events, fault
         self.backwards = self.updates = 0
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
         self._entered.enter_context(self.forward())
+        self._inside = _modes()
 
     def __exit__(self, *error: Any) -> None:
         self._entered.close()
 
-    def backward_begins(self, call: BackwardCall) -> None:
+    def _end_forward(self) -> None:
+        if _modes() != self._inside:
+            raise self.fault(
+                "calls backward() or optimizer.step() inside saved-tensor hooks or a torch function mode",
+                "such contexts, `with torch.device(…)` too, must end before",
+            )
         self._entered.close()
+
+    def backward_begins(self, call: BackwardCall) -> None:
+        self._end_forward()
         self.backwards += 1
         self.events.backward_begins(call)
 
@@ -253,7 +269,7 @@ class _Phases(StepEvents):
             self.updates += 1
             closure = args[0] if args else kwargs.get("closure")
             if closure is None:
-                self._entered.close()
+                self._end_forward()
             try:
                 if updates:
                     return step(*args, **kwargs)
@@ -264,3 +280,7 @@ class _Phases(StepEvents):
                     self.__enter__()
 
         return run
+
+
+def _modes() -> tuple[object, ...]:
+    return *_get_current_function_mode_stack(), top_hooks()

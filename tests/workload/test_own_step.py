@@ -294,6 +294,10 @@ BAD = {
     "raises": (STEP.replace("model(x)", "model(x) + {}[1]"), r"model.py:9: step\(\) raised KeyError: 1"),
     "and accumulation": (STEP + "ACCUMULATION = 2\n", r"both step\(\) and ACCUMULATION"),
     "and autocast": (STEP + "AUTOCAST = 'bfloat16'\n", r"both step\(\) and AUTOCAST"),
+    "in a context": (
+        STEP.replace("    model(x)", "    with torch.device('cpu'): model(x)"),
+        r"calls backward\(\) or optimizer",
+    ),
     "some gradients": (
         STEP.replace("ward()", "ward(inputs=list(model.parameters()))"),
         r"backward\(inputs=…\)",
@@ -310,6 +314,20 @@ def test_bad_steps_are_named(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(mt.WorkloadError, match=message) as caught:
         mt.profile(mt.Workload.load("model.py", device="cpu"), options=OPTIONS, seeds=1)
     assert len(str(caught.value).splitlines()) <= 3
+
+
+@pytest.mark.parametrize("page", ["docs/concepts.md", "mesa_tune/templates/model.py"])
+def test_the_steps_of_the_documentation_run(page: str, tmp_path: Path) -> None:
+    text = (Path(mt.__file__).parents[1] / page).read_text("utf-8")
+    template = page.endswith(".py")
+    body = text.partition("def step(")[2].partition("\n\n" if template else "```")[0]
+    path = tmp_path / "model.py"
+    path.write_text((text if template else MODEL) + "\ndef step(" + body.replace("\n# ", "\n"))
+    work = mt.Workload.load(path, device="cpu", batch_size=16)
+    net = work.build()
+    before = copy.deepcopy(net.state_dict())
+    work.take_step(net, work.make_batch(), work.make_optimizer(net))
+    assert all(not torch.equal(value, before[key]) for key, value in net.state_dict().items())
 
 
 def test_a_model_file_with_a_step_needs_no_loss(tmp_path: Path) -> None:
