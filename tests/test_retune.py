@@ -192,7 +192,8 @@ def test_the_own_step_of_the_training_is_measured() -> None:
         optimizer.step()
 
     policies = []
-    for options in ({"loss": loss}, {"loss": None, "own_step": step}):
+    ways: list[dict[str, Any]] = [{"loss": loss}, {"loss": None, "own_step": step}]
+    for options in ways:
         model, batch = make()
         before = copy.deepcopy(model.state_dict())
         tuner = mt.Retune(
