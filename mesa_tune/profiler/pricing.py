@@ -204,7 +204,8 @@ class Pricing:
         """Return the tensors that are derived on `batch` if all layers derive what they can."""
         observer, policy = DerivationObserver(), Policy.uniform(level=16, store="derive")
         stepper = self.workload.stepper(self.workload.make_optimizer(self.model))
-        with session(self.model, policy) as running:
+        # Without checkpoints, each tensor is stored once, in the order of the recorded step.
+        with session(self.model, policy) as running, without_checkpoints():
             stepper.prepare(self.model, batch, running.forward)
             with self.workload.same_random_state(), observing(observer):
                 stepper.prepare(self.model, batch, running.forward)

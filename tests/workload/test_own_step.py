@@ -155,6 +155,10 @@ def test_bytes_are_predicted(name: str) -> None:
         # The measurement also holds a loss. Of mixed settings, the time of a death may be a guess.
         share = 0.001 if policy in (PLAIN, FOUR_BITS) else 0.01
         assert -16 <= predicted.peak_bytes - found.peak_bytes <= share * found.peak_bytes
+    larger = measured(work.with_batch_size(200), FOUR_BITS)
+    at_200 = profile.predict(FOUR_BITS, batch_size=200)
+    assert abs(at_200.saved_bytes - larger.saved_bytes) <= 16
+    assert abs(at_200.peak_bytes - larger.peak_bytes) <= 0.001 * larger.peak_bytes
     assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes
     assert all(layer.bytes >= layer.own_bytes for layer in profile.layers)
 
