@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS
@@ -80,13 +81,13 @@ class FakeSteps:
             if self.cuda:
                 stack.enter_context(cuda_functions())
             model, batch = fake.build(), longest_batch(fake).batch
-            allocator = None
-            if self.cuda:
-                older = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-                allocator = stack.enter_context(AllocatorMeter(older)).allocator
             meter = Meter()
             if self.parallel is not None:
                 model = stack.enter_context(self.parallel.wrapped(model, meter))
+            allocator = None
+            if self.cuda:
+                older = chain(model.parameters(), model.buffers(), tensors_in(batch))
+                allocator = stack.enter_context(AllocatorMeter(older, meter.live_storages())).allocator
             optimizer = fake.make_optimizer(model)
             if self.cuda:
                 update_all_at_once(optimizer)

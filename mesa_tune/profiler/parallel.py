@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.errors import WorkloadError
@@ -66,7 +66,12 @@ class Parallelization:
         `meter` counts what is made in the body. While it runs, no other thread may use a process group.
         """
         collectives = _FakeCollectives()
-        with _fake_group(self.world_size), collectives.rebuilding_buckets(), collectives, meter:
+        with ExitStack() as stack:
+            stack.enter_context(_fake_group(self.world_size))
+            stack.enter_context(_unseen_shapes())
+            stack.enter_context(collectives.rebuilding_buckets())
+            stack.enter_context(collectives)
+            stack.enter_context(meter)
             yield self._wrapped(model, collectives)
 
     def _wrapped(self, model: nn.Module, collectives: _FakeCollectives) -> nn.Module:
@@ -123,6 +128,22 @@ class _FakeCollectives(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **given)
         return func(*args, **given)
+
+
+def _unseen_shapes() -> Any:
+    """Return a context in which no meter sees the fake tensors that DTensor infers shapes with.
+
+    They have the sizes of whole parameters, and exist once for each operation.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    infer: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def inferred(propagator: Any, schema: Any) -> Any:
+        with _disable_current_modes():
+            return infer(propagator, schema)
+
+    return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", inferred)
 
 
 def _native() -> Any:

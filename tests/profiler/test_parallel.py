@@ -95,10 +95,14 @@ def test_the_largest_batch_is_found_with_the_wrapped_model() -> None:
     assert 1 <= size < mt.estimate(workload()).largest_batch("4MB")
 
 
-def test_an_estimate_of_several_gpus_reserves_more_than_the_peak() -> None:
-    fit = mt.estimate(workload(), device="cuda", parallelize=sharded, world_size=WORLD)
-    assert not fit.verified
-    assert fit.reserved_bytes >= fit.peak_bytes > fit.static_bytes
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+def test_the_peak_on_several_gpus_is_that_of_a_step(wrap: str) -> None:
+    cpu = mt.estimate(workload(), parallelize=WRAPS[wrap], world_size=8)
+    cuda = mt.estimate(workload(), device="cuda", parallelize=WRAPS[wrap], world_size=8)
+    assert not cuda.verified
+    assert cuda.static_bytes == cpu.static_bytes
+    assert cuda.peak_bytes == pytest.approx(cpu.peak_bytes, rel=0.15)
+    assert cuda.reserved_bytes >= cuda.peak_bytes
 
 
 def tables() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from mesa_tune.profiler.memory.meter import Meter, storages
 
@@ -112,14 +112,14 @@ def _merged(first: Block, second: Block) -> Block:
 class AllocatorMeter(Meter):
     """A meter that passes every birth and death of a storage to a simulated allocator.
 
-    `older`: tensors that exist already, in the order in which they were made.
+    `older` and `others`: tensors and storages that exist already, in the order in which they were made.
     """
 
-    def __init__(self, older: Iterable[Tensor]) -> None:
+    def __init__(self, older: Iterable[Tensor], others: Iterable[UntypedStorage] = ()) -> None:
         super().__init__()
         self.allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
-        for storage in storages(list(older)):
+        for storage in (*storages(list(older)), *others):
             self._see_result(storage)
 
     def _resize(self, birth: Any, size: int) -> None:

@@ -106,6 +106,11 @@ class Meter(TorchDispatchMode):
         keys = {storage._cdata for storage in storages(list(tensors))}
         return sum(birth.bytes for key, birth in self._births.items() if key in keys)
 
+    def live_storages(self) -> list[UntypedStorage]:
+        """Return the counted storages that are alive."""
+        watched = [birth.watch() for birth in self._births.values()]
+        return [storage for storage in watched if storage is not None]
+
     def reset_high_water(self) -> None:
         """Set the high-water mark to the bytes alive now."""
         self.high_water = self.live_bytes
