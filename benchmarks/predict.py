@@ -24,7 +24,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import Derivation, Option, full_grid, in_reference_groups
+from mesa_tune.profiler.entries import Derivation, Option, above_one_bit, full_grid
 
 BLOCKS = 30
 BATCHES = 5
@@ -67,7 +67,9 @@ def priced(profile: mt.Profile, chance: random.Random) -> mt.Profile:
         replace(layer, options=(exact, *options(full_grid())), call_ms=0.01) for layer in profile.layers
     )
     derivations = tuple(
-        Derivation(group, span.layers, span.sources, tuple(options(in_reference_groups(full_grid()))))
+        Derivation(
+            group, span.layers, span.sources, tuple(options(above_one_bit(full_grid(), all_groups=True)))
+        )
         for span in profile.timeline.kept
         for group in dict.fromkeys(group for group in profile.groups if set(group) & set(span.sources))
     )

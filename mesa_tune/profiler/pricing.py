@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import LayerEntry, Option, in_reference_groups
+from mesa_tune.profiler.entries import LayerEntry, Option, above_one_bit
 from mesa_tune.profiler.errors.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
 from mesa_tune.profiler.errors.recorded import TRIES
 from mesa_tune.profiler.errors.sensitivity import Amplified, Price, Sensitivity
@@ -156,11 +156,12 @@ class Pricing:
         }
 
     def of_derived(
-        self, traced: Profile, number: int, known: Mapping[Amplified, float]
+        self, traced: Profile, number: int, known: Mapping[Amplified, float], *, all_groups: bool
     ) -> dict[Reach, LayerPrices]:
         """Return the prices of what is stored while others derive from it, on the batch of this number.
 
-        All other layers store exactly. `known`: amplifications on this batch.
+        All other layers store exactly. `known`: amplifications on this batch. `all_groups`: price all group
+        sizes. One batch is enough for those that are no reference: their errors follow it.
         """
         batch = self.workload.make_batch(draw=number * self.workload.accumulation)
         derived = self._derived_tensors(batch)
@@ -170,7 +171,8 @@ class Pricing:
         step = DerivableStep(sensitivity.recording.replays, derived)
         prices: dict[Reach, LayerPrices] = {}
         for reach in step.reaches(traced.groups):
-            grid, entry = in_reference_groups(self._grid(reach.layers)), traced.layer(reach.layers[0])
+            grid = above_one_bit(self._grid(reach.layers), all_groups=all_groups)
+            entry = traced.layer(reach.layers[0])
             found = sensitivity.together(step.calls(reach), grid)
             options = self._options(entry, grid, found)
             prices[reach] = LayerPrices(tuple([replace(option, screened=False) for option in options]))

@@ -239,6 +239,23 @@ def test_each_price_is_that_of_whole_backwards(priced: dict[str, Profile], name:
         assert predicted == pytest.approx(joint_error(workload(name), policy, 16), rel=0.5), one.layers
 
 
+@pytest.mark.parametrize("name", ["transformer", "class token"])
+def test_prices_of_derivations_follow_the_group_size(name: str) -> None:
+    small, large = (mt.LayerSettings(level=16, group_size=size) for size in (256, 1024))
+    profile, joint = mt.profile(workload(name), options=[small, large], seeds=3), JointError(workload(name))
+    pairs = [(1, seed) for seed in range(8)] + [(2, seed) for seed in range(8)]
+    assert profile.derivations
+    for one in profile.derivations:
+        predicted, found = (
+            [of(only(profile, one, settings)) for settings in (small, large)]
+            for of in (
+                lambda policy: profile.predict(policy).gradient_error,
+                lambda policy: statistics.fmean(joint.errors(policy, pairs)),
+            )
+        )
+        assert predicted[1] / predicted[0] == pytest.approx(found[1] / found[0], rel=0.15), one.layers
+
+
 def test_what_is_priced_together(priced: dict[str, Profile]) -> None:
     found = {one.layers: (one.takers, one.sources) for one in priced["llama"].derivations}
     way = ("body.1.silu.0", "body.1.mul.2")

@@ -1,0 +1,104 @@
+"""Is the batch that `largest_batch` promises the largest that trains under a real limit?
+
+    python benchmarks/largest_batch.py [--models deit_s,resnet_50,gpt2] [--limit 1GB]
+
+The kernel sets the limit (`RLIMIT_DATA`): a process of its own takes one step with one sample, in which
+libraries allocate what they allocate once; from then on its memory may grow by the limit, and it takes three
+training steps. The truth is the largest batch size that ends without an error, found by bisection. Results
+are appended to `results/largest_batch.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+
+from common import append
+from meters import in_own_process, resident, trim
+from zoo import ZOO, workload
+
+import mesa_tune as mt
+from mesa_tune.units import parse_bytes
+from mesa_tune.workload.user_code import is_out_of_memory
+
+STEPS = 3
+POLICIES = {"plain": None, "uniform 16": mt.Policy.uniform(level=16)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--models", default="deit_s,resnet_50,gpt2", help=f"of {', '.join(ZOO)}")
+    parser.add_argument("--limit", default="1GB")
+    parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--resident", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    limit = parse_bytes(arguments.limit, "--limit").bytes
+    assert limit is not None
+    if arguments.resident is not None:
+        policy = None if arguments.resident == "plain" else mt.Policy.load(arguments.resident)
+        print(json.dumps({"trains": trains(arguments.models, arguments.batch, policy, limit)}))
+        return
+    for name in arguments.models.split(","):
+        for title, policy in POLICIES.items():
+            promised = mt.estimate(workload(name, 8), policy).largest_batch(limit)
+            true = largest(name, policy, arguments.limit, promised)
+            row = {"model": name, "policy": title, "limit": limit, "promised": promised, "true": true}
+            append("largest_batch", row)
+            verdict = "trains" if true >= promised else "DOES NOT TRAIN"
+            print(
+                f"{name} {title}: promised {promised} ({verdict}), true {true}: {promised / true - 1:+.1%}",
+                flush=True,
+            )
+
+
+def largest(name: str, policy: mt.Policy | None, limit: str, promised: int) -> int:
+    """Return the largest batch size that trains, less than a quarter above the promised one."""
+
+    def fits(batch: int) -> bool:
+        command = [__file__, "--models", name, "--limit", limit, "--batch", str(batch)]
+        return bool(in_own_process(command, policy)["trains"])
+
+    low, high = (promised, promised * 5 // 4) if fits(promised) else (0, promised)
+    while high - low > 1:
+        batch = (low + high) // 2
+        low, high = (batch, high) if fits(batch) else (low, batch)
+    return low
+
+
+def trains(name: str, batch: int, policy: mt.Policy | None, limit: int) -> bool:
+    """Return whether three steps of `batch` samples fit into `limit` bytes more than the process has."""
+    steps(name, 1, policy, 1)
+    gc.collect()
+    trim()
+    allowed = resident("VmData") + limit
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    try:
+        steps(name, batch, policy, STEPS)
+    except (RuntimeError, MemoryError) as error:
+        # oneDNN says that it could not create a primitive.
+        if not is_out_of_memory(error) and "primitive" not in str(error):
+            raise
+        return False
+    return True
+
+
+def steps(name: str, batch: int, policy: mt.Policy | None, count: int) -> None:
+    """Take `count` plain training steps of the model under `policy`."""
+    chosen = workload(name, batch)
+    model = chosen.build()
+    if policy is not None:
+        mt.convert(model, policy, seed=0)
+    optimizer, inputs = chosen.make_optimizer(model), chosen.make_batch()
+    for _ in range(count):
+        optimizer.zero_grad()
+        with mt.compress_saved(policy or mt.Policy.parse("")):
+            loss = chosen.compute_loss(model, inputs)
+        loss.backward()
+        del loss
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
