@@ -221,8 +221,8 @@ class _Profiling:
         possible = self.options and any(span.sources for span in traced.timeline.kept)
         for number in self.priced_on if possible else ():
             self.show(f"errors of what is derived, batch {number} of {self.priced_on[-1]}", 1.0)
-            known, first = self.amplifications.get(number, {}), number == self.priced_on[0]
-            found = self.pricing.of_derived(traced, number, known, all_groups=first)
+            amplifications, first = self.amplifications.get(number, {}), number == self.priced_on[0]
+            found = self.pricing.of_derived(traced, number, amplifications, all_groups=first)
             for reach, fresh in found.items():
                 prices[reach] = prices.get(reach, LayerPrices()).extended(fresh)
         for reach, known in prices.items():
