@@ -157,8 +157,8 @@ def _error_card(results: RunResults) -> dict[str, str]:
     expected = results.plan.predicted.gradient_error
     interval = _interval_text(results.plan.predicted.gradient_error_interval)
     if verification is not None and verification.gradient_error is not None:
-        seeds = len(verification.gradient_errors)
-        detail = f"mean of {seeds} rounding seeds; predicted {style.error_text(expected)}{interval}"
+        count = len(verification.gradient_errors)
+        detail = f"mean of {count} measurements; predicted {style.error_text(expected)}{interval}"
         detail += _noise_text(verification.gradient_noise_ratio)
         return _card("Gradient error", style.error_text(verification.gradient_error), detail)
     detail = f"relative squared error{interval}{_noise_text(results.plan.predicted.gradient_noise_ratio)}"

@@ -43,7 +43,7 @@ StepsOption = Annotated[
     int, typer.Option("--steps", min=1, metavar="N", help="Number of steps of plain and of policy.")
 ]
 SeedsOption = Annotated[
-    int, typer.Option("--seeds", min=1, metavar="N", help="Rounding seeds of the gradient error.")
+    int, typer.Option("--seeds", min=1, metavar="N", help="Rounding seeds on each batch.")
 ]
 ForceOption = Annotated[
     bool,

@@ -27,7 +27,7 @@ from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, full_grid, k
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
 from mesa_tune.profiler.errors.derivation import Reach
 from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
-from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
 from mesa_tune.profiler.errors.sensitivity import Amplified, Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
@@ -141,7 +141,8 @@ class _Profiling:
     def _with_whole_steps(self, traced: Profile) -> Profile:
         """Return the profile with what whole gradients show: noise, the floor of errors, and interaction."""
         self.show("gradient noise of the batches", 1.0)
-        noise = JointError(self.workload, self.model).noise(measured=self.priced_on)
+        draws = range(max(NOISE_STEPS, self.seeds))
+        noise = JointError(self.workload, self.model).noise(draws, self.priced_on)
         floor = JointError(self.workload, self.model).floor(self.priced_on[0])
         policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}

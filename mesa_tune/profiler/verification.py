@@ -6,10 +6,12 @@ does not fit in memory, everything that does not depend on it must still be meas
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,17 @@ from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.draws import longest_batch
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
-from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.step import Context
 from mesa_tune.workload.workload import Workload
 
-UNUSED_SEEDS = 500_000
+UNUSED_SEEDS = UNUSED_DRAWS = 500_000
+"""The first rounding seed and the first batch that neither profile nor search uses."""
+BATCHES = 8
+"""Batches on which the gradient error is measured."""
 _REMEDY = "make it again with `mesa-tune verify --force`"
 
 
@@ -58,8 +63,8 @@ class Ratio:
 class Verification:
     """Measurements of a workload's steps under a policy, of its plain steps, and the prediction.
 
-    `gradient_errors`: one relative squared error per rounding seed, all with the same batch and random state;
-    `gradient_error` is their mean, `gradient_noise_ratio` their mean over the batches' own noise (`Noise`).
+    `gradient_errors`: relative squared errors, batch by batch, one for each rounding seed; `gradient_error`
+    is their mean, `gradient_noise_ratio` their mean over the batches' own noise (`Noise`).
     `checkpoints`: error and noise with the weights of each checkpoint of the workload.
     `step_ratio`: None if the two steps could not be timed in turn.
     """
@@ -78,7 +83,7 @@ class Verification:
 
     @property
     def gradient_error(self) -> float | None:
-        """Mean over the rounding seeds; None where exact gradients did not fit, not even with checkpoints."""
+        """Mean of `gradient_errors`; None where exact gradients did not fit, even with checkpoints."""
         return statistics.fmean(self.gradient_errors) if self.gradient_errors else None
 
     @property
@@ -157,15 +162,15 @@ def verify(
 
     Memory is measured in the second step of the plain model, and of a converted one, on the longest of the
     first draws of the batch. `steps` pairs of steps, plain and policy in turn, are timed after a warm-up
-    pair. The gradient error is measured with `seeds` rounding seeds on one batch, and at each checkpoint of
-    the workload on `seeds` batches. `predicted` becomes part of the result. Random generators are restored.
-    If the plain step runs out of memory, its bytes and times are None; exact gradients are then computed by
-    running modules again in backward.
+    pair. The gradient error is measured on `BATCHES` batches, with `seeds` rounding seeds each, and at each
+    checkpoint of the workload on `seeds` batches. `predicted` becomes part of the result. Random generators
+    are restored. If the plain step runs out of memory, its bytes and times are None; exact gradients are then
+    computed by running modules again in backward.
 
     Raises:
         PolicyError: the policy was made for another model.
         WorkloadError: the workload's functions fail.
-        RunError: the step under the policy does not fit in memory.
+        RunError: the step under the policy does not fit in memory, or its gradient is not finite.
     """
     if steps < 1 or seeds < 1:
         raise RunError(f"`steps >= 1` and `seeds >= 1` must hold, but got (steps={steps}, seeds={seeds}).")
@@ -270,13 +275,23 @@ def _alone(workload: Workload, policy: Policy | None, draw: int, steps: int) -> 
 def _gradient_errors(
     workload: Workload, policy: Policy, seeds: int, *, checkpointed: bool = False
 ) -> tuple[list[float], float | None, list[AtCheckpoint]]:
-    """Return errors on the first batch, with rounding seeds that neither profile nor search uses.
+    """Return errors on batches and with rounding seeds that neither profile nor search uses.
 
     Also return the ratio of their mean to the noise of the batches, and both at each checkpoint.
     """
-    joint = JointError(workload, checkpointed=checkpointed)
-    errors = joint.errors(policy, [(0, UNUSED_SEEDS + number) for number in range(seeds)])
-    ratio = joint.noise().ratio([statistics.fmean(errors)])
+    joint, draws = (
+        JointError(workload, checkpointed=checkpointed),
+        range(UNUSED_DRAWS, UNUSED_DRAWS + BATCHES),
+    )
+    numbers = range(UNUSED_SEEDS, UNUSED_SEEDS + seeds)
+    by_batch = [joint.errors(policy, [(draw, number) for number in numbers]) for draw in draws]
+    if not all(map(math.isfinite, chain(*by_batch))):
+        raise RunError(
+            "under this policy a gradient has infinite or NaN elements, that of the plain step has none\n"
+            "find the layer by giving parts of the model `enable: False`, and store it in more bits"
+        )
+    noise = joint.noise(range(UNUSED_DRAWS, UNUSED_DRAWS + NOISE_STEPS), draws)
+    ratio, errors = noise.ratio(list(map(statistics.fmean, by_batch))), list(chain(*by_batch))
     model = joint.model
     del joint  # it refers to gradients
     entries = at_checkpoints(

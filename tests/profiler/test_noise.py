@@ -109,7 +109,7 @@ def test_errors_count_by_the_gradients_of_their_batches() -> None:
     for draw in range(1, 12):
         errors.append(statistics.fmean(joint.errors(policy, [(draw, seed) for seed in range(4)])))
         sizes.append(joint._exact_at(draw)[2])
-    variance, _ = by_hand(work, 12)
+    variance, _ = by_hand(work, NOISE_STEPS)
     squares = statistics.fmean(map(float.__mul__, errors, sizes))
     assert statistics.fmean(errors) * statistics.fmean(sizes) > 3 * squares
     found = profile.predict(policy).gradient_noise_ratio

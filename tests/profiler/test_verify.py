@@ -19,6 +19,7 @@ from mesa_tune.commands.verify import describe
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler import verification
+from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory import meter
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification, verify
@@ -87,12 +88,17 @@ class TestVerify:
         found = checked(Policy())
         assert found.policy.saved_bytes == found.baseline.saved_bytes
         assert found.policy.peak_bytes == found.baseline.peak_bytes
-        assert found.gradient_errors == (0.0, 0.0, 0.0)
+        assert set(found.gradient_errors) == {0.0}
 
     def test_errors_differ_by_seed_and_repeat(self) -> None:
         first, second = (checked(Policy.uniform(level=4)).gradient_errors for _ in range(2))
-        assert len(set(first)) == 3
+        assert len(set(first)) == 3 * verification.BATCHES
         assert first == second
+
+    def test_a_gradient_that_is_not_finite_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(JointError, "errors", lambda *_: [0.1, float("inf")])
+        with pytest.raises(RunError, match="infinite or NaN"):
+            checked(Policy.uniform(level=4))
 
     def test_callers_random_states_are_as_before(self) -> None:
         before = torch.get_rng_state()

@@ -36,7 +36,7 @@ Gradient = list[Tensor | None]
 _CACHED_DRAWS = 4
 _SEEDS_PER_DRAW = 1_000_003
 _SEEDS_PER_BATCH = 1_000_000_007
-NOISE_STEPS = 8
+NOISE_STEPS = 32
 
 
 class Objective(Protocol):
@@ -121,27 +121,26 @@ class JointError:
             gradient = self._gradient_of(batches, draw, lambda _: running.forward())
             return squared(gradient, exact) / size
 
-    def noise(self, steps: int = NOISE_STEPS, measured: range = range(1)) -> Noise:
-        """Return the noise of the first `steps` draws; only the sum of their gradients is held.
+    def noise(self, draws: range = range(NOISE_STEPS), measured: range = range(1)) -> Noise:
+        """Return the noise of the steps on `draws`; only the sum of their gradients is held.
 
-        `measured`: the draws that errors were measured on; all draws up to its last count.
+        `measured`: those of them that errors were measured on.
         """
-        steps = max(steps, measured.stop)
         total: Gradient = [None] * len(self.parameters)
-        sizes = []
-        for draw in range(steps):
+        sizes = {}
+        for draw in draws:
             gradient = self._exact_gradient(draw)
-            sizes.append(squared(gradient))
+            sizes[draw] = squared(gradient)
             for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
                 if part is not None:  # the clone, because the gradient may be cached
                     total[index] = part.clone() if sum_ is None else sum_.add_(part)
             del gradient  # before the next one takes memory
-        mean = statistics.fmean(sizes)
+        mean = statistics.fmean(sizes.values())
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
-        scattered = sum(sizes) - squared(total) / steps
+        scattered = sum(sizes.values()) - squared(total) / len(draws)
         norms = tuple([sizes[draw] / mean for draw in measured])
-        return Noise(max(0.0, scattered / (steps - 1)) / mean, statistics.fmean(norms), norms)
+        return Noise(max(0.0, scattered / (len(draws) - 1)) / mean, statistics.fmean(norms), norms)
 
     def _batches(self, draw: int) -> list[Any]:
         """Return the micro-batches of one step."""

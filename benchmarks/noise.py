@@ -1,0 +1,74 @@
+"""Is the predicted noise ratio that of many batches?
+
+    python benchmarks/noise.py [--models vit,gpt,resnet] [--profiles 3] [--batches 64]
+
+For each profile, of another seed, and each uniform policy: the ratio that the profile predicts, and that
+`mt.verify` measures, beside mean ‖ĝ − g‖² over Σ‖g_b − ḡ‖² / (n − 1), computed here from further batches.
+This computation shares no code with mesa-tune but the converted model. Results are appended to
+`results/noise.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from common import append
+from intervals import SUBJECTS, workload_of
+from torch import Tensor
+
+import mesa_tune as mt
+from mesa_tune.profiler.entries import fast_grid
+
+FIRST_SEED = 900_000
+LEVELS = (16, 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--models", default=",".join(SUBJECTS))
+    parser.add_argument("--profiles", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=64)
+    arguments = parser.parse_args()
+    for name in arguments.models.split(","):
+        true = {level: ratio(name, level, arguments.batches) for level in LEVELS}
+        for seed in range(arguments.profiles):
+            work = workload_of(name, seed)
+            profile = mt.profile(work, options=fast_grid())
+            for level in LEVELS:
+                policy = mt.Policy.uniform(level=level)
+                found = {
+                    "predicted": profile.predict(policy).gradient_noise_ratio,
+                    "verified": mt.verify(work, policy, steps=1).gradient_noise_ratio,
+                }
+                row = {"model": name, "level": level, "seed": seed, "true": true[level], **found}
+                append("noise", {**row, "batches": arguments.batches})
+                shown = ", ".join(f"{key} {(value or 0) / true[level]:.2f}" for key, value in found.items())
+                print(f"{name} {level} levels, seed {seed}: {true[level]:.2e}; over it: {shown}", flush=True)
+
+
+def ratio(name: str, level: int, count: int) -> float:
+    """Return mean ‖ĝ − g‖² of uniform `level` over the variance of the gradient, both of `count` batches."""
+    work, policy = workload_of(name, 0), mt.Policy.uniform(level=level)
+    plain, packed = work.model(), mt.convert(work.model(), policy, seed=FIRST_SEED)
+    gradients, error = [], 0.0
+    for number in range(count):
+        torch.manual_seed(FIRST_SEED + number)
+        batch = work.batch(work.batch_size)
+        gradients.append(gradient(work, plain, batch, number))
+        with mt.compress_saved(policy, seed=number):
+            error += float((gradient(work, packed, batch, number) - gradients[-1]).square().sum()) / count
+    return error / float(torch.stack(gradients).var(0).sum())
+
+
+def gradient(work: mt.Workload, model: Any, batch: Any, number: int) -> Tensor:
+    """Return the gradient of all parameters on `batch`."""
+    model.zero_grad()
+    torch.manual_seed(number)
+    work.loss(model, batch).backward()
+    return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+
+
+if __name__ == "__main__":
+    main()
