@@ -20,7 +20,7 @@ Errors = tuple[float, ...]
 
 UNSEEN = 16
 """Number of unseen batches over which an interval covers the mean error."""
-CONFIDENCE = 0.92
+CONFIDENCE = 0.93
 LOW_BITS = (1, 2)
 """Bits at which the errors of layers do not simply add up."""
 
