@@ -27,8 +27,10 @@ from mesa_tune.workload.workload import DEFAULT_BATCH_SIZE, Workload, default_de
 if TYPE_CHECKING:
     import pandas as pd
 
-CPU_MARGIN = 0.1
-"""Three times the most by which resident memory was above the estimate (benchmarks/estimate.py: 3.5 %)."""
+CPU_MARGIN = 0.03
+"""Resident memory was at most 2.0 % above `reserved_bytes` (benchmarks/estimate.py, batch 8)."""
+CPU_ALLOWANCE = 8 * 10**6
+"""Allowance for small blocks and buffers of libraries; 4 to 5 MB were measured."""
 CUDA_MARGIN = 0.1
 """An assumption: no GPU has checked the model yet."""
 CUDA_CONTEXT = 600 * 10**6
@@ -43,9 +45,9 @@ class Estimate:
     `static_bytes`: weights, gradients that survive steps, optimizer state, buffers, batch, DDP's buckets.
     `saved_bytes`: alive for backward when the forward ends, with parameters that FSDP2 has gathered.
     `peak_bytes`: the most that is alive at once. `reserved_bytes`: on CUDA what PyTorch's caching allocator
-    would reserve, on the CPU the peak. `margin`: the share that `fits` adds. On the CPU bytes are those of a
-    real step, and the margin is for workspaces that no tensor owns. `verified`: False for CUDA, whose model
-    no GPU has checked.
+    would reserve, on the CPU the most with workspaces of kernels, which no tensor owns. `margin`: the share
+    that `fits` adds. On the CPU all bytes but workspaces are those of a real step. `verified`: False for
+    CUDA, whose model no GPU has checked.
     """
 
     batch_size: int
@@ -60,7 +62,7 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """What `fits` compares: reserved bytes with the margin, on CUDA with 600 MB for its context."""
+        """What `fits` compares: reserved bytes with the margin, and 8 MB, on CUDA 600 MB for its context."""
         return _needed(self._steps, self.batch_size)
 
     def fits(self, limit: str | int) -> bool:
@@ -231,11 +233,9 @@ def _limit(limit: str | int) -> int:
 
 
 def _needed(steps: FakeSteps, batch_size: int) -> int:
-    """Return the bytes to compare with a limit: reserved ones with the margin, and CUDA's context."""
-    reserved = steps.at(batch_size).reserved
-    if steps.cuda:
-        return math.ceil(reserved * (1 + CUDA_MARGIN)) + CUDA_CONTEXT
-    return math.ceil(reserved * (1 + CPU_MARGIN))
+    """Return the bytes to compare with a limit: reserved ones with the margin, and the allowance."""
+    margin, allowance = (CUDA_MARGIN, CUDA_CONTEXT) if steps.cuda else (CPU_MARGIN, CPU_ALLOWANCE)
+    return math.ceil(steps.at(batch_size).reserved * (1 + margin)) + allowance
 
 
 def _largest(needed: Callable[[int], int], limit: int, start: int) -> int:

@@ -273,3 +273,11 @@ def test_cuda_is_unverified_and_reserves_more_than_the_peak() -> None:
 def test_an_unknown_device_is_an_error() -> None:
     with pytest.raises(WorkloadError, match="must be cpu or cuda"):
         mt.estimate(of_vit(), device="tpu")
+
+
+def test_on_cuda_a_policy_holds_from_the_first_step() -> None:
+    plain, four = (
+        mt.estimate(of_vit(), policy, device="cuda") for policy in (None, mt.Policy.uniform(level=16))
+    )
+    saved = mt.estimate(of_vit(), mt.Policy.uniform(level=16)).saved_bytes
+    assert four.peak_bytes < plain.peak_bytes - 0.5 * (plain.saved_bytes - saved)

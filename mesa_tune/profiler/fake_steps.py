@@ -20,14 +20,19 @@ from mesa_tune.profiler.memory.cuda_model import cuda_functions, update_all_at_o
 from mesa_tune.profiler.memory.meter import Meter, tensors_in
 from mesa_tune.profiler.memory.step_trace import StepTrace
 from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED
+from mesa_tune.profiler.memory.workspaces import WorkspaceMeter
 from mesa_tune.profiler.parallel import Parallelization
 from mesa_tune.profiler.tracing import StepTracer, Tags
 from mesa_tune.workload.fake import FakeWorkload
+from mesa_tune.workload.session import session
 
 
 @dataclass(frozen=True)
 class FakeStep:
-    """A traced step: the bytes before it, the most in it, and what an allocator reserves for it."""
+    """A traced step: the bytes before it, the most in it, and what it takes of memory.
+
+    `reserved`: on CUDA what an allocator reserves for it, on the CPU the most with workspaces of kernels.
+    """
 
     static: int
     peak: int
@@ -84,21 +89,21 @@ class FakeSteps:
             meter = Meter()
             if self.parallel is not None:
                 model = stack.enter_context(self.parallel.wrapped(model, meter))
-            allocator = None
-            if self.cuda:
-                older = chain(model.parameters(), model.buffers(), tensors_in(batch))
-                allocator = stack.enter_context(AllocatorMeter(older, meter.live_storages())).allocator
+            older = chain(model.parameters(), model.buffers(), tensors_in(batch))
+            outer = (AllocatorMeter if self.cuda else WorkspaceMeter)(older, meter.live_storages())
+            stack.enter_context(outer)
             optimizer = fake.make_optimizer(model)
             if self.cuda:
                 update_all_at_once(optimizer)
             for _ in range(1 if self.parallel is None else 2):  # DDP orders its buckets in one of the first
-                fake.take_step(model, batch, optimizer)
+                with session(model, self.policy, min_elements=MIN_ELEMENTS) as running:
+                    fake.stepper(optimizer).run(model, batch, running.forward)
             tracer = StepTracer(fake, model, optimizer, model.zero_grad)
             trace, tags = tracer.trace(batch, self.policy, second=True, min_elements=MIN_ELEMENTS)
             gc.collect()
             buckets = meter.live_since(0, without=tracer.static(batch))
             static = sum(tracer.static_bytes(batch).values()) + buckets
-        if allocator is None:
+        if isinstance(outer, WorkspaceMeter):
             peak = static + trace.peak()
-            return FakeStep(static, peak, peak, trace, tags)
-        return FakeStep(static, allocator.peak_allocated, allocator.reserved, trace, tags)
+            return FakeStep(static, peak, max(peak, outer.most), trace, tags)
+        return FakeStep(static, outer.allocator.peak_allocated, outer.allocator.reserved, trace, tags)
