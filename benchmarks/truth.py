@@ -5,9 +5,9 @@
 
 Each model is trained plainly, with accumulation, with checkpointed blocks and under bf16 autocast; each of
 these under the plain policy, uniform 16 and 4 levels, and random policies. One profile of bytes predicts all
-policies. Then each policy runs two steps in a process of its own. Meter one counts live storages, polled
-after every operator. Meter two reads the growth of the process from before the model was built: it also sees
-workspaces, and memory that no tensor owns.
+policies, and `mt.estimate` what they take with workspaces. Then each policy runs two steps in a process of
+its own. Meter one counts live storages, polled after every operator. Meter two reads the growth of the
+process from before the model was built: it also sees workspaces, and memory that no tensor owns.
 
 What is hard: a run takes an hour. So every measured step is one line with a hash of the code, and a second
 run repeats only what has no line of the same code.
@@ -30,17 +30,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from meters import resident, trim
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from truth_page import write
-from zoo import ZOO, configured
+from truth_subjects import SUBJECTS
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import EXACT, LayerSettings
@@ -49,125 +48,11 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "truth"
 RESULTS = BUILD / "results.jsonl"
 RANDOM = 10
-TOKENS = 256
-TEXT = {"vocab_size": 8192, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"accumulation": 4},
     "checkpointed": {},
     "autocast": {"autocast": "bfloat16"},
-}
-
-
-class Subject(NamedTuple):
-    """A model: how to build it, its batch and loss, the batch size, and the name of its blocks' list."""
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[int], dict[str, Tensor]]
-    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
-    batch_size: int
-    blocks: str
-
-
-class Lstm(nn.Module):
-    """A language model of two LSTM layers."""
-
-    def __init__(self, vocabulary: int = 4096, width: int = 256) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList([_Recurrent(width) for _ in range(2)])
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-class _Recurrent(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(width, width, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lstm(x)[0]
-        return y
-
-
-def _tokens(vocabulary: int, count: int) -> dict[str, Tensor]:
-    ids = torch.randint(100, vocabulary, (count, TOKENS))
-    return {"input_ids": ids, "labels": ids}
-
-
-def _next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(batch["input_ids"])
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-
-def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    value: Tensor = model(**batch).loss
-    return value
-
-
-def _text(config: str, model: str, blocks: str, **values: Any) -> Subject:
-    build = partial(configured(config, model, {**TEXT, **values}, {}), "published", None)
-    return Subject(build, partial(_tokens, 8192), _own_loss, 8, blocks)
-
-
-def _published(name: str, batch_size: int, blocks: str) -> Subject:
-    chosen = ZOO[name]
-    build, batch = partial(chosen.build, "published", None), partial(chosen.batch, "published")
-    return Subject(build, batch, chosen.loss, batch_size, blocks)
-
-
-_DEIT_TI = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "num_labels": 1000}
-_GPT2 = {"n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 8192, "use_cache": False}
-_T5 = {"d_model": 256, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "vocab_size": 8192}
-SUBJECTS: dict[str, Subject] = {
-    "deit_ti": _published("deit_s", 16, "deit.encoder.layer")._replace(
-        build=partial(configured("DeiTConfig", "DeiTForImageClassification", _DEIT_TI, {}), "published", None)
-    ),
-    "swin_t": _published("swin_t", 4, "swin.encoder.layers"),
-    "resnet_50": _published("resnet_50", 8, "resnet.encoder.stages"),
-    "bert": _text("BertConfig", "BertForMaskedLM", "bert.encoder.layer", intermediate_size=1024),
-    "gpt2": Subject(
-        partial(configured("GPT2Config", "GPT2LMHeadModel", _GPT2, {}), "published", None),
-        partial(_tokens, 8192),
-        _own_loss,
-        8,
-        "transformer.h",
-    ),
-    "llama": _text(
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        "model.layers",
-        intermediate_size=704,
-        num_key_value_heads=2,
-        use_cache=False,
-    ),
-    "unet": _published("unet", 4, "down"),
-    "t5": Subject(
-        partial(
-            configured(
-                "T5Config",
-                "T5ForConditionalGeneration",
-                _T5 | {"decoder_start_token_id": 0, "use_cache": False},
-                {},
-            ),
-            "published",
-            None,
-        ),
-        partial(_tokens, 8192),
-        _own_loss,
-        8,
-        "encoder.block",
-    ),
-    "convnext_t": _published("convnext_t", 4, "convnext.encoder.stages"),
-    "segformer_b0": _published("segformer_b0", 4, "segformer.stages"),
-    "mobilenet_v2": _published("mobilenet_v2", 8, "mobilenet_v2.layer"),
-    "lstm": Subject(Lstm, partial(_tokens, 4096), _next_token, 16, "layers"),
 }
 
 
@@ -206,13 +91,13 @@ def random_policy(profile: mt.Profile, seed: int) -> mt.Policy:
     )
 
 
-def policies(profile: mt.Profile) -> dict[str, mt.Policy]:
+def policies(profile: mt.Profile, count: int) -> dict[str, mt.Policy]:
     """Return the policies under which a step is predicted and measured, by name."""
     return {
         "plain": mt.Policy.parse(""),
         "uniform 16": mt.Policy.uniform(level=16),
         "uniform 4": mt.Policy.uniform(level=4),
-        **{f"random {number}": random_policy(profile, number) for number in range(RANDOM)},
+        **{f"random {number}": random_policy(profile, number) for number in range(count)},
     }
 
 
@@ -355,7 +240,7 @@ def run_unit(name: str, variant: str, version: str, count: int) -> None:
     missing = [label for label in labels if (name, variant, label) not in finished]
     if not missing:
         return
-    predicted = child("--predict")
+    predicted = child("--predict", "--random", str(count))
     for label in missing:
         if "error" in predicted:
             found: dict[str, Any] = predicted
@@ -382,19 +267,20 @@ def describe(row: dict[str, Any]) -> str:
     return f"{head} {measured['peak'] / 1e6:7.1f} MB  {'  '.join(shares)}"
 
 
-def predict(name: str, variant: str) -> dict[str, Any]:
+def predict(name: str, variant: str, count: int) -> dict[str, Any]:
     """Return the predicted bytes of every policy, and save the policies."""
     folder = _folder(name, variant)
     folder.mkdir(parents=True, exist_ok=True)
-    profile = mt.profile(workload(name, variant), options=[])
+    chosen = workload(name, variant)
+    profile = mt.profile(chosen, options=[])
     result = {}
-    for label, policy in policies(profile).items():
+    for label, policy in policies(profile, count).items():
         policy.save(folder / f"{label}.txt", force=True)
         prediction = profile.predict(policy)
         result[label] = {
             "saved": prediction.saved_bytes,
             "peak": prediction.peak_bytes,
-            "resident": prediction.peak_bytes + getattr(prediction, "workspace_bytes", 0),
+            "resident": mt.estimate(chosen, policy).reserved_bytes,
         }
     return result
 
@@ -417,7 +303,7 @@ def main() -> None:
     if arguments.docs:
         print(f"wrote {write(lines())}")
     elif arguments.predict:
-        print(json.dumps(predict(names[0], arguments.variant)))
+        print(json.dumps(predict(names[0], arguments.variant, arguments.random)))
     elif arguments.measure is not None:
         path = _folder(names[0], arguments.variant) / f"{arguments.measure}.txt"
         policy = None if arguments.measure == "plain" else mt.Policy.load(path)

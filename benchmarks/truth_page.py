@@ -20,7 +20,8 @@ HEAD = """\
   and random ones. One profile of bytes predicts them all; each is measured in a process of its own, in the
   second step of a plain training loop that shares no code with mesa-tune.
 * **saved**, **peak**: predicted over live storages, after the forward and at the step's peak. **resident**:
-  the predicted peak over the growth of the process, whose libraries also take memory that no tensor owns.
+  `reserved_bytes` of `mt.estimate` over the growth of the process, whose libraries also take memory that no
+  tensor owns.
   Each column shows the lowest and the highest of all policies, as deviation from what was measured.
 * **MB**: the measured peak of live storages, plain and under uniform 16.
 """

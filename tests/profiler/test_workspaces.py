@@ -83,13 +83,14 @@ def test_reserved_bytes_count_workspaces() -> None:
     def batch(size: int) -> torch.Tensor:
         return torch.randn(size, 32, 64, 64)
 
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
+    def objective(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
 
     def convolutions() -> nn.Module:
         return nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 1, 3, padding=1))
 
-    with_workspace = mt.estimate(mt.Workload(convolutions, batch, loss, batch_size=4))
+    with_workspace = mt.estimate(mt.Workload(convolutions, batch, objective, batch_size=4))
     assert with_workspace.reserved_bytes > with_workspace.peak_bytes + 10**6
     linear = mt.Workload(lambda: nn.Linear(64, 64), batch, lambda m, x: F.relu(m(x)).mean(), batch_size=4)
     without = mt.estimate(linear)
