@@ -66,6 +66,7 @@ def gradient(work: mt.Workload, model: Any, batch: Any, number: int) -> Tensor:
     """Return the gradient of all parameters on `batch`."""
     model.zero_grad()
     torch.manual_seed(number)
+    assert work.loss is not None
     work.loss(model, batch).backward()
     return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
 

@@ -152,6 +152,7 @@ class Training:
         self.optimizer.step()
 
     def _loss(self) -> Tensor:
+        assert self.workload.loss is not None
         compressing = nullcontext() if self.policy is None else mt.compress_saved(self.policy, seed=0)
         with torch.autocast("cpu", enabled=self.workload.autocast is not None), compressing:
             return self.workload.loss(self.model, self.batch)
