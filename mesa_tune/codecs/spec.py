@@ -81,7 +81,7 @@ class Spec(NamedTuple):
 
 def fitting_size(size: int, row: int) -> int:
     """Return the largest group size of at most `size` that divides `row`; `size` itself if either is 0."""
-    if size == 0 or row == 0 or row % size == 0:
+    if size == 0 or row % size == 0:
         return size
     return max(divisor for divisor in range(1, min(size, row) + 1) if row % divisor == 0)
 

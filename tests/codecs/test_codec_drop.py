@@ -58,6 +58,13 @@ def test_random_elements_are_chosen_independently() -> None:
         assert neighbours == pytest.approx(0.25, abs=0.01)
 
 
+@pytest.mark.parametrize("bit", [0, 40])
+def test_both_halves_of_the_key_choose_the_elements(bit: int) -> None:
+    x, settings = torch.ones(1024), spec(drop=0.5, store="exact")._replace(codec="vrandom")
+    one, other = (vrandom.encode(x, settings, torch.tensor([key]))[0] for key in (0, 1 << bit))
+    assert not torch.equal(one, other)
+
+
 def test_nothing_survives_of_a_tensor_that_is_too_small() -> None:
     parts = drop.encode(torch.ones(3), spec(drop=0.9), KEY)
     assert torch.equal(drop.decode(parts, (3,), torch.float32, spec(drop=0.9)), torch.zeros(3))

@@ -268,3 +268,35 @@ def test_recurrent_layers_are_named() -> None:
     model = nn.ModuleDict({"memory": nn.LSTM(8, 8)})
     with pytest.warns(UserWarning, match=r"'memory' \(LSTM\) is stored by hooks, at 8 bits"):
         mt.convert(model, Policy.uniform(level=16))
+
+
+def test_batch_norms_in_one_process_need_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mt.convert(nn.Sequential(nn.SyncBatchNorm(4)), Policy.uniform(level=16))
+
+
+def test_a_model_that_runs_in_backward_only_has_new_noise_in_every_step() -> None:
+    class Again(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self[0], input, use_reentrant=True)
+            return y
+
+    model = Again(mt.convert(nn.Linear(64, 64), Policy.uniform(level=4), min_elements=0))
+    first, second, third = (_grads(model, X.clone().requires_grad_())["0.weight"] for _ in range(3))
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+
+
+@pytest.mark.parametrize(
+    ("tag", "least"), [("gelu", 0), ("other", X.numel())], ids=["no rule", "few elements"]
+)
+def test_hooks_leave_tensors_exact(tag: str, least: int) -> None:
+    class Model(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.asinh(super().forward(input))
+
+    plain = Model(64, 64)
+    policy = _parse(f"on {tag}:\n    by_index: all\n    level: 4\n")
+    model = mt.convert(copy.deepcopy(plain), policy, min_elements=least)
+    assert all(map(torch.equal, _grads(model).values(), _grads(plain).values()))

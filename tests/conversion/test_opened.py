@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune.conversion.hooked import HOOKED
@@ -125,3 +126,25 @@ def test_a_name_inside_a_call_of_a_module_that_is_not_there_is_refused() -> None
 def test_no_function_is_both_opened_and_left_to_the_hooks() -> None:
     # The hooks would never see it: its body's calls are none of the listed functions.
     assert not HOOKED.keys() & OPENED.keys()
+
+
+def test_calls_inside_are_routed_in_a_checkpointed_part() -> None:
+    class Outer(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self[0], input, use_reentrant=False)
+            return y
+
+    model = mt.convert(Outer(Net(FUNCTIONS["softmin"])), mt.Policy.uniform(level=16), min_elements=0)
+    step(model, torch.randn(SHAPE))
+    assert "0.softmin.0.softmax.0" in layers(model)
+
+
+@pytest.mark.parametrize("name", ["softmin", "lp_pool1d"])
+def test_traced_calls_inside_have_their_names(name: str) -> None:
+    traced, eager = (
+        mt.convert(Net(FUNCTIONS[name]), mt.Policy.uniform(level=16), min_elements=0) for _ in range(2)
+    )
+    step(eager, torch.randn(SHAPE))
+    compiled: Any = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    step(compiled, torch.randn(SHAPE))
+    assert layers(traced) == layers(eager)

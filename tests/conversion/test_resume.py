@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 import mesa_tune as mt
+from mesa_tune.engine.observer import watch
 from tests.models import Functions, ViT
 
 HEAD = "# mesa-tune policy 1\n"
@@ -192,3 +193,17 @@ def test_a_running_forward_has_no_state() -> None:
 
     with pytest.raises(mt.RunError, match="between steps"):
         mt.convert(Inside(4, 4), mt.Policy.uniform())(torch.randn(4, 4))
+
+
+@pytest.mark.filterwarnings("ignore:mesa-tune")
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_new_process_knows_whether_there_was_a_backward(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training("layers", "4 bits")
+    training.run(steps)
+    state = mt.state_dict(training.model)
+    monkeypatch.setattr(watch, "backwards", 0)
+    mt.load_state_dict(training.model, state)
+    assert state["conversions"][""]["backward_seen"] is (steps > 0)
+    assert str(mt.state_dict(training.model)) == str(state)

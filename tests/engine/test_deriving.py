@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune import ops
+from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
 
@@ -282,3 +283,37 @@ def test_backward_makes_no_zeros_for_the_parts_given_out() -> None:
             y.sum().backward()
         peaks.append(meter.high_water)
     assert peaks[1] - peaks[0] <= 8 * WIDE  # the decoded input and what is made of it again, and no more
+
+
+def test_compiled_code_stores_an_output_that_changed_in_a_model_inside_another() -> None:
+    class Changed(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(x)
+            with torch.no_grad():
+                h.mul_(3)
+            y: Tensor = self.first(h)
+            return y
+
+    plain, x = model(Changed()), rows()
+    weights = [plain.get_parameter("1.first.weight")]
+    _, exact = step(plain, x, weights)
+    network = converted(plain, "derive")
+    mt.convert(network[1], policy("derive"), min_elements=1024)
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        _, found = step(compiled, x, [network.get_parameter("1.first.weight")])
+        assert 0 < error(found, exact) < 1e-3
+
+
+def test_compiled_code_derives_from_a_reshaped_output() -> None:
+    class Reshaped(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.first(self.norm(x).view(16, -1, WIDTH))
+            return y
+
+    network = converted(model(Reshaped()), "derive")
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    step(compiled, rows(), list(network.parameters()))
+    conversion = conversion_of(network)
+    assert conversion is not None
+    assert "1.norm" in conversion.producers

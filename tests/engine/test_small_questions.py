@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import mesa_tune as mt
 from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine import saved, storage
+from mesa_tune.engine.cache import CallCache
+from mesa_tune.engine.call import Call, may_change
 from mesa_tune.engine.saved import SavedTensor
-from mesa_tune.engine.storage import packing_of
+from mesa_tune.engine.storage import is_too_small, packing_of, refusal
+from mesa_tune.engine.tensors import is_small_view
 
 SPEC = Spec("quantize", 8, 256, 64, 0, True, 0)
 
@@ -30,6 +35,62 @@ def test_pieces_make_up_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.cat([values for _, values in pieces]), packed.whole())
     assert [part.start for part, _ in pieces] == [0, 16, 32, 48]
     assert torch.equal(torch.cat([run.clone() for _, run in rows]).view(x.shape), packed.whole())
+
+
+def test_a_small_tensor_is_decoded_as_a_whole() -> None:
+    x = torch.randn(64, 30, 8)
+    packed = SavedTensor([x], packing_of(x, SPEC), SPEC)
+    assert packed.slices(torch.float32) is None
+    assert packed.rows(torch.float32) is None
+
+
+def test_how_tensors_of_a_geometry_are_stored_is_decided_once() -> None:
+    wide, tall = (packing_of(torch.randn(shape), SPEC) for shape in ((3, 500), (500, 3)))
+    assert packing_of(torch.randn(3, 500), SPEC) is wide
+    assert packing_of(torch.randn(500, 3), SPEC) is tall
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [(torch.ones(4), True), (torch.ones(200), False), (torch.ones(4, dtype=torch.int64), False)],
+    ids=["few numbers", "many numbers", "integers"],
+)
+def test_only_a_few_floating_point_numbers_are_too_small(tensor: Tensor, expected: bool) -> None:
+    assert is_too_small(tensor, SPEC._replace(min_elements=100)) is expected
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (5, 2, 6), (2, 6, 5, 5), (2, 6, 5, 5, 5)], ids=str)
+def test_quant_groups_divide_channels_or_the_last_dimension(shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    assert refusal(x, SPEC._replace(quant_groups=3)) is None
+    assert refusal(x, SPEC._replace(quant_groups=5)) == "quant_groups 5 does not divide 6"
+
+
+def test_a_small_view_is_at_most_an_eighth_of_its_storage() -> None:
+    tensor = torch.ones(2)
+    assert is_small_view(tensor, 8 * tensor.nbytes)
+    assert not is_small_view(tensor, 8 * tensor.nbytes - 1)
+
+
+def test_a_view_of_a_leaf_may_not_change() -> None:
+    leaf: Any = torch.ones(4, requires_grad=True)
+    assert not may_change(leaf, leaf)
+    assert not may_change(leaf, leaf.view(2, 2))
+    assert may_change(leaf, leaf * 2)
+    assert may_change(leaf, (leaf * 2).view(2, 2))
+
+
+def test_a_call_that_went_by_a_tensor_of_its_own_is_not_cached() -> None:
+    x, context, cache = torch.ones(4, requires_grad=True), None, CallCache()
+    for asks in (False, True):
+        call = Call("sin.0", SPEC, context, torch.sin, (x,), {})  # type: ignore[arg-type]
+        if asks:
+            call.ask(lambda _, tensor: tensor is not None, x * 2)
+        output = call.plain()
+        cache.clear()
+        for _ in range(2):
+            cache.note("sin.0", call, output)
+        assert ("sin.0" in cache.calls) is not asks
 
 
 def test_selective_checkpoints_are_recognized() -> None:

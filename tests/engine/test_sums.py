@@ -55,3 +55,9 @@ def test_a_sum_that_is_hardly_larger_is_saved_itself() -> None:
     column, row = torch.randn(3, 1), torch.randn(1, 3)
     assert sums._WORTH * (column.numel() + row.numel()) > 9
     assert sums.parts(noted(column, row)) is None
+
+
+def test_a_sum_of_twice_the_elements_of_its_parts_is_worth_a_note() -> None:
+    column, row = torch.randn(4, 1), torch.randn(1, 4)
+    assert sums.parts(noted(column, row)) is not None
+    assert sums.parts(noted(column, row[:, :3])) is None

@@ -16,7 +16,7 @@ from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.memory.memory_model import SavedSpan
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.solver import Program
+from mesa_tune.search.solver import Program, _tightened
 from mesa_tune.search.space import Limits, Space, make_space
 from tests.synthetic import COARSE, is_sorted, synthetic_profile
 
@@ -198,9 +198,32 @@ def test_the_solver_prints_nothing(
 
     monkeypatch.setattr(scipy.optimize, "milp", talking)
     assert Program(make_space(profile)).solve(Limits(profile.peak_bytes)) is not None
+    os.write(1, b"back")
     printed = capfd.readouterr()
-    assert printed.out == ""
+    assert printed.out == "back"
     assert "an error" in printed.err
+
+
+def test_without_limits_everything_is_exact_at_the_first_attempt(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    milp, calls = scipy.optimize.milp, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return milp(*args, **kwargs)
+
+    monkeypatch.setattr(scipy.optimize, "milp", counted)
+    solved = Program(space).solve(Limits())
+    assert solved is not None
+    assert solved.cost == 0
+    assert len(calls) == 1
+
+
+def test_limits_that_the_solver_exceeds_are_tightened_alike() -> None:
+    limits = Limits(peak=1000, saved=2000, ms=10.0)
+    assert _tightened(limits, 0.1) == Limits(900, 1800, 9.0)
+    assert _tightened(Limits(), 0.1) == Limits()
 
 
 def test_pins_bind_by_glob_and_later_ones_win(profile: Profile) -> None:
