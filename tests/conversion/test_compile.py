@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mesa_tune as mt
+from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy import Policy
 from tests.conformance.running import relative_error, saved_bytes
 from tests.models import ViT
@@ -187,6 +188,9 @@ def test_settings_by_index_of_functions_arrive_after_one_step() -> None:
     right = _grads(plain, plain)
     first, later = (relative_error(_grads(model, run), right) for _ in range(2))
     assert later > 10 * first > 0
+    conversion = conversion_of(model)
+    assert conversion is not None
+    assert not conversion.first, "the settings are final"
 
 
 def test_without_gradients_nothing_is_entered() -> None:
@@ -239,3 +243,26 @@ def test_after_a_graph_break_attributes_of_tensors_are_their_own() -> None:
     compiled = torch.compile(mt.convert(model, mt.Policy.uniform(16), seed=0), backend="aot_eager")
     for _ in range(3):
         torch.testing.assert_close(compiled(x), right)
+
+
+class Fixed(nn.Module):
+    """Multiplies by what is no activation."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of, self.scale = of, nn.Parameter(torch.ones(16))
+        self.register_buffer("fixed", torch.randn(8, 32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.fixed if "buffer" in self.of else x
+        if self.of.startswith("view"):
+            other = other.view(32, 8, 16)  # type: ignore[operator]
+        return (torch.zeros(other.shape) + self.scale) * other  # type: ignore[arg-type, operator]
+
+
+@pytest.mark.parametrize("of", ["batch", "view of batch", "buffer", "view of buffer"])
+def test_batch_and_buffers_are_never_encoded(of: str) -> None:
+    plain = Fixed(of)
+    model = _convert(plain, level=2)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(_grads(model, run)["scale"], _grads(plain, plain)["scale"])

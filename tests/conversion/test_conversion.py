@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import mesa_tune as mt
 from mesa_tune import notice
 from mesa_tune.conversion import entering
+from mesa_tune.conversion.layers import Catalog
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine.routing import state
 from mesa_tune.policy import Policy
@@ -300,3 +301,10 @@ def test_hooks_leave_tensors_exact(tag: str, least: int) -> None:
     policy = _parse(f"on {tag}:\n    by_index: all\n    level: 4\n")
     model = mt.convert(copy.deepcopy(plain), policy, min_elements=least)
     assert all(map(torch.equal, _grads(model).values(), _grads(plain).values()))
+
+
+def test_calls_of_an_unknown_module_count_as_the_models_own() -> None:
+    catalog = Catalog(["", "first"], [("fc", "first")], "")
+    catalog.index("later.linear.0", "fc", "later")
+    catalog.assign_indices(Policy.uniform())
+    assert catalog.layers() == [("fc", 1, "first"), ("fc", 0, "later.linear.0")]

@@ -13,7 +13,7 @@ import mesa_tune as mt
 from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine import saved, storage
-from mesa_tune.engine.cache import CallCache
+from mesa_tune.engine.cache import CallCache, cached_call
 from mesa_tune.engine.call import Call, may_change
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import is_too_small, packing_of, refusal
@@ -78,6 +78,20 @@ def test_a_view_of_a_leaf_may_not_change() -> None:
     assert not may_change(leaf, leaf.view(2, 2))
     assert may_change(leaf, leaf * 2)
     assert may_change(leaf, (leaf * 2).view(2, 2))
+
+
+def test_autocast_of_a_call_is_that_of_its_first_tensor() -> None:
+    x, number, context = torch.ones(4, requires_grad=True), torch.ones((), device="meta"), None
+    call = Call("mul.0", SPEC, context, lambda one, _: one * 2, (x, number), {})  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cached_call(call, call.plain()).autocast == ("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(("levels", "gains"), [(0, True), (256, False)], ids=["exact run", "packed"])
+def test_in_an_exact_run_every_call_gains(levels: int, gains: bool) -> None:
+    x, context = torch.ones(2, requires_grad=True), None
+    call = Call("sin.0", SPEC._replace(levels=levels), context, torch.sin, (x,), {})  # type: ignore[arg-type]
+    assert call.gains(x) is gains
 
 
 def test_a_call_that_went_by_a_tensor_of_its_own_is_not_cached() -> None:

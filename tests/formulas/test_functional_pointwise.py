@@ -303,3 +303,7 @@ def test_what_has_no_formula_goes_to_the_hooks() -> None:
 def _mean(model: nn.Module, x: Tensor) -> Tensor:
     y: Tensor = model(x).mean()
     return y
+
+
+def test_a_mask_between_two_numbers_is_one_bit_per_element() -> None:
+    assert _kept(lambda x, one, other: torch.where(x > 0, one, other), (), ()) == 64 * 64 // 8
