@@ -365,6 +365,7 @@ CASES: dict[str, Case] = {
     "attention_float_mask": Case(F.scaled_dot_product_attention, _attention(mask="float", heads=4)),
     "attention_trained_mask": Case(F.scaled_dot_product_attention, _attention(mask="wanted", heads=4)),
     "attention_3d": Case(F.scaled_dot_product_attention, _tensors((3, 12, 16), (3, 12, 16), (3, 12, 16))),
+    "attention_2d": Case(F.scaled_dot_product_attention, _tensors((12, 16), (9, 16), (9, 16))),
     "attention_dropout": Case(F.scaled_dot_product_attention, _attention(heads=4), {"dropout_p": 0.2}),
     "log_softmax": Case(F.log_softmax, _tensors((4, 6, 20)), {"dim": -1}),
     "log_softmax_wide": Case(Tensor.log_softmax, _tensors((4, 6, 20)), {"dim": 1, "dtype": torch.float64}),

@@ -29,8 +29,7 @@ def _fused_serves(causal: bool, q: Tensor, k: Tensor, v: Tensor) -> bool:
     same = (
         q.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == k.shape[3] == v.shape[3]
     )
-    square = q.shape[2] == k.shape[2] or not causal
-    if not (same and square and min(q.numel(), k.numel()) > 0):
+    if not same or (causal and q.shape[2] != k.shape[2]) or min(q.numel(), k.numel()) == 0:
         return False
     if q.device.type == "cpu":
         return True
