@@ -133,8 +133,9 @@ def hardtanh(
 
 def leaky_relu(call: Call, input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Any:
     """Route of `F.leaky_relu`."""
-    # In place PyTorch takes the sign from the output, and refuses a slope that changes it.
-    return serve(call, "leaky_relu", input, (negative_slope,), inplace and negative_slope > 0)
+    if inplace and negative_slope < 0:  # PyTorch refuses its backward: it takes the sign from the output
+        return call.plain()
+    return serve(call, "leaky_relu", input, (negative_slope,), inplace)
 
 
 def threshold(call: Call, input: Tensor, threshold: float, value: float, inplace: bool = False) -> Any:

@@ -145,6 +145,7 @@ IN_PLACE = {
     "relu6": lambda f, x: f(F.relu6, x, inplace=True),
     "hardtanh_": lambda f, x: f(F.hardtanh_, x, -0.5, 0.5),
     "leaky_relu_": lambda f, x: f(F.leaky_relu_, x, 0.3),
+    "leaky_relu of slope 0": lambda f, x: f(F.leaky_relu, x, 0.0, inplace=True),
     "threshold": lambda f, x: f(F.threshold, x, 0.1, 3.0, True),
     "clamp_": lambda f, x: f(Tensor.clamp_, x, -0.5, 0.5),
     "clamp_max_": lambda f, x: f(torch.clamp_max_, x, 0.5),
@@ -176,6 +177,14 @@ def test_in_place(name: str, view: bool) -> None:
     found, wanted = _in_place(IN_PLACE[name], ours, view), _in_place(IN_PLACE[name], plain, view)
     assert torch.equal(found[0], wanted[0])
     torch.testing.assert_close(found[1], wanted[1])
+
+
+def test_a_negative_slope_in_place_is_refused_as_by_pytorch() -> None:
+    middle = torch.randn(6, 50, requires_grad=True) * 2
+    y = served(F.leaky_relu, RAW, middle, -0.1, inplace=True)
+    assert y is middle
+    with pytest.raises(RuntimeError, match="negative slope which is not supported"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("form", [Tensor.mul_, Tensor.div_], ids=["mul_", "div_"])
@@ -258,6 +267,7 @@ def test_equations_have_pytorchs_gradients(equation: str, a: tuple[int, ...], b:
         pytest.param(torch.einsum, lambda x: ("ii,ij->j", x[:, :8], x), id="einsum-diagonal"),
         pytest.param(torch.pow, lambda x: (x, x), id="pow-of-two-tensors"),
         pytest.param(torch.clamp, lambda x: (x, x - 1, x + 1), id="clamp-between-tensors"),
+        pytest.param(F.kl_div, lambda x: (x.log(), x, None, None, "sum"), id="divergence-from-what-learns"),
     ],
 )
 def test_refused(function: Callable[..., Tensor], make: Callable[[Tensor], tuple[Any, ...]]) -> None:
