@@ -27,13 +27,10 @@ LARGEST_WEIGHT = 1 << 19
 
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
     dtype, marks_zeros = static
-    if dtype is None:
-        y = F.linear(x, weight, bias)
-    else:
-        factor = cast(weight, dtype)
-        if needs[1] and factor is not weight and not torch.compiler.is_compiling():
-            factor.requires_grad_()  # by which PyTorch chooses how a batch of matrices is multiplied
-        y = F.linear(cast(x, dtype), factor, None if bias is None else cast(bias, dtype))
+    factor = cast(weight, dtype)
+    if needs[1] and factor is not weight and not torch.compiler.is_compiling():
+        factor.requires_grad_()  # by which PyTorch chooses how a batch of matrices is multiplied
+    y = F.linear(cast(x, dtype), factor, None if bias is None else cast(bias, dtype))
     zeros = (pack_zero_rows(x),) if marks_zeros else ()
     return Result(y, ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()), zeros)
 

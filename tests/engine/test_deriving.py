@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.conversion.model import conversion_of
+from mesa_tune.engine.rebuild import Ingredients
+from mesa_tune.formulas import relu
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
 
@@ -107,6 +109,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "silu": (lambda: model(Mlp(F.silu)), rows, NARROW + WIDE),
     "relu": (lambda: model(Mlp(F.relu)), rows, NARROW),
     "gated": (lambda: model(Gated()), rows, 2 * NARROW + 2 * WIDE),
+    "groups": (lambda: model(nn.Sequential(nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1)), 8), images, 8192),
     "convolutions": (lambda: model(convolutions(False), 8), images, 2 * 8192),
     "convolutions-in-place": (lambda: model(convolutions(True), 8), images, 2 * 8192),
 }
@@ -234,6 +237,13 @@ def test_only_layers_that_ask_derive() -> None:
         for each in (text, text.replace("store: derive", "store: quantize"))
     )
     assert stored - derived == ops.packed_bytes(WIDE, 8)
+
+
+def test_zeros_of_relu_stay_where_they_were() -> None:
+    x = torch.randn(640)
+    zeros = ops.pack_bits(x <= 0)
+    y = relu.masked(Ingredients(("relu", False, ()), (), (zeros,), (), (x + 10,)))
+    assert torch.equal(y == 0, x <= 0)
 
 
 def test_a_second_backward_gives_the_same() -> None:

@@ -48,12 +48,16 @@ SPLITS = {"one": of_one_tensor, "own": of_their_own, "oblong": fewer_queries}
 
 
 def gradients(
-    block: Block, level: int | None, monkeypatch: pytest.MonkeyPatch, by_heads: bool = True
+    block: Block,
+    level: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    by_heads: bool = True,
+    tokens: int = TOKENS,
 ) -> Tensor:
     """Of the input and the weights; without `by_heads` the forward runs again."""
     monkeypatch.setattr(attention_by_heads, "_NATIVE", by_heads)
     torch.manual_seed(1)
-    x = torch.randn(BATCH, TOKENS, HEADS * WIDTH, requires_grad=True)
+    x = torch.randn(BATCH, tokens, HEADS * WIDTH, requires_grad=True)
     for parameter in block.parameters():
         parameter.grad = None
     if level is not None:
@@ -97,7 +101,8 @@ def test_the_gradients_are_those_of_the_forward_run_again(
     assert (found - again).norm() < 2e-6 * again.norm()
 
 
-def test_parts_are_decoded_by_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [36, 37])
+def test_parts_are_decoded_by_the_sample(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, counts = SavedTensor.samples, []
 
     def counted(self: SavedTensor, each: int) -> Iterator[Tensor]:
@@ -109,8 +114,9 @@ def test_parts_are_decoded_by_the_sample(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(SavedTensor, "samples", counted)
     torch.manual_seed(0)
-    gradients(Block(of_their_own), 16, monkeypatch)
-    # The 37 x 64 elements of a sample are 9.25 groups of 256: 4 samples are the fewest that begin with one.
+    gradients(Block(of_their_own), 16, monkeypatch, tokens=tokens)
+    # 36 tokens: a thread takes at least 16 heads, those of 4 samples, and at most half of the 9 samples.
+    # 37 tokens: a sample has 37 x 64 elements, 9.25 groups of 256, so 4 samples are the fewest.
     assert counts == [min(4, BATCH - first) for first in range(0, BATCH, 4) for _ in range(3)]
 
 

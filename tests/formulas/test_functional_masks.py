@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.autograd.graph import saved_tensors_hooks
 
 import mesa_tune as mt
@@ -22,13 +24,36 @@ def _saved_bytes(y: Tensor) -> int:
 
 
 def test_dropout_keeps_one_bit() -> None:
-    y = mf.dropout(torch.randn(8, 100, requires_grad=True), 0.3)
-    assert _saved_bytes(y) == 100
+    x = torch.randn(8, 100, requires_grad=True)
+    for y in (mf.dropout(x, 0.3), served(F.dropout, RAW, x)):
+        assert _saved_bytes(y) == 100
+
+
+def test_traced_dropout_is_one_kernel() -> None:
+    code: list[str] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        code.append(graph.code)
+        return make_boxed_func(graph.forward)
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = served(F.dropout, RAW, x, 0.3)
+        return y
+
+    compiled = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    assert compiled(torch.randn(8, 100, requires_grad=True)).requires_grad
+    assert "aten.native_dropout" in code[0]
+    assert "bernoulli" not in code[0]
 
 
 def test_max_pool_keeps_four_bits_of_nine_places() -> None:
     y = mf.max_pool2d(torch.randn(2, 4, 16, 16, requires_grad=True), 3, 2, 1)
     assert _saved_bytes(y) == y.numel() // 2
+
+
+def test_adaptive_max_pool_keeps_two_bits_of_four_places() -> None:
+    y = served(F.adaptive_max_pool2d, RAW, torch.randn(2, 4, 16, 16, requires_grad=True), 8)
+    assert _saved_bytes(y) == y.numel() // 4
 
 
 def test_average_pool_keeps_nothing() -> None:

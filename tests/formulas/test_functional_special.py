@@ -107,7 +107,18 @@ def test_relu_in_place_on_a_leaf_raises_as_pytorch_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["linear", "conv2d", "matmul", "attention", "layer_norm", "batch_norm", "gelu"]
+    "name",
+    [
+        "linear",
+        "conv1d",
+        "conv2d",
+        "conv2d_unbatched",
+        "matmul",
+        "attention",
+        "layer_norm",
+        "batch_norm",
+        "gelu",
+    ],
 )
 def test_output_may_change_in_place(name: str) -> None:
     case = CASES[name]
@@ -127,6 +138,7 @@ EMPTY: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[Any]]] = 
     "softmax": (F.softmax, [(0, 8)], [-1]),
     "matmul": (torch.matmul, [(0, 5, 8), (8, 3)], []),
     "attention": (F.scaled_dot_product_attention, [(0, 2, 5, 8)] * 3, []),
+    "attention to nothing": (F.scaled_dot_product_attention, [(4, 2, 5, 8), *[(4, 2, 0, 8)] * 2], []),
 }
 
 

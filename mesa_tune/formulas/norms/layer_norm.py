@@ -198,7 +198,7 @@ def group_norm_forward(
         apart: Tensor = source.unflatten(1, (groups, -1))
         return (apart - _by_group(mean, apart)).mul_(_by_group(rstd, apart)).flatten(1, 2)
 
-    inner = source.numel() // max(1, rstd.numel())
+    inner = source.numel() // rstd.numel()
     return Result(y, (_normalized(x, source, make, mean, rstd, inner),), (rstd, weight))
 
 
