@@ -91,8 +91,8 @@ def test_an_instance_is_estimated_and_stays_as_it_is() -> None:
 
 
 def test_the_largest_batch_is_found_with_the_wrapped_model() -> None:
-    size = estimated(Case("DDP", "plain")).largest_batch("4MB")
-    assert 1 <= size < mt.estimate(workload()).largest_batch("4MB")
+    size = estimated(Case("DDP", "plain")).largest_batch("12MB")
+    assert 1 <= size < mt.estimate(workload()).largest_batch("12MB")
 
 
 @pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
