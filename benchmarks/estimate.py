@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 from common import append
-from meters import in_own_process, resident, trim
+from meters import in_own_process, resident, train, trim
 from zoo import ZOO, workload
 
 import mesa_tune as mt
@@ -48,27 +48,13 @@ def main() -> None:
 
 def resident_peak(chosen: mt.Workload, policy: mt.Policy | None) -> int:
     """Return the growth of resident memory over two steps, the model included, after a step to warm up."""
-    _steps(chosen, policy, 1)  # libraries allocate once
+    train(chosen, policy, 1)  # libraries allocate once
     gc.collect()
     trim()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    _steps(chosen, policy, 2)
+    train(chosen, policy, 2)
     return resident("VmHWM") - before
-
-
-def _steps(chosen: mt.Workload, policy: mt.Policy | None, count: int) -> None:
-    model = chosen.build()
-    if policy is not None:
-        mt.convert(model, policy, seed=0)
-    optimizer, batch = chosen.make_optimizer(model), chosen.make_batch()
-    for _ in range(count):
-        optimizer.zero_grad()
-        with mt.compress_saved(policy or mt.Policy.parse("")):
-            loss = chosen.compute_loss(model, batch)
-        loss.backward()
-        del loss
-        optimizer.step()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import json
 import resource
 
 from common import append
-from meters import in_own_process, resident, trim
+from meters import in_own_process, resident, train, trim
 from zoo import ZOO, workload
 
 import mesa_tune as mt
@@ -69,35 +69,19 @@ def largest(name: str, policy: mt.Policy | None, limit: str, promised: int) -> i
 
 def trains(name: str, batch: int, policy: mt.Policy | None, limit: int) -> bool:
     """Return whether three steps of `batch` samples fit into `limit` bytes more than the process has."""
-    steps(name, 1, policy, 1)
+    train(workload(name, 1), policy, 1)
     gc.collect()
     trim()
     allowed = resident("VmData") + limit
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
     try:
-        steps(name, batch, policy, STEPS)
+        train(workload(name, batch), policy, STEPS)
     except (RuntimeError, MemoryError) as error:
         # oneDNN says that it could not create a primitive.
         if not is_out_of_memory(error) and "primitive" not in str(error):
             raise
         return False
     return True
-
-
-def steps(name: str, batch: int, policy: mt.Policy | None, count: int) -> None:
-    """Take `count` plain training steps of the model under `policy`."""
-    chosen = workload(name, batch)
-    model = chosen.build()
-    if policy is not None:
-        mt.convert(model, policy, seed=0)
-    optimizer, inputs = chosen.make_optimizer(model), chosen.make_batch()
-    for _ in range(count):
-        optimizer.zero_grad()
-        with mt.compress_saved(policy or mt.Policy.parse("")):
-            loss = chosen.compute_loss(model, inputs)
-        loss.backward()
-        del loss
-        optimizer.step()
 
 
 if __name__ == "__main__":

@@ -109,6 +109,21 @@ def storages_after_forward(workload: mt.Workload, policy: mt.Policy | None) -> S
         return created.alive([*model.buffers(), loss])
 
 
+def train(chosen: mt.Workload, policy: mt.Policy | None, count: int) -> None:
+    """Take `count` plain training steps of a new model under `policy`."""
+    model = chosen.build()
+    if policy is not None:
+        mt.convert(model, policy, seed=0)
+    optimizer, batch = chosen.make_optimizer(model), chosen.make_batch()
+    for _ in range(count):
+        optimizer.zero_grad()
+        with mt.compress_saved(policy or mt.Policy.parse("")):
+            loss = chosen.compute_loss(model, batch)
+        loss.backward()
+        del loss
+        optimizer.step()
+
+
 def in_own_process(command: Sequence[str], policy: mt.Policy | None) -> dict[str, int]:
     """Run `command --resident FILE` in a new process (FILE: the policy, or `plain`); return its JSON."""
     with tempfile.TemporaryDirectory() as folder:

@@ -171,15 +171,18 @@ def test_checkpointed_parts(name: str, reentrant: bool) -> None:
         assert 0 < error(found, exact) < 1e-3
 
 
-def test_an_output_that_changed_is_stored() -> None:
-    class Changed(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.norm(x)
-            with torch.no_grad():
-                h.mul_(3)
-            y: Tensor = self.first(h)
-            return y
+class Changed(Mlp):
+    """The output of the norm changes before it is used."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        with torch.no_grad():
+            h.mul_(3)
+        y: Tensor = self.first(h)
+        return y
+
+
+def test_an_output_that_changed_is_stored() -> None:
     plain, x = model(Changed()), rows()
     weights = [plain.get_parameter("1.first.weight")]
     _, exact = step(plain, x, weights)
@@ -296,14 +299,6 @@ def test_backward_makes_no_zeros_for_the_parts_given_out() -> None:
 
 
 def test_compiled_code_stores_an_output_that_changed_in_a_model_inside_another() -> None:
-    class Changed(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.norm(x)
-            with torch.no_grad():
-                h.mul_(3)
-            y: Tensor = self.first(h)
-            return y
-
     plain, x = model(Changed()), rows()
     weights = [plain.get_parameter("1.first.weight")]
     _, exact = step(plain, x, weights)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from mesa_tune.profiler.memory.meter import Meter, storages
+from mesa_tune.profiler.memory.meter import Meter
 
 MIB = 1 << 20
 ROUNDING = 512
@@ -119,8 +119,7 @@ class AllocatorMeter(Meter):
         super().__init__()
         self.allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
-        for storage in (*storages(list(older)), *others):
-            self._see_result(storage)
+        self.count_older(older, others)
 
     def _resize(self, birth: Any, size: int) -> None:
         if size != birth.bytes:

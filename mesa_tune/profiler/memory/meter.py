@@ -90,6 +90,11 @@ class Meter(TorchDispatchMode):
             self._see_result(storage)
         return result
 
+    def count_older(self, tensors: Iterable[Tensor], others: Iterable[UntypedStorage] = ()) -> None:
+        """Count tensors and storages that exist already, in this order, as if they were born now."""
+        for storage in (*storages(list(tensors)), *others):
+            self._see_result(storage)
+
     def mark(self) -> int:
         """Return the current moment, for `live_since`."""
         return self._count

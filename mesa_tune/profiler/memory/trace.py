@@ -50,8 +50,7 @@ class Recorder(Meter):
         self.trace = StepTrace()
         self.now = 0
         self.open_slot(None, "forward")
-        for storage in storages(list(gradients)):
-            self._see_result(storage)
+        self.count_older(gradients)
         self.trace.gradients = {birth.number for birth in self._births.values()}
         self._older_gradients = frozenset(self.trace.gradients)
 

@@ -1,8 +1,8 @@
 """What kernels allocate on the CPU and free within one call, modelled: no tensor and no meter shows it.
 
-What is hard: the libraries do not say. The rules are what resident memory showed around single calls of eight
-vision models of transformers (torch 2.13, oneDNN): a convolution copies its tensors into the layout that its
-kernel wants, and some functions copy an argument that is not contiguous.
+What is hard: the libraries do not say. The rules are what resident memory showed around single calls of five
+convolutional networks (torch 2.13, oneDNN): a convolution copies its tensors into the layout that its kernel
+wants, and some functions copy an argument that is not contiguous.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves
 
-from mesa_tune.profiler.memory.meter import Meter, storages
+from mesa_tune.profiler.memory.meter import Meter
 
 _ATEN = torch.ops.aten
 _COPYING = {
@@ -39,8 +39,7 @@ class WorkspaceMeter(Meter):
     def __init__(self, older: Iterable[Tensor], others: Iterable[UntypedStorage] = ()) -> None:
         super().__init__()
         self.most = 0
-        for storage in (*storages(list(older)), *others):
-            self._see_result(storage)
+        self.count_older(older, others)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
