@@ -109,7 +109,7 @@ class Profile:
         RunError where the profile has no data: for a policy with modules that run again in backward, and in a
         profile of a script, for any policy that compresses.
         """
-        again = policy.reruns(layer.name for layer in self.layers)
+        again = set(policy.reruns(layer.name for layer in self.layers)) - set(self.timeline.modules)
         if again:
             raise RunError(
                 f"`store: recompute` of {', '.join(map(repr, again))}: no profile tells what modules save "
@@ -152,8 +152,10 @@ class Profile:
             )
 
     def assignment(self, policy: Policy) -> dict[str, LayerSettings]:
-        """Return the settings that `policy` gives each layer, by name."""
-        return policy.assignment(self._tagged)
+        """Return the settings that `policy` gives each layer, and each module that runs again, by name."""
+        modules = {name: policy.recomputed(name) for name in self.timeline.modules}
+        again = {name: settings for name, settings in modules.items() if settings is not None}
+        return policy.assignment(self._tagged) | again
 
     def gradient_error(self, assignment: Assignment) -> float | None:
         """Return the gradient error under `assignment`; None if that of one layer is unknown."""

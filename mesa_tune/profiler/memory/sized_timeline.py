@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.memory.distinct import Assignment, DistinctSettings, Incidence
 from mesa_tune.profiler.memory.kinds import GRADIENTS, SAVED, STATIC, WORKING, Peak
 from mesa_tune.profiler.memory.packed_sizes import LayerTraits, PackedSizes, in_effect
@@ -33,6 +33,7 @@ class SizedSlot:
     packed: int
     derived: int
     gradients: int
+    again: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ class SizedSpan:
     last: int
     samples: int = 1
     sources: tuple[str, ...] = ()
+    again: bool = False
 
 
 class SizedTimeline:
-    """A timeline at one batch size. `traits`: of every layer; `serving`: see `Timeline`.
+    """A timeline at one batch size. `traits`: of every layer; `serving`, `modules`: see `Timeline`.
 
     `saved_after`: whether each span is alive when each forward ends; shape [forwards, spans]. `saved`: the
     same for the forward that saves the most in the plain step.
@@ -68,15 +70,17 @@ class SizedTimeline:
         spans: Sequence[SizedSpan],
         traits: Mapping[str, LayerTraits],
         serving: frozenset[str],
+        modules: tuple[str, ...] = (),
     ) -> None:
         self.batch_size, self.static_kinds, self.static = batch_size, static, sum(static.values())
         self.slots, self.spans = tuple(slots), tuple(spans)
-        self.traits, self.serving = traits, serving
+        self.traits, self.serving, self.modules = traits, serving, modules
         self.names = list(traits)
         self.small = frozenset(name for name, trait in traits.items() if trait.small)
         self.exact, self.packed, self.derived = (
             _array(getattr(slot, name) for slot in slots) for name in ("exact", "packed", "derived")
         )
+        self.again = np.array([slot.again or (0, 0, 0, 0) for slot in slots], dtype=np.int64).reshape(-1, 4)
         self.saved_after = np.array(
             [[span.first <= end < span.last for span in spans] for end in last_of_forwards(slots)],
             dtype=np.bool_,
@@ -118,6 +122,17 @@ class SizedTimeline:
         return distinct, _array(distinct.index(trait) for trait in self.traits.values())
 
     @cached_property
+    def blocks(self) -> Bytes:
+        """The position in `modules` of the one around each layer; one more than the last where none is."""
+        return _array(
+            next(
+                (number for number, block in enumerate(self.modules) if name.startswith(f"{block}.")),
+                len(self.modules),
+            )
+            for name in self.names
+        )
+
+    @cached_property
     def slot_layers(self) -> Bytes:
         """The position of each slot's layer in `names`; one more than the last where it has no layer."""
         position = {name: number for number, name in enumerate(self.names)}
@@ -134,9 +149,21 @@ class SizedTimeline:
         return _array(span.first for span in self.spans), _array(span.last + 1 for span in self.spans)
 
     @cached_property
+    def spans_again(self) -> Flags:
+        """Whether each span is of modules that run again."""
+        return np.array([span.again for span in self.spans], dtype=np.bool_)
+
+    @cached_property
     def always(self) -> Bytes:
-        """The bytes that each span has under every assignment."""
-        return np.where([span.kind == "always" for span in self.spans], self.sizes, 0)
+        """The bytes that each span of no layer has under every assignment."""
+        return np.where(
+            [span.kind == "always" and not span.layers for span in self.spans], self.sizes, 0
+        ).astype(np.int64)
+
+    @cached_property
+    def whole(self) -> Incidence:
+        """The layers of the spans that are alive under every assignment of them."""
+        return self._incidence("always")
 
     @cached_property
     def plain(self) -> Incidence:
@@ -200,7 +227,7 @@ class StepBytes:
     """The bytes of a step at one batch size under one assignment."""
 
     def __init__(self, sized: SizedTimeline, assignment: Assignment) -> None:
-        self.sized = sized
+        self.sized, self.assignment = sized, assignment
         self.distinct = DistinctSettings.of(assignment, sized.names)
         traits, classes = sized.layer_classes
         # Few pairs of settings and traits occur: find the settings in effect for these, not for each layer.
@@ -219,15 +246,38 @@ class StepBytes:
     @cached_property
     def spans(self) -> Bytes:
         """The bytes of each span; 0 if it is never alive."""
-        sized, total = self.sized, self.sized.always.copy()
-        total += np.where(sized.plain.any(~self.used) | sized.beside.any(self.used), sized.sizes, 0)
-        stores = self.used[sized.coded.layers] & ~self.deriving
+        sized, used, total = self.sized, self.used, self.sized.always.copy()
+        alive = sized.plain.any_pair(~used[sized.plain.layers] & self._runs(sized.plain))
+        alive |= sized.beside.any_pair(used[sized.beside.layers] & self._runs(sized.beside))
+        alive |= sized.whole.any_pair(self._runs(sized.whole))
+        total += np.where(alive, sized.sizes, 0)
+        stores = used[sized.coded.layers] & self._runs(sized.coded) & ~self.deriving
         rows, stored = sized.coded.rows[stores], self.stored[sized.coded.layers[stores]]
         sizes = np.stack([sized.packed_sizes.under(settings) for settings in self.settings])
         copies = np.zeros_like(sizes)
         copies[stored, rows] = sizes[stored, rows]  # layers with equal settings share a copy
         total += copies.sum(0)
         return total
+
+    @cached_property
+    def inside(self) -> Flags:
+        """Whether a module around each layer runs again; shape [layers]."""
+        sized = self.sized
+        if not sized.modules:
+            return np.zeros(len(sized.names), dtype=np.bool_)
+        flags = [*(name in self._reruns for name in sized.modules), False]
+        return np.array(flags, dtype=np.bool_)[sized.blocks]
+
+    @cached_property
+    def _reruns(self) -> set[str]:
+        """The modules that run again."""
+        settings = {name: self.assignment.get(name, EXACT) for name in self.sized.modules}
+        return {name for name, used in settings.items() if used.store == "recompute" and not used.exact}
+
+    def _runs(self, incidence: Incidence) -> Flags:
+        """Return for each pair of span and layer whether the span is of the layer's only or second run."""
+        same = self.inside[incidence.layers] == self.sized.spans_again[incidence.rows]
+        return np.asarray(same, dtype=np.bool_)
 
     @cached_property
     def asks(self) -> Flags:
@@ -241,10 +291,12 @@ class StepBytes:
         sized = self.sized
         if not self.asks.any():
             return np.zeros(len(sized.coded.rows), dtype=np.bool_)
+        missing = sized.sources.any_pair(~self.used[sized.sources.layers] | ~self._runs(sized.sources))
         deriving = (
             sized.can_derive
             & self.asks[sized.coded.layers]
-            & ~sized.sources.any(~self.used)[sized.coded.rows]
+            & self._runs(sized.coded)
+            & ~missing[sized.coded.rows]
         )
         derivers = np.bincount(sized.coded.rows[deriving], minlength=len(sized.spans))
         for pair, later in sized.serving_pairs:
@@ -279,7 +331,23 @@ class StepBytes:
         # By the settings asked for, not those in effect: a small layer's slot covers calls of hooks after it.
         packs = self.distinct.flags(lambda settings: not settings.exact)
         packs, derives = (np.append(flags, False)[sized.slot_layers] for flags in (packs, self.links))
-        return np.where(derives, sized.derived, np.where(packs, sized.packed, sized.exact))
+        once = np.where(derives, sized.derived, np.where(packs, sized.packed, sized.exact))
+        if not self.inside.any():
+            return once
+        exact, packed, derived, _ = sized.again.T
+        again = np.where(derives, derived, np.where(packs, packed, exact))
+        return np.asarray(once + np.ceil(self.again * (again - once)), dtype=np.int64)
+
+    @cached_property
+    def again(self) -> NDArray[np.float64]:
+        """Which part of the bytes of each slot is that of the step in which all modules run again; [slots].
+
+        All or nothing for a layer inside a module; for the others, the share of modules that run again.
+        """
+        sized = self.sized
+        outside = sized.blocks == len(sized.modules)
+        share = len(self._reruns) / max(1, len(sized.modules))
+        return np.append(np.where(outside, share, self.inside), share)[sized.slot_layers]
 
     @cached_property
     def live(self) -> Bytes:
@@ -304,7 +372,8 @@ class StepBytes:
         index = int(self.live.argmax())
         slot, (births, deaths) = sized.slots[index], sized.edges
         saved = int(self.spans[(births <= index) & (index < deaths)].sum())
-        gradients = min(slot.gradients, int(self.work[index]))
+        gradients = slot.again[-1] if self.again[index] == 1 and slot.again else slot.gradients
+        gradients = min(gradients, int(self.work[index]))
         born = {GRADIENTS: gradients, SAVED: saved, WORKING: int(self.work[index]) - gradients}
         kinds = {
             kind: sized.static_kinds.get(kind, 0) + born.get(kind, 0) for kind in (*STATIC, SAVED, WORKING)

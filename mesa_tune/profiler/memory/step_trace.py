@@ -37,12 +37,16 @@ class Lifetime:
 
 @dataclass
 class SlotTrace:
-    """Part of the step that begins with a call of `layer`: the most bytes alive in it, and when this was."""
+    """Part of the step that begins with a call of `layer`: the most bytes alive in it, and when this was.
+
+    `again`: the call runs again, in the backward.
+    """
 
     layer: str | None
     phase: str
     high: int
     moment: int
+    again: bool = False
 
 
 @dataclass

@@ -70,10 +70,10 @@ class Recorder(Meter):
         for slot in trace.slots:
             slot.high = max(0, slot.high - trace.static_gradients)
 
-    def open_slot(self, layer: str | None, phase: str) -> None:
+    def open_slot(self, layer: str | None, phase: str, *, again: bool = False) -> None:
         """Begin a new slot."""
         self.now += 1
-        self.trace.slots.append(SlotTrace(layer, phase, self.live_bytes, self.now))
+        self.trace.slots.append(SlotTrace(layer, phase, self.live_bytes, self.now, again))
 
     def _resize(self, birth: Any, size: int) -> None:
         super()._resize(birth, size)
@@ -116,7 +116,8 @@ class Tracer(Observer):
     def begin(self, layer: str | None, given: Any) -> None:
         if layer is not None:
             self.calls[layer] += 1
-            self.recorder.open_slot(layer, "forward" if self.forward else "backward")
+            phase = "forward" if self.forward else "backward"
+            self.recorder.open_slot(layer, phase, again=not self.forward)
         self._note(layer, given, False)
 
     def end(self, layer: str | None, output: Any) -> None:
