@@ -141,6 +141,7 @@ class Profile:
             self._noise_ratio(cost, error) if sized.batch_size == self.batch_size else None,
             step.peak,
             ends,
+            step.reserved_bytes if self.device == "cpu" else None,
         )
 
     def require_prices(self) -> None:

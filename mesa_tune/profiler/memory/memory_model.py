@@ -35,6 +35,7 @@ class Slot:
     `exact`: if `layer` is stored exactly. `packed`: if it is compressed, with temporaries of encoding and
     decoded copies; the same where there is no layer. `derived`: if the layer derives from what others save,
     or others derive from what it saves; None: as `packed`. `gradients`: those of parameters, among them.
+    `workspaces`: what kernels take besides tensors, in each of these three cases; empty: unknown.
     """
 
     layer: str | None
@@ -43,6 +44,7 @@ class Slot:
     packed: SizePair
     derived: SizePair | None = None
     gradients: SizePair = (0, 0)
+    workspaces: tuple[SizePair, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ class _Sizing:
                 packed=self._size(slot.packed),
                 derived=self._size(slot.derived or slot.packed),
                 gradients=self._size(slot.gradients),
+                workspaces=tuple(map(self._size, slot.workspaces)),
             )
             for slot in source.slots
         ]
@@ -255,8 +258,9 @@ def _pair(values: Any) -> SizePair:
 
 def _slot(values: Mapping[str, Any]) -> Slot:
     sizes = {name: _pair(values[name]) for name in ("exact", "packed", "gradients")}
-    derived = values.get("derived")
-    return Slot(**{**values, **sizes, "derived": None if derived is None else _pair(derived)})
+    derived, workspaces = values.get("derived"), tuple(map(_pair, values.get("workspaces", ())))
+    derived = None if derived is None else _pair(derived)
+    return Slot(**{**values, **sizes, "derived": derived, "workspaces": workspaces})
 
 
 def _span(values: Mapping[str, Any]) -> SavedSpan:

@@ -7,7 +7,7 @@ is an array, prepared once, and a policy takes a few operations on whole arrays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,6 +33,7 @@ class SizedSlot:
     packed: int
     derived: int
     gradients: int
+    workspaces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,31 @@ class SizedTimeline:
         self.exact, self.packed, self.derived = (
             _array(getattr(slot, name) for slot in slots) for name in ("exact", "packed", "derived")
         )
+        known = all(slot.workspaces for slot in slots)
+        self.workspaces = np.array([slot.workspaces for slot in slots], dtype=np.int64).T if known else None
         self.saved_after = np.array(
             [[span.first <= end < span.last for span in spans] for end in last_of_forwards(slots)],
             dtype=np.bool_,
         )
         plain = [span.size if span.kind in ("plain", "always") else 0 for span in spans]
         self.saved: Flags = self.saved_after[(self.saved_after @ np.array(plain, dtype=np.int64)).argmax()]
+
+    @cached_property
+    def with_workspaces(self) -> SizedTimeline:
+        """The same step in which workspaces count as live bytes; where they are unknown, this timeline."""
+        if self.workspaces is None:
+            return self
+        slots = [
+            replace(
+                slot,
+                exact=slot.exact + exact,
+                packed=slot.packed + packed,
+                derived=slot.derived + derived,
+                workspaces=(),
+            )
+            for slot, (exact, packed, derived) in zip(self.slots, self.workspaces.T.tolist(), strict=True)
+        ]
+        return SizedTimeline(self.batch_size, self.static_kinds, slots, self.spans, self.traits, self.serving)
 
     def under(self, assignment: Assignment) -> StepBytes:
         """Return the bytes of the step under `assignment`."""
@@ -273,13 +293,18 @@ class StepBytes:
         return frozenset(self.sized.names[layer] for layer in np.flatnonzero(self.links).tolist())
 
     @cached_property
+    def cases(self) -> Bytes:
+        """For each slot: 0 where its layer stores exactly, 1 where it compresses, 2 where it derives."""
+        # By the settings asked for, not those in effect: a small layer's slot covers calls of hooks after it.
+        packs = self.distinct.flags(lambda settings: not settings.exact)
+        packs, derives = (np.append(flags, False)[self.sized.slot_layers] for flags in (packs, self.links))
+        return np.where(derives, 2, packs)
+
+    @cached_property
     def work(self) -> Bytes:
         """The bytes alive in each slot without static ones and spans; shape [slots]."""
         sized = self.sized
-        # By the settings asked for, not those in effect: a small layer's slot covers calls of hooks after it.
-        packs = self.distinct.flags(lambda settings: not settings.exact)
-        packs, derives = (np.append(flags, False)[sized.slot_layers] for flags in (packs, self.links))
-        return np.where(derives, sized.derived, np.where(packs, sized.packed, sized.exact))
+        return np.choose(self.cases, (sized.exact, sized.packed, sized.derived))
 
     @cached_property
     def live(self) -> Bytes:
@@ -294,6 +319,15 @@ class StepBytes:
     def peak_bytes(self) -> int:
         """The most bytes alive at once in the step."""
         return int(self.live.max(initial=self.sized.static))
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most bytes at once with the workspaces of kernels; None if these are unknown."""
+        sized = self.sized
+        if sized.workspaces is None:
+            return None
+        reserved = self.live + np.choose(self.cases, sized.workspaces)
+        return int(reserved.max(initial=sized.static))
 
     @property
     def peak(self) -> Peak:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline
 from mesa_tune.profiler.memory.step_trace import NEVER, CallKey, PlainTrace, SlotTrace, StepTrace
 from mesa_tune.profiler.memory.traced_steps import (
     TracedSteps,
@@ -64,8 +64,8 @@ def build_timeline(large: TracedSteps, small: TracedSteps, hooked: tuple[str, ..
         batch_sizes=(large.batch_size, second.batch_size),
         static={kind: (count, second.static[kind]) for kind, count in large.static.items()},
         slots=tuple(
-            Slot(slot.layer, slot.phase, *zip(sizes, second_sizes, strict=True))
-            for (slot, *sizes), (_, *second_sizes) in zip(slots, second_slots, strict=True)
+            _paired_slot(slot, list(zip(sizes, second_sizes, strict=True)))
+            for (slot, sizes), (_, second_sizes) in zip(slots, second_slots, strict=True)
         ),
         kept=tuple(
             part
@@ -76,6 +76,11 @@ def build_timeline(large: TracedSteps, small: TracedSteps, hooked: tuple[str, ..
         serving=tuple(sorted(large.derived.serving)),
         rows=large.packed.rows,
     )
+
+
+def _paired_slot(slot: SlotTrace, pairs: list[SizePair]) -> Slot:
+    exact, packed, derived, gradients, *workspaces = pairs
+    return Slot(slot.layer, slot.phase, exact, packed, derived, gradients, tuple(workspaces))
 
 
 def _paired(span: _TracedSpan, other: _TracedSpan) -> SavedSpan:
@@ -119,11 +124,12 @@ def _extent_pair(first: int, second: int) -> tuple[int, int]:
     return (first, first) if NEVER in (first, second) else (first, second)
 
 
-def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace, int, int, int, int]]:
+def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace, list[int]]]:
     """Return each slot with its live bytes outside spans in the plain, compressed and deriving step.
 
-    The last number is those of gradients among them. So the timeline has the bytes of the traced steps in
-    every slot, to the byte. Below zero: spans cover a slot in which their storage is not alive.
+    Then come those of gradients among them, and what workspaces add in each of the three steps. So the
+    timeline has the bytes of the traced steps in every slot, to the byte. Below zero: spans cover a slot in
+    which their storage is not alive.
     """
     packed = steps.packed.slots
     plain, derived = _aligned(steps.plain, steps.packed), _aligned(steps.derived, steps.packed)
@@ -137,10 +143,13 @@ def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace
     return [
         (
             slot,
-            plain[index].high - exact_bytes[index],
-            slot.high - packed_bytes[index],
-            derived[index].high - derived_bytes[index],
-            gradient_bytes[index],
+            [
+                plain[index].high - exact_bytes[index],
+                slot.high - packed_bytes[index],
+                derived[index].high - derived_bytes[index],
+                gradient_bytes[index],
+                *(traced.workspaces for traced in (plain[index], slot, derived[index])),
+            ],
         )
         for index, slot in enumerate(packed)
     ]
