@@ -120,7 +120,7 @@ def _request(
     sized = profile.timeline.at(batch_size or profile.batch_size)
     baseline = Baseline(sized.peak_bytes({}), sized.saved_bytes({}))
     limits = Limits(
-        amount.of(baseline.peak_bytes),
+        amount.of(sized.with_workspaces.peak_bytes({})),
         None if saved is None else saved.of(baseline.saved_bytes),
         None if max_slowdown is None else max_slowdown * profile.plain_ms(sized.batch_size),
     )
@@ -130,7 +130,8 @@ def _request(
 
 def _plain_fits(request: Request) -> bool:
     saved, plain = request.limits.saved, request.baseline
-    return plain.peak_bytes <= request.budget and (saved is None or plain.saved_bytes <= saved)
+    needed = request.profile.timeline.at(request.batch_size).with_workspaces.peak_bytes({})
+    return needed <= request.budget and (saved is None or plain.saved_bytes <= saved)
 
 
 def _exact_plan(request: Request) -> Plan:

@@ -136,7 +136,7 @@ def make_space(
     profile cannot predict.
     """
     _require_errors(profile)
-    sized = profile.timeline.at(batch_size or profile.batch_size)
+    sized = profile.timeline.at(batch_size or profile.batch_size).with_workspaces
     groups = _groups(profile)
     unit_of = {name: number for number, names in enumerate(groups) for name in names}
     builder = _Builder(profile, sized, unit_of)

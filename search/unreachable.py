@@ -39,7 +39,7 @@ def _peak_text(
 ) -> str:
     assert limits.peak is not None
     batch_size = program.space.batch_size
-    sized = profile.timeline.at(batch_size)
+    sized = profile.timeline.at(batch_size).with_workspaces
     return (
         f"budget {format_bytes(limits.peak)}: not reachable at batch size {batch_size}; "
         f"static bytes are {format_bytes(sized.static)}\n"

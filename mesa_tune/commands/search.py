@@ -251,7 +251,7 @@ def summary(plan: Plan, profile: Profile) -> list[str]:
 
 def _peak(plan: Plan) -> list[str]:
     peak = plan.predicted.peak
-    return [] if peak is None else below(peak.text)
+    return [*below("" if peak is None else peak.text), *below(plan.predicted.workspaces_text)]
 
 
 def _next(plan: Plan, profile: Profile) -> list[str]:

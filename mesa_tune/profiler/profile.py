@@ -132,6 +132,8 @@ class Profile:
         step = sized.under(assignment)
         plan = step if sized is self.timeline.at() else self.timeline.at().under(assignment)
         cost = self.cost_of(None, assignment, self._derivations.active(plan))
+        if step.reruns:  # what modules that run again cost is unknown
+            cost = Cost(None, 0.0, None)
         error, ends = self._expected(cost)
         return Prediction(
             step.saved_bytes,
@@ -141,6 +143,7 @@ class Profile:
             self._noise_ratio(cost, error) if sized.batch_size == self.batch_size else None,
             step.peak,
             ends,
+            step.reserved_bytes if self.device == "cpu" else None,
         )
 
     def require_prices(self) -> None:

@@ -1,7 +1,7 @@
 """Modules that could run again in backward (`store: recompute`).
 
 What is hard: blocks contain blocks, and a timeline knows one level of them. The smallest blocks save little,
-and the largest are whole again for a moment. So each level is traced, and the one with the least peak is used.
+and the largest are whole again for a moment. So each level is traced, and that of the least peak is used.
 """
 
 from __future__ import annotations

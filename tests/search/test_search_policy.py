@@ -194,6 +194,7 @@ def test_the_document_has_the_promised_keys(profile: Profile) -> None:
         "gradient_noise_ratio",
         "step_ms",
         "peak",
+        "reserved_bytes",
     }
     assert set(document["predicted"]) == known
 

@@ -35,8 +35,9 @@ class Slot:
     `exact`: if `layer` is stored exactly. `packed`: if it is compressed, with temporaries of encoding and
     decoded copies; the same where there is no layer. `derived`: if the layer derives from what others save,
     or others derive from what it saves; None: as `packed`. `gradients`: those of parameters, among them.
-    `again`: the same four in a step in which the module around `layer` runs again in backward; None where no
-    module does.
+    `workspaces`: what kernels take besides tensors, in each of these three cases; empty: unknown. `again`:
+    exact, packed, derived, gradients and workspaces where all `modules` of the timeline run again in
+    backward; empty: no module can.
     """
 
     layer: str | None
@@ -45,7 +46,8 @@ class Slot:
     packed: SizePair
     derived: SizePair | None = None
     gradients: SizePair = (0, 0)
-    again: tuple[SizePair, SizePair, SizePair, SizePair] | None = None
+    workspaces: tuple[SizePair, ...] = ()
+    again: tuple[SizePair, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,8 @@ class _Sizing:
                 packed=self._size(slot.packed),
                 derived=self._size(slot.derived or slot.packed),
                 gradients=self._size(slot.gradients),
-                again=None if slot.again is None else tuple(map(self._size, slot.again)),
+                workspaces=tuple(map(self._size, slot.workspaces)),
+                again=tuple(map(self._size, slot.again)),
             )
             for slot in source.slots
         ]
@@ -268,12 +271,9 @@ def _pair(values: Any) -> SizePair:
 
 def _slot(values: Mapping[str, Any]) -> Slot:
     sizes = {name: _pair(values[name]) for name in ("exact", "packed", "gradients")}
-    derived, again = values.get("derived"), values.get("again")
-    parts = {
-        "derived": None if derived is None else _pair(derived),
-        "again": None if again is None else tuple(map(_pair, again)),
-    }
-    return Slot(**{**values, **sizes, **parts})
+    lists = {name: tuple(map(_pair, values.get(name, ()))) for name in ("workspaces", "again")}
+    derived = values.get("derived")
+    return Slot(**{**values, **sizes, **lists, "derived": None if derived is None else _pair(derived)})
 
 
 def _span(values: Mapping[str, Any]) -> SavedSpan:

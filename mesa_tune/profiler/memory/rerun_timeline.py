@@ -13,7 +13,13 @@ from dataclasses import replace
 
 from mesa_tune.profiler.memory.memory_model import SizePair, Slot, Timeline
 from mesa_tune.profiler.memory.step_trace import SlotTrace
-from mesa_tune.profiler.memory.timeline_builder import TracedPair, TracedSpan, slot_works, timeline_of
+from mesa_tune.profiler.memory.timeline_builder import (
+    TracedPair,
+    TracedSpan,
+    slot_of,
+    slot_works,
+    timeline_of,
+)
 
 _NOTHING: SizePair = (0, 0)
 
@@ -33,11 +39,12 @@ def rerun_timeline(
         return timeline
     moved = [_moved(span, first_runs) for span in traced.spans]
     inside = list(_of_modules(again.spans, modules))
+    moved, inside = _without_copies(moved, inside)
     # In the step in which all run again, what layers inside save is alive in second runs alone.
     outside = [span for span in moved if not span.saved.layers or not _all_inside(span, modules)]
     works = slot_works(again, [*outside, *inside])
     once = {first_runs[index]: slot for index, slot in enumerate(timeline.slots)}
-    slots = [_slot(slot, once.get(index), tuple(work)) for index, (slot, *work) in enumerate(works)]
+    slots = [_slot(slot, once.get(index), work) for index, (slot, work) in enumerate(works)]
     kept = tuple(span.saved for span in (*moved, *inside))
     rows = again.large.packed.rows | dict(timeline.rows)
     return replace(timeline, slots=tuple(slots), kept=kept, rows=rows, modules=modules)
@@ -67,12 +74,28 @@ def _of_modules(spans: Sequence[TracedSpan], modules: Sequence[str]) -> Iterator
             yield replace(span, saved=replace(span.saved, again=True))
 
 
+def _without_copies(
+    once: Sequence[TracedSpan], again: Sequence[TracedSpan]
+) -> tuple[list[TracedSpan], list[TracedSpan]]:
+    """Return both lists without what is one tensor in both: several modules get it, and save it whole.
+
+    Such a tensor (positions that all blocks share) is alive whatever runs again.
+    """
+    shared = {(span.saved.layers, span.saved.size) for span in once if span.saved.kind == "always"}
+    shared &= {(span.saved.layers, span.saved.size) for span in again if span.saved.kind == "always"}
+
+    def whole(span: TracedSpan) -> bool:
+        return span.saved.kind == "always" and (span.saved.layers, span.saved.size) in shared
+
+    kept = [replace(span, saved=replace(span.saved, layers=())) if whole(span) else span for span in once]
+    return kept, [span for span in again if not whole(span)]
+
+
 def _all_inside(span: TracedSpan, modules: Sequence[str]) -> bool:
     return all(block_of(layer, modules) is not None for layer in span.saved.layers)
 
 
-def _slot(slot: SlotTrace, once: Slot | None, work: tuple[SizePair, ...]) -> Slot:
+def _slot(slot: SlotTrace, once: Slot | None, work: Sequence[SizePair]) -> Slot:
     """Return a slot of both steps; `once`: that of the step without second runs, if it has this slot."""
-    exact, packed, derived, gradients = work
-    new = once or Slot(slot.layer, slot.phase, _NOTHING, _NOTHING)
-    return replace(new, again=(exact, packed, derived, gradients))
+    nothing = slot_of(slot, [_NOTHING] * len(work))
+    return replace(once or nothing, again=tuple(work))

@@ -105,12 +105,18 @@ def timeline_of(traced: TracedPair, hooked: tuple[str, ...]) -> Timeline:
     return Timeline(
         batch_sizes=traced.batch_sizes,
         static={kind: (count, traced.small.static[kind]) for kind, count in large.static.items()},
-        slots=tuple(Slot(slot.layer, slot.phase, *work) for slot, *work in slot_works(traced, traced.spans)),
+        slots=tuple(slot_of(slot, work) for slot, work in slot_works(traced, traced.spans)),
         kept=tuple(span.saved for span in traced.spans),
         hooked=hooked,
         serving=tuple(sorted(large.derived.serving)),
         rows=large.packed.rows,
     )
+
+
+def slot_of(slot: SlotTrace, work: Sequence[SizePair]) -> Slot:
+    """Return the slot with its `slot_works`."""
+    exact, packed, derived, gradients, *workspaces = work
+    return Slot(slot.layer, slot.phase, exact, packed, derived, gradients, tuple(workspaces))
 
 
 def _parts(span: _TracedSpan, other: _TracedSpan, trace: StepTrace) -> Iterator[TracedSpan]:
@@ -162,25 +168,24 @@ def _extent_pair(first: int, second: int) -> tuple[int, int]:
 
 def slot_works(
     traced: TracedPair, spans: Sequence[TracedSpan]
-) -> list[tuple[SlotTrace, SizePair, SizePair, SizePair, SizePair]]:
+) -> list[tuple[SlotTrace, tuple[SizePair, ...]]]:
     """Return each slot with its live bytes outside spans in the plain, compressed and deriving step.
 
-    The last pair is those of gradients among them. So the timeline has the bytes of the traced steps in
-    every slot, to the byte. Below zero: spans cover a slot in which their storage is not alive.
+    Then come those of gradients among them, and what workspaces add in each of the three steps. So the
+    timeline has the bytes of the traced steps in every slot, to the byte. Below zero: spans cover a slot in
+    which their storage is not alive.
     """
     columns = zip(
         *(_works(steps, spans, which) for which, steps in enumerate((traced.large, traced.small))),
         strict=True,
     )
     return [
-        (slot, *zip(large, small, strict=True))
+        (slot, tuple(zip(large, small, strict=True)))
         for slot, (large, small) in zip(traced.slots, columns, strict=True)
     ]
 
 
-def _works(
-    steps: TracedSteps, spans: Sequence[TracedSpan], which: int
-) -> Iterator[tuple[int, int, int, int]]:
+def _works(steps: TracedSteps, spans: Sequence[TracedSpan], which: int) -> Iterator[tuple[int, ...]]:
     """Yield for each slot its live bytes outside spans; `which`: position of the batch size."""
     packed = steps.packed.slots
     plain, derived = _aligned(steps.plain, steps.packed), _aligned(steps.derived, steps.packed)
@@ -197,6 +202,7 @@ def _works(
             slot.high - packed_bytes[index],
             derived[index].high - derived_bytes[index],
             gradient_bytes[index],
+            *(case.workspaces for case in (plain[index], slot, derived[index])),
         )
 
 
