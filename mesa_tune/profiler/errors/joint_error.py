@@ -74,14 +74,19 @@ class JointError:
         return [self._error(policy, draw, seed) for draw, seed in pairs]
 
     def _error(self, policy: Policy, draw: int, seed: int) -> float:
-        batches, exact, size = self._exact_at(draw)
+        exact, changed = self.gradients(policy, draw, seed)
+        error = squared(changed, exact) / self._exact[draw][2]
+        return error if math.isfinite(error) else math.inf
+
+    def gradients(self, policy: Policy, draw: int, seed: int) -> tuple[Gradient, Gradient]:
+        """Return the exact gradient of a step, and that under `policy`."""
+        batches, exact, _ = self._exact_at(draw)
         rounding_seed = draw * _SEEDS_PER_DRAW + seed
         convert(self.model, policy, seed=rounding_seed)
         try:
             if _needs_first_step(policy):
                 self._take_first_step(policy, batches[0], draw)
-            error = squared(self._gradient(batches, draw, policy, rounding_seed), exact) / size
-            return error if math.isfinite(error) else math.inf
+            return exact, self._gradient(batches, draw, policy, rounding_seed)
         finally:
             revert(self.model)
 
@@ -179,8 +184,10 @@ class JointError:
 
     def _storing(self, policy: Policy | None, seed: int) -> AbstractContextManager[Any]:
         """Return the context of a forward under `policy`, or of an exact one."""
-        if policy is not None:
-            return compress_saved(policy, seed=seed)
+        return self.exact_forward() if policy is None else compress_saved(policy, seed=seed)
+
+    def exact_forward(self) -> AbstractContextManager[Any]:
+        """Return the context of an exact forward."""
         return with_checkpoints(self.model) if self.checkpointed else nullcontext()
 
     @contextmanager
