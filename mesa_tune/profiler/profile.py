@@ -22,6 +22,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.matching import TaggedLayers
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Noise, Option, TensorEntry, Tie
+from mesa_tune.profiler.errors.amplification import Rows, rows_from
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
 from mesa_tune.profiler.errors.intervals import Errors, expected
 from mesa_tune.profiler.memory.distinct import Assignment
@@ -55,12 +56,13 @@ class Profile:
 
     `model`: path of the model file, None for a workload made in Python; `fingerprint`: SHA-256
     of it and its local modules; `layers_fingerprint`: of module names and classes. `partial`: interrupted;
-    layers without options are not measured yet, and `resume` identifies the request. `derivations`: prices
-    of what is stored while other layers derive from it (`store: derive`). `exact`: what every policy leaves
-    exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain step
-    at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before
-    the step). `gradient_noise`, `gradient_scale` and `gradient_norms` (one for each batch that prices
-    options): see `Noise`; None and empty where it was not measured.
+    layers without options are not measured yet, `resume` identifies the request, and the next batches infer
+    from `amplifications`. `derivations`: prices of what is stored while other layers derive from it
+    (`store: derive`). `exact`: what every policy leaves exact, and why; a layer that saves nothing else has
+    index -1, and no policy names it. For the plain step at `batch_size`: `peak_bytes`, `saved_bytes` (alive
+    when the forward ends), `static_bytes` (alive before the step). `gradient_noise`, `gradient_scale` and
+    `gradient_norms` (one for each batch that prices options): see `Noise`; None and empty where it was not
+    measured.
     `checkpoints`: noise, and the error of uniform 4 bits, with the weights of each of its checkpoints.
     `error_floor`: the gradient error if all formulas run and nothing is compressed; no prediction above zero
     goes below. `interaction`: pairs of bits and factor, see `interaction_of`.
@@ -99,6 +101,7 @@ class Profile:
     interaction: tuple[tuple[int, float], ...] = ()
     checkpoints: tuple[AtCheckpoint, ...] = ()
     gradient_norms: tuple[float, ...] = ()
+    amplifications: Rows = ()
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
@@ -285,6 +288,7 @@ class Profile:
             "exact": tuple(ExactEntry.from_dict(entry) for entry in values.get("exact", ())),
             "interaction": tuple((int(bits), float(part)) for bits, part in values.get("interaction", ())),
             "gradient_norms": tuple(map(float, values.get("gradient_norms", ()))),
+            "amplifications": rows_from(values.get("amplifications", ())),
             "checkpoints": tuple(typed(AtCheckpoint, entry) for entry in values.get("checkpoints", ())),
         }
         profile = typed(cls, {**plain, **parts})
