@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mesa_tune.search.solver import Program
 from mesa_tune.search.problem import Floats, Limits
+from mesa_tune.search.solver import Program
 
 # A proposal is measured anyway, so its solution needs no tight proof.
 _GAP = 1e-3

@@ -155,14 +155,16 @@ class Space:
     def live(self, chosen: Sequence[int]) -> NDArray[np.int64]:
         """Return the bytes alive in each slot."""
         total = self.base.copy()
-        for part in (*self.picked(chosen), *self.saved_links(chosen)):
-            total += part.live
+        for choice in self.picked(chosen):
+            total += choice.live
+        for link in self.saved_links(chosen):
+            total += link.live
         return total
 
     def saved(self, chosen: Sequence[int]) -> int:
         """Return the saved bytes."""
-        parts = (*self.picked(chosen), *self.saved_links(chosen))
-        return self.base_saved + sum(part.saved for part in parts)
+        picked = sum(choice.saved for choice in self.picked(chosen))
+        return self.base_saved + picked + sum(link.saved for link in self.saved_links(chosen))
 
     def error(self, chosen: Sequence[int]) -> float:
         """Return the sum of the gradient errors."""

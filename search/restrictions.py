@@ -1,4 +1,4 @@
-"""What a user does not leave to the search: pinned layers, forbidden ways to store, settings that may vary."""
+"""What a user does not leave to the search: pinned layers, forbidden stores, settings that may vary."""
 
 from __future__ import annotations
 

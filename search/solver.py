@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesa_tune.errors import RunError
-from mesa_tune.search.linear.highs import Answer, Deadline, Row, minimise
+from mesa_tune.search.linear.highs import Answer, Deadline, Row, TimeUpError, minimise
 from mesa_tune.search.linear.rows import Rows, exceeds
 from mesa_tune.search.polish import polished
 from mesa_tune.search.problem import Floats, Limits, Space
 
-GAP = 1e-6
+GAP, LARGE_GAP = 1e-6, 1e-4
+"""The gap at which the solver stops; the second for more than `_LARGE` choices."""
+_LARGE = 500
 SECONDS = 60.0
 # Bytes are passed to the solver as fractions of a limit; its constraints are accurate to about 1e-7.
 _SLACK = 1e-7
@@ -72,7 +74,7 @@ class Program:
         limits: Limits,
         costs: Floats | None = None,
         *,
-        gap: float = GAP,
+        gap: float | None = None,
         allowed: NDArray[np.bool_] | None = None,
         further: Floats | None = None,
         seconds: float = SECONDS,
@@ -81,11 +83,11 @@ class Program:
 
         `costs`: one per choice, default the errors. `allowed`: mask of choices, default all. `further`: costs
         that decide among equal ones before saved bytes do. If `seconds` are up, return the best solution so
-        far with its proven bound; raise RunError if there is none.
+        far with its proven bound; raise TimeUpError if there is none.
         """
         costs = self.errors if costs is None else costs
         allowed = np.ones(len(costs), dtype=bool) if allowed is None else allowed
-        best = self._cheapest(_Relaxed(self.rows, limits, gap, Deadline(seconds)), costs, allowed)
+        best = self._cheapest(_Relaxed(self.rows, limits, self._gap(gap), Deadline(seconds)), costs, allowed)
         if best is None:
             return None
         chosen = polished(self.space, limits, best.chosen, costs, allowed, further)
@@ -98,7 +100,7 @@ class Program:
         for _ in range(6):
             try:
                 solution = relaxed.solve(costs / scale, allowed)
-            except RunError:
+            except TimeUpError:
                 if best is None:
                     raise
                 break
@@ -115,12 +117,19 @@ class Program:
             scale = best.cost / 100
         return best
 
-    def smallest_peak(self, limits: Limits, *, gap: float = GAP, seconds: float = SECONDS) -> Solution | None:
+    def _gap(self, gap: float | None) -> float:
+        if gap is not None:
+            return gap
+        return GAP if len(self.rows.choices) <= _LARGE else LARGE_GAP
+
+    def smallest_peak(
+        self, limits: Limits, *, gap: float | None = None, seconds: float = SECONDS
+    ) -> Solution | None:
         """Return the solution with the lowest peak within the other limits; its cost is the peak in bytes.
 
         Time that is up: as in `solve`.
         """
-        relaxed = _LowestPeak(self.rows, replace(limits, peak=None), gap, Deadline(seconds))
+        relaxed = _LowestPeak(self.rows, replace(limits, peak=None), self._gap(gap), Deadline(seconds))
         nothing = np.zeros(len(self.rows.choices))
         solution = relaxed.solve(nothing, np.ones(len(nothing), dtype=bool))
         if solution is None:
@@ -129,10 +138,10 @@ class Program:
         return Solution(solution.chosen, peak, min(peak, solution.bound * relaxed.scale))
 
     def smallest_saved(self, *, seconds: float = SECONDS) -> int:
-        """Return the fewest possible saved bytes. Raise RunError if they are not found within `seconds`."""
+        """Return the fewest possible saved bytes. Raise TimeUpError if the time is up first."""
         saved = np.array([float(part.saved) for part in self.rows.parts])
         relaxed = _Relaxed(self.rows, Limits(), GAP, Deadline(seconds))
-        answer = relaxed.minimise(saved / max(1.0, saved.max(initial=0.0)), np.ones(len(saved)))
+        answer = relaxed.minimise(saved / max(1.0, saved.max(initial=0.0)), np.ones(len(saved)), GAP)
         if answer.values is None:
             raise RunError("the units of this profile have no choices that go together\nprofile it again")
         return self.space.saved(self.rows.chosen(answer.values))
@@ -158,6 +167,7 @@ class _Relaxed:
         self.inside = self.limits
         self.tighter = 0.0
         self.is_proving = True
+        self.bound = -np.inf
         self.slots.append(int(self.rows.plain_live.argmax()))
 
     def solve(self, costs: Floats, allowed: NDArray[np.bool_]) -> Solution | None:
@@ -167,41 +177,72 @@ class _Relaxed:
             np.append(costs, np.zeros(links)),
             np.append(allowed.astype(np.float64), np.ones(links)),
         )
-        if not self._grown(costs, upper):
+        self.bound = -np.inf
+        fractions = self._in_fractions(costs, upper)
+        if fractions.values is None:
             return None
-        bound = -np.inf
+        self.bound = fractions.bound
+        best: Solution | None = None
+        # First only for the few units that are undecided in fractions: it takes a fraction of the time, adds
+        # the rows that matter, and is the solution if the time is up.
+        for columns, proving in ((self._undecided(fractions.values, upper), False), (upper, True)):
+            try:
+                found = self._whole(costs, columns, proving)
+            except TimeUpError:
+                if best is None and proving:
+                    raise
+                continue
+            if found is not None and (best is None or found.cost <= best.cost):
+                best = found
+            if best is not None and best.cost - self.bound <= self.gap * best.cost:
+                break
+        return None if best is None else replace(best, bound=max(0.0, self.bound))
+
+    def _undecided(self, values: Floats, upper: Floats) -> Floats:
+        """Return `upper` with 0 for the other choices of decisions that are whole in `values`."""
+        columns = upper.copy()
+        for start, decision in zip(self.rows.starts, self.rows.space.decisions, strict=True):
+            part = slice(start, start + len(decision.choices))
+            whole = values[part].round()
+            if np.abs(values[part] - whole).max(initial=0.0) < 1e-6:
+                columns[part] = np.minimum(whole, upper[part])
+        return columns
+
+    def _whole(self, costs: Floats, upper: Floats, proving: bool) -> Solution | None:
+        """Add rows until the solution is one of the whole problem; None if there is none.
+
+        `proving`: `upper` allows all columns, so the bound is one of the problem.
+        """
         while True:
-            answer = self.minimise(costs, upper)
+            answer = self.minimise(costs, upper, self.gap)
             if answer.values is None:
                 return None
-            if self.is_proving:
-                bound = max(bound, answer.bound)
+            if proving and self.is_proving:
+                self.bound = max(self.bound, answer.bound)
             chosen = self.rows.chosen(answer.values)
             if self.accepts(chosen, answer):
-                return Solution(chosen, float(costs @ answer.values[: len(costs)]), max(bound, 0.0))
+                return Solution(chosen, self.cost(costs, answer.values), self.bound)
             if not self.grow(self._rounded(chosen), answer.values[len(costs) :]):
                 self._tighten(chosen)
 
-    def _grown(self, costs: Floats, upper: Floats) -> bool:
-        """Add rows until the solution in fractions exceeds none; return False if there is no solution."""
-        while not self.is_whole:
-            answer = self.minimise(costs, upper, fractions=True)
-            if answer.values is None:
-                return False
-            if not self.grow(answer.values[: len(costs)], answer.values[len(costs) :]):
-                break
-        return True
+    def cost(self, costs: Floats, values: Floats) -> float:
+        """Return the cost of an answer."""
+        return float(costs @ values)
 
-    @property
-    def is_whole(self) -> bool:
-        """True if no limit has rows to add."""
-        return self.limits.peak is None and self.limits.noise is None
+    def _in_fractions(self, costs: Floats, upper: Floats) -> Answer:
+        """Add rows until the solution in fractions exceeds none, and return it."""
+        while True:
+            answer = self.minimise(costs, upper)
+            if answer.values is None or not self.grow(
+                answer.values[: len(costs)], answer.values[len(costs) :]
+            ):
+                return answer
 
-    def minimise(self, costs: Floats, upper: Floats, *, fractions: bool = False) -> Answer:
-        """Minimise under the present rows, for whole choices or fractions of choices."""
+    def minimise(self, costs: Floats, upper: Floats, gap: float | None = None) -> Answer:
+        """Minimise under the present rows; without `gap` choices may be fractions."""
         rows = [*self.rows.structure, *self.slot_rows(), *self.rows.others(self.inside), *self.tangents]
-        integral = None if fractions else self.rows.integral
-        return minimise(costs, rows, upper, self.deadline, integral=integral, gap=self.gap)
+        integral = None if gap is None else self.rows.integral
+        return minimise(costs, rows, upper, self.deadline, integral=integral, gap=gap or 0.0)
 
     def slot_rows(self) -> list[Row]:
         """Return the rows of `slots`."""
@@ -232,7 +273,7 @@ class _Relaxed:
         return self.above(values, self.limits.peak)
 
     def above(self, values: Floats, peak: float) -> list[int]:
-        """Return the slots, not among `slots`, that have the most of their neighbours and more than `peak`."""
+        """Return the local maxima above `peak` that are not among `slots`."""
         known = set(self.slots)
         live = self.rows.live(values)
         return [slot for slot in _local_maxima(live, peak * (1 + 1e-9)) if slot not in known]
@@ -268,23 +309,22 @@ class _Relaxed:
 class _LowestPeak(_Relaxed):
     """The peak as the cost: one more column, which is at least the bytes of every slot over `scale`."""
 
-    @property
-    def is_whole(self) -> bool:
-        return False
-
     @cached_property
     def scale(self) -> float:
         return float(self.rows.plain_live.max())
 
-    def minimise(self, costs: Floats, upper: Floats, *, fractions: bool = False) -> Answer:
+    def cost(self, costs: Floats, values: Floats) -> float:
+        return float(values[-1])
+
+    def minimise(self, costs: Floats, upper: Floats, gap: float | None = None) -> Answer:
         rows = [*self.rows.structure, *self.slot_rows(), *self.rows.others(self.inside), *self.tangents]
         return minimise(
             np.append(np.zeros(len(costs)), 1.0),
             rows,
             np.append(upper, np.inf),
             self.deadline,
-            integral=None if fractions else np.append(self.rows.integral, 0),
-            gap=self.gap,
+            integral=None if gap is None else np.append(self.rows.integral, 0),
+            gap=gap or 0.0,
         )
 
     def slot_rows(self) -> list[Row]:

@@ -253,8 +253,8 @@ def _dominates(rival: Choice, choice: Choice, *, or_equal: bool) -> bool:
 
     A time below zero is noise: it decides nothing, or a search would not give the same policy again.
     """
-    costs = (choice.error, max(0.0, choice.ms), choice.saved)
-    rival_costs = (rival.error, max(0.0, rival.ms), rival.saved)
+    costs = (choice.error, choice.noise or 0.0, max(0.0, choice.ms), choice.saved)
+    rival_costs = (rival.error, rival.noise or 0.0, max(0.0, rival.ms), rival.saved)
     if (
         any(high > low for high, low in zip(rival_costs, costs, strict=True))
         or (rival.live > choice.live).any()

@@ -22,8 +22,8 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import Objective, Pair
 from mesa_tune.search.moves import Moves
 from mesa_tune.search.plan import Measurement
-from mesa_tune.search.solver import Program, Solution
 from mesa_tune.search.problem import Limits
+from mesa_tune.search.solver import Program, Solution
 from mesa_tune.search.storage import open_study, storage_errors
 
 # Pairs (draw of the batch, rounding seed). A trial is first measured on one seed per draw, then on all.

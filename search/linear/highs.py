@@ -21,7 +21,13 @@ from mesa_tune.errors import RunError
 from mesa_tune.search.problem import Floats
 
 NODES = 200_000
+_LEAST = 0.5
+"""Seconds: less time is not halved."""
 _OPTIMAL, _STOPPED, _INFEASIBLE = 0, 1, 2
+
+
+class TimeUpError(RunError):
+    """The time was up before there was any plan, or a proof that there is none."""
 
 
 class Row(NamedTuple):
@@ -55,9 +61,9 @@ class Deadline:
         """Seconds that are left."""
         return self.end - time.monotonic()
 
-    def error(self) -> RunError:
-        """Return the error for a time that was up before there was any plan."""
-        return RunError(
+    def error(self) -> TimeUpError:
+        """Return the error for a time that was up."""
+        return TimeUpError(
             f"the solver found no plan within {self.seconds:g} s, and did not prove that there is none\n"
             "raise the budget or another limit: such problems are easier to solve"
         )
@@ -74,7 +80,8 @@ def minimise(
 ) -> Answer:
     """Minimise `costs` · x with 0 <= x <= `upper` under `rows`; without `integral` all x may be fractions.
 
-    Return no values if the rows are infeasible. Raise RunError if the deadline passes without a solution.
+    Stop at half of the time that is left: its solution may need further rows. Return no values if the rows
+    are infeasible. Raise TimeUpError if the time passes without a solution.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -86,10 +93,10 @@ def minimise(
     with _silent():
         result = milp(
             costs,
-            integrality=np.zeros(len(costs)) if integral is None else integral,
+            integrality=np.zeros(len(costs), dtype=np.int64) if integral is None else integral,
             bounds=Bounds(0.0, upper),
             constraints=constraint,
-            options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": deadline.left},
+            options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": max(deadline.left / 2, _LEAST)},
         )
     return _answer(result, deadline)
 

@@ -129,7 +129,7 @@ class Rows:
         return Row(columns, values, -np.inf, (peak - self.base[slot]) / peak)
 
     def others(self, limits: Limits) -> Iterator[Row]:
-        """Yield the rows of all limits but the peak. Where units interact, `noise` is not all of the ratio."""
+        """Yield the rows of all limits but the peak; that of the noise ratio without interaction."""
         space = self.space
         if limits.saved is not None:
             saved = [float(part.saved) for part in self.parts]

@@ -193,7 +193,7 @@ class Noted:
 def test_a_study_tries_whole_clusters_only() -> None:
     profile = deriving(synthetic_profile(2, grid=COARSE, seed=5), 1.2)
     noted = Noted()
-    search_policy(profile, "55%", objective=noted, trials=12)
+    search_policy(profile, "55%", measure=noted, trials=12)
     stores = []
     for policy in noted.policies:
         assignment = profile.assignment(policy)
