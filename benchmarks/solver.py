@@ -1,6 +1,6 @@
 """Time, proven gap and memory of the exact solver on steps of 300 and 1,000 layers.
 
-python benchmarks/solver.py [--layers 300] [--options 12]
+python benchmarks/solver.py
 
 The steps are made up: blocks of ten layers whose activations live from the forward to the backward, with
 errors over six orders of magnitude, shared storages, derived tensors, blocks that can run again, and layers
@@ -16,12 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import append
 from numpy.typing import NDArray
 
-from benchmarks.common import append
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.search.problem import Choice, Limits, Link, Module, Space, Unit
 from mesa_tune.search.solver import Program, Solution
@@ -145,6 +146,7 @@ def _result(space: Space, limits: Limits, entry: dict[str, Any]) -> dict[str, An
 
 def check() -> int:
     """Compare with all plans of small steps; return how many problems were compared."""
+    sys.path.append(str(Path(__file__).parents[1]))
     from tests.search.random_spaces import all_plans, random_space
 
     for seed in range(40):
@@ -162,27 +164,23 @@ def check() -> int:
 
 def results(sizes: list[tuple[int, int, float]]) -> Iterator[dict[str, Any]]:
     """Measure each size in a process of its own, so that its memory is its own."""
-    for layers, options, seconds in sizes:
-        text = (
-            "import json; from benchmarks.solver import measure; "
-            f"print(json.dumps(measure({layers}, {options}, {seconds})))"
-        )
-        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    for size in sizes:
+        command = [sys.executable, __file__, "--measure", *map(str, size)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         yield json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     """Check, measure, print and append to the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--options", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--measure", nargs=3, metavar=("LAYERS", "OPTIONS", "SECONDS"))
     arguments = parser.parse_args()
-    sizes = list(SIZES)
-    if arguments.layers:
-        sizes = [(arguments.layers, arguments.options, arguments.seconds)]
+    if arguments.measure:
+        layers, options, seconds = arguments.measure
+        print(json.dumps(measure(int(layers), int(options), float(seconds))))
+        return
     print(f"equal to an enumeration of all plans: {check()} problems")
-    found = list(results(sizes))
+    found = list(results(list(SIZES)))
     for entry in found:
         print(f"{entry['layers']} layers x {entry['options']} options, {entry['peak_mb']} MB")
         for name, result in entry["objectives"].items():
