@@ -44,7 +44,7 @@ def random_space(chance: np.random.Generator, units: int, options: int) -> Space
     """A space of up to `units` units with up to `options` choices each."""
     count = int(chance.integers(2, units + 1))
     made = [_unit(chance, number, int(chance.integers(1, options + 1))) for number in range(count)]
-    clusters = ()
+    clusters: tuple[tuple[int, ...], ...] = ()
     if chance.random() < 0.4:
         clusters = (tuple(sorted(chance.choice(count, size=2, replace=False).tolist())),)
         for number in clusters[0]:
@@ -142,8 +142,8 @@ def all_plans(space: Space) -> Plans:
         name: sum(_of(space, chosen, number, name) for number in range(chosen.shape[1]))  # type: ignore[misc]
         for name in ("live", "saved", "error", "ms", "noise", "root", "weight", "bias")
     }
-    needed = np.stack([_needed(space, chosen, number) for number in range(len(space.links))] or [np.zeros(0)])
-    for link, need in zip(space.links, needed, strict=False):
+    for number, link in enumerate(space.links):
+        need = _needed(space, chosen, number)
         total["live"] = total["live"] + need[:, None] * link.live
         total["saved"] = total["saved"] + need * link.saved
     time = sum(np.maximum(_of(space, chosen, number, "ms"), 0) for number in range(chosen.shape[1]))
@@ -191,7 +191,8 @@ def _with_modules(space: Space, taken: tuple[int, ...]) -> NDArray[np.int64]:
 
 def _of(space: Space, chosen: NDArray[np.int64], number: int, name: str) -> NDArray[np.float64]:
     """A value of the choice that each plan makes in a decision; 0 where it makes none."""
-    choices = (*space.units, *space.modules)[number].choices
+    decisions: list[Unit | Module] = [*space.units, *space.modules]
+    choices = decisions[number].choices
     values = np.array([getattr(choice, name) or 0 for choice in choices] if name != "live" else
                       [choice.live for choice in choices], dtype=np.float64)  # fmt: skip
     positions = chosen[:, number]
