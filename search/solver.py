@@ -152,8 +152,8 @@ class _Relaxed:
     """The problem with some of its rows: of the slots only `slots`, of the noise ratio only `tangents`.
 
     What it costs at least, the whole problem costs at least. `inside`: the limits, or slightly tighter ones,
-    where the solver's accuracy demands it. Then, and with rows that may exclude other solutions than the one
-    that exceeds the noise ratio, it proves nothing about the whole problem.
+    where the solver's accuracy demands it. Then, and with `steeper` rows, which may exclude other solutions
+    than the one that exceeds the noise ratio, it proves nothing about the whole problem.
     """
 
     rows: Rows
@@ -162,13 +162,17 @@ class _Relaxed:
     deadline: Deadline
     slots: list[int] = field(default_factory=list)
     tangents: list[Row] = field(default_factory=list)
+    steeper: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.inside = self.limits
-        self.tighter = 0.0
-        self.is_proving = True
+        self._loosen()
         self.bound = -np.inf
         self.slots.append(int(self.rows.plain_live.argmax()))
+
+    def _loosen(self) -> None:
+        """Drop what may exclude solutions of the whole problem."""
+        self.inside, self.tighter, self.is_proving = self.limits, 0.0, True
+        self.steeper.clear()
 
     def solve(self, costs: Floats, allowed: NDArray[np.bool_]) -> Solution | None:
         """Return the cheapest solution within the limits, or None; `costs` one per choice."""
@@ -178,6 +182,7 @@ class _Relaxed:
             np.append(allowed.astype(np.float64), np.ones(links)),
         )
         self.bound = -np.inf
+        self._loosen()
         fractions = self._in_fractions(costs, upper)
         if fractions.values is None:
             return None
@@ -186,6 +191,7 @@ class _Relaxed:
         # First only for the few units that are undecided in fractions: it takes a fraction of the time, adds
         # the rows that matter, and is the solution if the time is up.
         for columns, proving in ((self._undecided(fractions.values, upper), False), (upper, True)):
+            self._loosen()
             try:
                 found = self._whole(costs, columns, proving)
             except TimeUpError:
@@ -240,9 +246,14 @@ class _Relaxed:
 
     def minimise(self, costs: Floats, upper: Floats, gap: float | None = None) -> Answer:
         """Minimise under the present rows; without `gap` choices may be fractions."""
-        rows = [*self.rows.structure, *self.slot_rows(), *self.rows.others(self.inside), *self.tangents]
+        rows = self.present_rows()
         integral = None if gap is None else self.rows.integral
         return minimise(costs, rows, upper, self.deadline, integral=integral, gap=gap or 0.0)
+
+    def present_rows(self) -> list[Row]:
+        """Return the rows of the problem so far."""
+        others = [*self.rows.others(self.inside), *self.tangents, *self.steeper]
+        return [*self.rows.structure, *self.slot_rows(), *others]
 
     def slot_rows(self) -> list[Row]:
         """Return the rows of `slots`."""
@@ -301,8 +312,11 @@ class _Relaxed:
             slope = float(rows.noise[picked].sum() / rows.errors[picked].sum())
             values = self._rounded(chosen)
             steeper = rows.interaction(values, limit * (1 - 1e-6), slope)
-            self.tangents.append(steeper if exceeds(steeper, values) else rows.other_than(chosen))
-            self.is_proving = False
+            if exceeds(steeper, values):
+                self.steeper.append(steeper)
+                self.is_proving = False
+            else:
+                self.tangents.append(rows.other_than(chosen))
 
 
 @dataclass
@@ -317,7 +331,7 @@ class _LowestPeak(_Relaxed):
         return float(values[-1])
 
     def minimise(self, costs: Floats, upper: Floats, gap: float | None = None) -> Answer:
-        rows = [*self.rows.structure, *self.slot_rows(), *self.rows.others(self.inside), *self.tangents]
+        rows = self.present_rows()
         return minimise(
             np.append(np.zeros(len(costs)), 1.0),
             rows,
