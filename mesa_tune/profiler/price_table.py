@@ -44,12 +44,14 @@ class Cost(NamedTuple):
     """What layers cost together; None: unknown.
 
     `errors`: the sums of gradient errors, by batch. `interaction`: what joint rounding at few bits adds to
-    their mean. `ms`: milliseconds that they add to a step of the converted model.
+    their mean. `ms`: milliseconds that they add to a step of the converted model. `root`: the sum of √w over
+    the weights w of `interaction_of`, from which the interaction with other layers follows.
     """
 
     errors: Errors | None
     interaction: float
     ms: float | None
+    root: float = 0.0
 
     @property
     def error(self) -> float | None:
@@ -154,10 +156,12 @@ class PriceTable:
         prices = prices[chosen]
         ms, errors = float(prices[:, -_COLUMNS:-1].sum()), prices[:, :-_COLUMNS].sum(0).tolist()
         known = not math.isnan(errors[0])
+        weights = np.bincount(self.unit[chosen], weights=prices[:, -1]) if known else np.zeros(0)
         return Cost(
             tuple(errors) if known else None,
-            interaction_of(np.bincount(self.unit[chosen], weights=prices[:, -1])) if known else 0.0,
+            interaction_of(weights),
             None if math.isnan(ms) else ms,
+            float(np.sqrt(weights).sum()),
         )
 
     def errors(self, name: str, settings: LayerSettings) -> Errors | None:
