@@ -94,8 +94,7 @@ def verify(
     for line in _first_lines(path, chosen, workload.batch_size, steps, foreign):
         output.line(line)
     if expected is None:
-        rerun = ", ".join(chosen.reruns(layer.name for layer in profile.layers))
-        output.line(f"nothing is predicted: {rerun} run again in backward, which no profile measures")
+        output.line(f"nothing is predicted: {profile.unpredictable(chosen)}")
     planned, assignment = workload.batch_size, profile.assignment(chosen)
     with advising(profile, planned, assignment, lambda fits: _advice(folder, profile, planned, fits)):
         check = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds, by_group=by_group)
@@ -125,7 +124,7 @@ def _expectation(
 ) -> tuple[Prediction | None, Workload]:
     """Return the prediction for `policy`, and the workload at the batch size that it was planned for.
 
-    The prediction is None if modules run again in backward: a profile does not measure what these save.
+    The prediction is None for settings that no profile measures.
     """
     from mesa_tune.search.plan import Plan
 
@@ -133,7 +132,7 @@ def _expectation(
         plan = Plan.load(folder.plan)
         if plan.policy == policy:
             return plan.predicted, workload.with_batch_size(plan.batch_size)
-    if policy.reruns(layer.name for layer in profile.layers):
+    if profile.unpredictable(policy) is not None:
         return None, workload
     return profile.predict(policy), workload
 

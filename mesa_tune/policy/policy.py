@@ -39,6 +39,7 @@ class Policy:
     def uniform(level: int = 256, **settings: Any) -> Policy:
         """Return a policy with one rule for all layers of each tag. `settings`: more keys of policy.txt.
 
+        `tile` is for losses only, and is in no other rule.
         Raise PolicyError for an unknown key or a value outside its range.
         """
         for key in settings:
@@ -48,7 +49,8 @@ class Policy:
             keys = _keys_of(LayerSettings.from_dict({"level": level, **settings}), exact_is_disabled=False)
         except ValueError as error:
             raise PolicyError(f"uniform policy: {error}") from None
-        return Policy(tuple(Rule.of(tag, "all", None, keys) for tag in TAGS))
+        others = {key: value for key, value in keys.items() if key != "tile"}
+        return Policy(tuple(Rule.of(tag, "all", None, keys if tag == "loss" else others) for tag in TAGS))
 
     @staticmethod
     def from_assignments(

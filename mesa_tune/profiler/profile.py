@@ -109,16 +109,25 @@ class Profile:
         At a batch size that was not profiled, bytes follow the timeline, times are proportional, the gradient
         error is that of the profiled batch, and its ratio to the noise is unknown. Both are for the
         model as given, not for a checkpoint. Raise BudgetError if the timeline has no such batch size,
-        RunError where the profile has no data: for a policy with modules that run again in backward, and in a
-        profile of a script, for any policy that compresses.
+        RunError where the profile has no data: for a policy with tiled losses, or with modules that run again
+        in backward and are not in `timeline.modules`, and in a profile of a script, for any that compresses.
         """
+        why = self.unpredictable(policy)
+        if why is not None:
+            raise RunError(f"{why}\nmeasure it with `mesa-tune verify` or mt.verify")
+        return self.predict_assignment(self.assignment(policy), batch_size=batch_size)
+
+    def unpredictable(self, policy: Policy) -> str | None:
+        """Return for which setting of `policy` the profile has no data; None if it can predict it."""
         again = set(policy.reruns(layer.name for layer in self.layers)) - set(self.timeline.modules)
         if again:
-            raise RunError(
-                f"`store: recompute` of {', '.join(map(repr, again))}: no profile tells what modules save "
-                "that run again in backward\nmeasure it with `mesa-tune verify` or mt.verify"
-            )
-        return self.predict_assignment(self.assignment(policy), batch_size=batch_size)
+            what = f"`store: recompute` of {', '.join(map(repr, sorted(again)))}"
+            return f"{what}: no profile tells what modules save that run again in backward"
+        tiled = [name for name, settings in self.assignment(policy).items() if settings.tile > 1]
+        if tiled:
+            what = f"`tile` of {', '.join(map(repr, tiled))}"
+            return f"{what}: no profile tells what a step takes that goes backward in slices"
+        return None
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
         """Return what `predict` does, for settings by layer name; a layer without settings stores exactly."""

@@ -122,6 +122,7 @@ def test_a_budget_limits_the_bytes_with_workspaces() -> None:
     assert plain.reserved_bytes is not None
     assert mt.search_policy(profile, plain.reserved_bytes).is_exact
     plan = mt.search_policy(profile, plain.reserved_bytes - 1)
+    assert plan.budget_bytes is not None
     assert plain.peak_bytes < plan.budget_bytes
     assert not plan.is_exact
     assert plan.predicted.reserved_bytes is not None
