@@ -270,9 +270,10 @@ def _plan(request: Request, program: Program, solved: Solved, outcome: Outcome |
 def _policy(request: Request, program: Program, chosen: tuple[int, ...], header: Header | None) -> Policy:
     assignment = program.space.assignment(chosen)
     layers = request.profile.layers
-    return Policy.from_assignments(
+    policy = Policy.from_assignments(
         ((layer.tag, layer.index, layer.name, assignment[layer.name]) for layer in layers), header
     )
+    return policy.rerunning(program.space.taken(chosen))
 
 
 def _header(request: Request, predicted: Prediction, objective: str) -> Header:

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.policy.settings import EXACT, LayerSettings
 
 Floats = NDArray[np.float64]
 
@@ -35,7 +35,7 @@ class Choice:
     possible tensors of the unit's cluster are derived. `noise`: the gradient noise ratio of the error; None:
     unknown. `root`, `weight`: sums of √w and of w over the weights w of `interaction_of`. `bias`: the squared
     bias, a part of the error; 0 where it was not measured. `links`: of a module, the numbers of the links
-    that it needs, such as that of its exact input.
+    that it needs, such as that of its exact input. `inside`: of a module, the settings of the layers inside.
     """
 
     settings: LayerSettings
@@ -49,6 +49,7 @@ class Choice:
     weight: float = 0.0
     bias: float = 0.0
     links: tuple[int, ...] = ()
+    inside: LayerSettings = EXACT
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Space:
         return all(len({derived[unit] for unit in units}) == 1 for units in self.clusters)
 
     def assignment(self, chosen: Sequence[int]) -> dict[str, LayerSettings]:
-        """Return the settings of each layer name; inside a chosen module, the module's."""
+        """Return the settings of each layer name, and of each chosen module by its name."""
         settings = {
             name: unit.choices[position].settings
             for unit, position in self._pairs(chosen)
@@ -145,8 +146,8 @@ class Space:
         }
         for module, position in self._taken(chosen):
             names = (name for unit in module.units for name in self.units[unit].layers)
-            settings.update(dict.fromkeys(names, module.choices[position].settings))
-        return settings
+            settings.update(dict.fromkeys(names, module.choices[position].inside))
+        return settings | self.taken(chosen)
 
     def taken(self, chosen: Sequence[int]) -> dict[str, LayerSettings]:
         """Return the settings of each chosen module, by its name."""

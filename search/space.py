@@ -21,6 +21,7 @@ from mesa_tune.profiler.price_table import NO_DERIVATIONS
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.clusters import Cluster, clusters
 from mesa_tune.search.problem import Choice, Floats, Limits, Link, Space, Unit
+from mesa_tune.search.reruns import RerunModules
 from mesa_tune.search.restrictions import NO_RESTRICTIONS, Pins, Restrictions, pinned_settings
 
 __all__ = ["Choice", "Floats", "Limits", "Link", "Pins", "Space", "Unit", "make_space"]
@@ -56,6 +57,7 @@ def make_space(
         profile.exact_ms * builder.scale,
         sized.batch_size,
         derived,
+        tuple(RerunModules(profile, sized, units, builder.links, restrictions, pinned).modules()),
         floor=profile.error_floor,
     )
 
@@ -88,7 +90,8 @@ class _Builder:
             else:
                 self.base[index] += sized.exact[index]
         for number, item in enumerate(sized.spans):
-            self._assign(number, item, unit_of)
+            if not item.again:
+                self._assign(number, item, unit_of)
 
     def _assign(self, number: int, item: SizedSpan, unit_of: Mapping[str, int]) -> None:
         units = tuple(sorted({unit_of[name] for name in item.layers if name in unit_of}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,17 @@ class Policy:
             by_tag.setdefault(tag, {}).setdefault(stored, {})[name] = index
         rules = [rule for tag, groups in by_tag.items() for rule in _rules_of(tag, groups)]
         return Policy(tuple(rules), header or NO_HEADER)
+
+    def rerunning(self, modules: Mapping[str, LayerSettings]) -> Policy:
+        """Return the policy in which `modules` also run again, with inputs stored by these settings."""
+        groups: dict[LayerSettings, list[str]] = {}
+        for name, settings in modules.items():
+            groups.setdefault(settings, []).append(name)
+        rules = tuple(
+            Rule.of(MODULE, None, names, _keys_of(settings, exact_is_disabled=False))
+            for settings, names in groups.items()
+        )
+        return replace(self, rules=(*self.rules, *rules)) if rules else self
 
     @staticmethod
     def parse(text: str, *, source: str = "policy.txt") -> Policy:

@@ -10,6 +10,7 @@ that share a tensor share its copy, is left to each prediction.
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,13 @@ class Cost(NamedTuple):
     def error(self) -> float | None:
         """Mean of the sums over the batches."""
         return None if self.errors is None else statistics.fmean(self.errors)
+
+    def plus(self, other: Cost) -> Cost:
+        """Return the sum of both; what is unknown of one is unknown of the sum."""
+        known = self.errors is not None and other.errors is not None
+        errors = tuple(map(operator.add, self.errors or (), other.errors or ())) if known else None
+        ms = None if self.ms is None or other.ms is None else self.ms + other.ms
+        return Cost(errors, self.interaction + other.interaction, ms, self.root + other.root)
 
 
 @dataclass(frozen=True)

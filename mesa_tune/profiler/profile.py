@@ -144,8 +144,8 @@ class Profile:
         step = sized.under(assignment)
         plan = step if sized is self.timeline.at() else self.timeline.at().under(assignment)
         cost = self.cost_of(None, assignment, self._derivations.active(plan))
-        if step.reruns:  # what modules that run again cost is unknown
-            cost = Cost(None, 0.0, None)
+        for name in step.reruns:
+            cost = cost.plus(self.rerun_cost(name, assignment))
         error, ends = self._expected(cost)
         return Prediction(
             step.saved_bytes,
@@ -187,6 +187,27 @@ class Profile:
     ) -> Cost:
         """Return what `layers` (None: all) cost under `assignment`; `active`: derivations under it."""
         return self._prices.cost(layers, assignment, active)
+
+    def rerun_cost(self, module: str, assignment: Assignment) -> Cost:
+        """Return what a module costs that runs again: the rounding of its inputs, and its second run.
+
+        Layers inside encode in both runs.
+        """
+        entry = next((entry for entry in self.modules if entry.name == module), None)
+        if entry is None:
+            return Cost(None, 0.0, None)
+        settings = assignment[module]
+        position = entry.nearest(settings)
+        inside = [layer for layer in self.layers if layer.name.startswith(f"{module}.")]
+        encoded = [
+            layer.encode_ms(assignment[layer.name])
+            for layer in inside
+            if not assignment.get(layer.name, EXACT).exact
+        ]
+        if position is None or None in encoded:
+            return Cost(entry.errors(settings), 0.0, None)
+        ms = entry.forward_ms + entry.options[position].ms + sum(one for one in encoded if one is not None)
+        return Cost(entry.errors(settings), 0.0, ms)
 
     def _expected(self, cost: Cost) -> tuple[float | None, tuple[float, float] | None]:
         """Return the gradient error and its interval, None where unknown."""

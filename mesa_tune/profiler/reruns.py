@@ -11,18 +11,17 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from mesa_tune.policy import Policy
-from mesa_tune.policy.rules import MODULE, Rule
+from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.rerun_timeline import block_of
 from mesa_tune.profiler.memory.step_trace import StepTrace
 
-REFERENCE_LEVEL = 256
-"""Quantization levels of the inputs of modules in the traced steps."""
+REFERENCE = LayerSettings(level=256, store="recompute")
+"""Settings of the inputs of modules in the traced steps."""
 
 
 def rerunning(policy: Policy, modules: Sequence[str]) -> Policy:
-    """Return `policy` with rules under which `modules` run again in backward."""
-    rule = Rule.of(MODULE, None, modules, {"level": REFERENCE_LEVEL, "store": "recompute"})
-    return Policy((*policy.rules, rule), policy.header)
+    """Return `policy` under which `modules` also run again in backward."""
+    return policy.rerunning(dict.fromkeys(modules, REFERENCE))
 
 
 def all_run_again(trace: StepTrace, modules: Sequence[str]) -> bool:
