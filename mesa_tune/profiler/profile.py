@@ -27,6 +27,7 @@ from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
 from mesa_tune.profiler.errors.intervals import Errors, expected
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.module_entry import ModuleEntry
 from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.price_table import ActiveDerivations, Cost, DerivationTable, PriceTable
 
@@ -37,6 +38,7 @@ __all__ = [
     "Derivation",
     "ExactEntry",
     "LayerEntry",
+    "ModuleEntry",
     "Option",
     "Prediction",
     "Profile",
@@ -58,11 +60,11 @@ class Profile:
     of it and its local modules; `layers_fingerprint`: of module names and classes. `partial`: interrupted;
     layers without options are not measured yet, `resume` identifies the request, and the next batches infer
     from `amplifications`. `derivations`: prices of what is stored while other layers derive from it
-    (`store: derive`). `exact`: what every policy leaves exact, and why; a layer that saves nothing else has
-    index -1, and no policy names it. For the plain step at `batch_size`: `peak_bytes`, `saved_bytes` (alive
-    when the forward ends), `static_bytes` (alive before the step). `gradient_noise`, `gradient_scale` and
-    `gradient_norms` (one for each batch that prices options): see `Noise`; None and empty where it was not
-    measured.
+    (`store: derive`). `modules`: prices of modules that can run again in backward. `exact`: what every policy
+    leaves exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain
+    step at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive
+    before the step). `gradient_noise`, `gradient_scale` and `gradient_norms` (one for each batch that prices
+    options): see `Noise`; None and empty where it was not measured.
     `checkpoints`: noise, and the error of uniform 4 bits, with the weights of each of its checkpoints.
     `error_floor`: the gradient error if all formulas run and nothing is compressed; no prediction above zero
     goes below. `interaction`: pairs of bits and factor, see `interaction_of`.
@@ -102,6 +104,7 @@ class Profile:
     checkpoints: tuple[AtCheckpoint, ...] = ()
     gradient_norms: tuple[float, ...] = ()
     amplifications: Rows = ()
+    modules: tuple[ModuleEntry, ...] = ()
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
@@ -297,6 +300,7 @@ class Profile:
             "timeline": self.timeline.to_dict(),
             "ties": [dict(vars(tie)) for tie in self.ties],
             "derivations": [derivation.to_dict() for derivation in self.derivations],
+            "modules": [module.to_dict() for module in self.modules],
             "exact": [dict(vars(entry)) for entry in self.exact],
             "checkpoints": [asdict(entry) for entry in self.checkpoints],
         }
@@ -315,6 +319,7 @@ class Profile:
             "ties": tuple(Tie.from_dict(tie) for tie in values["ties"]),
             "notes": tuple(values["notes"]),
             "derivations": tuple(Derivation.from_dict(entry) for entry in values.get("derivations", ())),
+            "modules": tuple(ModuleEntry.from_dict(entry) for entry in values.get("modules", ())),
             "exact": tuple(ExactEntry.from_dict(entry) for entry in values.get("exact", ())),
             "interaction": tuple((int(bits), float(part)) for bits, part in values.get("interaction", ())),
             "gradient_norms": tuple(map(float, values.get("gradient_norms", ()))),

@@ -31,6 +31,7 @@ from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
 from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
+from mesa_tune.profiler.module_prices import BlockWatch, ModulePricing, module_options
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.step_time import SHARE, StepTimer, timed_policy, timed_settings, with_times
@@ -142,14 +143,19 @@ class _Profiling:
         """Return the profile with what whole gradients show: noise, the floor of errors, and interaction."""
         self.show("gradient noise of the batches", 1.0)
         draws = range(max(NOISE_STEPS, self.seeds))
-        noise = JointError(self.workload, self.model).noise(draws, self.priced_on)
+        watch = BlockWatch(self.model, clock_of(self.workload.device), module_options(self.options))
+        with watch.watching():
+            noise = JointError(self.workload, self.model).noise(draws, self.priced_on)
         floor = JointError(self.workload, self.model).floor(self.priced_on[0])
         policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
-        for draw in self.priced_on[:_INTERACTION_DRAWS]:
+        modules = ModulePricing(watch)
+        for number, draw in enumerate(self.priced_on[:_INTERACTION_DRAWS]):
+            self.show(f"errors of whole policies, batch {draw}", 1.0)
             joint = JointError(self.workload, self.model)  # caches one exact gradient, that of this draw
             for bits, policy in policies.items():
                 measured[bits] += joint.errors(policy, [(draw, 0)])
+            modules.measure(joint, draw, number)
         priced = self._assembled(traced, partial=True)
         return replace(
             traced,
@@ -157,6 +163,7 @@ class _Profiling:
             gradient_scale=noise.scale,
             gradient_norms=noise.norms,
             error_floor=floor,
+            modules=tuple(modules.entries(priced, self.workload.accumulation)),
             interaction=tuple(_interaction(priced, policies, measured)),
         )
 
