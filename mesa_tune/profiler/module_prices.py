@@ -34,31 +34,9 @@ from mesa_tune.profiler.module_entry import ModuleEntry
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.workload.clock import Clock, Mark
 
-LEAST_LAYERS = 3
-"""A block has at least so many modules with parameters of their own."""
 _MEASURED_BITS = 4
 MOST_BATCHES, MOST_STEPS = 3, 12
 """A module's error is measured on so many batches, or on fewer if all modules take more steps than that."""
-
-
-def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the model's repeated blocks by name: the candidates to run again.
-
-    These are the elements of `nn.ModuleList` and `nn.Sequential` with at least `LEAST_LAYERS` layers, and no
-    such element inside.
-    """
-    found = {
-        f"{name}.{key}".lstrip("."): element
-        for name, parent in model.named_modules()
-        if isinstance(parent, nn.ModuleList | nn.Sequential)
-        for key, element in parent.named_children()
-        if sum(bool(list(part.parameters(recurse=False))) for part in element.modules()) >= LEAST_LAYERS
-    }
-    return {
-        name: element
-        for name, element in found.items()
-        if not any(other.startswith(f"{name}.") for other in found)
-    }
 
 
 @dataclass
@@ -75,9 +53,10 @@ class _Seen:
 
 @dataclass
 class BlockWatch:
-    """Watches the blocks of a model in plain steps; `options`: settings of the packed inputs."""
+    """Watches the modules `names` of a model in plain steps; `options`: settings of the packed inputs."""
 
     model: nn.Module
+    names: Sequence[str]
     clock: Clock
     options: Sequence[LayerSettings]
     seen: dict[str, _Seen] = field(default_factory=dict)
@@ -87,8 +66,8 @@ class BlockWatch:
     def watching(self) -> Iterator[None]:
         """Watch the steps of the body."""
         handles = [self.model.register_forward_pre_hook(self._count)]
-        for name, block in blocks(self.model).items():
-            seen = self.seen.setdefault(name, _Seen())
+        for name in self.names:
+            block, seen = self.model.get_submodule(name), self.seen.setdefault(name, _Seen())
             handles.append(block.register_forward_pre_hook(partial(self._begin, seen), with_kwargs=True))
             handles.append(block.register_forward_hook(partial(self._end, seen)))
         try:
@@ -171,7 +150,7 @@ class ModulePricing:
         if self.reference is None or number >= self.batches:
             return
         for name in list(self.errors):
-            error = _error(joint, rerun_policy(name, self.reference), draw)
+            error = _error(joint, Policy.parse("").rerunning({name: self.reference}), draw)
             if error is None:
                 del self.errors[name]
             else:
@@ -241,16 +220,3 @@ def _input_bytes(seen: _Seen, settings: LayerSettings | None) -> int:
         used = None if settings is None else within(settings, row)
         total += exact if used is None else min(exact, settings_bytes(elements, used, itemsize, samples))
     return total
-
-
-def rerun_policy(module: str, settings: LayerSettings) -> Policy:
-    """Return the policy under which `module` alone runs again, from inputs packed under `settings`."""
-    lines = [
-        "# mesa-tune policy 1",
-        "on module:",
-        f"    by_name: {module}",
-        "    store: recompute",
-        f"    level: {settings.level}",
-        f"    group_size: {settings.group_size}",
-    ]
-    return Policy.parse("\n".join(lines) + "\n")

@@ -143,7 +143,8 @@ class _Profiling:
         """Return the profile with what whole gradients show: noise, the floor of errors, and interaction."""
         self.show("gradient noise of the batches", 1.0)
         draws = range(max(NOISE_STEPS, self.seeds))
-        watch = BlockWatch(self.model, clock_of(self.workload.device), module_options(self.options))
+        clock, names = clock_of(self.workload.device), traced.timeline.modules
+        watch = BlockWatch(self.model, names, clock, module_options(self.options))
         with watch.watching():
             noise = JointError(self.workload, self.model).noise(draws, self.priced_on)
         floor = JointError(self.workload, self.model).floor(self.priced_on[0])

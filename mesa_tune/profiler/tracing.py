@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointError
 
 from mesa_tune.conversion.layers import Catalog
 from mesa_tune.errors import MesaTuneError
@@ -80,14 +81,23 @@ class StepTracer:
     def rerun_modules(self, batch: Any, plain: StepTrace) -> tuple[str, ...]:
         """Return the level of blocks that has the least peak if all of them run again; () if none can."""
         peaks: list[tuple[int, tuple[str, ...]]] = []
-        for modules in block_levels(self.model, plain):
-            try:
-                trace, _ = self.trace(batch, rerunning(Policy.parse(""), modules))
-            except MesaTuneError:  # such as a module that changes its input in place
-                continue
-            if all_run_again(trace, modules):
-                peaks.append((trace.peak(), modules))
+        for blocks in block_levels(self.model, plain):
+            alone = (name for name in blocks if self._peak_again(batch, (name,)) is not None)
+            modules, peak = blocks, self._peak_again(batch, blocks)
+            if peak is None:
+                modules = tuple(alone)
+                peak = self._peak_again(batch, modules) if modules else None
+            if peak is not None:
+                peaks.append((peak, modules))
         return min(peaks, default=(0, ()))[1]
+
+    def _peak_again(self, batch: Any, modules: tuple[str, ...]) -> int | None:
+        """Return the peak of the step in which `modules` run again; None if one of them cannot."""
+        try:
+            trace, _ = self.trace(batch, rerunning(Policy.parse(""), modules))
+        except (MesaTuneError, CheckpointError):  # such as a module that changes its input in place
+            return None
+        return trace.peak() if all_run_again(trace, modules) else None
 
     @cached_property
     def _stepper(self) -> Stepper:

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.module_prices import blocks, rerun_policy
 from mesa_tune.profiler.profile import Profile
 
 WIDTH, ROWS = 64, 128
@@ -64,15 +63,13 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 WORKLOAD = mt.Workload(Model, batch, loss, batch_size=ROWS)
 
 
+def _again(module: str, settings: mt.LayerSettings) -> mt.Policy:
+    return mt.Policy.parse("").rerunning({module: settings})
+
+
 @pytest.fixture(scope="module", name="profile")
 def _profile() -> Profile:
     return mt.profile(WORKLOAD, options=OPTIONS, seeds=4)
-
-
-def test_candidates_are_the_innermost_blocks() -> None:
-    stages = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), nn.Linear(4, 4))])
-    assert list(blocks(stages)) == ["0.0", "0.1", "1.0"]
-    assert not blocks(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
 
 
 def test_only_blocks_that_can_run_again_have_prices(profile: Profile) -> None:
@@ -93,7 +90,7 @@ def test_errors_are_those_of_steps_on_other_batches(profile: Profile) -> None:
     pairs = [(draw, seed) for draw in range(50, 54) for seed in range(2)]
     for module in profile.modules:
         for option in module.options:
-            measured = statistics.fmean(joint.errors(rerun_policy(module.name, option.settings), pairs))
+            measured = statistics.fmean(joint.errors(_again(module.name, option.settings), pairs))
             assert option.gradient_error == pytest.approx(measured, rel=0.4)
             assert option.batches == 3
             assert option.provenance == ("measured" if option.settings.level == 16 else "inferred")

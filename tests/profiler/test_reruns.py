@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.policy.rules import MODULE, Rule
 from mesa_tune.profiler.memory.meter import measure_step
 
 PARTS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
@@ -76,8 +75,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
 
 
 def rerunning(policy: mt.Policy, modules: Sequence[str], level: int) -> mt.Policy:
-    rule = Rule.of(MODULE, None, modules, {"level": level, "store": "recompute"})
-    return mt.Policy((*policy.rules, rule))
+    return policy.rerunning(dict.fromkeys(modules, mt.LayerSettings(level=level, store="recompute")))
 
 
 @pytest.fixture(scope="module", name="profiled", params=MODELS)
