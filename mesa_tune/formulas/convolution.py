@@ -65,7 +65,8 @@ def _gradients(static: Static, needs: Needs, lossy: Sequence[SavedTensor], grad:
     transposed = output_padding is not None
     options = (stride, both, dilation, transposed, output_padding or [0] * len(stride), groups)
     if needs[1]:
-        x = cast(lossy[0].whole(), dtype).contiguous(memory_format=layout).reshape(sizes)
+        x = cast(lossy[0].whole(), dtype).contiguous(memory_format=layout)
+        x = x if batched else x.unsqueeze(0)
         x = F.pad(x, [part for extra in reversed(more) for part in (0, extra)]) if more else x
     else:
         extras = (0, 0, *(more or [0] * len(stride)))

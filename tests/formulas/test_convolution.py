@@ -22,6 +22,7 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "without bias": (nn.Conv2d(16, 32, 3, bias=False), (8, 16, 32, 32)),
     "1 dimension": (nn.Conv1d(16, 32, 3), (8, 16, 1024)),
     "3 dimensions": (nn.Conv3d(4, 8, 3), (4, 4, 16, 16, 16)),
+    "decoded in slices": (nn.Conv2d(16, 16, 3), (32, 16, 96, 96)),
     "unbatched": (nn.Conv3d(4, 8, 3), (4, 32, 32, 32)),
     "unbatched, channels last": (nn.Conv3d(4, 8, 3), (4, 32, 32, 32)),
 }
