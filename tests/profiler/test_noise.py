@@ -69,7 +69,7 @@ def outliers(size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("make", "fewest"), [(batch, True), (outliers, False)])
 def test_noise_takes_as_many_steps_as_it_needs(make: Any, fewest: bool) -> None:
     work = mt.Workload(model, make, loss, batch_size=2)
-    table = gradients_of(work, NOISE_STEPS)
+    table, steps = gradients_of(work, NOISE_STEPS), 0
     for steps in range(FEWEST_NOISE_STEPS, NOISE_STEPS + 1):
         added = [
             count / (count + 1) * float((table[count] - table[:count].mean(0)).square().sum())
