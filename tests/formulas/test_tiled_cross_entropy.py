@@ -239,7 +239,8 @@ def test_loss_inside_the_model() -> None:
     for _ in range(3):  # the first forward plans, the second caches, the third runs by what is cached
         a, b = plain(IDS), converted(IDS)
         assert torch.equal(a, b)
-        (a.backward(), b.backward())  # gradients add up
+        a.backward()  # gradients add up
+        b.backward()
     assert Formulas.runs == 3
     assert distance(gradients(converted), gradients(plain)) < ROUNDING
 
@@ -461,6 +462,7 @@ def test_a_changed_weight_is_not_used() -> None:
 def test_nothing_as_large_as_the_logits_is_saved(level: int | None) -> None:
     """In backward, two tensors of one of 8 slices exist: a quarter of the logits."""
     model = mt.convert(Words(), policy(8, level=level))
+    saved = extra = LOGIT_BYTES
     for _ in range(2):
         with Meter() as meter:
             with mt.compress_saved(policy(8, level=level)):
