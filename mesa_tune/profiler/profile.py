@@ -27,9 +27,9 @@ from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
 from mesa_tune.profiler.errors.intervals import Errors, expected
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
-from mesa_tune.profiler.module_entry import ModuleEntry
 from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.price_table import ActiveDerivations, Cost, DerivationTable, PriceTable
+from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 
 if TYPE_CHECKING:
     import pandas as pd

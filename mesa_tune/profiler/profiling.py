@@ -31,9 +31,9 @@ from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
 from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
-from mesa_tune.profiler.module_prices import BlockWatch, ModulePricing, module_options
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
 from mesa_tune.profiler.step_time import SHARE, StepTimer, timed_policy, timed_settings, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
 from mesa_tune.workload.clock import clock_of

@@ -28,7 +28,7 @@ from mesa_tune.profiler.memory.timeline_builder import TracedPair, timeline_of
 from mesa_tune.profiler.memory.trace import trace_step
 from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.reruns import all_run_again, block_levels, rerunning
+from mesa_tune.profiler.rerun_modules.blocks import all_run_again, block_levels, rerunning
 from mesa_tune.workload.session import session
 from mesa_tune.workload.step import Stepper
 from mesa_tune.workload.workload import Workload

@@ -30,8 +30,8 @@ from mesa_tune.profiler.errors.intervals import Errors
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.errors.recorded import squared_norm, stored
 from mesa_tune.profiler.memory.packed_sizes import settings_bytes, within
-from mesa_tune.profiler.module_entry import ModuleEntry
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 from mesa_tune.workload.clock import Clock, Mark
 
 _MEASURED_BITS = 4
