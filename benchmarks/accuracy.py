@@ -52,7 +52,7 @@ def searched_plan(budget: str) -> Any:
     """Profile the example, and search its policy at `budget`."""
     workload = mt.Workload.load(EXAMPLE, device="cpu")
     print("profiling and searching", flush=True)
-    return mt.search_policy(mt.profile(workload), budget, workload=workload)
+    return mt.search_policy(mt.profile(workload), budget, workload=workload, objective="error")
 
 
 def load_example() -> Any:

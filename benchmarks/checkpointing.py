@@ -71,7 +71,7 @@ def policies(profile: mt.Profile) -> Iterator[tuple[str, mt.Policy]]:
     yield "uniform 16", uniform
     yield "derive", mt.Policy.uniform(level=16, store="derive")
     saved = (profile.saved_bytes + profile.predict(uniform).saved_bytes) // 2
-    yield "searched", mt.search_policy(profile, "100%", max_saved=saved).policy
+    yield "searched", mt.search_policy(profile, "100%", max_saved=saved, objective="error").policy
 
 
 def trained(work: mt.Workload, policy: mt.Policy) -> float:

@@ -41,7 +41,7 @@ def main() -> None:
     profile = mt.profile(workload)
     profile_s = time.perf_counter() - start
     print(f"full profile: {profile_s:.0f} s, {len(profile.layers)} layers", flush=True)
-    searched = mt.search_policy(profile, BUDGET, trials=0).policy
+    searched = mt.search_policy(profile, BUDGET, trials=0, objective="error").policy
     policies = {
         "plain": mt.Policy.parse(""),
         "uniform 4 bits": mt.Policy.uniform(level=16),

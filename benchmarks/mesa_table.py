@@ -137,7 +137,7 @@ def smallest(profile: mt.Profile, error: float) -> mt.Plan:
 
 def _plan(profile: mt.Profile, share: float) -> mt.Plan | None:
     try:
-        return mt.search_policy(profile, f"{100 * share:.2f}%", batch_size=BATCH, trials=0)
+        return mt.search_policy(profile, f"{100 * share:.2f}%", batch_size=BATCH, trials=0, objective="error")
     except BudgetError:
         return None
 

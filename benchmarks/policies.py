@@ -41,7 +41,9 @@ def planned(name: str, run: Path) -> mt.Plan:
     run.mkdir(parents=True, exist_ok=True)
     chosen = workload(name, PROFILED)
     profile = mt.profile(chosen, options=OPTIONS, seeds=1, path=run / f"{name}.json", progress=True)
-    return mt.search_policy(profile, "100%", max_saved=SHARES[name], batch_size=PLANNED, trials=0)
+    return mt.search_policy(
+        profile, "100%", max_saved=SHARES[name], batch_size=PLANNED, trials=0, objective="error"
+    )
 
 
 if __name__ == "__main__":

@@ -100,7 +100,9 @@ def compare(
     """Compare uniform `bits` with the solved and the studied policies at the uniform policy's bytes."""
     uniform = mt.Policy.uniform(level=2**bits)
     limits = profile.predict(uniform)
-    search = partial(mt.search_policy, profile, limits.peak_bytes, max_saved=limits.saved_bytes)
+    search = partial(
+        mt.search_policy, profile, limits.peak_bytes, max_saved=limits.saved_bytes, objective="error"
+    )
     solved = search(trials=0)
     studies = [
         search(workload=workload, trials=arguments.trials, timeout=arguments.timeout, seed=seed)

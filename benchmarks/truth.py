@@ -1,16 +1,17 @@
 """Are predicted bytes true? Predictions beside two meters that share no code with mesa-tune, on whole steps.
 
     python benchmarks/truth.py [--models deit_ti,gpt2] [--jobs 2]    # appends to build/truth/results.jsonl
-    python benchmarks/truth.py --docs                                # writes docs/truth.md from it
+    python benchmarks/truth.py --docs    # writes docs/truth.md from it, and appends to results/truth.jsonl
 
 Each model is trained plainly, with accumulation, with checkpointed blocks and under bf16 autocast; each of
 these under the plain policy, uniform 16 and 4 levels, and random policies. One profile of bytes predicts all
-policies, and `mt.estimate` what they take with workspaces. Then each policy runs two steps in a process of
-its own. Meter one counts live storages, polled after every operator. Meter two reads the growth of the
-process from before the model was built: it also sees workspaces, and memory that no tensor owns.
+policies. Then each policy runs three steps in a process of its own. Meter one counts live storages after
+every operator. Meter two reads the growth of the process from before the model was built: it also sees
+workspaces, and memory that no tensor owns.
 
-What is hard: a run takes an hour. So every measured step is one line with a hash of the code, and a second
-run repeats only what has no line of the same code.
+What is hard: there are hundreds of steps. So the processes of one model are forks of one that has imported
+everything and computed nothing; and every measured step is one line with a hash of the code, so that a
+second run repeats only what has no line of the same code.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,12 +35,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import append
 from meters import resident, trim
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from truth_page import write
+from truth_page import summary, write
 from truth_subjects import SUBJECTS
 
 import mesa_tune as mt
@@ -102,30 +105,32 @@ def policies(profile: mt.Profile, count: int) -> dict[str, mt.Policy]:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Weak references to all storages seen since the mode was entered; `peak`: the most bytes alive."""
+    """Bytes of all storages seen since the mode was entered: `alive` now, and the most, `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.peak = 0
+        self.seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.alive = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor):
                 self.see(leaf)
-        self.peak = max(self.peak, self.alive())
+        self.peak = max(self.peak, self.alive)
         return result
 
     def see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.seen[id(storage)] = weakref.ref(storage)
+        key, size = id(storage), storage.nbytes()
+        if key not in self.seen:
+            self.seen[key] = weakref.ref(storage, lambda _: self.forget(key)), 0
+        reference, before = self.seen[key]
+        self.seen[key] = reference, size
+        self.alive += size - before
 
-    def alive(self) -> int:
-        """Return the bytes alive now, each storage once."""
-        storages = {key: reference() for key, reference in self.seen.items()}
-        self.seen = {key: self.seen[key] for key, storage in storages.items() if storage is not None}
-        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
+    def forget(self, key: int) -> None:
+        self.alive -= self.seen.pop(key)[1]
 
 
 class Training:
@@ -151,6 +156,12 @@ class Training:
             del loss
         self.optimizer.step()
 
+    def tensors(self) -> list[Tensor]:
+        """Return weights, buffers, batch and the optimizer's state."""
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        leaves = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(self.batch), *state]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
     def _loss(self) -> Tensor:
         assert self.workload.loss is not None
         compressing = nullcontext() if self.policy is None else mt.compress_saved(self.policy, seed=0)
@@ -171,40 +182,26 @@ def measure(chosen: mt.Workload, policy: mt.Policy | None) -> dict[str, int]:
     Path("/proc/self/clear_refs").write_text("5")
     training.step()
     growth = resident("VmHWM") - before
-    del training
-    return {"resident": growth, **_live(chosen, policy)}
+    return {"resident": growth, **_live(training)}
 
 
-def _live(chosen: mt.Workload, policy: mt.Policy | None) -> dict[str, int]:
+def _live(training: Training) -> dict[str, int]:
+    saved: list[int] = []
     with LiveStorages() as storages:
-        training = Training(chosen, policy)
-        training.step()
         training.optimizer.zero_grad()
-        storages.peak = storages.alive()
-        saved: list[int] = []
-        training.step(lambda loss: saved.append(storages.alive() - loss.untyped_storage().nbytes()))
-        return {"peak": storages.peak, "saved": saved[0] - _static(training)}
+        for tensor in training.tensors():
+            storages.see(tensor)
+        training.step(lambda loss: saved.append(storages.alive - loss.untyped_storage().nbytes()))
+    return {"peak": storages.peak, "saved": saved[0] - _static(training)}
 
 
 def _static(training: Training) -> int:
     """Return the bytes of what is alive when the last forward begins."""
-    state = [value for values in training.optimizer.state.values() for value in values.values()]
-    tensors = [*training.model.parameters(), *training.model.buffers(), *tree_leaves(training.batch), *state]
+    tensors = training.tensors()
     if training.workload.accumulation > 1:
         tensors += [weight.grad for weight in training.model.parameters() if weight.grad is not None]
-    return sum(
-        {
-            id(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
-            for tensor in tensors
-            if isinstance(tensor, Tensor)
-        }.values()
-    )
-
-
-def units(names: list[str]) -> Iterator[tuple[str, str]]:
-    for name in names:
-        for variant in VARIANTS:
-            yield name, variant
+    storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def code() -> str:
@@ -223,36 +220,66 @@ def lines() -> list[dict[str, Any]]:
 
 
 def run_unit(name: str, variant: str, version: str, count: int) -> None:
-    """Profile one variant of a model, then measure each policy in a process of its own."""
-    command = [sys.executable, "-W", "ignore", __file__, "--models", name, "--variant", variant]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-
-    def child(*arguments: str) -> dict[str, Any]:
-        result = subprocess.run(
-            [*command, *arguments], env=environment, capture_output=True, text=True, check=False
-        )
-        if result.returncode:
-            return {"error": (result.stderr.strip().splitlines() or ["killed"])[-1][:200]}
-        values: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-        return values
-
+    """Profile one variant of a model and measure each policy, in a process that reports line by line."""
     finished = done(version)
     labels = ["plain", "uniform 16", "uniform 4", *(f"random {number}" for number in range(count))]
     missing = [label for label in labels if (name, variant, label) not in finished]
     if not missing:
         return
-    predicted = child("--predict", "--random", str(count))
-    for label in missing:
-        if "error" in predicted:
-            found: dict[str, Any] = predicted
+    unit = [sys.executable, "-W", "ignore", __file__, "--models", name, "--variants", variant]
+    command = [*unit, "--random", str(count), "--measure", ",".join(missing)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            row = {"code": version, "model": name, "variant": variant, **json.loads(line)}
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(describe(row), flush=True)
+
+
+def report_unit(name: str, variant: str, count: int, labels: Sequence[str]) -> None:
+    """Print a line of JSON for each policy of `labels`: predicted and measured bytes, or the error."""
+    import_libraries(name)
+    chosen = workload(name, variant)
+    folder = BUILD / f"{name}-{variant}"
+    folder.mkdir(parents=True, exist_ok=True)
+    predicted = in_fork(lambda: predict(chosen, count, folder))
+    for label in labels:
+        row: dict[str, Any] = {"policy": label}
+        if "error" not in predicted:
+            policy = None if label == "plain" else mt.Policy.load(folder / f"{label}.txt")
+            measured = in_fork(partial(measure, chosen, policy))
+            row |= {"predicted": predicted[label], "measured": measured}
+            row |= {"error": measured["error"]} if "error" in measured else {}
         else:
-            measured = child("--measure", label)
-            found = {"predicted": predicted[label], "measured": measured}
-            found = found | ({"error": measured["error"]} if "error" in measured else {})
-        row = {"code": version, "model": name, "variant": variant, "policy": label, **found}
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(describe(row), flush=True)
+            row |= predicted
+        print(json.dumps(row), flush=True)
+
+
+def import_libraries(name: str) -> None:
+    """Import what the model needs without computing anything: a fork must not inherit memory to use again."""
+    with torch.device("meta"):
+        SUBJECTS[name].build()
+
+
+def in_fork(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of `compute()` in a fork of this process, or the last line of its error."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        with os.fdopen(writer, "w") as pipe:
+            try:
+                json.dump(compute(), pipe)
+            except Exception as error:  # noqa: BLE001 (whatever a model raises belongs to the results)
+                json.dump({"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}, pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(process, 0)
+    found: dict[str, Any] = json.loads(text) if text else {"error": "killed"}
+    return found
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -268,11 +295,8 @@ def describe(row: dict[str, Any]) -> str:
     return f"{head} {measured['peak'] / 1e6:7.1f} MB  {'  '.join(shares)}"
 
 
-def predict(name: str, variant: str, count: int) -> dict[str, Any]:
-    """Return the predicted bytes of every policy, and save the policies."""
-    folder = _folder(name, variant)
-    folder.mkdir(parents=True, exist_ok=True)
-    chosen = workload(name, variant)
+def predict(chosen: mt.Workload, count: int, folder: Path) -> dict[str, Any]:
+    """Return the predicted bytes of every policy, and save the policies in `folder`."""
     profile = mt.profile(chosen, options=[])
     result = {}
     for label, policy in policies(profile, count).items():
@@ -281,13 +305,9 @@ def predict(name: str, variant: str, count: int) -> dict[str, Any]:
         result[label] = {
             "saved": prediction.saved_bytes,
             "peak": prediction.peak_bytes,
-            "resident": mt.estimate(chosen, policy).reserved_bytes,
+            "resident": prediction.reserved_bytes,
         }
     return result
-
-
-def _folder(name: str, variant: str) -> Path:
-    return BUILD / f"{name}-{variant}"
 
 
 def main() -> None:
@@ -295,27 +315,24 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}")
     parser.add_argument("--random", type=int, default=RANDOM, help="how many random policies")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--docs", action="store_true", help="write docs/truth.md from the results")
-    parser.add_argument("--variant", help=argparse.SUPPRESS)
-    parser.add_argument("--predict", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    names = arguments.models.split(",")
+    names, variants = arguments.models.split(","), arguments.variants.split(",")
     if arguments.docs:
-        print(f"wrote {write(lines())}")
-    elif arguments.predict:
-        print(json.dumps(predict(names[0], arguments.variant, arguments.random)))
+        latest = [line for line in lines() if line["code"] == code()]
+        result = append("truth", {"code": code(), "summary": summary(latest)})
+        print(f"wrote {write(latest)}, appended to {result}")
     elif arguments.measure is not None:
-        path = _folder(names[0], arguments.variant) / f"{arguments.measure}.txt"
-        policy = None if arguments.measure == "plain" else mt.Policy.load(path)
-        print(json.dumps(measure(workload(names[0], arguments.variant), policy)))
+        report_unit(names[0], variants[0], arguments.random, arguments.measure.split(","))
     else:
         BUILD.mkdir(parents=True, exist_ok=True)
         version = code()
         with ThreadPoolExecutor(arguments.jobs) as pool:
             waiting = [
                 pool.submit(run_unit, name, variant, version, arguments.random)
-                for name, variant in units(names)
+                for name, variant in itertools.product(names, variants)
             ]
             for unit in waiting:
                 unit.result()

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mesa_tune.estimation import CPU_ALLOWANCE, CPU_MARGIN
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "truth.md"
 METERS = ("saved", "peak", "resident")
 UNDER = {"saved": -0.003, "peak": -0.003, "resident": -0.03}
@@ -20,8 +22,8 @@ HEAD = """\
   and random ones. One profile of bytes predicts them all; each is measured in a process of its own, in the
   second step of a plain training loop that shares no code with mesa-tune.
 * **saved**, **peak**: predicted over live storages, after the forward and at the step's peak. **resident**:
-  `reserved_bytes` of `mt.estimate` over the growth of the process, whose libraries also take memory that no
-  tensor owns.
+  `Prediction.reserved_bytes` over the growth of the process, whose libraries also take memory that no tensor
+  owns.
   Each column shows the lowest and the highest of all policies, as deviation from what was measured.
 * **MB**: the measured peak of live storages, plain and under uniform 16.
 """
@@ -42,7 +44,7 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
     columns = ("model", "step", "policies", "MB", *METERS)
     table = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     table += ["| " + " | ".join(_row(*key, rows)) + " |" for key, rows in by_row.items()]
-    return "\n".join([HEAD, *_summary(list(latest.values())), "", *table, *_errors(latest.values()), ""])
+    return "\n".join([HEAD, *summary(list(latest.values())), "", *table, *_errors(latest.values()), ""])
 
 
 def _row(model: str, variant: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -62,9 +64,10 @@ def deviation(row: Mapping[str, Any], meter: str) -> float:
     return deviation
 
 
-def _summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return lines on how many of `rows` are within the limits."""
     good = [row for row in rows if "error" not in row]
-    lines = []
+    lines: list[str] = []
     for meter, within in (("saved", 0.01), ("peak", 0.01), ("resident", 0.05)):
         found = [deviation(row, meter) for row in good]
         inside = sum(abs(value) <= within for value in found)
@@ -73,12 +76,19 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             f"* {meter}: {inside} of {len(found)} predictions within {within:.0%}, {low} more than "
             f"{-UNDER[meter]:.1%} under."
         )
-    over = sum(deviation(row, "resident") < 0 for row in good)
+    over = sum(_exceeds(row) for row in good)
     lines.append(
-        f"* A limit of exactly the predicted peak would have been too small for {over} of {len(good)} steps "
-        f"({over / max(1, len(good)):.1%}), counted by resident memory."
+        f"* {over} of {len(good)} steps ({over / max(1, len(good)):.1%}) would have run out of memory: their "
+        f"resident growth was above `reserved_bytes` with a margin of {CPU_MARGIN:.0%} and "
+        f"{CPU_ALLOWANCE // 10**6} MB, as in `mt.estimate`."
     )
     return lines
+
+
+def _exceeds(row: Mapping[str, Any]) -> bool:
+    limit: float = row["predicted"]["resident"] * (1 + CPU_MARGIN) + CPU_ALLOWANCE
+    measured: int = row["measured"]["resident"]
+    return measured > limit
 
 
 def _errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -119,7 +119,15 @@ class Retune:
             for module, mode in modes:
                 module.training = mode
         pins = {layer.name: EXACT for layer in profiled.layers if layer.name.startswith("loss.")}
-        return search_policy(profiled, self.budget, trials=0, batch_size=size, pins=pins, seed=self.seed)
+        return search_policy(
+            profiled,
+            self.budget,
+            trials=0,
+            batch_size=size,
+            objective="error",
+            pins=pins,
+            seed=self.seed,
+        )
 
     def _view(self, batch: Any, samples: int) -> Workload:
         """Return a workload of this very model on the first `samples` of `batch`."""

@@ -122,11 +122,11 @@ def _facts(results: RunResults) -> list[tuple[str, str]]:
         ("layers", str(len(profile.layers))),
         ("torch", profile.torch),
     ]
-    if plan is not None:
-        share = 100 * plan.budget_bytes / max(results.plain.peak_bytes, 1)
+    if plan is not None and plan.budget_bytes is not None:
+        share = 100 * plan.budget_bytes / max(results.plain.reserved_bytes or results.plain.peak_bytes, 1)
         facts.insert(0, ("budget", f"{format_bytes(plan.budget_bytes)} ({share:.0f} % of plain)"))
-        if plan.batch_size != profile.batch_size:
-            facts.append(("profiled at batch", str(profile.batch_size)))
+    if plan is not None and plan.batch_size != profile.batch_size:
+        facts.append(("profiled at batch", str(profile.batch_size)))
     return facts
 
 
@@ -136,7 +136,8 @@ def _card(label: str, value: str, detail: str, source: str = "measured") -> dict
 
 def _moment(prediction: Prediction) -> str:
     """Return when the predicted peak is, and what is alive then."""
-    return "" if prediction.peak is None else f"predicted {prediction.peak.text}"
+    texts = ["" if prediction.peak is None else prediction.peak.text, prediction.workspaces_text]
+    return "; ".join(f"predicted {text}" for text in texts if text)
 
 
 def _bytes_card(label: str, quantity: str, results: RunResults, more: str = "") -> dict[str, str]:

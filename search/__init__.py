@@ -1,6 +1,6 @@
-"""Search for the policy with the least gradient error whose training step fits a memory budget.
+"""Search for the best policy whose training step fits a memory budget: by time, by error or by memory.
 
-It is a knapsack problem with a few choices per layer. First it is solved exactly, with the measured errors of
+It is a knapsack problem with a few choices per layer. First it is solved exactly, with the measured prices of
 single layers. Then an Optuna study varies the solution and measures the joint error of all layers.
 """
 

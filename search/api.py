@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,13 @@ from mesa_tune.errors import BudgetError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved, check_objective, solve
 from mesa_tune.search.plan import Baseline, Plan
-from mesa_tune.search.solver import Program, Solution
-from mesa_tune.search.space import Limits, Pins, make_space
-from mesa_tune.search.unreachable import unreachable
+from mesa_tune.search.problem import Limits
+from mesa_tune.search.restrictions import Pins, Restrictions
+from mesa_tune.search.solver import Program
+from mesa_tune.search.space import make_space
+from mesa_tune.search.unreachable import most_samples, unreachable
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -31,129 +34,179 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of the search, in bytes and milliseconds. `requested`: the budget as the user wrote it."""
+    """Arguments of the search, in bytes and milliseconds. `requested`: the budget as the user wrote it.
+
+    `limits`: without those on noise ratio and bias.
+    """
 
     profile: Profile
     batch_size: int
-    budget: int
+    budget: int | None
     baseline: Baseline
     limits: Limits
     pins: Pins
+    restrictions: Restrictions
+    objective: str
+    max_noise_ratio: float
     seed: int
-    requested: Budget
+    requested: Budget | None
 
     @property
     def identity(self) -> str:
         """A hash, equal for equal requests on equal profiles."""
         pins = {glob: settings.to_dict() for glob, settings in self.pins.items()}
-        parts = [self.profile.to_dict(), self.batch_size, vars(self.limits), pins, self.seed]
+        asked = (self.objective, str(self.max_noise_ratio), self.restrictions.to_dict())
+        parts = [self.profile.to_dict(), self.batch_size, vars(self.limits), pins, self.seed, *asked]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def search_policy(
     profile: Profile,
-    budget: int | str,
+    budget: int | str | None = None,
     *,
     workload: Workload | None = None,
     trials: int | None = None,
     timeout: float | None = None,
     batch_size: int | None = None,
+    max_batch: bool = False,
     max_saved: int | str | None = None,
     max_slowdown: float | None = None,
+    max_noise_ratio: float = MAX_NOISE_RATIO,
+    objective: str = "auto",
     pins: Pins | None = None,
+    forbid: Iterable[str] | None = None,
+    only: Iterable[str] | None = None,
     seed: int = 0,
     storage: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
-    objective: Objective | None = None,
+    measure: Objective | None = None,
 ) -> Plan:
-    """Search for the policy with the least gradient error whose training step fits `budget`.
+    """Search for the best policy whose training step fits `budget`.
 
-    First it is solved exactly, with the profile's errors of single layers. Then, with a `workload`, a study
-    measures joint errors. A policy of the study replaces the exact solution only if it is better on fresh
-    batches. If the plain step fits the budget, the policy is exact.
+    Best is, by `objective`: `time`, the fastest step whose gradient noise ratio is at most `max_noise_ratio`
+    (of the mean error; at 0.1 the error is invisible beside the minibatch's noise) and whose squared bias, as
+    far as it was measured, is at most 0.01 of the squared mean gradient; `error`, the least gradient error;
+    `memory`, the lowest peak within `max_noise_ratio` and `max_slowdown` (default 1.5), which needs no
+    budget; `auto`, `time`, but `error` where no policy is within the ratio or where it is unknown: in a
+    profile without noise, and at a batch size that was not profiled. `Plan.objective` and `.why` tell.
+
+    First it is solved exactly, with the profile's prices of single layers. Then, with a `workload`, a study
+    measures joint errors. A policy of the study replaces the exact solution only if it errs less on fresh
+    batches, and is no slower where the objective is not `error`. If the plain step fits the budget, the
+    policy is exact.
 
     `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. `trials` (default 100,
     0 for no study) and `timeout` (default 120 seconds) limit the study; either alone removes the other limit.
-    `batch_size`: the size to plan for, default the profiled one. `max_saved`: limit on saved bytes.
+    `batch_size`: the size to plan for, default the profiled one. `max_batch`: plan for the largest size whose
+    step fits the budget; a percentage is then of the profiled step. `max_saved`: limit on saved bytes.
     `max_slowdown`: limit on step time over the plain step's. `pins`: settings that layers (names or globs)
-    must have. `storage`: path of a SQLite file or a URL, in which the same call continues the study.
-    `objective`: measures joint errors instead of the workload.
+    must have. `forbid`: what no other layer may use, of `derive`, `recompute`, `offload` and `tile`. `only`:
+    the settings (keys of policy.txt) that may differ from their defaults. `storage`: path of a SQLite file or
+    a URL, in which the same call continues the study. `measure`: measures joint errors instead of the
+    workload. A `max_noise_ratio` of inf is no limit.
 
     Raises:
         BudgetError: not an amount, not reachable, or a batch size that the profile cannot predict.
-        RunError: a profile without errors or of bytes only, a storage that cannot be used.
+        PolicyError: a pin that matches no layer, an unknown name in `forbid` or `only`.
+        RunError: a profile without errors or of bytes only, a noise ratio that is unknown but needed, a time
+            that was up before any plan was found, a storage that cannot be used.
         WorkloadError: the workload's functions fail.
     """
-    _require_positive("batch size", batch_size, whole=True)
-    _require_positive("timeout", timeout)
-    _require_positive("max-slowdown", max_slowdown)
-    if trials is not None and trials < 0:
-        raise BudgetError(f"trials {trials}: must be 0 or more\n0 solves from the profile alone")
+    _check(budget, objective, batch_size, max_batch, trials)
+    for name, value in (("timeout", timeout), ("max-slowdown", max_slowdown)):
+        _require_positive(name, value)
+    _require_positive("max-noise-ratio", max_noise_ratio, finite=False)
     profile.plain_ms(profile.batch_size)  # raises for a profile without prices
-    request = _request(profile, budget, batch_size, max_saved, max_slowdown, pins or {}, seed)
-    if not request.pins and _plain_fits(request):
+    if objective == "memory" and max_slowdown is None:
+        max_slowdown = MEMORY_SLOWDOWN
+    restrictions = Restrictions.of(forbid, only)
+    if max_batch:
+        limits = _limits(profile, budget, None, max_saved, None)[1]
+        batch_size = most_samples(profile, limits, pins or {}, restrictions)
+        budget, max_saved = limits.peak, limits.saved
+    baseline, limits, requested = _limits(profile, budget, batch_size, max_saved, max_slowdown)
+    size = batch_size or profile.batch_size
+    asked = (pins or {}, restrictions, objective, max_noise_ratio, seed)
+    request = Request(profile, size, limits.peak, baseline, limits, *asked, requested)
+    if not request.pins and objective != "memory" and _plain_fits(request):
         return _exact_plan(request)
     profile.require_prices()
-    program = Program(make_space(profile, request.batch_size, request.pins))
-    solved = program.solve(request.limits)
+    program = Program(make_space(profile, size, request.pins, restrictions))
+    solved = solve(profile, program, limits, objective, max_noise_ratio)
     if solved is None:
-        raise unreachable(profile, program, request.limits, request.pins, request.requested)
-    if (workload is None and objective is None) or trials == 0 or solved.cost == 0:
+        raise unreachable(profile, program, limits, request.pins, requested)
+    measure = measure or _measure(profile, workload)
+    if measure is None or trials == 0 or not program.space.error(solved.solution.chosen):
         return _plan(request, program, solved, None)
-    objective = objective or _objective(profile, workload)
-    outcome = _improved(request, program, solved, objective, trials, timeout, storage, progress)
+    outcome = _improved(request, program, solved, measure, trials, timeout, storage, progress)
     return _plan(request, program, solved, outcome)
 
 
-def _request(
+def _check(
+    budget: int | str | None, objective: str, batch_size: int | None, max_batch: bool, trials: int | None
+) -> None:
+    check_objective(objective, budget)
+    _require_positive("batch size", batch_size, whole=True)
+    if max_batch and (budget is None or batch_size is not None):
+        raise BudgetError("max-batch: needs a budget and no batch size\nit finds the largest that fits")
+    if trials is not None and trials < 0:
+        raise BudgetError(f"trials {trials}: must be 0 or more\n0 solves from the profile alone")
+
+
+def _limits(
     profile: Profile,
-    budget: int | str,
+    budget: int | str | None,
     batch_size: int | None,
     max_saved: int | str | None,
     max_slowdown: float | None,
-    pins: Pins,
-    seed: int,
-) -> Request:
+) -> tuple[Baseline, Limits, Budget | None]:
+    """Return the plain step, the limits, and the budget as the user wrote it."""
     # A budget that is not an amount is the first error to raise.
-    amount = parse_bytes(budget)
+    amount = None if budget is None else parse_bytes(budget)
     saved = None if max_saved is None else parse_bytes(max_saved, "max-saved")
     sized = profile.timeline.at(batch_size or profile.batch_size)
     baseline = Baseline(sized.peak_bytes({}), sized.saved_bytes({}))
     limits = Limits(
-        amount.of(baseline.peak_bytes),
+        None if amount is None else amount.of(sized.with_workspaces.peak_bytes({})),
         None if saved is None else saved.of(baseline.saved_bytes),
         None if max_slowdown is None else max_slowdown * profile.plain_ms(sized.batch_size),
     )
-    assert limits.peak is not None
-    return Request(profile, sized.batch_size, limits.peak, baseline, limits, pins, seed, amount)
+    return baseline, limits, amount
 
 
 def _plain_fits(request: Request) -> bool:
-    saved, plain = request.limits.saved, request.baseline
-    return plain.peak_bytes <= request.budget and (saved is None or plain.saved_bytes <= saved)
+    limits, plain = request.limits, request.baseline
+    needed = request.profile.timeline.at(request.batch_size).with_workspaces.peak_bytes({})
+    return (limits.peak is None or needed <= limits.peak) and (
+        limits.saved is None or plain.saved_bytes <= limits.saved
+    )
 
 
 def _exact_plan(request: Request) -> Plan:
     predicted = request.profile.predict_assignment({}, batch_size=request.batch_size)
+    # Nothing is faster than the plain step, and nothing errs less.
+    objective = "time" if request.objective == "auto" else request.objective
     return Plan(
-        policy=Policy((), _header(request, predicted)),
+        policy=Policy((), _header(request, predicted, objective)),
         predicted=predicted,
         baseline=request.baseline,
         budget_bytes=request.budget,
         batch_size=request.batch_size,
         profiled_batch_size=request.profile.batch_size,
-        bound=0.0,
+        bound=request.profile.plain_ms(request.batch_size) if objective == "time" else 0.0,
         gap=0.0,
         solver="none",
+        objective=objective,
         won="the plain step fits the budget: nothing is compressed",
         max_saved=request.limits.saved,
     )
 
 
-def _objective(profile: Profile, workload: Workload | None) -> Objective:
+def _measure(profile: Profile, workload: Workload | None) -> Objective | None:
     from mesa_tune.profiler.errors.joint_error import JointError
 
-    assert workload is not None
+    if workload is None:
+        return None
     # A plain step of the planned batch may not fit in memory; one of the profiled batch did.
     return JointError(workload.with_batch_size(profile.batch_size))
 
@@ -161,8 +214,8 @@ def _objective(profile: Profile, workload: Workload | None) -> Objective:
 def _improved(
     request: Request,
     program: Program,
-    solved: Solution,
-    objective: Objective,
+    solved: Solved,
+    measure: Objective,
     trials: int | None,
     timeout: float | None,
     storage: str | Path | None,
@@ -184,15 +237,18 @@ def _improved(
     def policy_of(chosen: tuple[int, ...]) -> Policy:
         return _policy(request, program, chosen, None)
 
-    return LocalSearch(program, solved, request.limits, objective, policy_of).run(settings)
+    chosen, limits = solved.solution.chosen, solved.limits
+    if solved.objective != "error":
+        limits = replace(limits, ms=program.space.ms(chosen))
+    return LocalSearch(program, solved.solution, limits, measure, policy_of).run(settings)
 
 
-def _plan(request: Request, program: Program, solved: Solution, outcome: Outcome | None) -> Plan:
-    chosen = outcome.chosen if outcome else solved.chosen
+def _plan(request: Request, program: Program, solved: Solved, outcome: Outcome | None) -> Plan:
+    chosen = outcome.chosen if outcome else solved.solution.chosen
     assignment = program.space.assignment(chosen)
     predicted = request.profile.predict_assignment(assignment, batch_size=request.batch_size)
     return Plan(
-        policy=_policy(request, program, chosen, _header(request, predicted)),
+        policy=_policy(request, program, chosen, _header(request, predicted, solved.objective)),
         predicted=predicted,
         baseline=request.baseline,
         budget_bytes=request.budget,
@@ -205,18 +261,22 @@ def _plan(request: Request, program: Program, solved: Solution, outcome: Outcome
         solver="HiGHS and study" if outcome and outcome.won else "HiGHS",
         won=_won(outcome),
         max_saved=request.limits.saved,
+        objective=solved.objective,
+        why=solved.why,
+        max_noise_ratio=solved.limits.noise,
     )
 
 
 def _policy(request: Request, program: Program, chosen: tuple[int, ...], header: Header | None) -> Policy:
     assignment = program.space.assignment(chosen)
     layers = request.profile.layers
-    return Policy.from_assignments(
+    policy = Policy.from_assignments(
         ((layer.tag, layer.index, layer.name, assignment[layer.name]) for layer in layers), header
     )
+    return policy.rerunning(program.space.taken(chosen))
 
 
-def _header(request: Request, predicted: Prediction) -> Header:
+def _header(request: Request, predicted: Prediction, objective: str) -> Header:
     profile = request.profile
     plain_ms = profile.plain_ms(request.batch_size)
     ratio = predicted.gradient_noise_ratio
@@ -225,7 +285,8 @@ def _header(request: Request, predicted: Prediction) -> Header:
         fingerprint=profile.layers_fingerprint or None,
         torch=profile.torch,
         batch=request.batch_size,
-        budget=format_bytes(request.budget),
+        budget=None if request.budget is None else format_bytes(request.budget),
+        objective=objective,
         predicted=", ".join(
             [
                 f"peak {format_bytes(predicted.peak_bytes)}",
@@ -252,8 +313,10 @@ def _won(outcome: Outcome | None) -> str:
     return f"{trials} won {gain:.1%} ± {error:.1%} of gradient error on fresh batches{hint}"
 
 
-def _require_positive(name: str, value: float | None, *, whole: bool = False) -> None:
-    if value is not None and not (math.isfinite(value) and value > 0 and (not whole or value == int(value))):
+def _require_positive(name: str, value: float | None, *, whole: bool = False, finite: bool = True) -> None:
+    if value is None or (math.isinf(value) and value > 0 and not finite):
+        return
+    if not (math.isfinite(value) and value > 0 and (not whole or value == int(value))):
         kind = "an integer of at least 1" if whole else "above zero"
         raise BudgetError(
             f"{name} {value!r}: must be {kind}\ngive such a number, or leave it out for the default"

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mesa_tune.search.problem import Floats, Limits
 from mesa_tune.search.solver import Program
-from mesa_tune.search.space import Floats, Limits
 
 # A proposal is measured anyway, so its solution needs no tight proof.
 _GAP = 1e-3
@@ -28,9 +28,11 @@ class Moves:
     def __init__(self, program: Program, limits: Limits) -> None:
         self.program = program
         self.limits = limits
-        self.units = program.space.units
+        self.units = program.space.decisions
         self.sizes = [len(unit.choices) for unit in self.units]
-        self.free = [number for number, size in enumerate(self.sizes) if size > 1]
+        # A module has no choice as a further one.
+        fixed = {number for number, size in enumerate(self.sizes[: len(program.space.units)]) if size == 1}
+        self.free = [number for number in range(len(self.units)) if number not in fixed]
         self.kinds = [self._kind(number) for number in range(len(self.units))]
 
     @property

@@ -43,15 +43,18 @@ class Measurement:
 class Plan:
     """The policy chosen for a budget.
 
-    `bound`: a proven lower bound on the sum of single-layer errors of all policies within the limits; the
-    exact solution is at most `gap` (a fraction) above it. `measured`: the joint error, None without a
+    `objective`: `time`, `error` or `memory`; `why`: in words, why it is not the one asked for. `bound`: a
+    proven lower bound on the objective, of all policies within the limits, by summed prices of single layers:
+    milliseconds of the step (of what a layer adds, at least 0), gradient error, or peak bytes. The exact
+    solution is at most `gap` above it: a fraction of the milliseconds that the policy adds, of the error, or
+    of the peak. `budget_bytes`: None without a budget. `measured`: the joint error, None without a
     workload. `won`: in words, how much the study improved on the exact solution.
     """
 
     policy: Policy
     predicted: Prediction
     baseline: Baseline
-    budget_bytes: int
+    budget_bytes: int | None
     batch_size: int
     profiled_batch_size: int
     bound: float
@@ -62,11 +65,22 @@ class Plan:
     won: str = ""
     max_saved: int | None = None
     policy_path: str | None = None
+    objective: str = "error"
+    why: str = ""
+    max_noise_ratio: float | None = None
 
     @property
     def is_exact(self) -> bool:
         """True if nothing is compressed: the plain step fits the budget."""
         return not self.policy.rules or self.predicted.gradient_error == 0.0
+
+    @property
+    def claim(self) -> str:
+        """What is proven of the solved plan, in words."""
+        if self.gap <= _PROVEN:
+            return f"no plan of the settings tried {_BETTER[self.objective]}, {_PRICES[self.objective]}"
+        part = f"{self.gap:.1%} {_GAPS[self.objective]}"
+        return f"at most {part} above the least of any plan, {_PRICES[self.objective]}"
 
     def stores_loss(self, profile: Profile) -> bool:
         """Return True if the policy compresses layers of the loss, which `convert` cannot compress."""
@@ -126,3 +140,10 @@ class Plan:
 
 
 _PARTS = ("policy", "predicted", "baseline", "measured")
+
+# The solver proves a minimum only up to its own tolerance.
+_PROVEN = 1e-3
+_BETTER = {"time": "is faster", "error": "errs less", "memory": "has a lower peak"}
+_GAPS = {"time": "of the time that it adds", "error": "of its error", "memory": "of its peak"}
+_SUMMED = "by summed single-layer prices"
+_PRICES = {"time": _SUMMED, "error": _SUMMED, "memory": "by the timeline"}

@@ -1,39 +1,40 @@
-"""The exact plan: one choice per unit, least total error, within all limits. Integer programming (HiGHS).
+"""The exact plan: one choice per unit, least cost, within all limits. Integer programming (HiGHS).
 
 The hard part is numerical. Errors span nine orders of magnitude, but the solver stops at absolute differences
 of 1e-6. So costs are divided by the cost of the best solution so far, choices that alone cost more are
 dropped, and the problem is solved again until the scale fits. The second problem is size: a step has
 thousands of time slots, of which few can be the peak. So a slot becomes a constraint only when a solution
-exceeds the budget there, and this is repeated until no solution exceeds it.
+exceeds the budget there, at first a solution in fractions, which is found much faster. The third is that the
+noise ratio is not linear: see `Rows.interaction`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mesa_tune.errors import RunError
+from mesa_tune.search.linear.highs import Answer, Deadline, Row, TimeUpError, minimise
+from mesa_tune.search.linear.rows import Rows, exceeds
 from mesa_tune.search.polish import polished
-from mesa_tune.search.space import Floats, Limits, Space
+from mesa_tune.search.problem import Floats, Limits, Space
 
-GAP = 1e-6
-NODES = 200_000
+GAP, LARGE_GAP = 1e-6, 1e-4
+"""The gap at which the solver stops; the second for more than `_LARGE` choices."""
+_LARGE = 500
 SECONDS = 60.0
 # Bytes are passed to the solver as fractions of a limit; its constraints are accurate to about 1e-7.
 _SLACK = 1e-7
+# Small problems exclude plans above the noise ratio one by one, and so lose none.
+_FEW, _TANGENTS = 100, 200
 
 
 @dataclass(frozen=True)
 class Solution:
-    """One position per unit, the total cost, and a proven lower bound on the cost of any solution."""
+    """One position per decision, the total cost, and a proven lower bound on the cost of any solution."""
 
     chosen: tuple[int, ...]
     cost: float
@@ -47,243 +48,317 @@ class Solution:
 
 @dataclass(frozen=True)
 class Program:
-    """A space as matrices. Columns: every choice of every unit, then every link. Rows: constraints."""
+    """A space with its solver."""
 
     space: Space
+
+    @cached_property
+    def rows(self) -> Rows:
+        return Rows(self.space)
+
+    @cached_property
+    def errors(self) -> Floats:
+        """Gradient error of every choice of every decision, in the order of the columns."""
+        return self.rows.errors
+
+    @cached_property
+    def times(self) -> Floats:
+        """Milliseconds that every choice adds to the step, at least 0."""
+        # Compressing and decompressing take time. What a layer adds besides is measured as the difference of
+        # two steps, and is often below zero by chance: the profile has no spread to tell chance from gain. If
+        # that counted, the search would compress layers only for the luck of their measurement.
+        return np.maximum(self.rows.of_choices(lambda choice: choice.ms), 0.0)
 
     def solve(
         self,
         limits: Limits,
         costs: Floats | None = None,
         *,
-        gap: float = GAP,
+        gap: float | None = None,
         allowed: NDArray[np.bool_] | None = None,
+        further: Floats | None = None,
+        seconds: float = SECONDS,
     ) -> Solution | None:
         """Return the cheapest solution within `limits`, or None. Of equal costs, fewer saved bytes win.
 
-        `costs`: one per choice, default the errors. `allowed`: mask of choices, default all.
+        `costs`: one per choice, default the errors. `allowed`: mask of choices, default all. `further`: costs
+        that decide among equal ones before saved bytes do. If `seconds` are up, return the best solution so
+        far with its proven bound; raise TimeUpError if there is none.
         """
         costs = self.errors if costs is None else costs
         allowed = np.ones(len(costs), dtype=bool) if allowed is None else allowed
-        best = self._cheapest(limits, costs, allowed, gap)
+        best = self._cheapest(_Relaxed(self.rows, limits, self._gap(gap), Deadline(seconds)), costs, allowed)
         if best is None:
             return None
-        chosen = polished(self.space, limits, best.chosen, costs, allowed)
-        cost = float(costs[self._columns(chosen)].sum())
+        chosen = polished(self.space, limits, best.chosen, costs, allowed, further)
+        cost = float(costs[self.rows.columns(chosen)].sum())
         return Solution(chosen, cost, min(best.bound, cost))
 
-    def _cheapest(
-        self, limits: Limits, costs: Floats, allowed: NDArray[np.bool_], gap: float
-    ) -> Solution | None:
+    def _cheapest(self, relaxed: _Relaxed, costs: Floats, allowed: NDArray[np.bool_]) -> Solution | None:
         """As `solve`, but which of equally cheap solutions it returns is undefined."""
-        scale, best, rows = float(costs.max(initial=0.0)) or 1.0, None, list(self._first_rows)
+        scale, best = float(costs[allowed].max(initial=0.0)) or 1.0, None
         for _ in range(6):
-            solution = self._solve_rows(limits, costs / scale, allowed, rows, gap)
+            try:
+                solution = relaxed.solve(costs / scale, allowed)
+            except TimeUpError:
+                if best is None:
+                    raise
+                break
             if solution is None:
-                return best
-            cost = float(costs[self._columns(solution.chosen)].sum())
+                break
+            cost = float(costs[self.rows.columns(solution.chosen)].sum())
             bound = max(solution.bound * scale, best.bound if best else 0.0)
             if best is None or cost <= best.cost:
-                best = Solution(solution.chosen, cost, min(bound, cost))
+                best = Solution(solution.chosen, cost, bound)
+            best = replace(best, bound=min(bound, best.cost))
             if best.cost <= 0 or scale <= best.cost:
                 break
             allowed = allowed & (costs <= best.cost * (1 + 1e-9))
             scale = best.cost / 100
         return best
 
-    def smallest_peak(self, limits: Limits) -> Solution | None:
-        """Return the solution with the lowest peak within the other limits; its cost is the peak in bytes."""
-        rows = list(self._first_rows)
-        free = replace(limits, peak=None)
-        scale = float(self.space.live(self._plain).max())
-        while True:
-            result = _minimise(
-                np.append(np.zeros(self._width), 1.0),
-                [self._structure(1), *self._peak_rows(rows, scale), *self._other_rows(free, 1)],
-                np.append(self._integral, 0),
-                np.append(np.ones(self._width), np.inf),
-                GAP,
-            )
-            if result is None:
-                return None
-            chosen = self._chosen(result.x)
-            live = self.space.live(chosen)
-            new = [row for row in _local_maxima(live, result.x[-1] * scale * (1 + _SLACK)) if row not in rows]
-            if not new:
-                return Solution(chosen, float(live.max()), float(result.mip_dual_bound) * scale)
-            rows += new
+    def _gap(self, gap: float | None) -> float:
+        if gap is not None:
+            return gap
+        return GAP if len(self.rows.choices) <= _LARGE else LARGE_GAP
 
-    def smallest_saved(self) -> int:
-        """Return the fewest possible saved bytes."""
-        costs = np.append(self._saved, np.array([link.saved for link in self.space.links], dtype=float))
-        scale = float(costs.max(initial=1.0))
-        result = _minimise(costs / scale, [self._structure(0)], self._integral, np.ones(self._width), GAP)
-        assert result is not None  # no limit, so every choice is feasible
-        return self.space.saved(self._chosen(result.x))
-
-    @cached_property
-    def errors(self) -> Floats:
-        """Gradient error of every choice of every unit, in the order of the columns."""
-        return np.array([choice.error for unit in self.space.units for choice in unit.choices], dtype=float)
-
-    def _solve_rows(
-        self, limits: Limits, costs: Floats, allowed: NDArray[np.bool_], rows: list[int], gap: float
+    def smallest_peak(
+        self, limits: Limits, *, gap: float | None = None, seconds: float = SECONDS
     ) -> Solution | None:
-        """Solve with the slots `rows` as constraints, and add slots until none exceeds the limit."""
-        cost = np.append(costs, np.zeros(len(self.space.links)))
-        upper = np.append(allowed.astype(float), np.ones(len(self.space.links)))
-        tighter = 0.0
-        while True:
-            inside = _tightened(limits, tighter)
-            constraints = [self._structure(0), *self._budget_rows(rows, inside), *self._other_rows(inside, 0)]
-            result = _minimise(cost, constraints, self._integral, upper, gap)
-            if result is None:
-                return None
-            chosen = self._chosen(result.x)
-            if limits.allow(self.space, chosen):
-                return Solution(chosen, float(result.fun), float(result.mip_dual_bound or 0.0))
-            new = self._exceeded(limits, chosen, rows)
-            rows += new
-            # Without new slots the limit is exceeded by the solver's tolerance.
-            tighter += 0.0 if new else 10 * _SLACK
+        """Return the solution with the lowest peak within the other limits; its cost is the peak in bytes.
 
-    def _exceeded(self, limits: Limits, chosen: Sequence[int], rows: list[int]) -> list[int]:
-        if limits.peak is None:
-            return []
-        return [row for row in _local_maxima(self.space.live(chosen), limits.peak) if row not in rows]
-
-    def _structure(self, extra: int) -> Any:
-        """Constrain: one choice per unit; a link at least the exact choice of each of its units, or at least
-        the sum of its other choices; all units of a cluster derive, or none.
+        Time that is up: as in `solve`.
         """
-        from scipy.optimize import LinearConstraint
-        from scipy.sparse import lil_array
+        relaxed = _LowestPeak(self.rows, replace(limits, peak=None), self._gap(gap), Deadline(seconds))
+        nothing = np.zeros(len(self.rows.choices))
+        solution = relaxed.solve(nothing, np.ones(len(nothing), dtype=bool))
+        if solution is None:
+            return None
+        peak = float(self.space.live(solution.chosen).max())
+        return Solution(solution.chosen, peak, min(peak, solution.bound * relaxed.scale))
 
-        pairs = [(index, number) for index, link in enumerate(self.space.links) for number in link.units]
-        alike = [(units[0], unit) for units in self.space.clusters for unit in units[1:]]
-        count, least = len(self.space.units), np.zeros(len(pairs))
-        matrix = lil_array((count + len(pairs) + len(alike), self._width + extra))
-        for row, (start, unit) in enumerate(zip(self._starts, self.space.units, strict=True)):
-            matrix[[row], start : start + len(unit.choices)] = 1.0
-        for row, (link, number) in enumerate(pairs, count):
-            matrix[row, len(self.errors) + link] = 1.0
-            exact = self.space.units[number].exact
-            is_exact = self.space.links[link].exact
-            if exact is not None:
-                matrix[row, self._starts[number] + exact] = -1.0 if is_exact else 1.0
-            least[row - count] = 0.0 if is_exact else 1.0
-        for row, (first, number) in enumerate(alike, count + len(pairs)):
-            matrix[[row], self._derived_columns(first)] = 1.0
-            matrix[[row], self._derived_columns(number)] = -1.0
-        low = np.concatenate([np.ones(count), least, np.zeros(len(alike))])
-        high = np.concatenate([np.ones(count), np.full(len(pairs), np.inf), np.zeros(len(alike))])
-        return LinearConstraint(matrix.tocsr(), low, high)
+    def smallest_saved(self, *, seconds: float = SECONDS) -> int:
+        """Return the fewest possible saved bytes. Raise TimeUpError if the time is up first."""
+        saved = np.array([float(part.saved) for part in self.rows.parts])
+        relaxed = _Relaxed(self.rows, Limits(), GAP, Deadline(seconds))
+        answer = relaxed.minimise(saved / max(1.0, saved.max(initial=0.0)), np.ones(len(saved)), GAP)
+        if answer.values is None:
+            raise RunError("the units of this profile have no choices that go together\nprofile it again")
+        return self.space.saved(self.rows.chosen(answer.values))
 
-    def _derived_columns(self, number: int) -> list[int]:
-        choices = self.space.units[number].choices
-        return [self._starts[number] + index for index, choice in enumerate(choices) if choice.derived]
 
-    def _budget_rows(self, rows: Sequence[int], limits: Limits) -> list[Any]:
-        from scipy.optimize import LinearConstraint
+@dataclass
+class _Relaxed:
+    """The problem with some of its rows: of the slots only `slots`, of the noise ratio only `tangents`.
 
-        if limits.peak is None:
+    What it costs at least, the whole problem costs at least. `inside`: the limits, or slightly tighter ones,
+    where the solver's accuracy demands it. Then, and with `steeper` rows, which may exclude other solutions
+    than the one that exceeds the noise ratio, it proves nothing about the whole problem.
+    """
+
+    rows: Rows
+    limits: Limits
+    gap: float
+    deadline: Deadline
+    slots: list[int] = field(default_factory=list)
+    tangents: list[Row] = field(default_factory=list)
+    steeper: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._loosen()
+        self.bound = -np.inf
+        self.slots.append(int(self.rows.plain_live.argmax()))
+
+    def _loosen(self) -> None:
+        """Drop what may exclude solutions of the whole problem."""
+        self.inside, self.tighter, self.is_proving = self.limits, 0.0, True
+        self.steeper.clear()
+
+    def solve(self, costs: Floats, allowed: NDArray[np.bool_]) -> Solution | None:
+        """Return the cheapest solution within the limits, or None; `costs` one per choice."""
+        links = len(self.rows.space.links)
+        costs, upper = (
+            np.append(costs, np.zeros(links)),
+            np.append(allowed.astype(np.float64), np.ones(links)),
+        )
+        self.bound = -np.inf
+        self._loosen()
+        fractions = self._in_fractions(costs, upper)
+        if fractions.values is None:
+            return None
+        self.bound = fractions.bound
+        best: Solution | None = None
+        # First only for the few units that are undecided in fractions: it takes a fraction of the time, adds
+        # the rows that matter, and is the solution if the time is up.
+        for columns, proving in ((self._undecided(fractions.values, upper), False), (upper, True)):
+            self._loosen()
+            try:
+                found = self._whole(costs, columns, proving)
+            except TimeUpError:
+                if best is None and proving:
+                    raise
+                continue
+            if found is not None and (best is None or found.cost <= best.cost):
+                best = found
+            if best is not None and best.cost - self.bound <= self.gap * best.cost:
+                break
+        return None if best is None else replace(best, bound=max(0.0, self.bound))
+
+    def _undecided(self, values: Floats, upper: Floats) -> Floats:
+        """Return `upper` with 0 for the other choices of decisions that are whole in `values`."""
+        columns = upper.copy()
+        for start, decision in zip(self.rows.starts, self.rows.space.decisions, strict=True):
+            part = slice(start, start + len(decision.choices))
+            whole = values[part].round()
+            if np.abs(values[part] - whole).max(initial=0.0) < 1e-6:
+                columns[part] = np.minimum(whole, upper[part])
+        return columns
+
+    def _whole(self, costs: Floats, upper: Floats, proving: bool) -> Solution | None:
+        """Add rows until the solution is one of the whole problem; None if there is none.
+
+        `proving`: `upper` allows all columns, so the bound is one of the problem.
+        """
+        while True:
+            answer = self.minimise(costs, upper, self.gap)
+            if answer.values is None:
+                return None
+            if proving and self.is_proving:
+                self.bound = max(self.bound, answer.bound)
+            chosen = self.rows.chosen(answer.values)
+            if self.accepts(chosen, answer):
+                return Solution(chosen, self.cost(costs, answer.values), self.bound)
+            if not self.grow(self._rounded(chosen), answer.values[len(costs) :]):
+                self._tighten(chosen)
+
+    def cost(self, costs: Floats, values: Floats) -> float:
+        """Return the cost of an answer."""
+        return float(costs @ values)
+
+    def _in_fractions(self, costs: Floats, upper: Floats) -> Answer:
+        """Add rows until the solution in fractions exceeds none, and return it."""
+        while True:
+            answer = self.minimise(costs, upper)
+            if answer.values is None or not self.grow(
+                answer.values[: len(costs)], answer.values[len(costs) :]
+            ):
+                return answer
+
+    def minimise(self, costs: Floats, upper: Floats, gap: float | None = None) -> Answer:
+        """Minimise under the present rows; without `gap` choices may be fractions."""
+        rows = self.present_rows()
+        integral = None if gap is None else self.rows.integral
+        return minimise(costs, rows, upper, self.deadline, integral=integral, gap=gap or 0.0)
+
+    def present_rows(self) -> list[Row]:
+        """Return the rows of the problem so far."""
+        others = [*self.rows.others(self.inside), *self.tangents, *self.steeper]
+        return [*self.rows.structure, *self.slot_rows(), *others]
+
+    def slot_rows(self) -> list[Row]:
+        """Return the rows of `slots`."""
+        peak = self.inside.peak
+        return [] if peak is None else [self.rows.below(slot, peak) for slot in self.slots]
+
+    def accepts(self, chosen: tuple[int, ...], answer: Answer) -> bool:
+        """Return True if a solution of the present rows is one of the whole problem."""
+        return self.limits.allow(self.rows.space, chosen)
+
+    def grow(self, values: Floats, further: Floats) -> bool:
+        """Add rows that `values` exceed; return False if there are none. `further`: of further columns."""
+        slots = self.exceeded(values, further)
+        self.slots += slots
+        tangent = None
+        if self.limits.noise is not None:
+            tangent = self.rows.interaction(values, self.limits.noise)
+            if exceeds(tangent, values):
+                self.tangents.append(tangent)
+            else:
+                tangent = None
+        return bool(slots) or tangent is not None
+
+    def exceeded(self, values: Floats, further: Floats) -> list[int]:
+        """Return the slots, not among `slots`, that have more bytes than the limit on the peak."""
+        if self.limits.peak is None:
             return []
-        scale = float(limits.peak)
-        return [
-            LinearConstraint(self._live[rows] / scale, -np.inf, (limits.peak - self.space.base[rows]) / scale)
-        ]
+        return self.above(values, self.limits.peak)
 
-    def _peak_rows(self, rows: Sequence[int], scale: float) -> list[Any]:
-        from scipy.optimize import LinearConstraint
+    def above(self, values: Floats, peak: float) -> list[int]:
+        """Return the local maxima above `peak` that are not among `slots`."""
+        known = set(self.slots)
+        live = self.rows.live(values)
+        return [slot for slot in _local_maxima(live, peak * (1 + 1e-9)) if slot not in known]
 
-        matrix = np.hstack([self._live[rows] / scale, -np.ones((len(rows), 1))])
-        return [LinearConstraint(matrix, -np.inf, -self.space.base[rows] / scale)]
+    def _rounded(self, chosen: tuple[int, ...]) -> Floats:
+        values = np.zeros(len(self.rows.parts))
+        values[self.rows.columns(chosen)] = 1.0
+        space = self.rows.space
+        saved = {id(link) for link in space.saved_links(chosen)}
+        values[len(self.rows.choices) :] = [id(link) in saved for link in space.links]
+        return values
 
-    def _other_rows(self, limits: Limits, extra: int) -> list[Any]:
-        from scipy.optimize import LinearConstraint
+    def _tighten(self, chosen: tuple[int, ...]) -> None:
+        """Exclude a solution within all rows that exceeds a limit."""
+        rows, limit = self.rows, self.limits.noise
+        ratio = rows.space.noise(chosen) if limit is not None else 0.0
+        if limit is None or ratio <= limit * (1 + 1e-9):
+            self.tighter += 10 * _SLACK  # the solver's accuracy
+            self.is_proving = False
+            self.inside = _tightened(self.limits, self.tighter)
+        elif len(rows.choices) <= _FEW and len(self.tangents) < _TANGENTS:
+            self.tangents.append(rows.other_than(chosen))
+        else:
+            picked = rows.columns(chosen)
+            slope = float(rows.noise[picked].sum() / rows.errors[picked].sum())
+            values = self._rounded(chosen)
+            steeper = rows.interaction(values, limit * (1 - 1e-6), slope)
+            if exceeds(steeper, values):
+                self.steeper.append(steeper)
+                self.is_proving = False
+            else:
+                self.tangents.append(rows.other_than(chosen))
 
-        links = [link.saved for link in self.space.links]
-        rows = []
-        if limits.saved is not None:
-            scale = float(max(limits.saved, 1))
-            row = np.concatenate([self._saved, links, np.zeros(extra)]) / scale
-            rows.append(
-                LinearConstraint(row[None, :], -np.inf, (limits.saved - self.space.base_saved) / scale)
-            )
-        if limits.ms is not None:
-            ms = [choice.ms for unit in self.space.units for choice in unit.choices]
-            row = np.concatenate([ms, np.zeros(len(links) + extra)]) / limits.ms
-            rows.append(LinearConstraint(row[None, :], -np.inf, (limits.ms - self.space.base_ms) / limits.ms))
-        return rows
+
+@dataclass
+class _LowestPeak(_Relaxed):
+    """The peak as the cost: one more column, which is at least the bytes of every slot over `scale`."""
 
     @cached_property
-    def _starts(self) -> list[int]:
-        return list(accumulate((len(unit.choices) for unit in self.space.units), initial=0))[:-1]
+    def scale(self) -> float:
+        return float(self.rows.plain_live.max())
 
-    @cached_property
-    def _width(self) -> int:
-        return len(self.errors) + len(self.space.links)
+    def cost(self, costs: Floats, values: Floats) -> float:
+        return float(values[-1])
 
-    @cached_property
-    def _integral(self) -> NDArray[np.int64]:
-        # Links need no integrality: at a minimum a link equals the largest of its binary variables.
-        return np.append(
-            np.ones(len(self.errors), dtype=np.int64), np.zeros(len(self.space.links), dtype=np.int64)
+    def minimise(self, costs: Floats, upper: Floats, gap: float | None = None) -> Answer:
+        rows = self.present_rows()
+        return minimise(
+            np.append(np.zeros(len(costs)), 1.0),
+            rows,
+            np.append(upper, np.inf),
+            self.deadline,
+            integral=None if gap is None else np.append(self.rows.integral, 0),
+            gap=gap or 0.0,
         )
 
-    @cached_property
-    def _live(self) -> Floats:
-        columns = [choice.live for unit in self.space.units for choice in unit.choices]
-        columns += [link.live for link in self.space.links]
-        return np.array(columns, dtype=float).T.reshape(len(self.space.base), -1)
+    def slot_rows(self) -> list[Row]:
+        return [self._row(slot) for slot in self.slots]
 
-    @cached_property
-    def _saved(self) -> Floats:
-        return np.array([choice.saved for unit in self.space.units for choice in unit.choices], dtype=float)
+    def _row(self, slot: int) -> Row:
+        columns, values = self.rows.slot(slot, self.scale)
+        columns, values = np.append(columns, len(self.rows.parts)), np.append(values, -1.0)
+        return Row(columns, values, -np.inf, -self.rows.base[slot] / self.scale)
 
-    @cached_property
-    def _plain(self) -> tuple[int, ...]:
-        return tuple(unit.exact or 0 for unit in self.space.units)
+    def accepts(self, chosen: tuple[int, ...], answer: Answer) -> bool:
+        assert answer.values is not None
+        peak = answer.values[-1] * self.scale * (1 + _SLACK)
+        space = self.rows.space
+        known = set(self.slots)
+        higher = [slot for slot in _local_maxima(space.live(chosen), peak) if slot not in known]
+        return not higher and self.limits.allow(space, chosen)
 
-    @cached_property
-    def _first_rows(self) -> tuple[int, ...]:
-        return (int(self.space.live(self._plain).argmax()),)
-
-    def _columns(self, chosen: Sequence[int]) -> list[int]:
-        return [start + position for start, position in zip(self._starts, chosen, strict=True)]
-
-    def _chosen(self, values: Floats) -> tuple[int, ...]:
-        pairs = zip(self._starts, self.space.units, strict=True)
-        return tuple(int(values[start : start + len(unit.choices)].argmax()) for start, unit in pairs)
-
-
-def _minimise(cost: Floats, constraints: list[Any], integral: NDArray[Any], upper: Floats, gap: float) -> Any:
-    """Return the result of HiGHS, or None if the constraints are infeasible."""
-    from scipy.optimize import Bounds, milp
-
-    with _silent():
-        result = milp(
-            cost,
-            integrality=integral,
-            bounds=Bounds(0.0, upper),
-            constraints=constraints,
-            options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": SECONDS},
-        )
-    return result if result.x is not None else None
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Silence standard output: HiGHS sometimes prints a line there in spite of its options."""
-    sys.stdout.flush()
-    stdout, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 1)
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(null)
+    def exceeded(self, values: Floats, further: Floats) -> list[int]:
+        return self.above(values, further[-1] * self.scale * (1 + _SLACK))
 
 
 def _tightened(limits: Limits, fraction: float) -> Limits:
@@ -293,10 +368,12 @@ def _tightened(limits: Limits, fraction: float) -> Limits:
         None if limits.peak is None else int(limits.peak * (1 - fraction)),
         None if limits.saved is None else int(limits.saved * (1 - fraction)),
         None if limits.ms is None else limits.ms * (1 - fraction),
+        None if limits.noise is None else limits.noise * (1 - fraction),
+        None if limits.bias is None else limits.bias * (1 - fraction),
     )
 
 
-def _local_maxima(live: NDArray[np.int64], limit: float) -> list[int]:
+def _local_maxima(live: Floats | NDArray[np.int64], limit: float) -> list[int]:
     """Return the slots above `limit` that no neighbour exceeds; of equal neighbours the first."""
     padded = np.concatenate([[-1], live, [-1]])
     peaks = (padded[1:-1] > padded[:-2]) & (padded[1:-1] >= padded[2:]) & (live > limit)

@@ -1,149 +1,52 @@
-"""The search space: units of layers that get one setting, and the cost of each choice.
+"""The search space of a profile: units of layers that get one setting, and the cost of each choice.
 
-The hard part: the bytes of a step are not a sum over layers. Layers that save the same tensor form one unit,
-so that its packed copy is counted once. A storage that a ReLU shares with a neighbouring layer is saved while
-either is exact, although the two have separate settings: a link between units. All other costs add up.
+The hard part: what a step saves must be given to the unit that decides it. Layers that save the same tensor
+form one unit. A storage that a ReLU shares with a neighbouring layer is saved while either is exact, although
+the two have separate settings: a link between units. What no unit decides is the same under every choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesa_tune.errors import PolicyError, RunError
+from mesa_tune.errors import RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline
 from mesa_tune.profiler.price_table import NO_DERIVATIONS
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.clusters import Cluster, clusters
+from mesa_tune.search.problem import Choice, Floats, Limits, Link, Space, Unit
+from mesa_tune.search.reruns import RerunModules
+from mesa_tune.search.restrictions import NO_RESTRICTIONS, Pins, Restrictions, pinned_settings
 
-Floats = NDArray[np.float64]
-
-Pins = Mapping[str, LayerSettings]
-"""Layer name or glob -> the settings that it must have; later pins win."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Settings for all layers of a unit, and their cost.
-
-    `live`: bytes added to each slot of the timeline. `saved`: bytes added to the saved bytes. `derived`: all
-    possible tensors of the unit's cluster are derived.
-    """
-
-    settings: LayerSettings
-    error: float
-    ms: float
-    live: NDArray[np.int64]
-    saved: int
-    derived: bool = False
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Layers that get the same settings, and the choices of them."""
-
-    layers: tuple[str, ...]
-    tag: str
-    choices: tuple[Choice, ...]
-
-    @property
-    def exact(self) -> int | None:
-        """Position of the exact choice; None without one."""
-        return next((index for index, choice in enumerate(self.choices) if choice.settings.exact), None)
-
-
-@dataclass(frozen=True)
-class Link:
-    """A storage that is saved while one of `units` is exact, or, without `exact`, while one is not.
-
-    `live`, `saved`: bytes as in `Choice`.
-    """
-
-    units: tuple[int, ...]
-    live: NDArray[np.int64]
-    saved: int
-    exact: bool = True
-
-
-@dataclass(frozen=True)
-class Space:
-    """All units of a profile at one batch size.
-
-    `base`: bytes of each slot, and `base_saved`: saved bytes, under every choice. `clusters`: numbers of the
-    units whose choices are all `derived`, or none. An argument `chosen` is one position per unit.
-    """
-
-    units: tuple[Unit, ...]
-    links: tuple[Link, ...]
-    base: NDArray[np.int64]
-    base_saved: int
-    base_ms: float
-    batch_size: int
-    clusters: tuple[tuple[int, ...], ...] = ()
-
-    def is_consistent(self, chosen: Sequence[int]) -> bool:
-        """Return True if in each cluster all choices are derived, or none."""
-        derived = [choice.derived for choice in self.picked(chosen)]
-        return all(len({derived[unit] for unit in units}) == 1 for units in self.clusters)
-
-    def assignment(self, chosen: Sequence[int]) -> dict[str, LayerSettings]:
-        """Return the settings of each layer name."""
-        pairs = zip(self.units, chosen, strict=True)
-        return {name: unit.choices[position].settings for unit, position in pairs for name in unit.layers}
-
-    def live(self, chosen: Sequence[int]) -> NDArray[np.int64]:
-        """Return the bytes alive in each slot."""
-        total = self.base + sum(choice.live for choice in self.picked(chosen))
-        return np.asarray(total + sum(link.live for link in self.saved_links(chosen)), dtype=np.int64)
-
-    def saved(self, chosen: Sequence[int]) -> int:
-        """Return the saved bytes."""
-        picked = sum(choice.saved for choice in self.picked(chosen))
-        return self.base_saved + picked + sum(link.saved for link in self.saved_links(chosen))
-
-    def error(self, chosen: Sequence[int]) -> float:
-        """Return the sum of the units' gradient errors."""
-        return float(sum(choice.error for choice in self.picked(chosen)))
-
-    def ms(self, chosen: Sequence[int]) -> float:
-        """Return the milliseconds of a step."""
-        return self.base_ms + float(sum(choice.ms for choice in self.picked(chosen)))
-
-    def picked(self, chosen: Sequence[int]) -> list[Choice]:
-        """Return the chosen choices."""
-        return [unit.choices[position] for unit, position in zip(self.units, chosen, strict=True)]
-
-    def saved_links(self, chosen: Sequence[int]) -> list[Link]:
-        """Return the links whose storage is saved."""
-        exact = [choice.settings.exact for choice in self.picked(chosen)]
-        return [link for link in self.links if any(exact[unit] == link.exact for unit in link.units)]
+__all__ = ["Choice", "Floats", "Limits", "Link", "Pins", "Space", "Unit", "make_space"]
 
 
 def make_space(
-    profile: Profile, batch_size: int | None = None, pins: Pins | None = None, *, derive: bool = True
+    profile: Profile,
+    batch_size: int | None = None,
+    pins: Pins | None = None,
+    restrictions: Restrictions = NO_RESTRICTIONS,
 ) -> Space:
     """Return the space of `profile` at `batch_size`, without choices that another one dominates.
 
-    `derive=False` leaves out derived tensors, except those of pins. Raise RunError for a profile without
-    gradient errors, PolicyError for a pin that matches no layer, BudgetError for a batch size that the
-    profile cannot predict.
+    `restrictions` do not bind pinned layers. Raise RunError for a profile without gradient errors,
+    PolicyError for a pin that matches no layer, BudgetError for a batch size that the profile cannot predict.
     """
     _require_errors(profile)
-    sized = profile.timeline.at(batch_size or profile.batch_size)
+    sized = profile.timeline.at(batch_size or profile.batch_size).with_workspaces
     groups = _groups(profile)
     unit_of = {name: number for number, names in enumerate(groups) for name in names}
-    builder = _Builder(profile, sized, unit_of)
-    pinned = _pinned(profile, pins or {})
+    builder = _Builder(profile, sized, unit_of, restrictions)
+    pinned = pinned_settings(profile, pins or {})
     units = [builder.unit(number, names, pinned) for number, names in enumerate(groups)]
-    candidates = clusters(profile, sized, groups) if derive else ()
-    derived = tuple(cluster.units for cluster in candidates if builder.extend(units, cluster, pinned))
+    possible = clusters(profile, sized, groups) if restrictions.derive else ()
+    derived = tuple(cluster.units for cluster in possible if builder.extend(units, cluster, pinned))
     if profile.exact_ms is None:
         raise RunError(f"the profile has no times of converted steps\n{_REMEDY}")
     return Space(
@@ -154,14 +57,23 @@ def make_space(
         profile.exact_ms * builder.scale,
         sized.batch_size,
         derived,
+        tuple(RerunModules(profile, sized, units, builder.links, restrictions, pinned).modules()),
+        floor=profile.error_floor,
     )
 
 
 class _Builder:
     """Builder of units and links. It assigns each slot and each saved storage to the unit that decides it."""
 
-    def __init__(self, profile: Profile, sized: SizedTimeline, unit_of: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        sized: SizedTimeline,
+        unit_of: Mapping[str, int],
+        restrictions: Restrictions,
+    ) -> None:
         self.profile = profile
+        self.restrictions = restrictions
         self.sized = sized
         self.scale = sized.batch_size / profile.batch_size
         self.links: list[Link] = []
@@ -178,7 +90,8 @@ class _Builder:
             else:
                 self.base[index] += sized.exact[index]
         for number, item in enumerate(sized.spans):
-            self._assign(number, item, unit_of)
+            if not item.again:
+                self._assign(number, item, unit_of)
 
     def _assign(self, number: int, item: SizedSpan, unit_of: Mapping[str, int]) -> None:
         units = tuple(sorted({unit_of[name] for name in item.layers if name in unit_of}))
@@ -244,7 +157,8 @@ class _Builder:
         common = (settings for settings in priced.intersection(*known) if not settings.exact)
         name = layers[0].name
         shared = {self.sized.compressed({name: settings}).get(name) or settings for settings in common}
-        return [EXACT, *sorted(shared | _between(shared), key=_order)]
+        allowed = filter(self.restrictions.allows, shared | _between(shared))
+        return [EXACT, *sorted(allowed, key=_order)]
 
     def _choice(
         self,
@@ -269,7 +183,19 @@ class _Builder:
         cost = self.profile.cost_of(layers, assignment, active)
         if cost.error is None or cost.ms is None:
             raise RunError(f"{layers[0].name}: the profile has no price of {settings.label}\n{_REMEDY}")
-        return Choice(settings, cost.error, cost.ms * self.scale, live, saved, cluster is not None)
+        noise = self.profile.noise
+        return Choice(
+            settings,
+            cost.error,
+            cost.ms * self.scale,
+            live,
+            saved,
+            derived=cluster is not None,
+            noise=None if noise is None else noise.ratio(cost.errors),
+            root=cost.root,
+            weight=cost.root**2 - cost.interaction,
+            bias=_bias(layers, settings),
+        )
 
     def _span_bytes(self, names: tuple[str, ...], settings: LayerSettings) -> NDArray[np.int64]:
         """Return the bytes of each span if the layers `names` have `settings`."""
@@ -282,6 +208,14 @@ class _Builder:
             return int(self.sized.exact[slot])
         derives = self.profile.timeline.slots[slot].layer in linked
         return int((self.sized.derived if derives else self.sized.packed)[slot])
+
+
+def _bias(layers: Sequence[LayerEntry], settings: LayerSettings) -> float:
+    """Return the sum of the squared biases of `layers` that were measured with `settings`."""
+    stored = replace(settings, store="quantize") if settings.store == "derive" else settings
+    positions = ((layer, layer.positions.get(stored)) for layer in layers)
+    known = (layer.options[position].bias for layer, position in positions if position is not None)
+    return sum(bias for bias in known if bias is not None)
 
 
 def _order(settings: LayerSettings) -> tuple[int, int, int, str]:
@@ -322,8 +256,8 @@ def _dominates(rival: Choice, choice: Choice, *, or_equal: bool) -> bool:
 
     A time below zero is noise: it decides nothing, or a search would not give the same policy again.
     """
-    costs = (choice.error, max(0.0, choice.ms), choice.saved)
-    rival_costs = (rival.error, max(0.0, rival.ms), rival.saved)
+    costs = (choice.error, choice.noise or 0.0, max(0.0, choice.ms), choice.saved)
+    rival_costs = (rival.error, rival.noise or 0.0, max(0.0, rival.ms), rival.saved)
     if (
         any(high > low for high, low in zip(rival_costs, costs, strict=True))
         or (rival.live > choice.live).any()
@@ -356,22 +290,6 @@ def _root(root: Mapping[str, str], name: str) -> str:
     return name
 
 
-def _pinned(profile: Profile, pins: Pins) -> dict[str, LayerSettings]:
-    names = [layer.name for layer in profile.layers]
-    pinned: dict[str, LayerSettings] = {}
-    for glob, settings in pins.items():
-        matches = [name for name in names if fnmatchcase(name, glob)]
-        if not matches:
-            raise PolicyError(f"pin {glob!r}: no layer has this name{_near(glob, names)}")
-        pinned.update(dict.fromkeys(matches, settings))
-    return pinned
-
-
-def _near(word: str, names: Iterable[str]) -> str:
-    near = get_close_matches(word, list(names), 1)
-    return f"\nthe nearest is {near[0]!r}" if near else "\n`mesa-tune profile --json` lists the layers"
-
-
 def _require_errors(profile: Profile) -> None:
     if profile.partial:
         raise RunError(
@@ -380,20 +298,3 @@ def _require_errors(profile: Profile) -> None:
     options = [option for layer in profile.layers for option in layer.options if not option.settings.exact]
     if all(not option.errors for option in options):
         raise RunError(f"the profile has only bytes, no gradient errors\n{_REMEDY}")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a step: `peak` and `saved` bytes, milliseconds. None: no limit."""
-
-    peak: int | None = None
-    saved: int | None = None
-    ms: float | None = None
-
-    def allow(self, space: Space, chosen: Sequence[int]) -> bool:
-        """Return True if the chosen step is within all limits."""
-        return (
-            (self.peak is None or int(space.live(chosen).max()) <= self.peak)
-            and (self.saved is None or space.saved(chosen) <= self.saved)
-            and (self.ms is None or space.ms(chosen) <= self.ms * (1 + 1e-9))
-        )

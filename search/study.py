@@ -22,8 +22,8 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import Objective, Pair
 from mesa_tune.search.moves import Moves
 from mesa_tune.search.plan import Measurement
+from mesa_tune.search.problem import Limits
 from mesa_tune.search.solver import Program, Solution
-from mesa_tune.search.space import Limits
 from mesa_tune.search.storage import open_study, storage_errors
 
 # Pairs (draw of the batch, rounding seed). A trial is first measured on one seed per draw, then on all.
@@ -93,8 +93,8 @@ class LocalSearch:
         self.objective = objective
         self.policy_of = policy_of
         # Never larger than the exact solution, in peak or in saved bytes.
-        self.limits = Limits(
-            int(self.space.live(solved.chosen).max()), self.space.saved(solved.chosen), limits.ms
+        self.limits = replace(
+            limits, peak=int(self.space.live(solved.chosen).max()), saved=self.space.saved(solved.chosen)
         )
         self.moves = Moves(program, self.limits)
 

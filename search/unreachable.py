@@ -7,13 +7,15 @@ from dataclasses import replace
 
 from mesa_tune.errors import BudgetError
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.search.problem import Limits
+from mesa_tune.search.restrictions import NO_RESTRICTIONS, Pins, Restrictions
 from mesa_tune.search.solver import Program
-from mesa_tune.search.space import Limits, Pins, make_space
+from mesa_tune.search.space import make_space
 from mesa_tune.units import Budget, format_bytes
 
 
 def unreachable(
-    profile: Profile, program: Program, limits: Limits, pins: Pins, requested: Budget
+    profile: Profile, program: Program, limits: Limits, pins: Pins, requested: Budget | None
 ) -> BudgetError:
     """Return the error for limits that no plan meets, with the smallest reachable peak and what would fit.
 
@@ -26,7 +28,7 @@ def unreachable(
         )
     lowest = program.smallest_peak(Limits())
     assert lowest is not None  # without limits every choice is feasible
-    if limits.peak is None or lowest.cost <= limits.peak:
+    if limits.peak is None or requested is None or lowest.cost <= limits.peak:
         return BudgetError(
             "no policy meets all limits at once, though each alone may be reachable\n"
             "raise the budget, max-saved or max-slowdown"
@@ -39,7 +41,7 @@ def _peak_text(
 ) -> str:
     assert limits.peak is not None
     batch_size = program.space.batch_size
-    sized = profile.timeline.at(batch_size)
+    sized = profile.timeline.at(batch_size).with_workspaces
     return (
         f"budget {format_bytes(limits.peak)}: not reachable at batch size {batch_size}; "
         f"static bytes are {format_bytes(sized.static)}\n"
@@ -79,7 +81,35 @@ def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int)
     return "not even a batch of one fits" if fits == 0 else f"batch size {fits} would fit: {command}"
 
 
-def largest_batch(profile: Profile, limits: Limits, pins: Pins, most: int) -> int | None:
+def most_samples(profile: Profile, limits: Limits, pins: Pins, restrictions: Restrictions) -> int:
+    """Return the largest batch size at which some policy meets the limits on bytes.
+
+    Raise BudgetError if none does, or if the profile has only one batch size.
+    """
+    low, high = profile.timeline.batch_sizes
+    if low == high:
+        raise BudgetError(
+            f"max-batch: the profile has bytes at one batch size only, {low}\nprofile at a larger batch size"
+        )
+    most = profile.batch_size
+    while most < _MOST_SAMPLES and _fits(profile, replace(limits, ms=None), pins, most, restrictions):
+        most *= 2
+    fits = largest_batch(profile, limits, pins, most - 1, restrictions)
+    if not fits:
+        raise BudgetError(f"budget {format_bytes(limits.peak or 0)}: not even a batch of one fits\nraise it")
+    return fits
+
+
+_MOST_SAMPLES = 1 << 24
+
+
+def largest_batch(
+    profile: Profile,
+    limits: Limits,
+    pins: Pins,
+    most: int,
+    restrictions: Restrictions = NO_RESTRICTIONS,
+) -> int | None:
     """Return the largest batch size up to `most` at which some policy meets the limits; 0 if none does.
 
     None: the profile has only one batch size. A limit in milliseconds is for the planned batch, so it is
@@ -91,15 +121,15 @@ def largest_batch(profile: Profile, limits: Limits, pins: Pins, most: int) -> in
     too_large, fits = most + 1, 0
     while too_large - fits > 1:
         middle = (too_large + fits) // 2
-        if _fits(profile, replace(limits, ms=None), pins, middle):
+        if _fits(profile, replace(limits, ms=None), pins, middle, restrictions):
             fits = middle
         else:
             too_large = middle
     return fits
 
 
-def _fits(profile: Profile, limits: Limits, pins: Pins, batch_size: int) -> bool:
-    lowest = Program(make_space(profile, batch_size, pins)).smallest_peak(limits)
+def _fits(profile: Profile, limits: Limits, pins: Pins, batch_size: int, restrictions: Restrictions) -> bool:
+    lowest = Program(make_space(profile, batch_size, pins, restrictions)).smallest_peak(limits)
     return lowest is not None and limits.peak is not None and lowest.cost <= limits.peak
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError
-from mesa_tune.profiler.memory.saved_limit import LimitMeter
+from mesa_tune.profiler.saved_limit import LimitMeter
 from mesa_tune.workload.workload import Workload
 
 pytest_plugins = ["pytester"]

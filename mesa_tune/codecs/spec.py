@@ -17,8 +17,9 @@ class Spec(NamedTuple):
     """How one layer stores the tensors it saves. `levels` 0 stores them exactly (the profiler's exact run).
 
     `derive`: do not store a tensor that can be rematerialized from what other layers save. `exposes`: other
-    layers may rematerialize this layer's output. `exact`: store elements in full precision. `row`: a group
-    never crosses the end of a row of so many elements (0: groups ignore rows).
+    layers may rematerialize this layer's output. `exact`: store elements in full precision. `tile`: number of
+    slices in which a loss goes backward. `feeds_tiled`: a tiled loss may go backward past the layer's output.
+    `row`: a group never crosses the end of a row of so many elements (0: groups ignore rows).
     """
 
     codec: str
@@ -33,20 +34,29 @@ class Spec(NamedTuple):
     exact: bool = False
     derive: bool = False
     exposes: bool = False
+    tile: int = 1
+    feeds_tiled: bool = False
     row: int = 0
 
     @property
     def alone(self) -> "Spec":
         """The spec without the fields about other layers; layers share a copy where this is equal."""
-        if not (self.derive or self.exposes or self.row):
+        if not (self.derive or self.exposes or self.row or self.feeds_tiled or self.tile > 1):
             return self
-        return self._replace(derive=False, exposes=False, row=0)
+        return self._replace(derive=False, exposes=False, tile=1, feeds_tiled=False, row=0)
+
+    @staticmethod
+    def plain(min_elements: int, tile: int = 1) -> "Spec":
+        """Return the spec of a layer that saves what PyTorch saves, but runs our formula."""
+        return Spec("quantize", 8, 0, 256, 0, True, min_elements, tile=tile)
 
     @staticmethod
     def of(settings: LayerSettings, min_elements: int) -> "Spec | None":
         """Return the spec of `settings`; None if the layer saves what PyTorch saves."""
         if settings.exact:
             return None
+        if settings.store == "exact" and not settings.drop:
+            return Spec.plain(min_elements, settings.tile)
         if keys := overruled(settings):
             warn_once(f"mesa-tune: {', '.join(keys)} has no effect in the settings `{settings.label}`.")
         return Spec(
@@ -61,6 +71,7 @@ class Spec(NamedTuple):
             settings.ema_decay,
             settings.store in ("exact", "offload"),
             settings.store == "derive",
+            tile=settings.tile,
         )
 
     def within(self, row: int) -> "Spec":

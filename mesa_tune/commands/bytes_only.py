@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mesa_tune.commands.common import Origin, Output, Run, digest, dump_json, format_bytes, format_table
+from mesa_tune.commands.common import (
+    Origin,
+    Output,
+    Run,
+    below,
+    digest,
+    dump_json,
+    format_bytes,
+    format_table,
+)
 from mesa_tune.errors import WorkloadError
 
 if TYPE_CHECKING:
@@ -97,6 +106,7 @@ def _lines(profiled: Profile, path: Path) -> list[str]:
     return [
         *(f"note: {note}" for note in profiled.notes),
         f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
+        *below(profiled.predict_assignment({}).workspaces_text),
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_under_policies(profiled),
         "",
@@ -115,4 +125,5 @@ def _under_policies(profiled: Profile) -> list[str]:
         predicted = profiled.predict(Policy.uniform(level=level))
         saved, peak = format_bytes(predicted.saved_bytes), format_bytes(predicted.peak_bytes)
         lines.append(f"at {bits} bits         {peak:>8}   (saved activations: {saved})")
+        lines += below(predicted.workspaces_text)
     return lines

@@ -155,11 +155,12 @@ def _lines(profiled: Profile, path: Path) -> list[str]:
     rest = sum(layer.own_bytes for layer in profiled.layers) - sum(layer.own_bytes for layer in largest)
     if rest > 0:
         rows.append([f"{len(profiled.layers) - len(largest)} further layers", "", format_bytes(rest), ""])
-    static = format_bytes(profiled.static_bytes)
+    static, plain = format_bytes(profiled.static_bytes), profiled.predict_assignment({})
     return [
         *(f"note: {note}" for note in profiled.notes),
         f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
-        *below(profiled.timeline.at().under({}).peak.text),
+        *below("" if plain.peak is None else plain.peak.text),
+        *below(plain.workspaces_text),
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_exact(profiled),
         f"a step takes     {format_time(profiled.plain_ms(profiled.batch_size) / 1e3):>8}",

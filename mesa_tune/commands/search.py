@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mesa_tune.commands.budgets import label_of, split_budgets
 from mesa_tune.commands.common import (
     DebugOption,
     JsonOption,
@@ -19,15 +19,13 @@ from mesa_tune.commands.common import (
     QuietOption,
     Run,
     RunOption,
-    below,
     digest,
     dump_json,
     format_bytes,
-    format_time,
     load_workload,
-    parse_bytes,
 )
 from mesa_tune.commands.memory import advising
+from mesa_tune.commands.plan_text import summary, table
 from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
@@ -39,7 +37,40 @@ _PROFILE = "mesa-tune profile model.py"
 _WITHOUT_MODEL = "--trials 0 plans from the profile alone, without the model"
 
 BudgetOption = Annotated[
-    str, typer.Option("--budget", metavar="BYTES", help="Peak of the whole step: 6GB, 6GiB, 40% or bytes.")
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="BYTES",
+        help="Peak of the whole step: 6GB, 6GiB, 40%, bytes; auto: what is free; several: 4GB,6GB.",
+    ),
+]
+SmallestOption = Annotated[
+    bool, typer.Option("--smallest", help="The lowest peak; needs no budget (objective memory).")
+]
+ObjectiveOption = Annotated[
+    str,
+    typer.Option(
+        "--objective",
+        metavar="time|error|memory",
+        help="What is the least. Default: time, or error where no plan is within the noise ratio.",
+    ),
+]
+NoiseOption = Annotated[
+    float,
+    typer.Option("--max-noise-ratio", metavar="R", help="Limit on error over the minibatch's own noise."),
+]
+MaxBatchOption = Annotated[
+    bool, typer.Option("--max-batch", help="Plan for the largest batch size that fits the budget.")
+]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option("--pin", metavar="GLOB: SETTINGS", help="Settings of layers: 'blocks.0.*: level 16'."),
+]
+ForbidOption = Annotated[
+    str | None, typer.Option("--forbid", metavar="WORDS", help="Some of derive,recompute,offload,tile.")
+]
+OnlyOption = Annotated[
+    str | None, typer.Option("--only", metavar="KEYS", help="Settings that may vary: level,group_size.")
 ]
 BatchOption = Annotated[
     int | None,
@@ -82,13 +113,19 @@ ForceOption = Annotated[
 class _Arguments:
     """Arguments of `search_policy` from the command line; None for an option that was not typed."""
 
-    budget: str
+    budget: str | None
     batch_size: int | None
     trials: int | None
     timeout: float | None
     seed: int
     max_slowdown: float | None
     max_saved: str | None
+    max_noise_ratio: float
+    objective: str
+    max_batch: bool = False
+    pin: tuple[str, ...] = ()
+    forbid: str | None = None
+    only: str | None = None
 
     def plan(
         self,
@@ -97,47 +134,87 @@ class _Arguments:
         study: str | Path | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> Plan:
+        from mesa_tune.policy.values import split_words
         from mesa_tune.search import search_policy
+        from mesa_tune.search.restrictions import read_pin
 
-        return search_policy(profile, workload=workload, storage=study, progress=progress, **vars(self))
+        arguments = {key: value for key, value in vars(self).items() if key != "pin"}
+        for key in ("forbid", "only"):
+            arguments[key] = None if arguments[key] is None else split_words(arguments[key])
+        pins = dict(map(read_pin, self.pin))
+        return search_policy(
+            profile, workload=workload, storage=study, progress=progress, pins=pins, **arguments
+        )
 
     def origin(self, run: Run, profile: Profile, plan: Plan) -> Origin:
         """Return the origin of plan and policy: equal for equal limits, however they were typed."""
         source = _profiled_from(profile)
         limits = (plan.budget_bytes, plan.batch_size, self.max_slowdown, plan.max_saved, self.seed)
+        asked = (self.objective, self.max_noise_ratio, self.pin, self.forbid, self.only)
         about = {
-            "budget": format_bytes(plan.budget_bytes),
+            "budget": "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes),
+            "objective": self.objective,
+            "max-noise-ratio": f"{self.max_noise_ratio:g}",
             "batch size": str(plan.batch_size),
             "max-saved": "none" if plan.max_saved is None else format_bytes(plan.max_saved),
             "max-slowdown": "none" if self.max_slowdown is None else f"{self.max_slowdown:g}",
             "seed": str(self.seed),
             "workload": source[:6],
         }
-        return Origin(digest("search", source, *limits), about, remedy=self._remedy(run))
+        return Origin(digest("search", source, *limits, *map(str, asked)), about, remedy=self._remedy(run))
 
     def _remedy(self, run: Run) -> str:
-        options = {
-            "seed": self.seed or None,
-            **{name: value for name, value in vars(self).items() if name != "seed"},
-        }
-        typed = " ".join(
-            f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value is not None
-        )
-        folder = f"{run.folder}-{re.sub(r'[^0-9A-Za-z.]', '', self.budget)}"
+        folder = f"{run.folder}-{label_of(self.budget).removesuffix('percent')}"
         return (
             "--force overwrites it; or keep both, from the same profile:\n"
-            f"mesa-tune search {typed} --profile {run.profile} --run {folder}"
+            f"mesa-tune search {' '.join(self._typed())} --profile {run.profile} --run {folder}"
         )
+
+    def _typed(self) -> list[str]:
+        """Return the options that are not the defaults, as typed."""
+        values = {**vars(self), "pin": None, "max_batch": None}
+        options = [
+            f"--{name.replace('_', '-')} {value}"
+            for name, value in values.items()
+            if value is not None and value != _DEFAULTS.get(name)
+        ]
+        options += ["--max-batch"] if self.max_batch else []
+        return [*options, *(f"--pin '{pin}'" for pin in self.pin)]
+
+
+_DEFAULTS = {"seed": 0, "objective": "auto", "max_noise_ratio": 0.1}
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where a plan is written: plan.json and policy.txt; of several budgets plan-4GB.json and so on."""
+
+    plan: Path
+    policy: Path
+
+    @staticmethod
+    def of(run: Run, budget: str | None, several: bool) -> _Files:
+        if not several:
+            return _Files(run.plan, run.policy)
+        label = label_of(budget)
+        return _Files(run.folder / f"plan-{label}.json", run.folder / f"policy-{label}.txt")
 
 
 def search(
-    budget: BudgetOption,
+    budget: BudgetOption = None,
+    smallest: SmallestOption = False,
+    max_batch: MaxBatchOption = False,
+    objective: ObjectiveOption = "auto",
+    max_noise_ratio: NoiseOption = 0.1,
+    max_slowdown: SlowdownOption = None,
+    max_saved: SavedOption = None,
+    pin: PinOption = None,
+    forbid: ForbidOption = None,
+    only: OnlyOption = None,
     batch_size: BatchOption = None,
     trials: TrialsOption = None,
     timeout: TimeoutOption = None,
     seed: SeedOption = 0,
-    max_slowdown: SlowdownOption = None,
-    max_saved: SavedOption = None,
     storage: StorageOption = None,
     profile_path: ProfileOption = None,
     run_folder: RunOption = Path("mesa-run"),
@@ -148,29 +225,85 @@ def search(
 ) -> None:
     """Find the best policy whose training step fits a memory budget.
 
-    Best is the least gradient error. The budget is the peak of the whole step.
+    Best is the fastest step whose error is invisible beside the minibatch's own noise; where there is none,
+    the least gradient error. The budget is the peak of the whole step. With several budgets, each gets its
+    own plan-BUDGET.json and policy-BUDGET.txt.
     """
-    parse_bytes(budget)
-    arguments = _Arguments(budget, batch_size, trials, timeout, seed, max_slowdown, max_saved)
     output, run = Output(json=json, quiet=quiet), Run(run_folder, force=force)
+    smallest = smallest or objective == "memory"
+    # A budget that is not an amount is the first error; `auto` needs to know the device.
+    split_budgets(None if budget is None else budget.replace("auto", "1"), "cpu", smallest)
     profile = _profile(run, profile_path)
+    budgets, notes = split_budgets(budget, profile.device, smallest)
+    arguments = _Arguments(
+        budget=None,
+        batch_size=batch_size,
+        trials=trials,
+        timeout=timeout,
+        seed=seed,
+        max_slowdown=max_slowdown,
+        max_saved=max_saved,
+        max_noise_ratio=max_noise_ratio,
+        objective="memory" if smallest else objective,
+        max_batch=max_batch,
+        pin=tuple(pin or ()),
+        forbid=forbid,
+        only=only,
+    )
+    searches = [
+        _Search(replace(arguments, budget=one), _Files.of(run, one, len(budgets) > 1)) for one in budgets
+    ]
     # From the profile alone first: without a possible plan nothing must be written or deleted.
-    plan = arguments.plan(profile)
+    for each in searches:
+        each.solve(run, profile)
     workload = None if trials == 0 else load_workload(run, profile, _WITHOUT_MODEL)
-    origin = arguments.origin(run, profile, plan)
-    for path in (run.plan, run.policy):
-        run.check(path, origin)
+    for each in searches:
+        each.check(run)
     if profile_path is not None:
         run.adopt(run.profile, profile_path)
     output.device(profile.device)
-    if workload is not None and plan.predicted.gradient_error:
-        output.line(f"solved from the profile; a study tries plans around it: {_limits(arguments)}")
-        plan = _studied(arguments, run, profile, workload, _study(run, profile, storage), output)
-    plan = plan.at(run.policy)
-    _write(run, plan, origin)
-    for line in summary(plan, profile):
+    for note in notes:
+        output.line(note)
+    study = cache(partial(_study, run, profile, storage))
+    plans = [each.finish(run, profile, workload, study, output) for each in searches]
+    for line in summary(plans[0], profile) if len(plans) == 1 else table(plans, profile):
         output.line(line)
-    output.document("search", _document(plan))
+    documents = [_document(plan) for plan in plans]
+    output.document("search", documents[0] if len(plans) == 1 else {"plans": documents})
+
+
+@dataclass
+class _Search:
+    """One of the searches of a command: its arguments, with one budget, and its files."""
+
+    arguments: _Arguments
+    files: _Files
+
+    def solve(self, run: Run, profile: Profile) -> None:
+        """Make the plan from the profile alone."""
+        self.plan = self.arguments.plan(profile)
+        self.origin = self.arguments.origin(run, profile, self.plan)
+
+    def check(self, run: Run) -> None:
+        """Raise RunError for a file that must not be overwritten."""
+        for path in (self.files.plan, self.files.policy):
+            run.check(path, self.origin)
+
+    def finish(
+        self,
+        run: Run,
+        profile: Profile,
+        workload: Workload | None,
+        study: Callable[[], str | Path],
+        output: Output,
+    ) -> Plan:
+        """Study plans around the solved one, if there is a workload; write the files, return the plan."""
+        if workload is not None and self.plan.predicted.gradient_error:
+            output.line(f"solved from the profile; a study tries plans around it: {_limits(self.arguments)}")
+            self.plan = _studied(self.arguments, run, profile, workload, study(), output)
+        plan = self.plan.at(self.files.policy)
+        _write(run, self.files, plan, self.origin)
+        return plan
 
 
 def _profile(run: Run, path: Path | None) -> Profile:
@@ -223,82 +356,13 @@ def _study(run: Run, profile: Profile, storage: str | None) -> str | Path:
     return run.study
 
 
-def _write(run: Run, plan: Plan, origin: Origin) -> None:
-    for path in (run.plan, run.policy):
+def _write(run: Run, files: _Files, plan: Plan, origin: Origin) -> None:
+    for path in (files.plan, files.policy):
         run.claim(path, origin)
-    plan.policy.save(run.policy, force=True)
-    run.seal(run.policy)
-    run.write(run.plan, dump_json(plan.to_dict()), origin)
+    plan.policy.save(files.policy, force=True)
+    run.seal(files.policy)
+    run.write(files.plan, dump_json(plan.to_dict()), origin)
 
 
 def _document(plan: Plan) -> dict[str, object]:
     return {key: value for key, value in plan.to_dict().items() if key != "schema"}
-
-
-def summary(plan: Plan, profile: Profile) -> list[str]:
-    """Return the plan in lines of at most 80 characters; the last lines are code for the training script."""
-    return [
-        f"budget {format_bytes(plan.budget_bytes)} at batch size {plan.batch_size}" + _profiled(plan),
-        f"  peak            {_change(plan.baseline.peak_bytes, plan.predicted.peak_bytes)}",
-        *_peak(plan),
-        f"  saved           {_change(plan.baseline.saved_bytes, plan.predicted.saved_bytes)}",
-        *_errors(plan),
-        *_step(plan, profile),
-        *textwrap.wrap(f"study: {plan.won}" if plan.trials else plan.won, 80, subsequent_indent="       "),
-        *_next(plan, profile),
-    ]
-
-
-def _peak(plan: Plan) -> list[str]:
-    peak = plan.predicted.peak
-    return [] if peak is None else below(peak.text)
-
-
-def _next(plan: Plan, profile: Profile) -> list[str]:
-    if not plan.policy.rules:
-        return [f"wrote {plan.policy_path}, which stores everything exactly: train as you are"]
-    return [
-        f"wrote {plan.policy_path}; in your training:",
-        "",
-        *(f"    {line}" for line in plan.training(profile)),
-    ]
-
-
-def _profiled(plan: Plan) -> str:
-    return "" if plan.batch_size == plan.profiled_batch_size else f" (profiled at {plan.profiled_batch_size})"
-
-
-def _change(before: int, after: int) -> str:
-    share = f"  ({after / before:.0%})" if before else ""
-    return f"{format_bytes(before)} -> {format_bytes(after)} predicted{share}"
-
-
-def _errors(plan: Plan) -> list[str]:
-    error = plan.predicted.gradient_error
-    if not error:
-        return ["  gradient error  0"]
-    # The solver proves a minimum only up to its own tolerance.
-    least = "no plan predicts less" if _nearly(error, plan.bound) else f"no plan is below {plan.bound:.2e}"
-    lines = [f"  gradient error  {error:.2e} predicted; {least}"]
-    ends = plan.predicted.gradient_error_interval
-    if ends is not None:
-        lines.append(f"                  {ends[0]:.1e} to {ends[1]:.1e} expected on unseen batches")
-    if plan.measured is not None:
-        mean, spread = plan.measured.gradient_error, plan.measured.standard_error
-        lines.append(f"                  {mean:.2e} ± {spread:.1e} measured on fresh batches")
-    ratio = plan.predicted.gradient_noise_ratio
-    if ratio is not None:
-        lines.append(f"  noise ratio     {ratio:.1e} of the batches' own noise")
-    return lines
-
-
-def _nearly(error: float, bound: float) -> bool:
-    return error <= 1.001 * bound
-
-
-def _step(plan: Plan, profile: Profile) -> list[str]:
-    if plan.predicted.step_ms is None or not profile.step_ms:
-        return []
-    plain = profile.plain_ms(plan.batch_size)
-    ratio = plan.predicted.step_ms / plain
-    return [f"  step            {format_time(plain / 1000)} -> {ratio:.2f}x predicted"]

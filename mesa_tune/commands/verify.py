@@ -45,6 +45,12 @@ StepsOption = Annotated[
 SeedsOption = Annotated[
     int, typer.Option("--seeds", min=1, metavar="N", help="Rounding seeds on each batch.")
 ]
+ByGroupOption = Annotated[
+    bool,
+    typer.Option(
+        "--by-group", help="Also errors by group of parameters, and of Adam's preconditioned gradient."
+    ),
+]
 ForceOption = Annotated[
     bool,
     typer.Option("--force", help="Overwrite any verify.json; apply a policy of another model."),
@@ -58,6 +64,7 @@ def verify(
     policy: PolicyOption = None,
     steps: StepsOption = 5,
     seeds: SeedsOption = 3,
+    by_group: ByGroupOption = False,
     run: RunOption = DEFAULT_RUN,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -87,11 +94,10 @@ def verify(
     for line in _first_lines(path, chosen, workload.batch_size, steps, foreign):
         output.line(line)
     if expected is None:
-        rerun = ", ".join(chosen.reruns(layer.name for layer in profile.layers))
-        output.line(f"nothing is predicted: {rerun} run again in backward, which no profile measures")
+        output.line(f"nothing is predicted: {profile.unpredictable(chosen)}")
     planned, assignment = workload.batch_size, profile.assignment(chosen)
     with advising(profile, planned, assignment, lambda fits: _advice(folder, profile, planned, fits)):
-        check = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds)
+        check = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds, by_group=by_group)
     folder.write(folder.verify, dump_json(check.to_dict()), origin)
     profiled_ms = None if profile.step_ms is None else profile.plain_ms(check.batch_size)
     for line in describe(check, profiled_ms):
@@ -118,7 +124,7 @@ def _expectation(
 ) -> tuple[Prediction | None, Workload]:
     """Return the prediction for `policy`, and the workload at the batch size that it was planned for.
 
-    The prediction is None if modules run again in backward: a profile does not measure what these save.
+    The prediction is None for settings that no profile measures.
     """
     from mesa_tune.search.plan import Plan
 
@@ -126,7 +132,7 @@ def _expectation(
         plan = Plan.load(folder.plan)
         if plan.policy == policy:
             return plan.predicted, workload.with_batch_size(plan.batch_size)
-    if policy.reruns(layer.name for layer in profile.layers):
+    if profile.unpredictable(policy) is not None:
         return None, workload
     return profile.predict(policy), workload
 
@@ -150,12 +156,17 @@ def describe(check: Verification, profiled_ms: float | None = None) -> list[str]
         for label, quantity, form in (
             ("saved bytes", "saved_bytes", format_bytes),
             ("peak bytes", "peak_bytes", format_bytes),
+            *((("with workspaces", "reserved_bytes", format_bytes),) if _has_workspaces(check) else ()),
             ("step time", "step_ms", _milliseconds),
             ("gradient error", "gradient_error", _error),
             ("noise ratio", "gradient_noise_ratio", _error),
         )
     ]
-    lines = [*format_table(["", "plain", "predicted", "measured"], rows), *_at_checkpoints(check)]
+    lines = [
+        *format_table(["", "plain", "predicted", "measured"], rows),
+        *_at_checkpoints(check),
+        *_by_group(check),
+    ]
     if check.step_ratio is not None:
         ratio = check.step_ratio
         spread = f"middle half of the pairs {ratio.low:.2f} to {ratio.high:.2f}"
@@ -168,6 +179,10 @@ def describe(check: Verification, profiled_ms: float | None = None) -> list[str]
         )
         lines.append(f"the plain step does not fit in memory: {how}")
     return [*lines, *_resident_note(check.device)]
+
+
+def _has_workspaces(check: Verification) -> bool:
+    return check.predicted is not None and bool(check.predicted.workspaces_text)
 
 
 def _at_checkpoints(check: Verification) -> list[str]:
@@ -186,6 +201,22 @@ def _at_checkpoints(check: Verification) -> list[str]:
     ]
     worst = f"largest noise ratio, the model as given included: {_or_dash(check.worst_noise_ratio)}"
     return ["", *format_table(header, rows), worst, ""]
+
+
+def _by_group(check: Verification) -> list[str]:
+    """Return a table of the errors by group of parameters, if they were measured."""
+    if not check.groups:
+        return []
+    rows = [
+        [
+            group.group,
+            f"{group.elements:,}",
+            _or_dash(group.gradient_error),
+            _or_dash(group.preconditioned_error),
+        ]
+        for group in check.groups
+    ]
+    return ["", *format_table(["group", "elements", "gradient error", "in Adam's scale"], rows), ""]
 
 
 def _resident_note(device: str) -> list[str]:

@@ -53,6 +53,7 @@ class Conversion:
         self.calls = CallCache()
         self.static = StaticTensors()
         self.derives = any(dict(rule.keys).get("store") == "derive" for rule in policy.rules)
+        self.tiles = any(dict(rule.keys).get("tile", 1) != 1 for rule in policy.rules)
         self.producers: set[str] = set()
         self.memories: dict[str, Memories] = {}
         self.first = True
@@ -134,6 +135,8 @@ class Conversion:
             # The first forward shows which outputs other layers rematerialize. A search knows it already.
             likely = self.first and (spec.derive or not self.policy.is_searched)
             spec = spec._replace(exposes=likely or layer in self.producers)
+        if self.tiles and tag == "fc":
+            spec = (spec or Spec.plain(self.min_elements))._replace(feeds_tiled=True)
         self.specs[layer] = spec
         return spec
 

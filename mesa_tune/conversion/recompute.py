@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.choices import ChoiceDetector
+from mesa_tune.engine.observer import watch
 from mesa_tune.engine.routing import inside_backward
 from mesa_tune.engine.storage import as_is, decided, restore, store
 from mesa_tune.errors import RunError
@@ -103,20 +104,28 @@ class _Inputs:
 
     def pack(self, tensor: Tensor) -> _Input:
         """Return what to save for `tensor`; one without a gradient (a mask, positions) stays exact."""
-        exact = not tensor.requires_grad or self.job.is_static(tensor)
-        saved = _Input(tensor, exact, _by_rows(self.job.spec, tensor.shape))
+        with torch._C.DisableTorchFunction():  # our own torch calls are no calls of the model
+            exact = not tensor.requires_grad or self.job.is_static(tensor)
+            saved = _Input(tensor, exact, _by_rows(self.job.spec, tensor.shape))
         self.saved.append(saved)
         return saved
 
     def store(self, exact: bool) -> None:
         """Pack the inputs, or leave them all `exact`."""
-        for saved in self.saved:
-            (tensor,) = saved.parts
-            packing = decided(tensor, saved.spec, self.job.name, exact or saved.exact)
-            saved.parts = store(tensor, packing, saved.spec, self.job.key(tensor.device))
-            saved.packing = packing.in_parts(len(saved.parts))
-            saved.version = saved.parts[0]._version
+        with torch._C.DisableTorchFunction():
+            for saved in self.saved:
+                self._store(saved, exact or saved.exact)
         self.saved = []
+
+    def _store(self, saved: _Input, exact: bool) -> None:
+        (tensor,) = saved.parts
+        packing = decided(tensor, saved.spec, self.job.name, exact)
+        saved.parts = store(tensor, packing, saved.spec, self.job.key(tensor.device))
+        saved.packing = packing.in_parts(len(saved.parts))
+        saved.version = saved.parts[0]._version
+        if watch.observer is not None:
+            parts, row = (saved.parts,), saved.spec.row
+            watch.observer.stored(self.job.name, (tensor,), (saved.packing,), parts, [], row)
 
     def unpack(self, saved: _Input) -> Tensor:
         """Return the input for the second run."""

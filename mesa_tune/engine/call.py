@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +95,8 @@ class Call:
         unknown = [name for name in self.kwargs if name not in route.parameters]
         if unknown:
             return self.refuse(f"{route.name} has no formula for {sorted(unknown)}")
+        if self.spec.tile > 1 and not route.tiles:
+            return self.untiled(f"{route.name} has no slices", partial(route.serve, self))
         return route.serve(self, *self.args, **self.kwargs)
 
     def ask(self, question: Question, tensor: Tensor | None) -> Any:
@@ -187,6 +190,18 @@ class Call:
         """Return the plain output, with a warning that names the layer (Rule 9)."""
         warn_once(f"mesa-tune: {self.layer!r} is left uncompressed: {why}.")
         return self.plain()
+
+    def untiled(self, why: str, serve: Callable[..., Any]) -> Any:
+        """Return the output of the call by its other settings, with a warning that names the layer (Rule 9).
+
+        Without `tile`, `store: exact` is the plain call; other settings `serve` it.
+        """
+        self.warn_untiled(why)
+        return self.plain() if self.spec.levels == 0 else serve(*self.args, **self.kwargs)
+
+    def warn_untiled(self, why: str) -> None:
+        """Warn that the layer's setting `tile` has no effect in this call."""
+        warn_once(f"mesa-tune: `tile` of {self.layer!r} has no effect: {why}.")
 
     def leave(self, why: str) -> Any:
         """Return the plain output, with a warning that names the layer (Rule 9).

@@ -54,7 +54,8 @@ class Formula:
     `saves` says in words what is saved. `independent`: positions of inputs whose gradient does not involve
     the lossy tensors as long as the other inputs are parameters (a linear layer's input); the profiler skips
     these. `lossless`: nothing is lossy, whatever the settings. `views`: the forward may return a view.
-    `rebuild`: how other layers rematerialize the output; None if they cannot.
+    `rebuild`: how other layers rematerialize the output; None if they cannot. `is_head`: a tiled loss may go
+    backward past the output, to the inputs (`engine/head.py`); `static` begins with the dtype of autocast.
     """
 
     name: str
@@ -65,19 +66,22 @@ class Formula:
     lossless: bool = False
     views: bool = False
     rebuild: Rebuild | None = None
+    is_head: bool = False
 
 
 @dataclass(frozen=True)
 class Route:
     """The route of a torch function: `serve(call, *args, **kwargs)` names the formula and its tensors.
 
-    `name` is part of layer names (`attn.softmax.0`), `tag` is for policies. `parameters`: the names of those
-    parameters of `serve` that are the torch function's; a call with other keywords has no formula.
+    `name` is part of layer names (`attn.softmax.0`), `tag` is for policies. `tiles`: the setting `tile` may
+    have an effect. `parameters`: the names of those parameters of `serve` that are the torch function's; a
+    call with other keywords has no formula.
     """
 
     name: str
     tag: str
     serve: Callable[..., Any]
+    tiles: bool = False
     parameters: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import Memory
 from mesa_tune.engine.formula import Grads, Needs, Result, Saved
+from mesa_tune.engine.head import Head
 from mesa_tune.engine.observer import Replay, watch
 from mesa_tune.engine.plan import CallPlan, Sources, Stored, Tensors
 from mesa_tune.engine.rematerialize import Recipe, Source, Traced, find, remember, saved_tensor, take
@@ -55,6 +56,9 @@ class Apply(torch.autograd.Function):
             ctx.mark_dirty(inputs[0])
         elif formula.views:
             output = _unviewed(output)
+        if formula.is_head:
+            ctx.head = Head.of(inputs, output, plan.static[0])
+            ctx.set_materialize_grads(False)  # a tiled loss has no gradient for the output
         if plan.exposes is None or (result.in_place and output._base is not None):
             return output  # a Function that changes a view must return nothing else
         return output, *_exposed(ctx, result.exact, saved)

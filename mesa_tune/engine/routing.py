@@ -188,9 +188,9 @@ class Hooks(NamedTuple):
     def runs_twice(self, frame: Frame, _: Any = None) -> bool:
         """Return whether a module may belong to a checkpointed part, which runs again in backward.
 
-        Packed tensors of the first run are freed at once, those of the second are not. So a call could derive
-        from another's only in the second run, and would not save the same tensors. Here each layer stores its
-        own copy.
+        Saved tensors of the first run are freed at once, those of the second are not. So a call could use
+        another's only in the second run, and would not save the same tensors. Here each layer stores its own
+        copy.
         """
         return frame.task != -1 or not (frame.hooks is None or frame.hooks is self.pack)
 
@@ -304,8 +304,11 @@ class RoutingMode(TorchFunctionMode):
         memories = frame.host.memory(layer) if spec.codec in STATEFUL else None
         cache = None if torch.compiler.is_compiling() or watch.observer is not None else frame.host.calls
         call = Call(layer, spec, frame, func, args, kwargs, memories, cache)
-        if (spec.derive or spec.exposes) and call.ask(self.hooks.runs_twice, None):
+        others = spec.derive or spec.exposes or spec.feeds_tiled or spec.tile > 1
+        if others and call.ask(self.hooks.runs_twice, None):
             call.spec = spec.alone
+            if spec.tile > 1:
+                call.warn_untiled("it may run again in backward (checkpointing, or other saved-tensor hooks)")
         call.hooked = lambda: self._unpaused(frame, lambda: func(*args, **kwargs))
         if func in self.opened:
             call.opened = lambda: self._unpaused(frame, lambda: self._inside(func, args, kwargs))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mesa_tune.engine.call import Call, autocast_dtype
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
@@ -21,6 +23,7 @@ from mesa_tune.engine.tensors import cast, layout_of, wanted
 Size = int | Sequence[int]
 
 _CONVS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+_ONEDNN = torch._C._ConvBackend.Mkldnn  # type: ignore[attr-defined]
 _TRANSPOSED = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}
 
 
@@ -40,12 +43,13 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
     static, needs, lossy, _ = saved
     batched = needs[1] and len(static[0]) == len(static[1])
     slices = lossy[0].slices(grad.dtype) if batched else None
-    if slices is None:
+    if needs[1] and slices is None:
         return _gradients(static, needs, lossy, grad)
     dw = Total()
-    for part, x in slices:
+    for part, x in slices or ():
         dw.add(_gradients(static, (False, True, False), [SavedTensor.of(x)], grad[part])[1])
-    dx, _, db = _gradients(static, (needs[0], False, needs[2]), lossy, grad)
+    dx = _gradients(static, (needs[0], False, False), lossy, grad)[0]
+    db = _gradients(static, (False, False, needs[2]), lossy, grad)[2]
     return dx, dw.value, db
 
 
@@ -53,30 +57,60 @@ def _gradients(static: Static, needs: Needs, lossy: Sequence[SavedTensor], grad:
     if not any(needs):
         return None, None, None
     shape, kernel, stride, padding, dilation, groups, dtype, layout, output_padding = static
-    empty = grad.new_zeros(())  # of what no gradient depends on, backward asks the shape alone
-    x = cast(lossy[0].whole(), dtype).contiguous(memory_format=layout) if needs[1] else empty.expand(shape)
-    weight = cast(lossy[-1].whole(), dtype) if needs[0] else empty.expand(kernel)
+    # Of what no gradient depends on, backward asks the shape alone.
+    weight = cast(lossy[-1].whole(), dtype) if needs[0] else grad.new_zeros(()).expand(kernel)
     batched = len(shape) == len(kernel)
-    x, grad = (x, grad) if batched else (x.unsqueeze(0), grad.unsqueeze(0))
+    sizes, grad = (shape, grad) if batched else ((1, *shape), grad.unsqueeze(0))
     both, more = _paddings(kernel, stride, padding, dilation)
-    dx, dw, db = torch.ops.aten.convolution_backward(
-        grad,
-        F.pad(x, [part for extra in reversed(more) for part in (0, extra)]) if more else x,
-        weight,
-        [kernel[0] if output_padding is None else kernel[1] * groups],
-        stride,
-        both,
-        dilation,
-        output_padding is not None,
-        [0] * len(stride) if output_padding is None else output_padding,
-        groups,
-        list(needs),
-    )
+    transposed = output_padding is not None
+    options = (stride, both, dilation, transposed, output_padding or [0] * len(stride), groups)
+    if needs[1]:
+        x = cast(lossy[0].whole(), dtype).contiguous(memory_format=layout)
+        x = x if batched else x.unsqueeze(0)
+        x = F.pad(x, [part for extra in reversed(more) for part in (0, extra)]) if more else x
+    else:
+        extras = (0, 0, *(more or [0] * len(stride)))
+        sizes_padded = [size + extra for size, extra in zip(sizes, extras, strict=True)]
+        layout = layout if batched else torch.contiguous_format
+        x = _placeholder(sizes_padded, layout, grad, weight, options, only_dx=not needs[2])
+    biases = [kernel[1] * groups if transposed else kernel[0]]
+    dx, dw, db = torch.ops.aten.convolution_backward(grad, x, weight, biases, *options, list(needs))
     if needs[0]:
-        for axis, size in enumerate(x.shape[2:] if more else (), start=2):
+        for axis, size in enumerate(sizes[2:] if more else (), start=2):
             dx = dx.narrow(axis, 0, size)
         dx = dx if batched else dx.squeeze(0)
     return wanted((dx, dw, db), needs)
+
+
+def _placeholder(
+    shape: Sequence[int],
+    layout: torch.memory_format,
+    grad: Tensor,
+    weight: Tensor,
+    options: Sequence[Any],
+    *,
+    only_dx: bool,
+) -> Tensor:
+    """Return a tensor for x, whose values no wanted gradient depends on.
+
+    Kernels copy an expanded scalar to a tensor of the size of x. oneDNN's kernel of dx reads only the shape
+    and layout of x, and takes a tensor without memory. The layout also decides in which order dx is summed.
+    Of one dimension they would make a view, which needs memory.
+    """
+    scalar = grad.new_zeros(()).expand(shape)
+    if not only_dx or len(shape) < 4 or not _has_memory(grad) or torch.compiler.is_compiling():
+        return scalar
+    if torch._C._select_conv_backend(scalar, weight, None, *options) != _ONEDNN:
+        return scalar
+    x = torch.empty(shape, dtype=grad.dtype, memory_format=layout)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether this is a tensor on the CPU, and no wrapper of others such as a DTensor."""
+    plain = type(tensor) in (Tensor, FakeTensor) and not is_functorch_wrapped_tensor(tensor)
+    return plain and tensor.device.type == "cpu"
 
 
 def _paddings(

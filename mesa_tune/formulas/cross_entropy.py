@@ -35,14 +35,14 @@ from mesa_tune.ops.fused import CROSS_ENTROPY_BACKWARD, by_target
 def forward(static: Static, needs: Needs, logits: Tensor, target: Tensor, weight: Tensor | None) -> Result:
     reduction, ignore = static
     options: Any = {"ignore_index": ignore, "reduction": reduction}
-    axis = _class_axis(logits.dim())
+    axis = class_axis(logits.dim())
     logs = torch.log_softmax(logits, axis)
     if logits.dtype == torch.float32:  # PyTorch takes the same two steps
         y = F.nll_loss(logs, target, weight, **options)
     else:  # those of other dtypes differ under autocast
         y = F.cross_entropy(logits, target, weight, **options)
     index = torch.where(target != ignore, target, 0).unsqueeze(axis)
-    surplus = logs.gather(axis, index).to(_wide(logs.dtype)).expm1().squeeze(axis)
+    surplus = logs.gather(axis, index).to(wide_dtype(logs.dtype)).expm1().squeeze(axis)
     return Result(y, (_others(logs, axis, index, logits.dtype),), (target, weight, surplus))
 
 
@@ -53,7 +53,7 @@ def _others(logs: Tensor, axis: int, index: Tensor, dtype: torch.dtype) -> Tenso
     return maps.Deferred(logs, "exp", logs.exp).if_dense() if same else logs.exp_().to(dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of what stays exact: at least 32 bits."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -61,13 +61,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def backward(saved: Saved, grad: Tensor) -> Grads:
     """In one pass where the classes are the last dimension; else some samples of a large p at a time."""
     (reduction, ignore), _, (p,), (target, weight, surplus) = saved
-    axis, mean = _class_axis(len(p.shape)), reduction == "mean"
+    axis, mean = class_axis(len(p.shape)), reduction == "mean"
     if axis == len(p.shape) - 1 and p.is_row_major() and target.dtype == torch.int64:
         others = (target, surplus, weight, grad, p.shape[-1], ignore, mean)
         dz = p.fused(CROSS_ENTROPY_BACKWARD, *others)
         if dz is not None:
             return dz, None, None
-    wide = _wide(p.dtype)
+    wide = wide_dtype(p.dtype)
     weight = None if weight is None else weight.to(wide)
     index, at_target, _ = by_target(target, weight, ignore, mean, grad.to(wide))
     dz = _product(p, at_target.unsqueeze(axis) if at_target.dim() else at_target, wide)
@@ -88,7 +88,7 @@ def _product(tensor: SavedTensor, factor: Tensor, dtype: torch.dtype | None = No
     return product
 
 
-def _class_axis(dims: int) -> int:
+def class_axis(dims: int) -> int:
     return 0 if dims == 1 else 1
 
 
@@ -111,28 +111,28 @@ def soft_forward(
     reduction, ignore, smoothing = static
     options: Any = {"ignore_index": ignore, "reduction": reduction, "label_smoothing": smoothing}
     y = F.cross_entropy(logits, target, weight, **options)
-    axis, dtype = _class_axis(logits.dim()), _wide(logits.dtype)
+    axis, dtype = class_axis(logits.dim()), wide_dtype(logits.dtype)
     logs = torch.log_softmax(logits.to(dtype), axis)
     weight = None if weight is None else weight.to(dtype)
     lossy: tuple[Tensor, ...] = ()
     index = largest = None
     if needs[0]:
-        q = _counts(static, logs, target, weight)
+        q = soft_counts(static, logs, target, weight)
         excess = torch.addcmul(q.neg(), logs.exp(), q.sum(axis, keepdim=True))
         index = excess.abs().argmax(axis, keepdim=True)
         largest = excess.gather(axis, index)
         lossy = (excess.scatter_(axis, index, 0).to(logits.dtype),)
         index = narrowed(index, logits.shape[axis])
-    divisor = _divisor(ignore, target, weight, logs) if reduction == "mean" else None
+    divisor = mean_divisor(ignore, target, weight, logs) if reduction == "mean" else None
     if needs[1]:
         lossy = (*lossy, logs.to(target.dtype))
     return Result(y, lossy, (divisor, weight, index, largest))
 
 
-def _counts(static: Static, logs: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+def soft_counts(static: Static, logs: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
     """Return q, what each class counts: the smoothed target times the class weight; 0 where it is ignored."""
     _, ignore, smoothing = static
-    axis = _class_axis(logs.dim())
+    axis = class_axis(logs.dim())
     least = smoothing / logs.shape[axis]
     if target.is_floating_point():
         q: Tensor = target.to(logs.dtype) * (1 - smoothing) + least
@@ -143,10 +143,10 @@ def _counts(static: Static, logs: Tensor, target: Tensor, weight: Tensor | None)
     return q if weight is None else q.mul_(_along(weight, q.dim()))
 
 
-def _divisor(ignore: int, target: Tensor, weight: Tensor | None, logs: Tensor) -> Tensor:
+def mean_divisor(ignore: int, target: Tensor, weight: Tensor | None, logs: Tensor) -> Tensor:
     """Return what the mean divides by: all samples, or the weights of the targets that are not ignored."""
     if target.is_floating_point():
-        return logs.new_full((), logs.numel() // max(1, logs.shape[_class_axis(logs.dim())]))
+        return logs.new_full((), logs.numel() // max(1, logs.shape[class_axis(logs.dim())]))
     counted = target != ignore
     own = counted if weight is None else torch.where(counted, weight[torch.where(counted, target, 0)], 0)
     total: Tensor = own.sum()
@@ -156,7 +156,7 @@ def _divisor(ignore: int, target: Tensor, weight: Tensor | None, logs: Tensor) -
 def soft_backward(saved: Saved, grad: Tensor) -> Grads:
     (*_, smoothing), needs, lossy, (divisor, weight, index, largest) = saved
     dims = len(lossy[0].shape)
-    axis = _class_axis(dims)
+    axis = class_axis(dims)
     grad = grad if divisor is None else grad / divisor
     grad = grad.unsqueeze(axis) if grad.dim() else grad
     dz = dt = None
@@ -182,7 +182,7 @@ def log_softmax_forward(static: Static, needs: Needs, x: Tensor) -> Result:
     dim, dtype, _ = static
     y = torch.log_softmax(x, dim, dtype=dtype)
     largest, index = y.max(dim, keepdim=True)
-    exact = narrowed(index, y.shape[dim]), largest.to(_wide(y.dtype)).exp_()
+    exact = narrowed(index, y.shape[dim]), largest.to(wide_dtype(y.dtype)).exp_()
     return Result(y, (_others(y.clone(), dim, index, y.dtype),), exact)
 
 
@@ -210,7 +210,7 @@ def nll_forward(static: Static, needs: Needs, logs: Tensor, target: Tensor, weig
 def nll_backward(saved: Saved, grad: Tensor) -> Grads:
     ((shape, dtype), reduction, ignore), _, _, (target, weight) = saved
     index, at_target, _ = by_target(target, weight, ignore, reduction == "mean", grad)
-    axis = _class_axis(len(shape))
+    axis = class_axis(len(shape))
     dz = at_target.new_zeros(shape)
     dz.scatter_(axis, index.unsqueeze(axis), (-at_target).unsqueeze(axis))
     return dz.to(dtype), None, None
@@ -232,7 +232,10 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Route of `F.cross_entropy`: class indices or probabilities, `(C,)`, `(N, C)` or `(N, C, d1, …)`."""
+    """Route of `F.cross_entropy` without `tile`.
+
+    Class indices or probabilities, `(C,)`, `(N, C)` or `(N, C, d1, …)`.
+    """
     trained = weight is not None and weight.requires_grad
     if size_average is not None or reduce is not None or trained:
         return call.refuse("cross_entropy has no formula for size_average, reduce or trained class weights")
@@ -276,7 +279,6 @@ def nll_loss(
 
 
 ROUTES: Routes = {
-    F.cross_entropy: Route("cross_entropy", "loss", cross_entropy),
     F.log_softmax: Route("log_softmax", "softmax", partial(functional_along, log_softmax)),
     **Route("log_softmax", "softmax", log_softmax).spelled("log_softmax", owners=OWNERS),
     F.nll_loss: Route("nll_loss", "loss", nll_loss),

@@ -14,12 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mesa_tune.codecs import Spec
 from mesa_tune.engine.call import Call, autocast_dtype
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.saved import SavedTensor, Total
 from mesa_tune.engine.storage import pack_zero_rows, without_zero_rows
 from mesa_tune.engine.tensors import cast, wanted
 from mesa_tune.ops.fused import LINEAR_BACKWARD
+
+LOGITS = 6
+"""A layer with more than 6 times as many outputs as inputs may make logits, an MLP's first layer has 4 to 5.4
+(SwiGLU's two in one): in a policy that tiles losses, such a layer saves its input as it is.
+"""
 
 LARGEST_WEIGHT = 1 << 19
 """Of so many elements at most, a weight's gradient stays in the cache while all rows are added to it."""
@@ -88,6 +94,28 @@ LINEAR = Formula(
 )
 
 
+def head_forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
+    return forward((static[0], False), needs, x, weight, bias)._replace(lossy=(), exact=(x, weight))
+
+
+def head_backward(saved: Saved, grad: Tensor) -> Grads:
+    """Only other consumers of the logits have a gradient for them: the loss goes past them."""
+    needs, (x, weight) = saved.needs, [SavedTensor.of(tensor) for tensor in saved.exact]
+    lossy = ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ())
+    return backward(Saved((saved.static[0], False), needs, lossy, ()), grad)
+
+
+HEAD = Formula(
+    "linear_head",
+    head_forward,
+    head_backward,
+    "nothing lossy; exact: the input, which a tiled loss takes too, even for a frozen weight",
+    lossless=True,
+    views=True,
+    is_head=True,
+)
+
+
 def bilinear_forward(
     static: Static, needs: Needs, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Result:
@@ -122,8 +150,22 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     fits = weight.dim() == 2 and (bias is None or (bias.dim() == 1 and bias.size(0) == weight.size(0)))
     if not fits:
         return call.refuse("linear has a formula only for a weight (out, in) and a bias (out,)")
+    if call.spec.feeds_tiled and not torch.compiler.is_compiling():
+        if _may_make_logits(call.spec, weight):
+            return call.apply(HEAD, (autocast_dtype(input),), input, weight, bias)
+        if call.spec.levels == 0:
+            return call.plain()
     marks_zeros = weight.requires_grad and call.may_lose_zeros(input)
     return call.apply(LINEAR, (autocast_dtype(input), marks_zeros), input, weight, bias)
+
+
+def _may_make_logits(spec: Spec, weight: Tensor) -> bool:
+    """Return whether a tiled loss may go past this layer's output; its input is then saved as it is.
+
+    If it is anyway, more outputs than inputs are enough.
+    """
+    outputs, inputs = weight.shape
+    return outputs > inputs * (LOGITS if spec.levels else 1)
 
 
 def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

@@ -21,6 +21,7 @@ from mesa_tune.formulas import (
     max_pool,
     relu,
     softmax,
+    tiled_cross_entropy,
     variance,
     vector_norm,
     where,
@@ -31,7 +32,7 @@ from mesa_tune.formulas.norms import batch_norm, composed, layer_norm
 _PRODUCTS = (linear, convolution, matmul, einsum, arithmetic)
 _NORMS = (layer_norm, batch_norm, composed, vector_norm, variance)
 _ELEMENTWISE = (activation, relu, dropout, where)
-_REDUCTIONS = (softmax, amax, max_pool, avg_pool, cross_entropy, elementwise_loss)
+_REDUCTIONS = (softmax, amax, max_pool, avg_pool, cross_entropy, tiled_cross_entropy, elementwise_loss)
 FAMILIES = (*_PRODUCTS, *_NORMS, *_ELEMENTWISE, *_REDUCTIONS, attention, multihead)
 """All families: modules with formulas, `ROUTES`, and `LAYERS` if modules of `torch.nn` are such calls."""
 

@@ -19,6 +19,7 @@ Layer = tuple[str, int | None, str]
 
 _REMEDY: Final = "remove it, or make a policy for this model with mesa-tune search"
 _OF_MODULES: Final = ("recompute",)
+_TILED: Final = ("loss",)
 _LOSS: Final = "loss."
 # The name of a call: module, function, and position among that function's calls.
 _CALL: Final = re.compile(r"(?:(?P<module>.+)\.)?[^.]+\.[0-9]+")
@@ -162,8 +163,20 @@ def unavailable(rules: Sequence[Rule]) -> Iterator[str]:
     """Yield a message for every setting that cannot take effect (Rule 9)."""
     for rule in rules:
         for key, value in rule.keys:
-            if key == "store" and value in _OF_MODULES and rule.tag != MODULE:
-                what = f"`{key}: {value}` is for whole modules"
+            misplaced = _misplaced(rule.tag, key, value)
+            if misplaced is not None:
+                what, remedy = misplaced
                 line = rule.source_line(key)
                 text = line.message(what) if line else f"{what} (on {rule.tag})"
-                yield f"{text}\nname the module in a section `on module:` with `by_name`"
+                yield f"{text}\n{remedy}"
+
+
+def _misplaced(tag: str, key: str, value: object) -> tuple[str, str] | None:
+    """Return what is wrong with a setting on layers of `tag`, and the remedy; None if it fits them."""
+    if key == "store" and value in _OF_MODULES and tag != MODULE:
+        return f"`{key}: {value}` is for whole modules", (
+            "name the module in a section `on module:` with `by_name`"
+        )
+    if key == "tile" and value != 1 and tag not in _TILED:
+        return f"`{key}: {value}` is for losses", "write it in a section `on loss:`"
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Policy:
     def uniform(level: int = 256, **settings: Any) -> Policy:
         """Return a policy with one rule for all layers of each tag. `settings`: more keys of policy.txt.
 
+        `tile` is for losses only, and is in no other rule.
         Raise PolicyError for an unknown key or a value outside its range.
         """
         for key in settings:
@@ -48,7 +49,8 @@ class Policy:
             keys = _keys_of(LayerSettings.from_dict({"level": level, **settings}), exact_is_disabled=False)
         except ValueError as error:
             raise PolicyError(f"uniform policy: {error}") from None
-        return Policy(tuple(Rule.of(tag, "all", None, keys) for tag in TAGS))
+        others = {key: value for key, value in keys.items() if key != "tile"}
+        return Policy(tuple(Rule.of(tag, "all", None, keys if tag == "loss" else others) for tag in TAGS))
 
     @staticmethod
     def from_assignments(
@@ -68,6 +70,17 @@ class Policy:
             by_tag.setdefault(tag, {}).setdefault(stored, {})[name] = index
         rules = [rule for tag, groups in by_tag.items() for rule in _rules_of(tag, groups)]
         return Policy(tuple(rules), header or NO_HEADER)
+
+    def rerunning(self, modules: Mapping[str, LayerSettings]) -> Policy:
+        """Return the policy in which `modules` also run again, with inputs stored by these settings."""
+        groups: dict[LayerSettings, list[str]] = {}
+        for name, settings in modules.items():
+            groups.setdefault(settings, []).append(name)
+        rules = tuple(
+            Rule.of(MODULE, None, names, _keys_of(settings, exact_is_disabled=False))
+            for settings, names in groups.items()
+        )
+        return replace(self, rules=(*self.rules, *rules)) if rules else self
 
     @staticmethod
     def parse(text: str, *, source: str = "policy.txt") -> Policy:

@@ -170,6 +170,7 @@ class Header:
     batch: int | None = None
     budget: str | None = None
     predicted: str | None = None
+    objective: str | None = None
     source_line: SourceLine | None = field(default=None, compare=False, repr=False)
 
     def lines(self) -> list[str]:
@@ -179,6 +180,7 @@ class Header:
             f"torch {_one_line(self.torch)}" if self.torch else "",
             f"batch {self.batch}" if self.batch is not None else "",
             f"budget {_one_line(self.budget)}" if self.budget else "",
+            f"objective {_one_line(self.objective)}" if self.objective else "",
         ]
         if self.fingerprint:
             made_for[0] += f" (layers {_one_line(self.fingerprint)[:16]})"
@@ -204,6 +206,7 @@ class Header:
             batch=int(parts["batch"]) if "batch" in parts else None,
             budget=parts.get("budget"),
             predicted=parts.get("predicted"),
+            objective=parts.get("objective"),
             source_line=source_line,
         )
 
@@ -215,13 +218,14 @@ class Header:
 
 NO_HEADER: Final = Header()
 
-_MADE_FOR: Final = r"^(?=model |torch |batch |budget ).*?"
+_MADE_FOR: Final = r"^(?=model |torch |batch |budget |objective ).*?"
 _HEADER_PARTS: Final = {
     "model": re.compile(r"^model (.+?)(?:  | \(layers |$)"),
     "fingerprint": re.compile(r"^model .+? \(layers ([^\s)]+)\)"),
     "torch": re.compile(_MADE_FOR + r"(?:^|  )torch (.+?)(?:  |$)"),
     "batch": re.compile(_MADE_FOR + r"(?:^|  )batch ([0-9]{1,18})(?:  |$)"),
     "budget": re.compile(_MADE_FOR + r"(?:^|  )budget (.+?)(?:  |$)"),
+    "objective": re.compile(_MADE_FOR + r"(?:^|  )objective (.+?)(?:  |$)"),
     "predicted": re.compile(r"^predicted: *(.+)"),
 }
 

@@ -34,7 +34,8 @@ class LayerSettings:
     per group) and `quant_groups` (groups along channels or heads, over the whole batch) is set; the other is
     None. `drop` is the fraction of smallest-magnitude elements that are not stored; the others are quantized,
     or stored exactly with `store` exact. With `allocation` sample each sample has its own number of bits per
-    element, `bits` on average. Raise ValueError for a value outside its range.
+    element, `bits` on average. `tile` is the number of slices in which a loss goes backward together with the
+    layer that made its logits; it then stores nothing lossy. Raise ValueError for a value outside its range.
     """
 
     enable: bool = True
@@ -46,6 +47,7 @@ class LayerSettings:
     drop: float = 0.0
     allocation: str = "uniform"
     store: str = "quantize"
+    tile: int = 1
 
     def __post_init__(self) -> None:
         if (self.group_size is None) == (self.quant_groups is None):
@@ -66,7 +68,7 @@ class LayerSettings:
     @property
     def exact(self) -> bool:
         """True if the layer saves exactly what PyTorch saves."""
-        return not self.enable or (self.store == "exact" and not self.drop)
+        return not self.enable or (self.store == "exact" and not self.drop and self.tile == 1)
 
     @property
     def hooked(self) -> LayerSettings:
@@ -74,6 +76,8 @@ class LayerSettings:
 
         Exact and offloaded layers stay so.
         """
+        if self.tile > 1:
+            return replace(self, tile=1).hooked
         if self.exact or self.store == "offload":
             return self
         if self.drop and self.store == "exact":
@@ -85,6 +89,8 @@ class LayerSettings:
         """Short text for tables: `4 bits / 256`, `10 levels / 64`, `8 bits / 3 groups`, `exact`."""
         if self.exact:
             return "exact"
+        if self.tile > 1:
+            return f"{replace(self, tile=1).label} tile {self.tile}"
         if self.store == "exact":
             return f"exact drop {self.drop:g}"
         if self.store == "offload":
@@ -162,6 +168,7 @@ _CHECKS: Final[dict[str, Callable[[str, object], None]]] = {
     "drop": _require_fraction,
     "allocation": partial(_require_word, words=ALLOCATIONS),
     "store": lambda key, value: _require_word(key, value, STORES),
+    "tile": _require_count,
 }
 
 EXACT: Final = LayerSettings(enable=False)

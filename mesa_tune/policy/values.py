@@ -24,6 +24,7 @@ _WORDS: Final = {
     "drop": "a fraction from 0 to below 1",
     "rounding": f"one of {', '.join(ROUNDINGS)}",
     "allocation": f"one of {', '.join(ALLOCATIONS)}",
+    "tile": "a whole number of slices, 1 or more",
 }
 
 
@@ -102,4 +103,5 @@ _READERS: Final[dict[str, Callable[[str], Value]]] = {
     "rounding": str,
     "allocation": str,
     "store": str,
+    "tile": _read_integer,
 }

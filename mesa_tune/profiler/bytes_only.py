@@ -9,8 +9,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 
+from mesa_tune.profiler.cuda.cuda_model import cuda_functions, update_all_at_once
 from mesa_tune.profiler.draws import longest_batch
-from mesa_tune.profiler.memory.cuda_model import cuda_functions, update_all_at_once
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
 from mesa_tune.workload.fake import FakeWorkload

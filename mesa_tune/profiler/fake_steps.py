@@ -14,9 +14,9 @@ from itertools import chain
 
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS
+from mesa_tune.profiler.cuda.allocator import AllocatorMeter
+from mesa_tune.profiler.cuda.cuda_model import cuda_functions, update_all_at_once
 from mesa_tune.profiler.draws import longest_batch
-from mesa_tune.profiler.memory.allocator import AllocatorMeter
-from mesa_tune.profiler.memory.cuda_model import cuda_functions, update_all_at_once
 from mesa_tune.profiler.memory.meter import Meter, tensors_in
 from mesa_tune.profiler.memory.step_trace import StepTrace
 from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED

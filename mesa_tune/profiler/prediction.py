@@ -8,6 +8,7 @@ from typing import Any
 
 from mesa_tune.files import typed
 from mesa_tune.profiler.memory.kinds import Peak
+from mesa_tune.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Prediction:
 
     `gradient_error_interval`: the mean error over 16 other batches lies between these ends with a probability
     of 92 %, counting batches and rounding; None also for a profile of one batch.
+    `reserved_bytes`: the peak with what kernels take besides tensors; None on a GPU, where nothing models it.
     """
 
     saved_bytes: int
@@ -25,6 +27,14 @@ class Prediction:
     gradient_noise_ratio: float | None = None
     peak: Peak | None = None
     gradient_error_interval: tuple[float, float] | None = None
+    reserved_bytes: int | None = None
+
+    @property
+    def workspaces_text(self) -> str:
+        """The reserved bytes in words, where they are more than 1 % above the peak; else empty."""
+        if self.reserved_bytes is None or self.reserved_bytes <= 1.01 * self.peak_bytes:
+            return ""
+        return f"{format_bytes(self.reserved_bytes)} with the workspaces of kernels"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the interval as `interval`."""

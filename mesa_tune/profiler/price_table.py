@@ -10,6 +10,7 @@ that share a tensor share its copy, is left to each prediction.
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,17 +45,26 @@ class Cost(NamedTuple):
     """What layers cost together; None: unknown.
 
     `errors`: the sums of gradient errors, by batch. `interaction`: what joint rounding at few bits adds to
-    their mean. `ms`: milliseconds that they add to a step of the converted model.
+    their mean. `ms`: milliseconds that they add to a step of the converted model. `root`: the sum of √w over
+    the weights w of `interaction_of`, from which the interaction with other layers follows.
     """
 
     errors: Errors | None
     interaction: float
     ms: float | None
+    root: float = 0.0
 
     @property
     def error(self) -> float | None:
         """Mean of the sums over the batches."""
         return None if self.errors is None else statistics.fmean(self.errors)
+
+    def plus(self, other: Cost) -> Cost:
+        """Return the sum of both; what is unknown of one is unknown of the sum."""
+        known = self.errors is not None and other.errors is not None
+        errors = tuple(map(operator.add, self.errors or (), other.errors or ())) if known else None
+        ms = None if self.ms is None or other.ms is None else self.ms + other.ms
+        return Cost(errors, self.interaction + other.interaction, ms, self.root + other.root)
 
 
 @dataclass(frozen=True)
@@ -154,10 +164,12 @@ class PriceTable:
         prices = prices[chosen]
         ms, errors = float(prices[:, -_COLUMNS:-1].sum()), prices[:, :-_COLUMNS].sum(0).tolist()
         known = not math.isnan(errors[0])
+        weights = np.bincount(self.unit[chosen], weights=prices[:, -1]) if known else np.zeros(0)
         return Cost(
             tuple(errors) if known else None,
-            interaction_of(np.bincount(self.unit[chosen], weights=prices[:, -1])) if known else 0.0,
+            interaction_of(weights),
             None if math.isnan(ms) else ms,
+            float(np.sqrt(weights).sum()),
         )
 
     def errors(self, name: str, settings: LayerSettings) -> Errors | None:

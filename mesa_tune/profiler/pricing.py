@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry, Option, above_one_bit
+from mesa_tune.profiler.errors.amplification import Amplifications, Amplified, is_measured
 from mesa_tune.profiler.errors.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
 from mesa_tune.profiler.errors.recorded import TRIES
-from mesa_tune.profiler.errors.sensitivity import Amplified, Price, Sensitivity
+from mesa_tune.profiler.errors.sensitivity import Price, Sensitivity
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import TensorKey
@@ -55,7 +56,7 @@ class LayerPrices(NamedTuple):
             position = positions.get(option.settings)
             if position is not None and not option.settings.exact:
                 options[index] = option.extended(other.options[position])
-            if position is not None and index < len(ratios):
+            if position is not None and index < len(ratios) and position < len(other.joint):
                 # The first batch is no part of the errors that the ratio applies to.
                 ratios[index] += (other.joint[position] - ratios[index]) / max(1, option.batches)
         return LayerPrices(tuple(options), tuple(ratios))
@@ -71,6 +72,7 @@ class Pricing:
     rows: Rows
     timeline: Timeline
     batches: int
+    amplifications: Amplifications = field(default_factory=Amplifications)
 
     def record(self, number: int, producers: Collection[str] = (), batch: Any = None) -> Sensitivity:
         """Record the exact step on the batch of this number; `batch`: this batch, if it is at hand.
@@ -149,25 +151,33 @@ class Pricing:
             grid = [option for option in grid if option in wanted]
             if not grid:
                 return {}
+        inferred = self._inferred(traced, group, sensitivity.seed)
+        sensitivity.amplifications.update(inferred)
         prices, joint = sensitivity.prices(group, grid)
+        known = {key: value for key, value in sensitivity.amplifications.items() if key[0] in group}
+        measured = {key: value for key, value in known.items() if key not in inferred}
+        self.amplifications.add(sensitivity.seed, measured)
         return {
             name: LayerPrices((*self._options(entry, grid, prices[name]), _exact(entry)), tuple(joint))
             for name, entry in entries.items()
         }
 
-    def of_derived(
-        self, traced: Profile, number: int, known: Mapping[Amplified, float], *, all_groups: bool
-    ) -> dict[Reach, LayerPrices]:
+    def _inferred(self, traced: Profile, group: tuple[str, ...], number: int) -> dict[Amplified, float]:
+        """Return the amplifications of a group of layers, if they are not measured on this batch."""
+        due = is_measured(number, traced.groups.index(group))
+        return {} if due else self.amplifications.inferred(number, group)
+
+    def of_derived(self, traced: Profile, number: int, *, all_groups: bool) -> dict[Reach, LayerPrices]:
         """Return the prices of what is stored while others derive from it, on the batch of this number.
 
-        All other layers store exactly. `known`: amplifications on this batch. `all_groups`: price all group
-        sizes. One batch is enough for those that are no reference: their errors follow it.
+        All other layers store exactly. `all_groups`: price all group sizes. One batch is enough for those
+        that are no reference: their errors follow it.
         """
         batch = self.workload.make_batch(draw=number * self.workload.accumulation)
         derived = self._derived_tensors(batch)
         producers = {name for tensor in derived.values() for name in tensor.recipe.layers()}
         sensitivity = self.record(number, producers, batch)
-        sensitivity.amplifications.update(known)
+        sensitivity.amplifications.update(self.amplifications.at(number))
         step = DerivableStep(sensitivity.recording.replays, derived)
         prices: dict[Reach, LayerPrices] = {}
         for reach in step.reaches(traced.groups):

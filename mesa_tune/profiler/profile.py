@@ -22,12 +22,14 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.matching import TaggedLayers
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, ExactEntry, LayerEntry, Noise, Option, TensorEntry, Tie
+from mesa_tune.profiler.errors.amplification import Rows, rows_from
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
 from mesa_tune.profiler.errors.intervals import Errors, expected
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.price_table import ActiveDerivations, Cost, DerivationTable, PriceTable
+from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,6 +38,7 @@ __all__ = [
     "Derivation",
     "ExactEntry",
     "LayerEntry",
+    "ModuleEntry",
     "Option",
     "Prediction",
     "Profile",
@@ -55,11 +58,12 @@ class Profile:
 
     `model`: path of the model file, None for a workload made in Python; `fingerprint`: SHA-256
     of it and its local modules; `layers_fingerprint`: of module names and classes. `partial`: interrupted;
-    layers without options are not measured yet, and `resume` identifies the request. `derivations`: prices
-    of what is stored while other layers derive from it (`store: derive`). `exact`: what every policy leaves
-    exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain step
-    at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive before
-    the step). `gradient_noise`, `gradient_scale` and `gradient_norms` (one for each batch that prices
+    layers without options are not measured yet, `resume` identifies the request, and the next batches infer
+    from `amplifications`. `derivations`: prices of what is stored while other layers derive from it
+    (`store: derive`). `modules`: prices of modules that can run again in backward. `exact`: what every policy
+    leaves exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain
+    step at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive
+    before the step). `gradient_noise`, `gradient_scale` and `gradient_norms` (one for each batch that prices
     options): see `Noise`; None and empty where it was not measured.
     `checkpoints`: noise, and the error of uniform 4 bits, with the weights of each of its checkpoints.
     `error_floor`: the gradient error if all formulas run and nothing is compressed; no prediction above zero
@@ -99,6 +103,8 @@ class Profile:
     interaction: tuple[tuple[int, float], ...] = ()
     checkpoints: tuple[AtCheckpoint, ...] = ()
     gradient_norms: tuple[float, ...] = ()
+    amplifications: Rows = ()
+    modules: tuple[ModuleEntry, ...] = ()
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
@@ -106,16 +112,25 @@ class Profile:
         At a batch size that was not profiled, bytes follow the timeline, times are proportional, the gradient
         error is that of the profiled batch, and its ratio to the noise is unknown. Both are for the
         model as given, not for a checkpoint. Raise BudgetError if the timeline has no such batch size,
-        RunError where the profile has no data: for a policy with modules that run again in backward, and in a
-        profile of a script, for any policy that compresses.
+        RunError where the profile has no data: for a policy with tiled losses, or with modules that run again
+        in backward and are not in `timeline.modules`, and in a profile of a script, for any that compresses.
         """
-        again = policy.reruns(layer.name for layer in self.layers)
-        if again:
-            raise RunError(
-                f"`store: recompute` of {', '.join(map(repr, again))}: no profile tells what modules save "
-                "that run again in backward\nmeasure it with `mesa-tune verify` or mt.verify"
-            )
+        why = self.unpredictable(policy)
+        if why is not None:
+            raise RunError(f"{why}\nmeasure it with `mesa-tune verify` or mt.verify")
         return self.predict_assignment(self.assignment(policy), batch_size=batch_size)
+
+    def unpredictable(self, policy: Policy) -> str | None:
+        """Return for which setting of `policy` the profile has no data; None if it can predict it."""
+        again = set(policy.reruns(layer.name for layer in self.layers)) - set(self.timeline.modules)
+        if again:
+            what = f"`store: recompute` of {', '.join(map(repr, sorted(again)))}"
+            return f"{what}: no profile tells what modules save that run again in backward"
+        tiled = [name for name, settings in self.assignment(policy).items() if settings.tile > 1]
+        if tiled:
+            what = f"`tile` of {', '.join(map(repr, tiled))}"
+            return f"{what}: no profile tells what a step takes that goes backward in slices"
+        return None
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
         """Return what `predict` does, for settings by layer name; a layer without settings stores exactly."""
@@ -132,6 +147,8 @@ class Profile:
         step = sized.under(assignment)
         plan = step if sized is self.timeline.at() else self.timeline.at().under(assignment)
         cost = self.cost_of(None, assignment, self._derivations.active(plan))
+        for name in step.reruns:
+            cost = cost.plus(self.rerun_cost(name, assignment))
         error, ends = self._expected(cost)
         return Prediction(
             step.saved_bytes,
@@ -141,6 +158,7 @@ class Profile:
             self._noise_ratio(cost, error) if sized.batch_size == self.batch_size else None,
             step.peak,
             ends,
+            step.reserved_bytes if self.device == "cpu" else None,
         )
 
     def require_prices(self) -> None:
@@ -152,8 +170,10 @@ class Profile:
             )
 
     def assignment(self, policy: Policy) -> dict[str, LayerSettings]:
-        """Return the settings that `policy` gives each layer, by name."""
-        return policy.assignment(self._tagged)
+        """Return the settings that `policy` gives each layer, and each module that runs again, by name."""
+        modules = {name: policy.recomputed(name) for name in self.timeline.modules}
+        again = {name: settings for name, settings in modules.items() if settings is not None}
+        return policy.assignment(self._tagged) | again
 
     def gradient_error(self, assignment: Assignment) -> float | None:
         """Return the gradient error under `assignment`; None if that of one layer is unknown."""
@@ -170,6 +190,27 @@ class Profile:
     ) -> Cost:
         """Return what `layers` (None: all) cost under `assignment`; `active`: derivations under it."""
         return self._prices.cost(layers, assignment, active)
+
+    def rerun_cost(self, module: str, assignment: Assignment) -> Cost:
+        """Return what a module costs that runs again: the rounding of its inputs, and its second run.
+
+        Layers inside encode in both runs.
+        """
+        entry = next((entry for entry in self.modules if entry.name == module), None)
+        if entry is None:
+            return Cost(None, 0.0, None)
+        settings = assignment[module]
+        position = entry.nearest(settings)
+        inside = [layer for layer in self.layers if layer.name.startswith(f"{module}.")]
+        encoded = [
+            layer.encode_ms(assignment[layer.name])
+            for layer in inside
+            if not assignment.get(layer.name, EXACT).exact
+        ]
+        if position is None or None in encoded:
+            return Cost(entry.errors(settings), 0.0, None)
+        ms = entry.forward_ms + entry.options[position].ms + sum(one for one in encoded if one is not None)
+        return Cost(entry.errors(settings), 0.0, ms)
 
     def _expected(self, cost: Cost) -> tuple[float | None, tuple[float, float] | None]:
         """Return the gradient error and its interval, None where unknown."""
@@ -259,6 +300,7 @@ class Profile:
             "timeline": self.timeline.to_dict(),
             "ties": [dict(vars(tie)) for tie in self.ties],
             "derivations": [derivation.to_dict() for derivation in self.derivations],
+            "modules": [module.to_dict() for module in self.modules],
             "exact": [dict(vars(entry)) for entry in self.exact],
             "checkpoints": [asdict(entry) for entry in self.checkpoints],
         }
@@ -277,9 +319,11 @@ class Profile:
             "ties": tuple(Tie.from_dict(tie) for tie in values["ties"]),
             "notes": tuple(values["notes"]),
             "derivations": tuple(Derivation.from_dict(entry) for entry in values.get("derivations", ())),
+            "modules": tuple(ModuleEntry.from_dict(entry) for entry in values.get("modules", ())),
             "exact": tuple(ExactEntry.from_dict(entry) for entry in values.get("exact", ())),
             "interaction": tuple((int(bits), float(part)) for bits, part in values.get("interaction", ())),
             "gradient_norms": tuple(map(float, values.get("gradient_norms", ()))),
+            "amplifications": rows_from(values.get("amplifications", ())),
             "checkpoints": tuple(typed(AtCheckpoint, entry) for entry in values.get("checkpoints", ())),
         }
         profile = typed(cls, {**plain, **parts})

@@ -23,15 +23,17 @@ from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.draws import longest_batch
-from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, full_grid, kind
+from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, Option, full_grid, kind
+from mesa_tune.profiler.errors.amplification import Amplifications
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
-from mesa_tune.profiler.errors.derivation import Reach
+from mesa_tune.profiler.errors.derivation import DERIVED_BATCHES, Reach, continued
 from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
 from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
-from mesa_tune.profiler.errors.sensitivity import Amplified, Sensitivity
+from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
 from mesa_tune.profiler.step_time import SHARE, StepTimer, timed_policy, timed_settings, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
 from mesa_tune.workload.clock import clock_of
@@ -115,7 +117,6 @@ class _Profiling:
         del restore  # it refers to copies of the parameters
         self.measured = self._resumed(traced)
         self.derivations: tuple[Derivation, ...] = ()
-        self.amplifications: dict[int, Mapping[Amplified, float]] = {}
         begin = time.monotonic()
         try:
             with preserved(self.model, self.optimizer, self.again) as restore:
@@ -142,14 +143,20 @@ class _Profiling:
         """Return the profile with what whole gradients show: noise, the floor of errors, and interaction."""
         self.show("gradient noise of the batches", 1.0)
         draws = range(max(NOISE_STEPS, self.seeds))
-        noise = JointError(self.workload, self.model).noise(draws, self.priced_on)
+        clock, names = clock_of(self.workload.device), traced.timeline.modules
+        watch = BlockWatch(self.model, names, clock, module_options(self.options))
+        with watch.watching():
+            noise = JointError(self.workload, self.model).noise(draws, self.priced_on)
         floor = JointError(self.workload, self.model).floor(self.priced_on[0])
         policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
-        for draw in self.priced_on[:_INTERACTION_DRAWS]:
+        modules = ModulePricing(watch)
+        for number, draw in enumerate(self.priced_on[:_INTERACTION_DRAWS]):
+            self.show(f"errors of whole policies, batch {draw}", 1.0)
             joint = JointError(self.workload, self.model)  # caches one exact gradient, that of this draw
             for bits, policy in policies.items():
                 measured[bits] += joint.errors(policy, [(draw, 0)])
+            modules.measure(joint, draw, number)
         priced = self._assembled(traced, partial=True)
         return replace(
             traced,
@@ -157,6 +164,7 @@ class _Profiling:
             gradient_scale=noise.scale,
             gradient_norms=noise.norms,
             error_floor=floor,
+            modules=tuple(modules.entries(priced, self.workload.accumulation)),
             interaction=tuple(_interaction(priced, policies, measured)),
         )
 
@@ -206,7 +214,6 @@ class _Profiling:
             if self.options and (sensitivity is None or sensitivity.seed != number):
                 sensitivity = None  # frees the graph of the batch before
                 sensitivity = self.pricing.record(number)
-                self.amplifications[number] = sensitivity.amplifications
             earlier = {name: self.measured[name] for name in group if name in self.measured}
             for name, fresh in self.pricing.of_group(traced, group, sensitivity, earlier).items():
                 self.measured[name] = self._prices(name).extended(fresh)
@@ -217,17 +224,26 @@ class _Profiling:
                 saved = time.monotonic()
 
     def _derivations(self, traced: Profile) -> Iterator[Derivation]:
-        """Yield the prices of what is stored while others derive from it, over all batches."""
+        """Yield the prices of what is stored while others derive from it."""
         prices: dict[Reach, LayerPrices] = {}
         possible = self.options and any(span.sources for span in traced.timeline.kept)
-        for number in self.priced_on if possible else ():
-            self.show(f"errors of what is derived, batch {number} of {self.priced_on[-1]}", 1.0)
-            amplifications, first = self.amplifications.get(number, {}), number == self.priced_on[0]
-            found = self.pricing.of_derived(traced, number, amplifications, all_groups=first)
+        batches = self.priced_on[:DERIVED_BATCHES]
+        for number in batches if possible else ():
+            self.show(f"errors of what is derived, batch {number} of {batches[-1]}", 1.0)
+            found = self.pricing.of_derived(traced, number, all_groups=number == batches[0])
             for reach, fresh in found.items():
                 prices[reach] = prices.get(reach, LayerPrices()).extended(fresh)
+        priced = self._assembled(traced, partial=True)
         for reach, known in prices.items():
-            yield Derivation(reach.layers, reach.takers, reach.sources, known.options)
+            options = tuple([self._continued(option, priced, reach) for option in known.options])
+            yield Derivation(reach.layers, reach.takers, reach.sources, options)
+
+    def _continued(self, option: Option, priced: Profile, reach: Reach) -> Option:
+        """Return an option of a derivation with errors on all batches, if several measured it."""
+        own = [errors for name in reach.names if (errors := priced.layer(name).errors(option.settings))]
+        if len(option.errors) < DERIVED_BATCHES or not own:
+            return option
+        return replace(option, errors=continued(option.errors, own))
 
     def _timed(self, profile: Profile, restore: Callable[[], None], seconds: float) -> Profile:
         """Return the profile with the times of steps, if options were priced; take about `seconds`."""
@@ -252,6 +268,7 @@ class _Profiling:
             ties=tuple([replace(tie, joint=self._prices(tie.layers[0]).joint) for tie in traced.ties]),
             derivations=self.derivations,
             partial=partial,
+            amplifications=self.pricing.amplifications.rows if partial else (),
         )
 
     def _resumed(self, traced: Profile) -> dict[str, LayerPrices]:
@@ -264,6 +281,7 @@ class _Profiling:
             return {}
         if not earlier.partial or earlier.resume != traced.resume:
             return {}
+        self.pricing.amplifications.measured = Amplifications(earlier.amplifications).measured
         joint = {name: tie.joint for tie in earlier.ties for name in tie.layers}
         return {
             layer.name: LayerPrices(layer.options, joint.get(layer.name, ()))

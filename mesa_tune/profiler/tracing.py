@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointError
 
 from mesa_tune.conversion.layers import Catalog
+from mesa_tune.errors import MesaTuneError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.draws import LongestBatch
 from mesa_tune.profiler.entries import Tie
 from mesa_tune.profiler.memory.kinds import BATCH, GRADIENTS, OPTIMIZER_STATE, WEIGHTS
+from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in, unless_out_of_memory
+from mesa_tune.profiler.memory.rerun_timeline import rerun_timeline
 from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import StepTrace
-from mesa_tune.profiler.memory.timeline_builder import build_timeline
+from mesa_tune.profiler.memory.timeline_builder import TracedPair, timeline_of
 from mesa_tune.profiler.memory.trace import trace_step
 from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.rerun_modules.blocks import all_run_again, block_levels, rerunning
 from mesa_tune.workload.session import session
 from mesa_tune.workload.step import Stepper
 from mesa_tune.workload.workload import Workload
@@ -41,11 +46,16 @@ class StepTracer:
     optimizer: Optimizer
     restore: Callable[[], None]
 
-    def traced(self, batch: Any, batch_size: int) -> tuple[TracedSteps, Tags]:
-        """Return the traced steps on `batch`, of `batch_size` samples, and tag and index of each layer."""
-        plain, _ = self.trace(batch, Policy.parse(""))
-        packed, tags = self.trace(batch, Policy.uniform(level=16))
-        derived, _ = self.trace(batch, Policy.uniform(level=16, store="derive"), second=True)
+    def traced(
+        self, batch: Any, batch_size: int, change: Callable[[Policy], Policy] = lambda policy: policy
+    ) -> tuple[TracedSteps, Tags]:
+        """Return the traced steps on `batch`, of `batch_size` samples, and tag and index of each layer.
+
+        `change`: what is done to the policy of each step.
+        """
+        plain, _ = self.trace(batch, change(Policy.parse("")))
+        packed, tags = self.trace(batch, change(Policy.uniform(level=16)))
+        derived, _ = self.trace(batch, change(Policy.uniform(level=16, store="derive")), second=True)
         static = self.static_bytes(batch)
         static[GRADIENTS] += plain.static_gradients
         return TracedSteps(batch_size, static, plain, packed, derived), tags
@@ -67,6 +77,27 @@ class StepTracer:
                 static = self.static(batch)
                 trace = trace_step(self._stepper, self.model, batch, running.forward, static)
             return trace, running.layers()
+
+    def rerun_modules(self, batch: Any, plain: StepTrace) -> tuple[str, ...]:
+        """Return the level of blocks that has the least peak if all of them run again; () if none can."""
+        peaks: list[tuple[int, tuple[str, ...]]] = []
+        for blocks in block_levels(self.model, plain):
+            alone = (name for name in blocks if self._peak_again(batch, (name,)) is not None)
+            modules, peak = blocks, self._peak_again(batch, blocks)
+            if peak is None:
+                modules = tuple(alone)
+                peak = self._peak_again(batch, modules) if modules else None
+            if peak is not None:
+                peaks.append((peak, modules))
+        return min(peaks, default=(0, ()))[1]
+
+    def _peak_again(self, batch: Any, modules: tuple[str, ...]) -> int | None:
+        """Return the peak of the step in which `modules` run again; None if one of them cannot."""
+        try:
+            trace, _ = self.trace(batch, rerunning(Policy.parse(""), modules))
+        except (MesaTuneError, CheckpointError):  # such as a module that changes its input in place
+            return None
+        return trace.peak() if all_run_again(trace, modules) else None
 
     @cached_property
     def _stepper(self) -> Stepper:
@@ -114,7 +145,25 @@ class TracedWorkload:
             small = unless_out_of_memory(lambda: self._smaller(2)) or self.large
         self.catalog = Catalog.of(tracer.model)
         self.rows = Rows(self.large, tags, self.catalog.modules)
-        self.timeline = build_timeline(self.large, small, self.rows.hooked)
+        self.timeline = self._timeline(small)
+
+    def _timeline(self, small: TracedSteps) -> Timeline:
+        """Return the timeline, with modules that can run again if there are any and memory suffices."""
+        traced, hooked = TracedPair(self.large, small), self.rows.hooked
+        modules = self.tracer.rerun_modules(self.longest.batch, self.large.plain)
+        again = unless_out_of_memory(lambda: self._again(modules, small)) if modules else None
+        return (
+            timeline_of(traced, hooked) if again is None else rerun_timeline(traced, again, modules, hooked)
+        )
+
+    def _again(self, modules: tuple[str, ...], small: TracedSteps) -> TracedPair:
+        """Return the traced steps in which `modules` run again."""
+        change = partial(rerunning, modules=modules)
+        large, _ = self.tracer.traced(self.longest.batch, self.large.batch_size, change)
+        if small.batch_size == large.batch_size:
+            return TracedPair(large, large)
+        batch = self.workload.make_batch(small.batch_size, draw=self.longest.draw)
+        return TracedPair(large, self.tracer.traced(batch, small.batch_size, change)[0])
 
     def _smaller(self, size: int) -> TracedSteps:
         """Return the traced steps of the same draw at another batch size."""

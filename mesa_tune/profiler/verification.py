@@ -24,6 +24,7 @@ from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.draws import longest_batch
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
+from mesa_tune.profiler.errors.by_group import GroupError, errors_by_group
 from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
@@ -66,7 +67,8 @@ class Verification:
     `gradient_errors`: relative squared errors, batch by batch, one for each rounding seed; `gradient_error`
     is their mean, `gradient_noise_ratio` their mean over the batches' own noise (`Noise`).
     `checkpoints`: error and noise with the weights of each checkpoint of the workload.
-    `step_ratio`: None if the two steps could not be timed in turn.
+    `step_ratio`: None if the two steps could not be timed in turn. `groups`: errors by group of parameters,
+    the first of all; empty unless asked for.
     """
 
     baseline: Measured
@@ -80,6 +82,7 @@ class Verification:
     steps: int
     gradient_noise_ratio: float | None = None
     checkpoints: tuple[AtCheckpoint, ...] = ()
+    groups: tuple[GroupError, ...] = ()
 
     @property
     def gradient_error(self) -> float | None:
@@ -121,6 +124,7 @@ class Verification:
             "step_ratio": asdict(self.step_ratio) if self.step_ratio else None,
             "gradient_errors": list(self.gradient_errors),
             "checkpoints": [asdict(entry) for entry in self.checkpoints],
+            "groups": [asdict(group) for group in self.groups],
         }
 
     @classmethod
@@ -135,6 +139,7 @@ class Verification:
             "step_ratio": None if ratio is None else typed(Ratio, ratio),
             "predicted": None if predicted is None else Prediction.from_dict(predicted),
             "checkpoints": tuple(typed(AtCheckpoint, entry) for entry in values.get("checkpoints", ())),
+            "groups": tuple(typed(GroupError, group) for group in values.get("groups", ())),
         }
         return typed(
             cls, {**{name: values[name] for name in ("device", "batch_size", "torch", "steps")}, **parts}
@@ -157,15 +162,18 @@ def verify(
     predicted: Prediction | None = None,
     steps: int = 5,
     seeds: int = 3,
+    by_group: bool = False,
 ) -> Verification:
     """Measure memory, time and gradient error of real training steps of `workload` under `policy`.
 
     Memory is measured in the second step of the plain model, and of a converted one, on the longest of the
     first draws of the batch. `steps` pairs of steps, plain and policy in turn, are timed after a warm-up
     pair. The gradient error is measured on `BATCHES` batches, with `seeds` rounding seeds each, and at each
-    checkpoint of the workload on `seeds` batches. `predicted` becomes part of the result. Random generators
-    are restored. If the plain step runs out of memory, its bytes and times are None; exact gradients are then
-    computed by running modules again in backward.
+    checkpoint of the workload on `seeds` batches. `by_group`: also measure it within each group of the
+    optimizer (of one with a single group: within each top-level module), and with gradients divided by √v̂ + ε
+    of Adam, after `STATE_STEPS` plain steps have made its state. `predicted` becomes part of the result.
+    Random generators are restored. If the plain step runs out of memory, its bytes and times are None; exact
+    gradients are then computed by running modules again in backward.
 
     Raises:
         PolicyError: the policy was made for another model.
@@ -189,12 +197,14 @@ def verify(
         else:
             found = _gradient_errors(workload, policy, seeds)
         errors, ratio, entries = found or ([], None, ())
+        groups = _by_group(workload, policy, seeds, checkpointed=plain is None) if by_group else ()
     return Verification(
         baseline=_measured(plain, times.plain),
         policy=_measured(packed, times.packed),
         gradient_errors=tuple(errors),
         gradient_noise_ratio=ratio,
         checkpoints=tuple(entries),
+        groups=groups,
         step_ratio=times.ratio,
         predicted=predicted,
         device=workload.device,
@@ -298,6 +308,19 @@ def _gradient_errors(
         workload, model, policy, batches=seeds, first_seed=UNUSED_SEEDS, checkpointed=checkpointed
     )
     return errors, ratio, list(entries)
+
+
+def _by_group(
+    workload: Workload, policy: Policy, seeds: int, *, checkpointed: bool
+) -> tuple[GroupError, ...]:
+    """Return the errors within groups, on the same batches and with the same seeds; none if out of memory."""
+    pairs = [(UNUSED_DRAWS + batch, UNUSED_SEEDS + seed) for batch in range(BATCHES) for seed in range(seeds)]
+
+    def measured() -> list[GroupError]:
+        joint = JointError(workload, checkpointed=checkpointed)
+        return errors_by_group(joint, policy, pairs, UNUSED_DRAWS + NOISE_STEPS)
+
+    return tuple(unless_out_of_memory(measured) or ())
 
 
 def _measured(memory: StepMemory | None, step_ms: float | None) -> Measured:

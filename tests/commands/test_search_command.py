@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mesa_tune import cli, convert, profile
+from mesa_tune.commands.budgets import free_memory
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
@@ -101,7 +102,7 @@ def test_the_profile_alone_gives_plan_and_policy(capsys: pytest.CaptureFixture[s
     assert max(map(len, out)) <= 80
     plan, policy = Plan.load("mesa-run/plan.json"), Policy.load("mesa-run/policy.txt")
     assert policy == plan.policy
-    assert plan.predicted.peak_bytes <= plan.budget_bytes
+    assert plan.predicted.peak_bytes <= (plan.budget_bytes or 0)
     assert "study.db" not in files()
 
 
@@ -290,6 +291,83 @@ def test_a_profile_made_in_python_is_solved_without_a_model(capsys: pytest.Captu
     assert_refused(["--budget", "60%"], capsys, ["names no model file", "--trials 0"])
     assert search("--budget", "60%", "--trials", "0", "--batch-size", "20", "--max-saved", "90%") == 0
     assert "at batch size 20 (profiled at 8)" in capsys.readouterr().out
+
+
+def noisy_run() -> Profile:
+    made = replace(synthetic_profile(2, grid=COARSE), gradient_noise=0.5, gradient_scale=1.0)
+    made.save("mesa-run/profile.json")
+    return made
+
+
+def test_the_terminal_says_which_objective_held(capsys: pytest.CaptureFixture[str]) -> None:
+    noisy_run()
+    for options, words in (
+        (["--budget", "60%"], "objective  time within noise ratio 0.1; no plan of the settings tried is"),
+        (["--budget", "60%", "--objective", "error"], "objective  error; no plan of the settings tried errs"),
+        (["--smallest"], "objective  memory within noise ratio 0.1; "),
+        (["--budget", "60%", "--max-noise-ratio", "1e-12"], "objective  error, because no plan was found"),
+    ):
+        assert search(*options, "--trials", "0", "--force") == 0
+        out = capsys.readouterr().out
+        assert words in out
+        assert max(map(len, out.splitlines())) <= 80
+    assert "objective error" in Path("mesa-run/policy.txt").read_text("utf-8")
+
+
+def test_several_budgets_have_a_table_and_files_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    noisy_run()
+    several = ["--budget", "80%,60%, 500kB", "--trials", "0"]
+    assert search(*several) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.count("wrote mesa-run/policy-") == 3
+    names = {
+        f"{kind}-{label}" for kind in ("plan", "policy") for label in ("80percent", "60percent", "500kB")
+    }
+    assert {Path(name).stem for name in files()} >= names
+    assert not {"plan.json", "policy.txt"} & files()
+    assert search(*several, "--json") == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [plan["budget_bytes"] for plan in plans] == [
+        Plan.load(f"mesa-run/plan-{label}.json").budget_bytes for label in ("80percent", "60percent", "500kB")
+    ]
+
+
+def test_what_is_free_can_be_the_budget(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = noisy_run()
+    free = int(0.8 * made.peak_bytes)
+    monkeypatch.setattr("mesa_tune.commands.budgets._available", lambda: free)
+    monkeypatch.setattr("mesa_tune.commands.budgets._cgroup_bytes", list)
+    assert search("--budget", "auto", "--trials", "0") == 0
+    assert f"budget auto: {format_bytes(free)} of memory available, less 10%" in capsys.readouterr().out
+    assert Plan.load("mesa-run/plan.json").budget_bytes == int(0.9 * free)
+    monkeypatch.setattr("mesa_tune.commands.budgets._cgroup_bytes", lambda: [(free - 1000, "left by it")])
+    assert free_memory("cpu") == (free - 1000, "left by it")
+
+
+def test_the_largest_batch_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    noisy_run()
+    assert search("--budget", "100%", "--max-batch", "--trials", "0") == 0
+    plan = Plan.load("mesa-run/plan.json")
+    out = capsys.readouterr().out
+    assert f"at batch size {plan.batch_size} (profiled at 8)" in out
+    assert plan.batch_size > 8
+    assert "unknown" in " ".join(out.split())
+
+
+def test_layers_are_pinned_and_stores_forbidden(capsys: pytest.CaptureFixture[str]) -> None:
+    noisy_run()
+    pins = ["--pin", "blocks.0.*: exact", "--pin", "blocks.1.fc2: level 4"]
+    arguments = ["--budget", "75%", "--trials", "0", "--forbid", "derive,tile", "--only", "level"]
+    assert search(*arguments, *pins) == 0
+    policy = Policy.load("mesa-run/policy.txt")
+    assert policy.settings("fc", 0, "blocks.0.fc2").exact
+    assert policy.settings("fc", 7, "blocks.1.fc2").level == 4
+    capsys.readouterr()
+    assert_refused([*arguments, "--pin", "blocks.0: levl 4"], capsys, ["levl", "'level'"])
+    assert_refused(["--trials", "0"], capsys, ["no budget", "--smallest"])
 
 
 def test_unknown_options_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -344,14 +344,16 @@ def test_errors_are_those_without_checkpoints(profiles: dict[str, mt.Profile], k
     expected = {layer.name: [option.gradient_error for option in layer.options] for layer in without.layers}
     found = profiled(profiles, kind).layers
     errors = {layer.name: [option.gradient_error for option in layer.options] for layer in found}
-    assert {name: errors[name] for name in expected} == expected
+    # Reentrant checkpoints change the order of layers, and with it on which batches each is measured.
+    for name, values in expected.items():
+        assert errors[name] == pytest.approx(values, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
 def test_a_searched_policy_keeps_its_word(profiles: dict[str, mt.Profile], kind: str) -> None:
     profile, work = profiled(profiles, kind), workload(KINDS[kind][0])
     budget = int(0.85 * profile.peak_bytes)
-    plan = mt.search_policy(profile, budget, workload=work, trials=4)
+    plan = mt.search_policy(profile, budget, workload=work, trials=4, objective="error")
     check = mt.verify(work, plan.policy, predicted=plan.predicted, steps=1, seeds=2)
     assert check.policy.peak_bytes == plan.predicted.peak_bytes <= budget
     assert check.policy.saved_bytes == plan.predicted.saved_bytes

@@ -25,6 +25,14 @@ def test_a_layer_cannot_be_recomputed_by_itself() -> None:
     assert "forward" not in model.__dict__
 
 
+def test_only_losses_go_backward_in_slices() -> None:
+    model, policy = nn.Linear(4, 4), _policy("tile: 8")
+    with pytest.raises(mt.PolicyError, match=r"policy.txt:4: `tile: 8` is for losses.*\n.*`on loss:`"):
+        mt.convert(model, policy)
+    mt.convert(model, _policy("tile: 1"))
+    mt.convert(model, mt.Policy.uniform(16, tile=8))
+
+
 @pytest.mark.parametrize("line", AVAILABLE)
 def test_every_other_key_is_carried_out_without_a_word(line: str) -> None:
     with warnings.catch_warnings():

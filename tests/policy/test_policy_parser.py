@@ -44,6 +44,8 @@ MISTAKES = [
     mistake("level-long", f"on fc:\n  by_index: 1\n  level: {'9' * 400}\n", 3, "bad value", "2 to 256"),
     mistake("group_size-zero", RULE + "  group_size: 0\n", 4, "bad value '0' for group_size", "1 or more"),
     mistake("quant_groups-negative", RULE + "  quant_groups: -1\n", 4, "bad value '-1'", "1 or more"),
+    mistake("tile-zero", RULE + "  tile: 0\n", 4, "bad value '0' for tile", "1 or more"),
+    mistake("tile-fraction", RULE + "  tile: 1.5\n", 4, "bad value '1.5' for tile", "slices"),
     mistake("enable-number", RULE + "  enable: 1\n", 4, "bad value '1' for enable", "True or False"),
     mistake("enable-capitals", RULE + "  enable: FALSE\n", 4, "bad value 'FALSE'", "did you mean 'False'"),
     mistake("ema_decay-one", RULE + "  ema_decay: 1\n", 4, "bad value '1' for ema_decay", "below 1"),

@@ -34,6 +34,7 @@ settings = st.builds(
     drop=fractions,
     allocation=st.sampled_from(ALLOCATIONS),
     store=st.sampled_from(STORES),
+    tile=st.integers(1, 64),
 )
 
 
@@ -48,6 +49,8 @@ def test_bits_hold_every_level(level: int, bits: int) -> None:
     "bad",
     [
         pytest.param({"level": 1}, id="level-low"),
+        pytest.param({"tile": 0}, id="tile-low"),
+        pytest.param({"tile": True}, id="tile-bool"),
         pytest.param({"level": 257}, id="level-high"),
         pytest.param({"level": 16.0}, id="level-float"),
         pytest.param({"level": True}, id="level-bool"),
@@ -110,6 +113,8 @@ def test_hooks_store_eight_bits_of_everything_or_all_of_it(
         (LayerSettings(level=16, allocation="sample"), "4 bits / 256 by sample"),
         (LayerSettings(level=2, group_size=1024), "1 bit / 1024"),
         (LayerSettings(level=10, group_size=64), "10 levels / 64"),
+        (LayerSettings(level=16, tile=8), "4 bits / 256 tile 8"),
+        (LayerSettings(store="exact", tile=8), "exact tile 8"),
         (LayerSettings(group_size=None, quant_groups=3), "8 bits / 3 groups"),
         (LayerSettings(rounding="nearest", drop=0.5, store="derive"), "8 bits / 256 nearest drop 0.5 derive"),
     ],

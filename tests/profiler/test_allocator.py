@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from mesa_tune.profiler.memory.allocator import MIB, AllocatorMeter, Block, CachingAllocator
+from mesa_tune.profiler.cuda.allocator import MIB, AllocatorMeter, Block, CachingAllocator
 
 
 @pytest.mark.parametrize(

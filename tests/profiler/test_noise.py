@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import Noise
-from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
+from mesa_tune.profiler.errors.joint_error import FEWEST_NOISE_STEPS, NOISE_STEPS, JointError
 
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 
@@ -34,8 +34,8 @@ def workload(**step: Any) -> mt.Workload:
     return mt.Workload(model, batch, loss, batch_size=64, **step)
 
 
-def by_hand(work: mt.Workload, steps: int) -> tuple[float, float]:
-    """Variance and mean squared norm of the gradients of whole steps, all of them held."""
+def gradients_of(work: mt.Workload, steps: int) -> Tensor:
+    """The gradients of whole steps, one in each row."""
     net, gradients = work.build(), []
     for draw in range(steps):
         net.zero_grad()
@@ -43,15 +43,43 @@ def by_hand(work: mt.Workload, steps: int) -> tuple[float, float]:
             work.compute_loss(net, work.make_batch(draw=draw * work.accumulation + index)).backward()
         parts = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
         gradients.append(torch.cat([part.flatten() for part in parts]).double() / work.accumulation)
-    table = torch.stack(gradients)
+    return torch.stack(gradients)
+
+
+def by_hand(work: mt.Workload, steps: int) -> tuple[float, float]:
+    """Variance and mean squared norm of the gradients of whole steps, all of them held."""
+    table = gradients_of(work, steps)
     return float(table.var(0).sum()), float(table.square().sum(1).mean())
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_noise_is_the_variance_of_whole_steps(accumulation: int) -> None:
     work = workload(accumulation=accumulation)
-    variance, mean = by_hand(work, NOISE_STEPS)
-    assert JointError(work).noise().relative == pytest.approx(variance / mean, rel=1e-5)
+    for steps in (2, FEWEST_NOISE_STEPS):
+        variance, mean = by_hand(work, steps)
+        assert JointError(work).noise(range(steps)).relative == pytest.approx(variance / mean, rel=1e-5)
+
+
+def outliers(size: int) -> tuple[Tensor, Tensor]:
+    """One batch in four has large gradients."""
+    x, target = batch(size)
+    return x * (4.0 if torch.rand(()) < 0.25 else 1.0), target
+
+
+@pytest.mark.parametrize(("make", "fewest"), [(batch, True), (outliers, False)])
+def test_noise_takes_as_many_steps_as_it_needs(make: Any, fewest: bool) -> None:
+    work = mt.Workload(model, make, loss, batch_size=2)
+    table, steps = gradients_of(work, NOISE_STEPS), 0
+    for steps in range(FEWEST_NOISE_STEPS, NOISE_STEPS + 1):
+        added = [
+            count / (count + 1) * float((table[count] - table[:count].mean(0)).square().sum())
+            for count in range(1, steps)
+        ]
+        if statistics.stdev(added) / (steps - 1) ** 0.5 < 0.1 * statistics.fmean(added):
+            break
+    relative = float(table[:steps].var(0).sum() / table[:steps].square().sum(1).mean())
+    assert JointError(work).noise().relative == pytest.approx(relative, rel=1e-5)
+    assert (steps == FEWEST_NOISE_STEPS) == fewest
 
 
 def test_noise_changes_no_gradient_that_errors_are_relative_to() -> None:

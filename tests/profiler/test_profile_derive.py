@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import Derivation
+from mesa_tune.profiler.errors.derivation import continued
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.meter import measure_step
@@ -281,3 +282,9 @@ def test_a_profile_of_before_has_no_derivations(priced: dict[str, Profile], tmp_
     values = json.loads((tmp_path / "profile.json").read_text("utf-8"))
     del values["derivations"]
     assert Profile.from_dict(values).derivations == ()
+
+
+def test_derivations_go_on_in_proportion_to_the_errors_of_their_layers() -> None:
+    own = [(1.0, 3.0, 4.0), (1.0, 1.0, 6.0)]
+    assert continued((1.0, 2.0), own) == pytest.approx((1.0, 2.0, 5.0))
+    assert continued((1.0, 2.0), [(0.0, 0.0, 0.0)]) == (1.0, 2.0, 1.5)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mesa_tune as mt
+from mesa_tune.files import dump_json
 
 MEASURE = """
 import json, re, sys, torch
@@ -80,18 +81,72 @@ def test_no_call_takes_much_more_than_the_model_says(call: str) -> None:
 
 
 def test_reserved_bytes_count_workspaces() -> None:
-    def batch(size: int) -> torch.Tensor:
-        return torch.randn(size, 32, 64, 64)
-
-    def objective(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(x).square().mean()
-        return loss
-
-    def convolutions() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 1, 3, padding=1))
-
-    with_workspace = mt.estimate(mt.Workload(convolutions, batch, objective, batch_size=4))
+    with_workspace = mt.estimate(convolutions(4))
     assert with_workspace.reserved_bytes > with_workspace.peak_bytes + 10**6
-    linear = mt.Workload(lambda: nn.Linear(64, 64), batch, lambda m, x: F.relu(m(x)).mean(), batch_size=4)
-    without = mt.estimate(linear)
+    without = mt.estimate(LINEAR)
     assert without.reserved_bytes == pytest.approx(without.peak_bytes, rel=1e-3)
+
+
+POLICIES = [mt.Policy.parse(""), mt.Policy.uniform(level=16), mt.Policy.uniform(level=4, store="derive")]
+
+
+def test_a_profile_predicts_the_workspaces_of_any_policy_and_batch_size() -> None:
+    profile = mt.profile(convolutions(4), options=[])
+    for policy in POLICIES:
+        for size in (4, 6):
+            predicted = profile.predict(policy, batch_size=size)
+            assert predicted.reserved_bytes is not None
+            assert predicted.reserved_bytes > predicted.peak_bytes + 10**6
+            estimated = mt.estimate(convolutions(size), policy).reserved_bytes
+            assert predicted.reserved_bytes == pytest.approx(estimated, rel=1e-3)
+
+
+def test_without_workspaces_a_step_reserves_its_peak() -> None:
+    predicted = mt.profile(LINEAR, options=[]).predict(mt.Policy.uniform(level=16))
+    assert predicted.reserved_bytes == predicted.peak_bytes
+    assert predicted.workspaces_text == ""
+
+
+def test_a_timeline_of_before_does_not_know_workspaces() -> None:
+    profile = mt.profile(convolutions(4), options=[])
+    document = json.loads(dump_json(profile.to_dict()))
+    assert mt.Profile.from_dict(document).predict(POLICIES[1]) == profile.predict(POLICIES[1])
+    for slot in document["timeline"]["slots"]:
+        del slot["workspaces"]
+    assert mt.Profile.from_dict(document).predict(POLICIES[1]).reserved_bytes is None
+
+
+def test_a_budget_limits_the_bytes_with_workspaces() -> None:
+    profile = mt.profile(convolutions(4), options=[mt.LayerSettings(level=16)], seeds=1)
+    plain = profile.predict(mt.Policy.parse(""))
+    assert plain.reserved_bytes is not None
+    assert mt.search_policy(profile, plain.reserved_bytes).is_exact
+    plan = mt.search_policy(profile, plain.reserved_bytes - 1)
+    assert plan.budget_bytes is not None
+    assert plain.peak_bytes < plan.budget_bytes
+    assert not plan.is_exact
+    assert plan.predicted.reserved_bytes is not None
+    assert plan.predicted.reserved_bytes <= plan.budget_bytes
+    assert mt.search_policy(profile, "90%").budget_bytes == int(0.9 * plain.reserved_bytes)
+
+
+def convolutions(batch_size: int) -> mt.Workload:
+    def build() -> nn.Module:
+        blocks = (nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(6))
+        return nn.Sequential(*blocks, nn.Conv2d(32, 1, 3))
+
+    return mt.Workload(build, _images, _square, batch_size=batch_size)
+
+
+def _images(size: int) -> torch.Tensor:
+    return torch.randn(size, 32, 64, 64)
+
+
+def _square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+LINEAR = mt.Workload(
+    lambda: nn.Linear(64, 64), _images, lambda model, x: F.relu(model(x)).mean(), batch_size=4
+)

@@ -20,11 +20,13 @@ from mesa_tune.profiler.errors.joint_error import JointError, Pair
 from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import search_policy
+from mesa_tune.search.restrictions import NO_RESTRICTIONS, Restrictions
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
 from tests.profiler.test_profile_derive import DIGITS, workload
 from tests.synthetic import COARSE, synthetic_profile
 
+BOUND = Restrictions(frozenset({"derive"}))
 FOUR = LayerSettings(level=16)
 DERIVE = replace(FOUR, store="derive")
 TAKERS = ("blocks.0.q", "blocks.0.k", "blocks.0.v")
@@ -73,7 +75,7 @@ def names(space: Space, cluster: Sequence[int]) -> set[str]:
 def test_units_that_derive_from_one_another_are_a_cluster(profile: Profile) -> None:
     space = make_space(profile)
     assert [names(space, units) for units in space.clusters] == [{NORM, *TAKERS}]
-    assert not make_space(profile, derive=False).clusters
+    assert not make_space(profile, restrictions=BOUND).clusters
 
 
 def test_who_derives_keeps_nothing_and_errs_by_what_it_derives_from(profile: Profile) -> None:
@@ -128,7 +130,7 @@ def test_solutions_are_those_of_brute_force(factor: float) -> None:
 @pytest.mark.parametrize("factor", [0.5, 3.0, 100.0])
 def test_never_worse_than_without(factor: float) -> None:
     profile = deriving(synthetic_profile(2, grid=COARSE, seed=5), factor)
-    free, bound = (Program(make_space(profile, derive=derive)) for derive in (True, False))
+    free, bound = (Program(make_space(profile, restrictions=each)) for each in (NO_RESTRICTIONS, BOUND))
     lowest = bound.smallest_peak(Limits())
     assert lowest is not None
     gains = []
@@ -191,7 +193,7 @@ class Noted:
 def test_a_study_tries_whole_clusters_only() -> None:
     profile = deriving(synthetic_profile(2, grid=COARSE, seed=5), 1.2)
     noted = Noted()
-    search_policy(profile, "55%", objective=noted, trials=12)
+    search_policy(profile, "55%", measure=noted, trials=12)
     stores = []
     for policy in noted.policies:
         assignment = profile.assignment(policy)
@@ -216,7 +218,7 @@ def test_a_plan_that_derives_keeps_its_word(name: str) -> None:
     work = workload(name)
     options = [LayerSettings(level=level, group_size=64) for level in (4, 16, 256)]
     profile = mt.profile(work, options=options, seeds=4)
-    least = Program(make_space(profile, derive=False)).smallest_saved()
+    least = Program(make_space(profile, restrictions=BOUND)).smallest_saved()
     plan = search_policy(profile, profile.peak_bytes, max_saved=least - 1)
     assert "store: derive" in plan.policy.dumps()
     found = mt.verify(work, plan.policy, steps=1, seeds=1).policy
@@ -242,8 +244,8 @@ def test_a_vision_transformer_errs_less_at_the_same_peak(
     work, profile = digits
     budget = Limits(int(part * profile.peak_bytes))
     errors = []
-    for derive in (True, False):
-        space = make_space(profile, derive=derive)
+    for forbidden in ({"recompute"}, {"recompute", "derive"}):
+        space = make_space(profile, restrictions=Restrictions(frozenset(forbidden)))
         solved = Program(space).solve(budget)
         assert solved is not None
         chosen = space.assignment(solved.chosen)
@@ -257,7 +259,7 @@ def test_a_vision_transformer_errs_less_at_the_same_peak(
 
 def test_a_searched_plan_is_at_work_from_the_first_forward_on(digits: tuple[mt.Workload, Profile]) -> None:
     work, profile = digits
-    searched = search_policy(profile, "40%").policy
+    searched = search_policy(profile, "40%", objective="error", forbid=["recompute"]).policy
     by_hand = replace(searched, header=Header())
     activations = [layer.name for layer in profile.layers if layer.tag == "gelu"]
     serving = []

@@ -79,7 +79,7 @@ def test_only_what_is_allowed_and_within_the_limits(space: Space) -> None:
 
 def test_solutions_cannot_be_polished_further(space: Space) -> None:
     program = Program(space)
-    peaks = np.linspace(int(program.smallest_peak(Limits()).cost), int(space.live(program._plain).max()), 9)  # type: ignore[union-attr]
+    peaks = np.linspace(int(program.smallest_peak(Limits()).cost), int(program.rows.plain_live.max()), 9)  # type: ignore[union-attr]
     for peak in peaks:
         limits = Limits(int(peak))
         solved = program.solve(limits)

@@ -120,7 +120,7 @@ OPTIONS = {
     "profile --batch-size banana": ("--batch-size", "mesa-tune profile --help"),
     "profile --device tpu": ("device 'tpu'", "--device"),
     "profile --autocast int8": ("autocast 'int8'", "bfloat16"),
-    "search": ("--budget", "mesa-tune search --help"),
+    "search": ("no budget", "--budget 6GB", "--smallest"),
     "search --budget banana": ("budget 'banana': not an amount", "6GB"),
     "search --budget 0": ("budget '0': must be above zero", "6GB"),
     "search --budget -1GB": ("budget '-1GB': must be above zero", "6GB"),

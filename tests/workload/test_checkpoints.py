@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mesa_tune.profiler.memory.saved_limit import LimitMeter
+from mesa_tune.profiler.saved_limit import LimitMeter
 from mesa_tune.workload.checkpoints import with_checkpoints
 
 

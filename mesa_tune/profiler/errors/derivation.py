@@ -4,12 +4,16 @@ A consumer's noise is then its producer's: one rounded tensor reaches the produc
 γ x̂ + β or f(x), those of all layers that derive from it. So a price belongs to what is *stored*, and counts
 all backwards that it reaches.
 
+Such a price is in proportion to the sum of the layers' own errors (measured on a small ViT, with the ratio of
+two batches: the mean over six is 8 % off at most settings). So a few batches measure the ratio.
+
 What is hard: the exact, recorded step does not show from which saved tensors each output can be derived.
 A second step that does derive shows it, by layer, call and position.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,9 +25,26 @@ from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.engine.rematerialize import Recipe, rebuilt, take
 from mesa_tune.engine.storage import Packing, as_is
 from mesa_tune.policy.settings import MIN_ELEMENTS
+from mesa_tune.profiler.errors.intervals import Errors
 from mesa_tune.profiler.errors.recorded import CopyCache, Draw, RecordedCall, now
 from mesa_tune.profiler.memory.step_trace import CallKey, TensorKey
 from mesa_tune.profiler.memory.trace import CallCounter
+
+DERIVED_BATCHES = 2
+"""Batches on which derivations are measured."""
+
+
+def continued(errors: Errors, own: Sequence[Errors]) -> Errors:
+    """Return the errors of a derivation, known on the first batches, on all batches.
+
+    `own`: errors of the layers that it reaches, each without the others, on all batches.
+    """
+    sums = list(map(sum, zip(*own, strict=True)))
+    first, others = sums[: len(errors)], sums[len(errors) :]
+    if not sum(first):
+        return (*errors, *[statistics.fmean(errors)] * len(others))
+    ratio = sum(errors) / sum(first)
+    return (*errors, *(ratio * error for error in others))
 
 
 class DerivedTensor(NamedTuple):
@@ -100,6 +121,11 @@ class Reach:
     takers: tuple[str, ...]
     sources: tuple[str, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All layers whose backward the rounding reaches."""
+        return tuple(dict.fromkeys((*self.layers, *self.takers)))
+
 
 class DerivableStep:
     """A recorded exact step whose producers save what others derive from, and what can be derived."""
@@ -130,7 +156,7 @@ class DerivableStep:
         """Return the backwards that the rounding of what `reach.layers` store reaches."""
         calls = [
             _DerivingCall(self, replay, (name, index), frozenset(reach.layers))
-            for name in dict.fromkeys((*reach.layers, *reach.takers))
+            for name in reach.names
             for index, replay in enumerate(self.replays.get(name, []))
         ]
         return [call for call in calls if any(call.coded)]

@@ -37,6 +37,10 @@ _CACHED_DRAWS = 4
 _SEEDS_PER_DRAW = 1_000_003
 _SEEDS_PER_BATCH = 1_000_000_007
 NOISE_STEPS = 32
+"""Steps at most whose gradients show the noise."""
+FEWEST_NOISE_STEPS = 16
+_NOISE_PRECISION = 0.1
+"""After the fewest steps, no more are taken if the standard error of the noise is below this share of it."""
 
 
 class Objective(Protocol):
@@ -70,14 +74,19 @@ class JointError:
         return [self._error(policy, draw, seed) for draw, seed in pairs]
 
     def _error(self, policy: Policy, draw: int, seed: int) -> float:
-        batches, exact, size = self._exact_at(draw)
+        exact, changed = self.gradients(policy, draw, seed)
+        error = squared(changed, exact) / self._exact[draw][2]
+        return error if math.isfinite(error) else math.inf
+
+    def gradients(self, policy: Policy, draw: int, seed: int) -> tuple[Gradient, Gradient]:
+        """Return the exact gradient of a step, and that under `policy`."""
+        batches, exact, _ = self._exact_at(draw)
         rounding_seed = draw * _SEEDS_PER_DRAW + seed
         convert(self.model, policy, seed=rounding_seed)
         try:
             if _needs_first_step(policy):
                 self._take_first_step(policy, batches[0], draw)
-            error = squared(self._gradient(batches, draw, policy, rounding_seed), exact) / size
-            return error if math.isfinite(error) else math.inf
+            return exact, self._gradient(batches, draw, policy, rounding_seed)
         finally:
             revert(self.model)
 
@@ -124,10 +133,12 @@ class JointError:
     def noise(self, draws: range = range(NOISE_STEPS), measured: range = range(1)) -> Noise:
         """Return the noise of the steps on `draws`; only the sum of their gradients is held.
 
-        `measured`: those of them that errors were measured on.
+        `measured`: those of them that errors were measured on. Further steps are not taken once the noise is
+        known.
         """
         total: Gradient = [None] * len(self.parameters)
-        sizes = {}
+        sizes: dict[int, float] = {}
+        sums: list[float] = []
         for draw in draws:
             gradient = self._exact_gradient(draw)
             sizes[draw] = squared(gradient)
@@ -135,12 +146,15 @@ class JointError:
                 if part is not None:  # the clone, because the gradient may be cached
                     total[index] = part.clone() if sum_ is None else sum_.add_(part)
             del gradient  # before the next one takes memory
+            sums.append(squared(total))
+            if draw >= measured[-1] and _is_precise(list(sizes.values()), sums):
+                break
         mean = statistics.fmean(sizes.values())
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
-        scattered = sum(sizes.values()) - squared(total) / len(draws)
+        scattered = sum(sizes.values()) - sums[-1] / len(sizes)
         norms = tuple([sizes[draw] / mean for draw in measured])
-        return Noise(max(0.0, scattered / (len(draws) - 1)) / mean, statistics.fmean(norms), norms)
+        return Noise(max(0.0, scattered / (len(sizes) - 1)) / mean, statistics.fmean(norms), norms)
 
     def _batches(self, draw: int) -> list[Any]:
         """Return the micro-batches of one step."""
@@ -170,8 +184,10 @@ class JointError:
 
     def _storing(self, policy: Policy | None, seed: int) -> AbstractContextManager[Any]:
         """Return the context of a forward under `policy`, or of an exact one."""
-        if policy is not None:
-            return compress_saved(policy, seed=seed)
+        return self.exact_forward() if policy is None else compress_saved(policy, seed=seed)
+
+    def exact_forward(self) -> AbstractContextManager[Any]:
+        """Return the context of an exact forward."""
         return with_checkpoints(self.model) if self.checkpointed else nullcontext()
 
     @contextmanager
@@ -200,6 +216,29 @@ def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None] | 
             difference = tensors[0] - tensors[1] if len(tensors) == 2 else tensors[0]
             total += float(difference.square().sum())
     return total
+
+
+def _is_precise(sizes: Sequence[float], sums: Sequence[float]) -> bool:
+    """Return whether the gradients of enough steps show their noise.
+
+    `sizes`: their squared norms; `sums`: the squared norms of the sums of the first 1, 2, … of them.
+    """
+    if len(sizes) < FEWEST_NOISE_STEPS:
+        return False
+    parts = list(variances(sizes, sums))
+    error = statistics.stdev(parts) / math.sqrt(len(parts))
+    return not error > _NOISE_PRECISION * statistics.fmean(parts)  # NaN: no step more makes it known
+
+
+def variances(sizes: Sequence[float], sums: Sequence[float]) -> Iterator[float]:
+    """Yield for each step but the first what it adds to Σ‖g_b − ḡ‖² (Welford's algorithm).
+
+    Each is an estimate of the variance by itself, and their mean is the usual one. See `_is_precise`.
+    """
+    for count in range(1, len(sizes)):
+        size, before, after = sizes[count], sums[count - 1], sums[count]
+        product = (after - before - size) / 2
+        yield count / (count + 1) * (size - 2 * product / count + before / count**2)
 
 
 def _needs_first_step(policy: Policy) -> bool:

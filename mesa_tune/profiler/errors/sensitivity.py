@@ -6,12 +6,12 @@ its input gradients go through the rest of the graph by themselves, because a ba
 incoming gradient.
 
 What is hard: this last part costs up to a whole backward. So it runs only for two options of a batch: one
-of 1 bit, and one of more bits, another on each batch; on the batch that screens, only for the latter. What it
-makes of a change of input gradients, the *amplification* (a ratio of squared norms), is about the same for
-all options of more than 1 bit (measured on small models: they scatter by 2 to 17 %; at 2 bits of a ResNet it
-is about 20 % off). So each option takes the amplification of all options of its kind: its own would vary more
-by chance, and a solver would choose the lucky ones. Where others derive what a layer stores, its
-amplification is the same, too.
+of 1 bit, and one of more bits, another on each batch; on the batch that screens, only for the latter; and on
+most batches only for a third of the layers (see `amplification`). What it makes of a change of input
+gradients, the *amplification* (a ratio of squared norms), is about the same for all options of more than 1
+bit (measured on small models: they scatter by 2 to 17 %; at 2 bits of a ResNet it is about 20 % off). So each
+option takes the amplification of all options of its kind: its own would vary more by chance, and a solver
+would choose the lucky ones. Where others derive what a layer stores, its amplification is the same, too.
 And the incoming gradients of all calls take about as much memory as what the step saves. So one part of them
 is alive at a time, and a further backward records the next part.
 """
@@ -33,6 +33,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP, comparable_group_size, kind
+from mesa_tune.profiler.errors.amplification import Amplified
 from mesa_tune.profiler.errors.recorded import (
     TRIES,
     Changes,
@@ -56,9 +57,6 @@ PARTS = 4
 """Incoming gradients are recorded in parts of a quarter of their bytes at most, or of one group of layers."""
 
 _FREED = torch.empty(0)
-
-Amplified = tuple[str, Any]
-"""A layer, and what all options have in common to which its amplification applies."""
 
 
 @dataclass
@@ -129,7 +127,8 @@ class Sensitivity:
 
     `seed`: of their rounding noise, and number of the batch. `splits`: also measure the part of the errors
     that is a bias, with a second rounding seed. `screens`: the errors only choose options. `tries`: how often
-    tensors are stored and restored for their times. `amplifications`: those that are known. The forward must
+    tensors are stored and restored for their times. `amplifications`: those that are known, which are not
+    measured. The forward must
     run in a session of `RawConversion`, and be observed by `recording`.
     """
 
@@ -181,6 +180,7 @@ class Sensitivity:
         """Return the prices of `options` for each of `layers`, which share tensors.
 
         Also return, for each option, the ratio of the layers' joint error to the sum of their own errors.
+        Return no ratios if none was measured, because amplifications are known.
         """
         hooked = {layer: self._hooked(layer, options) for layer in layers if layer in self.recording.hooked}
         routed = [layer for layer in layers if layer not in hooked]
@@ -194,12 +194,11 @@ class Sensitivity:
         self.references = self._references(options)
         draws = {option: self._draw(calls, option) for option in options}
         joint = [_joint(list(draws[option].values())) for option in options]
-        _fill_ratios(joint, options)
         prices = hooked | {
             layer: self._prices({option: draws[option][layer] for option in draws}, options)
             for layer in routed
         }
-        return prices, [1.0 if ratio is None else ratio for ratio in joint]
+        return prices, _filled(joint, options)
 
     def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
         """Return the price of each option for all `calls`, as if they were of one layer.
@@ -379,14 +378,16 @@ def _joint(draws: Sequence[Draw]) -> float | None:
     return joint / sum(own) if sum(own) else 1.0
 
 
-def _fill_ratios(joint: list[float | None], options: Sequence[LayerSettings]) -> None:
-    """Replace each None in `joint` by the ratio of the measured option with the nearest bits."""
-    measured = [
-        (option.bits, ratio) for option, ratio in zip(options, joint, strict=True) if ratio is not None
+def _filled(joint: Sequence[float | None], options: Sequence[LayerSettings]) -> list[float]:
+    """Return `joint` with each None replaced by the ratio of the measured option with the nearest bits."""
+    pairs = list(zip(options, joint, strict=True))
+    measured = [(option.bits, ratio) for option, ratio in pairs if ratio is not None]
+    if not measured:
+        return []
+    return [
+        min(measured, key=lambda pair: abs(pair[0] - option.bits))[1] if ratio is None else ratio
+        for option, ratio in pairs
     ]
-    for index, option in enumerate(options):
-        if joint[index] is None and measured:
-            joint[index] = min(measured, key=lambda pair: abs(pair[0] - option.bits))[1]
 
 
 def _spec(option: LayerSettings) -> Spec:

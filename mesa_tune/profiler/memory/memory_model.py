@@ -35,6 +35,9 @@ class Slot:
     `exact`: if `layer` is stored exactly. `packed`: if it is compressed, with temporaries of encoding and
     decoded copies; the same where there is no layer. `derived`: if the layer derives from what others save,
     or others derive from what it saves; None: as `packed`. `gradients`: those of parameters, among them.
+    `workspaces`: what kernels take besides tensors, in each of these three cases; empty: unknown. `again`:
+    exact, packed, derived, gradients and workspaces where all `modules` of the timeline run again in
+    backward; empty: no module can.
     """
 
     layer: str | None
@@ -43,6 +46,8 @@ class Slot:
     packed: SizePair
     derived: SizePair | None = None
     gradients: SizePair = (0, 0)
+    workspaces: tuple[SizePair, ...] = ()
+    again: tuple[SizePair, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class SavedSpan:
     `extents`: for each layer, the number of elements that decides whether its call compresses, or frees a
     plain span: up to `min_elements` it does not. `whole`: the bytes that a small coded tensor keeps alive,
     maybe as a view; 0 where a plain span stays alive for it; None: `size * itemsize`.
+    `again`: only layers inside modules that run again in backward save it; else only the other layers do.
     """
 
     kind: str
@@ -70,6 +76,7 @@ class SavedSpan:
     sources: tuple[str, ...] = ()
     extents: tuple[SizePair, ...] = ()
     whole: SizePair | None = None
+    again: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -83,7 +90,8 @@ class Timeline:
     `static`: bytes alive when the step begins, by kind (`STATIC` in kinds.py). `hooked`: layers stored by
     hooks, which have 256 levels at least. `serving`: layers that derive what they save only if others derive
     from them, too; else they save something else (GELU saves its derivative). `rows`: for layers whose groups
-    end where rows end, the elements per row.
+    end where rows end, the elements per row. `modules`: those that can run again in backward. Settings by
+    their names, with `store: recompute`, are those of their inputs.
     """
 
     batch_sizes: SizePair
@@ -94,6 +102,7 @@ class Timeline:
     min_elements: int = MIN_ELEMENTS
     serving: tuple[str, ...] = ()
     rows: Mapping[str, int] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
 
     def saved_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
         """Return the bytes of all spans that are alive when the forward ends."""
@@ -164,6 +173,7 @@ class Timeline:
             "min_elements": self.min_elements,
             "serving": self.serving,
             "rows": self.rows,
+            "modules": self.modules,
         }
 
     @staticmethod
@@ -178,6 +188,7 @@ class Timeline:
             min_elements=int(values["min_elements"]),
             serving=tuple(values.get("serving", ())),
             rows={layer: int(row) for layer, row in values.get("rows", {}).items()},
+            modules=tuple(values.get("modules", ())),
         )
 
 
@@ -198,13 +209,15 @@ class _Sizing:
                 packed=self._size(slot.packed),
                 derived=self._size(slot.derived or slot.packed),
                 gradients=self._size(slot.gradients),
+                workspaces=tuple(map(self._size, slot.workspaces)),
+                again=tuple(map(self._size, slot.again)),
             )
             for slot in source.slots
         ]
         spans = [self._span(span) for span in source.kept]
         static = {kind: self._size(pair) for kind, pair in source.static.items()}
         serving = frozenset(source.serving)
-        return SizedTimeline(self.batch_size, static, slots, spans, self._traits(), serving)
+        return SizedTimeline(self.batch_size, static, slots, spans, self._traits(), serving, source.modules)
 
     def _size(self, pair: SizePair) -> int:
         return self.source.scaled(pair, self.batch_size)
@@ -217,6 +230,7 @@ class _Sizing:
         hooked = frozenset(source.hooked)
         # Every policy leaves a layer exact whose calls are all too small to compress.
         small = {name for name, count in largest.items() if count <= source.min_elements}
+        small -= set(source.modules)  # these save small inputs as they are
         return {name: LayerTraits(name in hooked, name in small, source.rows.get(name, 0)) for name in names}
 
     def _largest_calls(self) -> Iterator[tuple[str, int]]:
@@ -245,7 +259,9 @@ class _Sizing:
             size = size * span.itemsize if span.whole is None else self._size(span.whole)
             kind, sources = "small", ()
         samples = self._size(span.samples)
-        return SizedSpan(kind, layers, size, span.itemsize, span.first, span.last, samples, sources)
+        return SizedSpan(
+            kind, layers, size, span.itemsize, span.first, span.last, samples, sources, span.again
+        )
 
 
 def _pair(values: Any) -> SizePair:
@@ -255,8 +271,9 @@ def _pair(values: Any) -> SizePair:
 
 def _slot(values: Mapping[str, Any]) -> Slot:
     sizes = {name: _pair(values[name]) for name in ("exact", "packed", "gradients")}
+    lists = {name: tuple(map(_pair, values.get(name, ()))) for name in ("workspaces", "again")}
     derived = values.get("derived")
-    return Slot(**{**values, **sizes, "derived": None if derived is None else _pair(derived)})
+    return Slot(**{**values, **sizes, **lists, "derived": None if derived is None else _pair(derived)})
 
 
 def _span(values: Mapping[str, Any]) -> SavedSpan:

@@ -88,7 +88,11 @@ class Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in storages(result):
             self._see_result(storage)
+        self._called(func, args, result)
         return result
+
+    def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Called after each operator, for subclasses."""
 
     def count_older(self, tensors: Iterable[Tensor], others: Iterable[UntypedStorage] = ()) -> None:
         """Count tensors and storages that exist already, in this order, as if they were born now."""

@@ -16,8 +16,8 @@ from mesa_tune.policy.settings import EXACT, LayerSettings
 
 @lru_cache(maxsize=1 << 12)
 def stored_as(settings: LayerSettings) -> LayerSettings:
-    """Return the settings for what a layer cannot derive."""
-    return replace(settings, store="quantize") if settings.store == "derive" else settings
+    """Return the settings for what a layer cannot derive, and for the inputs of a module that runs again."""
+    return replace(settings, store="quantize") if settings.store in ("derive", "recompute") else settings
 
 
 @lru_cache(maxsize=1 << 12)

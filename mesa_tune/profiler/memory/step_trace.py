@@ -37,12 +37,23 @@ class Lifetime:
 
 @dataclass
 class SlotTrace:
-    """Part of the step that begins with a call of `layer`: the most bytes alive in it, and when this was."""
+    """Part of the step that begins with a call of `layer`: the most bytes alive in it, and when this was.
+
+    `again`: the call runs again, in the backward. `reserved`: the most at the end of an operator, with the
+    workspace that it took.
+    """
 
     layer: str | None
     phase: str
     high: int
     moment: int
+    again: bool = False
+    reserved: int = 0
+
+    @property
+    def workspaces(self) -> int:
+        """Bytes by which workspaces exceed the most bytes alive."""
+        return max(0, self.reserved - self.high)
 
 
 @dataclass

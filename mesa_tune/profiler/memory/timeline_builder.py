@@ -9,7 +9,7 @@ shows what is derived instead of stored, and what deriving adds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline
 from mesa_tune.profiler.memory.step_trace import NEVER, CallKey, PlainTrace, SlotTrace, StepTrace
 from mesa_tune.profiler.memory.traced_steps import (
     TracedSteps,
@@ -47,35 +47,82 @@ class _TracedSpan:
     whole: int = 0
 
 
+@dataclass(frozen=True)
+class TracedSpan:
+    """A saved span, and the bytes that it has in the traced compressed step, at two batch sizes.
+
+    `of_module`: it is an input of a module that runs again, which is packed in every traced step.
+    """
+
+    saved: SavedSpan
+    traced_bytes: SizePair
+    of_module: bool = False
+
+    @property
+    def plain_bytes(self) -> SizePair:
+        """The bytes in the traced plain step, where the span is alive in it."""
+        return self.traced_bytes if self.of_module else self.saved.size
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether the deriving step derives it, instead of saving it."""
+        return bool(self.saved.sources) and not set(self.saved.layers) & set(self.saved.sources)
+
+
+class TracedPair:
+    """Traced steps at two batch sizes; `large` twice where the steps differ in more than sizes."""
+
+    def __init__(self, large: TracedSteps, small: TracedSteps) -> None:
+        spans, others = list(_spans(large)), list(_spans(small) if large.matches(small) else ())
+        self.large, self.small = large, small
+        if len(spans) != len(others):
+            self.small, others = large, spans
+        pairs = zip(spans, others, strict=True)
+        self.spans = [part for span, other in pairs for part in _parts(span, other, large.packed)]
+
+    @property
+    def slots(self) -> list[SlotTrace]:
+        """The slots of the large compressed step."""
+        return self.large.packed.slots
+
+    @property
+    def batch_sizes(self) -> SizePair:
+        """The two batch sizes, equal where the steps differ."""
+        return self.large.batch_size, self.small.batch_size
+
+
 def build_timeline(large: TracedSteps, small: TracedSteps, hooked: tuple[str, ...]) -> Timeline:
     """Return the timeline of two batch sizes; of `large` alone where the steps differ in more than sizes.
 
     `hooked`: the layers stored by hooks.
     """
-    second = small if large.matches(small) else large
-    spans, second_spans = list(_spans(large)), list(_spans(second))
-    if len(spans) != len(second_spans):
-        second, second_spans = large, spans
-    slots = _slots(large, spans)
-    second_slots = _slots(
-        second, [replace(new, slots=old.slots) for new, old in zip(second_spans, spans, strict=True)]
-    )
+    return timeline_of(TracedPair(large, small), hooked)
+
+
+def timeline_of(traced: TracedPair, hooked: tuple[str, ...]) -> Timeline:
+    """Return the timeline of traced steps."""
+    large = traced.large
     return Timeline(
-        batch_sizes=(large.batch_size, second.batch_size),
-        static={kind: (count, second.static[kind]) for kind, count in large.static.items()},
-        slots=tuple(
-            Slot(slot.layer, slot.phase, *zip(sizes, second_sizes, strict=True))
-            for (slot, *sizes), (_, *second_sizes) in zip(slots, second_slots, strict=True)
-        ),
-        kept=tuple(
-            part
-            for span, other in zip(spans, second_spans, strict=True)
-            for part in _until_released(_paired(span, other), large.packed)
-        ),
+        batch_sizes=traced.batch_sizes,
+        static={kind: (count, traced.small.static[kind]) for kind, count in large.static.items()},
+        slots=tuple(slot_of(slot, work) for slot, work in slot_works(traced, traced.spans)),
+        kept=tuple(span.saved for span in traced.spans),
         hooked=hooked,
         serving=tuple(sorted(large.derived.serving)),
         rows=large.packed.rows,
     )
+
+
+def slot_of(slot: SlotTrace, work: Sequence[SizePair]) -> Slot:
+    """Return the slot with its `slot_works`."""
+    exact, packed, derived, gradients, *workspaces = work
+    return Slot(slot.layer, slot.phase, exact, packed, derived, gradients, tuple(workspaces))
+
+
+def _parts(span: _TracedSpan, other: _TracedSpan, trace: StepTrace) -> Iterator[TracedSpan]:
+    """Yield the span of two batch sizes, in the parts of `_until_released`."""
+    for part in _until_released(_paired(span, other), trace):
+        yield TracedSpan(part, (span.traced_bytes, other.traced_bytes))
 
 
 def _paired(span: _TracedSpan, other: _TracedSpan) -> SavedSpan:
@@ -119,39 +166,52 @@ def _extent_pair(first: int, second: int) -> tuple[int, int]:
     return (first, first) if NEVER in (first, second) else (first, second)
 
 
-def _slots(steps: TracedSteps, spans: list[_TracedSpan]) -> list[tuple[SlotTrace, int, int, int, int]]:
+def slot_works(
+    traced: TracedPair, spans: Sequence[TracedSpan]
+) -> list[tuple[SlotTrace, tuple[SizePair, ...]]]:
     """Return each slot with its live bytes outside spans in the plain, compressed and deriving step.
 
-    The last number is those of gradients among them. So the timeline has the bytes of the traced steps in
-    every slot, to the byte. Below zero: spans cover a slot in which their storage is not alive.
+    Then come those of gradients among them, and what workspaces add in each of the three steps. So the
+    timeline has the bytes of the traced steps in every slot, to the byte. Below zero: spans cover a slot in
+    which their storage is not alive.
     """
+    columns = zip(
+        *(_works(steps, spans, which) for which, steps in enumerate((traced.large, traced.small))),
+        strict=True,
+    )
+    return [
+        (slot, tuple(zip(large, small, strict=True)))
+        for slot, (large, small) in zip(traced.slots, columns, strict=True)
+    ]
+
+
+def _works(steps: TracedSteps, spans: Sequence[TracedSpan], which: int) -> Iterator[tuple[int, ...]]:
+    """Yield for each slot its live bytes outside spans; `which`: position of the batch size."""
     packed = steps.packed.slots
     plain, derived = _aligned(steps.plain, steps.packed), _aligned(steps.derived, steps.packed)
-    stored = [span for span in spans if span.kind != "plain"]
-    in_plain = [span for span in spans if span.kind in ("plain", "always")]
-    in_derived = [span for span in stored if not span.sources or set(span.layers) & set(span.sources)]
-    exact_bytes = _summed(in_plain, len(packed), lambda span: span.size)
-    packed_bytes = _summed(stored, len(packed), lambda span: span.traced_bytes)
-    derived_bytes = _summed(in_derived, len(packed), lambda span: span.traced_bytes)
+    stored = [span for span in spans if span.saved.kind != "plain"]
+    in_plain = [span for span in spans if span.saved.kind in ("plain", "always") or span.of_module]
+    in_derived = [span for span in stored if not span.is_derived]
+    exact_bytes = _summed(in_plain, len(packed), lambda span: span.plain_bytes[which])
+    packed_bytes = _summed(stored, len(packed), lambda span: span.traced_bytes[which])
+    derived_bytes = _summed(in_derived, len(packed), lambda span: span.traced_bytes[which])
     gradient_bytes = steps.packed.gradient_bytes().tolist()
-    return [
-        (
-            slot,
+    for index, slot in enumerate(packed):
+        yield (
             plain[index].high - exact_bytes[index],
             slot.high - packed_bytes[index],
             derived[index].high - derived_bytes[index],
             gradient_bytes[index],
+            *(case.workspaces for case in (plain[index], slot, derived[index])),
         )
-        for index, slot in enumerate(packed)
-    ]
 
 
-def _summed(spans: Iterable[_TracedSpan], count: int, size: Callable[[_TracedSpan], int]) -> list[int]:
+def _summed(spans: Iterable[TracedSpan], count: int, size: Callable[[TracedSpan], int]) -> list[int]:
     """Return for each of `count` slots the sum of the sizes of the spans that cover it."""
     changes = [0] * (count + 1)
     for span in spans:
-        changes[span.slots[0]] += size(span)
-        changes[span.slots[1] + 1] -= size(span)
+        changes[span.saved.first] += size(span)
+        changes[span.saved.last + 1] -= size(span)
     return list(accumulate(changes[:-1]))
 
 
@@ -161,13 +221,13 @@ def _aligned(trace: StepTrace, packed: StepTrace) -> list[SlotTrace]:
     return [slots.get(key, slot) for key, slot in _with_keys(packed)]
 
 
-def _with_keys(trace: StepTrace) -> Iterator[tuple[tuple[str | None, str, int], SlotTrace]]:
-    """Yield each slot with its layer, its phase, and how many such slots came before it."""
-    counts: Counter[tuple[str | None, str]] = Counter()
+def _with_keys(trace: StepTrace) -> Iterator[tuple[tuple[str | None, str, bool, int], SlotTrace]]:
+    """Yield each slot with its layer, its phase, whether this runs again, and the number of such slots."""
+    counts: Counter[tuple[str | None, str, bool]] = Counter()
     for slot in trace.slots:
-        count = counts[slot.layer, slot.phase]
-        counts[slot.layer, slot.phase] += 1
-        yield (slot.layer, slot.phase, count), slot
+        name = slot.layer, slot.phase, slot.again
+        counts[name] += 1
+        yield (*name, counts[name]), slot
 
 
 def _spans(steps: TracedSteps) -> Iterator[_TracedSpan]:

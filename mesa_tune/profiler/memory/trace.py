@@ -35,6 +35,7 @@ from mesa_tune.profiler.memory.step_trace import (
     StepTrace,
     TensorKey,
 )
+from mesa_tune.profiler.memory.workspaces import workspace_bytes
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.step import Context, Stepper
 
@@ -69,11 +70,16 @@ class Recorder(Meter):
         self._births = {key: birth for key, birth in self._births.items() if birth.number not in through}
         for slot in trace.slots:
             slot.high = max(0, slot.high - trace.static_gradients)
+            slot.reserved = max(0, slot.reserved - trace.static_gradients)
 
-    def open_slot(self, layer: str | None, phase: str) -> None:
+    def open_slot(self, layer: str | None, phase: str, *, again: bool = False) -> None:
         """Begin a new slot."""
         self.now += 1
-        self.trace.slots.append(SlotTrace(layer, phase, self.live_bytes, self.now))
+        self.trace.slots.append(SlotTrace(layer, phase, self.live_bytes, self.now, again))
+
+    def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        slot = self.trace.slots[-1]
+        slot.reserved = max(slot.reserved, self.live_bytes + workspace_bytes(func, args, result))
 
     def _resize(self, birth: Any, size: int) -> None:
         super()._resize(birth, size)
@@ -116,7 +122,8 @@ class Tracer(Observer):
     def begin(self, layer: str | None, given: Any) -> None:
         if layer is not None:
             self.calls[layer] += 1
-            self.recorder.open_slot(layer, "forward" if self.forward else "backward")
+            phase = "forward" if self.forward else "backward"
+            self.recorder.open_slot(layer, phase, again=not self.forward)
         self._note(layer, given, False)
 
     def end(self, layer: str | None, output: Any) -> None:

@@ -57,8 +57,14 @@ def tensor_entries(plain: StepTrace) -> list[TensorEntry]:
 
 
 def unattributed_bytes(plain: StepTrace) -> int:
-    """Return the bytes alive when the forward ends that autograd was not asked to save."""
-    return max(0, plain.saved_bytes - sum(entry.bytes for entry in tensor_entries(plain)))
+    """Return the bytes alive when the forward ends that autograd was not asked to save.
+
+    What modules save that run again is packed also in the plain step.
+    """
+    packed = [number for number in (*plain.parts, *plain.side) if number not in plain.plain]
+    known = sum(entry.bytes for entry in tensor_entries(plain))
+    known += sum(plain.lifetimes[number].bytes for number in packed if plain.is_counted(number))
+    return max(0, plain.saved_bytes - known)
 
 
 def exact_entries(steps: TracedSteps, tags: Mapping[str, str]) -> list[ExactEntry]:
@@ -94,8 +100,9 @@ def _why(item: PlainTrace, tags: Mapping[str, str]) -> str:
 
 
 def is_unattributed(plain: StepTrace, number: int) -> bool:
-    """Return whether the storage is alive when the forward ends though autograd was not asked to save it."""
-    return plain.is_saved(number) and number not in plain.plain and number not in plain.losses
+    """Return whether the storage is alive when the forward ends though no layer or module saves it."""
+    known = number in plain.plain or number in plain.parts or number in plain.side
+    return not known and plain.is_saved(number) and number not in plain.losses
 
 
 def always_saved(steps: TracedSteps, counterparts: Mapping[int, int]) -> set[int]:

@@ -28,6 +28,7 @@ _COPYING = {
         "upsample_nearest2d_backward",
     )
 }
+_MODELLED = {_ATEN.convolution.default, _ATEN.convolution_backward.default, *_COPYING}
 
 
 class WorkspaceMeter(Meter):
@@ -41,16 +42,14 @@ class WorkspaceMeter(Meter):
         self.most = 0
         self.count_older(older, others)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+    def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         self.most = max(self.most, self.high_water, self.live_bytes + workspace_bytes(func, args, result))
-        return result
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Return about the most bytes that a call on the CPU takes besides its tensors."""
+    """Return about the most bytes that a call on the CPU takes besides its tensors; 0 on other devices."""
+    if func not in _MODELLED or args[0].device.type != "cpu":
+        return 0
     if func is _ATEN.convolution.default:
         x, weight = args[:2]
         return int(max(x.nbytes, result.nbytes) + weight.nbytes)
@@ -60,7 +59,5 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
         if max(stride) > 1 and groups == 1:
             copied.append(x)
         return sum(int(tensor.nbytes) for tensor in (grad, x, weight, *copied))
-    if func in _COPYING:
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
-    return 0
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())

@@ -1,0 +1,101 @@
+"""The timeline of a step in which modules may run again in backward, some or all of them.
+
+What is hard: no step is traced for each set of modules. One in which none runs again is, and one in which all
+do. A module is alone with its part of a step: what it saves, and the slots of its layers, are taken from one
+of both steps, whatever other modules do. Tensors that several modules save are saved while one of them needs
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from mesa_tune.profiler.memory.memory_model import SizePair, Slot, Timeline
+from mesa_tune.profiler.memory.step_trace import SlotTrace
+from mesa_tune.profiler.memory.timeline_builder import (
+    TracedPair,
+    TracedSpan,
+    slot_of,
+    slot_works,
+    timeline_of,
+)
+
+_NOTHING: SizePair = (0, 0)
+
+
+def rerun_timeline(
+    traced: TracedPair, again: TracedPair, modules: tuple[str, ...], hooked: tuple[str, ...]
+) -> Timeline:
+    """Return the timeline of the `traced` steps, and of those in which all `modules` run again.
+
+    Without `modules` where the steps differ in more than the second runs. `hooked`: layers stored by hooks.
+    """
+    timeline = timeline_of(traced, hooked)
+    first_runs = [index for index, slot in enumerate(again.slots) if not slot.again]
+    if _keys(traced.slots) != _keys([again.slots[index] for index in first_runs]) or (
+        traced.batch_sizes != again.batch_sizes
+    ):
+        return timeline
+    moved = [_moved(span, first_runs) for span in traced.spans]
+    inside = list(_of_modules(again.spans, modules))
+    moved, inside = _without_copies(moved, inside)
+    # In the step in which all run again, what layers inside save is alive in second runs alone.
+    outside = [span for span in moved if not span.saved.layers or not _all_inside(span, modules)]
+    works = slot_works(again, [*outside, *inside])
+    once = {first_runs[index]: slot for index, slot in enumerate(timeline.slots)}
+    slots = [_slot(slot, once.get(index), work) for index, (slot, work) in enumerate(works)]
+    kept = tuple(span.saved for span in (*moved, *inside))
+    rows = again.large.packed.rows | dict(timeline.rows)
+    return replace(timeline, slots=tuple(slots), kept=kept, rows=rows, modules=modules)
+
+
+def block_of(layer: str | None, modules: Sequence[str]) -> str | None:
+    """Return the one of `modules` that contains `layer`; None if none does."""
+    return next((module for module in modules if (layer or "").startswith(f"{module}.")), None)
+
+
+def _keys(slots: Sequence[SlotTrace]) -> list[tuple[str | None, str]]:
+    return [(slot.layer, slot.phase) for slot in slots]
+
+
+def _moved(span: TracedSpan, positions: Sequence[int]) -> TracedSpan:
+    """Return `span` with the new `positions` of its slots."""
+    first, last = positions[span.saved.first], positions[span.saved.last]
+    return replace(span, saved=replace(span.saved, first=first, last=last))
+
+
+def _of_modules(spans: Sequence[TracedSpan], modules: Sequence[str]) -> Iterator[TracedSpan]:
+    """Yield the inputs of modules, and what layers inside modules save in the second run."""
+    for span in spans:
+        if span.saved.layers and set(span.saved.layers) <= set(modules):
+            yield replace(span, of_module=True)
+        elif span.saved.layers and _all_inside(span, modules):
+            yield replace(span, saved=replace(span.saved, again=True))
+
+
+def _without_copies(
+    once: Sequence[TracedSpan], again: Sequence[TracedSpan]
+) -> tuple[list[TracedSpan], list[TracedSpan]]:
+    """Return both lists without what is one tensor in both: several modules get it, and save it whole.
+
+    Such a tensor (positions that all blocks share) is alive whatever runs again.
+    """
+    shared = {(span.saved.layers, span.saved.size) for span in once if span.saved.kind == "always"}
+    shared &= {(span.saved.layers, span.saved.size) for span in again if span.saved.kind == "always"}
+
+    def whole(span: TracedSpan) -> bool:
+        return span.saved.kind == "always" and (span.saved.layers, span.saved.size) in shared
+
+    kept = [replace(span, saved=replace(span.saved, layers=())) if whole(span) else span for span in once]
+    return kept, [span for span in again if not whole(span)]
+
+
+def _all_inside(span: TracedSpan, modules: Sequence[str]) -> bool:
+    return all(block_of(layer, modules) is not None for layer in span.saved.layers)
+
+
+def _slot(slot: SlotTrace, once: Slot | None, work: Sequence[SizePair]) -> Slot:
+    """Return a slot of both steps; `once`: that of the step without second runs, if it has this slot."""
+    nothing = slot_of(slot, [_NOTHING] * len(work))
+    return replace(once or nothing, again=tuple(work))

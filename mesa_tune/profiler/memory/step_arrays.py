@@ -1,0 +1,236 @@
+"""A timeline at one batch size as arrays: all that does not depend on the policy, prepared once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler.memory.distinct import Assignment, Incidence
+from mesa_tune.profiler.memory.packed_sizes import LayerTraits, PackedSizes
+from mesa_tune.profiler.memory.step_trace import last_of_forwards
+
+_NOTHING = (0, 0, 0)
+
+Bytes = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class SizedSlot:
+    """A slot at one batch size; see `Slot`."""
+
+    layer: str | None
+    phase: str
+    exact: int
+    packed: int
+    derived: int
+    gradients: int
+    workspaces: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
+
+    def with_workspaces(self) -> SizedSlot:
+        """Return the slot in which workspaces count as live bytes."""
+        exact, packed, derived = map(operator.add, (self.exact, self.packed, self.derived), self.workspaces)
+        again = (
+            *map(operator.add, self.again[:3], self.again[4:]),
+            *self.again[3:4],
+            *_NOTHING[: len(self.again)],
+        )
+        return replace(self, exact=exact, packed=packed, derived=derived, workspaces=(), again=again)
+
+
+@dataclass(frozen=True)
+class SizedSpan:
+    """A saved span at one batch size; see `SavedSpan`.
+
+    Kind `small`: `size` bytes that at least one compressed layer saves as they are, because the tensor is too
+    small to encode.
+    """
+
+    kind: str
+    layers: tuple[str, ...]
+    size: int
+    itemsize: int
+    first: int
+    last: int
+    samples: int = 1
+    sources: tuple[str, ...] = ()
+    again: bool = False
+
+
+class StepArrays:
+    """What a timeline at one batch size knows before the policy, as arrays.
+
+    `traits`: of every layer; `serving`, `modules`: see `Timeline`.
+
+    `saved_after`: whether each span is alive when each forward ends; shape [forwards, spans]. `saved`: the
+    same for the forward that saves the most in the plain step.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        static: Mapping[str, int],
+        slots: Sequence[SizedSlot],
+        spans: Sequence[SizedSpan],
+        traits: Mapping[str, LayerTraits],
+        serving: frozenset[str],
+        modules: tuple[str, ...] = (),
+    ) -> None:
+        self.batch_size, self.static_kinds, self.static = batch_size, static, sum(static.values())
+        self.slots, self.spans = tuple(slots), tuple(spans)
+        self.traits, self.serving, self.modules = traits, serving, modules
+        self.names = list(traits)
+        self.small = frozenset(name for name, trait in traits.items() if trait.small)
+        self.exact, self.packed, self.derived = (
+            _array(getattr(slot, name) for slot in slots) for name in ("exact", "packed", "derived")
+        )
+        known = all(slot.workspaces for slot in slots)
+        self.workspaces = np.array([slot.workspaces for slot in slots], dtype=np.int64).T if known else None
+        self.again = np.array([slot.again for slot in slots], dtype=np.int64).T if modules else None
+        self.saved_after = np.array(
+            [[span.first <= end < span.last for span in spans] for end in last_of_forwards(slots)],
+            dtype=np.bool_,
+        )
+        plain = [span.size if span.kind in ("plain", "always") else 0 for span in spans]
+        self.saved: Flags = self.saved_after[(self.saved_after @ np.array(plain, dtype=np.int64)).argmax()]
+
+    def compressed(self, assignment: Assignment) -> dict[str, LayerSettings]:
+        """Return the layers that do not store exactly, with the settings that take effect."""
+        return {
+            name: used
+            for name, settings in assignment.items()
+            if name not in self.small and not (used := self._used(name, settings)).exact
+        }
+
+    def _used(self, name: str, settings: LayerSettings) -> LayerSettings:
+        return settings.hooked if name in self.traits and self.traits[name].hooked else settings
+
+    @cached_property
+    def layer_classes(self) -> tuple[list[LayerTraits], Bytes]:
+        """The distinct traits, and the position of each layer's among them."""
+        distinct = list(dict.fromkeys(self.traits.values()))
+        return distinct, _array(distinct.index(trait) for trait in self.traits.values())
+
+    @cached_property
+    def blocks(self) -> Bytes:
+        """The position in `modules` of the one around each layer; one more than the last where none is."""
+        return _array(
+            next(
+                (number for number, block in enumerate(self.modules) if name.startswith(f"{block}.")),
+                len(self.modules),
+            )
+            for name in self.names
+        )
+
+    @cached_property
+    def slot_layers(self) -> Bytes:
+        """The position of each slot's layer in `names`; one more than the last where it has no layer."""
+        position = {name: number for number, name in enumerate(self.names)}
+        return _array(len(position) if slot.layer is None else position[slot.layer] for slot in self.slots)
+
+    @cached_property
+    def sizes(self) -> Bytes:
+        """The size of each span."""
+        return _array(span.size for span in self.spans)
+
+    @cached_property
+    def edges(self) -> tuple[Bytes, Bytes]:
+        """The first slot of each span, and the slot after its last."""
+        return _array(span.first for span in self.spans), _array(span.last + 1 for span in self.spans)
+
+    @cached_property
+    def spans_again(self) -> Flags:
+        """Whether each span is of modules that run again."""
+        return np.array([span.again for span in self.spans], dtype=np.bool_)
+
+    def run_once(self, incidence: Incidence) -> Flags:
+        """Return for each pair of span and layer whether the span is alive where no module runs again."""
+        key = id(incidence)
+        if key not in self._once:
+            self._once[key] = ~self.spans_again[incidence.rows]
+        return self._once[key]
+
+    @cached_property
+    def _once(self) -> dict[int, Flags]:
+        """Results of `run_once`; the incidences live as long as this object."""
+        return {}
+
+    @cached_property
+    def always(self) -> Bytes:
+        """The bytes that each span of no layer has under every assignment."""
+        return np.where(
+            [span.kind == "always" and not span.layers for span in self.spans], self.sizes, 0
+        ).astype(np.int64)
+
+    @cached_property
+    def whole(self) -> Incidence:
+        """The layers of the spans that are alive under every assignment of them."""
+        return self._incidence("always")
+
+    @cached_property
+    def plain(self) -> Incidence:
+        """The layers of the spans that are alive if one of these stores exactly."""
+        return self._incidence("plain")
+
+    @cached_property
+    def beside(self) -> Incidence:
+        """The layers of the spans that are alive if one of these compresses."""
+        return self._incidence("side", "small")
+
+    @cached_property
+    def coded(self) -> Incidence:
+        """The layers of the packed spans."""
+        return self._incidence("coded")
+
+    @cached_property
+    def sources(self) -> Incidence:
+        """The layers from which the packed spans can be derived."""
+        return Incidence([span.sources for span in self.spans], self.names)
+
+    @cached_property
+    def packed_sizes(self) -> PackedSizes:
+        """The bytes of the packed spans, under any settings."""
+        return PackedSizes([(span.size, span.itemsize, span.samples) for span in self.spans])
+
+    @cached_property
+    def can_derive(self) -> Flags:
+        """Whether the layer can derive the span, for each pair of a packed span and its layer."""
+        pairs = zip(self.coded.rows.tolist(), self.coded.layers.tolist(), strict=True)
+        spans = self.spans
+        return np.array(
+            [
+                bool(spans[row].sources) and self.names[layer] not in spans[row].sources
+                for row, layer in pairs
+            ],
+            dtype=np.bool_,
+        )
+
+    @cached_property
+    def serving_pairs(self) -> list[tuple[int, list[int]]]:
+        """The pairs of packed span and serving layer, the latest span first, with the spans derived from it.
+
+        Such a layer derives only if one of these spans, all later than its own, is derived.
+        """
+        pairs = []
+        for pair in np.flatnonzero(self.can_derive).tolist():
+            layer, first = self.names[self.coded.layers[pair]], self.spans[self.coded.rows[pair]].first
+            if layer in self.serving:
+                later = [
+                    row for row, span in enumerate(self.spans) if span.first > first and layer in span.sources
+                ]
+                pairs.append((first, pair, later))
+        return [(pair, later) for _, pair, later in sorted(pairs, reverse=True)]
+
+    def _incidence(self, *kinds: str) -> Incidence:
+        return Incidence([span.layers if span.kind in kinds else () for span in self.spans], self.names)
+
+
+def _array(values: Iterable[int]) -> Bytes:
+    return np.fromiter(values, dtype=np.int64)

@@ -1,0 +1,58 @@
+"""Modules that could run again in backward (`store: recompute`).
+
+What is hard: blocks contain blocks, and a timeline knows one level of them. The smallest blocks save little,
+and the largest are whole again for a moment. So each level is traced, and that of the least peak is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler.memory.rerun_timeline import block_of
+from mesa_tune.profiler.memory.step_trace import StepTrace
+
+REFERENCE = LayerSettings(level=256, store="recompute")
+"""Settings of the inputs of modules in the traced steps."""
+
+
+def rerunning(policy: Policy, modules: Sequence[str]) -> Policy:
+    """Return `policy` under which `modules` also run again in backward."""
+    return policy.rerunning(dict.fromkeys(modules, REFERENCE))
+
+
+def all_run_again(trace: StepTrace, modules: Sequence[str]) -> bool:
+    """Return whether each of `modules` runs again in the traced step, and nothing else does."""
+    again = {block_of(slot.layer, modules) for slot in trace.slots if slot.again and slot.layer}
+    return again == set(modules)
+
+
+def block_levels(model: nn.Module, plain: StepTrace) -> Iterator[tuple[str, ...]]:
+    """Yield the modules of which a search may let some run again, one level of blocks after the other.
+
+    Blocks are elements of lists and sequences of modules that have parameters, and save tensors of at least
+    two layers. `plain`: the traced plain step. A level has the blocks of one depth,
+    and those of less depth that contain none.
+    """
+    blocks = list(_blocks(model, plain))
+    depth = {name: sum(name.startswith(f"{other}.") for other in blocks) for name in blocks}
+    for level in range(max(depth.values(), default=-1) + 1):
+        here = {name for name in blocks if depth[name] == level}
+        above = [name for name in blocks if depth[name] < level]
+        here |= {name for name in above if not any(other.startswith(f"{name}.") for other in blocks)}
+        yield tuple(name for name in blocks if name in here)
+
+
+def _blocks(model: nn.Module, plain: StepTrace) -> Iterator[str]:
+    saving = {layer for item in plain.plain.values() for layer in item.layers}
+    for outer, container in model.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        for name, block in container.named_children():
+            path = f"{outer}.{name}".lstrip(".")
+            inside = {layer for layer in saving if layer.startswith(f"{path}.")}
+            if len(inside) > 1 and any(True for _ in block.parameters()):
+                yield path

@@ -1,0 +1,222 @@
+"""Prices of modules that run again in backward from their packed inputs (`store: recompute`).
+
+What is hard: each error takes a whole step, and a model has many modules. So the error of each is measured
+at one level, on few batches. At other levels and on other batches it is in proportion to the sum of the
+errors of the layers inside. Everything else is seen by hooks during steps that are taken anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
+
+from mesa_tune.codecs import Spec
+from mesa_tune.errors import RunError
+from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
+from mesa_tune.profiler.entries import REFERENCE_GROUP, Option, above_one_bit, kind
+from mesa_tune.profiler.errors.derivation import continued
+from mesa_tune.profiler.errors.intervals import Errors
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.errors.recorded import squared_norm, stored
+from mesa_tune.profiler.memory.packed_sizes import settings_bytes, within
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
+from mesa_tune.workload.clock import Clock, Mark
+
+_MEASURED_BITS = 4
+MOST_BATCHES, MOST_STEPS = 3, 12
+"""A module's error is measured on so many batches, or on fewer if all modules take more steps than that."""
+
+
+@dataclass
+class _Seen:
+    """What hooks saw of one block: its calls, the inputs of the first one, and whether it can run again."""
+
+    calls: list[tuple[Mark, Mark]] = field(default_factory=list)
+    begin: Mark | None = None
+    exact_bytes: int = 0
+    packed: list[tuple[int, int, int, int]] = field(default_factory=list)
+    rounding: dict[LayerSettings, tuple[float, float, float]] = field(default_factory=dict)
+    returns_gradients: bool = True
+
+
+@dataclass
+class BlockWatch:
+    """Watches the modules `names` of a model in plain steps; `options`: settings of the packed inputs."""
+
+    model: nn.Module
+    names: Sequence[str]
+    clock: Clock
+    options: Sequence[LayerSettings]
+    seen: dict[str, _Seen] = field(default_factory=dict)
+    forwards: int = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the steps of the body."""
+        handles = [self.model.register_forward_pre_hook(self._count)]
+        for name in self.names:
+            block, seen = self.model.get_submodule(name), self.seen.setdefault(name, _Seen())
+            handles.append(block.register_forward_pre_hook(partial(self._begin, seen), with_kwargs=True))
+            handles.append(block.register_forward_hook(partial(self._end, seen)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+    def _begin(self, seen: _Seen, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if not seen.calls:
+            self._inspect(seen, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+        seen.begin = self.clock.now()
+
+    def _end(self, seen: _Seen, _: nn.Module, __: Any, output: Any) -> None:
+        assert seen.begin is not None
+        seen.calls.append((seen.begin, self.clock.now()))
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        seen.returns_gradients &= any(tensor.requires_grad for tensor in tensors)
+
+    def _inspect(self, seen: _Seen, tensors: Sequence[Tensor]) -> None:
+        """Note sizes of the inputs, and what rounding does to those that are packed."""
+        packed = [one for one in tensors if one.requires_grad and one.numel() > MIN_ELEMENTS]
+        seen.exact_bytes = sum(one.nbytes for one in tensors if all(one is not other for other in packed))
+        seen.packed = [(one.numel(), one.element_size(), one.shape[0], _row(one)) for one in packed]
+        for settings in self.options if packed else ():
+            seen.rounding[settings] = _rounding([one.detach() for one in packed], settings)
+
+    def rerunnable(self) -> Iterator[str]:
+        """Yield the blocks that ran once in each forward, take a tensor that is packed, and return one."""
+        for name, seen in self.seen.items():
+            if seen.packed and seen.returns_gradients and len(seen.calls) == self.forwards:
+                yield name
+
+    def forward_ms(self, name: str, forwards: int) -> float:
+        """Return the milliseconds of the block's forward in a step of so many forwards."""
+        marks = [mark for call in self.seen[name].calls for mark in call]
+        return forwards * median(self.clock.ms(marks)[::2])
+
+
+def _row(tensor: Tensor) -> int:
+    """Return the number of elements that no group of an input crosses, as in `conversion.recompute`."""
+    return tensor.shape[-1] if tensor.dim() in (2, 3) else 0
+
+
+def _rounding(tensors: Sequence[Tensor], settings: LayerSettings) -> tuple[float, float, float]:
+    """Return the relative squared error of rounding, and the milliseconds of encoding and of decoding."""
+    change = size = encode = decode = 0.0
+    spec, seed = Spec.of(settings, MIN_ELEMENTS), torch.zeros(1, dtype=torch.int64)
+    assert spec is not None
+    for tensor in tensors:
+        copy, encode_ms, decode_ms = stored(tensor, spec.within(_row(tensor)), seed, tries=2)
+        change, size = change + squared_norm(copy - tensor), size + squared_norm(tensor)
+        encode, decode = encode + encode_ms, decode + decode_ms
+    return change / size if size else 0.0, encode, decode
+
+
+def module_options(options: Sequence[LayerSettings]) -> list[LayerSettings]:
+    """Return the settings to price for modules: plain ones of more than 1 bit in reference groups."""
+    plain = [option for option in options if kind(option) == kind(LayerSettings())]
+    chosen = [
+        option for option in above_one_bit(plain, all_groups=False) if option.group_size == REFERENCE_GROUP
+    ]
+    return [replace(option, store="recompute") for option in chosen]
+
+
+class ModulePricing:
+    """Prices of the blocks that `watch` saw; their errors are measured on fewer batches if they are many."""
+
+    def __init__(self, watch: BlockWatch) -> None:
+        self.watch = watch
+        self.reference = min(watch.options, key=lambda o: abs(o.bits - _MEASURED_BITS), default=None)
+        self.errors: dict[str, list[float]] = {name: [] for name in watch.rerunnable()}
+        self.batches = max(1, min(MOST_BATCHES, MOST_STEPS // max(1, len(self.errors))))
+
+    def measure(self, joint: JointError, draw: int, number: int) -> None:
+        """Measure the error of each block on the batch `draw`, the price batch of this number."""
+        if self.reference is None or number >= self.batches:
+            return
+        for name in list(self.errors):
+            error = _error(joint, Policy.parse("").rerunning({name: self.reference}), draw)
+            if error is None:
+                del self.errors[name]
+            else:
+                self.errors[name].append(error)
+
+    def entries(self, priced: Profile, forwards: int) -> Iterator[ModuleEntry]:
+        """Yield the prices. `priced`: has the errors of layers; `forwards`: number of them in a step."""
+        for name, measured in self.errors.items() if self.reference is not None else ():
+            seen = self.watch.seen[name]
+            errors = {option: self._errors(name, measured, option, priced) for option in self.watch.options}
+            options = tuple([self._option(seen, option, errors[option]) for option in errors])
+            forward_ms = self.watch.forward_ms(name, forwards)
+            yield ModuleEntry(name, _input_bytes(seen, None), forward_ms, options)
+
+    def _errors(
+        self, name: str, measured: Sequence[float], option: LayerSettings, priced: Profile
+    ) -> tuple[float, ...]:
+        """Return the errors under `option` by batch, in proportion to those of the layers inside."""
+        assert self.reference is not None
+        own, at_reference = (_own(name, one, priced) for one in (option, self.reference))
+        if not own or not at_reference:
+            scale = ((self.reference.level - 1) / (option.level - 1)) ** 2
+            return tuple([error * scale for error in measured])
+        if option == self.reference:
+            return continued(tuple(measured), own)
+        size = sum(sum(errors[: len(measured)]) for errors in at_reference)
+        ratio = sum(measured) / size if size else 0.0
+        return tuple([ratio * error for error in map(sum, zip(*own, strict=True))])
+
+    def _option(self, seen: _Seen, settings: LayerSettings, errors: tuple[float, ...]) -> Option:
+        tensor_error, encode_ms, decode_ms = seen.rounding[settings]
+        # Inputs whose packing changes nothing stayed exact: the module computes indices from them.
+        packed = any(errors)
+        return Option(
+            settings=settings,
+            bytes=_input_bytes(seen, settings if packed else None),
+            tensor_error=tensor_error if packed else 0.0,
+            errors=errors,
+            measured=settings == self.reference,
+            encode_ms=encode_ms if packed else 0.0,
+            decode_ms=decode_ms if packed else 0.0,
+            screened=False,
+        )
+
+
+def _error(joint: JointError, policy: Policy, draw: int) -> float | None:
+    """Return the error of a policy on the batch `draw`; None if its module cannot run again."""
+    try:
+        (error,) = joint.errors(policy, [(draw, 0)])
+    except (RunError, CheckpointError):
+        return None
+    return error if math.isfinite(error) else None
+
+
+def _own(name: str, option: LayerSettings, priced: Profile) -> list[Errors]:
+    """Return the errors by batch of the layers inside a module, each alone, under settings like `option`."""
+    plain = replace(option, store="quantize")
+    inside = [layer for layer in priced.layers if layer.name.startswith(f"{name}.")]
+    return [errors for layer in inside if (errors := layer.errors(plain)) and any(errors)]
+
+
+def _input_bytes(seen: _Seen, settings: LayerSettings | None) -> int:
+    """Return the bytes of the saved inputs, packed under `settings` or exact."""
+    total = seen.exact_bytes
+    for elements, itemsize, samples, row in seen.packed:
+        exact = elements * itemsize
+        used = None if settings is None else within(settings, row)
+        total += exact if used is None else min(exact, settings_bytes(elements, used, itemsize, samples))
+    return total

@@ -1,0 +1,1 @@
+"""The linear side of the solver: a space as sparse rows, and calls of HiGHS."""

@@ -1,0 +1,119 @@
+"""Objectives of a search: what is the least, and within what.
+
+`time`: the fastest step whose error is invisible beside the minibatch's own noise. `error`: the least
+gradient error. `memory`: the lowest peak whose error is invisible, too. `auto`: `time` where that is
+possible, else `error`.
+
+The hard part: the noise ratio can be unknown, in a profile without noise and at a batch size that was not
+profiled. Unknown is not zero (Rule 12): then `auto` minimises the error, and `time` and `memory` are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from mesa_tune.errors import BudgetError, RunError
+from mesa_tune.policy.rules import suggestion
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.search.linear.highs import TimeUpError
+from mesa_tune.search.problem import Limits
+from mesa_tune.search.solver import Program, Solution
+
+OBJECTIVES = ("auto", "time", "error", "memory")
+MAX_NOISE_RATIO = 0.1
+MAX_BIAS = 0.01
+"""Largest squared bias over the squared norm of the mean gradient."""
+MEMORY_SLOWDOWN = 1.5
+"""Largest step time over the plain one, if the objective is memory and the user set no other."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A solution, and the objective that it is for. `limits`: within which it was solved. See `Plan`."""
+
+    objective: str
+    solution: Solution
+    limits: Limits
+    bound: float
+    gap: float
+    why: str = ""
+
+
+def check_objective(objective: str, budget: object) -> None:
+    """Raise BudgetError for an unknown objective, and for a missing budget where one is needed."""
+    if objective not in OBJECTIVES:
+        raise BudgetError(
+            f"objective {objective!r}: unknown\n{suggestion(objective, OBJECTIVES, 'objectives are')}"
+        )
+    if budget is None and objective != "memory":
+        raise BudgetError(
+            "budget: missing\ngive one such as 6GB or 40%; "
+            "--smallest (objective memory) finds the lowest peak without one"
+        )
+
+
+def noise_limits(profile: Profile, batch_size: int, limits: Limits, ratio: float) -> Limits | str:
+    """Return `limits` with those on noise ratio and bias; in words, why the ratio is unknown."""
+    if math.isinf(ratio):
+        return limits
+    noise = profile.noise
+    if batch_size != profile.batch_size:
+        return f"the noise ratio at batch size {batch_size} is unknown: profiled at {profile.batch_size}"
+    if noise is None or noise.ratio([0.0] * max(1, len(noise.norms))) is None:
+        return "the profile has no gradient noise to compare errors with"
+    # ‖ḡ‖² over the mean ‖g_b‖². With noise alone, it is not known.
+    mean = 1 - noise.relative
+    return replace(limits, noise=ratio, bias=MAX_BIAS * mean if mean > 0 else None)
+
+
+def solve(profile: Profile, program: Program, limits: Limits, objective: str, ratio: float) -> Solved | None:
+    """Return the best solution; None if no policy meets `limits`, which are without noise ratio and bias.
+
+    Raise RunError if the ratio is unknown and the objective needs it, BudgetError if only the ratio `ratio`
+    is out of reach.
+    """
+    if objective == "error":
+        return _least_error(program, limits)
+    quiet = noise_limits(profile, program.space.batch_size, limits, ratio)
+    if isinstance(quiet, str):
+        if objective != "auto":
+            raise RunError(f"objective {objective}: {quiet}\n--objective error, or --max-noise-ratio inf")
+        return _least_error(program, limits, quiet)
+    found = _lowest_peak(program, quiet) if objective == "memory" else _fastest(program, quiet)
+    if found is not None or quiet.noise is None:
+        return found
+    least = _least_error(program, limits, f"no plan was found within the noise ratio {ratio:g}")
+    if objective == "auto" or least is None:
+        return least
+    reached = program.space.noise(least.solution.chosen)
+    raise BudgetError(
+        f"noise ratio {ratio:g}: no plan within the other limits reaches it\n"
+        f"the plan of least error has {reached:.2g}: raise --max-noise-ratio, the budget or --max-slowdown, "
+        "or --objective error"
+    )
+
+
+def _fastest(program: Program, limits: Limits) -> Solved | None:
+    found = program.solve(limits, program.times, further=program.errors)
+    if found is None:
+        return None
+    return Solved("time", found, limits, program.space.base_ms + found.bound, found.gap)
+
+
+def _least_error(program: Program, limits: Limits, why: str = "") -> Solved | None:
+    found = program.solve(limits)
+    return None if found is None else Solved("error", found, limits, found.bound, found.gap, why)
+
+
+def _lowest_peak(program: Program, limits: Limits) -> Solved | None:
+    """Return the fastest solution of the lowest peak."""
+    lowest = program.smallest_peak(limits)
+    if lowest is None or (limits.peak is not None and lowest.cost > limits.peak):
+        return None
+    inside = replace(limits, peak=int(lowest.cost))
+    try:
+        fastest = program.solve(inside, program.times, further=program.errors)
+    except TimeUpError:
+        fastest = None
+    return Solved("memory", fastest or lowest, inside, lowest.bound, lowest.gap)

@@ -1,0 +1,239 @@
+"""The problem of a search as values: what can be chosen, what each choice costs, and the limits.
+
+The hard part: the bytes of a step are not a sum over layers. Layers that save the same tensor form one unit,
+so that its packed copy is counted once. A storage that units share, each with settings of its own, is a link:
+it is saved while one of them needs it. A module that runs again in backward decides for all units inside, and
+these then cost nothing of their own. All other costs add up, except what joint rounding at few bits adds to
+the noise ratio (`interaction_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesa_tune.policy.settings import EXACT, LayerSettings
+
+Floats = NDArray[np.float64]
+
+NONE = -1
+"""Position of a module that is not chosen, and of a unit inside a chosen one."""
+
+# Sums of floats in another order differ by less than this fraction.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings for all layers of a unit or module, and their cost.
+
+    `live`: bytes added to each slot of the timeline. `saved`: bytes added to the saved bytes. `derived`: all
+    possible tensors of the unit's cluster are derived. `noise`: the gradient noise ratio of the error; None:
+    unknown. `root`, `weight`: sums of √w and of w over the weights w of `interaction_of`. `bias`: the squared
+    bias, a part of the error; 0 where it was not measured. `links`: of a module, the numbers of the links
+    that it needs, such as that of its exact input. `inside`: of a module, the settings of the layers inside.
+    """
+
+    settings: LayerSettings
+    error: float
+    ms: float
+    live: NDArray[np.int64]
+    saved: int
+    derived: bool = False
+    noise: float | None = None
+    root: float = 0.0
+    weight: float = 0.0
+    bias: float = 0.0
+    links: tuple[int, ...] = ()
+    inside: LayerSettings = EXACT
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers that get the same settings, and the choices of them."""
+
+    layers: tuple[str, ...]
+    tag: str
+    choices: tuple[Choice, ...]
+
+    @property
+    def exact(self) -> int | None:
+        """Position of the exact choice; None without one."""
+        return next((index for index, choice in enumerate(self.choices) if choice.settings.exact), None)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module that can run again in backward, with choices of its own for the units inside, by number.
+
+    If one of its choices is taken, the units inside take none, and no module around or inside it does.
+    """
+
+    name: str
+    units: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    tag: str = "module"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A storage that is saved while one of `units` is exact, or, without `exact`, while one is not.
+
+    A unit inside a chosen module is neither. `live`, `saved`: bytes as in `Choice`.
+    """
+
+    units: tuple[int, ...]
+    live: NDArray[np.int64]
+    saved: int
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Space:
+    """All units of a profile at one batch size.
+
+    `base`: bytes of each slot, and `base_saved`: saved bytes, under every choice. `clusters`: numbers of the
+    units whose choices are all `derived`, or none. `floor`: see `Profile.error_floor`. An argument `chosen`
+    is one position per unit, then one per module; `NONE` where nothing is chosen.
+    """
+
+    units: tuple[Unit, ...]
+    links: tuple[Link, ...]
+    base: NDArray[np.int64]
+    base_saved: int
+    base_ms: float
+    batch_size: int
+    clusters: tuple[tuple[int, ...], ...] = ()
+    modules: tuple[Module, ...] = ()
+    floor: float = 0.0
+
+    @cached_property
+    def decisions(self) -> tuple[Unit | Module, ...]:
+        """All units, then all modules."""
+        return (*self.units, *self.modules)
+
+    @cached_property
+    def around(self) -> list[list[int]]:
+        """The numbers of the modules around each unit."""
+        around: list[list[int]] = [[] for _ in self.units]
+        for number, module in enumerate(self.modules):
+            for unit in module.units:
+                around[unit].append(number)
+        return around
+
+    def is_consistent(self, chosen: Sequence[int]) -> bool:
+        """Return True if of each unit and the modules around it one is chosen, and clusters derive or not."""
+        taken = chosen[len(self.units) :]
+        for unit, modules in enumerate(self.around):
+            if (chosen[unit] != NONE) + sum(taken[module] != NONE for module in modules) != 1:
+                return False
+        derived = [
+            position != NONE and unit.choices[position].derived for unit, position in self._pairs(chosen)
+        ]
+        return all(len({derived[unit] for unit in units}) == 1 for units in self.clusters)
+
+    def assignment(self, chosen: Sequence[int]) -> dict[str, LayerSettings]:
+        """Return the settings of each layer name, and of each chosen module by its name."""
+        settings = {
+            name: unit.choices[position].settings
+            for unit, position in self._pairs(chosen)
+            if position != NONE
+            for name in unit.layers
+        }
+        for module, position in self._taken(chosen):
+            names = (name for unit in module.units for name in self.units[unit].layers)
+            settings.update(dict.fromkeys(names, module.choices[position].inside))
+        return settings | self.taken(chosen)
+
+    def taken(self, chosen: Sequence[int]) -> dict[str, LayerSettings]:
+        """Return the settings of each chosen module, by its name."""
+        return {module.name: module.choices[position].settings for module, position in self._taken(chosen)}
+
+    def live(self, chosen: Sequence[int]) -> NDArray[np.int64]:
+        """Return the bytes alive in each slot."""
+        total = self.base.copy()
+        for choice in self.picked(chosen):
+            total += choice.live
+        for link in self.saved_links(chosen):
+            total += link.live
+        return total
+
+    def saved(self, chosen: Sequence[int]) -> int:
+        """Return the saved bytes."""
+        picked = sum(choice.saved for choice in self.picked(chosen))
+        return self.base_saved + picked + sum(link.saved for link in self.saved_links(chosen))
+
+    def error(self, chosen: Sequence[int]) -> float:
+        """Return the sum of the gradient errors."""
+        return float(sum(choice.error for choice in self.picked(chosen)))
+
+    def bias(self, chosen: Sequence[int]) -> float:
+        """Return the sum of the squared biases that are known."""
+        return float(sum(choice.bias for choice in self.picked(chosen)))
+
+    def noise(self, chosen: Sequence[int]) -> float:
+        """Return the gradient noise ratio, with interaction and floor, as `Profile` predicts it."""
+        picked = self.picked(chosen)
+        error, ratio = sum(choice.error for choice in picked), sum(choice.noise or 0.0 for choice in picked)
+        if error <= 0:
+            return ratio
+        root, weight = sum(choice.root for choice in picked), sum(choice.weight for choice in picked)
+        return ratio * max(error + root**2 - weight, self.floor) / error
+
+    def ms(self, chosen: Sequence[int]) -> float:
+        """Return the milliseconds of a step."""
+        return self.base_ms + float(sum(choice.ms for choice in self.picked(chosen)))
+
+    def picked(self, chosen: Sequence[int]) -> list[Choice]:
+        """Return the chosen choices of units, then of modules."""
+        pairs = zip(self.decisions, chosen, strict=True)
+        return [decision.choices[position] for decision, position in pairs if position != NONE]
+
+    def saved_links(self, chosen: Sequence[int]) -> list[Link]:
+        """Return the links whose storage is saved."""
+        exact = [
+            None if position == NONE else unit.choices[position].settings.exact
+            for unit, position in self._pairs(chosen)
+        ]
+        needed = {link for module, position in self._taken(chosen) for link in module.choices[position].links}
+        return [
+            link
+            for number, link in enumerate(self.links)
+            if number in needed or any(exact[unit] is link.exact for unit in link.units)
+        ]
+
+    def _pairs(self, chosen: Sequence[int]) -> list[tuple[Unit, int]]:
+        return list(zip(self.units, chosen, strict=False))
+
+    def _taken(self, chosen: Sequence[int]) -> list[tuple[Module, int]]:
+        pairs = zip(self.modules, chosen[len(self.units) :], strict=True)
+        return [(module, position) for module, position in pairs if position != NONE]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a step: `peak` and `saved` bytes, milliseconds, noise ratio, squared bias. None: no limit."""
+
+    peak: int | None = None
+    saved: int | None = None
+    ms: float | None = None
+    noise: float | None = None
+    bias: float | None = None
+
+    def allow(self, space: Space, chosen: Sequence[int]) -> bool:
+        """Return True if the chosen step is within all limits."""
+        return (
+            (self.peak is None or int(space.live(chosen).max()) <= self.peak)
+            and (self.saved is None or space.saved(chosen) <= self.saved)
+            and _within(self.ms, space.ms(chosen))
+            and _within(self.bias, space.bias(chosen))
+            and (self.noise is None or _within(self.noise, space.noise(chosen)))
+        )
+
+
+def _within(limit: float | None, value: float) -> bool:
+    return limit is None or value <= limit * (1 + _ROUNDING)

@@ -1,0 +1,510 @@
+"""`tile` of a loss: its gradients are those of the whole, and nothing as large as the logits is saved."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mesa_tune as mt
+from mesa_tune import notice
+from mesa_tune.conversion import model as conversion_model
+from mesa_tune.errors import RunError
+from mesa_tune.formulas.tiled_cross_entropy import TILED_CROSS_ENTROPY
+from mesa_tune.profiler.memory.meter import Meter
+
+CLASSES, WIDTH, BATCH, LENGTH = 512, 32, 4, 48
+LOGIT_BYTES = 4 * BATCH * LENGTH * CLASSES
+
+# Every order of summation of a float32 gradient is within 1e-6 of every other (measured: 5e-7 at most).
+ROUNDING = 1e-6
+
+
+class Words(nn.Module):
+    """A small language model: `head` may share its weight with the embedding."""
+
+    def __init__(self, *, tied: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(self.embedding(ids)))
+        return logits
+
+
+IDS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+TARGETS = IDS.roll(1, 1).clone()
+TARGETS[0, :7] = -100
+WEIGHTS = torch.linspace(0.1, 2, CLASSES)
+SOFT = torch.softmax(torch.arange(1.0 * BATCH * CLASSES * LENGTH).view(BATCH, CLASSES, LENGTH).sin(), 1)
+
+Loss = Callable[[Tensor], Tensor]
+
+
+def flat(logits: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), TARGETS.flatten(), **options)
+
+
+TILED: dict[str, Loss] = {
+    "flat": flat,
+    "sum": lambda y: flat(y, reduction="sum"),
+    "view": lambda y: F.cross_entropy(y.view(-1, CLASSES), TARGETS.view(-1)),
+    "float": lambda y: flat(y.float()),
+    "double": lambda y: flat(y.double()),
+    "shifted, copied": lambda y: F.cross_entropy(
+        y[..., :-1, :].contiguous().view(-1, CLASSES), TARGETS[:, 1:].reshape(-1)
+    ),
+    "shifted, reshaped": lambda y: F.cross_entropy(
+        y[:, :-1].reshape(-1, CLASSES), TARGETS[:, 1:].reshape(-1)
+    ),
+    "one sample": lambda y: F.cross_entropy(y[1], TARGETS[1]),
+    "every second": lambda y: F.cross_entropy(y[:, ::2].flatten(0, 1), TARGETS[:, ::2].flatten()),
+    "classes second": lambda y: F.cross_entropy(y.transpose(1, 2), TARGETS),
+    "permuted": lambda y: F.cross_entropy(y.permute(1, 2, 0), TARGETS.t()),
+    "some classes": lambda y: F.cross_entropy(
+        y[..., 3:-12].flatten(0, 1), (TARGETS.flatten() - 12).clamp(0, 400)
+    ),
+    "half of the classes": lambda y: F.cross_entropy(y.view(-1, 2, 256)[:, 1], TARGETS.flatten() % 256),
+    "ignored class": lambda y: F.cross_entropy(y.flatten(0, 1), IDS.flatten() // 32, ignore_index=0),
+    "smoothed": lambda y: flat(y, label_smoothing=0.1),
+    "weighted": lambda y: flat(y, weight=WEIGHTS),
+    "weighted, smoothed": lambda y: flat(y, weight=WEIGHTS, label_smoothing=0.2, reduction="sum"),
+    "soft": lambda y: F.cross_entropy(y.transpose(1, 2), SOFT),
+    "soft, weighted, smoothed": lambda y: F.cross_entropy(
+        y.transpose(1, 2), SOFT, weight=WEIGHTS, label_smoothing=0.1
+    ),
+    "other consumer": lambda y: flat(y) + 1e-2 * y.logsumexp(-1).square().mean(),
+    "two losses": lambda y: flat(y) + F.cross_entropy(y[0], TARGETS[1], reduction="sum"),
+    "scaled": lambda y: 1024 * flat(y),
+}
+
+UNTILED: dict[str, tuple[Loss, str]] = {
+    "per row": (lambda y: flat(y, reduction="none").sum(), "reduction"),
+    "scaled logits": (lambda y: flat(y * 2), "unchanged output"),
+    "masked logits": (lambda y: flat(y.masked_fill(y > 3, 0)), "unchanged output"),
+    "written in place": (lambda y: flat(y.mul_(2)), "unchanged output"),
+    "copied twice": (lambda y: flat(y.double().contiguous().clone()), "unchanged output"),
+    "every second class": (
+        lambda y: F.cross_entropy(y.view(-1, 256, 2)[..., 0], TARGETS.flatten() % 256),
+        "unchanged",
+    ),
+    "other loss": (lambda y: F.mse_loss(y, torch.zeros_like(y)), "mse_loss has no slices"),
+}
+
+
+def policy(tile: int = 4, *, level: int | None = None) -> mt.Policy:
+    """Return a policy that changes nothing but the loss, or stores the rest at `level`."""
+    if level is not None:
+        return mt.Policy.uniform(level, tile=tile)
+    return mt.Policy.parse(
+        f"# mesa-tune policy 1\non loss:\n    by_index: all\n    store: exact\n    tile: {tile}\n"
+    )
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(mine: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
+    """Return the largest relative error of a parameter's gradient."""
+    assert mine.keys() == plain.keys()
+    return max(float((mine[name] - plain[name]).norm() / plain[name].norm()) for name in plain)
+
+
+class Formulas:
+    """How often a loss ran by the tiled formula."""
+
+    runs = 0
+
+
+@pytest.fixture(autouse=True)
+def formulas(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    forward = TILED_CROSS_ENTROPY.forward
+
+    def counted(*arguments: Any) -> Any:
+        Formulas.runs += 1
+        return forward(*arguments)
+
+    Formulas.runs = 0
+    object.__setattr__(TILED_CROSS_ENTROPY, "forward", counted)
+    monkeypatch.setattr(notice, "_given", set())  # warnings of earlier tests
+    conversion_model._finished.clear()  # and conversions
+    yield
+    object.__setattr__(TILED_CROSS_ENTROPY, "forward", forward)
+
+
+def step(model: nn.Module, loss: Loss, under: mt.Policy | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and gradients of a copy of `model`; the loss is outside it."""
+    model = copy.deepcopy(model)
+    if under is None:
+        value = loss(model(IDS))
+    else:
+        mt.convert(model, under)
+        with mt.compress_saved(under):
+            value = loss(model(IDS))
+    value.backward()
+    return value.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize("tile", [2, 7])
+def test_loss_is_bitwise_and_gradients_are_equal(name: str, tile: int) -> None:
+    model, loss = Words(), TILED[name]
+    value, plain = step(model, loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiled, mine = step(model, loss, policy(tile))
+    assert Formulas.runs >= 1
+    assert torch.equal(tiled, value)
+    assert tiled.dtype == value.dtype
+    assert distance(mine, plain) < ROUNDING
+
+
+def test_more_slices_than_rows_are_as_near_as_one() -> None:
+    """Sums of single rows are rounded more often: up to twice the error of PyTorch's own against float64."""
+    exact = {name: grad.float() for name, grad in step(Words().double(), flat)[1].items()}
+    errors = [distance(step(Words(), flat, under)[1], exact) for under in (policy(1000), None)]
+    assert Formulas.runs == 1
+    assert errors[0] < 2 * errors[1]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda y: F.cross_entropy(y[1, 3], TARGETS[1, 3]), lambda y: F.cross_entropy(y[:, -1], TARGETS[:, -1])],
+)
+def test_single_rows(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesa_tune.conversion.model.MIN_ELEMENTS", 100)
+    model = Words()
+    value, plain = step(model, loss)
+    tiled, mine = step(model, loss, policy())
+    assert Formulas.runs == 1
+    assert torch.equal(tiled, value)
+    assert distance(mine, plain) < ROUNDING
+
+
+@pytest.mark.parametrize("name", UNTILED)
+def test_what_cannot_be_tiled_is_named_and_right(name: str) -> None:
+    model, (loss, why) = Words(), UNTILED[name]
+    value, plain = step(model, loss)
+    with pytest.warns(UserWarning, match=rf"`tile` of 'loss\.\w+\.0' has no effect: .*{why}"):
+        other, mine = step(model, loss, policy())
+    assert Formulas.runs == 0
+    assert torch.equal(other, value)
+    assert distance(mine, plain) < ROUNDING
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("frozen", ["nothing", "head", "body", "all but head", "bias"])
+def test_frozen_and_tied_parameters(tied: bool, frozen: str) -> None:
+    model = Words(tied=tied)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not _is_frozen(name, frozen))
+    value, plain = step(model, flat)
+    tiled, mine = step(model, flat, policy())
+    assert Formulas.runs == 1
+    assert torch.equal(tiled, value)
+    assert distance(mine, plain) < ROUNDING
+
+
+def _is_frozen(name: str, frozen: str) -> bool:
+    if frozen == "all but head":
+        return not name.startswith("head")
+    return name == "head.bias" if frozen == "bias" else name.startswith(frozen)
+
+
+def test_head_without_bias_and_without_batch() -> None:
+    model = Words(bias=False)
+    loss: Loss = lambda y: F.cross_entropy(y[0], TARGETS[1])  # noqa: E731
+    assert distance(step(model, loss, policy())[1], step(model, loss)[1]) < ROUNDING
+    assert Formulas.runs == 1
+
+
+def test_loss_inside_the_model() -> None:
+    class Own(Words):
+        def forward(self, ids: Tensor) -> Tensor:
+            return flat(super().forward(ids))
+
+    model = Own()
+    plain, converted = copy.deepcopy(model), mt.convert(copy.deepcopy(model), policy())
+    for _ in range(3):  # the first forward plans, the second caches, the third runs by what is cached
+        a, b = plain(IDS), converted(IDS)
+        assert torch.equal(a, b)
+        a.backward()  # gradients add up
+        b.backward()
+    assert Formulas.runs == 3
+    assert distance(gradients(converted), gradients(plain)) < ROUNDING
+
+
+def test_head_runs_twice() -> None:
+    def twice(model: Any) -> Tensor:
+        hidden = model.body(model.embedding(IDS))
+        loss: Tensor = flat(model.head(hidden)) + 3 * flat(model.head(hidden.detach() * 2))
+        return loss
+
+    plain, mine = _outside(Words(), twice)
+    assert Formulas.runs == 2
+    assert distance(mine, plain) < ROUNDING
+
+
+def _outside(model: nn.Module, run: Callable[[Any], Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradients of `run(model)`, plain and tiled; the model is part of the loss."""
+    other = copy.deepcopy(model)
+    run(model).backward()
+    with mt.compress_saved(policy()):
+        loss = run(other)
+    loss.backward()
+    return gradients(model), gradients(other)
+
+
+def test_linear_cross_entropy_of_torch() -> None:
+    def run(model: Any) -> Tensor:
+        hidden = model.body(model.embedding(IDS)).flatten(0, 1)
+        loss: Tensor = F.linear_cross_entropy(
+            hidden, model.head.weight, TARGETS.flatten(), linear_bias=model.head.bias
+        )
+        return loss
+
+    plain, mine = _outside(Words(), run)
+    assert Formulas.runs == 1
+    assert distance(mine, plain) < ROUNDING
+
+
+@pytest.mark.parametrize("loss", [flat, TILED["float"], TILED["shifted, copied"], TILED["soft"]])
+def test_autocast_is_as_near_as_pytorch(loss: Loss) -> None:
+    model = Words()
+    with torch.autocast("cpu", torch.bfloat16):
+        value, plain = step(model, loss)
+        tiled, mine = step(model, loss, policy())
+    exact = step(model, loss)[1]
+    assert Formulas.runs == 1
+    assert torch.equal(tiled, value)
+    # bfloat16 has 8 bits: PyTorch itself is 0.2 to 0.6 % from float32 here.
+    assert distance(mine, exact) < 1.5 * distance(plain, exact)
+    assert distance(mine, plain) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
+    exact = step(Words(), flat)[1]
+    model = Words().to(dtype)
+    value, plain = step(model, flat)
+    tiled, mine = step(model, flat, policy())
+    assert Formulas.runs == 1
+    assert torch.equal(tiled, value)
+    assert {grad.dtype for grad in mine.values()} == {dtype}
+    if dtype == torch.float64:
+        assert distance(mine, plain) < 1e-14
+    else:  # the probabilities are computed in 32 bits, PyTorch's in 16
+        floats = [{name: grad.float() for name, grad in grads.items()} for grads in (mine, plain)]
+        assert distance(floats[0], exact) < 1.2 * distance(floats[1], exact)
+
+
+def test_second_backward_and_create_graph() -> None:
+    model = mt.convert(Words(), policy())
+    with mt.compress_saved(policy()):
+        loss = flat(model(IDS))
+    loss.backward(retain_graph=True)
+    first = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    loss.backward(retain_graph=True)
+    assert all(torch.equal(grad, first[name]) for name, grad in gradients(model).items())
+    with pytest.raises(RunError, match="create_graph"):
+        loss.backward(create_graph=True)
+
+
+def test_nothing_runs_without_gradients() -> None:
+    model = mt.convert(Words(), policy())
+    with torch.no_grad(), mt.compress_saved(policy()):
+        assert torch.equal(flat(model(IDS)), flat(Words()(IDS)))
+    assert Formulas.runs == 0
+
+
+def _watched_by_hook(logits: Tensor, seen: list[Tensor]) -> None:
+    logits.register_hook(lambda grad: seen.append(grad.clone()))
+
+
+def _watched_by_retain_grad(logits: Tensor, seen: list[Tensor]) -> None:
+    logits.retain_grad()
+    seen.append(logits)
+
+
+@pytest.mark.parametrize("watch", [_watched_by_hook, _watched_by_retain_grad])
+@pytest.mark.parametrize("when", ["before the loss", "after the loss"])
+def test_the_gradient_of_the_logits_is_there_for_who_wants_it(
+    watch: Callable[[Tensor, list[Tensor]], None], when: str
+) -> None:
+    def run(model: nn.Module, under: mt.Policy) -> tuple[Tensor, dict[str, Tensor]]:
+        seen: list[Tensor] = []
+        with mt.compress_saved(under):
+            logits = model(IDS)
+            if when == "before the loss":
+                watch(logits, seen)
+            loss = F.cross_entropy(logits.transpose(1, 2), TARGETS)
+        if when == "after the loss":
+            watch(logits, seen)
+        loss.backward()
+        grad = seen[0] if seen[0].grad_fn is None else seen[0].grad
+        assert grad is not None
+        return grad, gradients(model)
+
+    model = Words()
+    expected, plain = run(copy.deepcopy(model), mt.Policy())
+    grad, mine = run(mt.convert(model, policy()), policy())
+    assert Formulas.runs == 1
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-8)
+    assert distance(mine, plain) < ROUNDING
+
+
+@pytest.mark.parametrize("wanted", ["logits", "logits and weight", "weight"])
+def test_autograd_grad(wanted: str) -> None:
+    def run(model: Any, under: mt.Policy) -> tuple[Tensor, ...]:
+        with mt.compress_saved(under):
+            logits = model(IDS)
+            loss = flat(logits)
+        inputs = {"logits": [logits], "weight": [model.head.weight]}
+        return torch.autograd.grad(loss, [t for name in wanted.split(" and ") for t in inputs[name]])
+
+    model = Words()
+    expected = run(copy.deepcopy(model), mt.Policy())
+    grads = run(mt.convert(model, policy()), policy())
+    assert Formulas.runs == 1
+    for grad, other in zip(grads, expected, strict=True):
+        assert (grad - other).norm() < ROUNDING * other.norm()
+
+
+def test_hooks_of_the_head_see_its_gradient() -> None:
+    """A full backward hook puts a function between the head and the loss, which is then not tiled."""
+    model, seen = Words(), []
+    mt.convert(model, policy())
+    model.head.register_full_backward_hook(lambda *given: seen.append(given[2][0]))
+    with mt.compress_saved(policy()), pytest.warns(UserWarning, match="has no effect"):
+        loss = flat(model(IDS))
+    loss.backward()
+    assert Formulas.runs == 0
+    assert seen[0].norm() > 0
+
+
+@pytest.mark.parametrize("view", [lambda y: y, lambda y: y.float(), lambda y: y.double()])
+def test_logits_written_without_a_trace_in_the_graph(view: Callable[[Tensor], Tensor]) -> None:
+    def loss(logits: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits[..., 100:] = -30
+        return flat(view(logits))
+
+    model = Words()
+    value, plain = step(model, loss)
+    with pytest.warns(UserWarning, match="has no effect"):
+        other, mine = step(model, loss, policy())
+    assert torch.equal(other, value)
+    assert distance(mine, plain) < ROUNDING
+
+
+def test_copies_written_without_a_trace_in_the_graph() -> None:
+    def loss(logits: Tensor) -> Tensor:
+        copied = logits.double()
+        with torch.no_grad():
+            copied[..., 100:] = -30
+        return flat(copied)
+
+    model = Words()
+    with pytest.warns(UserWarning, match="has no effect"):
+        mine = step(model, loss, policy())[1]
+    assert distance(mine, step(model, loss)[1]) < ROUNDING
+
+
+@pytest.mark.parametrize("part", ["head", "head and loss", "body"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_parts(part: str, reentrant: bool) -> None:
+    def run(model: Any) -> Tensor:
+        hidden = model.embedding(IDS)
+        if part == "body":
+            return flat(model.head(checkpoint(model.body, hidden, use_reentrant=reentrant)))
+        hidden = model.body(hidden)
+        if part == "head":
+            return flat(checkpoint(model.head, hidden, use_reentrant=reentrant))
+        result: Tensor = checkpoint(lambda h: flat(model.head(h)), hidden, use_reentrant=reentrant)
+        return result
+
+    model = Words()
+    plain, other = copy.deepcopy(model), mt.convert(model, policy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(plain).backward()
+        with mt.compress_saved(policy()):
+            loss = run(other)
+        loss.backward()
+    assert (Formulas.runs == 1) == (part == "body")
+    assert distance(gradients(other), gradients(plain)) < ROUNDING
+
+
+def test_a_changed_weight_is_not_used() -> None:
+    def run(model: Any) -> Tensor:
+        logits = model(IDS)
+        with torch.no_grad():
+            model.head.weight.mul_(1.5)
+        return flat(logits)
+
+    with mt.compress_saved(policy()), pytest.warns(UserWarning, match="has no effect"):
+        run(Words())
+
+
+@pytest.mark.parametrize("level", [None, 16])
+def test_nothing_as_large_as_the_logits_is_saved(level: int | None) -> None:
+    """In backward, two tensors of one of 8 slices exist: a quarter of the logits."""
+    model = mt.convert(Words(), policy(8, level=level))
+    saved = extra = LOGIT_BYTES
+    for _ in range(2):
+        with Meter() as meter:
+            with mt.compress_saved(policy(8, level=level)):
+                loss = flat(model(IDS))
+            saved = meter.live_bytes
+            meter.reset_high_water()
+            loss.backward()
+            extra = meter.high_water - saved
+        model.zero_grad()
+    assert saved < LOGIT_BYTES / 2
+    assert extra < LOGIT_BYTES / 2 + 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_forward_has_the_logits_once() -> None:
+    model = mt.convert(Words(), policy(8))
+    with Meter() as meter, mt.compress_saved(policy(8)):
+        flat(model(IDS))
+    with Meter() as plain:
+        flat(Words()(IDS))
+    assert meter.high_water < plain.high_water - LOGIT_BYTES / 2
+
+
+def test_rest_of_the_model_stores_by_its_settings() -> None:
+    model = Words()
+    value, plain = step(model, flat)
+    tiled, mine = step(model, flat, policy(4, level=16))
+    assert Formulas.runs == 1
+    assert torch.equal(tiled, value)
+    for name in ("head.weight", "head.bias"):  # nothing lossy before the head
+        assert (mine[name] - plain[name]).norm() < ROUNDING * plain[name].norm()
+    assert 1e-4 < distance(mine, plain) < 0.2
+
+
+def test_compiled_code_says_that_tile_has_no_effect() -> None:
+    class Own(Words):
+        def forward(self, ids: Tensor) -> Tensor:
+            return flat(super().forward(ids))
+
+    model = mt.convert(Own(), policy())
+    with pytest.warns(UserWarning, match="compiled code"):
+        loss = torch.compile(model, backend="aot_eager", fullgraph=True)(IDS)
+    loss.backward()
+    value, plain = step(Words(), flat)
+    torch.testing.assert_close(loss.detach(), value)
+    assert distance(gradients(model), plain) < ROUNDING

@@ -1,0 +1,154 @@
+"""Errors by group of parameters, and in Adam's scale, against a calculation by hand."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mesa_tune as mt
+from mesa_tune.commands.verify import describe
+from mesa_tune.profiler.errors.by_group import STATE_STEPS, GroupError, errors_by_group
+from mesa_tune.profiler.errors.joint_error import JointError
+
+POLICY = mt.Policy.uniform(level=4)
+PAIRS = [(0, 0), (0, 1), (3, 0)]
+FIRST = 20
+Parts = dict[str, Tensor]
+
+
+def model() -> nn.Module:
+    first, last = nn.Linear(64, 64), nn.Linear(64, 64)
+    net = nn.Sequential()
+    net.add_module("first", nn.Sequential(first, nn.GELU()))
+    net.add_module("last", last)
+    return net
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 64), torch.randn(size, 64)
+
+
+def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(net(batch[0]), batch[1])
+
+
+def workload(optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None) -> mt.Workload:
+    return mt.Workload(model, batch, loss, optimizer, batch_size=128)
+
+
+def two_groups(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    every = list(parameters)
+    weights = [one for one in every if one.dim() > 1]
+    biases = {"params": [one for one in every if one.dim() == 1], "eps": 1e-3, "name": "biases"}
+    groups: list[dict[str, Any]] = [{"params": weights}, biases]
+    return torch.optim.Adam(groups, betas=(0.8, 0.9), amsgrad=True)
+
+
+def gradient(net: nn.Module, work: mt.Workload, draw: int) -> Parts:
+    net.zero_grad()
+    work.compute_loss(net, work.make_batch(draw=draw)).backward()
+    return {name: one.grad.clone() for name, one in net.named_parameters() if one.grad is not None}
+
+
+def scales_by_hand(work: mt.Workload, beta: float, eps: Callable[[str], float], largest: bool) -> Parts:
+    """√v̂ + ε after the steps, whose gradients are summed up here; the optimizer only moves the weights."""
+    net = work.build()
+    optimizer = work.make_optimizer(net)
+    second: Parts = {}
+    most: Parts = {}
+    for draw in range(FIRST, FIRST + STATE_STEPS):
+        for name, part in gradient(net, work, draw).items():
+            second[name] = beta * second.get(name, torch.zeros_like(part)) + (1 - beta) * part.square()
+            most[name] = torch.maximum(most.get(name, second[name]), second[name])
+        optimizer.step()
+    chosen = most if largest else second
+    return {name: (part / (1 - beta**STATE_STEPS)).sqrt() + eps(name) for name, part in chosen.items()}
+
+
+def error_by_hand(work: mt.Workload, names: Callable[[str], bool], scales: Parts | None) -> float:
+    errors = []
+    for draw, seed in PAIRS:
+        net = work.build()
+        exact = gradient(net, work, draw)
+        mt.convert(net, POLICY, seed=draw * 1_000_003 + seed)
+        net.zero_grad()
+        with mt.compress_saved(POLICY, seed=draw * 1_000_003 + seed):
+            work.compute_loss(net, work.make_batch(draw=draw)).backward()
+        change = size = 0.0
+        for name, one in net.named_parameters():
+            if names(name) and one.grad is not None:
+                scale = 1.0 if scales is None else scales[name].double()
+                change += float(((one.grad - exact[name]).double() / scale).square().sum())
+                size += float((exact[name].double() / scale).square().sum())
+        errors.append(change / size)
+    return statistics.fmean(errors)
+
+
+def found_for(work: mt.Workload) -> dict[str, GroupError]:
+    groups = errors_by_group(JointError(work), POLICY, PAIRS, FIRST)
+    return {group.group: group for group in groups}
+
+
+def test_modules_are_the_groups_of_an_optimizer_with_one() -> None:
+    work = workload()
+    found = found_for(work)
+    scales = scales_by_hand(work, 0.999, lambda _: 1e-8, largest=False)
+    assert list(found) == ["all", "first", "last"]
+    assert [group.elements for group in found.values()] == [2 * 4160, 4160, 4160]
+    for name, group in found.items():
+        inside = lambda path, name=name: name == "all" or path.startswith(name)  # noqa: E731
+        assert group.gradient_error == pytest.approx(error_by_hand(work, inside, None), rel=1e-4)
+        assert group.preconditioned_error == pytest.approx(error_by_hand(work, inside, scales), rel=1e-3)
+        assert group.gradient_error != pytest.approx(group.preconditioned_error, rel=0.01)
+
+
+def test_groups_of_the_optimizer_have_scales_of_their_own() -> None:
+    work = workload(two_groups)
+    found = found_for(work)
+    scales = scales_by_hand(work, 0.9, lambda name: 1e-3 if name.endswith("bias") else 1e-8, largest=True)
+    assert list(found) == ["all", "group 0", "biases"]
+    for name, ending in (("all", ""), ("group 0", "weight"), ("biases", "bias")):
+        inside = lambda path, ending=ending: path.endswith(ending)  # noqa: E731
+        assert found[name].gradient_error == pytest.approx(error_by_hand(work, inside, None), rel=1e-4)
+        expected = error_by_hand(work, inside, scales)
+        assert found[name].preconditioned_error == pytest.approx(expected, rel=1e-3)
+
+
+def test_no_scale_without_adam_and_no_error_of_what_gets_no_gradient() -> None:
+    def build() -> nn.Module:
+        net = model()
+        net.register_parameter("unused", nn.Parameter(torch.ones(3)))
+        return net
+
+    work = mt.Workload(build, batch, loss, lambda parts: torch.optim.SGD(parts, 0.1), batch_size=128)
+    found = found_for(work)
+    assert {group.preconditioned_error for group in found.values()} == {None}
+    assert found["the model itself"] == GroupError("the model itself", 3, None, None)
+    assert found["last"].gradient_error
+    assert JointError(work).errors(POLICY, PAIRS) == pytest.approx(
+        [error for pair in PAIRS for error in JointError(work).errors(POLICY, [pair])]
+    )
+
+
+def test_verify_measures_them_on_request_and_saves_them() -> None:
+    plain = mt.verify(workload(), POLICY, steps=1, seeds=1)
+    check = mt.verify(workload(), POLICY, steps=1, seeds=1, by_group=True)
+    assert plain.groups == ()
+    assert check.groups[0].gradient_error == pytest.approx(check.gradient_error)
+    assert check.gradient_errors == plain.gradient_errors
+    document = json.loads(json.dumps(check.to_dict()))
+    assert mt.Verification.from_dict(document).groups == check.groups
+    del document["groups"]  # of an older file
+    assert mt.Verification.from_dict(document).groups == ()
+    lines = describe(check)
+    (row,) = [line for line in lines if line.startswith("first")]
+    assert f"{check.groups[1].preconditioned_error:.1e}" in row
+    assert max(map(len, lines)) <= 80
+    assert not any(line.startswith("first") for line in describe(plain))

@@ -1,0 +1,114 @@
+"""Prices of modules that run again in backward, against whole steps that do so."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mesa_tune as mt
+from mesa_tune import ops
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.profile import Profile
+
+WIDTH, ROWS = 64, 128
+OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(super().forward(x.clone()))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.once = nn.ModuleList([Block(), Block()])
+        self.twice = nn.ModuleList([Block()])
+        self.changing = nn.Sequential(InPlace())
+        self.unused = nn.ModuleList([Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in (*self.once, *self.twice, *self.twice):
+            x = block(x)
+        out: Tensor = self.changing(x * 1.5)
+        return out
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+WORKLOAD = mt.Workload(Model, batch, loss, batch_size=ROWS)
+
+
+def _again(module: str, settings: mt.LayerSettings) -> mt.Policy:
+    return mt.Policy.parse("").rerunning({module: settings})
+
+
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> Profile:
+    return mt.profile(WORKLOAD, options=OPTIONS, seeds=4)
+
+
+def test_only_blocks_that_can_run_again_have_prices(profile: Profile) -> None:
+    assert [module.name for module in profile.modules] == ["once.0", "once.1"]
+
+
+def test_bytes_are_those_of_the_inputs(profile: Profile) -> None:
+    for module in profile.modules:
+        assert module.input_bytes == ROWS * WIDTH * 4
+        assert [option.settings.level for option in module.options] == [4, 16, 256]
+        for option in module.options:
+            assert option.settings.store == "recompute"
+            assert option.bytes == ops.packed_bytes(ROWS * WIDTH, option.settings.bits, WIDTH)
+
+
+def test_errors_are_those_of_steps_on_other_batches(profile: Profile) -> None:
+    joint = JointError(WORKLOAD)
+    pairs = [(draw, seed) for draw in range(50, 54) for seed in range(2)]
+    for module in profile.modules:
+        for option in module.options:
+            measured = statistics.fmean(joint.errors(_again(module.name, option.settings), pairs))
+            assert option.gradient_error == pytest.approx(measured, rel=0.4)
+            assert option.batches == 3
+            assert option.provenance == ("measured" if option.settings.level == 16 else "inferred")
+
+
+def test_times_are_part_of_the_step(profile: Profile) -> None:
+    assert profile.step_ms is not None
+    assert all(0 < module.forward_ms < profile.step_ms for module in profile.modules)
+
+
+def test_they_are_in_the_document_and_older_profiles_have_none(profile: Profile) -> None:
+    document = json.loads(json.dumps(profile.to_dict()))
+    assert Profile.from_dict(document).modules == profile.modules
+    del document["modules"]
+    assert Profile.from_dict(document).modules == ()
+
+
+def test_no_options_no_prices() -> None:
+    assert mt.profile(WORKLOAD, options=[]).modules == ()
+    dropping = [mt.LayerSettings(level=16, drop=0.5)]
+    assert mt.profile(WORKLOAD, options=dropping, seeds=1).modules == ()

@@ -1,0 +1,36 @@
+"""The table of what can be had: every row is a prediction, and no plan is worse than a larger budget's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mesa_tune.policy import Policy
+from mesa_tune.search.frontier import pareto
+from tests.synthetic import COARSE, is_sorted, synthetic_profile
+
+
+def test_more_memory_never_costs_time_or_error() -> None:
+    profile = replace(synthetic_profile(2, grid=COARSE, seed=1), gradient_noise=0.5, gradient_scale=1.0)
+    table = pareto(profile)
+    assert set(table["objective"]) == {"plain", "uniform", "time", "error"}
+    for objective, column in (("time", "step_ms"), ("error", "gradient_error")):
+        rows = table[table["objective"] == objective]
+        assert len(rows) >= 5
+        assert (rows["peak_bytes"] <= rows["budget"]).all()
+        # Solved to 1 %: of what is added to the step.
+        values = rows[column] - (40.0 if objective == "time" else 0.0)
+        assert is_sorted([-value * 1.01**-place for place, value in enumerate(values)])
+        assert values.iloc[0] > values.iloc[-1]
+    assert (table[table["objective"] == "time"]["noise_ratio"] <= 0.1 * (1 + 1e-9)).all()
+    uniform = table[table["policy"] == "uniform 4 bits"].iloc[0]
+    assert uniform["peak_bytes"] == profile.predict(Policy.uniform(level=16)).peak_bytes
+
+
+@pytest.mark.parametrize("batch_size", [8, 20])
+def test_without_a_known_ratio_only_the_error_has_a_curve(batch_size: int) -> None:
+    table = pareto(synthetic_profile(1, grid=COARSE), batch_size=batch_size)
+    assert "time" not in set(table["objective"])
+    assert table["noise_ratio"].isna().all()
+    assert (table["objective"] == "error").any()

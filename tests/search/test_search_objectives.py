@@ -1,0 +1,234 @@
+"""What a search minimises, within which noise, and what it says where that cannot be had."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mesa_tune.errors import BudgetError, PolicyError, RunError
+from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.search import Plan, search_policy
+from mesa_tune.search.restrictions import read_pin
+from mesa_tune.search.solver import Program
+from mesa_tune.search.space import make_space
+from tests.synthetic import COARSE, synthetic_profile
+
+
+def noisy(profile: Profile, noise: float = 0.5) -> Profile:
+    """The profile with the noise of the minibatch, and layers that interact at 2 bits."""
+    return replace(
+        profile,
+        gradient_noise=noise,
+        gradient_scale=1.0,
+        gradient_norms=(1.1, 0.9),
+        interaction=((1, 0.5), (2, 0.3)),
+    )
+
+
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> Profile:
+    return noisy(synthetic_profile(2, grid=COARSE, seed=1))
+
+
+@pytest.fixture(scope="module", name="small")
+def _small() -> Profile:
+    return noisy(synthetic_profile(1, grid=COARSE, seed=3))
+
+
+def test_the_fastest_within_the_ratio_is_the_default(profile: Profile) -> None:
+    plan = search_policy(profile, "60%")
+    assert (plan.objective, plan.why, plan.max_noise_ratio) == ("time", "", 0.1)
+    assert plan.predicted.gradient_noise_ratio is not None
+    assert 0 < plan.predicted.gradient_noise_ratio <= 0.1
+    least = search_policy(profile, "60%", objective="error")
+    assert least.objective == "error"
+    assert plan.predicted.step_ms is not None
+    assert least.predicted.step_ms is not None
+    assert least.predicted.gradient_error is not None
+    assert plan.predicted.step_ms <= least.predicted.step_ms
+    assert least.predicted.gradient_error <= (plan.predicted.gradient_error or 0)
+    assert plan.predicted.step_ms == pytest.approx(plan.bound, rel=1e-3)
+    assert "is faster, by summed single-layer prices" in plan.claim
+
+
+@pytest.mark.parametrize("ratio", [1e-4, 1e-3, 1e-2, 0.1])
+def test_the_ratio_holds_with_interaction_and_is_the_fastest_of_all(small: Profile, ratio: float) -> None:
+    space = make_space(small)
+    times, ratios = [], []
+    limit = int(0.6 * small.peak_bytes)
+    for chosen in product(*(range(len(unit.choices)) for unit in space.units)):
+        predicted = small.predict_assignment(space.assignment(chosen))
+        assert predicted.gradient_noise_ratio == pytest.approx(space.noise(chosen), rel=1e-9)
+        if predicted.peak_bytes <= limit and (predicted.gradient_noise_ratio or 0.0) <= ratio:
+            times.append(predicted.step_ms)
+        ratios.append(predicted.gradient_noise_ratio)
+    if not times:
+        assert search_policy(small, limit, max_noise_ratio=ratio).objective == "error"
+        return
+    plan = search_policy(small, limit, objective="time", max_noise_ratio=ratio)
+    assert (plan.predicted.gradient_noise_ratio or 0.0) <= ratio * (1 + 1e-9)
+    assert plan.predicted.step_ms == pytest.approx(min(filter(None, times)), rel=1e-6)
+
+
+def test_without_a_policy_within_the_ratio_the_error_is_the_least(profile: Profile) -> None:
+    plan = search_policy(profile, "40%", max_noise_ratio=1e-9)
+    assert plan.objective == "error"
+    assert "noise ratio 1e-09" in plan.why
+    assert plan.policy == search_policy(profile, "40%", objective="error").policy
+    with pytest.raises(BudgetError, match=r"noise ratio 1e-09: no plan within the other limits.*\n.*raise"):
+        search_policy(profile, "40%", max_noise_ratio=1e-9, objective="time")
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+def test_an_unknown_ratio_is_no_small_one(profile: Profile, objective: str) -> None:
+    silent = synthetic_profile(2, grid=COARSE, seed=1)
+    for known, size, words in ((silent, None, "no gradient noise"), (profile, 20, "at batch size 20")):
+        plan = search_policy(known, "60%", batch_size=size)
+        assert plan.objective == "error"
+        assert words in plan.why
+        with pytest.raises(RunError, match=words):
+            search_policy(known, "60%", batch_size=size, objective=objective)
+        free = search_policy(known, "60%", batch_size=size, objective=objective, max_noise_ratio=math.inf)
+        assert free.objective == objective
+        assert free.max_noise_ratio is None
+
+
+def test_the_smallest_peak_needs_no_budget(profile: Profile) -> None:
+    plan = search_policy(profile, objective="memory")
+    assert plan.budget_bytes is None
+    assert (plan.predicted.gradient_noise_ratio or 0) <= 0.1
+    assert plan.predicted.step_ms is not None
+    assert plan.predicted.step_ms <= 1.5 * profile.plain_ms(profile.batch_size) * (1 + 1e-9)
+    assert plan.bound <= plan.predicted.peak_bytes
+    assert plan.gap <= 1e-3
+    with pytest.raises(BudgetError):
+        search_policy(profile, plan.predicted.peak_bytes - 1, objective="memory")
+    quieter = search_policy(profile, objective="memory", max_noise_ratio=1e-3)
+    assert plan.predicted.peak_bytes < quieter.predicted.peak_bytes
+    faster = search_policy(profile, objective="memory", max_slowdown=1.001)
+    assert plan.predicted.peak_bytes < faster.predicted.peak_bytes
+
+
+def test_a_layer_measured_faster_than_plain_is_not_compressed_for_that(profile: Profile) -> None:
+    lucky = tuple(replace(layer, call_ms=-1.0) for layer in profile.layers)
+    program = Program(make_space(replace(profile, layers=lucky)))
+    assert program.times.min() == 0.0
+    assert any(choice.ms < 0 for choice in program.rows.choices)
+
+
+def test_the_bias_is_limited(small: Profile) -> None:
+    layers = tuple(
+        replace(
+            layer,
+            options=tuple(
+                one if one.settings.exact else replace(one, bias=30 * (one.gradient_error or 0.0))
+                for one in layer.options
+            ),
+        )
+        for layer in small.layers
+    )
+    biased = replace(small, layers=layers)
+    plan, free = search_policy(biased, "60%"), search_policy(small, "60%")
+    assert plan.objective == free.objective == "time"
+    # ‖ḡ‖² is half of the mean ‖g_b‖², to which errors and biases are relative.
+    assert _summed(biased, plan) <= 0.01 * 0.5 / 30 < _summed(small, free)
+
+
+def _summed(profile: Profile, plan: Plan) -> float:
+    """The sum of the errors of single layers, without interaction."""
+    return replace(profile, interaction=()).predict(plan.policy).gradient_error or 0.0
+
+
+def test_plain_wins_where_it_fits_unless_saved_bytes_are_limited(profile: Profile) -> None:
+    plan = search_policy(profile, profile.peak_bytes)
+    assert plan.is_exact
+    assert plan.objective == "time"
+    assert plan.bound == plan.predicted.step_ms == 40.0
+    assert not search_policy(profile, profile.peak_bytes, max_saved="50%").is_exact
+
+
+def test_the_policy_and_the_document_say_the_objective(profile: Profile, tmp_path: Path) -> None:
+    plan = search_policy(profile, "60%")
+    assert Policy.parse(plan.policy.dumps()).header.objective == "time"
+    assert plan.to_dict()["objective"] == "time"
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_unknown_objectives_and_missing_budgets_are_refused(profile: Profile) -> None:
+    with pytest.raises(BudgetError, match=r"'tme': unknown\n.*'time'"):
+        search_policy(profile, "60%", objective="tme")
+    with pytest.raises(BudgetError, match=r"budget: missing\n.*--smallest"):
+        search_policy(profile)
+    with pytest.raises(BudgetError, match="max-noise-ratio"):
+        search_policy(profile, "60%", max_noise_ratio=0.0)
+
+
+def test_only_some_settings_vary(profile: Profile) -> None:
+    groups = noisy(synthetic_profile(2, seed=1))
+    policy = search_policy(groups, "60%", objective="error", only=["level"]).policy
+    used = [settings for settings in groups.assignment(policy).values() if not settings.exact]
+    assert {settings.group_size for settings in used} == {256}
+    free = search_policy(groups, "60%", objective="error").policy
+    sizes = {s.group_size for s in groups.assignment(free).values() if not s.exact}
+    assert sizes != {256}
+    with pytest.raises(PolicyError, match=r"only 'levl'.*\n.*'level'"):
+        search_policy(profile, "60%", only=["levl"])
+    with pytest.raises(PolicyError, match=r"forbid 'drive'.*\n.*'derive'"):
+        search_policy(profile, "60%", forbid=["drive"])
+
+
+def test_pins_as_they_are_typed() -> None:
+    assert read_pin("blocks.0.*: exact") == ("blocks.0.*", EXACT)
+    assert read_pin("a: level 16 group_size 64") == ("a", LayerSettings(level=16, group_size=64))
+    assert read_pin("a: level 16, store derive") == ("a", LayerSettings(level=16, store="derive"))
+    assert read_pin("a: quant_groups 4")[1].group_size is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("blocks.0", "no `GLOB: SETTINGS`"),
+        (": exact", "no `GLOB: SETTINGS`"),
+        ("a: levl 16", "'level'"),
+        ("a: level 1", "2 to 256"),
+        ("a: level", "level without a value"),
+        ("a: exct", "'exact'"),
+        ("a: group_size 4 quant_groups 4", "replace each other"),
+        ("a: store drive", "'derive'"),
+    ],
+)
+def test_pins_that_cannot_be_read(text: str, words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        read_pin(text)
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5])
+def test_the_largest_batch_fits_and_no_larger_one_does(profile: Profile, part: float) -> None:
+    budget = int(part * profile.peak_bytes)
+    plan = search_policy(profile, budget, max_batch=True)
+    assert plan.predicted.peak_bytes <= budget == plan.budget_bytes
+    with pytest.raises(BudgetError):
+        search_policy(profile, budget, batch_size=plan.batch_size + 1)
+    if part == 1.0:
+        assert plan.batch_size > profile.batch_size
+    with pytest.raises(BudgetError, match="not even a batch of one"):
+        search_policy(profile, 1000, max_batch=True)
+    with pytest.raises(BudgetError, match="max-batch"):
+        search_policy(profile, budget, max_batch=True, batch_size=3)
+
+
+def test_the_ratio_of_random_plans_is_what_the_profile_predicts(profile: Profile) -> None:
+    space = make_space(profile)
+    chance = np.random.default_rng(0)
+    for _ in range(200):
+        chosen = [int(chance.integers(len(unit.choices))) for unit in space.units]
+        predicted = profile.predict_assignment(space.assignment(chosen)).gradient_noise_ratio
+        assert space.noise(chosen) == pytest.approx(predicted)
