@@ -57,8 +57,8 @@ def _alive(number: int, layers: int, size: int) -> NDArray[np.int64]:
 
 
 def _unit(chance: np.random.Generator, number: int, layers: int, options: int) -> Unit:
-    size, sensitivity = int(chance.integers(1e6, 9e6)), float(10 ** chance.uniform(-7, -1))
-    work, ms = int(chance.integers(1e6, 2e7)), float(chance.uniform(0.05, 0.5))
+    size, sensitivity = int(chance.integers(1_000_000, 9_000_000)), float(10 ** chance.uniform(-7, -1))
+    work, ms = int(chance.integers(1_000_000, 20_000_000)), float(chance.uniform(0.05, 0.5))
     choices = [Choice(EXACT, 0.0, 0.0, _alive(number, layers, size), size, noise=0.0)]
     bits = np.linspace(1, 8, options - 3)
     for index, width in enumerate([*bits, 4.0, 8.0]):

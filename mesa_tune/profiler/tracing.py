@@ -131,10 +131,14 @@ class StepTracer:
 
 
 class TracedWorkload:
-    """Traced steps of a workload at its batch size and at half of it, and the timeline that they make."""
+    """Traced steps of a workload at its batch size and at half of it, and the timeline that they make.
 
-    def __init__(self, tracer: StepTracer, longest: LongestBatch) -> None:
+    `reruns`: also trace steps in which blocks run again.
+    """
+
+    def __init__(self, tracer: StepTracer, longest: LongestBatch, *, reruns: bool = True) -> None:
         self.workload, self.tracer, self.longest = tracer.workload, tracer, longest
+        self.reruns = reruns
         self.notes = longest.notes
         batch_size = self.workload.batch_size
         self.large, tags = tracer.traced(longest.batch, batch_size)
@@ -150,7 +154,8 @@ class TracedWorkload:
     def _timeline(self, small: TracedSteps) -> Timeline:
         """Return the timeline, with modules that can run again if there are any and memory suffices."""
         traced, hooked = TracedPair(self.large, small), self.rows.hooked
-        modules = self.tracer.rerun_modules(self.longest.batch, self.large.plain)
+        batch, plain = self.longest.batch, self.large.plain
+        modules = self.tracer.rerun_modules(batch, plain) if self.reruns else ()
         again = unless_out_of_memory(lambda: self._again(modules, small)) if modules else None
         return (
             timeline_of(traced, hooked) if again is None else rerun_timeline(traced, again, modules, hooked)
