@@ -286,3 +286,24 @@ def test_on_cuda_a_policy_holds_from_the_first_step() -> None:
     )
     saved = mt.estimate(of_vit(), mt.Policy.uniform(level=16)).saved_bytes
     assert four.peak_bytes < plain.peak_bytes - 0.5 * (plain.saved_bytes - saved)
+
+
+def test_an_lstm_is_estimated_too_low_with_a_warning() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.lstm(x)[0])
+            return out
+
+    workload = mt.Workload(
+        Recurrent,
+        lambda count: (torch.randn(count, 16, 32), torch.randint(0, 10, (count, 16))),
+        lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
+        batch_size=4,
+        device="cpu",
+    )
+    with pytest.warns(UserWarning, match="'lstm' are estimated too low"):
+        mt.estimate(workload)

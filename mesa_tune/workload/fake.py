@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mesa_tune.errors import WorkloadError
+from mesa_tune.notice import warn_once
 from mesa_tune.ops.flags import BytesOnly
 from mesa_tune.workload.fake_mode import FastFakes
 from mesa_tune.workload.step import TrainingStep
@@ -73,6 +74,7 @@ class FakeWorkload(Workload):
             model: Any = self.model()
         if not isinstance(model, nn.Module):
             return super().build()  # raises the error of a model() that returns something else
+        _warn_of_recurrent(model)
         return faked_module(self.mode, model).train()
 
     def make_batch(self, n: int | None = None, *, draw: int = 0) -> Any:
@@ -157,3 +159,13 @@ def _building(mode: BytesOnly) -> Iterator[None]:
     untruncated = patch.object(torch.nn.init, "_no_grad_trunc_normal_", _untruncated)
     with mode, _Building(), untruncated:  # type: ignore[no-untyped-call]
         yield
+
+
+def _warn_of_recurrent(model: nn.Module) -> None:
+    """Warn if the model has an LSTM: on fake tensors PyTorch runs an implementation that saves less."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.LSTM)]
+    if names:
+        warn_once(
+            f"mesa-tune: bytes of {', '.join(map(repr, names[:3]))} are estimated too low, because an LSTM "
+            "saves more on real tensors than on fake ones: profile it with real steps"
+        )
