@@ -115,18 +115,20 @@ class Profile:
         RunError where the profile has no data: for a policy with tiled losses, or with modules that run again
         in backward and are not in `timeline.modules`, and in a profile of a script, for any that compresses.
         """
-        why = self.unpredictable(policy)
+        assignment = self.assignment(policy)
+        why = self.unpredictable(policy, assignment)
         if why is not None:
             raise RunError(f"{why}\nmeasure it with `mesa-tune verify` or mt.verify")
-        return self.predict_assignment(self.assignment(policy), batch_size=batch_size)
+        return self.predict_assignment(assignment, batch_size=batch_size)
 
-    def unpredictable(self, policy: Policy) -> str | None:
+    def unpredictable(self, policy: Policy, assignment: Assignment | None = None) -> str | None:
         """Return for which setting of `policy` the profile has no data; None if it can predict it."""
+        assignment = self.assignment(policy) if assignment is None else assignment
         again = set(policy.reruns(layer.name for layer in self.layers)) - set(self.timeline.modules)
         if again:
             what = f"`store: recompute` of {', '.join(map(repr, sorted(again)))}"
             return f"{what}: no profile tells what modules save that run again in backward"
-        tiled = [name for name, settings in self.assignment(policy).items() if settings.tile > 1]
+        tiled = [name for name, settings in assignment.items() if settings.tile > 1]
         if tiled:
             what = f"`tile` of {', '.join(map(repr, tiled))}"
             return f"{what}: no profile tells what a step takes that goes backward in slices"
@@ -171,9 +173,12 @@ class Profile:
 
     def assignment(self, policy: Policy) -> dict[str, LayerSettings]:
         """Return the settings that `policy` gives each layer, and each module that runs again, by name."""
-        modules = {name: policy.recomputed(name) for name in self.timeline.modules}
-        again = {name: settings for name, settings in modules.items() if settings is not None}
-        return policy.assignment(self._tagged) | again
+        chosen = policy.assignment(self._tagged)
+        for name in self.timeline.modules if policy.module_rules() else ():
+            settings = policy.recomputed(name)
+            if settings is not None:
+                chosen[name] = settings
+        return chosen
 
     def gradient_error(self, assignment: Assignment) -> float | None:
         """Return the gradient error under `assignment`; None if that of one layer is unknown."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mesa_tune.profiler.memory.memory_model import SizePair, Slot, Timeline
-from mesa_tune.profiler.memory.step_trace import SlotTrace
+from mesa_tune.profiler.memory.step_trace import SlotTrace, block_of
 from mesa_tune.profiler.memory.timeline_builder import (
     TracedPair,
     TracedSpan,
@@ -45,14 +45,9 @@ def rerun_timeline(
     works = slot_works(again, [*outside, *inside])
     once = {first_runs[index]: slot for index, slot in enumerate(timeline.slots)}
     slots = [_slot(slot, once.get(index), work) for index, (slot, work) in enumerate(works)]
-    kept = tuple(span.saved for span in (*moved, *inside))
+    spans = tuple(span.saved for span in (*moved, *inside))
     rows = again.large.packed.rows | dict(timeline.rows)
-    return replace(timeline, slots=tuple(slots), kept=kept, rows=rows, modules=modules)
-
-
-def block_of(layer: str | None, modules: Sequence[str]) -> str | None:
-    """Return the one of `modules` that contains `layer`; None if none does."""
-    return next((module for module in modules if (layer or "").startswith(f"{module}.")), None)
+    return replace(timeline, slots=tuple(slots), kept=spans, rows=rows, modules=modules)
 
 
 def _keys(slots: Sequence[SlotTrace]) -> list[tuple[str | None, str]]:
@@ -87,8 +82,8 @@ def _without_copies(
     def whole(span: TracedSpan) -> bool:
         return span.saved.kind == "always" and (span.saved.layers, span.saved.size) in shared
 
-    kept = [replace(span, saved=replace(span.saved, layers=())) if whole(span) else span for span in once]
-    return kept, [span for span in again if not whole(span)]
+    merged = [replace(span, saved=replace(span.saved, layers=())) if whole(span) else span for span in once]
+    return merged, [span for span in again if not whole(span)]
 
 
 def _all_inside(span: TracedSpan, modules: Sequence[str]) -> bool:

@@ -104,8 +104,6 @@ class StepBytes:
 
     def _runs(self, incidence: Incidence) -> Flags:
         """Return for each pair of span and layer whether the span is of the layer's only or second run."""
-        if not self.reruns:
-            return self.sized.run_once(incidence)
         same = self.inside[incidence.layers] == self.sized.spans_again[incidence.rows]
         return np.asarray(same, dtype=np.bool_)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.distinct import Assignment, Incidence
 from mesa_tune.profiler.memory.packed_sizes import LayerTraits, PackedSizes
-from mesa_tune.profiler.memory.step_trace import last_of_forwards
+from mesa_tune.profiler.memory.step_trace import block_of, last_of_forwards
 
 _NOTHING = (0, 0, 0)
 
@@ -121,13 +121,9 @@ class StepArrays:
     @cached_property
     def blocks(self) -> Bytes:
         """The position in `modules` of the one around each layer; one more than the last where none is."""
-        return _array(
-            next(
-                (number for number, block in enumerate(self.modules) if name.startswith(f"{block}.")),
-                len(self.modules),
-            )
-            for name in self.names
-        )
+        position = {block: number for number, block in enumerate(self.modules)}
+        around = (block_of(name, self.modules) for name in self.names)
+        return _array(len(position) if block is None else position[block] for block in around)
 
     @cached_property
     def slot_layers(self) -> Bytes:
@@ -149,18 +145,6 @@ class StepArrays:
     def spans_again(self) -> Flags:
         """Whether each span is of modules that run again."""
         return np.array([span.again for span in self.spans], dtype=np.bool_)
-
-    def run_once(self, incidence: Incidence) -> Flags:
-        """Return for each pair of span and layer whether the span is alive where no module runs again."""
-        key = id(incidence)
-        if key not in self._once:
-            self._once[key] = ~self.spans_again[incidence.rows]
-        return self._once[key]
-
-    @cached_property
-    def _once(self) -> dict[int, Flags]:
-        """Results of `run_once`; the incidences live as long as this object."""
-        return {}
 
     @cached_property
     def always(self) -> Bytes:

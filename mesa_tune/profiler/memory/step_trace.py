@@ -239,6 +239,11 @@ class StepTrace:
         return max(slot.high for slot in self.slots)
 
 
+def block_of(layer: str, modules: Sequence[str]) -> str | None:
+    """Return the one of `modules` that contains `layer`; None if none does."""
+    return next((module for module in modules if layer.startswith(f"{module}.")), None)
+
+
 def last_of_forwards(slots: Sequence[Any]) -> list[int]:
     """Return the index of the last slot of each forward; slots have a layer and a phase."""
     ends = [index for index, slot in enumerate(slots[1:]) if slot.layer is None and slot.phase == "backward"]

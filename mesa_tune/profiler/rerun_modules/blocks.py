@@ -12,8 +12,7 @@ from torch import nn
 
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.memory.rerun_timeline import block_of
-from mesa_tune.profiler.memory.step_trace import StepTrace
+from mesa_tune.profiler.memory.step_trace import StepTrace, block_of
 
 REFERENCE = LayerSettings(level=256, store="recompute")
 """Settings of the inputs of modules in the traced steps."""
