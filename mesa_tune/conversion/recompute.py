@@ -106,7 +106,7 @@ class _Inputs:
         """Return what to save for `tensor`; one without a gradient (a mask, positions) stays exact."""
         with torch._C.DisableTorchFunction():  # our own torch calls are no calls of the model
             exact = not tensor.requires_grad or self.job.is_static(tensor)
-            saved = _Input(tensor, exact, _by_rows(self.job.spec, tensor.shape))
+            saved = _Input(tensor, exact, self.job.spec.within(input_row(tensor)))
         self.saved.append(saved)
         return saved
 
@@ -142,13 +142,13 @@ class _Inputs:
         return restore(saved.parts, saved.packing, saved.spec)
 
 
-def _by_rows(spec: Spec, shape: torch.Size) -> Spec:
-    """Return `spec` with groups that do not cross the rows of tokens `(*, width)`.
+def input_row(tensor: Tensor) -> int:
+    """Return the number of elements that no group of a module's packed input crosses; 0: there is no limit.
 
-    Most modules normalize their input row by row: a row of small numbers must not have the range of a larger
-    one.
+    Rows are those of tokens `(*, width)`. Most modules normalize their input row by row: a row of small
+    numbers must not have the range of a larger one.
     """
-    return spec.within(shape[-1]) if len(shape) in (2, 3) else spec
+    return tensor.shape[-1] if tensor.dim() in (2, 3) else 0
 
 
 @contextmanager

@@ -5,7 +5,7 @@ The enumeration shares no code with the solver: no method of `Space` but its dat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -162,26 +162,22 @@ def all_plans(space: Space) -> Plans:
     )
 
 
+def units_inside(space: Space, taken: Sequence[int]) -> list[int]:
+    """The units inside the taken modules, each as often as a module around it is taken."""
+    pairs = zip(space.modules, taken, strict=True)
+    return [unit for module, position in pairs if position != NONE for unit in module.units]
+
+
 def _takings(space: Space) -> Iterator[tuple[int, ...]]:
     """Positions of the modules, no two of which share a unit."""
     for taken in product(*([NONE, *range(len(module.choices))] for module in space.modules)):
-        inside = [
-            unit
-            for module, position in zip(space.modules, taken, strict=True)
-            if position != NONE
-            for unit in module.units
-        ]
+        inside = units_inside(space, taken)
         if len(inside) == len(set(inside)):
             yield taken
 
 
 def _with_modules(space: Space, taken: tuple[int, ...]) -> NDArray[np.int64]:
-    inside = {
-        unit
-        for module, position in zip(space.modules, taken, strict=True)
-        if position != NONE
-        for unit in module.units
-    }
+    inside = set(units_inside(space, taken))
     ranges = [
         [NONE] if number in inside else range(len(unit.choices)) for number, unit in enumerate(space.units)
     ]

@@ -15,6 +15,7 @@ from mesa_tune.errors import BudgetError
 from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.search.problem import NONE, Space
 from mesa_tune.search.space import make_space
+from tests.search.random_spaces import units_inside
 
 BLOCKS = tuple(f"transformer.h.{number}" for number in range(3))
 
@@ -54,12 +55,7 @@ def _drawn(space: Space, chance: random.Random) -> list[int]:
     taken = [
         chance.randrange(len(module.choices)) if chance.random() < 0.5 else NONE for module in space.modules
     ]
-    inside = {
-        unit
-        for module, position in zip(space.modules, taken, strict=True)
-        if position != NONE
-        for unit in module.units
-    }
+    inside = units_inside(space, taken)
     plain = [
         [index for index, choice in enumerate(unit.choices) if not choice.derived] for unit in space.units
     ]

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from mesa_tune.codecs import Spec
+from mesa_tune.conversion.recompute import input_row
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
@@ -94,7 +95,7 @@ class BlockWatch:
         """Note sizes of the inputs, and what rounding does to those that are packed."""
         packed = [one for one in tensors if one.requires_grad and one.numel() > MIN_ELEMENTS]
         seen.exact_bytes = sum(one.nbytes for one in tensors if all(one is not other for other in packed))
-        seen.packed = [(one.numel(), one.element_size(), one.shape[0], _row(one)) for one in packed]
+        seen.packed = [(one.numel(), one.element_size(), one.shape[0], input_row(one)) for one in packed]
         for settings in self.options if packed else ():
             seen.rounding[settings] = _rounding([one.detach() for one in packed], settings)
 
@@ -110,18 +111,13 @@ class BlockWatch:
         return forwards * median(self.clock.ms(marks)[::2])
 
 
-def _row(tensor: Tensor) -> int:
-    """Return the number of elements that no group of an input crosses, as in `conversion.recompute`."""
-    return tensor.shape[-1] if tensor.dim() in (2, 3) else 0
-
-
 def _rounding(tensors: Sequence[Tensor], settings: LayerSettings) -> tuple[float, float, float]:
     """Return the relative squared error of rounding, and the milliseconds of encoding and of decoding."""
     change = size = encode = decode = 0.0
     spec, seed = Spec.of(settings, MIN_ELEMENTS), torch.zeros(1, dtype=torch.int64)
     assert spec is not None
     for tensor in tensors:
-        copy, encode_ms, decode_ms = stored(tensor, spec.within(_row(tensor)), seed, tries=2)
+        copy, encode_ms, decode_ms = stored(tensor, spec.within(input_row(tensor)), seed, tries=2)
         change, size = change + squared_norm(copy - tensor), size + squared_norm(tensor)
         encode, decode = encode + encode_ms, decode + decode_ms
     return change / size if size else 0.0, encode, decode
