@@ -1,15 +1,18 @@
 """What each layer adds to the time of a training step when it compresses.
 
 What is hard: a layer adds less time than a step varies by. So steps are cut into spans. A span ends where a
-routed call returns, or where the backward of one begins. Spans of the same layer are compared: one of a step
-that stores exactly, one of a step that compresses. These steps and a plain one are taken in turn, and times
-are relative to the plain step, because the machine's speed changes. All spans together are the step, so what
-a layer costs its surroundings (caches, Python) counts, too.
+routed call returns, or where the backward of one begins. Spans of the same layer are compared: of a step that
+stores exactly, and of steps that compress. These steps and a plain one are taken in turn, and times are
+relative to the plain step, because the machine's speed changes. All spans together are the step, so what a
+layer costs its surroundings (caches, memory, Python) counts, too. That depends on its neighbours: a step that
+compresses half of its layers takes longer than the mean of those that compress all and none. So there are
+steps that compress either half, besides one that compresses all.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -41,16 +44,22 @@ FEWEST, MOST = 4, 16
 SHARE = 0.1
 """Turns take this share of the profile's time, as far as `FEWEST` and `MOST` let them."""
 
+TIMES_COMPRESSED = 2
+"""In how many of the steps under `timed_policies` each layer compresses."""
+
 Spans = dict[str | None, float]
 """Milliseconds of one step by layer. None: the rest of the step."""
 
 
 class Turn(NamedTuple):
-    """Steps taken one after the other: the plain one, converted with every layer exact, and compressing."""
+    """Steps taken one after the other: the plain one, converted with every layer exact, and compressing.
+
+    `packed`: steps under each of the `timed_policies`.
+    """
 
     plain: Spans
     exact: Spans
-    packed: Spans
+    packed: Sequence[Spans]
 
 
 class StepTimes(NamedTuple):
@@ -78,17 +87,17 @@ class StepTimer:
         """Return the median milliseconds of the plain step over `steps`, after another one."""
         return statistics.median([_total(self._plain(batch)) for _ in range(steps + 1)][1:])
 
-    def times(self, policy: Policy, seconds: float) -> StepTimes:
-        """Return the times of steps, those that compress under `policy`; take about `seconds` for it."""
+    def times(self, policies: Sequence[Policy], seconds: float) -> StepTimes:
+        """Return the times of steps, those that compress under `policies`; take about `seconds` for it."""
         batch = self.workload.make_batch()
-        exact, packed = (
-            Session.of(self.model, chosen, min_elements=MIN_ELEMENTS) for chosen in (Policy(()), policy)
+        exact, *packed = (
+            Session.of(self.model, chosen, min_elements=MIN_ELEMENTS) for chosen in (Policy(()), *policies)
         )
         turns: list[Turn] = []
         stop = time.monotonic() + seconds
         while len(turns) <= FEWEST or (len(turns) <= MOST and time.monotonic() < stop):
-            steps = self._plain(batch), self._converted(exact, batch), self._converted(packed, batch)
-            turns.append(Turn(*steps))
+            plain, unpacked = self._plain(batch), self._converted(exact, batch)
+            turns.append(Turn(plain, unpacked, [self._converted(session, batch) for session in packed]))
         return summarized(turns[1:])
 
     def _plain(self, batch: Any) -> Spans:
@@ -116,7 +125,9 @@ def summarized(turns: Sequence[Turn]) -> StepTimes:
     def added(ms: Callable[[Turn], float]) -> float:
         return plain * statistics.median(ms(turn) / total for turn, total in zip(turns, totals, strict=True))
 
-    layers = dict.fromkeys(name for turn in turns for name in turn.packed if name is not None)
+    layers = dict.fromkeys(
+        name for turn in turns for spans in turn.packed for name in spans if name is not None
+    )
     return StepTimes(
         plain,
         added(lambda turn: _total(turn.exact)) - plain,
@@ -125,7 +136,8 @@ def summarized(turns: Sequence[Turn]) -> StepTimes:
 
 
 def _difference(name: str, turn: Turn) -> float:
-    return turn.packed.get(name, 0.0) - turn.exact.get(name, 0.0)
+    exact = turn.exact.get(name, 0.0)
+    return sum(spans.get(name, 0.0) - exact for spans in turn.packed) / TIMES_COMPRESSED
 
 
 def _total(spans: Spans) -> float:
@@ -209,14 +221,30 @@ def _distance(option: LayerSettings) -> tuple[float, int]:
     return abs(math.log2(comparable_group_size(option) / REFERENCE_GROUP)), abs(option.bits - 4)
 
 
-def timed_policy(profile: Profile, settings: LayerSettings) -> Policy:
-    """Return the policy that gives `settings` to all layers but those stored by hooks.
+def timed_policies(profile: Profile, settings: LayerSettings) -> list[Policy]:
+    """Return the policies of timed steps: `settings` for all layers, and for either half.
 
-    Hooks work between routed calls, so their time would count for other layers.
+    Layers that share tensors are in the same half. Those stored by hooks stay exact: hooks work between
+    routed calls, so their time would count for other layers.
     """
+    groups = profile.groups
+    half = {name for group in random.Random(0).sample(groups, len(groups) // 2) for name in group}
+    return [
+        _compressing(profile, settings, chosen)
+        for chosen in (lambda name: True, half.__contains__, lambda name: name not in half)
+    ]
+
+
+def _compressing(profile: Profile, settings: LayerSettings, chosen: Callable[[str], bool]) -> Policy:
+    """Return the policy that gives `settings` to the `chosen` layers but those stored by hooks."""
     hooked = profile.timeline.hooked
     return Policy.from_assignments(
-        (layer.tag, layer.index, layer.name, EXACT if layer.name in hooked else settings)
+        (
+            layer.tag,
+            layer.index,
+            layer.name,
+            settings if chosen(layer.name) and layer.name not in hooked else EXACT,
+        )
         for layer in profile.layers
     )
 

@@ -20,11 +20,12 @@ from mesa_tune.profiler import step_time
 from mesa_tune.profiler.step_time import (
     FEWEST,
     MOST,
+    TIMES_COMPRESSED,
     StepTimer,
     StepTimes,
     Turn,
     summarized,
-    timed_policy,
+    timed_policies,
     timed_settings,
     with_times,
 )
@@ -95,13 +96,13 @@ def timer(clock: _Clock) -> Iterator[StepTimer]:
 
 
 def test_each_layer_adds_what_it_stores_and_restores(timer: StepTimer) -> None:
-    times = timer.times(mt.Policy.uniform(level=16), 0.0)
+    times = timer.times([mt.Policy.uniform(level=16)] * TIMES_COMPRESSED, 0.0)
     assert (times.plain, times.routing) == (MODULE, 0.0)
     assert times.added == {"first": 0.0, "tanh.0": STORE + RESTORE, "second": STORE + RESTORE}
 
 
 def test_the_model_is_plain_and_unobserved_after_timing(timer: StepTimer) -> None:
-    timer.times(mt.Policy.uniform(level=16), 0.0)
+    timer.times([mt.Policy.uniform(level=16)] * TIMES_COMPRESSED, 0.0)
     assert watch.returned is None
     assert timer.model.forward.__func__ is _Mlp.forward  # type: ignore[attr-defined]
     assert timer.plain_ms(timer.workload.make_batch(), 3) == MODULE
@@ -111,14 +112,15 @@ def test_turns_go_on_until_the_time_is_over(timer: StepTimer, monkeypatch: pytes
     counted: list[int] = []
     monkeypatch.setattr(step_time, "summarized", lambda turns: counted.append(len(turns)))
     for seconds in (0.0, 3600.0):
-        timer.times(mt.Policy(()), seconds)
+        timer.times([mt.Policy(())], seconds)
     assert counted == [FEWEST, MOST]
 
 
 def turn(speed: float = 1.0, added: float = 1.0) -> Turn:
     """Return a plain step of 10 ms, with 2 ms of routing, and `added` by one layer, on a slower machine."""
     exact = {None: 8.0 * speed, "fc": 4.0 * speed}
-    return Turn({None: 10.0 * speed}, exact, {**exact, "fc": (4.0 + added) * speed})
+    packed = {**exact, "fc": (4.0 + added) * speed}
+    return Turn({None: 10.0 * speed}, exact, [packed] * TIMES_COMPRESSED)
 
 
 def test_a_busy_machine_changes_no_ratio() -> None:
@@ -149,13 +151,22 @@ def test_steps_are_timed_under_the_option_nearest_to_four_bits() -> None:
     assert timed_settings([]) is None
 
 
-def test_what_hooks_store_is_exact_while_steps_are_timed() -> None:
+def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
+    """Beside a layer that compresses alone, another one that stores exactly takes 3 ms longer."""
+    exact = {None: 8.0, "fc": 4.0, "act": 2.0}
+    both, first, second = {"fc": 5.0, "act": 4.0}, {"fc": 5.0, "act": 5.0}, {"fc": 4.0, "act": 4.0}
+    times = summarized([Turn({None: 14.0}, exact, [{**exact, **spans} for spans in (both, first, second)])])
+    assert times.added == {"fc": pytest.approx(1.0), "act": pytest.approx((2.0 + 3.0 + 2.0) / 2)}
+
+
+def test_each_layer_compresses_in_as_many_timed_steps_but_those_that_hooks_store() -> None:
     profile = synthetic_profile()
-    policy = timed_policy(profile, FOUR)
-    exact = {
-        layer.name for layer in profile.layers if policy.settings(layer.tag, layer.index, layer.name).exact
-    }
-    assert exact == set(profile.timeline.hooked)
+    assignments = [profile.assignment(policy) for policy in timed_policies(profile, FOUR)]
+    for group in profile.groups:
+        compressing = [sum(not assigned[name].exact for assigned in assignments) for name in group]
+        hooked = set(group) <= set(profile.timeline.hooked)
+        assert compressing == [0 if hooked else TIMES_COMPRESSED] * len(group)
+    assert len(set(map(str, assignments))) == len(assignments)
 
 
 def test_a_prediction_under_the_timed_settings_is_what_was_measured() -> None:
