@@ -41,11 +41,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from truth_page import summary, write
+from truth_page import METERS, deviation, summary, write
 from truth_subjects import SUBJECTS
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler import tracing
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "truth"
@@ -70,9 +71,9 @@ def workload(name: str, variant: str) -> mt.Workload:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
         return model
 
-    return mt.Workload(
-        build, subject.batch, subject.loss, batch_size=subject.batch_size, device="cpu", **VARIANTS[variant]
-    )
+    # Smaller batches where a step has four of them.
+    size = max(2, subject.batch_size // 2) if variant == "accumulated" else subject.batch_size
+    return mt.Workload(build, subject.batch, subject.loss, batch_size=size, device="cpu", **VARIANTS[variant])
 
 
 def _blocks(model: nn.Module, path: str) -> list[nn.Module]:
@@ -206,7 +207,9 @@ def _static(training: Training) -> int:
 
 def code() -> str:
     """Return a hash of the sources that predictions and steps depend on."""
-    files = sorted([*ROOT.glob("mesa_tune/**/*.py"), *ROOT.glob("csrc/**/*.*"), Path(__file__)])
+    folders = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler")
+    sources = [file for folder in folders for file in ROOT.glob(f"mesa_tune/{folder}/**/*.py")]
+    files = sorted([*sources, *ROOT.glob("csrc/**/*.*"), Path(__file__)])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
@@ -287,16 +290,13 @@ def describe(row: dict[str, Any]) -> str:
     head = f"{row['model']:<13} {row['variant']:<13} {row['policy']:<11}"
     if "error" in row:
         return f"{head} {row['error']}"
-    predicted, measured = row["predicted"], row["measured"]
-    shares = [
-        f"{key} {predicted[to] / measured[key] - 1:+.2%}"
-        for key, to in (("saved", "saved"), ("peak", "peak"), ("resident", "resident"))
-    ]
-    return f"{head} {measured['peak'] / 1e6:7.1f} MB  {'  '.join(shares)}"
+    shares = [f"{meter} {deviation(row, meter):+.2%}" for meter in METERS]
+    return f"{head} {row['measured']['peak'] / 1e6:7.1f} MB  {'  '.join(shares)}"
 
 
 def predict(chosen: mt.Workload, count: int, folder: Path) -> dict[str, Any]:
     """Return the predicted bytes of every policy, and save the policies in `folder`."""
+    tracing.block_levels = lambda model, plain: iter(())  # no policy here runs a block again: trace none
     profile = mt.profile(chosen, options=[])
     result = {}
     for label, policy in policies(profile, count).items():

@@ -69,7 +69,7 @@ def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def _text(config: str, model: str, blocks: str, **values: Any) -> Subject:
     build = partial(configured(config, model, {**TEXT, **values}, {}), "published", None)
-    return Subject(build, partial(_tokens, 8192), _own_loss, 8, blocks)
+    return Subject(build, partial(_tokens, 8192), _own_loss, 4, blocks)
 
 
 def _published(name: str, batch_size: int, blocks: str) -> Subject:
@@ -82,17 +82,17 @@ _DEIT_TI = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 7
 _GPT2 = {"n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 8192, "use_cache": False}
 _T5 = {"d_model": 256, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "vocab_size": 8192}
 SUBJECTS: dict[str, Subject] = {
-    "deit_ti": _published("deit_s", 16, "deit.encoder.layer")._replace(
+    "deit_ti": _published("deit_s", 16, "deit.layers")._replace(
         build=partial(configured("DeiTConfig", "DeiTForImageClassification", _DEIT_TI, {}), "published", None)
     ),
-    "swin_t": _published("swin_t", 4, "swin.encoder.layers"),
-    "resnet_50": _published("resnet_50", 8, "resnet.encoder.stages"),
+    "swin_t": _published("swin_t", 2, "swin.encoder.layers"),
+    "resnet_50": _published("resnet_50", 4, "resnet.encoder.stages"),
     "bert": _text("BertConfig", "BertForMaskedLM", "bert.encoder.layer", intermediate_size=1024),
     "gpt2": Subject(
         partial(configured("GPT2Config", "GPT2LMHeadModel", _GPT2, {}), "published", None),
         partial(_tokens, 8192),
         _own_loss,
-        8,
+        4,
         "transformer.h",
     ),
     "llama": _text(
@@ -103,7 +103,7 @@ SUBJECTS: dict[str, Subject] = {
         num_key_value_heads=2,
         use_cache=False,
     ),
-    "unet": _published("unet", 4, "down"),
+    "unet": _published("unet", 2, "down"),
     "t5": Subject(
         partial(
             configured(
@@ -117,11 +117,11 @@ SUBJECTS: dict[str, Subject] = {
         ),
         partial(_tokens, 8192),
         _own_loss,
-        8,
+        4,
         "encoder.block",
     ),
-    "convnext_t": _published("convnext_t", 4, "convnext.encoder.stages"),
-    "segformer_b0": _published("segformer_b0", 4, "segformer.stages"),
-    "mobilenet_v2": _published("mobilenet_v2", 8, "mobilenet_v2.layer"),
-    "lstm": Subject(Lstm, partial(_tokens, 4096), _next_token, 16, "layers"),
+    "convnext_t": _published("convnext_t", 2, "convnext.encoder.stages"),
+    "segformer_b0": _published("segformer_b0", 2, "segformer.stages"),
+    "mobilenet_v2": _published("mobilenet_v2", 4, "mobilenet_v2.layer"),
+    "lstm": Subject(Lstm, partial(_tokens, 4096), _next_token, 8, "layers"),
 }

@@ -2,12 +2,12 @@
 
 import warnings
 
-import torch
+from mesa_tune.compiling import constant_result
 
 _given: set[str] = set()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def warn_once(text: str) -> bool:
     """Warn the first time that this process passes `text`; return True if it warned."""
     if text in _given:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mesa_tune.codecs import Spec
+from mesa_tune.compiling import constant_result
 from mesa_tune.conversion.layers import Catalog
 from mesa_tune.engine.cache import CallCache
 from mesa_tune.engine.function import Memories
@@ -119,7 +120,7 @@ class Conversion:
             return constant
         return self._cached_spec(layer, tag, module)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_result
     def _constant_spec(self, layer: str, tag: str, module: str, changed: bool) -> Spec | None:
         return self._cached_spec(layer, tag, module)
 
@@ -151,7 +152,7 @@ class Conversion:
         for text in self.catalog.assign_indices(self.policy):
             warn_once(text)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_result
     def _make_final(self) -> bool:
         """Resolve the settings of all layers again, by their indices; return whether any changed."""
         before = dict(self.specs)
@@ -183,7 +184,7 @@ class Conversion:
         else:
             self.producers.add(layer)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_result
     def _constant_note(self, layer: str) -> bool:
         self.producers.add(layer)
         return True

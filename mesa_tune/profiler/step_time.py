@@ -2,11 +2,11 @@
 
 What is hard: a layer adds less time than a step varies by. So steps are cut into spans. A span ends where a
 routed call returns, or where the backward of one begins. Spans of the same layer are compared: of a step that
-stores exactly, and of steps that compress. These steps and a plain one are taken in turn, and times are
-relative to the plain step, because the machine's speed changes. All spans together are the step, so what a
-layer costs its surroundings (caches, memory, Python) counts, too. That depends on its neighbours: a step that
-compresses half of its layers takes longer than the mean of those that compress all and none. So there are
-steps that compress either half, besides one that compresses all.
+stores exactly, and of steps that compress. All spans together are the step, so what a layer costs its
+surroundings (caches, memory, Python) counts, too. That depends on its neighbours: a step that compresses half
+of its layers takes longer than the mean of those that compress all and none. So there are steps that compress
+either half, besides one that compresses all. Other work on the machine only makes spans longer, and a short
+span often escapes it: so all kinds of steps are taken in turn, and the first quartile of each time counts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -35,10 +36,9 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.workload.boundaries import StepEvents
 from mesa_tune.workload.clock import Clock, Mark
 from mesa_tune.workload.session import Session
-from mesa_tune.workload.step import Context
 from mesa_tune.workload.workload import Workload
 
-FEWEST, MOST = 4, 16
+FEWEST, MOST = 3, 16
 """Numbers of timed turns; another turn before them plans the calls."""
 
 SHARE = 0.1
@@ -50,14 +50,21 @@ TIMES_COMPRESSED = 2
 Spans = dict[str | None, float]
 """Milliseconds of one step by layer. None: the rest of the step."""
 
+POLISHES = 3
+"""How often the factors of rows and columns of times are found again."""
+
+_UNOBSERVED = StepEvents()
+
 
 class Turn(NamedTuple):
-    """Steps taken one after the other: the plain one, converted with every layer exact, and compressing.
+    """Steps taken one after the other; the plain one and the first converted one in whole milliseconds.
 
-    `packed`: steps under each of the `timed_policies`.
+    `converted`, `exact`: with every layer exact, the second cut into spans, which itself takes time.
+    `packed`: compressing, under each of the `timed_policies`.
     """
 
-    plain: Spans
+    plain: float
+    converted: float
     exact: Spans
     packed: Sequence[Spans]
 
@@ -85,7 +92,7 @@ class StepTimer:
 
     def plain_ms(self, batch: Any, steps: int) -> float:
         """Return the median milliseconds of the plain step over `steps`, after another one."""
-        return statistics.median([_total(self._plain(batch)) for _ in range(steps + 1)][1:])
+        return statistics.median([self._step_ms(batch) for _ in range(steps + 1)][1:])
 
     def times(self, policies: Sequence[Policy], seconds: float) -> StepTimes:
         """Return the times of steps, those that compress under `policies`; take about `seconds` for it."""
@@ -96,52 +103,52 @@ class StepTimer:
         turns: list[Turn] = []
         stop = time.monotonic() + seconds
         while len(turns) <= FEWEST or (len(turns) <= MOST and time.monotonic() < stop):
-            plain, unpacked = self._plain(batch), self._converted(exact, batch)
-            turns.append(Turn(plain, unpacked, [self._converted(session, batch) for session in packed]))
+            plain, converted = self._step_ms(batch), self._step_ms(batch, exact)
+            cut = [self._spans(batch, session) for session in (exact, *packed)]
+            turns.append(Turn(plain, converted, cut[0], cut[1:]))
         return summarized(turns[1:])
 
-    def _plain(self, batch: Any) -> Spans:
-        return self._step(batch, nullcontext)
+    def _spans(self, batch: Any, session: Session) -> Spans:
+        cutter = _Cutter(self.clock)
+        self._step_ms(batch, session, cutter)
+        return cutter.spans()
 
-    def _converted(self, session: Session, batch: Any) -> Spans:
-        with session.installed():
-            return self._step(batch, session.forward)
-
-    def _step(self, batch: Any, forward: Callable[[], Context]) -> Spans:
+    def _step_ms(self, batch: Any, session: Session | None = None, cutter: _Cutter | None = None) -> float:
+        """Take a step, of the plain model without a session; return its milliseconds."""
         self.restore()
         stepper = self.workload.stepper(self.optimizer)
-        with self.workload.same_random_state():
-            cutter = _Cutter(self.clock)
-            with cutter.cutting():
-                stepper.run(self.model, batch, forward, cutter)
-            return cutter.spans()
+        installed, forward = (
+            (session.installed(), session.forward) if session else (nullcontext(), nullcontext)
+        )
+        cutting = cutter.cutting() if cutter else nullcontext()
+        with installed, self.workload.same_random_state(), cutting:
+            start = self.clock.now()
+            stepper.run(self.model, batch, forward, cutter or _UNOBSERVED)
+            return self.clock.ms([start, self.clock.now()])[0]
 
 
 def summarized(turns: Sequence[Turn]) -> StepTimes:
-    """Return medians over turns; everything but the plain step relative to the plain step of its turn."""
-    totals = [_total(turn.plain) for turn in turns]
-    plain = statistics.median(totals)
-
-    def added(ms: Callable[[Turn], float]) -> float:
-        return plain * statistics.median(ms(turn) / total for turn, total in zip(turns, totals, strict=True))
-
+    """Return first quartiles over turns, and their differences."""
+    plain = _quartile([turn.plain for turn in turns])
+    converted = _quartile([turn.converted for turn in turns])
     layers = dict.fromkeys(
         name for turn in turns for spans in turn.packed for name in spans if name is not None
     )
-    return StepTimes(
-        plain,
-        added(lambda turn: _total(turn.exact)) - plain,
-        {name: added(partial(_difference, name)) for name in layers},
-    )
+    return StepTimes(plain, converted - plain, {name: _added(name, turns) for name in layers})
 
 
-def _difference(name: str, turn: Turn) -> float:
-    exact = turn.exact.get(name, 0.0)
-    return sum(spans.get(name, 0.0) - exact for spans in turn.packed) / TIMES_COMPRESSED
+def _added(name: str, turns: Sequence[Turn]) -> float:
+    """Return what the layer adds to the step if it compresses, the mean over the steps in which it does."""
+    exact = _quartile([turn.exact.get(name, 0.0) for turn in turns])
+    packed = [
+        _quartile([spans.get(name, 0.0) for spans in steps])
+        for steps in zip(*(turn.packed for turn in turns), strict=True)
+    ]
+    return sum(ms - exact for ms in packed) / TIMES_COMPRESSED
 
 
-def _total(spans: Spans) -> float:
-    return sum(spans.values())
+def _quartile(values: Sequence[float]) -> float:
+    return float(np.quantile(values, 0.25))
 
 
 class _Cut(NamedTuple):
@@ -162,7 +169,6 @@ class _Cutter(StepEvents):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.cuts: list[_Cut] = []
-        self._cut(None)
 
     def _cut(self, layer: str | None, backward: bool = False, output: Any = None) -> None:
         end = self.clock.now()
@@ -173,20 +179,21 @@ class _Cutter(StepEvents):
 
     @contextmanager
     def cutting(self) -> Iterator[None]:
-        """Cut where routed calls of the body return, and where their backwards begin."""
+        """Cut where routed calls of the body return, where their backwards begin, and around the body."""
+        self._cut(None)
         before, watch.returned = watch.returned, lambda layer, output: self._cut(layer, False, output)
         try:
             yield
         finally:
             watch.returned = before
+            self._cut(None)
 
     def backward_ended(self) -> None:
         """Begin a span that belongs to no layer: the optimizer's step."""
         self._cut(None)
 
     def spans(self) -> Spans:
-        """End the last span; return the time of all."""
-        self._cut(None)
+        """Return the time of all spans."""
         marks = [mark for cut in self.cuts for mark in (cut.end, cut.begin)][1:-1]
         spans: Spans = defaultdict(float)
         for (first, second), ms in zip(pairwise(self.cuts), self.clock.ms(marks)[::2], strict=True):
@@ -249,16 +256,71 @@ def _compressing(profile: Profile, settings: LayerSettings, chosen: Callable[[st
     )
 
 
+def smoothed(layers: Sequence[LayerEntry]) -> list[LayerEntry]:
+    """Return the layers with smoother times of encoding and decoding.
+
+    Layers of the same tag take times of the same proportions: that of their elements, and that of the
+    settings. Medians find both, and what other work on the machine did to single times is left out.
+    """
+    by_tag: dict[str, list[LayerEntry]] = defaultdict(list)
+    for layer in layers:
+        by_tag[layer.tag].append(layer)
+    smooth = {layer.name: layer for alike in by_tag.values() for layer in _smoothed(alike)}
+    return [smooth[layer.name] for layer in layers]
+
+
+def _smoothed(alike: Sequence[LayerEntry]) -> Iterator[LayerEntry]:
+    settings = dict.fromkeys(option.settings for layer in alike for option in layer.options)
+    numbers = {one: number for number, one in enumerate(settings)}
+    ms = np.zeros((len(alike), len(numbers), 2))
+    for row, layer in zip(ms, alike, strict=True):
+        for option in layer.options:
+            row[numbers[option.settings]] = option.encode_ms, option.decode_ms
+    ms = _proportional(ms.reshape(len(alike), -1)).reshape(ms.shape)
+    for row, layer in zip(ms, alike, strict=True):
+        options = [(option, row[numbers[option.settings]].tolist()) for option in layer.options]
+        yield replace(
+            layer,
+            options=tuple(
+                replace(option, encode_ms=encode, decode_ms=decode) for option, (encode, decode) in options
+            ),
+        )
+
+
+def _proportional(ms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the products of a factor for each row and one for each column that are nearest to `ms`.
+
+    What is 0 stays 0. Nearest: in the medians of rows and of columns, columns weighted by the rows' factors.
+    """
+    known = ms > 0
+    if not known.any():
+        return ms
+    logs = np.where(known, np.log(np.where(known, ms, 1.0)), np.nan)
+    columns = np.zeros(ms.shape[1])
+    for _ in range(POLISHES):
+        rows = np.array([np.nanmedian(row - columns) if (~np.isnan(row)).any() else 0.0 for row in logs])
+        columns = np.array([_median(column - rows, np.exp(rows)) for column in logs.T])
+    return np.where(known, np.exp(rows[:, None] + columns), 0.0)
+
+
+def _median(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+    """Return the weighted median of the values that are not NaN; 0 if there is none."""
+    known = ~np.isnan(values)
+    if not known.any():
+        return 0.0
+    order = np.argsort(values[known])
+    total = np.cumsum(weights[known][order])
+    return float(values[known][order][np.searchsorted(total, total[-1] / 2)])
+
+
 def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> Profile:
-    """Return the profile with these times, measured under `settings`."""
-    hooked = profile.timeline.hooked
+    """Return the profile with these times, measured under `settings`, and smoother times of options."""
+    hooked, layers = profile.timeline.hooked, smoothed(profile.layers)
     return replace(
         profile,
         step_ms=times.plain,
         routing_ms=times.routing,
-        layers=tuple(
-            replace(layer, call_ms=_call_ms(layer, times, settings, hooked)) for layer in profile.layers
-        ),
+        layers=tuple(replace(layer, call_ms=_call_ms(layer, times, settings, hooked)) for layer in layers),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from mesa_tune.profiler.step_time import (
     StepTimer,
     StepTimes,
     Turn,
+    smoothed,
     summarized,
     timed_policies,
     timed_settings,
@@ -120,7 +122,7 @@ def turn(speed: float = 1.0, added: float = 1.0) -> Turn:
     """Return a plain step of 10 ms, with 2 ms of routing, and `added` by one layer, on a slower machine."""
     exact = {None: 8.0 * speed, "fc": 4.0 * speed}
     packed = {**exact, "fc": (4.0 + added) * speed}
-    return Turn({None: 10.0 * speed}, exact, [packed] * TIMES_COMPRESSED)
+    return Turn(10.0 * speed, 12.0 * speed, exact, [packed] * TIMES_COMPRESSED)
 
 
 def test_a_busy_machine_changes_no_ratio() -> None:
@@ -155,7 +157,7 @@ def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
     """Beside a layer that compresses alone, another one that stores exactly takes 3 ms longer."""
     exact = {None: 8.0, "fc": 4.0, "act": 2.0}
     both, first, second = {"fc": 5.0, "act": 4.0}, {"fc": 5.0, "act": 5.0}, {"fc": 4.0, "act": 4.0}
-    times = summarized([Turn({None: 14.0}, exact, [{**exact, **spans} for spans in (both, first, second)])])
+    times = summarized([Turn(14.0, 14.0, exact, [{**exact, **spans} for spans in (both, first, second)])])
     assert times.added == {"fc": pytest.approx(1.0), "act": pytest.approx((2.0 + 3.0 + 2.0) / 2)}
 
 
@@ -213,3 +215,26 @@ def test_a_profile_knows_the_times_of_its_layers() -> None:
     profile = mt.profile(work, options=[FOUR], seeds=1)
     assert profile.predict(mt.Policy.uniform(level=4)).step_ms is not None
     assert mt.profile(work, options=()).predict(mt.Policy(())).step_ms is None
+
+
+def test_one_disturbed_time_of_an_option_counts_for_little() -> None:
+    """Layers of a tag take times of the same proportions; one that does not was disturbed."""
+    profile = synthetic_profile()
+    layers = [
+        replace(
+            layer,
+            tag="fc",
+            options=tuple(
+                replace(option, encode_ms=elements * option.settings.bits, decode_ms=elements)
+                for option in layer.options
+            ),
+        )
+        for elements, layer in enumerate(profile.layers, 1)
+    ]
+    disturbed = replace(layers[2].options[1], encode_ms=100.0)
+    options = (layers[2].options[0], disturbed, *layers[2].options[2:])
+    found = smoothed([*layers[:2], replace(layers[2], options=options), *layers[3:]])
+    for layer, expected in zip(found, layers, strict=True):
+        for option, right in zip(layer.options, expected.options, strict=True):
+            assert option.encode_ms == pytest.approx(right.encode_ms)
+            assert option.decode_ms == pytest.approx(right.decode_ms)
