@@ -1,6 +1,8 @@
 """Warnings that are shown once per process, not once per training step."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mesa_tune.compiling import constant_result
 
@@ -15,3 +17,13 @@ def warn_once(text: str) -> bool:
     _given.add(text)
     warnings.warn(text, stacklevel=2)
     return True
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """Show no warnings of the body, and count none as shown: it tries what may not work."""
+    before = set(_given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    _given.intersection_update(before)

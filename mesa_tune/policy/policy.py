@@ -76,11 +76,19 @@ class Policy:
         groups: dict[LayerSettings, list[str]] = {}
         for name, settings in modules.items():
             groups.setdefault(settings, []).append(name)
-        rules = tuple(
-            Rule.of(MODULE, None, names, _keys_of(settings, exact_is_disabled=False))
-            for settings, names in groups.items()
-        )
-        return replace(self, rules=(*self.rules, *rules)) if rules else self
+        policy = self
+        for settings, names in groups.items():
+            policy = policy.with_settings(MODULE, names, settings)
+        return policy
+
+    def with_settings(self, section: str, names: Iterable[str], settings: LayerSettings) -> Policy:
+        """Return the policy with a rule more: the layers `names` of the tag `section` have these settings.
+
+        `section` "module": whole modules.
+        """
+        globs = list(names) if section == MODULE else [_as_glob(name) for name in names]
+        rule = Rule.of(section, None, globs, _keys_of(settings, exact_is_disabled=False))
+        return replace(self, rules=(*self.rules, rule))
 
     @staticmethod
     def parse(text: str, *, source: str = "policy.txt") -> Policy:

@@ -34,6 +34,6 @@ def bytes_only_profile(workload: Workload, *, cuda: bool = False) -> Profile:
         longest = longest_batch(fake)
         fake.take_step(model, longest.batch, optimizer)
         tracer = StepTracer(fake, model, optimizer, model.zero_grad)
-        traced = TracedWorkload(tracer, longest, reruns=False)  # twice as fast; no search chooses among them
+        traced = TracedWorkload(tracer, longest, variants=False)  # no search chooses among them
         profile = replace(traced.profile(None), partial=False)
     return replace(profile, device="cuda", notes=(UNVERIFIED, *profile.notes)) if cuda else profile

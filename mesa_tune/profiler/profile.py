@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.price_table import ActiveDerivations, Cost, DerivationTable, PriceTable
 from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
+from mesa_tune.profiler.tiled_step import TiledStep, other_slices, without_slices
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,7 +64,8 @@ class Profile:
     (`store: derive`). `modules`: prices of modules that can run again in backward. `exact`: what every policy
     leaves exact, and why; a layer that saves nothing else has index -1, and no policy names it. For the plain
     step at `batch_size`: `peak_bytes`, `saved_bytes` (alive when the forward ends), `static_bytes` (alive
-    before the step). `gradient_noise`, `gradient_scale` and `gradient_norms` (one for each batch that prices
+    before the step). `tiled`: the step in which losses have slices; None if none can, or none was traced.
+    `gradient_noise`, `gradient_scale` and `gradient_norms` (one for each batch that prices
     options): see `Noise`; None and empty where it was not measured.
     `checkpoints`: noise, and the error of uniform 4 bits, with the weights of each of its checkpoints.
     `error_floor`: the gradient error if all formulas run and nothing is compressed; no prediction above zero
@@ -105,6 +107,7 @@ class Profile:
     gradient_norms: tuple[float, ...] = ()
     amplifications: Rows = ()
     modules: tuple[ModuleEntry, ...] = ()
+    tiled: TiledStep | None = None
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
@@ -112,8 +115,8 @@ class Profile:
         At a batch size that was not profiled, bytes follow the timeline, times are proportional, the gradient
         error is that of the profiled batch, and its ratio to the noise is unknown. Both are for the
         model as given, not for a checkpoint. Raise BudgetError if the timeline has no such batch size,
-        RunError where the profile has no data: for a policy with tiled losses, or with modules that run again
-        in backward and are not in `timeline.modules`, and in a profile of a script, for any that compresses.
+        RunError where the profile has no data: for other slices of losses than those of `tiled`, for modules
+        that run again and are not in `timeline.modules`; of a script, for any that compresses.
         """
         assignment = self.assignment(policy)
         why = self.unpredictable(policy, assignment)
@@ -128,15 +131,22 @@ class Profile:
         if again:
             what = f"`store: recompute` of {', '.join(map(repr, sorted(again)))}"
             return f"{what}: no profile tells what modules save that run again in backward"
-        tiled = [name for name, settings in assignment.items() if settings.tile > 1]
-        if tiled:
-            what = f"`tile` of {', '.join(map(repr, tiled))}"
-            return f"{what}: no profile tells what a step takes that goes backward in slices"
-        return None
+        return other_slices(self.tiled, assignment)
+
+    @cached_property
+    def in_slices(self) -> Profile:
+        """The same profile of the step in which losses have slices; without such a step, this one."""
+        tiled = self.tiled
+        if tiled is None:
+            return self
+        routing, layers = tiled.routing_ms(self.routing_ms), tiled.layers(self.layers)
+        return replace(self, timeline=tiled.timeline, layers=layers, routing_ms=routing, tiled=None)
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
         """Return what `predict` does, for settings by layer name; a layer without settings stores exactly."""
         distinct = {id(settings): settings for settings in assignment.values()}.values()
+        if any(settings.tile > 1 for settings in distinct):
+            return self.in_slices.predict_assignment(without_slices(assignment), batch_size=batch_size)
         if any(not settings.exact for settings in distinct):
             self.require_prices()
         if self.device == "cpu" and any(settings.store == "offload" for settings in distinct):
@@ -202,20 +212,8 @@ class Profile:
         Layers inside encode in both runs.
         """
         entry = next((entry for entry in self.modules if entry.name == module), None)
-        if entry is None:
-            return Cost(None, 0.0, None)
-        settings = assignment[module]
-        position = entry.nearest(settings)
         inside = [layer for layer in self.layers if layer.name.startswith(f"{module}.")]
-        encoded = [
-            layer.encode_ms(assignment[layer.name])
-            for layer in inside
-            if not assignment.get(layer.name, EXACT).exact
-        ]
-        if position is None or None in encoded:
-            return Cost(entry.errors(settings), 0.0, None)
-        ms = entry.forward_ms + entry.options[position].ms + sum(one for one in encoded if one is not None)
-        return Cost(entry.errors(settings), 0.0, ms)
+        return Cost(None, 0.0, None) if entry is None else entry.cost(inside, assignment)
 
     def _expected(self, cost: Cost) -> tuple[float | None, tuple[float, float] | None]:
         """Return the gradient error and its interval, None where unknown."""
@@ -306,6 +304,7 @@ class Profile:
             "ties": [dict(vars(tie)) for tie in self.ties],
             "derivations": [derivation.to_dict() for derivation in self.derivations],
             "modules": [module.to_dict() for module in self.modules],
+            "tiled": None if self.tiled is None else self.tiled.to_dict(),
             "exact": [dict(vars(entry)) for entry in self.exact],
             "checkpoints": [asdict(entry) for entry in self.checkpoints],
         }
@@ -325,6 +324,7 @@ class Profile:
             "notes": tuple(values["notes"]),
             "derivations": tuple(Derivation.from_dict(entry) for entry in values.get("derivations", ())),
             "modules": tuple(ModuleEntry.from_dict(entry) for entry in values.get("modules", ())),
+            "tiled": TiledStep.from_dict(values["tiled"]) if values.get("tiled") else None,
             "exact": tuple(ExactEntry.from_dict(entry) for entry in values.get("exact", ())),
             "interaction": tuple((int(bits), float(part)) for bits, part in values.get("interaction", ())),
             "gradient_norms": tuple(map(float, values.get("gradient_norms", ()))),

@@ -34,7 +34,7 @@ from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
-from mesa_tune.profiler.step_time import SHARE, StepTimer, timed_policies, timed_settings, with_times
+from mesa_tune.profiler.timing.step_time import SHARE, StepTimer, timed_policies, timed_settings, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
@@ -251,7 +251,8 @@ class _Profiling:
         if settings is None:
             return profile
         self.show("step times", 1.0)
-        times = self._timer(restore).times(timed_policies(profile, settings), seconds)
+        tiled = None if profile.tiled is None else profile.tiled.policy(Policy(()))
+        times = self._timer(restore).times(timed_policies(profile, settings), seconds, tiled)
         return with_times(profile, times, settings)
 
     def _timer(self, restore: Callable[[], None]) -> StepTimer:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from mesa_tune.conversion.layers import Catalog
 from mesa_tune.errors import MesaTuneError
+from mesa_tune.notice import unnoticed
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.draws import LongestBatch
 from mesa_tune.profiler.entries import Tie
@@ -29,12 +30,20 @@ from mesa_tune.profiler.memory.trace import trace_step
 from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.blocks import all_run_again, block_levels, rerunning
+from mesa_tune.profiler.tiled_step import SLICES, TiledStep, heads_of, large_losses, tiling
 from mesa_tune.workload.session import session
 from mesa_tune.workload.step import Stepper
 from mesa_tune.workload.workload import Workload
 
 Tags = dict[str, tuple[str, int]]
 """Tag and index of each layer."""
+
+Change = Callable[[Policy], Policy]
+"""What is done to the policy of each traced step."""
+
+
+def _unchanged(policy: Policy) -> Policy:
+    return policy
 
 
 @dataclass(frozen=True)
@@ -46,13 +55,8 @@ class StepTracer:
     optimizer: Optimizer
     restore: Callable[[], None]
 
-    def traced(
-        self, batch: Any, batch_size: int, change: Callable[[Policy], Policy] = lambda policy: policy
-    ) -> tuple[TracedSteps, Tags]:
-        """Return the traced steps on `batch`, of `batch_size` samples, and tag and index of each layer.
-
-        `change`: what is done to the policy of each step.
-        """
+    def traced(self, batch: Any, batch_size: int, change: Change = _unchanged) -> tuple[TracedSteps, Tags]:
+        """Return the traced steps on `batch`, of `batch_size` samples, and tag and index of each layer."""
         plain, _ = self.trace(batch, change(Policy.parse("")))
         packed, tags = self.trace(batch, change(Policy.uniform(level=16)))
         derived, _ = self.trace(batch, change(Policy.uniform(level=16, store="derive")), second=True)
@@ -90,6 +94,19 @@ class StepTracer:
             if peak is not None:
                 peaks.append((peak, modules))
         return min(peaks, default=(0, ()))[1]
+
+    def tiled_losses(self, batch: Any, plain: StepTrace, tags: Tags) -> tuple[str, ...]:
+        """Return the large losses that save little if they go backward in slices."""
+        losses = large_losses(plain, tags)
+        if not losses:
+            return ()
+        try:
+            with unnoticed():
+                trace, _ = self.trace(batch, tiling(Policy.parse(""), losses, SLICES))
+        except MesaTuneError:
+            return ()
+        still_large = large_losses(trace, tags)
+        return tuple(name for name in losses if name not in still_large)
 
     def _peak_again(self, batch: Any, modules: tuple[str, ...]) -> int | None:
         """Return the peak of the step in which `modules` run again; None if one of them cannot."""
@@ -131,44 +148,54 @@ class StepTracer:
 
 
 class TracedWorkload:
-    """Traced steps of a workload at its batch size and at half of it, and the timeline that they make.
+    """Traced steps of a workload at its batch size and at half of it, and the timelines that they make.
 
-    `reruns`: also trace steps in which blocks run again.
+    `variants`: also trace steps in which blocks run again, and in which large losses have slices.
     """
 
-    def __init__(self, tracer: StepTracer, longest: LongestBatch, *, reruns: bool = True) -> None:
+    def __init__(self, tracer: StepTracer, longest: LongestBatch, *, variants: bool = True) -> None:
         self.workload, self.tracer, self.longest = tracer.workload, tracer, longest
-        self.reruns = reruns
         self.notes = longest.notes
         batch_size = self.workload.batch_size
         self.large, tags = tracer.traced(longest.batch, batch_size)
         if batch_size > 1:
-            small = self._smaller(batch_size // 2)
+            self.small = self._smaller(batch_size // 2)
         else:
             # If two samples do not fit, the timeline has one batch size, and no other can be planned for.
-            small = unless_out_of_memory(lambda: self._smaller(2)) or self.large
+            self.small = unless_out_of_memory(lambda: self._smaller(2)) or self.large
         self.catalog = Catalog.of(tracer.model)
         self.rows = Rows(self.large, tags, self.catalog.modules)
-        self.timeline = self._timeline(small)
+        plain = self.large.plain
+        self.modules = tracer.rerun_modules(longest.batch, plain) if variants else ()
+        self.timeline = self._timeline(TracedPair(self.large, self.small), _unchanged)
+        self.tiled = unless_out_of_memory(lambda: self._tiled(tags)) if variants else None
 
-    def _timeline(self, small: TracedSteps) -> Timeline:
+    def _timeline(self, traced: TracedPair, change: Change) -> Timeline:
         """Return the timeline, with modules that can run again if there are any and memory suffices."""
-        traced, hooked = TracedPair(self.large, small), self.rows.hooked
-        batch, plain = self.longest.batch, self.large.plain
-        modules = self.tracer.rerun_modules(batch, plain) if self.reruns else ()
-        again = unless_out_of_memory(lambda: self._again(modules, small)) if modules else None
-        return (
-            timeline_of(traced, hooked) if again is None else rerun_timeline(traced, again, modules, hooked)
-        )
+        modules, hooked = self.modules, self.rows.hooked
 
-    def _again(self, modules: tuple[str, ...], small: TracedSteps) -> TracedPair:
-        """Return the traced steps in which `modules` run again."""
-        change = partial(rerunning, modules=modules)
+        def again(policy: Policy) -> Policy:
+            return rerunning(change(policy), modules)
+
+        pair = unless_out_of_memory(lambda: self._pair(again)) if modules else None
+        return timeline_of(traced, hooked) if pair is None else rerun_timeline(traced, pair, modules, hooked)
+
+    def _tiled(self, tags: Tags) -> TiledStep | None:
+        """Return the step in which large losses have slices; None if there is no such loss."""
+        losses = self.tracer.tiled_losses(self.longest.batch, self.large.plain, tags)
+        if not losses:
+            return None
+        change = partial(tiling, losses=losses, slices=SLICES)
+        pair = self._pair(change)
+        return TiledStep(losses, heads_of(losses, pair.large.plain), SLICES, self._timeline(pair, change))
+
+    def _pair(self, change: Change) -> TracedPair:
+        """Return the traced steps at both batch sizes."""
         large, _ = self.tracer.traced(self.longest.batch, self.large.batch_size, change)
-        if small.batch_size == large.batch_size:
+        if self.small.batch_size == large.batch_size:
             return TracedPair(large, large)
-        batch = self.workload.make_batch(small.batch_size, draw=self.longest.draw)
-        return TracedPair(large, self.tracer.traced(batch, small.batch_size, change)[0])
+        batch = self.workload.make_batch(self.small.batch_size, draw=self.longest.draw)
+        return TracedPair(large, self.tracer.traced(batch, self.small.batch_size, change)[0])
 
     def _smaller(self, size: int) -> TracedSteps:
         """Return the traced steps of the same draw at another batch size."""
@@ -197,6 +224,7 @@ class TracedWorkload:
             tensors=tuple(tensors),
             layers=tuple(self.rows.entries()),
             timeline=self.timeline,
+            tiled=self.tiled,
             ties=tuple(Tie(group, ()) for group in self.rows.groups()),
             exact=tuple(exact_entries(self.large, {name: tag for name, (tag, _) in self.rows.tags.items()})),
             notes=(*notes, *self.notes, *self._estimated()),

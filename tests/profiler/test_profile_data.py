@@ -235,7 +235,7 @@ def test_what_runs_again_in_backward_is_not_predicted(profile: Profile, names: s
 def test_tiled_losses_are_not_predicted(profile: Profile) -> None:
     layer = replace(profile.layers[0], tag="loss", name="loss.cross_entropy.0", index=0)
     losses = replace(profile, layers=(layer,))
-    with pytest.raises(RunError, match=r"`tile` of 'loss.cross_entropy.0'.*\n.*mesa-tune verify"):
+    with pytest.raises(RunError, match=r"`tile: 8` of 'loss.cross_entropy.0'.*\n.*mesa-tune verify"):
         losses.predict(Policy.uniform(16, tile=8))
     assert losses.unpredictable(Policy.uniform(16, tile=1)) is None
 

@@ -17,15 +17,15 @@ from mesa_tune.engine import function, rematerialize, storage
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.storage import Packing
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler import step_time
-from mesa_tune.profiler.step_time import (
+from mesa_tune.profiler.timing import step_time
+from mesa_tune.profiler.timing.option_times import smoothed
+from mesa_tune.profiler.timing.step_time import (
     FEWEST,
     MOST,
     TIMES_COMPRESSED,
     StepTimer,
     StepTimes,
     Turn,
-    smoothed,
     summarized,
     timed_policies,
     timed_settings,

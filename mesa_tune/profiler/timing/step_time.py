@@ -23,7 +23,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -33,6 +32,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP, LayerEntry, comparable_group_size
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.timing.option_times import smoothed
 from mesa_tune.workload.boundaries import StepEvents
 from mesa_tune.workload.clock import Clock, Mark
 from mesa_tune.workload.session import Session
@@ -50,9 +50,6 @@ TIMES_COMPRESSED = 2
 Spans = dict[str | None, float]
 """Milliseconds of one step by layer. None: the rest of the step."""
 
-POLISHES = 3
-"""How often the factors of rows and columns of times are found again."""
-
 _UNOBSERVED = StepEvents()
 
 
@@ -60,24 +57,27 @@ class Turn(NamedTuple):
     """Steps taken one after the other; the plain one and the first converted one in whole milliseconds.
 
     `converted`, `exact`: with every layer exact, the second cut into spans, which itself takes time.
-    `packed`: compressing, under each of the `timed_policies`.
+    `packed`: compressing, under each of the `timed_policies`. `tiled`: as `converted`, with losses in slices.
     """
 
     plain: float
     converted: float
     exact: Spans
     packed: Sequence[Spans]
+    tiled: float | None = None
 
 
 class StepTimes(NamedTuple):
     """Milliseconds of the plain step, and what is added to it.
 
-    `routing`: by converting the model, with every layer exact; `added`: by each layer that compresses.
+    `routing`: by converting the model, with every layer exact; `added`: by each layer that compresses;
+    `slices`: by losses that have slices, None if none can.
     """
 
     plain: float
     routing: float
     added: Mapping[str, float]
+    slices: float | None = None
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,25 @@ class StepTimer:
         """Return the median milliseconds of the plain step over `steps`, after another one."""
         return statistics.median([self._step_ms(batch) for _ in range(steps + 1)][1:])
 
-    def times(self, policies: Sequence[Policy], seconds: float) -> StepTimes:
-        """Return the times of steps, those that compress under `policies`; take about `seconds` for it."""
+    def times(self, policies: Sequence[Policy], seconds: float, tiled: Policy | None = None) -> StepTimes:
+        """Return the times of steps, those that compress under `policies`; take about `seconds` for it.
+
+        `tiled`: the policy under which losses have slices.
+        """
         batch = self.workload.make_batch()
-        exact, *packed = (
-            Session.of(self.model, chosen, min_elements=MIN_ELEMENTS) for chosen in (Policy(()), *policies)
-        )
+        exact, *packed = map(self._session, (Policy(()), *policies))
+        sliced = None if tiled is None else self._session(tiled)
         turns: list[Turn] = []
         stop = time.monotonic() + seconds
         while len(turns) <= FEWEST or (len(turns) <= MOST and time.monotonic() < stop):
             plain, converted = self._step_ms(batch), self._step_ms(batch, exact)
             cut = [self._spans(batch, session) for session in (exact, *packed)]
-            turns.append(Turn(plain, converted, cut[0], cut[1:]))
+            ms = None if sliced is None else self._step_ms(batch, sliced)
+            turns.append(Turn(plain, converted, cut[0], cut[1:], ms))
         return summarized(turns[1:])
+
+    def _session(self, policy: Policy) -> Session:
+        return Session.of(self.model, policy, min_elements=MIN_ELEMENTS)
 
     def _spans(self, batch: Any, session: Session) -> Spans:
         cutter = _Cutter(self.clock)
@@ -134,7 +140,9 @@ def summarized(turns: Sequence[Turn]) -> StepTimes:
     layers = dict.fromkeys(
         name for turn in turns for spans in turn.packed for name in spans if name is not None
     )
-    return StepTimes(plain, converted - plain, {name: _added(name, turns) for name in layers})
+    sliced = [turn.tiled for turn in turns if turn.tiled is not None]
+    slices = _quartile(sliced) - converted if sliced else None
+    return StepTimes(plain, converted - plain, {name: _added(name, turns) for name in layers}, slices)
 
 
 def _added(name: str, turns: Sequence[Turn]) -> float:
@@ -256,63 +264,6 @@ def _compressing(profile: Profile, settings: LayerSettings, chosen: Callable[[st
     )
 
 
-def smoothed(layers: Sequence[LayerEntry]) -> list[LayerEntry]:
-    """Return the layers with smoother times of encoding and decoding.
-
-    Layers of the same tag take times of the same proportions: that of their elements, and that of the
-    settings. Medians find both, and what other work on the machine did to single times is left out.
-    """
-    by_tag: dict[str, list[LayerEntry]] = defaultdict(list)
-    for layer in layers:
-        by_tag[layer.tag].append(layer)
-    smooth = {layer.name: layer for alike in by_tag.values() for layer in _smoothed(alike)}
-    return [smooth[layer.name] for layer in layers]
-
-
-def _smoothed(alike: Sequence[LayerEntry]) -> Iterator[LayerEntry]:
-    settings = dict.fromkeys(option.settings for layer in alike for option in layer.options)
-    numbers = {one: number for number, one in enumerate(settings)}
-    ms = np.zeros((len(alike), len(numbers), 2))
-    for row, layer in zip(ms, alike, strict=True):
-        for option in layer.options:
-            row[numbers[option.settings]] = option.encode_ms, option.decode_ms
-    ms = _proportional(ms.reshape(len(alike), -1)).reshape(ms.shape)
-    for row, layer in zip(ms, alike, strict=True):
-        options = [(option, row[numbers[option.settings]].tolist()) for option in layer.options]
-        yield replace(
-            layer,
-            options=tuple(
-                replace(option, encode_ms=encode, decode_ms=decode) for option, (encode, decode) in options
-            ),
-        )
-
-
-def _proportional(ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the products of a factor for each row and one for each column that are nearest to `ms`.
-
-    What is 0 stays 0. Nearest: in the medians of rows and of columns, columns weighted by the rows' factors.
-    """
-    known = ms > 0
-    if not known.any():
-        return ms
-    logs = np.where(known, np.log(np.where(known, ms, 1.0)), np.nan)
-    columns = np.zeros(ms.shape[1])
-    for _ in range(POLISHES):
-        rows = np.array([np.nanmedian(row - columns) if (~np.isnan(row)).any() else 0.0 for row in logs])
-        columns = np.array([_median(column - rows, np.exp(rows)) for column in logs.T])
-    return np.where(known, np.exp(rows[:, None] + columns), 0.0)
-
-
-def _median(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
-    """Return the weighted median of the values that are not NaN; 0 if there is none."""
-    known = ~np.isnan(values)
-    if not known.any():
-        return 0.0
-    order = np.argsort(values[known])
-    total = np.cumsum(weights[known][order])
-    return float(values[known][order][np.searchsorted(total, total[-1] / 2)])
-
-
 def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> Profile:
     """Return the profile with these times, measured under `settings`, and smoother times of options."""
     hooked, layers = profile.timeline.hooked, smoothed(profile.layers)
@@ -320,6 +271,7 @@ def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> P
         profile,
         step_ms=times.plain,
         routing_ms=times.routing,
+        tiled=None if profile.tiled is None else replace(profile.tiled, added_ms=times.slices),
         layers=tuple(replace(layer, call_ms=_call_ms(layer, times, settings, hooked)) for layer in layers),
     )
 

@@ -1,0 +1,109 @@
+"""The step in which losses on large logits go backward in slices (`tile` of a loss): its bytes and its time.
+
+What is hard: such a loss saves no probabilities and makes no whole gradient of the logits, so the peak is
+elsewhere. So there is a second timeline, of traced steps in which these losses are tiled, and what a policy
+with `tile` does follows from it as everything else follows from the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler.entries import LayerEntry
+from mesa_tune.profiler.memory.distinct import Assignment
+from mesa_tune.profiler.memory.memory_model import Timeline
+from mesa_tune.profiler.memory.step_trace import StepTrace
+
+SLICES = 8
+"""Slices of the traced step. What is whole in none of them is then an eighth of it."""
+
+LARGE = 0.02
+"""Least share of the plain step's saved bytes that makes a loss large."""
+
+
+@dataclass(frozen=True)
+class TiledStep:
+    """The step in which each of `losses` has `slices`.
+
+    `heads`: the layers that made the logits. `timeline`: of that step. `added_ms`: what slices add to the
+    time of a converted step; None: unknown.
+    """
+
+    losses: tuple[str, ...]
+    heads: tuple[str, ...]
+    slices: int
+    timeline: Timeline
+    added_ms: float | None = None
+
+    def routing_ms(self, untiled: float | None) -> float | None:
+        """Return what converting adds to the time of the step; `untiled`: without slices. None: unknown."""
+        return None if untiled is None or self.added_ms is None else untiled + self.added_ms
+
+    def layers(self, layers: Sequence[LayerEntry]) -> tuple[LayerEntry, ...]:
+        """Return the layers of the step. Losses and heads need nothing that could be compressed."""
+        return tuple(
+            replace(layer, options=tuple(option for option in layer.options if option.settings.exact))
+            if layer.name in (*self.losses, *self.heads)
+            else layer
+            for layer in layers
+        )
+
+    def policy(self, policy: Policy) -> Policy:
+        """Return `policy` with the slices."""
+        return tiling(policy, self.losses, self.slices)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "timeline": self.timeline.to_dict()}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> TiledStep:
+        added = values["added_ms"]
+        return TiledStep(
+            tuple(map(str, values["losses"])),
+            tuple(map(str, values["heads"])),
+            int(values["slices"]),
+            Timeline.from_dict(values["timeline"]),
+            None if added is None else float(added),
+        )
+
+
+def tiling(policy: Policy, losses: Sequence[str], slices: int) -> Policy:
+    """Return `policy` under which `losses` also go backward in slices."""
+    return policy.with_settings("loss", losses, LayerSettings(store="exact", tile=slices))
+
+
+def other_slices(tiled: TiledStep | None, assignment: Assignment) -> str | None:
+    """Return, in words, which slices of `assignment` are not those of `tiled`; None if all are."""
+    slices = {name: settings.tile for name, settings in assignment.items() if settings.tile > 1}
+    if not slices or (tiled is not None and slices == dict.fromkeys(tiled.losses, tiled.slices)):
+        return None
+    what = ", ".join(f"`tile: {count}` of {name!r}" for name, count in slices.items())
+    if tiled is None:
+        return f"{what}: the profile has traced no step with slices"
+    return f"{what}: the profile has traced `tile: {tiled.slices}` of {', '.join(map(repr, tiled.losses))}"
+
+
+def without_slices(assignment: Assignment) -> dict[str, LayerSettings]:
+    """Return `assignment` in which tiled losses are exact: nothing that they save is lossy."""
+    return {name: EXACT if settings.tile > 1 else settings for name, settings in assignment.items()}
+
+
+def heads_of(losses: Sequence[str], tiled: StepTrace) -> tuple[str, ...]:
+    """Return the layers that made the logits of `losses`: in the `tiled` step, both save the same input."""
+    sharing = [item.layers for item in tiled.plain.values() if set(losses) & set(item.layers)]
+    return tuple(dict.fromkeys(name for layers in sharing for name in layers if name not in losses))
+
+
+def large_losses(plain: StepTrace, tags: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
+    """Return the losses that save a large part of what the plain step saves."""
+    saved: dict[str, int] = {}
+    for number, item in plain.plain.items():
+        layer = item.layers[0]
+        if plain.is_counted(number) and tags.get(layer, ("other", 0))[0] == "loss":
+            saved[layer] = saved.get(layer, 0) + plain.lifetimes[number].bytes
+    least = LARGE * plain.saved_bytes
+    return tuple(name for name, size in saved.items() if size >= least)

@@ -1,0 +1,126 @@
+"""The profile of a step in which a loss goes backward in slices, against such steps."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mesa_tune as mt
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.tiled_step import SLICES
+
+WORDS, WIDTH, LENGTH = 2000, 64, 64
+FOUR = mt.LayerSettings(level=16)
+AGAIN = mt.LayerSettings(level=256, store="recompute")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def next_word(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.fixture(scope="module")
+def workload() -> mt.Workload:
+    return mt.Workload(
+        LanguageModel, lambda n: torch.randint(WORDS, (n, LENGTH)), next_word, batch_size=4, device="cpu"
+    )
+
+
+@pytest.fixture(scope="module")
+def profile(workload: mt.Workload) -> Profile:
+    return mt.profile(workload, options=[FOUR], seeds=1)
+
+
+POLICIES: dict[str, Callable[[], mt.Policy]] = {
+    "nothing else": lambda: mt.Policy(()),
+    "uniform": lambda: mt.Policy.uniform(level=16),
+    "one block again": lambda: mt.Policy.uniform(level=16).rerunning({"blocks.1": AGAIN}),
+    "all blocks again": lambda: mt.Policy(()).rerunning({"blocks.0": AGAIN, "blocks.1": AGAIN}),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_predicted_bytes_are_those_of_a_step_with_slices(
+    profile: Profile, workload: mt.Workload, name: str
+) -> None:
+    assert profile.tiled is not None
+    policy = profile.tiled.policy(POLICIES[name]())
+    predicted, measured = profile.predict(policy), mt.verify(workload, policy, steps=1, seeds=1)
+    assert predicted.saved_bytes == measured.policy.saved_bytes
+    assert predicted.peak_bytes == measured.policy.peak_bytes
+    assert predicted.peak_bytes < profile.predict(POLICIES[name]()).peak_bytes
+
+
+def test_slices_add_time_and_no_error(profile: Profile) -> None:
+    assert profile.tiled is not None
+    assert (profile.tiled.losses, profile.tiled.heads) == (("loss.cross_entropy.0",), ("head",))
+    assert profile.tiled.added_ms is not None
+    alone, uniform = mt.Policy(()), mt.Policy.uniform(level=16)
+    assert profile.predict(profile.tiled.policy(alone)).gradient_error == 0.0
+    before, after = profile.predict(uniform), profile.predict(profile.tiled.policy(uniform))
+    assert before.gradient_error is not None
+    assert after.gradient_error is not None
+    assert after.gradient_error < before.gradient_error  # the head's input is exact now
+    plain = profile.predict(alone).step_ms
+    tiled = profile.predict(profile.tiled.policy(alone)).step_ms
+    assert plain is not None
+    assert tiled == pytest.approx(plain + profile.tiled.added_ms)
+
+
+def test_a_saved_profile_predicts_slices(profile: Profile) -> None:
+    assert profile.tiled is not None
+    policy = profile.tiled.policy(mt.Policy.uniform(level=16))
+    loaded = Profile.from_dict(json.loads(json.dumps(profile.to_dict())))
+    assert loaded.predict(policy) == profile.predict(policy)
+
+
+def test_other_slices_are_not_predicted(profile: Profile) -> None:
+    with pytest.raises(mt.RunError, match=rf"`tile: 3` of .*: the profile has traced `tile: {SLICES}` of"):
+        profile.predict(mt.Policy.uniform(level=16, tile=3))
+
+
+def test_a_small_loss_is_not_traced_in_slices(workload: mt.Workload) -> None:
+    small = mt.Workload(
+        lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4)),
+        lambda n: torch.randn(n, 64),
+        lambda model, x: F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.int64)),
+        batch_size=64,
+        device="cpu",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = mt.profile(small, options=[])
+    assert found.tiled is None
+    with pytest.raises(mt.RunError, match="the profile has traced no step with slices"):
+        found.predict(mt.Policy.uniform(level=16, tile=8))
