@@ -1,0 +1,159 @@
+"""The trials of a study, shared by its workers: who measures which, and which are lost.
+
+The hard part: no trial may be lost or measured twice, though a worker can be killed at any time. Each trial
+has a slot, the least number that no finished or running trial has. It seeds the sampler, so the trial in
+place of a lost one is the same trial again. A running trial is lost if its worker's process has ended on this
+machine, or if its worker has been silent for `SILENCE` seconds. A worker shows that it lives by counting the
+attribute `beat` up: Optuna's heartbeats are for databases alone, stop with the server, and miss a worker that
+was killed before the first one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+from mesa_tune.search.fleet.workers import hardware, is_dead, worker_name
+
+BEAT = 15.0
+"""Seconds between two signs of life."""
+SILENCE = 120.0
+"""Seconds without a sign of life after which a worker is given up."""
+
+
+class Standing(NamedTuple):
+    """Finished trials in the order of their slots, and the number of running ones."""
+
+    finished: list[Any]
+    running: int
+
+    @property
+    def taken(self) -> int:
+        return len(self.finished) + self.running
+
+
+@dataclass
+class _Watch:
+    """A running trial's last sign of life, and for how many seconds it has been looked at since."""
+
+    beat: object
+    seconds: float = 0.0
+
+
+class Trials:
+    """Trials of `study`. `shared`: other workers may be at work; otherwise all that run are lost."""
+
+    def __init__(self, study: Any, *, shared: bool) -> None:
+        self.study = study
+        self.shared = shared
+        self.worker = worker_name()
+        self._watched: dict[int, _Watch] = {}
+        self._looked = time.monotonic()
+        if not shared:
+            for trial in self._trials("RUNNING"):
+                self.fail(trial.number)
+
+    def standing(self) -> Standing:
+        """Give up what is lost, and return the other trials."""
+        trials = self._trials("RUNNING", "COMPLETE")
+        lost = self._lost([trial for trial in trials if not trial.state.is_finished()])
+        for number in lost:
+            self.fail(number)
+        trials = [trial for trial in trials if trial.number not in lost]
+        slots = slots_of(trials)
+        finished = [trial for trial in trials if trial.state.is_finished()]
+        finished.sort(key=lambda trial: slots[trial.number])
+        return Standing(finished, len(trials) - len(finished))
+
+    def ask(self, limit: int | None) -> tuple[Any, int] | None:
+        """Return a new trial and its slot; None if other workers just took the last of `limit` slots."""
+        trial = self.study.ask()
+        slot = slots_of(self._trials("RUNNING", "COMPLETE"))[trial.number]
+        if limit is not None and slot >= limit:
+            self.fail(trial.number)
+            return None
+        for key, value in {"slot": slot, "worker": self.worker, "hardware": hardware()}.items():
+            trial.set_user_attr(key, value)
+        return trial, slot
+
+    def complete(self, trial: Any, value: float) -> None:
+        """Store the value of a trial. If it was given up meanwhile, another takes its place."""
+        from optuna.exceptions import UpdateFinishedTrialError
+
+        with suppress(UpdateFinishedTrialError):
+            self.study.tell(trial, value, skip_if_finished=True)
+
+    def fail(self, number: int) -> None:
+        """Give up a trial, unless it is finished: its slot is free again."""
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        with suppress(UpdateFinishedTrialError):
+            self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+
+    @contextmanager
+    def beating(self, trial: Any) -> Iterator[None]:
+        """Show during the body that this worker lives."""
+        if not self.shared:
+            yield
+            return
+        ended = Event()
+        thread = Thread(target=_beat, args=(trial, ended), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(BEAT)
+
+    def _trials(self, *states: str) -> list[Any]:
+        from optuna.trial import TrialState
+
+        wanted = tuple(TrialState[state] for state in states)
+        return list(self.study.get_trials(deepcopy=False, states=wanted))
+
+    def _lost(self, running: Iterable[Any]) -> set[int]:
+        """Return the numbers of the running trials that no worker works on."""
+        # After a pause of this worker or of the storage, the others are given time for a sign.
+        passed = min(time.monotonic() - self._looked, 2 * BEAT)
+        self._looked = time.monotonic()
+        watched, self._watched = self._watched, {}
+        lost = set()
+        for trial in running:
+            beat = trial.user_attrs.get("beat")
+            watch = watched.get(trial.number)
+            if watch is None or watch.beat != beat:
+                watch = _Watch(beat)
+            else:
+                watch.seconds += passed
+            self._watched[trial.number] = watch
+            if watch.seconds > SILENCE or is_dead(trial.user_attrs.get("worker", "////")):
+                lost.add(trial.number)
+        return lost
+
+
+def slots_of(trials: Iterable[Any]) -> dict[int, int]:
+    """Return the slot of each trial by its number. The first without one gets the least that is free."""
+    attributes: Mapping[int, Any] = {trial.number: trial.user_attrs.get("slot") for trial in trials}
+    taken = set(attributes.values())
+    free = (slot for slot in count() if slot not in taken)
+    return {
+        number: next(free) if attributes[number] is None else attributes[number]
+        for number in sorted(attributes)
+    }
+
+
+def _beat(trial: Any, ended: Event) -> None:
+    from optuna.exceptions import OptunaError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    beats = count(1)
+    # A storage that fails for good ends the trial itself.
+    with suppress(OptunaError, SQLAlchemyError, OSError):
+        while not ended.wait(BEAT):
+            trial.set_user_attr("beat", next(beats))
