@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import Objective, Pair
-from mesa_tune.search.fleet.trials import Trials
+from mesa_tune.search.fleet.trials import Standing, Trials
 from mesa_tune.search.moves import Moves
 from mesa_tune.search.plan import Measurement
 from mesa_tune.search.problem import Limits
@@ -32,7 +31,6 @@ DRAWS = range(4)
 SCREEN: tuple[Pair, ...] = tuple((draw, 0) for draw in DRAWS)
 FULL: tuple[Pair, ...] = SCREEN + tuple((draw, seed) for draw in DRAWS for seed in (1, 2))
 FRESH: tuple[Pair, ...] = tuple((draw, seed) for draw in range(1000, 1004) for seed in range(100, 104))
-_STARTUP = 10
 _PAUSE = 0.5
 
 Chosen = tuple[int, ...]
@@ -103,6 +101,7 @@ class LocalSearch:
         # Never larger than the exact solution, in peak or in saved bytes.
         self.limits = replace(limits, peak=int(self.space.live(solved).max()), saved=self.space.saved(solved))
         self.moves = Moves(program, self.limits)
+        self._known: dict[int, Finished] = {}
 
     def explore(
         self, all_trials: Trials, length: Length, progress: Callable[[str], None] | None = None
@@ -110,7 +109,7 @@ class LocalSearch:
         """Run trials until the study has its length. Raise as the storage and the objective do."""
         while True:
             standing = all_trials.standing()
-            trials = [_finished(trial) for trial in standing.finished]
+            trials = self._read(standing)
             if progress and trials:
                 progress(_status(trials, length.trials))
             if length.is_reached(len(trials)):
@@ -119,13 +118,24 @@ class LocalSearch:
             if first_is_missing or (length.trials is not None and standing.taken >= length.trials):
                 time.sleep(_PAUSE)  # other workers are measuring what is needed next
                 continue
-            self._run_trial(all_trials, trials, length.trials)
+            self._run_trial(all_trials, standing, trials, length.trials)
 
     def finished(self, all_trials: Trials) -> list[Finished]:
         """Return the finished trials, the exact solution first."""
-        return [_finished(trial) for trial in all_trials.standing().finished]
+        return self._read(all_trials.standing())
 
-    def _run_trial(self, all_trials: Trials, trials: Sequence[Finished], limit: int | None) -> None:
+    def _read(self, standing: Standing) -> list[Finished]:
+        for trial in standing.finished:
+            if trial.number not in self._known:
+                errors = tuple(trial.user_attrs["errors"])
+                self._known[trial.number] = Finished(tuple(trial.user_attrs["chosen"]), errors, trial.value)
+        return [self._known[trial.number] for trial in standing.finished]
+
+    def _run_trial(
+        self, all_trials: Trials, standing: Standing, trials: Sequence[Finished], limit: int | None
+    ) -> None:
+        from mesa_tune.search.fleet.sampler import sampler_of
+
         asked = all_trials.ask(limit)
         if asked is None:
             return
@@ -133,7 +143,9 @@ class LocalSearch:
         if not trials and slot:  # two workers asked for the first trial at once
             all_trials.fail(trial.number)
             return
-        all_trials.study.sampler = _sampler(self.seed, slot, {} if trials else self.moves.neutral)
+        history = [*standing.finished, *standing.running]
+        fixed = {} if trials else self.moves.neutral
+        all_trials.study.sampler = sampler_of(self.seed, slot, history, fixed)
         try:
             with all_trials.beating(trial):
                 chosen = self._chosen(trial, trials)
@@ -214,25 +226,7 @@ def _best(trials: Sequence[Finished]) -> Finished:
     return min((trial for trial in trials if trial.is_complete), key=lambda trial: trial.value)
 
 
-def _finished(trial: Any) -> Finished:
-    return Finished(tuple(trial.user_attrs["chosen"]), tuple(trial.user_attrs["errors"]), trial.value)
-
-
 def _status(trials: Sequence[Finished], limit: int | None) -> str:
     total = f" of {limit}" if limit else ""
     best, solved = _best(trials).value, trials[0].value
     return f"trial {len(trials)}{total}: gradient error {best:.3g}, solved {solved:.3g}"
-
-
-def _sampler(seed: int, slot: int, fixed: Mapping[str, Any]) -> Any:
-    """Return the sampler of the trial at `slot`, whose parameters are `fixed` if there are any."""
-    from optuna.exceptions import ExperimentalWarning
-    from optuna.samplers import PartialFixedSampler, TPESampler
-
-    mixed = int(np.random.SeedSequence([seed, slot]).generate_state(1)[0])
-    sampler = TPESampler(seed=mixed, n_startup_trials=_STARTUP)
-    if not fixed:
-        return sampler
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        return PartialFixedSampler(dict(fixed), sampler)

@@ -27,14 +27,14 @@ SILENCE = 120.0
 
 
 class Standing(NamedTuple):
-    """Finished trials in the order of their slots, and the number of running ones."""
+    """Finished trials in the order of their slots, and running ones."""
 
     finished: list[Any]
-    running: int
+    running: list[Any]
 
     @property
     def taken(self) -> int:
-        return len(self.finished) + self.running
+        return len(self.finished) + len(self.running)
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Trials:
         slots = slots_of(trials)
         finished = [trial for trial in trials if trial.state.is_finished()]
         finished.sort(key=lambda trial: slots[trial.number])
-        return Standing(finished, len(trials) - len(finished))
+        return Standing(finished, [trial for trial in trials if not trial.state.is_finished()])
 
     def ask(self, limit: int | None) -> tuple[Any, int] | None:
         """Return a new trial and its slot; None if other workers just took the last of `limit` slots."""
