@@ -2,8 +2,8 @@
 
 Optuna repeats the creation of a trial only, for some seconds. Here every operation is repeated, with pauses
 that grow, until the server has been away for `PATIENCE` seconds. All operations but two give the same result
-when they are repeated. A trial whose creation was stored but not answered has no worker, and is given up as a
-killed worker's; a state that was stored but not answered counts as set.
+when they are repeated. Of a trial that was stored twice, its worker gives up the second. A state that was
+stored, though the answer was lost, counts as set.
 """
 
 from __future__ import annotations

@@ -72,14 +72,22 @@ class Trials:
 
     def ask(self, limit: int | None) -> tuple[Any, int] | None:
         """Return a new trial and its slot; None if other workers just took the last of `limit` slots."""
-        trial = self.study.ask()
-        slot = slots_of(self._trials("RUNNING", "COMPLETE"))[trial.number]
-        if limit is not None and slot >= limit:
+        from optuna.trial import Trial, TrialState, create_trial
+
+        # Unlike `Study.ask`, this stores the worker together with the trial, so none is without.
+        attributes = {"worker": self.worker, "hardware": hardware()}
+        self.study.add_trial(create_trial(state=TrialState.RUNNING, user_attrs=attributes))
+        trials = self._trials("RUNNING", "COMPLETE")
+        mine, *surplus = [trial for trial in trials if self._is_mine(trial)]
+        for trial in surplus:  # stored twice, where the answer was lost
             self.fail(trial.number)
+        slot = slots_of(trial for trial in trials if trial not in surplus)[mine.number]
+        if limit is not None and slot >= limit:
+            self.fail(mine.number)
             return None
-        for key, value in {"slot": slot, "worker": self.worker, "hardware": hardware()}.items():
-            trial.set_user_attr(key, value)
-        return trial, slot
+        asked = Trial(self.study, mine._trial_id)
+        asked.set_user_attr("slot", slot)
+        return asked, slot
 
     def complete(self, trial: Any, value: float) -> None:
         """Store the value of a trial. If it was given up meanwhile, another takes its place."""
@@ -116,6 +124,9 @@ class Trials:
 
         wanted = tuple(TrialState[state] for state in states)
         return list(self.study.get_trials(deepcopy=False, states=wanted))
+
+    def _is_mine(self, trial: Any) -> bool:
+        return not trial.state.is_finished() and trial.user_attrs.get("worker") == self.worker
 
     def _lost(self, running: Iterable[Any]) -> set[int]:
         """Return the numbers of the running trials that no worker works on."""

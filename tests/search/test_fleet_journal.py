@@ -162,10 +162,20 @@ def test_a_worker_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     assert asked[1] == 0
 
 
+def test_a_trial_that_was_stored_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = optuna.create_study()
+    all_trials, add = Trials(study, shared=True), study.add_trial
+    monkeypatch.setattr(study, "add_trial", lambda trial: (add(trial), add(trial)))
+    slots = [asked[1] for asked in (all_trials.ask(None),) if asked]
+    assert slots == [0]
+    assert [trial.state.name for trial in study.trials] == ["RUNNING", "FAIL"]
+
+
 def test_a_slot_beyond_the_length_is_given_back() -> None:
     all_trials = Trials(optuna.create_study(), shared=True)
+    other = Trials(all_trials.study, shared=True)
     assert all_trials.ask(1) is not None
-    assert all_trials.ask(1) is None
+    assert other.ask(1) is None
     assert len(all_trials.standing().running) == 1
 
 
