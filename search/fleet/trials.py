@@ -71,7 +71,7 @@ class Trials:
         return Standing(finished, [trial for trial in trials if not trial.state.is_finished()])
 
     def ask(self, limit: int | None) -> tuple[Any, int] | None:
-        """Return a new trial and its slot; None if other workers just took the last of `limit` slots."""
+        """Return a new trial and its slot; None if another worker just took it, or the last of `limit`."""
         from optuna.trial import Trial, TrialState, create_trial
 
         # Unlike `Study.ask`, this stores the worker together with the trial, so none is without.
@@ -82,12 +82,13 @@ class Trials:
         for trial in surplus:  # stored twice, where the answer was lost
             self.fail(trial.number)
         slot = slots_of(trial for trial in trials if trial not in surplus)[mine.number]
-        if limit is not None and slot >= limit:
-            self.fail(mine.number)
-            return None
-        asked = Trial(self.study, mine._trial_id)
-        asked.set_user_attr("slot", slot)
-        return asked, slot
+        if limit is None or slot < limit:
+            asked = Trial(self.study, mine._trial_id)
+            asked.set_user_attr("slot", slot)
+            if not self._is_contested(mine.number, slot):
+                return asked, slot
+        self.fail(mine.number)
+        return None
 
     def complete(self, trial: Any, value: float) -> None:
         """Store the value of a trial. If it was given up meanwhile, another takes its place."""
@@ -124,6 +125,16 @@ class Trials:
 
         wanted = tuple(TrialState[state] for state in states)
         return list(self.study.get_trials(deepcopy=False, states=wanted))
+
+    def _is_contested(self, number: int, slot: int) -> bool:
+        """Return True if another worker has the slot, too: one became free while both looked.
+
+        Whoever looks last after both have stored their slot sees it. If both do, both ask again.
+        """
+        return self.shared and any(
+            trial.number != number and trial.user_attrs.get("slot") == slot
+            for trial in self._trials("RUNNING", "COMPLETE")
+        )
 
     def _is_mine(self, trial: Any) -> bool:
         return not trial.state.is_finished() and trial.user_attrs.get("worker") == self.worker

@@ -171,6 +171,24 @@ def test_a_trial_that_was_stored_twice_counts_once(monkeypatch: pytest.MonkeyPat
     assert [trial.state.name for trial in study.trials] == ["RUNNING", "FAIL"]
 
 
+def test_two_workers_never_have_one_slot() -> None:
+    study = optuna.create_study()
+    killed, late, quick = (Trials(study, shared=True) for _ in range(3))
+    first = killed.ask(None)
+    assert first is not None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(optuna.trial.Trial, "set_user_attr", lambda *_: None)
+        unfinished = late.ask(None)  # it has slot 1, but that is not stored yet
+    killed.fail(first[0].number)
+    # The quick one cannot know that the late one's slot is not the one that is free again.
+    second = quick.ask(None)
+    assert unfinished is not None
+    assert second is not None
+    assert (unfinished[1], second[1]) == (1, 1)
+    unfinished[0].set_user_attr("slot", 1)
+    assert late._is_contested(unfinished[0].number, 1)
+
+
 def test_a_slot_beyond_the_length_is_given_back() -> None:
     all_trials = Trials(optuna.create_study(), shared=True)
     other = Trials(all_trials.study, shared=True)
