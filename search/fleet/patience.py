@@ -16,7 +16,13 @@ from typing import Any
 
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, RDBStorage, _CachedStorage
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import (
+    DBAPIError,
+    InterfaceError,
+    OperationalError,
+    PendingRollbackError,
+    SQLAlchemyError,
+)
 
 PATIENCE = 600.0
 """Seconds that an operation waits for a server which is away."""
@@ -50,7 +56,7 @@ class PatientStorage(_CachedStorage):
                 if failed and name == "set_trial_state_values" and self._is_set(*args, **kwargs):
                     return True
                 raise
-            except (StorageInternalError, DBAPIError) as error:
+            except (StorageInternalError, SQLAlchemyError) as error:
                 if not is_passing(error):
                     raise
                 if time.monotonic() > end:
@@ -69,8 +75,9 @@ def is_passing(error: BaseException | None) -> bool:
     """Return True if `error` says that the server is away, or has too much to do."""
     if isinstance(error, StorageInternalError):
         error = error.__cause__
+    # Optuna asks again in a session whose connection is lost.
     if not isinstance(error, DBAPIError):
-        return False
+        return isinstance(error, PendingRollbackError)
     state = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
     if state:
         return str(state).startswith(_PASSING)

@@ -45,13 +45,16 @@ class _Sampler(TPESampler):
         self.history = history
 
     def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
-        return super().infer_relative_search_space(_View(study, self.history), trial)
+        return super().infer_relative_search_space(self._seen(study), trial)
 
     def sample_relative(self, study: Any, trial: Any, search_space: Any) -> Any:
-        return super().sample_relative(_View(study, self.history), trial, search_space)
+        return super().sample_relative(self._seen(study), trial, search_space)
 
     def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
-        return super().sample_independent(_View(study, self.history), trial, param_name, param_distribution)
+        return super().sample_independent(self._seen(study), trial, param_name, param_distribution)
+
+    def _seen(self, study: Any) -> Any:
+        return _View(study, self.history)
 
 
 class _View:

@@ -99,6 +99,9 @@ def explained(address: Address) -> Iterator[None]:
             remedy = _DRIVER_REMEDY
         message = f"{address.shown}: the study cannot be used: {address.cleaned(_reason(error))}\n{remedy}"
         # The traceback of --debug would show the password, too.
+        import traceback
+
+        traceback.print_exc()
         raise RunError(message) from (None if address.secrets else error)
 
 

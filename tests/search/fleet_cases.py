@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
@@ -81,7 +82,9 @@ def ended(process: BaseProcess) -> int | None:
 def _run(function: Callable[..., object], arguments: Sequence[Any]) -> None:
     try:
         function(*arguments)
-    except RunError:
+    except RunError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
         os._exit(3)
     os._exit(0)
 

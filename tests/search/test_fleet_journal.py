@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import time
 from pathlib import Path
 
 import optuna
@@ -11,7 +12,7 @@ import pytest
 from optuna.storages.journal import JournalFileBackend
 
 from mesa_tune.errors import RunError
-from mesa_tune.search.fleet import journal, trials
+from mesa_tune.search.fleet import journal
 from mesa_tune.search.fleet.journal import cut_half_line
 from mesa_tune.search.fleet.trials import Trials
 from mesa_tune.search.fleet.workers import is_dead, worker_name
@@ -137,7 +138,7 @@ def test_what_is_no_file_is_refused(storage: str) -> None:
 
 def test_a_worker_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(trials.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     study = optuna.create_study()
     all_trials = Trials(study, shared=True)
     silent, alive = study.ask(), study.ask()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import sqlalchemy
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
-from sqlalchemy.exc import OperationalError, ProgrammingError
+from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
 
 from mesa_tune.search.fleet import patience
 from mesa_tune.search.fleet.patience import PatientStorage, is_passing
@@ -37,8 +38,8 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     def sleep(seconds: float) -> None:
         slept[0] += seconds
 
-    monkeypatch.setattr(patience.time, "sleep", sleep)
-    monkeypatch.setattr(patience.time, "monotonic", lambda: slept[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: slept[0])
     return slept
 
 
@@ -76,8 +77,9 @@ def test_a_full_disk_or_a_wrong_password_does_not(state: str) -> None:
 def test_the_cause_of_optunas_error_counts() -> None:
     error = StorageInternalError("in the commit")
     assert not is_passing(error)
-    error.__cause__ = lost()
-    assert is_passing(error)
+    for cause in (lost(), PendingRollbackError("after a lost connection")):
+        error.__cause__ = cause
+        assert is_passing(error)
 
 
 @pytest.mark.parametrize("name", ["set_trial_user_attr", "set_trial_state_values"])
