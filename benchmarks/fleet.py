@@ -1,17 +1,22 @@
 """Long studies: resident memory and time per trial, with an objective that costs nothing.
 
-`python benchmarks/fleet.py [--trials 10000] [--storage sqlite|journal|memory]`. Before it measures, it checks
-that a study that is continued has the policy of one that was not interrupted.
+`python benchmarks/fleet.py [--trials 10000]`. A study of 100 trials in SQLite is measured at its end, copied
+until it has so many trials, and measured again where it goes on, in a process of its own. Before that, it is
+checked that a study that is continued has the policy of one that was not interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sqlite3
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,10 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import search_policy
+
+LAST = 20
+"""Trials whose median time is taken."""
+_PARTS = ("trial_params", "trial_values", "trial_user_attributes", "trial_system_attributes")
 
 
 class Summed:
@@ -47,31 +56,68 @@ def resident() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    """Check, measure, print and append to the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=10_000)
-    parser.add_argument("--storage", choices=("sqlite", "journal", "memory"), default="sqlite")
+    parser.add_argument("--measure", nargs=2, metavar=("PATH", "TRIALS"))
     options = parser.parse_args()
-    profile = _profile()
+    if options.measure:
+        print(json.dumps(measure(options.measure[0], int(options.measure[1]))))
+        return
+    check()
     with tempfile.TemporaryDirectory() as folder:
-        _check(profile, Path(folder))
-        path = Path(folder) / "study"
-        storage = {"sqlite": str(path), "journal": f"journal:{path}", "memory": None}[options.storage]
-        ends = [time.perf_counter()]
-        before = resident()
-        _plan(profile, options.trials, storage, progress=lambda _: ends.append(time.perf_counter()))
-        grown = resident() - before
-    seconds = [after - earlier for earlier, after in pairwise(ends)]
-    hundredth, last = (statistics.median(seconds[end - 50 : end]) for end in (100, len(seconds)))
+        path = Path(folder) / "study.db"
+        _plan(_profile(), 100 - LAST, str(path))
+        hundredth = _in_a_process(path, 100)
+        multiply(path, options.trials - LAST)
+        last = _in_a_process(path, options.trials)
     figures = {
-        "storage": options.storage,
         "trials": options.trials,
-        "grown_mb": round(grown, 1),
-        "hundredth_ms": round(1e3 * hundredth, 2),
-        "last_ms": round(1e3 * last, 2),
-        "ratio": round(last / hundredth, 2),
+        "grown_mb": round(last["grown_mb"] - hundredth["grown_mb"], 1),
+        "hundredth_ms": hundredth["ms"],
+        "last_ms": last["ms"],
+        "ratio": round(last["ms"] / hundredth["ms"], 2),
     }
     print(figures)
     print(append("fleet", figures))
+
+
+def measure(path: str, trials: int) -> dict[str, float]:
+    """Continue a study up to `trials`; return the memory that it took, and the time of its last trials."""
+    profile = _profile()
+    _plan(profile, 12, None)  # loads what any study needs
+    before, ends = resident(), list[float]()
+    _plan(profile, trials, path, progress=lambda _: ends.append(time.perf_counter()))
+    seconds = [after - earlier for earlier, after in pairwise(ends)]
+    return {"grown_mb": resident() - before, "ms": round(1e3 * statistics.median(seconds[-LAST:]), 1)}
+
+
+def multiply(path: Path, trials: int) -> None:
+    """Copy the trials of the study at `path` until there are so many, each with a slot of its own."""
+    with closing(sqlite3.connect(path)) as database:
+        count = database.execute("SELECT count(*) FROM trials").fetchone()[0]
+        for first in range(count, trials, count):
+            many = min(count, trials - first)
+            for table in ("trials", *_PARTS):
+                columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")][1:]
+                key = "trial_id"
+                values = ", ".join(
+                    {"trial_id": f"trial_id + {first}", "number": f"number + {first}"}.get(name, f'"{name}"')
+                    for name in columns
+                )
+                names = ", ".join(f'"{name}"' for name in columns)
+                database.execute(
+                    f"INSERT INTO {table} ({names}) SELECT {values} FROM {table} WHERE {key} <= {many}"
+                )
+        database.execute("UPDATE trial_user_attributes SET value_json = trial_id - 1 WHERE \"key\" = 'slot'")
+        database.commit()
+
+
+def _in_a_process(path: Path, trials: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "--measure", str(path), str(trials)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def _profile() -> Profile:
@@ -81,11 +127,13 @@ def _profile() -> Profile:
     return synthetic_profile(1, grid=COARSE, seed=1)
 
 
-def _check(profile: Profile, folder: Path) -> None:
-    whole = _plan(profile, 30, None)
-    for trials in (7, 30):
-        split = _plan(profile, trials, f"journal:{folder / 'check'}")
-    assert split.to_dict() == whole.to_dict()
+def check() -> None:
+    """Compare the plan of a study that was continued with that of one that was not."""
+    profile = _profile()
+    with tempfile.TemporaryDirectory() as folder:
+        for trials in (7, 30):
+            split = _plan(profile, trials, f"journal:{folder}/check")
+    assert split.to_dict() == _plan(profile, 30, None).to_dict()
 
 
 def _plan(profile: Profile, trials: int, storage: str | None, **more: Any) -> Any:

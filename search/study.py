@@ -102,6 +102,7 @@ class LocalSearch:
         self.limits = replace(limits, peak=int(self.space.live(solved).max()), saved=self.space.saved(solved))
         self.moves = Moves(program, self.limits)
         self._known: dict[int, Finished] = {}
+        self._distributions: dict[Any, Any] = {}
 
     def explore(
         self, all_trials: Trials, length: Length, progress: Callable[[str], None] | None = None
@@ -127,6 +128,11 @@ class LocalSearch:
     def _read(self, standing: Standing) -> list[Finished]:
         for trial in standing.finished:
             if trial.number not in self._known:
+                # Optuna caches each trial with distributions of its own, which are half of its memory.
+                trial.distributions = {
+                    name: self._distributions.setdefault(distribution, distribution)
+                    for name, distribution in trial.distributions.items()
+                }
                 errors = tuple(trial.user_attrs["errors"])
                 self._known[trial.number] = Finished(tuple(trial.user_attrs["chosen"]), errors, trial.value)
         return [self._known[trial.number] for trial in standing.finished]

@@ -8,6 +8,7 @@ So whoever has the lock first cuts such a half.
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,19 @@ class _CuttingLock(JournalFileSymlinkLock):
         return acquired
 
 
-def backend(path: Path) -> Any:
+class _Backend(JournalFileBackend):
+    """A journal that is read once from its beginning: only the last line's offset is stored."""
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        offsets = self._log_number_offset
+        for number in [number for number in offsets if number < log_number_from]:
+            del offsets[number]
+        yield from super().read_logs(log_number_from)
+
+
+def backend(path: Path) -> JournalFileBackend:
     """Return Optuna's backend of the journal at `path`, which is created."""
-    return JournalFileBackend(str(path), lock_obj=_CuttingLock(path))
+    return _Backend(str(path), lock_obj=_CuttingLock(path))
 
 
 def cut_half_line(path: Path) -> None:

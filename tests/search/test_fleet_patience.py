@@ -9,7 +9,6 @@ from typing import Any
 
 import optuna
 import pytest
-import sqlalchemy
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
@@ -113,10 +112,10 @@ def test_patience_ends_once(
     storage: PatientStorage, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage._backend, "get_all_studies", failing(list, 10_000, after=False))
-    with pytest.raises(sqlalchemy.exc.OperationalError):
+    with pytest.raises(OperationalError):
         storage.get_all_studies()
     assert patience.PATIENCE < clock[0] < patience.PATIENCE + 20
     before = clock[0]
-    with pytest.raises(sqlalchemy.exc.OperationalError):
+    with pytest.raises(OperationalError):
         storage.get_all_studies()
     assert clock[0] - before < 1
