@@ -133,8 +133,10 @@ class LocalSearch:
                     name: self._distributions.setdefault(distribution, distribution)
                     for name, distribution in trial.distributions.items()
                 }
-                errors = tuple(trial.user_attrs["errors"])
-                self._known[trial.number] = Finished(tuple(trial.user_attrs["chosen"]), errors, trial.value)
+                attributes = trial.user_attrs
+                for name in ("chosen", "errors"):
+                    attributes[name] = tuple(attributes[name])
+                self._known[trial.number] = Finished(attributes["chosen"], attributes["errors"], trial.value)
         return [self._known[trial.number] for trial in standing.finished]
 
     def _run_trial(
