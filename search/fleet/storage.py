@@ -91,17 +91,15 @@ def explained(address: Address) -> Iterator[None]:
     from optuna.exceptions import OptunaError
     from sqlalchemy.exc import SQLAlchemyError
 
+    errors: tuple[type[Exception], ...] = (SQLAlchemyError, OptunaError, CommandError, ImportError)
     try:
         yield
-    except (SQLAlchemyError, OptunaError, CommandError, ImportError, OSError) as error:
+    except (*errors, OSError) if address.kind == "journal" else errors as error:
         remedy = {"sqlite": _REMEDY, "journal": _JOURNAL_REMEDY}.get(address.kind, _URL_REMEDY)
         if isinstance(error, ImportError):
             remedy = _DRIVER_REMEDY
         message = f"{address.shown}: the study cannot be used: {address.cleaned(_reason(error))}\n{remedy}"
         # The traceback of --debug would show the password, too.
-        import traceback
-
-        traceback.print_exc()
         raise RunError(message) from (None if address.secrets else error)
 
 

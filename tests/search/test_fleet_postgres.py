@@ -104,7 +104,9 @@ def _save_plan(trials: int, url: str, path: Path) -> None:
 
 
 @needs_server
-def test_strangers_are_refused_in_one_line(server: Server, url: str) -> None:
+def test_strangers_are_refused_in_one_line(
+    server: Server, url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     plan(2, url)
     other = synthetic_profile(3, grid=COARSE, seed=2)
     from mesa_tune.search.fleet.studies import Work, join_search
@@ -123,6 +125,8 @@ def test_strangers_are_refused_in_one_line(server: Server, url: str) -> None:
     refused("not a study of mesa-tune search", study="theirs")
     plan(1, url, seed=5)
     refused("2 studies begin so")
+    # Neither Optuna nor SQLAlchemy says anything of its own.
+    assert capfd.readouterr() == ("", "")
 
 
 @needs_server
