@@ -92,9 +92,11 @@ def explained(address: Address) -> Iterator[None]:
     from sqlalchemy.exc import SQLAlchemyError
 
     errors: tuple[type[Exception], ...] = (SQLAlchemyError, OptunaError, CommandError, ImportError)
+    if address.kind == "journal":
+        errors += (OSError,)
     try:
         yield
-    except (*errors, OSError) if address.kind == "journal" else errors as error:
+    except errors as error:
         remedy = {"sqlite": _REMEDY, "journal": _JOURNAL_REMEDY}.get(address.kind, _URL_REMEDY)
         if isinstance(error, ImportError):
             remedy = _DRIVER_REMEDY
@@ -200,7 +202,8 @@ def _in_use(address: Address) -> str:
 
 def _require_database(path: Path) -> None:
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        # Not read-only: SQLite must be able to undo what a killed process left half written.
+        with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True)) as database:
             names = {
                 name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
+import sqlite3
 import time
 from pathlib import Path
 
@@ -79,6 +81,21 @@ def test_a_second_worker_on_sqlite_is_refused(path: Path) -> None:
     first.kill()
     ended(first)
     plan(2, path)
+
+
+def test_what_a_killed_process_left_half_written_in_sqlite_is_undone(path: Path) -> None:
+    plan(3, path)
+    assert ended(child(_killed_in_a_transaction, path)) == -signal.SIGKILL
+    assert path.with_name("study-journal").stat().st_size
+    assert plan(4, path).to_dict() == plan(4, None).to_dict()
+
+
+def _killed_in_a_transaction(path: Path) -> None:
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA cache_size = 1")
+    database.execute("UPDATE trial_values SET value = 0")
+    database.execute("UPDATE trial_user_attributes SET value_json = value_json || printf('%100000s', '')")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_half_a_line_of_a_killed_process_is_cut(path: Path) -> None:
