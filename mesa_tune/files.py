@@ -142,14 +142,17 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, busy: str | None = None) -> Iterator[None]:
     """Run the body while no other process or thread does so with the same `path`, a file made for the body.
 
-    Raise RunError if the system refuses.
+    `busy`: the error if another has the lock; without it, wait. Raise RunError if the system refuses.
     """
     with _explaining(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _locked_file(path)
+        try:
+            file = _locked_file(path, waiting=busy is None)
+        except BlockingIOError:
+            raise RunError(busy or "") from None
     try:
         yield
     finally:
@@ -158,11 +161,18 @@ def locked(path: Path) -> Iterator[None]:
         file.close()
 
 
-def _locked_file(path: Path) -> IO[bytes]:
-    """Return the file at `path`, open and locked by this call alone until it is closed."""
+def _locked_file(path: Path, *, waiting: bool) -> IO[bytes]:
+    """Return the file at `path`, open and locked by this call alone until it is closed.
+
+    Raise BlockingIOError if another has the lock and this must not wait.
+    """
     while True:
         file = path.open("wb")
-        _lock(file)
+        try:
+            _lock(file, waiting=waiting)
+        except BaseException:
+            file.close()
+            raise
         # The file that was opened may have been deleted while this waited for its lock.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -170,15 +180,16 @@ def _locked_file(path: Path) -> IO[bytes]:
         file.close()
 
 
-def _lock(file: IO[bytes]) -> None:
+def _lock(file: IO[bytes], *, waiting: bool) -> None:
     try:
         import fcntl
     except ImportError:
         import msvcrt
 
-        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # type: ignore[attr-defined]
+        mode = msvcrt.LK_LOCK if waiting else msvcrt.LK_NBLCK  # type: ignore[attr-defined]
+        msvcrt.locking(file.fileno(), mode, 1)  # type: ignore[attr-defined]
     else:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if waiting else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from mesa_tune.errors import BudgetError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.search.fleet.studies import Sharing, Task, Work, improved, policy_at
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved, check_objective, solve
 from mesa_tune.search.plan import Baseline, Plan
 from mesa_tune.search.problem import Limits
@@ -53,11 +53,11 @@ class Request:
 
     @property
     def identity(self) -> str:
-        """A hash, equal for equal requests on equal profiles."""
+        """JSON, equal for equal requests."""
         pins = {glob: settings.to_dict() for glob, settings in self.pins.items()}
         asked = (self.objective, str(self.max_noise_ratio), self.restrictions.to_dict())
-        parts = [self.profile.to_dict(), self.batch_size, vars(self.limits), pins, self.seed, *asked]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+        parts = [self.batch_size, vars(self.limits), pins, self.seed, *asked]
+        return json.dumps(parts, sort_keys=True)
 
 
 def search_policy(
@@ -80,6 +80,7 @@ def search_policy(
     storage: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
     measure: Objective | None = None,
+    sharing: Sharing | None = None,
 ) -> Plan:
     """Search for the best policy whose training step fits `budget`.
 
@@ -101,9 +102,10 @@ def search_policy(
     step fits the budget; a percentage is then of the profiled step. `max_saved`: limit on saved bytes.
     `max_slowdown`: limit on step time over the plain step's. `pins`: settings that layers (names or globs)
     must have. `forbid`: what no other layer may use, of `derive`, `recompute`, `offload` and `tile`. `only`:
-    the settings (keys of policy.txt) that may differ from their defaults. `storage`: path of a SQLite file or
-    a URL, in which the same call continues the study. `measure`: measures joint errors instead of the
-    workload. A `max_noise_ratio` of inf is no limit.
+    the settings (keys of policy.txt) that may differ from their defaults. `storage`: path of a SQLite file,
+    `journal:PATH` or a URL, in which the same call continues the study. `measure`: measures joint errors
+    instead of the workload. `sharing`: called with the study's name; its context is entered while others may
+    join the study. A `max_noise_ratio` of inf is no limit.
 
     Raises:
         BudgetError: not an amount, not reachable, or a batch size that the profile cannot predict.
@@ -137,9 +139,10 @@ def search_policy(
         raise unreachable(profile, program, limits, request.pins, requested)
     measure = measure or _measure(profile, workload)
     if measure is None or trials == 0 or not program.space.error(solved.solution.chosen):
-        return _plan(request, program, solved, None)
-    outcome = _improved(request, program, solved, measure, trials, timeout, storage, progress)
-    return _plan(request, program, solved, outcome)
+        return _plan(request, program, solved)
+    work = Work(storage, *_lengths(trials, timeout), progress, sharing)
+    outcome = _improved(request, program, solved, measure, work)
+    return _plan(request, program, solved, outcome, work.trials)
 
 
 def _check(
@@ -202,6 +205,10 @@ def _exact_plan(request: Request) -> Plan:
     )
 
 
+def _lengths(trials: int | None, timeout: float | None) -> tuple[int | None, float | None]:
+    return (TRIALS, TIMEOUT) if trials is None and timeout is None else (trials, timeout)
+
+
 def _measure(profile: Profile, workload: Workload | None) -> Objective | None:
     from mesa_tune.profiler.errors.joint_error import JointError
 
@@ -211,44 +218,31 @@ def _measure(profile: Profile, workload: Workload | None) -> Objective | None:
     return JointError(workload.with_batch_size(profile.batch_size))
 
 
-def _improved(
+def _improved(request: Request, program: Program, solved: Solved, measure: Objective, work: Work) -> Outcome:
+    chosen, limits, profile = solved.solution.chosen, solved.limits, request.profile
+    if solved.objective != "error":
+        limits = replace(limits, ms=program.space.ms(chosen))
+    task = Task(request.batch_size, request.pins, request.restrictions, limits, chosen, request.seed)
+    labels = {"model": profile.model, "budget_bytes": request.budget, "batch_size": request.batch_size}
+    return improved(profile, program, task, measure, work, request.identity, labels)
+
+
+def _plan(
     request: Request,
     program: Program,
     solved: Solved,
-    measure: Objective,
-    trials: int | None,
-    timeout: float | None,
-    storage: str | Path | None,
-    progress: Callable[[str], None] | None,
-) -> Outcome:
-    from mesa_tune.search.study import LocalSearch, StudySettings
-
-    by_default, model = trials is None and timeout is None, request.profile.model
-    settings = StudySettings(
-        identity=request.identity,
-        trials=TRIALS if by_default else trials,
-        timeout=TIMEOUT if by_default else timeout,
-        seed=request.seed,
-        storage=storage,
-        labels={"model": model, "budget_bytes": request.budget, "batch_size": request.batch_size},
-        progress=progress,
-    )
-
-    def policy_of(chosen: tuple[int, ...]) -> Policy:
-        return _policy(request, program, chosen, None)
-
-    chosen, limits = solved.solution.chosen, solved.limits
-    if solved.objective != "error":
-        limits = replace(limits, ms=program.space.ms(chosen))
-    return LocalSearch(program, solved.solution, limits, measure, policy_of).run(settings)
-
-
-def _plan(request: Request, program: Program, solved: Solved, outcome: Outcome | None) -> Plan:
+    outcome: Outcome | None = None,
+    trials: int | None = None,
+) -> Plan:
+    """Return the plan. `outcome`: of the study, which was to have `trials` if they are limited."""
     chosen = outcome.chosen if outcome else solved.solution.chosen
     assignment = program.space.assignment(chosen)
     predicted = request.profile.predict_assignment(assignment, batch_size=request.batch_size)
     return Plan(
-        policy=_policy(request, program, chosen, _header(request, predicted, solved.objective)),
+        policy=replace(
+            policy_at(request.profile, program.space, chosen),
+            header=_header(request, predicted, solved.objective),
+        ),
         predicted=predicted,
         baseline=request.baseline,
         budget_bytes=request.budget,
@@ -259,21 +253,12 @@ def _plan(request: Request, program: Program, solved: Solved, outcome: Outcome |
         measured=outcome.measured if outcome else None,
         trials=outcome.trials if outcome else 0,
         solver="HiGHS and study" if outcome and outcome.won else "HiGHS",
-        won=_won(outcome),
+        won=_won(outcome, trials),
         max_saved=request.limits.saved,
         objective=solved.objective,
         why=solved.why,
         max_noise_ratio=solved.limits.noise,
     )
-
-
-def _policy(request: Request, program: Program, chosen: tuple[int, ...], header: Header | None) -> Policy:
-    assignment = program.space.assignment(chosen)
-    layers = request.profile.layers
-    policy = Policy.from_assignments(
-        ((layer.tag, layer.index, layer.name, assignment[layer.name]) for layer in layers), header
-    )
-    return policy.rerunning(program.space.taken(chosen))
 
 
 def _header(request: Request, predicted: Prediction, objective: str) -> Header:
@@ -299,12 +284,12 @@ def _header(request: Request, predicted: Prediction, objective: str) -> Header:
     )
 
 
-def _won(outcome: Outcome | None) -> str:
+def _won(outcome: Outcome | None, limit: int | None) -> str:
     if outcome is None:
         return "no study: solved from the profile alone"
     trials, hint = counted(outcome.trials, "trial"), ""
-    if outcome.asked is not None and outcome.trials < outcome.asked:
-        trials = f"{outcome.trials} of {outcome.asked} trials (time was up)"
+    if limit is not None and outcome.trials < limit:
+        trials = f"{outcome.trials} of {limit} trials (time was up)"
         hint = "; the same command continues it"
     if not outcome.won:
         return f"{trials} found nothing better on fresh batches, so the solved plan stays{hint}"

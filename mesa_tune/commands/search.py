@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from mesa_tune.commands.budgets import label_of, split_budgets
 from mesa_tune.commands.common import (
@@ -26,87 +24,39 @@ from mesa_tune.commands.common import (
 )
 from mesa_tune.commands.memory import advising
 from mesa_tune.commands.plan_text import summary, table
+from mesa_tune.commands.searching.join import join_study
+from mesa_tune.commands.searching.options import (
+    BatchOption,
+    BudgetOption,
+    ForbidOption,
+    ForceOption,
+    JoinOption,
+    MaxBatchOption,
+    NoiseOption,
+    ObjectiveOption,
+    OnlyOption,
+    PinOption,
+    ProfileOption,
+    SavedOption,
+    SeedOption,
+    SlowdownOption,
+    SmallestOption,
+    StorageOption,
+    TimeoutOption,
+    TrialsOption,
+    WorkersOption,
+)
+from mesa_tune.commands.searching.workers import Job, check_workers, interruptible, sharing, threads_each
 from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.search import Plan
+    from mesa_tune.search.fleet.studies import Sharing
     from mesa_tune.workload.workload import Workload
 
 _PROFILE = "mesa-tune profile model.py"
 _WITHOUT_MODEL = "--trials 0 plans from the profile alone, without the model"
-
-BudgetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--budget",
-        metavar="BYTES",
-        help="Peak of the whole step: 6GB, 6GiB, 40%, bytes; auto: what is free; several: 4GB,6GB.",
-    ),
-]
-SmallestOption = Annotated[
-    bool, typer.Option("--smallest", help="The lowest peak; needs no budget (objective memory).")
-]
-ObjectiveOption = Annotated[
-    str,
-    typer.Option(
-        "--objective",
-        metavar="time|error|memory",
-        help="What is the least. Default: time, or error where no plan is within the noise ratio.",
-    ),
-]
-NoiseOption = Annotated[
-    float,
-    typer.Option("--max-noise-ratio", metavar="R", help="Limit on error over the minibatch's own noise."),
-]
-MaxBatchOption = Annotated[
-    bool, typer.Option("--max-batch", help="Plan for the largest batch size that fits the budget.")
-]
-PinOption = Annotated[
-    list[str] | None,
-    typer.Option("--pin", metavar="GLOB: SETTINGS", help="Settings of layers: 'blocks.0.*: level 16'."),
-]
-ForbidOption = Annotated[
-    str | None, typer.Option("--forbid", metavar="WORDS", help="Some of derive,recompute,offload,tile.")
-]
-OnlyOption = Annotated[
-    str | None, typer.Option("--only", metavar="KEYS", help="Settings that may vary: level,group_size.")
-]
-BatchOption = Annotated[
-    int | None,
-    typer.Option("--batch-size", metavar="N", help="Plan for this batch size; default: the profiled one."),
-]
-TrialsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--trials", metavar="N", help="Trials of the study; 0 needs no model. Default: 100, or 120 s."
-    ),
-]
-TimeoutOption = Annotated[
-    float | None, typer.Option("--timeout", metavar="S", help="Seconds that the study may take.")
-]
-SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the study.")]
-SlowdownOption = Annotated[
-    float | None,
-    typer.Option("--max-slowdown", metavar="X", help="Limit on step time over the plain step's: 1.2"),
-]
-SavedOption = Annotated[
-    str | None, typer.Option("--max-saved", metavar="BYTES", help="Limit on saved bytes as well.")
-]
-StorageOption = Annotated[
-    str | None,
-    typer.Option("--storage", metavar="URL", help="Database of the study; default: study.db of the run."),
-]
-ProfileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile", metavar="FILE", help="profile.json of another run; it is copied into this run."
-    ),
-]
-ForceOption = Annotated[
-    bool,
-    typer.Option("--force", help="Overwrite files edited by hand or of other inputs; start a new study."),
-]
 
 
 @dataclass(frozen=True)
@@ -133,6 +83,7 @@ class _Arguments:
         workload: Workload | None = None,
         study: str | Path | None = None,
         progress: Callable[[str], None] | None = None,
+        sharing: Sharing | None = None,
     ) -> Plan:
         from mesa_tune.policy.values import split_words
         from mesa_tune.search import search_policy
@@ -143,7 +94,13 @@ class _Arguments:
             arguments[key] = None if arguments[key] is None else split_words(arguments[key])
         pins = dict(map(read_pin, self.pin))
         return search_policy(
-            profile, workload=workload, storage=study, progress=progress, pins=pins, **arguments
+            profile,
+            workload=workload,
+            storage=study,
+            progress=progress,
+            pins=pins,
+            sharing=sharing,
+            **arguments,
         )
 
     def origin(self, run: Run, profile: Profile, plan: Plan) -> Origin:
@@ -216,6 +173,8 @@ def search(
     timeout: TimeoutOption = None,
     seed: SeedOption = 0,
     storage: StorageOption = None,
+    workers: WorkersOption = 1,
+    join: JoinOption = None,
     profile_path: ProfileOption = None,
     run_folder: RunOption = Path("mesa-run"),
     json: JsonOption = False,
@@ -227,9 +186,22 @@ def search(
 
     Best is the fastest step whose error is invisible beside the minibatch's own noise; where there is none,
     the least gradient error. The budget is the peak of the whole step. With several budgets, each gets its
-    own plan-BUDGET.json and policy-BUDGET.txt.
+    own plan-BUDGET.json and policy-BUDGET.txt. Several processes and machines can search together:
+    docs/fleet.md.
     """
     output, run = Output(json=json, quiet=quiet), Run(run_folder, force=force)
+    check_workers(workers, storage)
+    if join is not None:
+        fixed: dict[str, object] = {
+            "budget": budget,
+            "smallest": smallest,
+            "max-batch": max_batch,
+            "max-slowdown": max_slowdown,
+        }
+        fixed |= {"max-saved": max_saved, "pin": pin, "forbid": forbid, "only": only, "seed": seed}
+        fixed |= {"batch-size": batch_size, "force": force}
+        join_study(join, run, storage, profile_path, workers, (trials, timeout), fixed, output)
+        return
     smallest = smallest or objective == "memory"
     # A budget that is not an amount is the first error; `auto` needs to know the device.
     split_budgets(None if budget is None else budget.replace("auto", "1"), "cpu", smallest)
@@ -264,8 +236,32 @@ def search(
     output.device(profile.device)
     for note in notes:
         output.line(note)
+    job = Job(storage or "", run.folder, run.profile, trials, timeout, threads_each(workers))
     study = cache(partial(_study, run, profile, storage))
-    plans = [each.finish(run, profile, workload, study, output) for each in searches]
+    sharing = _sharing(job, workers, output)
+    _report(_finished(searches, run, profile, workload, study, sharing, output), profile, output)
+
+
+def _finished(
+    searches: Sequence[_Search],
+    run: Run,
+    profile: Profile,
+    workload: Workload | None,
+    study: Callable[[], str | Path],
+    sharing: Sharing | None,
+    output: Output,
+) -> list[Plan]:
+    """Finish the searches. After Ctrl-C write what is solved, then raise KeyboardInterrupt."""
+    try:
+        with interruptible():
+            return [each.finish(run, profile, workload, study, sharing, output) for each in searches]
+    except KeyboardInterrupt:
+        for each in searches:
+            each.save_solved(run, output)
+        raise
+
+
+def _report(plans: Sequence[Plan], profile: Profile, output: Output) -> None:
     for line in summary(plans[0], profile) if len(plans) == 1 else table(plans, profile):
         output.line(line)
     documents = [_document(plan) for plan in plans]
@@ -295,15 +291,28 @@ class _Search:
         profile: Profile,
         workload: Workload | None,
         study: Callable[[], str | Path],
+        sharing: Sharing | None,
         output: Output,
     ) -> Plan:
         """Study plans around the solved one, if there is a workload; write the files, return the plan."""
         if workload is not None and self.plan.predicted.gradient_error:
             output.line(f"solved from the profile; a study tries plans around it: {_limits(self.arguments)}")
-            self.plan = _studied(self.arguments, run, profile, workload, study(), output)
+            self.plan = _studied(self.arguments, run, profile, workload, study(), sharing, output)
         plan = self.plan.at(self.files.policy)
         _write(run, self.files, plan, self.origin)
         return plan
+
+    def save_solved(self, run: Run, output: Output) -> None:
+        """Write the plan after Ctrl-C, unless there is one of the same bound that a study confirmed."""
+        from mesa_tune.search import Plan
+
+        if self.files.plan.exists() and not run.force:
+            before = Plan.load(self.files.plan)
+            if before.trials and before.bound == self.plan.bound:
+                return
+        _write(run, self.files, self.plan.at(self.files.policy), self.origin)
+        output.status("")
+        output.line(f"wrote {self.files.policy} as solved; the same command continues the study")
 
 
 def _profile(run: Run, path: Path | None) -> Profile:
@@ -334,14 +343,37 @@ def _limits(arguments: _Arguments) -> str:
 
 
 def _studied(
-    arguments: _Arguments, run: Run, profile: Profile, workload: Workload, study: str | Path, output: Output
+    arguments: _Arguments,
+    run: Run,
+    profile: Profile,
+    workload: Workload,
+    study: str | Path,
+    sharing: Sharing | None,
+    output: Output,
 ) -> Plan:
     command = f"mesa-tune profile {profile.model} --force{run.option} --batch-size"
     # The study runs plain steps at the profiled batch size, which fit more often than the planned ones.
     with advising(profile, profile.batch_size, {}, lambda fits: f"`{command} {fits}`"):
-        plan = arguments.plan(profile, workload, study, output.status)
+        plan = arguments.plan(profile, workload, study, output.status, sharing)
     output.status("")
     return plan
+
+
+def _sharing(job: Job, workers: int, output: Output) -> Sharing | None:
+    """Return the context in which others work on the study, where its storage allows that."""
+    from mesa_tune.search.fleet.address import Address
+
+    if not Address.of(job.storage or None).is_shared:
+        return None
+    if workers > 1:
+        import torch
+
+        torch.set_num_threads(job.threads)
+
+    def begun(study: str) -> None:
+        output.line(f"study {study}; elsewhere: mesa-tune search --join {study} --storage …")
+
+    return sharing(job, workers - 1, begun)
 
 
 def _study(run: Run, profile: Profile, storage: str | None) -> str | Path:

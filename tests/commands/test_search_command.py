@@ -372,3 +372,54 @@ def test_layers_are_pinned_and_stores_forbidden(capsys: pytest.CaptureFixture[st
 
 def test_unknown_options_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert_refused(["--budget", "40%", "--levle", "3"], capsys, ["--levle"], status=2)
+
+
+def test_ctrl_c_writes_the_solved_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mesa_tune.profiler.errors.joint_error.JointError.errors", interrupted)
+        assert search("--budget", BUDGET, "--trials", "2") == 130
+    out = capsys.readouterr().out
+    assert "wrote mesa-run/policy.txt as solved; the same command continues the study" in out
+    solved = Plan.load("mesa-run/plan.json")
+    assert (solved.trials, solved.measured) == (0, None)
+    assert Policy.load("mesa-run/policy.txt") == solved.policy
+    assert search("--budget", BUDGET, "--trials", "2", "--quiet") == 0
+    confirmed = Plan.load("mesa-run/plan.json")
+    assert confirmed.trials == 2
+    monkeypatch.setattr("mesa_tune.profiler.errors.joint_error.JointError.errors", interrupted)
+    assert search("--budget", BUDGET, "--trials", "3") == 130
+    assert Plan.load("mesa-run/plan.json") == confirmed
+
+
+def test_a_study_is_joined(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    journal = ["--storage", f"journal:{tmp_path}/study.journal"]
+    assert search("--budget", BUDGET, "--trials", "1", *journal) == 0
+    out = capsys.readouterr().out
+    name = (
+        next(line for line in out.splitlines() if line.startswith("study mesa-tune-")).split()[1].rstrip(";")
+    )
+    assert search("--join", name, "--trials", "2", "--json", *journal) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "schema": "mesa-tune.join/1",
+        "study": name,
+        "trials": 2,
+        "own": 1,
+    }
+    for arguments, words in (
+        (["--join", "nobody", *journal], ["no such study", name]),
+        (["--join", name], ["no --storage"]),
+        (["--join", name, "--storage", "study.db"], ["study.db", "one worker only"]),
+        (["--join", name, "--budget", "4GB", "--pin", "x: exact", *journal], ["--budget, --pin", "its own"]),
+        (["--budget", BUDGET, "--workers", "2"], ["study.db", "one worker only", "journal:PATH"]),
+        (["--budget", BUDGET, "--workers", "0", *journal], ["workers 0"]),
+        (["--join", name, "--storage", "journal:nowhere"], ["nowhere", "no such file"]),
+    ):
+        assert_refused(arguments, capsys, words)
+    changed = replace(Profile.load("mesa-run/profile.json"), step_ms=1e3)
+    changed.save("mesa-run/profile.json")
+    assert_refused(["--join", name, *journal], capsys, ["another profile of this model", "copy"])

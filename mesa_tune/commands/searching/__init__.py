@@ -1,0 +1,1 @@
+"""Several processes that search together: `mesa-tune search --workers N` and `--join STUDY`."""

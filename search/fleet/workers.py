@@ -1,0 +1,63 @@
+"""Who works on a study, on which hardware, and whether they still do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from functools import cache
+from pathlib import Path
+from uuid import uuid4
+
+
+@cache
+def this_machine() -> str:
+    """Return a name of this machine, this boot, and this container's process ids; empty where unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+        return f"{boot[:8]}.{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+def worker_name() -> str:
+    """Return a name for one worker of a study: host, machine, process, its start, and a random part."""
+    pid = os.getpid()
+    return "/".join([socket.gethostname(), this_machine(), str(pid), _start(pid) or "", uuid4().hex[:6]])
+
+
+def is_dead(worker: str) -> bool:
+    """Return True if the worker's process ran on this machine and has ended. Where unknown: False."""
+    _, machine, pid, start, _ = worker.split("/")
+    if not (machine and start) or machine != this_machine():
+        return False
+    return _start(int(pid)) != start
+
+
+@cache
+def hardware() -> str:
+    """Return the GPU, or the processor and the number of torch's threads."""
+    import torch
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _start(pid: int) -> str | None:
+    """Return when the process started, in ticks since boot; None if it has ended, or is a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8")
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()
+    return None if state == "Z" else fields[18]
