@@ -14,12 +14,12 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.search.fleet.studies import Sharing, Task, Work, improved, policy_at
-from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved, check_objective, solve
+from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved, check_objective
 from mesa_tune.search.plan import Baseline, Plan
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import Pins, Restrictions
 from mesa_tune.search.solver import Program
-from mesa_tune.search.space import make_space
+from mesa_tune.search.steps import Step, solved_best, steps
 from mesa_tune.search.unreachable import most_samples, unreachable
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
@@ -133,15 +133,17 @@ def search_policy(
     if not request.pins and objective != "memory" and _plain_fits(request):
         return _exact_plan(request)
     profile.require_prices()
-    program = Program(make_space(profile, size, request.pins, restrictions))
-    solved = solve(profile, program, limits, objective, max_noise_ratio)
-    if solved is None:
-        raise unreachable(profile, program, limits, request.pins, requested)
+    possible = steps(profile, size, request.pins, restrictions)
+    best = solved_best(profile, possible, limits, objective, max_noise_ratio)
+    if best is None:
+        raise unreachable(profile, possible, limits, request.pins, requested)
+    step, solved = best
+    program = step.program
     measure = measure or _measure(profile, workload)
     if measure is None or trials == 0 or not program.space.error(solved.solution.chosen):
         return _plan(request, program, solved)
     work = Work(storage, *_lengths(trials, timeout), progress, sharing)
-    outcome = _improved(request, program, solved, measure, work)
+    outcome = _improved(request, step, solved, measure, work)
     return _plan(request, program, solved, outcome, work.trials)
 
 
@@ -218,11 +220,12 @@ def _measure(profile: Profile, workload: Workload | None) -> Objective | None:
     return JointError(workload.with_batch_size(profile.batch_size))
 
 
-def _improved(request: Request, program: Program, solved: Solved, measure: Objective, work: Work) -> Outcome:
-    chosen, limits, profile = solved.solution.chosen, solved.limits, request.profile
+def _improved(request: Request, step: Step, solved: Solved, measure: Objective, work: Work) -> Outcome:
+    program, chosen, limits, profile = step.program, solved.solution.chosen, solved.limits, request.profile
     if solved.objective != "error":
         limits = replace(limits, ms=program.space.ms(chosen))
-    task = Task(request.batch_size, request.pins, request.restrictions, limits, chosen, request.seed)
+    asked = request.batch_size, request.pins, request.restrictions
+    task = Task(*asked, step.sliced, limits, chosen, request.seed)
     labels = {"model": profile.model, "budget_bytes": request.budget, "batch_size": request.batch_size}
     return improved(profile, program, task, measure, work, request.identity, labels)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,9 @@ from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.search.linear.highs import TimeUpError
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, noise_limits
 from mesa_tune.search.problem import Limits
+from mesa_tune.search.restrictions import NO_RESTRICTIONS
 from mesa_tune.search.solver import Program, Solution
-from mesa_tune.search.space import make_space
+from mesa_tune.search.steps import Step, steps
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,35 +42,51 @@ def pareto(
     import pandas as pd
 
     size = batch_size or profile.batch_size
-    program = Program(make_space(profile, size))
+    possible = steps(profile, size, {}, NO_RESTRICTIONS)
     rows = [_row("plain", "plain", None, profile.predict_assignment({}, batch_size=size))]
     for level in _UNIFORM:
         label = f"uniform {(level - 1).bit_length()} bits"
         predicted = profile.predict(Policy.uniform(level=level), batch_size=size)
         rows.append(_row("uniform", label, None, predicted))
     for objective in objectives:
-        rows += _curve(profile, program, objective, max_noise_ratio, budgets)
+        rows += _curve(profile, possible, objective, max_noise_ratio, budgets)
     return pd.DataFrame(rows)
 
 
 def _curve(
-    profile: Profile, program: Program, objective: str, ratio: float, budgets: int
+    profile: Profile, possible: Sequence[Step], objective: str, ratio: float, budgets: int
 ) -> Iterator[dict[str, Any]]:
-    size = program.space.batch_size
+    size = possible[0].program.space.batch_size
     limits = noise_limits(profile, size, Limits(), ratio if objective == "time" else math.inf)
     if isinstance(limits, str):
         return
-    lowest = program.smallest_peak(limits, gap=_GAP, seconds=2 * _SECONDS)
-    if lowest is None:
+    lowest = [(step, _lowest(step, limits)) for step in possible]
+    reached = [(int(solution.cost), step, solution) for step, solution in lowest if solution]
+    if not reached:
         return
-    plain = int(program.rows.plain_live.max())
+    least = min(cost for cost, _, _ in reached)
+    plain = profile.timeline.at(size).with_workspaces.peak_bytes({})
     for number in range(budgets):
-        peak = int(lowest.cost + (plain - lowest.cost) * number / budgets)
-        found = lowest if number == 0 else None
-        found = _solved(program, objective, limits, peak) or found
-        if found is not None:
-            predicted = profile.predict_assignment(program.space.assignment(found.chosen), batch_size=size)
-            yield _row(objective, f"{objective}, {peak / plain:.0%} of plain", peak, predicted)
+        peak = int(least + (plain - least) * number / budgets)
+        found = [
+            (_cost(objective, step, solution), step, solution)
+            for cost, step, smallest in reached
+            if cost <= peak
+            for solution in [_solved(step.program, objective, limits, peak) or smallest]
+        ]
+        _, step, solution = min(found, key=operator.itemgetter(0))
+        assignment = step.program.space.assignment(solution.chosen)
+        predicted = profile.predict_assignment(assignment, batch_size=size)
+        yield _row(objective, f"{objective}, {peak / plain:.0%} of plain", peak, predicted)
+
+
+def _lowest(step: Step, limits: Limits) -> Solution | None:
+    return step.program.smallest_peak(limits, gap=_GAP, seconds=2 * _SECONDS)
+
+
+def _cost(objective: str, step: Step, solution: Solution) -> float:
+    space = step.program.space
+    return space.ms(solution.chosen) if objective == "time" else space.error(solution.chosen)
 
 
 def _solved(program: Program, objective: str, limits: Limits, peak: int) -> Solution | None:

@@ -9,8 +9,8 @@ the noise ratio (`interaction_of`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -97,8 +97,9 @@ class Space:
     """All units of a profile at one batch size.
 
     `base`: bytes of each slot, and `base_saved`: saved bytes, under every choice. `clusters`: numbers of the
-    units whose choices are all `derived`, or none. `floor`: see `Profile.error_floor`. An argument `chosen`
-    is one position per unit, then one per module; `NONE` where nothing is chosen.
+    units whose choices are all `derived`, or none. `floor`: see `Profile.error_floor`. `slices`: settings of
+    the losses that go backward in slices, in every plan; their units choose exact storage. An argument
+    `chosen` is one position per unit, then one per module; `NONE` where nothing is chosen.
     """
 
     units: tuple[Unit, ...]
@@ -110,6 +111,7 @@ class Space:
     clusters: tuple[tuple[int, ...], ...] = ()
     modules: tuple[Module, ...] = ()
     floor: float = 0.0
+    slices: Mapping[str, LayerSettings] = field(default_factory=dict)
 
     @cached_property
     def decisions(self) -> tuple[Unit | Module, ...]:
@@ -147,7 +149,7 @@ class Space:
         for module, position in self._taken(chosen):
             names = (name for unit in module.units for name in self.units[unit].layers)
             settings.update(dict.fromkeys(names, module.choices[position].inside))
-        return settings | self.taken(chosen)
+        return settings | self.taken(chosen) | dict(self.slices)
 
     def taken(self, chosen: Sequence[int]) -> dict[str, LayerSettings]:
         """Return the settings of each chosen module, by its name."""

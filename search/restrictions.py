@@ -48,6 +48,11 @@ class Restrictions:
         """True if layers may derive tensors from one another."""
         return self.allows(LayerSettings(store="derive"))
 
+    @property
+    def tile(self) -> bool:
+        """True if losses may go backward in slices."""
+        return "tile" not in self.forbidden and (self.varied is None or "tile" in self.varied)
+
     def allows(self, settings: LayerSettings) -> bool:
         """Return True if a layer may have `settings`."""
         if settings.exact:

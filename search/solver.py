@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from mesa_tune.errors import RunError
 from mesa_tune.search.linear.highs import Answer, Deadline, Row, TimeUpError, minimise
+from mesa_tune.search.linear.polish import polished
 from mesa_tune.search.linear.rows import Rows, exceeds
-from mesa_tune.search.polish import polished
 from mesa_tune.search.problem import Floats, Limits, Space
 
 GAP, LARGE_GAP = 1e-6, 1e-4

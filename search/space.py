@@ -32,13 +32,18 @@ def make_space(
     batch_size: int | None = None,
     pins: Pins | None = None,
     restrictions: Restrictions = NO_RESTRICTIONS,
+    *,
+    sliced: bool = False,
 ) -> Space:
     """Return the space of `profile` at `batch_size`, without choices that another one dominates.
 
-    `restrictions` do not bind pinned layers. Raise RunError for a profile without gradient errors,
-    PolicyError for a pin that matches no layer, BudgetError for a batch size that the profile cannot predict.
+    `restrictions` do not bind pinned layers. `sliced`: of the step in which losses have slices. Raise
+    RunError for a profile without gradient errors, PolicyError for a pin that matches no layer, BudgetError
+    for a batch size that the profile cannot predict.
     """
     _require_errors(profile)
+    slices = profile.tiled.settings if sliced and profile.tiled is not None else {}
+    profile = profile.in_slices if sliced else profile
     sized = profile.timeline.at(batch_size or profile.batch_size).with_workspaces
     groups = _groups(profile)
     unit_of = {name: number for number, names in enumerate(groups) for name in names}
@@ -59,6 +64,7 @@ def make_space(
         derived,
         tuple(RerunModules(profile, sized, units, builder.links, restrictions, pinned).modules()),
         floor=profile.error_floor,
+        slices=slices,
     )
 
 

@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mesa_tune.errors import BudgetError
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS, Pins, Restrictions
-from mesa_tune.search.solver import Program
-from mesa_tune.search.space import make_space
+from mesa_tune.search.steps import Step, steps
 from mesa_tune.units import Budget, format_bytes
 
 
 def unreachable(
-    profile: Profile, program: Program, limits: Limits, pins: Pins, requested: Budget | None
+    profile: Profile, possible: Sequence[Step], limits: Limits, pins: Pins, requested: Budget | None
 ) -> BudgetError:
     """Return the error for limits that no plan meets, with the smallest reachable peak and what would fit.
 
     `requested`: the budget as the user wrote it, for an answer in the same unit.
     """
-    if limits.saved is not None and (least := program.smallest_saved()) > limits.saved:
+    size = possible[0].program.space.batch_size
+    least = min(step.program.smallest_saved() for step in possible)
+    if limits.saved is not None and least > limits.saved:
         return BudgetError(
-            f"max-saved {format_bytes(limits.saved)}: unreachable at batch size {program.space.batch_size}\n"
+            f"max-saved {format_bytes(limits.saved)}: unreachable at batch size {size}\n"
             f"the fewest saved bytes are {_exactly(least)}: raise it or plan for a smaller batch"
         )
-    lowest = program.smallest_peak(Limits())
-    assert lowest is not None  # without limits every choice is feasible
-    if limits.peak is None or requested is None or lowest.cost <= limits.peak:
+    lowest = min(
+        int(solution.cost) for step in possible if (solution := step.program.smallest_peak(Limits()))
+    )
+    if limits.peak is None or requested is None or lowest <= limits.peak:
         return BudgetError(
             "no policy meets all limits at once, though each alone may be reachable\n"
             "raise the budget, max-saved or max-slowdown"
         )
-    return BudgetError(_peak_text(profile, program, limits, pins, int(lowest.cost), requested))
+    return BudgetError(_peak_text(profile, size, limits, pins, lowest, requested))
 
 
 def _peak_text(
-    profile: Profile, program: Program, limits: Limits, pins: Pins, lowest: int, requested: Budget
+    profile: Profile, batch_size: int, limits: Limits, pins: Pins, lowest: int, requested: Budget
 ) -> str:
     assert limits.peak is not None
-    batch_size = program.space.batch_size
     sized = profile.timeline.at(batch_size).with_workspaces
     return (
         f"budget {format_bytes(limits.peak)}: not reachable at batch size {batch_size}; "
@@ -129,8 +131,11 @@ def largest_batch(
 
 
 def _fits(profile: Profile, limits: Limits, pins: Pins, batch_size: int, restrictions: Restrictions) -> bool:
-    lowest = Program(make_space(profile, batch_size, pins, restrictions)).smallest_peak(limits)
-    return lowest is not None and limits.peak is not None and lowest.cost <= limits.peak
+    for step in steps(profile, batch_size, pins, restrictions):
+        lowest = step.program.smallest_peak(limits)
+        if lowest is not None and limits.peak is not None and lowest.cost <= limits.peak:
+            return True
+    return False
 
 
 def _exactly(count: int) -> str:

@@ -39,6 +39,11 @@ class TiledStep:
     timeline: Timeline
     added_ms: float | None = None
 
+    @property
+    def settings(self) -> dict[str, LayerSettings]:
+        """The settings of the losses."""
+        return dict.fromkeys(self.losses, LayerSettings(store="exact", tile=self.slices))
+
     def routing_ms(self, untiled: float | None) -> float | None:
         """Return what converting adds to the time of the step; `untiled`: without slices. None: unknown."""
         return None if untiled is None or self.added_ms is None else untiled + self.added_ms

@@ -40,11 +40,15 @@ _STRANGER = "take a copy of the profile.json of the run that began the study, an
 
 @dataclass(frozen=True)
 class Task:
-    """What the workers of a study share: the space, the exact solution in it, limits, and the seed."""
+    """What the workers of a study share: the space, the exact solution in it, limits, and the seed.
+
+    `sliced`: the space is that of the step in which losses have slices.
+    """
 
     batch_size: int
     pins: Pins
     restrictions: Restrictions
+    sliced: bool
     limits: Limits
     solved: Chosen
     seed: int
@@ -55,6 +59,7 @@ class Task:
             "batch_size": self.batch_size,
             "pins": {glob: settings.to_dict() for glob, settings in self.pins.items()},
             **self.restrictions.to_dict(),
+            "sliced": self.sliced,
             "limits": dict(vars(self.limits)),
             "solved": list(self.solved),
             "seed": self.seed,
@@ -67,6 +72,7 @@ class Task:
             batch_size=values["batch_size"],
             pins={glob: LayerSettings.from_dict(settings) for glob, settings in values["pins"].items()},
             restrictions=Restrictions.of(values["forbid"], values["only"]),
+            sliced=values["sliced"],
             limits=Limits(**values["limits"]),
             solved=tuple(values["solved"]),
             seed=values["seed"],
@@ -179,7 +185,8 @@ def _task_of(study: Any, profile: Profile, address: Address) -> tuple[Task, Prog
         task = Task.from_dict(attributes[_TASK])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{where}: damaged: {error}\n{_STRANGER}") from error
-    program = Program(make_space(profile, task.batch_size, task.pins, task.restrictions))
+    space = make_space(profile, task.batch_size, task.pins, task.restrictions, sliced=task.sliced)
+    program = Program(space)
     if attributes.get("space") != _space_digest(program.space):
         raise RunError(f"{where}: was begun by another version of mesa-tune\n{_STRANGER}")
     return task, program
@@ -203,10 +210,11 @@ def _profile_digest(profile: Profile) -> str:
 def _space_digest(space: Space) -> str:
     """Return a hash of what the numbers in a plan stand for."""
     return _digest(
+        sorted(space.slices),
         [
             [unit.tag, [[choice.settings.to_dict(), choice.inside.to_dict()] for choice in unit.choices]]
             for unit in space.decisions
-        ]
+        ],
     )
 
 

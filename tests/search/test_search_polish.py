@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mesa_tune.profiler.memory.memory_model import SavedSpan
-from mesa_tune.search.polish import polished
+from mesa_tune.search.linear.polish import polished
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Floats, Limits, Space, make_space
 from tests.synthetic import COARSE, synthetic_profile

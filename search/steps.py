@@ -1,0 +1,100 @@
+"""The steps among which a search chooses: with and without slices of losses (`tile`).
+
+The hard part: slices change the peak and the time of the whole step, not of a layer alone. So each step is a
+space and a problem of its own, and the best solution of all is the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mesa_tune.errors import BudgetError, PolicyError
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.search.objectives import Solved, solve
+from mesa_tune.search.problem import Limits
+from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
+from mesa_tune.search.solver import Program
+from mesa_tune.search.space import make_space
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step to search in; `sliced`: its large losses go backward in slices."""
+
+    sliced: bool
+    program: Program
+
+
+def steps(profile: Profile, batch_size: int, pins: Pins, restrictions: Restrictions) -> list[Step]:
+    """Return the steps that are allowed. Raise PolicyError for pinned slices that none of them has."""
+    return [
+        Step(sliced, Program(make_space(profile, batch_size, pins, restrictions, sliced=sliced)))
+        for sliced in _possible(profile, pins, restrictions)
+    ]
+
+
+def _possible(profile: Profile, pins: Pins, restrictions: Restrictions) -> list[bool]:
+    """Return whether the step has slices, for each that is allowed."""
+    tiled, pinned = profile.tiled, pinned_settings(profile, pins)
+    slices = {name: settings.tile for name, settings in pinned.items() if settings.tile > 1}
+    if slices and (tiled is None or slices != dict.fromkeys(tiled.losses, tiled.slices)):
+        traced = "none" if tiled is None else f"`tile {tiled.slices}` of {', '.join(tiled.losses)}"
+        raise PolicyError(f"pin of slices of {', '.join(slices)}: the profile has traced {traced}\npin that")
+    if slices:
+        return [True]
+    known = tiled is not None and profile.in_slices.exact_ms is not None
+    bound = tiled is not None and any(name in pinned for name in tiled.losses)
+    return [False, True] if known and restrictions.tile and not bound else [False]
+
+
+def solved_best(
+    profile: Profile, possible: Sequence[Step], limits: Limits, objective: str, ratio: float
+) -> tuple[Step, Solved] | None:
+    """Return the best solution of all steps, with its bound over all; None if no policy meets `limits`.
+
+    Raise what `solve` raises, if it does for every step.
+    """
+    results = [_solved(profile, step, limits, objective, ratio) for step in possible]
+    found = [
+        (step, result) for step, result in zip(possible, results, strict=True) if isinstance(result, Solved)
+    ]
+    errors = [result for result in results if isinstance(result, BudgetError)]
+    if not found and errors:
+        raise errors[0]
+    if not found:
+        return None
+    # Where one step is within the noise ratio, the least error of another is not asked for.
+    wanted = min((solved.objective for _, solved in found), key=lambda name: name == "error")
+    found = [(step, solved) for step, solved in found if solved.objective == wanted]
+    step, best = min(found, key=lambda pair: _cost(*pair))
+    floor = min(step.program.space.base_ms for step in possible) if wanted == "time" else 0.0
+    bound = min(solved.bound for _, solved in found)
+    if bound == best.bound:
+        return step, best
+    cost = _proven_cost(step, best)
+    return step, replace(best, bound=bound, gap=max(0.0, cost - bound) / max(cost - floor, 1e-12))
+
+
+def _solved(
+    profile: Profile, step: Step, limits: Limits, objective: str, ratio: float
+) -> Solved | BudgetError | None:
+    try:
+        return solve(profile, step.program, limits, objective, ratio)
+    except BudgetError as error:
+        return error
+
+
+def _cost(step: Step, solved: Solved) -> tuple[float, float]:
+    """Return what the objective minimises, then the time."""
+    space, chosen = step.program.space, solved.solution.chosen
+    ms = space.ms(chosen)
+    return (ms if solved.objective == "time" else _proven_cost(step, solved)), ms
+
+
+def _proven_cost(step: Step, solved: Solved) -> float:
+    """Return the cost that the bound is for: as the solver counts time, no layer adds less than 0."""
+    space, solution = step.program.space, solved.solution
+    if solved.objective == "memory":
+        return float(space.live(solution.chosen).max())
+    return (space.base_ms if solved.objective == "time" else 0.0) + solution.cost

@@ -1,0 +1,91 @@
+"""Searches that may let a loss go backward in slices."""
+
+from __future__ import annotations
+
+import pytest
+
+import mesa_tune as mt
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.search.frontier import pareto
+from tests.language_model import language_workload
+
+LOSS = "loss.cross_entropy.0"
+OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
+UNLIMITED = float("inf")
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return mt.profile(language_workload(), options=OPTIONS, seeds=2)
+
+
+def slices(policy: mt.Policy) -> int:
+    return policy.settings("loss", 0, LOSS).tile
+
+
+def smallest(profile: Profile, **limits: object) -> mt.Plan:
+    found: mt.Plan = mt.search_policy(
+        profile,
+        objective="memory",
+        trials=0,
+        max_slowdown=9.0,
+        max_noise_ratio=UNLIMITED,
+        **limits,  # type: ignore[arg-type]
+    )
+    return found
+
+
+def test_the_smallest_step_has_slices_and_the_bytes_that_were_predicted(profile: Profile) -> None:
+    plan, whole = smallest(profile), smallest(profile, forbid=["tile"])
+    assert (slices(plan.policy), slices(whole.policy)) == (8, 1)
+    assert plan.predicted.peak_bytes < whole.predicted.peak_bytes
+    measured = mt.verify(language_workload(), plan.policy, steps=1, seeds=1)
+    assert measured.policy.saved_bytes == plan.predicted.saved_bytes
+    assert measured.policy.peak_bytes == plan.predicted.peak_bytes
+    assert plan.bound <= plan.predicted.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "limits", [{"forbid": ["tile"]}, {"only": ["level"]}, {"pins": {LOSS: mt.LayerSettings()}}]
+)
+def test_a_user_can_do_without_slices(profile: Profile, limits: dict[str, object]) -> None:
+    assert slices(smallest(profile, **limits).policy) == 1
+
+
+def test_a_pin_can_ask_for_the_slices_that_were_traced(profile: Profile) -> None:
+    pinned = {LOSS: mt.LayerSettings(store="exact", tile=8)}
+    plan = mt.search_policy(profile, "100%", trials=0, objective="error", pins=pinned)
+    assert slices(plan.policy) == 8
+    with pytest.raises(mt.PolicyError, match=r"the profile has traced `tile 8` of loss.cross_entropy.0"):
+        mt.search_policy(profile, "100%", trials=0, pins={LOSS: mt.LayerSettings(store="exact", tile=3)})
+
+
+@pytest.mark.parametrize("objective", ["time", "error"])
+@pytest.mark.parametrize("budget", ["75%", "85%", "95%"])
+def test_the_plan_is_the_better_one_of_both_steps(profile: Profile, budget: str, objective: str) -> None:
+    def solved(**limits: object) -> mt.Plan:
+        found: mt.Plan = mt.search_policy(
+            profile,
+            budget,
+            objective=objective,
+            trials=0,
+            max_noise_ratio=UNLIMITED,
+            **limits,  # type: ignore[arg-type]
+        )
+        return found
+
+    def cost(plan: mt.Plan) -> float:
+        value = plan.predicted.step_ms if objective == "time" else plan.predicted.gradient_error
+        assert value is not None
+        return value
+
+    sliced = {"pins": {LOSS: mt.LayerSettings(store="exact", tile=8)}}
+    both = solved()
+    assert cost(both) == pytest.approx(min(cost(solved(forbid=["tile"])), cost(solved(**sliced))))
+
+
+def test_the_frontier_reaches_below_the_lowest_peak_without_slices(profile: Profile) -> None:
+    table = pareto(profile, budgets=3, objectives=["error"])
+    least = table[table.objective == "error"].peak_bytes.min()
+    assert least == pytest.approx(smallest(profile).predicted.peak_bytes, rel=0.02)
+    assert least < smallest(profile, forbid=["tile"]).predicted.peak_bytes
