@@ -1,7 +1,7 @@
 """Are predicted bytes true? Predictions beside two meters that share no code with mesa-tune, on whole steps.
 
     python benchmarks/truth.py [--models deit_ti,gpt2] [--jobs 2]    # appends to build/truth/results.jsonl
-    python benchmarks/truth.py --docs    # writes docs/truth.md from it, and appends to results/truth.jsonl
+    python benchmarks/truth.py --docs    # appends to results/truth.jsonl, and writes docs/truth.md from that
 
 Each model is trained plainly, with accumulation, with checkpointed blocks and under bf16 autocast; each of
 these under the plain policy, uniform 16 and 4 levels, and random policies. One profile of bytes predicts all
@@ -11,7 +11,7 @@ workspaces, and memory that no tensor owns.
 
 What is hard: there are hundreds of steps. So the processes of one model are forks of one that has imported
 everything and computed nothing; and every measured step is one line with a hash of the code, so that a
-second run repeats only what has no line of the same code.
+second run repeats only what has no line of the same code. The page says of which code each row is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from truth_page import METERS, deviation, summary, write
+from truth_page import METERS, deviation, write
 from truth_subjects import SUBJECTS
 
 import mesa_tune as mt
@@ -51,6 +51,7 @@ from mesa_tune.profiler import tracing
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "truth"
 RESULTS = BUILD / "results.jsonl"
+UNITS = ROOT / "benchmarks" / "results" / "truth.jsonl"
 RANDOM = 10
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -215,7 +216,34 @@ def code() -> str:
 
 def done(version: str) -> set[tuple[str, str, str]]:
     """Return model, variant and policy of the lines of this code."""
-    return {(line["model"], line["variant"], line["policy"]) for line in lines() if line["code"] == version}
+    measured = [(row["model"], row["variant"], row["policies"]) for row in units() if row["code"] == version]
+    found = {(model, variant, policy) for model, variant, policies in measured for policy in policies}
+    return found | {key(line) for line in lines() if line["code"] == version}
+
+
+def key(line: dict[str, Any]) -> tuple[str, str, str]:
+    return line["model"], line["variant"], line["policy"]
+
+
+def units() -> list[dict[str, Any]]:
+    """Return the units of models and variants in `results/truth.jsonl`, oldest first."""
+    return [json.loads(row) for row in UNITS.read_text("utf-8").splitlines()] if UNITS.is_file() else []
+
+
+def fresh_units() -> list[dict[str, Any]]:
+    """Return units made of the lines, where they have policies that the recorded unit of this code lacks."""
+    made: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for line in lines():
+        unit = made.setdefault((line["model"], line["variant"], line["code"]), {})
+        unit[line["policy"]] = {
+            name: line[name] for name in ("predicted", "measured", "error") if name in line
+        }
+    recorded = {(row["model"], row["variant"], row["code"]): row["policies"] for row in units()}
+    return [
+        {"model": model, "variant": variant, "code": version, "policies": policies}
+        for (model, variant, version), policies in made.items()
+        if not policies.keys() <= recorded.get((model, variant, version), {}).keys()
+    ]
 
 
 def lines() -> list[dict[str, Any]]:
@@ -321,9 +349,9 @@ def main() -> None:
     arguments = parser.parse_args()
     names, variants = arguments.models.split(","), arguments.variants.split(",")
     if arguments.docs:
-        latest = [line for line in lines() if line["code"] == code()]
-        result = append("truth", {"code": code(), "summary": summary(latest)})
-        print(f"wrote {write(latest)}, appended to {result}")
+        for unit in fresh_units():
+            append("truth", unit)
+        print(f"wrote {write(units(), code())}")
     elif arguments.measure is not None:
         report_unit(names[0], variants[0], arguments.random, arguments.measure.split(","))
     else:

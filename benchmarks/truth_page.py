@@ -27,26 +27,38 @@ HEAD = """\
   `Prediction.reserved_bytes` and 4 MB over the growth of the process. The 4 MB are an allowance for Python's
   objects and the libraries' buffers, which took 2 to 7 MB in every model.
   Each column shows the lowest and the highest of all policies, as deviation from what was measured.
-* **MB**: the measured peak of live storages, plain and under uniform 16.
+* **MB**: the measured peak of live storages, plain and under uniform 16. **code**: a hash of the sources that
+  predictions and steps depend on.
 """
 
 
-def write(lines: Sequence[Mapping[str, Any]]) -> Path:
-    """Write the page from `lines`; return its path."""
-    PAGE.write_text(page(lines), encoding="utf-8")
+def write(units: Sequence[Mapping[str, Any]], code: str) -> Path:
+    """Write the page from `units`, oldest first; `code`: that of the sources now. Return its path."""
+    PAGE.write_text(page(units, code), encoding="utf-8")
     return PAGE
 
 
-def page(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page of the latest line of each model, variant and policy."""
-    latest = {(line["model"], line["variant"], line["policy"]): line for line in lines}
-    by_row: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for (model, variant, _), line in latest.items():
-        by_row.setdefault((model, variant), []).append(line)
-    columns = ("model", "step", "policies", "MB", *METERS)
+def page(units: Sequence[Mapping[str, Any]], code: str) -> str:
+    """Return the page of the latest unit of each model and variant."""
+    latest = {(unit["model"], unit["variant"]): unit for unit in units}
+    rows = [_measurements(unit) for unit in latest.values()]
+    columns = ("model", "step", "policies", "MB", *METERS, "code")
     table = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    table += ["| " + " | ".join(_row(*key, rows)) + " |" for key, rows in by_row.items()]
-    return "\n".join([HEAD, *summary(list(latest.values())), "", *table, *_errors(latest.values()), ""])
+    table += [
+        "| " + " | ".join([*_row(*name, found), latest[name]["code"]]) + " |"
+        for name, found in zip(latest, rows, strict=True)
+    ]
+    old = sum(unit["code"] != code for unit in latest.values())
+    state = [f"* {old} of {len(latest)} rows are of earlier code than `{code}`."] if old else []
+    every = [row for found in rows for row in found]
+    return "\n".join([HEAD, *summary(every), *state, "", *table, *_errors(every), ""])
+
+
+def _measurements(unit: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"model": unit["model"], "variant": unit["variant"], "policy": policy, **values}
+        for policy, values in unit["policies"].items()
+    ]
 
 
 def _row(model: str, variant: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
