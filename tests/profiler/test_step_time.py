@@ -23,6 +23,7 @@ from mesa_tune.profiler.timing.step_time import (
     FEWEST,
     MOST,
     TIMES_COMPRESSED,
+    Spans,
     StepTimer,
     StepTimes,
     Turn,
@@ -155,9 +156,11 @@ def test_steps_are_timed_under_the_option_nearest_to_four_bits() -> None:
 
 def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
     """Beside a layer that compresses alone, another one that stores exactly takes 3 ms longer."""
-    exact = {None: 8.0, "fc": 4.0, "act": 2.0}
-    both, first, second = {"fc": 5.0, "act": 4.0}, {"fc": 5.0, "act": 5.0}, {"fc": 4.0, "act": 4.0}
-    times = summarized([Turn(14.0, 14.0, exact, [{**exact, **spans} for spans in (both, first, second)])])
+    exact: Spans = {None: 8.0, "fc": 4.0, "act": 2.0}
+    both, first, second = (
+        {None: 8.0, "fc": fc, "act": act} for fc, act in ((5.0, 4.0), (5.0, 5.0), (4.0, 4.0))
+    )
+    times = summarized([Turn(14.0, 14.0, exact, [both, first, second])])
     assert times.added == {"fc": pytest.approx(1.0), "act": pytest.approx((2.0 + 3.0 + 2.0) / 2)}
 
 

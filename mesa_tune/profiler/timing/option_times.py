@@ -61,7 +61,7 @@ def _proportional(ms: Floats) -> Floats:
     if not known.any():
         return ms
     logs = np.where(known, np.log(np.where(known, ms, 1.0)), np.nan)
-    columns = np.zeros(ms.shape[1])
+    rows, columns = np.zeros(ms.shape[0]), np.zeros(ms.shape[1])
     for _ in range(POLISHES):
         rows = np.array([np.nanmedian(row - columns) if (~np.isnan(row)).any() else 0.0 for row in logs])
         columns = np.array([_median(column - rows, np.exp(rows)) for column in logs.T])
