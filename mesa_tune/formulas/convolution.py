@@ -94,16 +94,18 @@ def _placeholder(
     """Return a tensor for x, whose values no wanted gradient depends on.
 
     Kernels copy an expanded scalar to a tensor of the size of x. oneDNN's kernel of dx reads only the shape
-    and layout of x, and takes a tensor without memory. The layout also decides in which order dx is summed.
+    and layout of x, and takes a tensor without memory. The layout also decides the order of all sums.
     Of one dimension they would make a view, which needs memory.
     """
     scalar = grad.new_zeros(()).expand(shape)
-    if not only_dx or len(shape) < 4 or not _has_memory(grad) or torch.compiler.is_compiling():
+    if len(shape) < 4 or not _has_memory(grad) or torch.compiler.is_compiling():
         return scalar
-    if torch._C._select_conv_backend(scalar, weight, None, *options) != _ONEDNN:
+    is_onednn = torch._C._select_conv_backend(scalar, weight, None, *options) == _ONEDNN
+    if not (only_dx and is_onednn) and layout is torch.contiguous_format:
         return scalar
     x = torch.empty(shape, dtype=grad.dtype, memory_format=layout)
-    x.untyped_storage().resize_(0)
+    if only_dx and is_onednn:
+        x.untyped_storage().resize_(0)
     return x
 
 

@@ -21,8 +21,8 @@ from mesa_tune.profiler.memory.step_trace import StepTrace
 SLICES = 8
 """Slices of the traced step. What is whole in none of them is then an eighth of it."""
 
-LARGE = 0.02
-"""Least share of the plain step's saved bytes that makes a loss large."""
+LARGE, LEAST = 0.02, 1 << 20
+"""Least share of the plain step's saved bytes, and least bytes, that make a loss large."""
 
 
 @dataclass(frozen=True)
@@ -110,5 +110,5 @@ def large_losses(plain: StepTrace, tags: Mapping[str, tuple[str, int]]) -> tuple
         layer = item.layers[0]
         if plain.is_counted(number) and tags.get(layer, ("other", 0))[0] == "loss":
             saved[layer] = saved.get(layer, 0) + plain.lifetimes[number].bytes
-    least = LARGE * plain.saved_bytes
+    least = max(LEAST, LARGE * plain.saved_bytes)
     return tuple(name for name, size in saved.items() if size >= least)

@@ -21,8 +21,9 @@ from mesa_tune.profiler.memory.meter import Meter
 CLASSES, WIDTH, BATCH, LENGTH = 512, 32, 4, 48
 LOGIT_BYTES = 4 * BATCH * LENGTH * CLASSES
 
-# Every order of summation of a float32 gradient is within 1e-6 of every other (measured: 5e-7 at most).
-ROUNDING = 1e-6
+# Two orders of summation of a float32 gradient are within 2e-6 of each other: on a processor with AVX2 alone,
+# PyTorch's gradient is 1.07e-6 from that of float64, and the tiled one 0.83e-6.
+ROUNDING = 2e-6
 
 
 class Words(nn.Module):
