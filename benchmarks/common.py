@@ -67,6 +67,11 @@ def append(subject: str, result: Mapping[str, Any]) -> Path:
     return path
 
 
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the values in a file of lines of JSON, oldest first; none if there is no such file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
+
+
 def spread(values: Sequence[float]) -> Spread:
     """Return the median and the quartiles of `values`."""
     if len(values) == 1:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
-from common import RESULTS, append
+from common import RESULTS, append, json_lines
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from zoo import ZOO, configured
@@ -153,8 +153,7 @@ def _check(name: str, profile: mt.Profile, policy: mt.Policy) -> dict[str, int]:
 
 def write() -> Path:
     """Write the page from `results/mesa_table.jsonl`; return its path."""
-    path = RESULTS / "mesa_table.jsonl"
-    results = {row["subject"]: row for row in map(json.loads, path.read_text("utf-8").splitlines())}
+    results = {row["subject"]: row for row in json_lines(RESULTS / "mesa_table.jsonl")}
     rows = [_row(results[name]) for name in PUBLISHED if name in results]
     columns = ("model", "baseline", "plain", "level 256", "level 16", "searched", "published")
     table = [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS
+from common import RESULTS, json_lines
 from zoo import TUNED, ZOO
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -63,8 +62,7 @@ def write() -> Path:
 
 def read() -> list[dict[str, Any]]:
     """Return all results, oldest first."""
-    path = RESULTS / "models.jsonl"
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
+    return json_lines(RESULTS / "models.jsonl")
 
 
 def page(results: Iterable[Mapping[str, Any]]) -> str:

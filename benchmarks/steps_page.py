@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from common import RESULTS
+from common import RESULTS, json_lines
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 HEAD = """# Steps
@@ -32,8 +31,7 @@ MARKERS = "osD^v"
 
 def latest() -> list[dict[str, Any]]:
     """Return the last result of every subject."""
-    lines = (RESULTS / "step.jsonl").read_text("utf-8").splitlines()
-    return list({result["subject"]: result for result in map(json.loads, lines)}.values())
+    return list({result["subject"]: result for result in json_lines(RESULTS / "step.jsonl")}.values())
 
 
 def write() -> Path:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import append
+from common import append, json_lines
 from meters import resident, trim
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -227,7 +227,7 @@ def key(line: dict[str, Any]) -> tuple[str, str, str]:
 
 def units() -> list[dict[str, Any]]:
     """Return the units of models and variants in `results/truth.jsonl`, oldest first."""
-    return [json.loads(row) for row in UNITS.read_text("utf-8").splitlines()] if UNITS.is_file() else []
+    return json_lines(UNITS)
 
 
 def fresh_units() -> list[dict[str, Any]]:
@@ -247,7 +247,7 @@ def fresh_units() -> list[dict[str, Any]]:
 
 
 def lines() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()] if RESULTS.is_file() else []
+    return json_lines(RESULTS)
 
 
 def run_unit(name: str, variant: str, version: str, count: int) -> None:

@@ -25,5 +25,7 @@ def unnoticed() -> Iterator[None]:
     before = set(_given)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
-    _given.intersection_update(before)
+        try:
+            yield
+        finally:
+            _given.intersection_update(before)

@@ -15,7 +15,7 @@ from mesa_tune.search.objectives import MAX_NOISE_RATIO, noise_limits
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
 from mesa_tune.search.solver import Program, Solution
-from mesa_tune.search.steps import Step, steps
+from mesa_tune.search.steps import Step, costs, steps
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,7 +69,7 @@ def _curve(
     for number in range(budgets):
         peak = int(least + (plain - least) * number / budgets)
         found = [
-            (_cost(objective, step, solution), step, solution)
+            (costs(step, objective, solution), step, solution)
             for cost, step, smallest in reached
             if cost <= peak
             for solution in [_solved(step.program, objective, limits, peak) or smallest]
@@ -82,11 +82,6 @@ def _curve(
 
 def _lowest(step: Step, limits: Limits) -> Solution | None:
     return step.program.smallest_peak(limits, gap=_GAP, seconds=2 * _SECONDS)
-
-
-def _cost(objective: str, step: Step, solution: Solution) -> float:
-    space = step.program.space
-    return space.ms(solution.chosen) if objective == "time" else space.error(solution.chosen)
 
 
 def _solved(program: Program, objective: str, limits: Limits, peak: int) -> Solution | None:

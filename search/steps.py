@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 from mesa_tune.errors import BudgetError, PolicyError
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.tiled_step import other_slices
 from mesa_tune.search.objectives import Solved, solve
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
-from mesa_tune.search.solver import Program
+from mesa_tune.search.solver import Program, Solution
 from mesa_tune.search.space import make_space
 
 
@@ -37,15 +38,15 @@ def steps(profile: Profile, batch_size: int, pins: Pins, restrictions: Restricti
 def _possible(profile: Profile, pins: Pins, restrictions: Restrictions) -> list[bool]:
     """Return whether the step has slices, for each that is allowed."""
     tiled, pinned = profile.tiled, pinned_settings(profile, pins)
-    slices = {name: settings.tile for name, settings in pinned.items() if settings.tile > 1}
-    if slices and (tiled is None or slices != dict.fromkeys(tiled.losses, tiled.slices)):
+    slices = [name for name, settings in pinned.items() if settings.tile > 1]
+    if other_slices(tiled, pinned) is not None:
         traced = "none" if tiled is None else f"`tile {tiled.slices}` of {', '.join(tiled.losses)}"
         raise PolicyError(f"pin of slices of {', '.join(slices)}: the profile has traced {traced}\npin that")
     if slices:
         return [True]
-    known = tiled is not None and profile.in_slices.exact_ms is not None
-    bound = tiled is not None and any(name in pinned for name in tiled.losses)
-    return [False, True] if known and restrictions.tile and not bound else [False]
+    if tiled is None or profile.in_slices.exact_ms is None or not restrictions.tile:
+        return [False]
+    return [False] if any(name in pinned for name in tiled.losses) else [False, True]
 
 
 def solved_best(
@@ -56,20 +57,20 @@ def solved_best(
     Raise what `solve` raises, if it does for every step.
     """
     results = [_solved(profile, step, limits, objective, ratio) for step in possible]
-    found = [
+    pairs = [
         (step, result) for step, result in zip(possible, results, strict=True) if isinstance(result, Solved)
     ]
     errors = [result for result in results if isinstance(result, BudgetError)]
-    if not found and errors:
+    if not pairs and errors:
         raise errors[0]
-    if not found:
+    if not pairs:
         return None
     # Where one step is within the noise ratio, the least error of another is not asked for.
-    wanted = min((solved.objective for _, solved in found), key=lambda name: name == "error")
-    found = [(step, solved) for step, solved in found if solved.objective == wanted]
-    step, best = min(found, key=lambda pair: _cost(*pair))
+    wanted = min((solved.objective for _, solved in pairs), key=lambda name: name == "error")
+    pairs = [(step, solved) for step, solved in pairs if solved.objective == wanted]
+    step, best = min(pairs, key=lambda pair: costs(pair[0], wanted, pair[1].solution))
     floor = min(step.program.space.base_ms for step in possible) if wanted == "time" else 0.0
-    bound = min(solved.bound for _, solved in found)
+    bound = min(solved.bound for _, solved in pairs)
     if bound == best.bound:
         return step, best
     cost = _proven_cost(step, best)
@@ -85,16 +86,17 @@ def _solved(
         return error
 
 
-def _cost(step: Step, solved: Solved) -> tuple[float, float]:
-    """Return what the objective minimises, then the time."""
-    space, chosen = step.program.space, solved.solution.chosen
+def costs(step: Step, objective: str, solution: Solution) -> tuple[float, float]:
+    """Return what `objective` minimises, then the time."""
+    space, chosen = step.program.space, solution.chosen
     ms = space.ms(chosen)
-    return (ms if solved.objective == "time" else _proven_cost(step, solved)), ms
+    if objective == "memory":
+        return float(space.live(chosen).max()), ms
+    return (ms if objective == "time" else space.error(chosen)), ms
 
 
 def _proven_cost(step: Step, solved: Solved) -> float:
     """Return the cost that the bound is for: as the solver counts time, no layer adds less than 0."""
-    space, solution = step.program.space, solved.solution
     if solved.objective == "memory":
-        return float(space.live(solution.chosen).max())
-    return (space.base_ms if solved.objective == "time" else 0.0) + solution.cost
+        return costs(step, "memory", solved.solution)[0]
+    return (step.program.space.base_ms if solved.objective == "time" else 0.0) + solved.solution.cost

@@ -22,8 +22,7 @@ def unreachable(
     `requested`: the budget as the user wrote it, for an answer in the same unit.
     """
     size = possible[0].program.space.batch_size
-    least = min(step.program.smallest_saved() for step in possible)
-    if limits.saved is not None and least > limits.saved:
+    if limits.saved is not None and (least := _smallest_saved(possible)) > limits.saved:
         return BudgetError(
             f"max-saved {format_bytes(limits.saved)}: unreachable at batch size {size}\n"
             f"the fewest saved bytes are {_exactly(least)}: raise it or plan for a smaller batch"
@@ -37,6 +36,10 @@ def unreachable(
             "raise the budget, max-saved or max-slowdown"
         )
     return BudgetError(_peak_text(profile, size, limits, pins, lowest, requested))
+
+
+def _smallest_saved(possible: Sequence[Step]) -> int:
+    return min(step.program.smallest_saved() for step in possible)
 
 
 def _peak_text(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mesa_tune.commands.budgets import label_of, split_budgets
 from mesa_tune.commands.common import (
@@ -238,26 +238,29 @@ def search(
         output.line(note)
     job = Job(storage or "", run.folder, run.profile, trials, timeout, threads_each(workers))
     study = cache(partial(_study, run, profile, storage))
-    sharing = _sharing(job, workers, output)
-    _report(_finished(searches, run, profile, workload, study, sharing, output), profile, output)
+    command = _Command(run, profile, workload, study, _sharing(job, workers, output), output)
+    _report(_finished(searches, command), profile, output)
 
 
-def _finished(
-    searches: Sequence[_Search],
-    run: Run,
-    profile: Profile,
-    workload: Workload | None,
-    study: Callable[[], str | Path],
-    sharing: Sharing | None,
-    output: Output,
-) -> list[Plan]:
+class _Command(NamedTuple):
+    """What the searches of a command share; `study`: makes the storage of their studies ready."""
+
+    run: Run
+    profile: Profile
+    workload: Workload | None
+    study: Callable[[], str | Path]
+    sharing: Sharing | None
+    output: Output
+
+
+def _finished(searches: Sequence[_Search], command: _Command) -> list[Plan]:
     """Finish the searches. After Ctrl-C write what is solved, then raise KeyboardInterrupt."""
     try:
         with interruptible():
-            return [each.finish(run, profile, workload, study, sharing, output) for each in searches]
+            return [each.finish(command) for each in searches]
     except KeyboardInterrupt:
         for each in searches:
-            each.save_solved(run, output)
+            each.save_solved(command.run, command.output)
         raise
 
 
@@ -285,21 +288,14 @@ class _Search:
         for path in (self.files.plan, self.files.policy):
             run.check(path, self.origin)
 
-    def finish(
-        self,
-        run: Run,
-        profile: Profile,
-        workload: Workload | None,
-        study: Callable[[], str | Path],
-        sharing: Sharing | None,
-        output: Output,
-    ) -> Plan:
+    def finish(self, command: _Command) -> Plan:
         """Study plans around the solved one, if there is a workload; write the files, return the plan."""
-        if workload is not None and self.plan.predicted.gradient_error:
-            output.line(f"solved from the profile; a study tries plans around it: {_limits(self.arguments)}")
-            self.plan = _studied(self.arguments, run, profile, workload, study(), sharing, output)
+        if command.workload is not None and self.plan.predicted.gradient_error:
+            text = f"solved from the profile; a study tries plans around it: {_limits(self.arguments)}"
+            command.output.line(text)
+            self.plan = _studied(self.arguments, command)
         plan = self.plan.at(self.files.policy)
-        _write(run, self.files, plan, self.origin)
+        _write(command.run, self.files, plan, self.origin)
         return plan
 
     def save_solved(self, run: Run, output: Output) -> None:
@@ -342,19 +338,12 @@ def _limits(arguments: _Arguments) -> str:
     return f"for {time}" if arguments.trials is None else f"up to {arguments.trials} in {time}"
 
 
-def _studied(
-    arguments: _Arguments,
-    run: Run,
-    profile: Profile,
-    workload: Workload,
-    study: str | Path,
-    sharing: Sharing | None,
-    output: Output,
-) -> Plan:
-    command = f"mesa-tune profile {profile.model} --force{run.option} --batch-size"
+def _studied(arguments: _Arguments, command: _Command) -> Plan:
+    run, profile, output = command.run, command.profile, command.output
+    again = f"mesa-tune profile {profile.model} --force{run.option} --batch-size"
     # The study runs plain steps at the profiled batch size, which fit more often than the planned ones.
-    with advising(profile, profile.batch_size, {}, lambda fits: f"`{command} {fits}`"):
-        plan = arguments.plan(profile, workload, study, output.status, sharing)
+    with advising(profile, profile.batch_size, {}, lambda fits: f"`{again} {fits}`"):
+        plan = arguments.plan(profile, command.workload, command.study(), output.status, command.sharing)
     output.status("")
     return plan
 

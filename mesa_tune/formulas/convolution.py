@@ -100,11 +100,11 @@ def _placeholder(
     scalar = grad.new_zeros(()).expand(shape)
     if len(shape) < 4 or not _has_memory(grad) or torch.compiler.is_compiling():
         return scalar
-    is_onednn = torch._C._select_conv_backend(scalar, weight, None, *options) == _ONEDNN
-    if not (only_dx and is_onednn) and layout is torch.contiguous_format:
+    needs_memory = not only_dx or torch._C._select_conv_backend(scalar, weight, None, *options) != _ONEDNN
+    if needs_memory and layout is torch.contiguous_format:
         return scalar
     x = torch.empty(shape, dtype=grad.dtype, memory_format=layout)
-    if only_dx and is_onednn:
+    if not needs_memory:
         x.untyped_storage().resize_(0)
     return x
 

@@ -42,7 +42,7 @@ class TiledStep:
     @property
     def settings(self) -> dict[str, LayerSettings]:
         """The settings of the losses."""
-        return dict.fromkeys(self.losses, LayerSettings(store="exact", tile=self.slices))
+        return dict.fromkeys(self.losses, _sliced(self.slices))
 
     def routing_ms(self, untiled: float | None) -> float | None:
         """Return what converting adds to the time of the step; `untiled`: without slices. None: unknown."""
@@ -78,7 +78,11 @@ class TiledStep:
 
 def tiling(policy: Policy, losses: Sequence[str], slices: int) -> Policy:
     """Return `policy` under which `losses` also go backward in slices."""
-    return policy.with_settings("loss", losses, LayerSettings(store="exact", tile=slices))
+    return policy.with_settings("loss", losses, _sliced(slices))
+
+
+def _sliced(slices: int) -> LayerSettings:
+    return LayerSettings(store="exact", tile=slices)
 
 
 def other_slices(tiled: TiledStep | None, assignment: Assignment) -> str | None:

@@ -68,8 +68,8 @@ def joined_study(address: Address, name: str) -> Iterator[Any]:
         )
     with explained(address), _storage(address) as storage:
         names = [study.study_name for study in storage.get_all_studies()]
-        matches = [known for known in names if known == name] or [
-            known for known in names if known.startswith((name, NAME + name))
+        matches = [full for full in names if full == name] or [
+            full for full in names if full.startswith((name, NAME + name))
         ]
         if len(matches) != 1:
             few = ", ".join(sorted(matches or names)[:3]) or "none"

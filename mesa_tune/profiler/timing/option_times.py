@@ -57,22 +57,22 @@ def _proportional(ms: Floats) -> Floats:
 
     What is 0 stays 0. Nearest: in the medians of rows and of columns, columns weighted by the rows' factors.
     """
-    known = ms > 0
-    if not known.any():
+    timed = ms > 0
+    if not timed.any():
         return ms
-    logs = np.where(known, np.log(np.where(known, ms, 1.0)), np.nan)
+    logs = np.where(timed, np.log(np.where(timed, ms, 1.0)), np.nan)
     rows, columns = np.zeros(ms.shape[0]), np.zeros(ms.shape[1])
     for _ in range(POLISHES):
         rows = np.array([np.nanmedian(row - columns) if (~np.isnan(row)).any() else 0.0 for row in logs])
         columns = np.array([_median(column - rows, np.exp(rows)) for column in logs.T])
-    return np.where(known, np.exp(rows[:, None] + columns), 0.0)
+    return np.where(timed, np.exp(rows[:, None] + columns), 0.0)
 
 
 def _median(values: Floats, weights: Floats) -> float:
     """Return the weighted median of the values that are not NaN; 0 if there is none."""
-    known = ~np.isnan(values)
-    if not known.any():
+    timed = ~np.isnan(values)
+    if not timed.any():
         return 0.0
-    order = np.argsort(values[known])
-    total = np.cumsum(weights[known][order])
-    return float(values[known][order][np.searchsorted(total, total[-1] / 2)])
+    order = np.argsort(values[timed])
+    total = np.cumsum(weights[timed][order])
+    return float(values[timed][order][np.searchsorted(total, total[-1] / 2)])
