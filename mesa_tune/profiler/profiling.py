@@ -34,7 +34,7 @@ from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
-from mesa_tune.profiler.timing.step_time import SHARE, StepTimer, timed_policies, timed_settings, with_times
+from mesa_tune.profiler.timing.step_time import SECONDS, SHARE, StepTimer, timed_policies, timed_settings, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
@@ -127,7 +127,7 @@ class _Profiling:
                 if self.options:
                     traced = self._with_whole_steps(traced)
                 complete = self._assembled(traced, partial=False)
-                complete = self._timed(complete, restore, SHARE * (time.monotonic() - begin))
+                complete = self._timed(complete, restore, max(SECONDS, SHARE * (time.monotonic() - begin)))
         except KeyboardInterrupt:
             self._save(self._assembled(traced, partial=True))
             raise

@@ -123,7 +123,7 @@ def turn(speed: float = 1.0, added: float = 1.0) -> Turn:
     """Return a plain step of 10 ms, with 2 ms of routing, and `added` by one layer, on a slower machine."""
     exact = {None: 8.0 * speed, "fc": 4.0 * speed}
     packed = {**exact, "fc": (4.0 + added) * speed}
-    return Turn(10.0 * speed, 12.0 * speed, exact, [packed] * TIMES_COMPRESSED)
+    return Turn([(10.0 * speed, 12.0 * speed)], exact, [packed] * TIMES_COMPRESSED)
 
 
 def test_a_busy_machine_changes_no_ratio() -> None:
@@ -160,7 +160,7 @@ def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
     both, first, second = (
         {None: 8.0, "fc": fc, "act": act} for fc, act in ((5.0, 4.0), (5.0, 5.0), (4.0, 4.0))
     )
-    times = summarized([Turn(14.0, 14.0, exact, [both, first, second])])
+    times = summarized([Turn([(14.0, 14.0)], exact, [both, first, second])])
     assert times.added == {"fc": pytest.approx(1.0), "act": pytest.approx((2.0 + 3.0 + 2.0) / 2)}
 
 

@@ -6,7 +6,8 @@ stores exactly, and of steps that compress. All spans together are the step, so 
 surroundings (caches, memory, Python) counts, too. That depends on its neighbours: a step that compresses half
 of its layers takes longer than the mean of those that compress all and none. So there are steps that compress
 either half, besides one that compresses all. Other work on the machine only makes spans longer, and a short
-span often escapes it: so all kinds of steps are taken in turn, and the first quartile of each time counts.
+span often escapes it: so all kinds of steps are taken in turn, and the first quartile of each time counts. For
+seconds the whole machine may be slower: so a turn's times count relative to its plain steps.
 """
 
 from __future__ import annotations
@@ -41,8 +42,14 @@ from mesa_tune.workload.workload import Workload
 FEWEST, MOST = 3, 16
 """Numbers of timed turns; another turn before them plans the calls."""
 
-SHARE = 0.1
-"""Turns take this share of the profile's time, as far as `FEWEST` and `MOST` let them."""
+PAIRS = 3
+"""How many pairs of a plain and a converted step a turn has: they differ by little."""
+
+SHARE, SECONDS = 0.1, 4.0
+"""Turns take this share of the profile's time, or these seconds if they are more.
+
+They take less and more as `FEWEST` and `MOST` demand.
+"""
 
 TIMES_COMPRESSED = 2
 """In how many of the steps under `timed_policies` each layer compresses."""
@@ -54,14 +61,14 @@ _UNOBSERVED = StepEvents()
 
 
 class Turn(NamedTuple):
-    """Steps taken one after the other; the plain one and the first converted one in whole milliseconds.
+    """Steps taken one after the other; `pairs` and `tiled` in whole milliseconds.
 
-    `converted`, `exact`: with every layer exact, the second cut into spans, which itself takes time.
-    `packed`: compressing, under each of the `timed_policies`. `tiled`: as `converted`, with losses in slices.
+    `pairs`: each a plain step and a converted one with every layer exact. `exact`: as the second, but cut into
+    spans, which itself takes time. `packed`: compressing, under each of the `timed_policies`. `tiled`: exact,
+    with losses in slices.
     """
 
-    plain: float
-    converted: float
+    pairs: Sequence[tuple[float, float]]
     exact: Spans
     packed: Sequence[Spans]
     tiled: float | None = None
@@ -105,10 +112,10 @@ class StepTimer:
         turns: list[Turn] = []
         stop = time.monotonic() + seconds
         while len(turns) <= FEWEST or (len(turns) <= MOST and time.monotonic() < stop):
-            plain, converted = self._step_ms(batch), self._step_ms(batch, exact)
+            pairs = [(self._step_ms(batch), self._step_ms(batch, exact)) for _ in range(PAIRS)]
             cut = [self._spans(batch, session) for session in (exact, *packed)]
             ms = None if sliced is None else self._step_ms(batch, sliced)
-            turns.append(Turn(plain, converted, cut[0], cut[1:], ms))
+            turns.append(Turn(pairs, cut[0], cut[1:], ms))
         return summarized(turns[1:])
 
     def _session(self, policy: Policy) -> Session:
@@ -134,24 +141,30 @@ class StepTimer:
 
 
 def summarized(turns: Sequence[Turn]) -> StepTimes:
-    """Return first quartiles over turns, and their differences."""
-    plain = _quartile([turn.plain for turn in turns])
-    converted = _quartile([turn.converted for turn in turns])
+    """Return first quartiles over turns, and their differences; of routing the median over the pairs."""
+    pairs = [pair for turn in turns for pair in turn.pairs]
+    plain = _quartile([ms for ms, _ in pairs])
+    converted = plain * statistics.median([converted / ms for ms, converted in pairs])
+    paces = [plain / statistics.median([ms for ms, _ in turn.pairs]) for turn in turns]
     layers = dict.fromkeys(
         name for turn in turns for spans in turn.packed for name in spans if name is not None
     )
-    sliced = [turn.tiled for turn in turns if turn.tiled is not None]
+    sliced = [turn.tiled * pace for turn, pace in zip(turns, paces, strict=True) if turn.tiled is not None]
     slices = _quartile(sliced) - converted if sliced else None
-    return StepTimes(plain, converted - plain, {name: _added(name, turns) for name in layers}, slices)
+    added = {name: _added(name, turns, paces) for name in layers}
+    return StepTimes(plain, converted - plain, added, slices)
 
 
-def _added(name: str, turns: Sequence[Turn]) -> float:
-    """Return what the layer adds to the step if it compresses, the mean over the steps in which it does."""
-    exact = _quartile([turn.exact.get(name, 0.0) for turn in turns])
-    packed = [
-        _quartile([spans.get(name, 0.0) for spans in steps])
-        for steps in zip(*(turn.packed for turn in turns), strict=True)
-    ]
+def _added(name: str, turns: Sequence[Turn], paces: Sequence[float]) -> float:
+    """Return what the layer adds to the step if it compresses, the mean over the steps in which it does.
+
+    `paces`: how much faster than each turn the machine is when it is at its fastest.
+    """
+    kinds = zip(*([turn.exact, *turn.packed] for turn in turns), strict=True)
+    exact, *packed = (
+        _quartile([spans.get(name, 0.0) * pace for spans, pace in zip(steps, paces, strict=True)])
+        for steps in kinds
+    )
     return sum(ms - exact for ms in packed) / TIMES_COMPRESSED
 
 
