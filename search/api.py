@@ -24,8 +24,7 @@ from mesa_tune.search.unreachable import most_samples, unreachable
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from mesa_tune.profiler.errors.joint_error import Objective
-    from mesa_tune.search.study import Outcome
+    from mesa_tune.search.study.local_search import Meter, Outcome
     from mesa_tune.workload.workload import Workload
 
 TRIALS = 100
@@ -79,7 +78,7 @@ def search_policy(
     seed: int = 0,
     storage: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
-    measure: Objective | None = None,
+    measure: Meter | None = None,
     sharing: Sharing | None = None,
 ) -> Plan:
     """Search for the best policy whose training step fits `budget`.
@@ -92,9 +91,10 @@ def search_policy(
     profile without noise, and at a batch size that was not profiled. `Plan.objective` and `.why` tell.
 
     First it is solved exactly, with the profile's prices of single layers. Then, with a `workload`, a study
-    measures joint errors. A policy of the study replaces the exact solution only if it errs less on fresh
-    batches, and is no slower where the objective is not `error`. If the plain step fits the budget, the
-    policy is exact.
+    measures joint errors, and for `time` the steps' times. A policy of the study replaces the exact solution
+    only if it is better in fresh measurements: for `time` faster, or within the noise ratio where the
+    solution is not; otherwise it errs less, and for `memory` is no slower. If the plain step fits the budget,
+    the policy is exact.
 
     `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. `trials` (default 100,
     0 for no study) and `timeout` (default 120 seconds) limit the study; either alone removes the other limit.
@@ -103,7 +103,7 @@ def search_policy(
     `max_slowdown`: limit on step time over the plain step's. `pins`: settings that layers (names or globs)
     must have. `forbid`: what no other layer may use, of `derive`, `recompute`, `offload` and `tile`. `only`:
     the settings (keys of policy.txt) that may differ from their defaults. `storage`: path of a SQLite file,
-    `journal:PATH` or a URL, in which the same call continues the study. `measure`: measures joint errors
+    `journal:PATH` or a URL, in which the same call continues the study. `measure`: measures errors and times
     instead of the workload. `sharing`: called with the study's name; its context is entered while others may
     join the study. A `max_noise_ratio` of inf is no limit.
 
@@ -211,21 +211,21 @@ def _lengths(trials: int | None, timeout: float | None) -> tuple[int | None, flo
     return (TRIALS, TIMEOUT) if trials is None and timeout is None else (trials, timeout)
 
 
-def _measure(profile: Profile, workload: Workload | None) -> Objective | None:
-    from mesa_tune.profiler.errors.joint_error import JointError
+def _measure(profile: Profile, workload: Workload | None) -> Meter | None:
+    from mesa_tune.profiler.timing.step_meter import StepMeter
 
     if workload is None:
         return None
     # A plain step of the planned batch may not fit in memory; one of the profiled batch did.
-    return JointError(workload.with_batch_size(profile.batch_size))
+    return StepMeter(workload.with_batch_size(profile.batch_size))
 
 
-def _improved(request: Request, step: Step, solved: Solved, measure: Objective, work: Work) -> Outcome:
+def _improved(request: Request, step: Step, solved: Solved, measure: Meter, work: Work) -> Outcome:
     program, chosen, limits, profile = step.program, solved.solution.chosen, solved.limits, request.profile
-    if solved.objective != "error":
+    if solved.objective == "memory":
         limits = replace(limits, ms=program.space.ms(chosen))
     asked = request.batch_size, request.pins, request.restrictions
-    task = Task(*asked, step.sliced, limits, chosen, request.seed)
+    task = Task(*asked, step.sliced, limits, chosen, request.seed, solved.objective)
     labels = {"model": profile.model, "budget_bytes": request.budget, "batch_size": request.batch_size}
     return improved(profile, program, task, measure, work, request.identity, labels)
 
@@ -296,9 +296,7 @@ def _won(outcome: Outcome | None, limit: int | None) -> str:
         hint = "; the same command continues it"
     if not outcome.won:
         return f"{trials} found nothing better on fresh batches, so the solved plan stays{hint}"
-    gain = outcome.measured.gain / outcome.measured.solved
-    error = outcome.measured.gain_error / outcome.measured.solved
-    return f"{trials} won {gain:.1%} ± {error:.1%} of gradient error on fresh batches{hint}"
+    return f"{trials} won {outcome.won}{hint}"
 
 
 def _require_positive(name: str, value: float | None, *, whole: bool = False, finite: bool = True) -> None:

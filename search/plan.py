@@ -28,7 +28,7 @@ class Measurement:
 
     `gradient_error` is the plan's mean, with its `standard_error`. `solved` is the mean of the exact solution
     on the same `pairs` (a number of pairs of batch and seed). `gain` is `solved` minus `gradient_error`, and
-    `gain_error` the standard error of this paired difference.
+    `gain_error` the standard error of this paired difference. `noise_ratio`: the plan's, None if unknown.
     """
 
     gradient_error: float
@@ -37,6 +37,7 @@ class Measurement:
     gain: float
     gain_error: float
     pairs: int
+    noise_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Plan:
     milliseconds of the step (of what a layer adds, at least 0), gradient error, or peak bytes. The exact
     solution is at most `gap` above it: a fraction of the milliseconds that the policy adds, of the error, or
     of the peak. `budget_bytes`: None without a budget. `measured`: the joint error, None without a
-    workload. `won`: in words, how much the study improved on the exact solution.
+    workload. `won`: in words, what the study improved of the exact solution.
     """
 
     policy: Policy

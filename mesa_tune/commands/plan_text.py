@@ -101,6 +101,8 @@ def _errors(plan: Plan) -> list[str]:
     ratio = plan.predicted.gradient_noise_ratio
     if ratio is not None:
         lines.append(f"  noise ratio     {ratio:.1e} of the batches' own noise")
+    if plan.measured is not None and plan.measured.noise_ratio is not None:
+        lines.append(f"                  {plan.measured.noise_ratio:.1e} measured on fresh batches")
     return lines
 
 

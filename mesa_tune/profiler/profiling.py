@@ -34,7 +34,14 @@ from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
-from mesa_tune.profiler.timing.step_time import SECONDS, SHARE, StepTimer, timed_policies, timed_settings, with_times
+from mesa_tune.profiler.timing.step_time import (
+    SECONDS,
+    SHARE,
+    StepTimer,
+    timed_policies,
+    timed_settings,
+    with_times,
+)
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved

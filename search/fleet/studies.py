@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.errors.joint_error import Objective
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.fleet.address import Address
 from mesa_tune.search.fleet.storage import NAME, joined_study, opened_study, require_shared
@@ -28,7 +27,9 @@ from mesa_tune.search.problem import Limits, Space
 from mesa_tune.search.restrictions import Pins, Restrictions
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import make_space
-from mesa_tune.search.study import Chosen, Length, LocalSearch, Outcome
+from mesa_tune.search.study.fastest_step import FastestStep
+from mesa_tune.search.study.least_error import LeastError
+from mesa_tune.search.study.local_search import Chosen, Length, LocalSearch, Meter, Outcome
 
 Sharing = Callable[[str], AbstractContextManager[None]]
 """Called with the study's name; others may join the study in the body of the context."""
@@ -42,7 +43,7 @@ _STRANGER = "take a copy of the profile.json of the run that began the study, an
 class Task:
     """What the workers of a study share: the space, the exact solution in it, limits, and the seed.
 
-    `sliced`: the space is that of the step in which losses have slices.
+    `objective`: what the solution is for. `sliced`: the space is that of the step with losses in slices.
     """
 
     batch_size: int
@@ -52,6 +53,7 @@ class Task:
     limits: Limits
     solved: Chosen
     seed: int
+    objective: str
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -63,6 +65,7 @@ class Task:
             "limits": dict(vars(self.limits)),
             "solved": list(self.solved),
             "seed": self.seed,
+            "objective": self.objective,
         }
 
     @staticmethod
@@ -76,15 +79,19 @@ class Task:
             limits=Limits(**values["limits"]),
             solved=tuple(values["solved"]),
             seed=values["seed"],
+            objective=values["objective"],
         )
 
-    def search(self, profile: Profile, program: Program, measure: Objective) -> LocalSearch:
+    def search(self, profile: Profile, program: Program, measure: Meter) -> LocalSearch:
         """Return the search that every worker runs."""
 
         def policy_of(chosen: Chosen) -> Policy:
             return policy_at(profile, program.space, chosen)
 
-        return LocalSearch(program, self.solved, self.limits, measure, policy_of, self.seed)
+        if self.objective == "time":
+            noise = None if self.limits.noise is None or profile.noise is None else profile.noise.relative
+            return FastestStep(program, self.solved, self.limits, measure, policy_of, noise, self.seed)
+        return LeastError(program, self.solved, self.limits, measure, policy_of, self.seed)
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ def improved(
     profile: Profile,
     program: Program,
     task: Task,
-    measure: Objective,
+    measure: Meter,
     work: Work,
     identity: str,
     labels: Mapping[str, Any],
@@ -143,7 +150,7 @@ def improved(
         return search.confirmed(search.finished(all_trials))
 
 
-def join_search(profile: Profile, study: str, work: Work, measure: Callable[[], Objective]) -> Joined:
+def join_search(profile: Profile, study: str, work: Work, measure: Callable[[], Meter]) -> Joined:
     """Run trials of a study that was begun elsewhere: `study` is its name, or how only its name begins.
 
     Without `work.trials` and `work.timeout`, the study's own limits hold. Raise RunError for a study of

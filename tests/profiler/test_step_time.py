@@ -17,8 +17,9 @@ from mesa_tune.engine import function, rematerialize, storage
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.storage import Packing
 from mesa_tune.policy.settings import LayerSettings
-from mesa_tune.profiler.timing import step_time
+from mesa_tune.profiler.timing import step_meter, step_time
 from mesa_tune.profiler.timing.option_times import smoothed
+from mesa_tune.profiler.timing.step_meter import StepMeter
 from mesa_tune.profiler.timing.step_time import (
     FEWEST,
     MOST,
@@ -109,6 +110,24 @@ def test_the_model_is_plain_and_unobserved_after_timing(timer: StepTimer) -> Non
     assert watch.returned is None
     assert timer.model.forward.__func__ is _Mlp.forward  # type: ignore[attr-defined]
     assert timer.plain_ms(timer.workload.make_batch(), 3) == MODULE
+
+
+def test_a_meter_times_steps_in_turn_and_leaves_the_model_as_it_was(
+    clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_meter, "clock_of", lambda _: clock)
+    model = _Mlp(clock)
+    meter = StepMeter(
+        mt.Workload(
+            lambda: model, lambda n: torch.randn(n, 64), lambda model, x: model(x).mean(), batch_size=64
+        )
+    )
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    times = meter.step_times([mt.Policy(()), mt.Policy.uniform(level=16)], 3)
+    assert times == [[MODULE, MODULE + 2 * (STORE + RESTORE)]] * 3
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.forward.__func__ is _Mlp.forward  # type: ignore[attr-defined]
 
 
 def test_turns_go_on_until_the_time_is_over(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:

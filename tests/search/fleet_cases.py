@@ -114,5 +114,5 @@ def assert_none_lost_or_double(trials: Sequence[optuna.trial.FrozenTrial], count
     states = {trial.state for trial in trials}
     assert states <= {optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.FAIL}
     for trial in finished(trials):
-        assert set(trial.constraints) == {"peak", "saved"}
+        assert "peak" in trial.constraints
         assert trial.user_attrs["hardware"]

@@ -17,7 +17,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
-from mesa_tune.search.study import FRESH, FULL, measurement
+from mesa_tune.search.study.local_search import FRESH, FULL, measurement
 from tests.synthetic import COARSE, synthetic_profile
 
 BUDGET = "34%"
@@ -41,6 +41,9 @@ class Weighted:
             for layer in self.profile.layers
         )
         return [error * (1 + self.noise * self._chance(policy, pair)) for pair in pairs]
+
+    def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
+        raise AssertionError("the objective is not time")
 
     @staticmethod
     def _chance(policy: Policy, pair: Pair) -> float:

@@ -118,15 +118,15 @@ def join(
     """Work on the study until it has its length, and return what was done."""
     import torch
 
-    from mesa_tune.profiler.errors.joint_error import JointError
     from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiler.timing.step_meter import StepMeter
     from mesa_tune.search.fleet.studies import Work, join_search
 
     torch.set_num_threads(job.threads)
     profile = Profile.load(job.profile)
     workload = load_workload(Run(job.folder), profile, "--join measures gradients, so it needs the model")
     work = Work(job.storage, job.trials, job.timeout, progress, sharing)
-    return join_search(profile, study, work, lambda: JointError(workload))
+    return join_search(profile, study, work, lambda: StepMeter(workload))
 
 
 def _end_with_the_command() -> None:

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +41,6 @@ NOISE_STEPS = 32
 FEWEST_NOISE_STEPS = 16
 _NOISE_PRECISION = 0.1
 """After the fewest steps, no more are taken if the standard error of the noise is below this share of it."""
-
-
-class Objective(Protocol):
-    """The function that a study minimises."""
-
-    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
-        """Return the error of `policy` at each pair, infinite for a gradient with NaN; deterministic."""
-        ...
 
 
 class JointError:

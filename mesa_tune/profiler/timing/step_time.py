@@ -4,10 +4,10 @@ What is hard: a layer adds less time than a step varies by. So steps are cut int
 routed call returns, or where the backward of one begins. Spans of the same layer are compared: of a step that
 stores exactly, and of steps that compress. All spans together are the step, so what a layer costs its
 surroundings (caches, memory, Python) counts, too. That depends on its neighbours: a step that compresses half
-of its layers takes longer than the mean of those that compress all and none. So there are steps that compress
-either half, besides one that compresses all. Other work on the machine only makes spans longer, and a short
-span often escapes it: so all kinds of steps are taken in turn, and the first quartile of each time counts. For
-seconds the whole machine may be slower: so a turn's times count relative to its plain steps.
+of its layers takes longer than the mean of those that compress all and none. So there are steps that
+compress either half, besides one that compresses all. Other work on the machine only makes spans longer, and
+a short span often escapes it: so all kinds of steps are taken in turn, and the first quartile of each time
+counts. For seconds the whole machine may be slower: so a turn's times count relative to its plain steps.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ _UNOBSERVED = StepEvents()
 class Turn(NamedTuple):
     """Steps taken one after the other; `pairs` and `tiled` in whole milliseconds.
 
-    `pairs`: each a plain step and a converted one with every layer exact. `exact`: as the second, but cut into
-    spans, which itself takes time. `packed`: compressing, under each of the `timed_policies`. `tiled`: exact,
-    with losses in slices.
+    `pairs`: each a plain step and a converted one with every layer exact. `exact`: as the second, but cut
+    into spans, which itself takes time. `packed`: compressing, under each of the `timed_policies`. `tiled`:
+    exact, with losses in slices.
     """
 
     pairs: Sequence[tuple[float, float]]
@@ -100,6 +100,11 @@ class StepTimer:
     def plain_ms(self, batch: Any, steps: int) -> float:
         """Return the median milliseconds of the plain step over `steps`, after another one."""
         return statistics.median([self._step_ms(batch) for _ in range(steps + 1)][1:])
+
+    def in_turn(self, sessions: Sequence[Session], rounds: int) -> list[list[float]]:
+        """Return the milliseconds of `rounds` rounds of steps, one under each session in every round."""
+        batch = self.workload.make_batch()
+        return [[self._step_ms(batch, session) for session in sessions] for _ in range(rounds)]
 
     def times(self, policies: Sequence[Policy], seconds: float, tiled: Policy | None = None) -> StepTimes:
         """Return the times of steps, those that compress under `policies`; take about `seconds` for it.

@@ -1,0 +1,48 @@
+"""Measure what a study of policies needs: joint gradient errors, and times of whole steps taken in turn."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from mesa_tune.files import locked
+from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import MIN_ELEMENTS
+from mesa_tune.profiler.errors.joint_error import JointError, Pair
+from mesa_tune.profiler.timing.step_time import StepTimer
+from mesa_tune.workload.clock import clock_of
+from mesa_tune.workload.preserve import preserved
+from mesa_tune.workload.session import Session
+from mesa_tune.workload.workload import Workload
+
+WARM_UP = 2
+"""Rounds that are not counted: in the first, calls are planned and what is derived is found."""
+_USER = getattr(os, "getuid", int)()
+_LOCK = Path(tempfile.gettempdir()) / f"mesa-tune-step-times-{_USER}.lock"
+
+
+class StepMeter:
+    """Measures a workload's gradient errors and step times, on one model. See `JointError`."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.joint = JointError(workload)
+
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+        """Return the gradient error of `policy` at each pair of a batch's draw and a rounding seed."""
+        return self.joint.errors(policy, pairs)
+
+    def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
+        """Return milliseconds of whole steps on one batch: for each of `rounds`, one under each policy.
+
+        All start from the same parameters, which are restored afterwards. Only one process of this machine
+        measures times at once: the others wait.
+        """
+        workload, model = self.workload, self.joint.model
+        optimizer = workload.make_optimizer(model)
+        with locked(_LOCK), preserved(model, optimizer) as restore:
+            timer = StepTimer(workload, model, optimizer, restore, clock_of(workload.device))
+            sessions = [Session.of(model, policy, min_elements=MIN_ELEMENTS) for policy in policies]
+            return timer.in_turn(sessions, WARM_UP + rounds)[WARM_UP:]

@@ -1,0 +1,235 @@
+"""A study around the exact solution: trials propose plans and measure them, and the best must be confirmed.
+
+The hard part is chance: the best of many noisy trials mostly looks better than it is. So all trials use the
+same batches and rounding seeds, promising ones are measured further, and the best trial must beat the exact
+solution in fresh measurements by more than two standard errors of the paired difference. An interrupted
+study ends as an uninterrupted one: samplers are seeded by the trial's slot, all state is stored. Several
+workers may take part (`mesa_tune.search.fleet`); the exact solution is always the first trial.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.errors.joint_error import Pair
+from mesa_tune.search.fleet.trials import Standing, Trials
+from mesa_tune.search.fleet.workers import hardware
+from mesa_tune.search.plan import Measurement
+from mesa_tune.search.problem import Limits, Space
+from mesa_tune.search.study.moves import Moves
+
+# Pairs (draw of the batch, rounding seed). A trial is first measured on one seed per draw, then on all.
+DRAWS = range(4)
+SCREEN: tuple[Pair, ...] = tuple((draw, 0) for draw in DRAWS)
+FULL: tuple[Pair, ...] = SCREEN + tuple((draw, seed) for draw in DRAWS for seed in (1, 2))
+FRESH: tuple[Pair, ...] = tuple((draw, seed) for draw in range(1000, 1004) for seed in range(100, 104))
+_PAUSE = 0.5
+
+Chosen = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Length:
+    """Length of a study: `trials` of all workers together, and the time (`time.time`) at which it ends."""
+
+    trials: int | None = None
+    end: float | None = None
+
+    @staticmethod
+    def of(trials: int | None, timeout: float | None) -> Length:
+        """Return the length of a study that begins now and takes `timeout` seconds."""
+        return Length(trials, None if timeout is None else time.time() + timeout)
+
+    def is_reached(self, done: int) -> bool:
+        """Return True after `done` trials, or if the time is up."""
+        return (self.trials is not None and done >= self.trials) or (
+            self.end is not None and time.time() >= self.end
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a study: the chosen plan, what was measured afresh, and the number of trials.
+
+    `won`: in words, how the plan is better than the exact solution; empty if it is the exact solution.
+    """
+
+    chosen: Chosen
+    measured: Measurement
+    trials: int
+    won: str = ""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished trial: its plan, its errors at the first pairs of `FULL`, and the value to minimise.
+
+    `paces`: times of steps over those of plain steps taken in turn, on `hardware`; none where no time was
+    measured.
+    """
+
+    chosen: Chosen
+    errors: tuple[float, ...]
+    value: float
+    paces: tuple[float, ...] = ()
+    hardware: str = ""
+
+    @property
+    def is_valid_here(self) -> bool:
+        """Return True if the hardware of this process takes the same times."""
+        return not self.paces or self.hardware == hardware()
+
+
+class Meter(Protocol):
+    """What a study measures."""
+
+    def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+        """Return the error of `policy` at each pair, infinite for a gradient with NaN; deterministic."""
+        ...
+
+    def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
+        """Return milliseconds of whole steps taken in turn: for each round, one under each policy."""
+        ...
+
+
+class LocalSearch(ABC):
+    """Search around the exact solution `solved`. `seed`: of all samplers."""
+
+    moves: Moves
+    space: Space
+    limits: Limits
+
+    def __init__(self, solved: Chosen, policy_of: Callable[[Chosen], Policy], seed: int = 0) -> None:
+        self.solved = solved
+        self.policy_of = policy_of
+        self.seed = seed
+        self._known: dict[int, Finished] = {}
+        self._distributions: dict[Any, Any] = {}
+
+    @abstractmethod
+    def confirmed(self, trials: Sequence[Finished]) -> Outcome:
+        """Measure afresh. Return the best trial if it beats the exact solution there, else this."""
+
+    @abstractmethod
+    def best(self, trials: Sequence[Finished]) -> Finished:
+        """Return the best of at least one trial; of equal ones the first."""
+
+    @abstractmethod
+    def fixed(self, trials: Sequence[Finished], slot: int) -> Mapping[str, Any]:
+        """Return the parameters of the trial at `slot` that are not sampled."""
+
+    @abstractmethod
+    def measured(self, chosen: Chosen, trials: Sequence[Finished]) -> Finished:
+        """Measure a plan that none of `trials` has; without trials, it is the exact solution."""
+
+    @abstractmethod
+    def status(self, trials: Sequence[Finished]) -> str:
+        """Return the best trial so far in words."""
+
+    def constraints(self, trial: Finished) -> dict[str, float]:
+        """Return how far the plan exceeds each limit, as fractions of it; at most 0 within."""
+        constraints = {}
+        if self.limits.peak is not None:
+            constraints["peak"] = int(self.space.live(trial.chosen).max()) / self.limits.peak - 1
+        if self.limits.saved is not None:
+            constraints["saved"] = self.space.saved(trial.chosen) / max(1, self.limits.saved) - 1
+        return constraints
+
+    def explore(
+        self, all_trials: Trials, length: Length, progress: Callable[[str], None] | None = None
+    ) -> None:
+        """Run trials until the study has its length. Raise as the storage and the measurements do."""
+        while True:
+            standing = all_trials.standing()
+            trials = self._read(standing)
+            if progress and trials:
+                total = f" of {length.trials}" if length.trials else ""
+                progress(f"trial {len(trials)}{total}: {self.status(trials)}")
+            if length.is_reached(len(trials)):
+                return
+            first_is_missing = not trials and standing.running
+            if first_is_missing or (length.trials is not None and standing.taken >= length.trials):
+                time.sleep(_PAUSE)  # other workers are measuring what is needed next
+                continue
+            self._run_trial(all_trials, standing, trials, length.trials)
+
+    def finished(self, all_trials: Trials) -> list[Finished]:
+        """Return the finished trials, the exact solution first."""
+        return self._read(all_trials.standing())
+
+    def _read(self, standing: Standing) -> list[Finished]:
+        for trial in standing.finished:
+            if trial.number not in self._known:
+                # Optuna caches each trial with distributions of its own, which are half of its memory.
+                trial.distributions = {
+                    name: self._distributions.setdefault(distribution, distribution)
+                    for name, distribution in trial.distributions.items()
+                }
+                attributes = trial.user_attrs
+                for name in ("chosen", "errors", "paces"):
+                    attributes[name] = tuple(attributes[name])
+                chosen, errors, paces = (attributes[name] for name in ("chosen", "errors", "paces"))
+                self._known[trial.number] = Finished(
+                    chosen, errors, trial.value, paces, attributes["hardware"]
+                )
+        return [self._known[trial.number] for trial in standing.finished]
+
+    def _run_trial(
+        self, all_trials: Trials, standing: Standing, trials: Sequence[Finished], limit: int | None
+    ) -> None:
+        from mesa_tune.search.fleet.sampler import sampler_of
+
+        asked = all_trials.ask(limit)
+        if asked is None:
+            return
+        trial, slot = asked
+        if not trials and slot:  # two workers asked for the first trial at once
+            all_trials.fail(trial.number)
+            return
+        history = [*standing.finished, *standing.running]
+        all_trials.study.sampler = sampler_of(self.seed, slot, history, self.fixed(trials, slot))
+        try:
+            with all_trials.beating(trial):
+                chosen = self._proposed(trial, trials)
+                same = (one for one in trials if one.chosen == chosen and one.is_valid_here)
+                finished = next(same, None) or self.measured(chosen, trials)
+            for name in ("chosen", "errors", "paces"):
+                trial.set_user_attr(name, list(getattr(finished, name)))
+            # Of every trial: Optuna counts a trial without constraints as feasible.
+            for name, value in self.constraints(finished).items():
+                trial.set_constraint(name, value)
+        except BaseException:
+            all_trials.fail(trial.number)
+            raise
+        all_trials.complete(trial, finished.value)
+
+    def _proposed(self, trial: Any, trials: Sequence[Finished]) -> Chosen:
+        if not trials:
+            self.moves.propose(trial, self.solved)
+            return self.solved
+        return self.moves.propose(trial, self.best(trials).chosen)
+
+
+def measurement(errors: Sequence[float], solved: Sequence[float]) -> Measurement:
+    """Return the means of errors at the same pairs, and the paired difference with its standard error."""
+    gains = [before - after for before, after in zip(solved, errors, strict=True)]
+    return Measurement(
+        gradient_error=statistics.fmean(errors),
+        standard_error=standard_error(errors),
+        solved=statistics.fmean(solved),
+        gain=statistics.fmean(gains),
+        gain_error=standard_error(gains),
+        pairs=len(errors),
+    )
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of at least two values."""
+    return statistics.stdev(values) / math.sqrt(len(values))

@@ -1,0 +1,138 @@
+"""Moves of the study: how a trial proposes another plan.
+
+The hard part: prices of single layers do not tell how those of several layers combine. Of errors, a move
+either multiplies those of each kind of layer by a price and solves again, or solves again for a few units
+with randomly scaled errors while the other units stay. Of times, it multiplies those of each kind and moves
+the limit on the noise ratio. Every proposal is within the limits but that one: the noise ratio is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mesa_tune.search.linear.highs import TimeUpError
+from mesa_tune.search.problem import Floats, Limits
+from mesa_tune.search.solver import Program, Solution
+
+# A proposal is measured anyway, so its solution needs no tight proof.
+_GAP, _TIME_GAP = 1e-3, 1e-2
+_SECONDS = 5.0
+_PRICE, _PACE = 1.5, 0.7
+"""Largest natural logarithms of the factors on errors and on times."""
+MARGIN = 1.4
+"""Largest natural logarithm of the factor on the limit on the noise ratio."""
+_THIRDS = ("early", "middle", "late")
+
+
+class Moves(ABC):
+    """Moves for one program under `limits`. `named`: the parameter of a kind of layer is called so."""
+
+    named: str
+    largest: float
+
+    def __init__(self, program: Program, limits: Limits) -> None:
+        self.program = program
+        self.limits = limits
+        self.units = program.space.decisions
+        self.sizes = [len(unit.choices) for unit in self.units]
+        # A module has no choice as a further one.
+        fixed = {number for number, size in enumerate(self.sizes[: len(program.space.units)]) if size == 1}
+        self.free = [number for number in range(len(self.units)) if number not in fixed]
+        self.kinds = [self._kind(number) for number in range(len(self.units))]
+
+    @property
+    def neutral(self) -> dict[str, Any]:
+        """The trial parameters that leave the program unchanged."""
+        return {f"{self.named} {kind}": 0.0 for kind in self._decided}
+
+    @abstractmethod
+    def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
+        """Propose a plan within the limits, or return `best`, the best plan so far, if there is no other."""
+
+    def _factors(self, trial: Any) -> Floats:
+        """Return a factor for every choice, from one parameter for each kind of layer."""
+        logarithms = {
+            kind: trial.suggest_float(f"{self.named} {kind}", -self.largest, self.largest)
+            for kind in self._decided
+        }
+        factors = [math.exp(logarithms.get(kind, 0.0)) for kind in self.kinds]
+        return np.asarray(np.repeat(factors, self.sizes))
+
+    def _kind(self, number: int) -> str:
+        return f"{self.units[number].tag} {_THIRDS[3 * number // len(self.units)]}"
+
+    @property
+    def _decided(self) -> list[str]:
+        """The kinds of units that have a choice, in order."""
+        return list(dict.fromkeys(self.kinds[number] for number in self.free))
+
+
+class TimeMoves(Moves):
+    """Another limit on the noise ratio, and other times of each kind of layer."""
+
+    named, largest = "time", _PACE
+
+    @property
+    def neutral(self) -> dict[str, Any]:
+        """The trial parameters that leave the program unchanged."""
+        margin = {} if self.limits.noise is None else {"noise margin": 0.0}
+        return {**margin, **super().neutral}
+
+    def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
+        """Propose the fastest plan by other times within another limit on the noise ratio."""
+        limits = self.limits
+        if limits.noise is not None:
+            margin = math.exp(trial.suggest_float("noise margin", -MARGIN, MARGIN))
+            limits = replace(limits, noise=limits.noise * margin)
+        times, errors = self.program.times * self._factors(trial), self.program.errors
+        try:
+            solution = self.program.solve(limits, times, gap=_TIME_GAP, further=errors, seconds=_SECONDS)
+        except TimeUpError:
+            solution = None
+        return tuple(best) if solution is None else solution.chosen
+
+
+class ErrorMoves(Moves):
+    """Other errors of each kind of layer, or of a few units."""
+
+    named, largest = "price", _PRICE
+
+    @property
+    def neutral(self) -> dict[str, Any]:
+        """The trial parameters that leave the program unchanged."""
+        return {"move": "prices", **super().neutral}
+
+    def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
+        """Propose the plan of least error by other errors."""
+        moves = ("prices", "exchange") if len(self.free) > 1 else ("prices",)
+        if trial.suggest_categorical("move", moves) == "prices":
+            errors = self.program.errors * self._factors(trial)
+            solution = self.program.solve(self.limits, errors, gap=_GAP)
+        else:
+            solution = self._exchanged(trial, best)
+        return tuple(best) if solution is None else solution.chosen
+
+    def _exchanged(self, trial: Any, best: Sequence[int]) -> Solution | None:
+        count = trial.suggest_int("exchange units", 2, min(16, len(self.free)))
+        strength = trial.suggest_float("exchange strength", 0.2, 2.0)
+        generator = np.random.default_rng(trial.suggest_int("exchange seed", 0, 2**31 - 1))
+        moved = generator.choice(self.free, size=count, replace=False)
+        factors = np.ones(len(self.units))
+        factors[moved] = np.exp(strength * generator.standard_normal(count))
+        allowed = np.concatenate([self._allowed(number, best, moved) for number in range(len(self.units))])
+        return self.program.solve(
+            self.limits, self.program.errors * np.repeat(factors, self.sizes), gap=_GAP, allowed=allowed
+        )
+
+    def _allowed(self, number: int, best: Sequence[int], moved: Any) -> Any:
+        """Mask of choices: the present one; all for a moved unit; all but the present one for the first."""
+        present = np.arange(self.sizes[number]) == best[number]
+        if number == moved[0]:
+            return ~present
+        return np.ones_like(present) if number in moved else present
