@@ -91,9 +91,9 @@ def search_policy(
     profile without noise, and at a batch size that was not profiled. `Plan.objective` and `.why` tell.
 
     First it is solved exactly, with the profile's prices of single layers. Then, with a `workload`, a study
-    measures joint errors, and for `time` the steps' times. A policy of the study replaces the exact solution
-    only if it is better in fresh measurements: for `time` faster, or within the noise ratio where the
-    solution is not; otherwise it errs less, and for `memory` is no slower. If the plain step fits the budget,
+    measures joint errors and steps' times. A policy of the study replaces the exact solution only if it is
+    better in fresh measurements: it errs less, is faster or has a lower peak, by `objective`, or it is within
+    the noise ratio where the solution is not. If the plain step fits the budget,
     the policy is exact.
 
     `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. `trials` (default 100,
@@ -222,8 +222,8 @@ def _measure(profile: Profile, workload: Workload | None) -> Meter | None:
 
 def _improved(request: Request, step: Step, solved: Solved, measure: Meter, work: Work) -> Outcome:
     program, chosen, limits, profile = step.program, solved.solution.chosen, solved.limits, request.profile
-    if solved.objective == "memory":
-        limits = replace(limits, ms=program.space.ms(chosen))
+    if solved.objective == "memory":  # the solution was solved again within its own peak
+        limits = replace(limits, peak=request.limits.peak)
     asked = request.batch_size, request.pins, request.restrictions
     task = Task(*asked, step.sliced, limits, chosen, request.seed, solved.objective)
     labels = {"model": profile.model, "budget_bytes": request.budget, "batch_size": request.batch_size}

@@ -30,6 +30,7 @@ from mesa_tune.search.space import make_space
 from mesa_tune.search.study.fastest_step import FastestStep
 from mesa_tune.search.study.least_error import LeastError
 from mesa_tune.search.study.local_search import Chosen, Length, LocalSearch, Meter, Outcome
+from mesa_tune.search.study.lowest_peak import LowestPeak
 
 Sharing = Callable[[str], AbstractContextManager[None]]
 """Called with the study's name; others may join the study in the body of the context."""
@@ -88,10 +89,13 @@ class Task:
         def policy_of(chosen: Chosen) -> Policy:
             return policy_at(profile, program.space, chosen)
 
+        asked = program, self.solved, self.limits, measure, policy_of
+        if self.objective == "error":
+            return LeastError(*asked, self.seed)
+        noise = None if self.limits.noise is None or profile.noise is None else profile.noise.relative
         if self.objective == "time":
-            noise = None if self.limits.noise is None or profile.noise is None else profile.noise.relative
-            return FastestStep(program, self.solved, self.limits, measure, policy_of, noise, self.seed)
-        return LeastError(program, self.solved, self.limits, measure, policy_of, self.seed)
+            return FastestStep(*asked, noise, self.seed)
+        return LowestPeak(*asked, noise, self.seed, plain_ms=profile.plain_ms(self.batch_size))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 The hard part: prices of single layers do not tell how those of several layers combine. Of errors, a move
 either multiplies those of each kind of layer by a price and solves again, or solves again for a few units
-with randomly scaled errors while the other units stay. Of times, it multiplies those of each kind and moves
-the limit on the noise ratio. Every proposal is within the limits but that one: the noise ratio is measured.
+with randomly scaled errors while the other units stay. Of times, it multiplies those of each kind. A limit on
+the noise ratio is moved. Every proposal is within the limits but that one: the noise ratio is measured.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,8 @@ _PRICE, _PACE = 1.5, 0.7
 """Largest natural logarithms of the factors on errors and on times."""
 MARGIN = 1.4
 """Largest natural logarithm of the factor on the limit on the noise ratio."""
+_TIME_MARGIN = 0.2
+"""Largest natural logarithm of the factor on the limit on the time."""
 _THIRDS = ("early", "middle", "late")
 
 
@@ -86,15 +89,38 @@ class TimeMoves(Moves):
 
     def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
         """Propose the fastest plan by other times within another limit on the noise ratio."""
-        limits = self.limits
-        if limits.noise is not None:
-            margin = math.exp(trial.suggest_float("noise margin", -MARGIN, MARGIN))
-            limits = replace(limits, noise=limits.noise * margin)
-        times, errors = self.program.times * self._factors(trial), self.program.errors
-        try:
-            solution = self.program.solve(limits, times, gap=_TIME_GAP, further=errors, seconds=_SECONDS)
-        except TimeUpError:
-            solution = None
+        limits, program = _with_margin(trial, self.limits), self.program
+        times = program.times * self._factors(trial)
+        solution = None
+        with suppress(TimeUpError):
+            solution = program.solve(limits, times, gap=_TIME_GAP, further=program.errors, seconds=_SECONDS)
+        return tuple(best) if solution is None else solution.chosen
+
+
+class PeakMoves(Moves):
+    """Other limits on the noise ratio and on the time."""
+
+    named, largest = "", 0.0
+
+    @property
+    def neutral(self) -> dict[str, Any]:
+        """The trial parameters that leave the program unchanged."""
+        margins = {"noise margin": self.limits.noise, "time margin": self.limits.ms}
+        return {name: 0.0 for name, limit in margins.items() if limit is not None}
+
+    def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
+        """Propose the fastest plan of the lowest peak within other limits."""
+        limits, program = _with_margin(trial, self.limits), self.program
+        if limits.ms is not None:
+            margin = math.exp(trial.suggest_float("time margin", -_TIME_MARGIN, _TIME_MARGIN))
+            limits = replace(limits, ms=limits.ms * margin)
+        solution = None
+        with suppress(TimeUpError):
+            solution = program.smallest_peak(limits, gap=_GAP, seconds=_SECONDS)
+            if solution is not None:
+                limits = replace(limits, peak=int(solution.cost))
+                faster = program.solve(limits, program.times, gap=_TIME_GAP, seconds=_SECONDS)
+                solution = faster or solution
         return tuple(best) if solution is None else solution.chosen
 
 
@@ -136,3 +162,12 @@ class ErrorMoves(Moves):
         if number == moved[0]:
             return ~present
         return np.ones_like(present) if number in moved else present
+
+
+def _with_margin(trial: Any, limits: Limits) -> Limits:
+    """Return the limits with another one on the noise ratio, if there is one."""
+    if limits.noise is None:
+        return limits
+    return replace(
+        limits, noise=limits.noise * math.exp(trial.suggest_float("noise margin", -MARGIN, MARGIN))
+    )

@@ -1,4 +1,4 @@
-"""The study of objective `time`: it wins measured time within the measured noise ratio, and never by luck."""
+"""The studies of `time` and `memory`: they win within what is measured, and never by luck."""
 
 from __future__ import annotations
 
@@ -169,3 +169,42 @@ def test_times_of_other_hardware_are_not_compared(
     again, meter = searched("another")
     assert again.policy == search_policy(profile, BUDGET).policy
     assert meter.calls == 0
+
+
+def smallest(profile: Profile, meter: Timed, count: int, **more: Any) -> Plan:
+    plan = search_policy(profile, objective="memory", measure=meter, trials=count, **more)
+    assert plan.objective == "memory"
+    return plan
+
+
+def memory_meter(profile: Profile, part: float) -> Timed:
+    """Return a meter by which the solved plan of `memory` has `part` of the limit on the noise ratio."""
+    solved = search_policy(profile, objective="memory", max_noise_ratio=LIMIT, max_slowdown=SLOWDOWN)
+    joint = part * LIMIT / _true_ratio(Timed(profile, {}), solved.policy)
+    return Timed(profile, {}, joint=joint, chance=0.002)
+
+
+LIMIT, SLOWDOWN = 1e-5, 10.0
+
+
+def test_room_below_the_ratio_buys_memory(profile: Profile) -> None:
+    solved = search_policy(profile, objective="memory", max_noise_ratio=LIMIT, max_slowdown=SLOWDOWN)
+    meter = memory_meter(profile, 0.2)
+    plan = smallest(profile, meter, 4, max_noise_ratio=LIMIT, max_slowdown=SLOWDOWN)
+    assert "of the peak" in plan.won
+    assert plan.predicted.peak_bytes < solved.predicted.peak_bytes
+    assert _true_ratio(meter, plan.policy) <= LIMIT
+
+
+def test_a_smallest_plan_above_the_ratio_is_replaced(profile: Profile) -> None:
+    meter = memory_meter(profile, 1.7)
+    plan = smallest(profile, meter, 4, max_noise_ratio=LIMIT, max_slowdown=SLOWDOWN)
+    assert "won noise ratio" in plan.won
+    assert _true_ratio(meter, plan.policy) <= LIMIT
+
+
+def test_a_lower_peak_wins_nothing_if_its_step_is_too_slow(profile: Profile) -> None:
+    meter = memory_meter(profile, 0.2)
+    plan = smallest(profile, meter, 4, max_noise_ratio=LIMIT, max_slowdown=1.02)
+    assert meter.ms(plan.policy) > 1.02 * profile.plain_ms(profile.batch_size)  # as predicted, it is not
+    assert "nothing" in plan.won
