@@ -168,7 +168,8 @@ class TracedWorkload:
         plain = self.large.plain
         self.modules = tracer.rerun_modules(longest.batch, plain) if variants else ()
         self.timeline = self._timeline(TracedPair(self.large, self.small), _unchanged)
-        self.tiled = unless_out_of_memory(lambda: self._tiled(tags)) if variants else None
+        with unnoticed():  # slices may have no effect
+            self.tiled = unless_out_of_memory(lambda: self._tiled(tags)) if variants else None
 
     def _timeline(self, traced: TracedPair, change: Change) -> Timeline:
         """Return the timeline, with modules that can run again if there are any and memory suffices."""

@@ -92,3 +92,17 @@ def test_a_small_loss_is_not_traced_in_slices(workload: mt.Workload) -> None:
     assert found.tiled is None
     with pytest.raises(mt.RunError, match="the profile has traced no step with slices"):
         found.predict(mt.Policy.uniform(level=16, tile=8))
+
+
+def test_slices_without_effect_warn_nobody() -> None:
+    """Compressed inputs of 96 columns are stored in another shape, and cannot be cut into slices."""
+    work = mt.Workload(
+        lambda: nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 256)),
+        lambda n: torch.randn(n, 64),
+        lambda model, x: F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.int64)),
+        batch_size=2048,
+        device="cpu",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mt.profile(work, options=[]).tiled is not None
