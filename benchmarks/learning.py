@@ -119,7 +119,7 @@ def trained(task: Task, policy: mt.Policy | None, seed: int) -> nn.Module:
     for _ in range(task.steps):
         samples = task.batch(workload.batch_size)
         with mt.compress_saved(policy or mt.Policy(())):
-            loss = workload.loss(model, samples)
+            loss = workload.compute_loss(model, samples)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
