@@ -9,7 +9,7 @@ initialization and batches, equally for all policies, so the differences to plai
 
 What is hard: noise ratios grow during training. So policies are solved from a profile with the weights at the
 end of a plain training with another seed, and each training ends with a measurement of its policy's ratio.
-`--untrained` adds policies from a profile of the untrained model, which exceed their ratio later.
+`--untrained` adds the smallest policy from a profile of the untrained model, which exceeds its ratio later.
 
 Each policy is a line of `results/learning.jsonl`, and so is each training. The same command trains only what
 has no line of the same code. More `--seeds` make the intervals narrower.
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", type=int, default=5, help="trainings under each policy (at least 2)")
     parser.add_argument("--ratios", default="", help="noise ratios of further smallest policies")
-    parser.add_argument("--untrained", action="store_true", help="also policies of the untrained model")
+    parser.add_argument("--untrained", action="store_true", help="also the smallest of the untrained model")
     parser.add_argument("--docs", action="store_true", help="write docs/learning.md from the results")
     arguments = parser.parse_args()
     if arguments.docs:
@@ -58,7 +58,7 @@ def main() -> None:
         parser.error("--seeds must be at least 2: one training has no spread")
     names = [PLAIN, FASTEST, SMALLEST, UNIFORM]
     names += [f"{SMALLEST}{RATIO}{ratio}" for ratio in arguments.ratios.split(",") if ratio]
-    names += [f"{name}{UNTRAINED}" for name in (FASTEST, SMALLEST) if arguments.untrained]
+    names += [f"{SMALLEST}{UNTRAINED}"] * arguments.untrained
     for task in arguments.tasks.split(","):
         measure(task, names, range(arguments.seeds))
 

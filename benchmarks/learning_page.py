@@ -13,7 +13,6 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "learning.md"
 PLAIN = "plain"
 MARGIN = 0.01
 """Largest difference that counts as none: one point of accuracy, one percent of the loss."""
-RATIO = 0.1
 
 Line = Mapping[str, Any]
 COLUMNS = (
@@ -59,7 +58,9 @@ def write(lines: Sequence[Line]) -> Path:
 def page(lines: Sequence[Line]) -> str:
     """Return the page of the latest code's lines of each task."""
     tasks = dict.fromkeys(line["task"] for line in lines)
-    return "\n".join([HEAD, *(part for task in tasks for part in _section(lines, task)), *_conditions(lines)])
+    claims = [_claim(*entry) for task in tasks for entry in _trained(lines, task)]
+    sections = [part for task in tasks for part in _section(lines, task)]
+    return "\n".join([HEAD, *filter(None, claims), "", *sections, *_conditions(lines)])
 
 
 def table(lines: Sequence[Line], task: str) -> list[str]:
@@ -143,22 +144,23 @@ def _section(lines: Sequence[Line], task: str) -> list[str]:
         f"{first['steps']} steps. Plain {first['metric']} {mean:.3f}; a guess that ignores the input has "
         f"{first['uninformed']:.3f}."
     )
-    claims = [_claim(*entry) for entry in trained if entry[0]["policy"] != PLAIN]
-    return [f"## {first['title']}", "", about, "", *table(lines, task), "", *claims, ""]
+    return [f"## {first['title']}", "", about, "", *table(lines, task), ""]
 
 
 def _claim(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> str:
-    """Return what the seeds show of one policy, in words."""
+    """Return what the seeds show of one policy, in words; nothing of the plain one."""
+    if line["policy"] == PLAIN:
+        return ""
     found = difference(line, plain, runs)
     largest = max(line["at_start"], *(run["at_end"] for run in runs.values()))
-    inside = "within" if largest <= RATIO else "above"
     if is_within(found):
         verdict = "as plain" if contains_zero(found) else "different from plain, by less than 1 %"
     elif contains_zero(found):
         verdict = "undecided: the interval contains zero, but is too wide"
     else:
         verdict = "different from plain"
-    return f"* {line['policy']}: {inside} the ratio {RATIO} (at most {largest:.2g} measured); {verdict}."
+    ratios = f"noise ratio {line['predicted']:.2g} predicted, at most {largest:.2g} measured"
+    return f"* {line['task']}, {line['policy']}: {ratios}. Learns **{verdict}**."
 
 
 def _conditions(lines: Sequence[Line]) -> list[str]:

@@ -70,12 +70,12 @@ def test_a_row_has_the_paired_interval_of_the_latest_code(bench: Any) -> None:
 )
 def test_an_interval_is_put_in_words(bench: Any, percent: tuple[float, ...], verdict: str) -> None:
     page = bench.learning_page.page(lines(changed(*percent)))
-    assert f"* smallest: within the ratio 0.1 (at most 0.07 measured); {verdict}." in page
+    ratios = "noise ratio 0.09 predicted, at most 0.07 measured"
+    assert f"* text, smallest: {ratios}. Learns **{verdict}**." in page
 
 
-def test_a_ratio_that_one_training_exceeds_is_said(bench: Any) -> None:
-    page = bench.learning_page.page(lines(changed(0.1, -0.1, 0.0), at_end=0.2))
-    assert "* smallest: above the ratio 0.1 (at most 0.2 measured); as plain." in page
+def test_the_largest_ratio_of_all_trainings_is_said(bench: Any) -> None:
+    assert "at most 0.2 measured" in bench.learning_page.page(lines(changed(0, 1, 2), at_end=0.2))
 
 
 def test_trainings_with_other_batches_are_no_pair(bench: Any) -> None:
