@@ -1,0 +1,176 @@
+"""Is training under a policy within a noise ratio of 0.1 as good as plain training? Several seeds, paired.
+
+    python benchmarks/learning.py [--tasks digits,text] [--seeds 5] [--ratios 0.03,0.3,1] [--untrained]
+    python benchmarks/learning.py --docs    # writes docs/learning.md from results/learning.jsonl
+
+Plain, uniform 2 bits, and two policies of the search: the fastest within 40 % of the plain peak, and the
+smallest (`--smallest`). `--ratios` adds smallest policies within other noise ratios. A seed determines
+initialization and batches, equally for all policies, so the differences to plain are paired.
+
+What is hard: noise ratios grow during training. So policies are solved from a profile with the weights at the
+end of a plain training with another seed, and each training ends with a measurement of its policy's ratio.
+`--untrained` adds the smallest policy from a profile of the untrained model, which exceeds its ratio later.
+
+Each policy is a line of `results/learning.jsonl`, and so is each training. The same command trains only what
+has no line of the same code. More `--seeds` make the intervals narrower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, append, json_lines
+from learning_page import table, write
+from learning_tasks import TASKS, Task, train
+from torch import nn
+
+import mesa_tune as mt
+from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
+from mesa_tune.profiler.verification import BATCHES, UNUSED_DRAWS
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler", "search")
+SHARES = range(40, 100, 5)
+PROFILED_SEED = 1000
+PLAIN, FASTEST, SMALLEST, UNIFORM = "plain", "fastest", "smallest", "uniform 2 bits"
+UNTRAINED, RATIO = ", untrained", ", ratio "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--seeds", type=int, default=5, help="trainings under each policy (at least 2)")
+    parser.add_argument("--ratios", default="", help="noise ratios of further smallest policies")
+    parser.add_argument("--untrained", action="store_true", help="also the smallest of the untrained model")
+    parser.add_argument("--docs", action="store_true", help="write docs/learning.md from the results")
+    arguments = parser.parse_args()
+    if arguments.docs:
+        print(f"wrote {write(lines())}")
+        return
+    if arguments.seeds < 2:
+        parser.error("--seeds must be at least 2: one training has no spread")
+    names = [PLAIN, FASTEST, SMALLEST, UNIFORM]
+    names += [f"{SMALLEST}{RATIO}{ratio}" for ratio in arguments.ratios.split(",") if ratio]
+    names += [f"{SMALLEST}{UNTRAINED}"] * arguments.untrained
+    for task in arguments.tasks.split(","):
+        measure(task, names, range(arguments.seeds))
+
+
+def measure(name: str, names: Iterable[str], seeds: Iterable[int]) -> None:
+    """Search for the policies of task `name` that have no line, train what has none, and print the table."""
+    task, version = TASKS[name], code()
+    for label in names:
+        if not recorded(name, version, label):
+            append("learning", {"task": name, "code": version, **policy_line(name, label)})
+    for seed in seeds:
+        for label in names:
+            if not recorded(name, version, label, seed):
+                row = {"policy": label, "seed": seed, **trained(task, recorded(name, version, label), seed)}
+                append("learning", {"task": name, "code": version, **row})
+                print(f"{name}, {label}, seed {seed}: {task.metric} {row['score']:.4f}", flush=True)
+    print("\n".join(table(lines(), name)))
+
+
+def lines() -> list[dict[str, Any]]:
+    """Return all results, oldest first."""
+    return json_lines(RESULTS / "learning.jsonl")
+
+
+def recorded(task: str, version: str, label: str, seed: int | None = None) -> dict[str, Any] | None:
+    """Return the line of a policy, or that of its training with `seed`, if code `version` made one."""
+    wanted = {"task": task, "code": version, "policy": label, "seed": seed}
+    found = (line for line in lines() if all(line[key] == value for key, value in wanted.items()))
+    return next(found, None)
+
+
+def code() -> str:
+    """Return a hash of the sources that policies and trainings depend on."""
+    sources = [file for folder in FOLDERS for file in (ROOT / "mesa_tune" / folder).resolve().rglob("*.py")]
+    own = [ROOT / "benchmarks" / "learning_tasks.py", ROOT / "examples" / "digits_vit.py"]
+    files = sorted([*sources, *ROOT.glob("csrc/**/*.*"), *own])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def policy_line(name: str, label: str) -> dict[str, Any]:
+    """Return policy `label`, its predicted bytes and noise ratio, and the ratio with the first weights."""
+    print(f"{name}: searching {label}", flush=True)
+    task, profile = TASKS[name], profile_of(name, trained=UNTRAINED not in label)
+    budget, policy = searched(profile, label.removesuffix(UNTRAINED))
+    predicted = profile.predict(policy or mt.Policy.parse(""))
+    plain = {"plain_peak": profile.peak_bytes, "uninformed": task.uninformed(), "steps": task.steps}
+    values = {name: getattr(task, name) for name in ("title", "metric", "relative")}
+    line = {"policy": label, "seed": None, **values, **plain, "budget": budget}
+    line |= {"peak": predicted.peak_bytes, "saved": predicted.saved_bytes}
+    if policy is None:
+        return {**line, "text": None}
+    ratios = {
+        "predicted": predicted.gradient_noise_ratio,
+        "at_start": mt.verify(task.workload, policy, steps=1).gradient_noise_ratio,
+    }
+    return {**line, **ratios, "text": policy.dumps()}
+
+
+@cache
+def profile_of(name: str, *, trained: bool) -> mt.Profile:
+    """Return the profile of a task, with the weights after training or those before it."""
+    task = TASKS[name]
+    if not trained:
+        return mt.profile(task.workload)
+    weights = train(task, None, PROFILED_SEED).model.state_dict()
+
+    def model() -> nn.Module:
+        built = task.workload.model()
+        built.load_state_dict(weights)
+        return built
+
+    return mt.profile(replace(task.workload, model=model))
+
+
+def searched(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | None]:
+    """Return the budget and the policy; the budget of the fastest is the first of SHARES within reach."""
+    if label == PLAIN:
+        return None, None
+    if label == UNIFORM:
+        return None, mt.Policy.uniform(level=4)
+    if label == FASTEST:
+        plans = ((f"{share}%", fastest(profile, share)) for share in SHARES)
+        return next((budget, policy) for budget, policy in plans if policy is not None)
+    ratio = float(label.partition(RATIO)[2] or 0.1)
+    return None, mt.search_policy(profile, trials=0, objective="memory", max_noise_ratio=ratio).policy
+
+
+def fastest(profile: mt.Profile, share: int) -> mt.Policy | None:
+    """Return the fastest policy within `share` percent of the plain peak; None if there is none."""
+    try:
+        return mt.search_policy(profile, f"{share}%", trials=0, objective="time").policy
+    except mt.BudgetError as error:
+        print(error, flush=True)
+        return None
+
+
+def trained(task: Task, line: dict[str, Any] | None, seed: int) -> dict[str, Any]:
+    """Return the score of one training, and the noise ratio of the policy in `line` with the last weights."""
+    assert line is not None
+    policy = None if line["text"] is None else mt.Policy.parse(line["text"])
+    model, drawn = train(task, policy, seed)
+    score = task.score(model)
+    ratio = None if policy is None else noise_ratio(task.workload, model.train(), policy)
+    return {"score": score, "drawn": drawn, "at_end": ratio}
+
+
+def noise_ratio(workload: mt.Workload, model: nn.Module, policy: mt.Policy) -> float | None:
+    """Return the noise ratio of `policy` with the weights of `model`, on batches of their own."""
+    joint, draws = JointError(workload, model), range(UNUSED_DRAWS, UNUSED_DRAWS + BATCHES)
+    errors = [statistics.fmean(joint.errors(policy, [(draw, 0)])) for draw in draws]
+    return joint.noise(range(UNUSED_DRAWS, UNUSED_DRAWS + NOISE_STEPS), draws).ratio(errors)
+
+
+if __name__ == "__main__":
+    main()

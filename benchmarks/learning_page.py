@@ -1,0 +1,176 @@
+"""Write docs/learning.md: scores after training under policies beside plain ones, from `learning.py`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import Interval, mean_interval
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "learning.md"
+PLAIN = "plain"
+MARGIN = 0.01
+"""Largest difference that counts as none: one point of accuracy, one percent of the loss."""
+
+Line = Mapping[str, Any]
+COLUMNS = (
+    "policy",
+    "peak",
+    "saved",
+    "ratio predicted",
+    "at start",
+    "at end",
+    "seeds",
+    "score",
+    "difference to plain",
+    "contains zero",
+    "within ±1 %",
+)
+HEAD = """\
+# Learning under policies
+
+Does training under a policy within a noise ratio of 0.1 end as plain training does?
+`python benchmarks/learning.py` trains; `python benchmarks/learning.py --docs` writes this page.
+
+* **fastest**: the fastest policy of the search within the smallest of the budgets 40 %, 45 %, … of the plain
+  peak that is within reach; **smallest**: the lowest peak, as of `mesa-tune search --smallest`. Both are
+  solved from a profile (no study), within a noise ratio of 0.1 or the one named. Uniform 2 bits has no limit.
+* Noise ratios grow during training. So the profile has the weights at the end of a plain training with
+  another seed; **untrained**: the weights before training.
+* **peak**, **saved**: predicted bytes, in % of the plain peak. **ratio predicted**: for the profiled weights.
+  **at start**: measured with untrained weights. **at end**: measured with the last weights of each training
+  under the policy, on batches that nothing was chosen on; mean and largest of all seeds.
+* A seed determines initialization and batches, equally for all policies. **difference to plain**: mean of the
+  paired differences, with its 95 % interval by Student's t. Accuracies differ in percentage points, losses in
+  percent of the plain loss.
+* An interval that contains zero only because it is wide shows nothing: it must also be **within ±1 %**.
+"""
+
+
+def write(lines: Sequence[Line]) -> Path:
+    """Write the page from `lines`, oldest first; return its path."""
+    PAGE.write_text(page(lines), encoding="utf-8")
+    return PAGE
+
+
+def page(lines: Sequence[Line]) -> str:
+    """Return the page of the latest code's lines of each task."""
+    tasks = dict.fromkeys(line["task"] for line in lines)
+    claims = [_claim(*entry) for task in tasks for entry in _trained(lines, task)]
+    sections = [part for task in tasks for part in _section(lines, task)]
+    return "\n".join([HEAD, *filter(None, claims), "", *sections, *_conditions(lines)])
+
+
+def table(lines: Sequence[Line], task: str) -> list[str]:
+    """Return the rows of a task's table."""
+    rows = [
+        COLUMNS,
+        ("---",) * len(COLUMNS),
+        *(_row(line, plain, runs) for line, plain, runs in _trained(lines, task)),
+    ]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _trained(lines: Sequence[Line], task: str) -> list[tuple[Line, dict[int, Line], dict[int, Line]]]:
+    """Return the line of each policy that at least two seeds trained, and the plain and its runs by seed."""
+    code = [line["code"] for line in lines if line["task"] == task][-1]
+    latest = [line for line in lines if line["task"] == task and line["code"] == code]
+    runs: dict[str, dict[int, Line]] = {line["policy"]: {} for line in latest}
+    for line in latest:
+        if line["seed"] is not None:
+            runs[line["policy"]][line["seed"]] = line
+    policies = [line for line in latest if line["seed"] is None and len(runs[line["policy"]]) > 1]
+    return [(line, runs[PLAIN], runs[line["policy"]]) for line in policies]
+
+
+def difference(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> Interval:
+    """Return the mean paired difference to plain with its 95 % interval, as a fraction.
+
+    Raise ValueError if two runs of one seed drew different random numbers.
+    """
+    paired = []
+    for seed in sorted(runs.keys() & plain.keys()):
+        base, run = plain[seed], runs[seed]
+        if base["drawn"] != run["drawn"]:
+            raise ValueError(f"{line['policy']}, seed {seed}: not the batches of the plain training")
+        change = run["score"] - base["score"]
+        paired.append(change / base["score"] if line["relative"] else change)
+    return mean_interval(paired)
+
+
+def _row(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> list[str]:
+    mean = statistics.fmean(run["score"] for run in runs.values())
+    score = f"{mean:.3f}" if line["relative"] else f"{mean:.2%}"
+    bytes_ = [f"{line[name] / line['plain_peak']:.0%}" for name in ("peak", "saved")]
+    if line["policy"] == PLAIN:
+        return [PLAIN, *bytes_, *("–",) * 3, str(len(runs)), score, *("–",) * 3]
+    ends = [run["at_end"] for run in runs.values()]
+    ratios = [
+        f"{line['predicted']:.2g}",
+        f"{line['at_start']:.2g}",
+        f"{statistics.fmean(ends):.2g} (≤ {max(ends):.2g})",
+    ]
+    found = difference(line, plain, runs)
+    change = f"{_percent(found.mean)} ({_percent(found.low)} … {_percent(found.high)})"
+    label = line["policy"] + (f" in {line['budget']}" if line["budget"] else "")
+    verdicts = [_yes(contains_zero(found)), _yes(is_within(found))]
+    return [label, *bytes_, *ratios, str(len(runs)), score, change, *verdicts]
+
+
+def contains_zero(interval: Interval) -> bool:
+    return interval.low <= 0 <= interval.high
+
+
+def is_within(interval: Interval) -> bool:
+    """Return whether the whole interval is within the margin."""
+    return interval.low >= -MARGIN and interval.high <= MARGIN
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:+.2f}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _section(lines: Sequence[Line], task: str) -> list[str]:
+    trained = _trained(lines, task)
+    first, plain, _ = trained[0]
+    mean = statistics.fmean(run["score"] for run in plain.values())
+    about = (
+        f"{first['steps']} steps. Plain {first['metric']} {mean:.3f}; a guess that ignores the input has "
+        f"{first['uninformed']:.3f}."
+    )
+    return [f"## {first['title']}", "", about, "", *table(lines, task), ""]
+
+
+def _claim(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> str:
+    """Return what the seeds show of one policy, in words; nothing of the plain one."""
+    if line["policy"] == PLAIN:
+        return ""
+    found = difference(line, plain, runs)
+    largest = max(line["at_start"], *(run["at_end"] for run in runs.values()))
+    if is_within(found):
+        verdict = "as plain" if contains_zero(found) else "different from plain, by less than 1 %"
+    elif contains_zero(found):
+        verdict = "undecided: the interval contains zero, but is too wide"
+    else:
+        verdict = "different from plain"
+    ratios = f"noise ratio {line['predicted']:.2g} predicted, at most {largest:.2g} measured"
+    return f"* {line['task']}, {line['policy']}: {ratios}. Learns **{verdict}**."
+
+
+def _conditions(lines: Sequence[Line]) -> list[str]:
+    """Return when, where, with which versions and by which code the shown results were measured."""
+    shown = {
+        f"* {run['task']}, {run['date'][:10]}, code `{run['code']}`: {run['hardware']['cpu']} "
+        f"({run['hardware']['capability']}), {run['hardware']['threads']} threads, "
+        f"torch {run['versions']['torch']}"
+        for task in dict.fromkeys(line["task"] for line in lines)
+        for _, _, runs in _trained(lines, task)
+        for run in runs.values()
+    }
+    return ["## Measured", "", *sorted(shown), ""]

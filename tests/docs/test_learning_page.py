@@ -1,0 +1,97 @@
+"""docs/learning.md: its paired intervals and what it says of them; and that trainings of a seed are pairs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mesa_tune as mt
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+PLAIN = (2.0, 2.1, 1.9)
+
+
+@pytest.fixture(scope="module", name="bench")
+def _bench() -> Any:
+    """The benchmark's modules, which are no package."""
+    sys.path.insert(0, BENCHMARKS)
+    try:
+        names = ("learning_page", "learning_tasks")
+        return type("Bench", (), {name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(BENCHMARKS)
+
+
+def lines(scores: tuple[float, ...], *, code: str = "new", **other: Any) -> list[dict[str, Any]]:
+    """Return lines of plain and smallest, and of a training with each of three seeds under both."""
+    policy = {"peak": 20, "saved": 10, "predicted": 0.09, "at_start": 0.012, "text": "…"}
+    title = {"title": "GPT", "metric": "loss", "relative": True, "steps": 7, "uninformed": 3.0}
+    made = [
+        {"policy": "plain", "seed": None, "plain_peak": 80, "budget": None, **title, "peak": 80, "saved": 40},
+        {"policy": "smallest", "seed": None, "plain_peak": 80, "budget": None, **title, **policy},
+    ]
+    for seed, (plain, score) in enumerate(zip(PLAIN, scores, strict=True)):
+        run = {"seed": seed, "drawn": seed / 8}
+        made.append({**run, "policy": "plain", "score": plain, "at_end": None})
+        made.append({**run, "policy": "smallest", "score": score, "at_end": 0.05 + seed / 100, **other})
+    hardware = {"cpu": "CPU", "capability": "AVX2", "threads": 1}
+    head = {"date": "2026-01-02T03", "hardware": hardware, "versions": {"torch": "2"}, "task": "text"}
+    return [{**head, "code": code, **line} for line in made]
+
+
+def changed(*percent: float) -> tuple[float, ...]:
+    return tuple(score * (1 + change / 100) for score, change in zip(PLAIN, percent, strict=True))
+
+
+def test_a_row_has_the_paired_interval_of_the_latest_code(bench: Any) -> None:
+    # Differences of 0.1, 0.2 and 0.3 %: mean 0.2, deviation 0.1, and t is 4.303 for 2 degrees of freedom.
+    old, new = lines(changed(9, 9, 9), code="old"), lines(changed(0.1, 0.2, 0.3))
+    page = bench.learning_page.page([*old, *new])
+    cells = "0.09 | 0.012 | 0.06 (≤ 0.07) | 3 | 2.004 | +0.20 (-0.05 … +0.45) | yes | yes"
+    assert f"| smallest | 25% | 12% | {cells} |" in page
+    assert "| plain | 100% | 50% | – | – | – | 3 | 2.000 | – | – | – |" in page
+    assert page.count("| smallest |") == 1
+    assert "`old`" not in page
+
+
+@pytest.mark.parametrize(
+    ("percent", "verdict"),
+    [
+        ((0.1, -0.1, 0.0), "as plain"),
+        ((0.3, 0.31, 0.32), "different from plain, by less than 1 %"),
+        ((3, -3, 0), "undecided: the interval contains zero, but is too wide"),
+        ((3, 3.1, 3.2), "different from plain"),
+    ],
+)
+def test_an_interval_is_put_in_words(bench: Any, percent: tuple[float, ...], verdict: str) -> None:
+    page = bench.learning_page.page(lines(changed(*percent)))
+    ratios = "noise ratio 0.09 predicted, at most 0.07 measured"
+    assert f"* text, smallest: {ratios}. Learns **{verdict}**." in page
+
+
+def test_the_largest_ratio_of_all_trainings_is_said(bench: Any) -> None:
+    assert "at most 0.2 measured" in bench.learning_page.page(lines(changed(0, 1, 2), at_end=0.2))
+
+
+def test_trainings_with_other_batches_are_no_pair(bench: Any) -> None:
+    with pytest.raises(ValueError, match="smallest, seed 0: not the batches"):
+        bench.learning_page.page(lines(changed(0, 1, 2), drawn=0.9))
+
+
+@pytest.mark.parametrize("name", ["digits", "text"])
+def test_a_seed_has_the_same_batches_under_a_policy(bench: Any, name: str) -> None:
+    task = bench.learning_tasks.TASKS[name]._replace(steps=3)
+    plain = bench.learning_tasks.train(task, None, 1)
+    rounded = bench.learning_tasks.train(task, mt.Policy.uniform(level=4), 1)
+    other = bench.learning_tasks.train(task, None, 2)
+    assert rounded.drawn == plain.drawn != other.drawn
+    before, after = (next(trained.model.parameters()) for trained in (plain, rounded))
+    assert not torch.equal(before, after)
+    # Rounding is unbiased and the steps are few, so the weights stay close.
+    assert torch.allclose(before, after, atol=0.05)
+    assert rounded.model.state_dict().keys() == plain.model.state_dict().keys()
