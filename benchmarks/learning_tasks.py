@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +93,7 @@ def _tokens(text: bytes) -> Tensor:
 
 
 def gpt() -> nn.Module:
-    sizes = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": DEPTH, "n_head": HEADS}
+    sizes: dict[str, Any] = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": DEPTH, "n_head": HEADS}
     config = GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes)
     config.update({"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0})
     return GPT2LMHeadModel(config)
