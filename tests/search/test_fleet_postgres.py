@@ -75,7 +75,7 @@ def _workers(url: str) -> set[str]:
 def test_four_workers_lose_no_trial_though_one_is_killed_and_the_server_restarts(
     server: Server, url: str, tmp_path: Path
 ) -> None:
-    count = 28
+    count = 60
     begun = child(_save_plan, count, url, tmp_path / "plan.json")
     wait_for(lambda: _done(url) >= 1)
     joined = [child(join, url, Slow(0.1)) for _ in range(3)]
