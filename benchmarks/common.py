@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results")
 PACKAGES = ("mesa-tune", "torch", "numpy", "scipy", "optuna", "transformers")
 
@@ -65,6 +67,13 @@ def append(subject: str, result: Mapping[str, Any]) -> Path:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({**header(), **result}, allow_nan=False) + "\n")
     return path
+
+
+def code_of(folders: Sequence[str], *files: Path) -> str:
+    """Return a hash of the sources of mesa-tune in `folders`, of the kernels, and of further files."""
+    sources = [file for folder in folders for file in (ROOT / "mesa_tune" / folder).resolve().rglob("*.py")]
+    every = sorted([*sources, *ROOT.glob("csrc/**/*.*"), *files])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in every)).hexdigest()[:12]
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

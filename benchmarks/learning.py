@@ -18,15 +18,13 @@ has no line of the same code. More `--seeds` make the intervals narrower.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from common import RESULTS, append, json_lines
+from common import RESULTS, ROOT, append, code_of, json_lines
 from learning_page import table, write
 from learning_tasks import TASKS, Task, train
 from torch import nn
@@ -35,7 +33,6 @@ import mesa_tune as mt
 from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
 from mesa_tune.profiler.verification import BATCHES, UNUSED_DRAWS
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler", "search")
 SHARES = range(40, 100, 5)
 PROFILED_SEED = 1000
@@ -92,10 +89,8 @@ def recorded(task: str, version: str, label: str, seed: int | None = None) -> di
 
 def code() -> str:
     """Return a hash of the sources that policies and trainings depend on."""
-    sources = [file for folder in FOLDERS for file in (ROOT / "mesa_tune" / folder).resolve().rglob("*.py")]
-    own = [ROOT / "benchmarks" / "learning_tasks.py", ROOT / "examples" / "digits_vit.py"]
-    files = sorted([*sources, *ROOT.glob("csrc/**/*.*"), *own])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    own = ROOT / "benchmarks" / "learning_tasks.py", ROOT / "examples" / "digits_vit.py"
+    return code_of(FOLDERS, *own)
 
 
 def policy_line(name: str, label: str) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import itertools
 import json
 import os
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import append, json_lines
+from common import append, code_of, json_lines
 from meters import resident, trim
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -209,9 +208,7 @@ def _static(training: Training) -> int:
 def code() -> str:
     """Return a hash of the sources that predictions and steps depend on."""
     folders = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler")
-    sources = [file for folder in folders for file in ROOT.glob(f"mesa_tune/{folder}/**/*.py")]
-    files = sorted([*sources, *ROOT.glob("csrc/**/*.*"), Path(__file__)])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    return code_of(folders, Path(__file__))
 
 
 def done(version: str) -> set[tuple[str, str, str]]:

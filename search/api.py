@@ -93,8 +93,7 @@ def search_policy(
     First it is solved exactly, with the profile's prices of single layers. Then, with a `workload`, a study
     measures joint errors and steps' times. A policy of the study replaces the exact solution only if it is
     better in fresh measurements: it errs less, is faster or has a lower peak, by `objective`, or it is within
-    the noise ratio where the solution is not. If the plain step fits the budget,
-    the policy is exact.
+    the noise ratio where the solution is not. If the plain step fits the budget, the policy is exact.
 
     `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. `trials` (default 100,
     0 for no study) and `timeout` (default 120 seconds) limit the study; either alone removes the other limit.

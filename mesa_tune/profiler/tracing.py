@@ -101,8 +101,7 @@ class StepTracer:
         if not losses:
             return ()
         try:
-            with unnoticed():
-                trace, _ = self.trace(batch, tiling(Policy.parse(""), losses, SLICES))
+            trace, _ = self.trace(batch, tiling(Policy.parse(""), losses, SLICES))
         except MesaTuneError:
             return ()
         still_large = large_losses(trace, tags)
@@ -168,7 +167,7 @@ class TracedWorkload:
         plain = self.large.plain
         self.modules = tracer.rerun_modules(longest.batch, plain) if variants else ()
         self.timeline = self._timeline(TracedPair(self.large, self.small), _unchanged)
-        with unnoticed():  # slices may have no effect
+        with unnoticed():  # slices may fail or have no effect
             self.tiled = unless_out_of_memory(lambda: self._tiled(tags)) if variants else None
 
     def _timeline(self, traced: TracedPair, change: Change) -> Timeline:

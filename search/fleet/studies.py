@@ -29,13 +29,15 @@ from mesa_tune.search.solver import Program
 from mesa_tune.search.space import make_space
 from mesa_tune.search.study.fastest_step import FastestStep
 from mesa_tune.search.study.least_error import LeastError
-from mesa_tune.search.study.local_search import Chosen, Length, LocalSearch, Meter, Outcome
+from mesa_tune.search.study.local_search import Chosen, Length, LocalSearch, Meter, Outcome, Scope
 from mesa_tune.search.study.lowest_peak import LowestPeak
 
 Sharing = Callable[[str], AbstractContextManager[None]]
 """Called with the study's name; others may join the study in the body of the context."""
 
 _TASK = "search"
+_VERSION = 2
+"""Of what a study stores: a study of another version is not continued but begun again."""
 _READY_SECONDS = 30
 _STRANGER = "take a copy of the profile.json of the run that began the study, and the same mesa-tune"
 
@@ -89,13 +91,13 @@ class Task:
         def policy_of(chosen: Chosen) -> Policy:
             return policy_at(profile, program.space, chosen)
 
-        asked = program, self.solved, self.limits, measure, policy_of
+        scope = Scope(program, self.solved, self.limits, policy_of, self.seed)
         if self.objective == "error":
-            return LeastError(*asked, self.seed)
+            return LeastError(scope, measure)
         noise = None if self.limits.noise is None or profile.noise is None else profile.noise.relative
         if self.objective == "time":
-            return FastestStep(*asked, noise, self.seed)
-        return LowestPeak(*asked, noise, self.seed, plain_ms=profile.plain_ms(self.batch_size))
+            return FastestStep(scope, measure, noise)
+        return LowestPeak(scope, measure, noise, profile.plain_ms(self.batch_size))
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def improved(
         "trials": work.trials,
         "timeout": work.timeout,
     }
-    name = NAME + _digest(identity, attributes["profile"], attributes["space"])
+    name = NAME + _digest(_VERSION, identity, attributes["profile"], attributes["space"])
     with opened_study(address, name, attributes) as study:
         stored = study.user_attrs.get(_TASK)
         if stored is None:

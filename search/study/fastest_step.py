@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
-from mesa_tune.search.solver import Program
-from mesa_tune.search.study.local_search import Chosen, Finished, standard_error
+from mesa_tune.search.study.local_search import Chosen, Finished, Meter, Scope, standard_error
 from mesa_tune.search.study.moves import TimeMoves
 from mesa_tune.search.study.within_noise import FRESH_ROUNDS, MORE_ROUNDS, ROUNDS, WithinNoise
 
@@ -15,9 +13,8 @@ from mesa_tune.search.study.within_noise import FRESH_ROUNDS, MORE_ROUNDS, ROUND
 class FastestStep(WithinNoise):
     """Minimise the step's time over the plain step's."""
 
-    def __init__(self, program: Program, *arguments: Any) -> None:
-        super().__init__(program, *arguments)
-        self.moves = TimeMoves(program, self.limits)
+    def __init__(self, scope: Scope, meter: Meter, relative: float | None) -> None:
+        super().__init__(scope, meter, TimeMoves(scope.program, scope.limits), relative)
 
     def is_inside(self, trial: Finished) -> bool:
         """Return True for a timed trial within the noise ratio."""
@@ -27,7 +24,7 @@ class FastestStep(WithinNoise):
         """Measure errors, then times; the value of a plan above the noise ratio is the predicted one."""
         policy = self.policy_of(chosen)
         errors = self.screened(policy)
-        if trials and self._excess(errors) > 0:
+        if trials and self.excess(self.ratio(errors)) > 0:
             predicted = self.space.ms(chosen) / self.space.ms(self.solved)
             return Finished(chosen, errors, predicted * trials[0].value)
         paces = self.paces(policy, ROUNDS)
@@ -35,7 +32,7 @@ class FastestStep(WithinNoise):
             paces += self.paces(policy, MORE_ROUNDS)
         return Finished(chosen, errors, statistics.median(paces), tuple(paces))
 
-    def gain(self, chosen: Chosen) -> str:
+    def better(self, chosen: Chosen) -> str:
         """Return the part of the time that is won, if it is more than two standard errors."""
         policies = [self.policy_of(self.solved), self.policy_of(chosen)]
         gains = [1 - after / before for before, after in self.meter.step_times(policies, FRESH_ROUNDS)]

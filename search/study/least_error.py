@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mesa_tune.policy import Policy
-from mesa_tune.search.problem import Limits
-from mesa_tune.search.solver import Program
+from mesa_tune.search.plan import Measurement
 from mesa_tune.search.study.local_search import (
-    FRESH,
     FULL,
     SCREEN,
     Chosen,
     Finished,
     LocalSearch,
     Meter,
-    Outcome,
-    measurement,
+    Scope,
     standard_error,
 )
 from mesa_tune.search.study.moves import ErrorMoves
@@ -30,19 +26,10 @@ from mesa_tune.search.study.moves import ErrorMoves
 class LeastError(LocalSearch):
     """Minimise the mean joint error; a trial is never larger than the exact solution."""
 
-    def __init__(
-        self,
-        program: Program,
-        solved: Chosen,
-        limits: Limits,
-        meter: Meter,
-        policy_of: Callable[[Chosen], Policy],
-        seed: int = 0,
-    ) -> None:
-        super().__init__(solved, policy_of, seed)
-        self.space, self.meter = program.space, meter
-        self.limits = replace(limits, peak=int(self.space.live(solved).max()), saved=self.space.saved(solved))
-        self.moves = ErrorMoves(program, self.limits)
+    def __init__(self, scope: Scope, meter: Meter) -> None:
+        space, solved = scope.program.space, scope.solved
+        limits = replace(scope.limits, peak=int(space.live(solved).max()), saved=space.saved(solved))
+        super().__init__(replace(scope, limits=limits), meter, ErrorMoves(scope.program, limits))
 
     def best(self, trials: Sequence[Finished]) -> Finished:
         """Return the trial with the lowest value among those measured at all pairs."""
@@ -66,17 +53,12 @@ class LeastError(LocalSearch):
         value = first.value * sum(errors) / sum(first.errors[: len(errors)])
         return Finished(chosen, tuple(errors), value)
 
-    def confirmed(self, trials: Sequence[Finished]) -> Outcome:
-        """Measure on fresh pairs. Return the best trial if it beats the exact solution there, else this."""
-        solved = self.meter.errors(self.policy_of(self.solved), FRESH)
-        best = self.best(trials).chosen if trials else self.solved
-        if best != self.solved:
-            found = measurement(self.meter.errors(self.policy_of(best), FRESH), solved)
-            if found.gain > 2 * found.gain_error:
-                gain, error = found.gain / found.solved, found.gain_error / found.solved
-                won = f"{gain:.1%} ± {error:.1%} of gradient error on fresh batches"
-                return Outcome(best, found, len(trials), won)
-        return Outcome(self.solved, measurement(solved, solved), len(trials))
+    def gain(self, chosen: Chosen, found: Measurement, solved: Measurement) -> str:
+        """Return the part of the error that is won, if it is more than two standard errors."""
+        if found.gain <= 2 * found.gain_error:
+            return ""
+        gain, error = found.gain / found.solved, found.gain_error / found.solved
+        return f"{gain:.1%} ± {error:.1%} of gradient error on fresh batches"
 
     def status(self, trials: Sequence[Finished]) -> str:
         """Return the lowest error so far beside the exact solution's."""

@@ -22,7 +22,8 @@ from mesa_tune.profiler.errors.joint_error import Pair
 from mesa_tune.search.fleet.trials import Standing, Trials
 from mesa_tune.search.fleet.workers import hardware
 from mesa_tune.search.plan import Measurement
-from mesa_tune.search.problem import Limits, Space
+from mesa_tune.search.problem import Limits
+from mesa_tune.search.solver import Program
 from mesa_tune.search.study.moves import Moves
 
 # Pairs (draw of the batch, rounding seed). A trial is first measured on one seed per draw, then on all.
@@ -99,23 +100,40 @@ class Meter(Protocol):
         ...
 
 
-class LocalSearch(ABC):
-    """Search around the exact solution `solved`. `seed`: of all samplers."""
+@dataclass(frozen=True)
+class Scope:
+    """What is searched: plans of `program` around its exact solution `solved`, within `limits`.
 
-    moves: Moves
-    space: Space
+    `policy_of`: the policy of a plan. `seed`: of all samplers.
+    """
+
+    program: Program
+    solved: Chosen
     limits: Limits
+    policy_of: Callable[[Chosen], Policy]
+    seed: int
 
-    def __init__(self, solved: Chosen, policy_of: Callable[[Chosen], Policy], seed: int = 0) -> None:
-        self.solved = solved
-        self.policy_of = policy_of
-        self.seed = seed
+
+class LocalSearch(ABC):
+    """Search around the exact solution. `moves`: how trials propose plans."""
+
+    def __init__(self, scope: Scope, meter: Meter, moves: Moves) -> None:
+        self.space = scope.program.space
+        self.solved = scope.solved
+        self.limits = scope.limits
+        self.policy_of = scope.policy_of
+        self.seed = scope.seed
+        self.meter = meter
+        self.moves = moves
         self._known: dict[int, Finished] = {}
         self._distributions: dict[Any, Any] = {}
 
     @abstractmethod
-    def confirmed(self, trials: Sequence[Finished]) -> Outcome:
-        """Measure afresh. Return the best trial if it beats the exact solution there, else this."""
+    def gain(self, chosen: Chosen, found: Measurement, solved: Measurement) -> str:
+        """Return in words how a plan is better than the exact solution, empty if it is not.
+
+        `found` and `solved` are fresh measurements of both.
+        """
 
     @abstractmethod
     def best(self, trials: Sequence[Finished]) -> Finished:
@@ -132,6 +150,23 @@ class LocalSearch(ABC):
     @abstractmethod
     def status(self, trials: Sequence[Finished]) -> str:
         """Return the best trial so far in words."""
+
+    def ratio(self, errors: Sequence[float]) -> float | None:
+        """Return the noise ratio, None if it is unknown."""
+        return None
+
+    def confirmed(self, trials: Sequence[Finished]) -> Outcome:
+        """Measure afresh. Return the best trial if it beats the exact solution there, else this."""
+        before = self.meter.errors(self.policy_of(self.solved), FRESH)
+        solved = measurement(before, before, self.ratio(before))
+        best = self.best(trials).chosen if trials else self.solved
+        if best != self.solved:
+            errors = self.meter.errors(self.policy_of(best), FRESH)
+            found = measurement(errors, before, self.ratio(errors))
+            won = self.gain(best, found, solved)
+            if won:
+                return Outcome(best, found, len(trials), won)
+        return Outcome(self.solved, solved, len(trials))
 
     def constraints(self, trial: Finished) -> dict[str, float]:
         """Return how far the plan exceeds each limit, as fractions of it; at most 0 within."""
@@ -217,7 +252,9 @@ class LocalSearch(ABC):
         return self.moves.propose(trial, self.best(trials).chosen)
 
 
-def measurement(errors: Sequence[float], solved: Sequence[float]) -> Measurement:
+def measurement(
+    errors: Sequence[float], solved: Sequence[float], noise_ratio: float | None = None
+) -> Measurement:
     """Return the means of errors at the same pairs, and the paired difference with its standard error."""
     gains = [before - after for before, after in zip(solved, errors, strict=True)]
     return Measurement(
@@ -227,6 +264,7 @@ def measurement(errors: Sequence[float], solved: Sequence[float]) -> Measurement
         gain=statistics.fmean(gains),
         gain_error=standard_error(gains),
         pairs=len(errors),
+        noise_ratio=noise_ratio,
     )
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
-from mesa_tune.search.solver import Program
-from mesa_tune.search.study.local_search import Chosen, Finished
+from mesa_tune.search.study.local_search import Chosen, Finished, Meter, Scope
 from mesa_tune.search.study.moves import PeakMoves
 from mesa_tune.search.study.within_noise import FRESH_ROUNDS, ROUNDS, WithinNoise
 
@@ -15,9 +13,8 @@ from mesa_tune.search.study.within_noise import FRESH_ROUNDS, ROUNDS, WithinNois
 class LowestPeak(WithinNoise):
     """Minimise the predicted peak over the exact solution's. `plain_ms`: of the profile's plain step."""
 
-    def __init__(self, program: Program, *arguments: Any, plain_ms: float) -> None:
-        super().__init__(program, *arguments)
-        self.moves = PeakMoves(program, self.limits)
+    def __init__(self, scope: Scope, meter: Meter, relative: float | None, plain_ms: float) -> None:
+        super().__init__(scope, meter, PeakMoves(scope.program, scope.limits), relative)
         self.slowdown = None if self.limits.ms is None else self.limits.ms / plain_ms
 
     def is_inside(self, trial: Finished) -> bool:
@@ -28,11 +25,11 @@ class LowestPeak(WithinNoise):
         """Measure errors, and times where the noise ratio is within its limit."""
         policy = self.policy_of(chosen)
         errors = self.screened(policy)
-        timed = self.slowdown is not None and self._excess(errors) <= 0
+        timed = self.slowdown is not None and self.excess(self.ratio(errors)) <= 0
         paces = self.paces(policy, ROUNDS) if timed else []
         return Finished(chosen, errors, self._peak(chosen) / self._peak(self.solved), tuple(paces))
 
-    def gain(self, chosen: Chosen) -> str:
+    def better(self, chosen: Chosen) -> str:
         """Return the part of the peak that is won, if the step is not too slow."""
         gain = 1 - self._peak(chosen) / self._peak(self.solved)
         if gain <= 0:

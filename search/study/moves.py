@@ -34,14 +34,40 @@ _THIRDS = ("early", "middle", "late")
 
 
 class Moves(ABC):
-    """Moves for one program under `limits`. `named`: the parameter of a kind of layer is called so."""
+    """Moves for one program under `limits`."""
+
+    def __init__(self, program: Program, limits: Limits) -> None:
+        self.program = program
+        self.limits = limits
+
+    @property
+    @abstractmethod
+    def neutral(self) -> dict[str, Any]:
+        """The trial parameters that leave the program unchanged."""
+
+    @abstractmethod
+    def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
+        """Propose a plan within the limits, or return `best`, the best plan so far, if there is no other."""
+
+    def with_margin(self, trial: Any) -> Limits:
+        """Return the limits with another one on the noise ratio, if there is one."""
+        if self.limits.noise is None:
+            return self.limits
+        margin = math.exp(trial.suggest_float("noise margin", -MARGIN, MARGIN))
+        return replace(self.limits, noise=self.limits.noise * margin)
+
+
+class KindMoves(Moves):
+    """Moves with a parameter for each kind of layer, called `named`, the logarithm of a factor.
+
+    `largest`: its largest value.
+    """
 
     named: str
     largest: float
 
     def __init__(self, program: Program, limits: Limits) -> None:
-        self.program = program
-        self.limits = limits
+        super().__init__(program, limits)
         self.units = program.space.decisions
         self.sizes = [len(unit.choices) for unit in self.units]
         # A module has no choice as a further one.
@@ -53,10 +79,6 @@ class Moves(ABC):
     def neutral(self) -> dict[str, Any]:
         """The trial parameters that leave the program unchanged."""
         return {f"{self.named} {kind}": 0.0 for kind in self._decided}
-
-    @abstractmethod
-    def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
-        """Propose a plan within the limits, or return `best`, the best plan so far, if there is no other."""
 
     def _factors(self, trial: Any) -> Floats:
         """Return a factor for every choice, from one parameter for each kind of layer."""
@@ -76,7 +98,7 @@ class Moves(ABC):
         return list(dict.fromkeys(self.kinds[number] for number in self.free))
 
 
-class TimeMoves(Moves):
+class TimeMoves(KindMoves):
     """Another limit on the noise ratio, and other times of each kind of layer."""
 
     named, largest = "time", _PACE
@@ -89,7 +111,7 @@ class TimeMoves(Moves):
 
     def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
         """Propose the fastest plan by other times within another limit on the noise ratio."""
-        limits, program = _with_margin(trial, self.limits), self.program
+        limits, program = self.with_margin(trial), self.program
         times = program.times * self._factors(trial)
         solution = None
         with suppress(TimeUpError):
@@ -100,8 +122,6 @@ class TimeMoves(Moves):
 class PeakMoves(Moves):
     """Other limits on the noise ratio and on the time."""
 
-    named, largest = "", 0.0
-
     @property
     def neutral(self) -> dict[str, Any]:
         """The trial parameters that leave the program unchanged."""
@@ -110,7 +130,7 @@ class PeakMoves(Moves):
 
     def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
         """Propose the fastest plan of the lowest peak within other limits."""
-        limits, program = _with_margin(trial, self.limits), self.program
+        limits, program = self.with_margin(trial), self.program
         if limits.ms is not None:
             margin = math.exp(trial.suggest_float("time margin", -_TIME_MARGIN, _TIME_MARGIN))
             limits = replace(limits, ms=limits.ms * margin)
@@ -124,7 +144,7 @@ class PeakMoves(Moves):
         return tuple(best) if solution is None else solution.chosen
 
 
-class ErrorMoves(Moves):
+class ErrorMoves(KindMoves):
     """Other errors of each kind of layer, or of a few units."""
 
     named, largest = "price", _PRICE
@@ -162,12 +182,3 @@ class ErrorMoves(Moves):
         if number == moved[0]:
             return ~present
         return np.ones_like(present) if number in moved else present
-
-
-def _with_margin(trial: Any, limits: Limits) -> Limits:
-    """Return the limits with another one on the noise ratio, if there is one."""
-    if limits.noise is None:
-        return limits
-    return replace(
-        limits, noise=limits.noise * math.exp(trial.suggest_float("noise margin", -MARGIN, MARGIN))
-    )

@@ -78,14 +78,18 @@ def test_other_slices_are_not_predicted(profile: Profile) -> None:
         profile.predict(mt.Policy.uniform(level=16, tile=3))
 
 
-def test_a_small_loss_is_not_traced_in_slices(workload: mt.Workload) -> None:
-    small = mt.Workload(
-        lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4)),
+def classifier(model: Callable[[], nn.Module], batch_size: int) -> mt.Workload:
+    return mt.Workload(
+        model,
         lambda n: torch.randn(n, 64),
         lambda model, x: F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.int64)),
-        batch_size=64,
+        batch_size=batch_size,
         device="cpu",
     )
+
+
+def test_a_small_loss_is_not_traced_in_slices() -> None:
+    small = classifier(lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4)), 64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = mt.profile(small, options=[])
@@ -96,13 +100,7 @@ def test_a_small_loss_is_not_traced_in_slices(workload: mt.Workload) -> None:
 
 def test_slices_without_effect_warn_nobody() -> None:
     """Compressed inputs of 96 columns are stored in another shape, and cannot be cut into slices."""
-    work = mt.Workload(
-        lambda: nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 256)),
-        lambda n: torch.randn(n, 64),
-        lambda model, x: F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.int64)),
-        batch_size=2048,
-        device="cpu",
-    )
+    work = classifier(lambda: nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 256)), 2048)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert mt.profile(work, options=[]).tiled is not None

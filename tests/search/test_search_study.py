@@ -17,6 +17,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
+from mesa_tune.search.fleet import studies
 from mesa_tune.search.study.local_search import FRESH, FULL, measurement
 from tests.synthetic import COARSE, synthetic_profile
 
@@ -124,6 +125,15 @@ def test_a_split_study_ends_as_a_whole_one(profile: Profile, tmp_path: Path) -> 
     again = Weighted(profile, weights)
     assert study(profile, again, 11, storage=tmp_path / "split.db").to_dict() == whole.to_dict()
     assert set(again.asked) == set(FRESH)
+
+
+def test_a_study_of_an_earlier_version_is_begun_again(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "study.db"
+    study(profile, Weighted(profile, {}), 5, storage=path)
+    monkeypatch.setattr(studies, "_VERSION", studies._VERSION + 1)
+    assert study(profile, Weighted(profile, {}), 2, storage=path).trials == 2
 
 
 def test_a_stopped_study_goes_on(profile: Profile, tmp_path: Path) -> None:

@@ -9,17 +9,15 @@ from pathlib import Path
 
 from mesa_tune.files import locked
 from mesa_tune.policy import Policy
-from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.errors.joint_error import JointError, Pair
 from mesa_tune.profiler.timing.step_time import StepTimer
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
-from mesa_tune.workload.session import Session
 from mesa_tune.workload.workload import Workload
 
 WARM_UP = 2
 """Rounds that are not counted: in the first, calls are planned and what is derived is found."""
-_USER = getattr(os, "getuid", int)()
+_USER = os.getuid() if hasattr(os, "getuid") else 0
 _LOCK = Path(tempfile.gettempdir()) / f"mesa-tune-step-times-{_USER}.lock"
 
 
@@ -44,5 +42,4 @@ class StepMeter:
         optimizer = workload.make_optimizer(model)
         with locked(_LOCK), preserved(model, optimizer) as restore:
             timer = StepTimer(workload, model, optimizer, restore, clock_of(workload.device))
-            sessions = [Session.of(model, policy, min_elements=MIN_ELEMENTS) for policy in policies]
-            return timer.in_turn(sessions, WARM_UP + rounds)[WARM_UP:]
+            return timer.in_turn(policies, WARM_UP + rounds)[WARM_UP:]

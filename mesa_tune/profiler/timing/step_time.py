@@ -101,9 +101,9 @@ class StepTimer:
         """Return the median milliseconds of the plain step over `steps`, after another one."""
         return statistics.median([self._step_ms(batch) for _ in range(steps + 1)][1:])
 
-    def in_turn(self, sessions: Sequence[Session], rounds: int) -> list[list[float]]:
-        """Return the milliseconds of `rounds` rounds of steps, one under each session in every round."""
-        batch = self.workload.make_batch()
+    def in_turn(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
+        """Return the milliseconds of `rounds` rounds of steps, one under each policy in every round."""
+        batch, sessions = self.workload.make_batch(), [self._session(policy) for policy in policies]
         return [[self._step_ms(batch, session) for session in sessions] for _ in range(rounds)]
 
     def times(self, policies: Sequence[Policy], seconds: float, tiled: Policy | None = None) -> StepTimes:
