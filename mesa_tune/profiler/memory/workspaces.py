@@ -2,12 +2,14 @@
 
 What is hard: the libraries do not say. The rules are what resident memory showed around single calls of five
 convolutional networks (torch 2.13, oneDNN): a convolution copies its tensors into the layout that its kernel
-wants, and some functions copy an argument that is not contiguous.
+wants, or, where oneDNN does not take the dtype (bfloat16 without AVX-512) or is off, writes each window as a
+column of a matrix; and some functions copy an argument that is not contiguous.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,13 +53,87 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if func not in _MODELLED or args[0].device.type != "cpu":
         return 0
     if func is _ATEN.convolution.default:
-        x, weight = args[:2]
-        return int(max(x.nbytes, result.nbytes) + weight.nbytes)
+        x, weight, _, *options = args
+        return _Convolution(x, weight, result, *options).forward_bytes()
     if func is _ATEN.convolution_backward.default:
-        grad, x, weight, _, stride, *_, groups, _ = args
-        copied = [tensor for tensor in (grad, x) if not _ATEN.is_non_overlapping_and_dense(tensor)]
-        if max(stride) > 1 and groups == 1:
-            copied.append(x)
-        return sum(int(tensor.nbytes) for tensor in (grad, x, weight, *copied))
+        grad, x, weight, _, *options, _ = args
+        return _Convolution(x, weight, grad, *options).backward_bytes()
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """Input, weight, output or its gradient, and options of a convolution."""
+
+    x: Tensor
+    weight: Tensor
+    y: Tensor
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+    def forward_bytes(self) -> int:
+        kernel = self._kernel()
+        if not kernel.startswith("Slow"):
+            return max(self.x.nbytes, self.y.nbytes) + self.weight.nbytes
+        columns = 0 if self._pointwise() else self._columns()
+        if kernel not in {"Slow2d", "Slow3d", "SlowTranspose2d"}:
+            columns //= len(self.x)
+        if self.transposed:
+            columns += self._summed()
+        # Groups are computed one after the other, and joined.
+        group, joined = (self.x.nbytes // self.groups, self.y.nbytes) if self.groups > 1 else (0, 0)
+        return self._copied() + max(columns + group, joined)
+
+    def backward_bytes(self) -> int:
+        kernel = self._kernel()
+        if not kernel.startswith("Slow"):
+            copied = [tensor for tensor in (self.y, self.x) if not _ATEN.is_non_overlapping_and_dense(tensor)]
+            if max(self.stride) > 1 and self.groups == 1:
+                copied.append(self.x)
+            return sum(int(tensor.nbytes) for tensor in (self.y, self.x, self.weight, *copied))
+        sample = self._columns() // len(self.x)
+        of_weight = self._columns() if kernel in {"Slow2d", "Slow3d"} else sample
+        of_x = of_weight if kernel == "Slow3d" else sample
+        if self._pointwise():
+            of_weight = 0
+        if not self.transposed:
+            of_x += self._summed()
+        if kernel == "Slow2d":
+            of_x *= min(torch.get_num_threads(), len(self.x))
+        group, joined = (
+            ((self.x.nbytes + self.y.nbytes) // self.groups, self.x.nbytes) if self.groups > 1 else (0, 0)
+        )
+        return self._copied() + max(of_x + group, of_weight + group, joined)
+
+    def _kernel(self) -> str:
+        options = (
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self.output_padding,
+            self.groups,
+        )
+        return str(torch._C._select_conv_backend(self.x, self.weight, None, *options).name)
+
+    def _pointwise(self) -> bool:
+        """Return whether the input is its own matrix of columns."""
+        window = max(*self.weight.shape[2:], *self.stride)
+        return window == 1 and not self.transposed and not any(self.padding)
+
+    def _columns(self) -> int:
+        """Return the bytes of the columns of a group, of all samples."""
+        places = self.x if self.transposed else self.y
+        return self.weight[0].numel() * places[:, 0].numel() * self.x.element_size()
+
+    def _summed(self) -> int:
+        """Return the bytes of the float32 sums of one sample's products of 16-bit numbers."""
+        return 2 * self._columns() // len(self.x) if self.x.element_size() == 2 else 0
+
+    def _copied(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.x, self.y) if not tensor.is_contiguous())
