@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -88,8 +87,6 @@ def last_line(text: str) -> str:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_unmodified_script(name: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    if name == "Lightning" and find_spec("lightning") is None:
-        pytest.skip("lightning is not installed")
     (folder / "train.py").write_text(START + SCRIPTS[name] + END)
     plain = subprocess.run([sys.executable, "train.py"], check=True, capture_output=True, text=True)
     assert cli.run(["profile", "--", sys.executable, "train.py"]) == 0
