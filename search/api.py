@@ -84,7 +84,7 @@ def search_policy(
     """Search for the best policy whose training step fits `budget`.
 
     Best is, by `objective`: `time`, the fastest step whose gradient noise ratio is at most `max_noise_ratio`
-    (of the mean error; at 0.1 the error is invisible beside the minibatch's noise) and whose squared bias, as
+    (of the mean error; docs/learning.md says how models learn within which) and whose squared bias, as
     far as it was measured, is at most 0.01 of the squared mean gradient; `error`, the least gradient error;
     `memory`, the lowest peak within `max_noise_ratio` and `max_slowdown` (default 1.5), which needs no
     budget; `auto`, `time`, but `error` where no policy is within the ratio or where it is unknown: in a

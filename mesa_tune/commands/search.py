@@ -26,6 +26,7 @@ from mesa_tune.commands.memory import advising
 from mesa_tune.commands.plan_text import summary, table
 from mesa_tune.commands.searching.join import join_study
 from mesa_tune.commands.searching.options import (
+    MAX_NOISE_RATIO,
     BatchOption,
     BudgetOption,
     ForbidOption,
@@ -139,7 +140,7 @@ class _Arguments:
         return [*options, *(f"--pin '{pin}'" for pin in self.pin)]
 
 
-_DEFAULTS = {"seed": 0, "objective": "auto", "max_noise_ratio": 0.1}
+_DEFAULTS = {"seed": 0, "objective": "auto", "max_noise_ratio": MAX_NOISE_RATIO}
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def search(
     smallest: SmallestOption = False,
     max_batch: MaxBatchOption = False,
     objective: ObjectiveOption = "auto",
-    max_noise_ratio: NoiseOption = 0.1,
+    max_noise_ratio: NoiseOption = MAX_NOISE_RATIO,
     max_slowdown: SlowdownOption = None,
     max_saved: SavedOption = None,
     pin: PinOption = None,

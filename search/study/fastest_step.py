@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from mesa_tune.search.study.local_search import Chosen, Finished, Meter, Scope, standard_error
 from mesa_tune.search.study.moves import TimeMoves
@@ -14,7 +17,19 @@ class FastestStep(WithinNoise):
     """Minimise the step's time over the plain step's."""
 
     def __init__(self, scope: Scope, meter: Meter, relative: float | None) -> None:
-        super().__init__(scope, meter, TimeMoves(scope.program, scope.limits), relative)
+        self.times = TimeMoves(scope.program, scope.limits)
+        super().__init__(scope, meter, self.times, relative)
+
+    def fixed(self, trials: Sequence[Finished], slot: int) -> Mapping[str, Any]:
+        """Return at every other slot the times that explain what was measured so far."""
+        timed = [trial for trial in trials if trial.paces and trial.is_valid_here]
+        if slot < 2 or slot % 2 or not timed:
+            return super().fixed(trials, slot)
+        paces = np.array([statistics.median(trial.paces) for trial in timed])
+        errors = np.array([standard_error(trial.paces) for trial in timed])
+        generator = np.random.default_rng([self.seed, slot])
+        fitted = self.times.fitted([trial.chosen for trial in timed], paces, errors, generator)
+        return {**fitted, **self.calibrated(trials)}
 
     def is_inside(self, trial: Finished) -> bool:
         """Return True for a timed trial within the noise ratio."""

@@ -20,6 +20,7 @@ import numpy as np
 from mesa_tune.search.linear.highs import TimeUpError
 from mesa_tune.search.problem import Floats, Limits
 from mesa_tune.search.solver import Program, Solution
+from mesa_tune.search.study.fitting import drawn_factors
 
 # A proposal is measured anyway, so its solution needs no tight proof.
 _GAP, _TIME_GAP = 1e-3, 1e-2
@@ -97,6 +98,15 @@ class KindMoves(Moves):
         """The kinds of units that have a choice, in order."""
         return list(dict.fromkeys(self.kinds[number] for number in self.free))
 
+    def _by_kind(self, costs: Floats, chosen: Sequence[int]) -> list[float]:
+        """Return the sum of the costs of the chosen choices, for each kind."""
+        sums = dict.fromkeys(self._decided, 0.0)
+        kinds = np.repeat(np.asarray(self.kinds, dtype=object), self.sizes)
+        for column in self.program.rows.columns(chosen):
+            if kinds[column] in sums:
+                sums[kinds[column]] += float(costs[column])
+        return list(sums.values())
+
 
 class TimeMoves(KindMoves):
     """Another limit on the noise ratio, and other times of each kind of layer."""
@@ -108,6 +118,17 @@ class TimeMoves(KindMoves):
         """The trial parameters that leave the program unchanged."""
         margin = {} if self.limits.noise is None else {"noise margin": 0.0}
         return {**margin, **super().neutral}
+
+    def fitted(
+        self, steps: Sequence[Sequence[int]], paces: Floats, errors: Floats, generator: np.random.Generator
+    ) -> dict[str, float]:
+        """Return trial parameters with times that explain the `paces` of the plans `steps`."""
+        plain = self.program.space.base_ms
+        added = np.array([self._by_kind(self.program.times, chosen) for chosen in steps]) / plain
+        factors = drawn_factors(added, paces, errors, generator)
+        logarithms = np.log(np.clip(factors, math.exp(-self.largest), math.exp(self.largest)))
+        names = (f"{self.named} {kind}" for kind in self._decided)
+        return dict(zip(names, np.clip(logarithms, -self.largest, self.largest).tolist(), strict=True))
 
     def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
         """Propose the fastest plan by other times within another limit on the noise ratio."""

@@ -32,7 +32,7 @@ ROUNDS, MORE_ROUNDS, FRESH_ROUNDS = 6, 12, 32
 """Rounds of timed steps: of every trial in the limits, of promising ones besides, and of the confirmation."""
 
 AIM = 0.9
-"""The second trial aims at this share of the limit on the noise ratio: the plan there is another one."""
+"""Calibrated trials aim at this share of the limit on the noise ratio."""
 
 
 class WithinNoise(LocalSearch):
@@ -72,12 +72,18 @@ class WithinNoise(LocalSearch):
         """Return the neutral parameters for the exact solution, for the second trial with another margin."""
         if trials and slot != 1:
             return {}
-        neutral = self.moves.neutral
-        if trials and self.limits.noise is not None:
-            ratio, predicted = self.ratio(trials[0].errors), self.space.noise(self.solved)
-            if ratio and math.isfinite(ratio) and predicted > 0:
-                neutral["noise margin"] = min(MARGIN, max(-MARGIN, math.log(AIM * predicted / ratio)))
-        return neutral
+        return {**self.moves.neutral, **self.calibrated(trials)}
+
+    def calibrated(self, trials: Sequence[Finished]) -> dict[str, float]:
+        """Return the margin at which the trials, by their median, would have met the limit on the ratio."""
+        if self.limits.noise is None:
+            return {}
+        pairs = [(self.space.noise(trial.chosen), self.ratio(trial.errors)) for trial in trials]
+        known = [
+            predicted / ratio for predicted, ratio in pairs if predicted > 0 and ratio and ratio < math.inf
+        ]
+        margin = math.log(AIM * statistics.median(known)) if known else 0.0
+        return {"noise margin": min(MARGIN, max(-MARGIN, margin))}
 
     def gain(self, chosen: Chosen, found: Measurement, solved: Measurement) -> str:
         """Return how a plan within the noise ratio is better; it is if the exact solution is not within."""

@@ -12,10 +12,11 @@ import pytest
 
 from mesa_tune import cli, convert, profile
 from mesa_tune.commands.budgets import free_memory
+from mesa_tune.commands.searching.options import MAX_NOISE_RATIO
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search import Plan
+from mesa_tune.search import Plan, objectives
 from mesa_tune.units import format_bytes
 from mesa_tune.workload.workload import Workload
 from tests.synthetic import COARSE, synthetic_profile
@@ -302,9 +303,9 @@ def noisy_run() -> Profile:
 def test_the_terminal_says_which_objective_held(capsys: pytest.CaptureFixture[str]) -> None:
     noisy_run()
     for options, words in (
-        (["--budget", "60%"], "objective  time within noise ratio 0.1; no plan of the settings tried is"),
+        (["--budget", "60%"], "objective  time within noise ratio 0.03; no plan of the settings tried is"),
         (["--budget", "60%", "--objective", "error"], "objective  error; no plan of the settings tried errs"),
-        (["--smallest"], "objective  memory within noise ratio 0.1; "),
+        (["--smallest"], "objective  memory within noise ratio 0.03; "),
         (["--budget", "60%", "--max-noise-ratio", "1e-12"], "objective  error, because no plan was found"),
     ):
         assert search(*options, "--trials", "0", "--force") == 0
@@ -423,3 +424,7 @@ def test_a_study_is_joined(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     changed = replace(Profile.load("mesa-run/profile.json"), step_ms=1e3)
     changed.save("mesa-run/profile.json")
     assert_refused(["--join", name, *journal], capsys, ["another profile of this model", "copy"])
+
+
+def test_the_default_ratio_is_that_of_search_policy() -> None:
+    assert MAX_NOISE_RATIO == objectives.MAX_NOISE_RATIO

@@ -8,6 +8,7 @@ import pytest
 
 from mesa_tune.policy import Policy
 from mesa_tune.search.frontier import pareto
+from mesa_tune.search.objectives import MAX_NOISE_RATIO
 from tests.synthetic import COARSE, is_sorted, synthetic_profile
 
 
@@ -23,7 +24,7 @@ def test_more_memory_never_costs_time_or_error() -> None:
         values = rows[column] - (40.0 if objective == "time" else 0.0)
         assert is_sorted([-value * 1.01**-place for place, value in enumerate(values)])
         assert values.iloc[0] > values.iloc[-1]
-    assert (table[table["objective"] == "time"]["noise_ratio"] <= 0.1 * (1 + 1e-9)).all()
+    assert (table[table["objective"] == "time"]["noise_ratio"] <= MAX_NOISE_RATIO * (1 + 1e-9)).all()
     uniform = table[table["policy"] == "uniform 4 bits"].iloc[0]
     assert uniform["peak_bytes"] == profile.predict(Policy.uniform(level=16)).peak_bytes
 

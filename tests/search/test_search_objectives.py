@@ -15,6 +15,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
+from mesa_tune.search.objectives import MAX_NOISE_RATIO
 from mesa_tune.search.restrictions import read_pin
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import make_space
@@ -44,9 +45,9 @@ def _small() -> Profile:
 
 def test_the_fastest_within_the_ratio_is_the_default(profile: Profile) -> None:
     plan = search_policy(profile, "60%")
-    assert (plan.objective, plan.why, plan.max_noise_ratio) == ("time", "", 0.1)
+    assert (plan.objective, plan.why, plan.max_noise_ratio) == ("time", "", MAX_NOISE_RATIO)
     assert plan.predicted.gradient_noise_ratio is not None
-    assert 0 < plan.predicted.gradient_noise_ratio <= 0.1
+    assert 0 < plan.predicted.gradient_noise_ratio <= MAX_NOISE_RATIO
     least = search_policy(profile, "60%", objective="error")
     assert least.objective == "error"
     assert plan.predicted.step_ms is not None
@@ -103,7 +104,7 @@ def test_an_unknown_ratio_is_no_small_one(profile: Profile, objective: str) -> N
 def test_the_smallest_peak_needs_no_budget(profile: Profile) -> None:
     plan = search_policy(profile, objective="memory")
     assert plan.budget_bytes is None
-    assert (plan.predicted.gradient_noise_ratio or 0) <= 0.1
+    assert (plan.predicted.gradient_noise_ratio or 0) <= MAX_NOISE_RATIO
     assert plan.predicted.step_ms is not None
     assert plan.predicted.step_ms <= 1.5 * profile.plain_ms(profile.batch_size) * (1 + 1e-9)
     assert plan.bound <= plan.predicted.peak_bytes

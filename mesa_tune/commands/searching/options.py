@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+MAX_NOISE_RATIO = 0.03
+"""As of `mt.search_policy`, whose import takes seconds."""
+
 BudgetOption = Annotated[
     str | None,
     typer.Option(
