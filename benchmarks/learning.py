@@ -1,11 +1,11 @@
-"""Is training under a policy within a noise ratio of 0.1 as good as plain training? Several seeds, paired.
+"""Is training under a policy within a noise ratio as good as plain training? Several seeds, paired.
 
-    python benchmarks/learning.py [--tasks digits,text] [--seeds 5] [--ratios 0.03,0.3,1] [--untrained]
+    python benchmarks/learning.py [--tasks digits,text] [--seeds 5] [--ratios 0.1,0.3] [--untrained]
     python benchmarks/learning.py --docs    # writes docs/learning.md from results/learning.jsonl
 
 Plain, uniform 2 bits, and two policies of the search: the fastest within 40 % of the plain peak, and the
-smallest (`--smallest`). `--ratios` adds smallest policies within other noise ratios. A seed determines
-initialization and batches, equally for all policies, so the differences to plain are paired.
+smallest (`--smallest`), both within the default noise ratio. `--ratios` adds smallest policies within others.
+A seed determines initialization and batches, equally for all policies, so differences to plain are paired.
 
 What is hard: noise ratios grow during training. So policies are solved from a profile with the weights at the
 end of a plain training with another seed, and each training ends with a measurement of its policy's ratio.
@@ -32,6 +32,7 @@ from torch import nn
 import mesa_tune as mt
 from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
 from mesa_tune.profiler.verification import BATCHES, UNUSED_DRAWS
+from mesa_tune.search.objectives import MAX_NOISE_RATIO
 
 FOLDERS = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler", "search")
 SHARES = range(40, 100, 5)
@@ -137,7 +138,7 @@ def searched(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | N
     if label == FASTEST:
         plans = ((f"{share}%", fastest(profile, share)) for share in SHARES)
         return next((budget, policy) for budget, policy in plans if policy is not None)
-    ratio = float(label.partition(RATIO)[2] or 0.1)
+    ratio = float(label.partition(RATIO)[2] or MAX_NOISE_RATIO)
     return None, mt.search_policy(profile, trials=0, objective="memory", max_noise_ratio=ratio).policy
 
 

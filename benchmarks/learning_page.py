@@ -31,12 +31,13 @@ COLUMNS = (
 HEAD = """\
 # Learning under policies
 
-Does training under a policy within a noise ratio of 0.1 end as plain training does?
+Does training under a policy within a noise ratio end as plain training does?
 `python benchmarks/learning.py` trains; `python benchmarks/learning.py --docs` writes this page.
 
 * **fastest**: the fastest policy of the search within the smallest of the budgets 40 %, 45 %, … of the plain
   peak that is within reach; **smallest**: the lowest peak, as of `mesa-tune search --smallest`. Both are
-  solved from a profile (no study), within a noise ratio of 0.1 or the one named. Uniform 2 bits has no limit.
+  solved from a profile (no study), within the default noise ratio of 0.03 or the one named. Uniform 2 bits
+  has no limit.
 * Noise ratios grow during training. So the profile has the weights at the end of a plain training with
   another seed; **untrained**: the weights before training.
 * **peak**, **saved**: predicted bytes, in % of the plain peak. **ratio predicted**: for the profiled weights.

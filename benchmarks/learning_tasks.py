@@ -134,7 +134,7 @@ TASKS = {
     "digits": Task(
         "ViT of 6 blocks on images of handwritten digits",
         mt.Workload(DIGITS.model, DIGITS.batch, DIGITS.loss, DIGITS.optimizer, batch_size=DIGITS.BATCH_SIZE),
-        240,
+        480,
         DIGITS.LEARNING_RATE,
         DIGITS.accuracy,
         "test accuracy",
