@@ -26,10 +26,14 @@ GAP, LARGE_GAP = 1e-6, 1e-4
 """The gap at which the solver stops; the second for more than `_LARGE` choices."""
 _LARGE = 500
 SECONDS = 60.0
+_ACCURACY = 1e-6
+"""Differences of costs that the solver does not see."""
 # Bytes are passed to the solver as fractions of a limit; its constraints are accurate to about 1e-7.
 _SLACK = 1e-7
 # Small problems exclude plans above the noise ratio one by one, and so lose none.
 _FEW, _TANGENTS = 100, 200
+_MANY = 1500
+"""Columns of a step that is first solved in part."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Program:
             if best is None or cost <= best.cost:
                 best = Solution(solution.chosen, cost, bound)
             best = replace(best, bound=min(bound, best.cost))
-            if best.cost <= 0 or scale <= best.cost:
+            if best.cost <= 0 or scale * _ACCURACY <= best.cost * relaxed.gap:
                 break
             allowed = allowed & (costs <= best.cost * (1 + 1e-9))
             scale = best.cost / 100
@@ -188,9 +192,10 @@ class _Relaxed:
             return None
         self.bound = fractions.bound
         best: Solution | None = None
-        # First only for the few units that are undecided in fractions: it takes a fraction of the time, adds
-        # the rows that matter, and is the solution if the time is up.
-        for columns, proving in ((self._undecided(fractions.values, upper), False), (upper, True)):
+        # First only for the few units that are undecided in fractions: of many it takes a fraction of the time,
+        # adds the rows that matter, and is the solution if the time is up.
+        undecided = [(self._undecided(fractions.values, upper), False)] if len(costs) > _MANY else []
+        for columns, proving in (*undecided, (upper, True)):
             self._loosen()
             try:
                 found = self._whole(costs, columns, proving)
