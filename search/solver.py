@@ -192,7 +192,7 @@ class _Relaxed:
             return None
         self.bound = fractions.bound
         best: Solution | None = None
-        # First only for the few units that are undecided in fractions: of many it takes a fraction of the time,
+        # Many first only for the few units that are undecided in fractions: it takes a fraction of the time,
         # adds the rows that matter, and is the solution if the time is up.
         undecided = [(self._undecided(fractions.values, upper), False)] if len(costs) > _MANY else []
         for columns, proving in (*undecided, (upper, True)):
