@@ -53,6 +53,23 @@ def test_what_a_branch_without_a_loss_saves_is_not_counted(level: int | None) ->
     assert_predicted(workload(_Aside), level)
 
 
+@LEVELS
+def test_the_peak_is_at_the_layer_before_a_dropout_that_drops_nothing(level: int | None) -> None:
+    def model() -> nn.Module:
+        wide = (nn.Linear(WIDTH, 16 * WIDTH), nn.GELU(), nn.Dropout(0.0), nn.Linear(16 * WIDTH, WIDTH))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *wide)
+
+    work = mt.Workload(
+        model, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x).mean(), batch_size=16
+    )
+    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
+    measured = mt.verify(work, policy, steps=1, seeds=1).policy
+    predicted = mt.profile(work, options=()).predict(policy)
+    assert predicted.peak_bytes == measured.peak_bytes
+    assert predicted.peak is not None
+    assert predicted.peak.layer != "3"
+
+
 class _Routed(nn.Module):
     """Goes another way when `gate`, which AdamW moves by 0.001 a step, has fallen below zero in two steps."""
 

@@ -39,6 +39,9 @@ from mesa_tune.profiler.memory.workspaces import workspace_bytes
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.step import Context, Stepper
 
+_LAYER = "mesa-tune layer"
+"""Key in the metadata of a node: the layer whose backward it is."""
+
 
 class Recorder(Meter):
     """A meter that records the lifetimes of all storages, on a clock that ticks at every birth and death.
@@ -129,7 +132,11 @@ class Tracer(Observer):
     def end(self, layer: str | None, output: Any) -> None:
         self._note(layer, output, True)
         node = next((leaf.grad_fn for leaf in _tensors(output) if leaf.grad_fn is not None), None)
-        if layer is not None and node is not None:
+        if layer is None or node is None:
+            return
+        marks: dict[str, str] = node.metadata  # type: ignore[assignment]  # the stub says that it is a method
+        # A layer that returns its input (dropout with p = 0) has no backward: the node is of one before it.
+        if marks.setdefault(_LAYER, layer) == layer:
             node.register_prehook(lambda _: self.recorder.open_slot(layer, "backward"))
 
     def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None:
