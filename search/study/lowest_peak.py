@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
+from mesa_tune.policy import Policy
 from mesa_tune.search.study.local_search import Chosen, Finished, Meter, Scope
-from mesa_tune.search.study.moves import PeakMoves
+from mesa_tune.search.study.moves import TIME_MARGIN, PeakMoves
 from mesa_tune.search.study.within_noise import FRESH_ROUNDS, ROUNDS, WithinNoise
+
+TIME_AIM = 0.98
+"""Calibrated trials aim at this share of the limit on the slowdown."""
 
 
 class LowestPeak(WithinNoise):
@@ -15,6 +20,7 @@ class LowestPeak(WithinNoise):
 
     def __init__(self, scope: Scope, meter: Meter, relative: float | None, plain_ms: float) -> None:
         super().__init__(scope, meter, PeakMoves(scope.program, scope.limits), relative)
+        self.plain_ms = plain_ms
         self.slowdown = None if self.limits.ms is None else self.limits.ms / plain_ms
 
     def is_inside(self, trial: Finished) -> bool:
@@ -30,13 +36,32 @@ class LowestPeak(WithinNoise):
         return Finished(chosen, errors, self._peak(chosen) / self._peak(self.solved), tuple(paces))
 
     def better(self, chosen: Chosen) -> str:
-        """Return the part of the peak that is won, if the step is not too slow."""
-        gain = 1 - self._peak(chosen) / self._peak(self.solved)
-        if gain <= 0:
-            return ""
-        if self.slowdown and self._slower(self.paces(self.policy_of(chosen), FRESH_ROUNDS)) > 0:
-            return ""
-        return f"{gain:.1%} of the peak within the measured noise ratio"
+        """Return the part of the peak that is won, if the step is not too slow; or that the solved one is."""
+        gain, slower = 1 - self._peak(chosen) / self._peak(self.solved), ""
+        if self.slowdown:
+            policies = [Policy(()), self.policy_of(self.solved), self.policy_of(chosen)]
+            rounds = self.meter.step_times(policies, FRESH_ROUNDS)
+            before, after = (statistics.median(times[i] / times[0] for times in rounds) for i in (1, 2))
+            if after > self.slowdown:
+                return ""
+            if before > self.slowdown:
+                slower = f"slowdown {after:.2f} in place of {before:.2f} in fresh steps"
+        return f"{gain:.1%} of the peak within the measured noise ratio" if gain > 0 else slower
+
+    def calibrated(self, trials: Sequence[Finished]) -> dict[str, float]:
+        """Return the margins at which the trials would have met the limits on noise ratio and slowdown."""
+        margins = super().calibrated(trials)
+        if not self.slowdown:
+            return margins
+        added = [
+            (statistics.median(trial.paces) - 1) / predicted
+            for trial in trials
+            if trial.paces and (predicted := self.space.ms(trial.chosen) / self.plain_ms - 1) > 0
+        ]
+        factor = statistics.median(added) if added else 1.0
+        aim = 1 + (TIME_AIM * self.slowdown - 1) / factor if factor > 0 else math.inf
+        margin = math.log(aim / self.slowdown) if 0 < aim < math.inf else 0.0
+        return {**margins, "time margin": min(TIME_MARGIN, max(-TIME_MARGIN, margin))}
 
     def constraints(self, trial: Finished) -> dict[str, float]:
         """Return how far the plan exceeds each limit, the measured noise ratio and slowdown included."""

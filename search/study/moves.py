@@ -29,7 +29,7 @@ _PRICE, _PACE = 1.5, 0.7
 """Largest natural logarithms of the factors on errors and on times."""
 MARGIN = 1.4
 """Largest natural logarithm of the factor on the limit on the noise ratio."""
-_TIME_MARGIN = 0.2
+TIME_MARGIN = 0.4
 """Largest natural logarithm of the factor on the limit on the time."""
 _THIRDS = ("early", "middle", "late")
 
@@ -153,7 +153,7 @@ class PeakMoves(Moves):
         """Propose the fastest plan of the lowest peak within other limits."""
         limits, program = self.with_margin(trial), self.program
         if limits.ms is not None:
-            margin = math.exp(trial.suggest_float("time margin", -_TIME_MARGIN, _TIME_MARGIN))
+            margin = math.exp(trial.suggest_float("time margin", -TIME_MARGIN, TIME_MARGIN))
             limits = replace(limits, ms=limits.ms * margin)
         solution = None
         with suppress(TimeUpError):

@@ -219,6 +219,17 @@ def test_a_smallest_plan_above_the_ratio_is_replaced(profile: Profile) -> None:
     assert _true_ratio(meter, plan.policy) <= LIMIT
 
 
+def test_a_smallest_plan_above_the_slowdown_is_replaced(profile: Profile) -> None:
+    limits: dict[str, Any] = {"max_noise_ratio": 1e-4, "max_slowdown": 1.2}
+    meter = memory_meter(profile, 0.5)
+    solved = search_policy(profile, objective="memory", **limits)
+    plain = profile.plain_ms(profile.batch_size)
+    assert meter.ms(solved.policy) > 1.2 * plain  # the profile predicts less
+    plan = smallest(profile, meter, 8, **limits)
+    assert "won slowdown" in plan.won
+    assert meter.ms(plan.policy) <= 1.2 * plain * 1.01
+
+
 def test_a_lower_peak_wins_nothing_if_its_step_is_too_slow(profile: Profile) -> None:
     meter = memory_meter(profile, 0.2)
     plan = smallest(profile, meter, 4, max_noise_ratio=LIMIT, max_slowdown=1.02)
