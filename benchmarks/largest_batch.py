@@ -48,7 +48,7 @@ def main() -> None:
             append("largest_batch", row)
             verdict = "trains" if true >= promised else "DOES NOT TRAIN"
             print(
-                f"{name} {title}: promised {promised} ({verdict}), true {true}: {promised / true - 1:+.1%}",
+                f"{name} {title}: promised {promised} ({verdict}), true {true}: {promised / max(true, 1) - 1:+.1%}",
                 flush=True,
             )
 
@@ -60,7 +60,7 @@ def largest(name: str, policy: mt.Policy | None, limit: str, promised: int) -> i
         command = [__file__, "--models", name, "--limit", limit, "--batch", str(batch)]
         return bool(in_own_process(command, policy)["trains"])
 
-    low, high = (promised, promised * 5 // 4) if fits(promised) else (0, promised)
+    low, high = (promised, promised * 5 // 4 + 2) if not promised or fits(promised) else (0, promised)
     while high - low > 1:
         batch = (low + high) // 2
         low, high = (batch, high) if fits(batch) else (low, batch)
