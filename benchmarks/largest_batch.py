@@ -47,8 +47,9 @@ def main() -> None:
             row = {"model": name, "policy": title, "limit": limit, "promised": promised, "true": true}
             append("largest_batch", row)
             verdict = "trains" if true >= promised else "DOES NOT TRAIN"
+            deviation = promised / max(true, 1) - 1
             print(
-                f"{name} {title}: promised {promised} ({verdict}), true {true}: {promised / max(true, 1) - 1:+.1%}",
+                f"{name} {title}: promised {promised} ({verdict}), true {true}: {deviation:+.1%}",
                 flush=True,
             )
 
