@@ -22,7 +22,7 @@ from mesa_tune.search.solver import Program, Solution
 
 OBJECTIVES = ("auto", "time", "error", "memory")
 MAX_NOISE_RATIO = 0.03
-"""Largest gradient noise ratio. At 0.1 a small GPT learned 0.6 % worse (docs/learning.md)."""
+"""Largest gradient noise ratio. At 0.1 a small GPT learned 0.3 % worse (docs/learning.md)."""
 MAX_BIAS = 0.01
 """Largest squared bias over the squared norm of the mean gradient."""
 MEMORY_SLOWDOWN = 1.5
