@@ -163,7 +163,7 @@ class Retune:
         if self._samples is None:
             few = min(FEW_SAMPLES, size)
             profiled = profile(self._view(batch, few), options=[], seeds=1)
-            budget = parse_bytes(self.budget).of(profiled.timeline.at(size).with_workspaces.peak_bytes({}))
+            budget = parse_bytes(self.budget).of(profiled.timeline.at(size).needed_bytes({}))
             samples = max(few, min(MOST_SAMPLES, size // SHARE))
             while samples < size and _hides(profiled, samples, size):
                 samples = min(2 * samples, size)
@@ -184,8 +184,8 @@ def _hides(profiled: Profile, samples: int, size: int) -> bool:
 
 
 def _needed_bytes(profiled: Profile, samples: int) -> int:
-    sized = profiled.timeline.at(samples).with_workspaces
-    return sized.peak_bytes({}) + sized.saved_bytes({}) + profiled.static_bytes
+    sized = profiled.timeline.at(samples)
+    return sized.needed_bytes({}) + sized.saved_bytes({}) + profiled.static_bytes
 
 
 def _of_rank_0(text: str | None) -> str | None:

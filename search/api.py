@@ -171,7 +171,7 @@ def _limits(
     sized = profile.timeline.at(batch_size or profile.batch_size)
     baseline = Baseline(sized.peak_bytes({}), sized.saved_bytes({}))
     limits = Limits(
-        None if amount is None else amount.of(sized.with_workspaces.peak_bytes({})),
+        None if amount is None else amount.of(sized.needed_bytes({})),
         None if saved is None else saved.of(baseline.saved_bytes),
         None if max_slowdown is None else max_slowdown * profile.plain_ms(sized.batch_size),
     )
@@ -180,7 +180,7 @@ def _limits(
 
 def _plain_fits(request: Request) -> bool:
     limits, plain = request.limits, request.baseline
-    needed = request.profile.timeline.at(request.batch_size).with_workspaces.peak_bytes({})
+    needed = request.profile.timeline.at(request.batch_size).needed_bytes({})
     return (limits.peak is None or needed <= limits.peak) and (
         limits.saved is None or plain.saved_bytes <= limits.saved
     )

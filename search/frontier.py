@@ -65,7 +65,7 @@ def _curve(
     if not reached:
         return
     least = min(cost for cost, _, _ in reached)
-    plain = profile.timeline.at(size).with_workspaces.peak_bytes({})
+    plain = profile.timeline.at(size).needed_bytes({})
     for number in range(budgets):
         peak = int(least + (plain - least) * number / budgets)
         found = [

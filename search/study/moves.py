@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mesa_tune.search.linear.highs import TimeUpError
-from mesa_tune.search.problem import Floats, Limits
+from mesa_tune.search.problem import NONE, Floats, Limits
 from mesa_tune.search.solver import Program, Solution
 from mesa_tune.search.study.fitting import drawn_factors
 
@@ -101,10 +101,9 @@ class KindMoves(Moves):
     def _by_kind(self, costs: Floats, chosen: Sequence[int]) -> list[float]:
         """Return the sum of the costs of the chosen choices, for each kind."""
         sums = dict.fromkeys(self._decided, 0.0)
-        kinds = np.repeat(np.asarray(self.kinds, dtype=object), self.sizes)
-        for column in self.program.rows.columns(chosen):
-            if kinds[column] in sums:
-                sums[kinds[column]] += float(costs[column])
+        for kind, start, position in zip(self.kinds, self.program.rows.starts, chosen, strict=True):
+            if kind in sums and position != NONE:
+                sums[kind] += float(costs[start + position])
         return list(sums.values())
 
 
@@ -126,9 +125,10 @@ class TimeMoves(KindMoves):
         plain = self.program.space.base_ms
         added = np.array([self._by_kind(self.program.times, chosen) for chosen in steps]) / plain
         factors = drawn_factors(added, paces, errors, generator)
-        logarithms = np.log(np.clip(factors, math.exp(-self.largest), math.exp(self.largest)))
+        smallest = math.exp(-self.largest)  # a draw may be below zero
+        logarithms = np.clip(np.log(np.maximum(factors, smallest)), -self.largest, self.largest)
         names = (f"{self.named} {kind}" for kind in self._decided)
-        return dict(zip(names, np.clip(logarithms, -self.largest, self.largest).tolist(), strict=True))
+        return dict(zip(names, logarithms.tolist(), strict=True))
 
     def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
         """Propose the fastest plan by other times within another limit on the noise ratio."""

@@ -69,9 +69,9 @@ def convolution(
 
 
 CALLS = {
-    "oneDNN": convolution("Conv2d(32, 64, 3)", onednn=True),
-    "1 x 1 with stride": convolution("Conv2d(32, 128, 1, 2)", onednn=True),
-    "by channel": convolution("Conv2d(32, 32, 3, groups=32)", onednn=True),
+    "oneDNN": convolution("Conv2d(64, 64, 3, padding=1)", size=(4, 64, 96, 96), onednn=True),
+    "1 x 1 with stride": convolution("Conv2d(64, 128, 1, 2)", size=(4, 64, 96, 96), onednn=True),
+    "by channel": convolution("Conv2d(64, 64, 3, padding=1, groups=64)", size=(4, 64, 96, 96), onednn=True),
     "columns": convolution("Conv2d(32, 64, 3)"),
     "16 bits": convolution("Conv2d(32, 64, 3)", "bfloat16"),
     "no columns": convolution("Conv2d(32, 64, 1)", "bfloat16"),

@@ -34,6 +34,10 @@ class SizedTimeline(StepArrays):
             self.batch_size, self.static_kinds, slots, self.spans, self.traits, self.serving, self.modules
         )
 
+    def needed_bytes(self, assignment: Assignment) -> int:
+        """Return the peak, workspaces included where they are known."""
+        return self.with_workspaces.peak_bytes(assignment)
+
     def under(self, assignment: Assignment) -> StepBytes:
         """Return the bytes of the step under `assignment`."""
         return StepBytes(self, assignment)

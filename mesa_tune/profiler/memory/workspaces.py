@@ -85,9 +85,7 @@ class _Convolution:
             columns //= len(self.x)
         if self.transposed:
             columns += self._summed()
-        # Groups are computed one after the other, and joined.
-        group, joined = (self.x.nbytes // self.groups, self.y.nbytes) if self.groups > 1 else (0, 0)
-        return self._copied() + max(columns + group, joined)
+        return self._copied() + self._grouped(columns, self.x.nbytes, self.y.nbytes)
 
     def backward_bytes(self) -> int:
         kernel = self._kernel()
@@ -105,21 +103,18 @@ class _Convolution:
             of_x += self._summed()
         if kernel == "Slow2d":
             of_x *= min(torch.get_num_threads(), len(self.x))
-        group, joined = (
-            ((self.x.nbytes + self.y.nbytes) // self.groups, self.x.nbytes) if self.groups > 1 else (0, 0)
-        )
-        return self._copied() + max(of_x + group, of_weight + group, joined)
+        taken = self.x.nbytes + self.y.nbytes
+        return self._copied() + self._grouped(max(of_x, of_weight), taken, self.x.nbytes)
 
     def _kernel(self) -> str:
-        options = (
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.transposed,
-            self.output_padding,
-            self.groups,
-        )
+        """Return the name of PyTorch's kernel; "Slow…" are its own, which make columns."""
+        steps = (self.stride, self.padding, self.dilation)
+        options = (*steps, self.transposed, self.output_padding, self.groups)
         return str(torch._C._select_conv_backend(self.x, self.weight, None, *options).name)
+
+    def _grouped(self, columns: int, taken: int, joined: int) -> int:
+        """Return the bytes of groups: one after the other with its part of what is `taken`, then joined."""
+        return columns if self.groups == 1 else max(columns + taken // self.groups, joined)
 
     def _pointwise(self) -> bool:
         """Return whether the input is its own matrix of columns."""

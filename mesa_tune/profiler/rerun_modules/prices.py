@@ -141,12 +141,12 @@ class ModulePricing:
 
     def __init__(self, watch: BlockWatch) -> None:
         self.watch = watch
-        reference = sorted(watch.options, key=lambda option: abs(option.bits - _MEASURED_BITS))[:1]
-        finest = sorted(watch.options, key=lambda option: -option.level)[:1]
-        self.measured = (*reference, *finest)
+        reference = min(watch.options, key=lambda option: abs(option.bits - _MEASURED_BITS), default=None)
+        finest = max(watch.options, key=lambda option: option.level, default=None)
+        self.tried = tuple(filter(None, (reference, finest)))
         names = list(watch.rerunnable()) if watch.options else []
         self.errors: dict[str, dict[LayerSettings, list[float]]] = {
-            name: {option: [] for option in self.measured} for name in names
+            name: {option: [] for option in self.tried} for name in names
         }
         self.batches = max(1, min(MOST_BATCHES, MOST_STEPS // max(1, len(names))))
 
@@ -173,12 +173,12 @@ class ModulePricing:
         self, name: str, measured: Mapping[LayerSettings, list[float]], option: LayerSettings, priced: Profile
     ) -> Errors:
         """Return the errors under `option` by batch, in proportion to a power of those of layers inside."""
-        known = measured.get(option, measured[self.measured[0]])
-        own = [_own(name, one, priced) for one in (option, *self.measured)]
+        known = measured.get(option, measured[self.tried[0]])
+        own = [_own(name, one, priced) for one in (option, *self.tried)]
         if all(own):
             size, *sizes = [sum(sum(errors[: len(known)]) for errors in layers) for layers in own]
         else:
-            size, *sizes = [(one.level - 1) ** -2 for one in (option, *self.measured)]
+            size, *sizes = [(one.level - 1) ** -2 for one in (option, *self.tried)]
         scale = 1.0
         if option not in measured and min(size, *sizes) > 0:
             scale = (size / sizes[0]) ** _power([sum(errors) for errors in measured.values()], sizes)
@@ -194,7 +194,7 @@ class ModulePricing:
             bytes=_input_bytes(seen, settings if packed else None),
             tensor_error=tensor_error if packed else 0.0,
             errors=errors,
-            measured=settings in self.measured,
+            measured=settings in self.tried,
             encode_ms=encode_ms if packed else 0.0,
             decode_ms=decode_ms if packed else 0.0,
             screened=False,
