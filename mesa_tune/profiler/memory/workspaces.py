@@ -56,8 +56,8 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
         x, weight, _, *options = args
         return _Convolution(x, weight, result, *options).forward_bytes()
     if func is _ATEN.convolution_backward.default:
-        grad, x, weight, _, *options, _ = args
-        return _Convolution(x, weight, grad, *options).backward_bytes()
+        grad, x, weight, _, *options, wanted = args
+        return _Convolution(x, weight, grad, *options).backward_bytes(with_bias=wanted[2])
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
 
@@ -87,7 +87,7 @@ class _Convolution:
             columns += self._summed()
         return self._copied() + self._grouped(columns, self.x.nbytes, self.y.nbytes)
 
-    def backward_bytes(self) -> int:
+    def backward_bytes(self, *, with_bias: bool) -> int:
         kernel = self._kernel()
         if not kernel.startswith("Slow"):
             copied = [tensor for tensor in (self.y, self.x) if not _ATEN.is_non_overlapping_and_dense(tensor)]
@@ -104,7 +104,9 @@ class _Convolution:
         if kernel == "Slow2d":
             of_x *= min(torch.get_num_threads(), len(self.x))
         taken = self.x.nbytes + self.y.nbytes
-        return self._copied() + self._grouped(max(of_x, of_weight), taken, self.x.nbytes)
+        # The gradient of a bias sums 16-bit numbers in a float32 copy, and this kernel keeps it.
+        of_bias = 2 * self.y.nbytes if with_bias and kernel == "SlowTranspose3d" and self._is_16_bit() else 0
+        return self._copied() + self._grouped(max(of_x, of_weight), taken, self.x.nbytes) + of_bias
 
     def _kernel(self) -> str:
         """Return the name of PyTorch's kernel; "Slow…" are its own, which make columns."""
@@ -128,7 +130,10 @@ class _Convolution:
 
     def _summed(self) -> int:
         """Return the bytes of the float32 sums of one sample's products of 16-bit numbers."""
-        return 2 * self._columns() // len(self.x) if self.x.element_size() == 2 else 0
+        return 2 * self._columns() // len(self.x) if self._is_16_bit() else 0
+
+    def _is_16_bit(self) -> bool:
+        return self.x.element_size() == 2
 
     def _copied(self) -> int:
         return sum(tensor.nbytes for tensor in (self.x, self.y) if not tensor.is_contiguous())
