@@ -1,9 +1,9 @@
-"""Times of kinds of layers, fitted to measured steps.
+"""What kinds of layers add to whole steps, fitted to measured ones.
 
-A step takes longer than the sum of its layers alone, by another factor for each kind of layer. Trials measure
-whole steps only. So the factors are the weights of a Bayesian linear regression: what a plan adds by kind,
-predicted, against what its step took. A draw from the posterior explores where little is known, and says what
-is known otherwise (Thompson sampling).
+A step's time, or its gradient's error, is not the sum of those of its layers alone, and the difference is
+another factor for each kind of layer. Trials measure whole steps only. So the factors are the weights of a
+Bayesian linear regression: what a plan adds by kind, predicted, against what was measured. A draw from the
+posterior explores where little is known, and says what is known otherwise (Thompson sampling).
 """
 
 from __future__ import annotations
@@ -12,24 +12,18 @@ import numpy as np
 
 from mesa_tune.search.problem import Floats
 
-SPREAD = 0.5
-"""Standard deviation of a factor before anything was measured; its mean is 1."""
-_BASE_SPREAD = 0.2
-_MODEL_ERROR = 0.005
-"""Standard deviation of what such a model cannot say of a step, as a fraction of the plain one."""
 
+def drawn_factors(
+    added: Floats, measured: Floats, errors: Floats, spreads: Floats, generator: np.random.Generator
+) -> Floats:
+    """Return a factor for each column of `added`, drawn from the posterior.
 
-def drawn_factors(added: Floats, paces: Floats, errors: Floats, generator: np.random.Generator) -> Floats:
-    """Return a factor for each kind, drawn from the posterior.
-
-    `added`: what each kind adds to each measured step, predicted, over the plain step's time; shape [steps,
-    kinds]. `paces`: the times of these steps over the plain one's. `errors`: their standard errors.
+    `added`: what each kind adds to each step, predicted; shape [steps, kinds]. `measured`: what each step
+    had, [steps], with the standard `errors`. `spreads`: standard deviations of the factors before anything
+    was measured, [kinds]; their mean is 1.
     """
-    rows = np.column_stack([np.ones(len(added)), added])
-    weights = 1 / (errors**2 + _MODEL_ERROR**2)
-    prior = np.diag(np.array([_BASE_SPREAD, *[SPREAD] * added.shape[1]]) ** -2.0)
-    expected = np.ones(rows.shape[1])
-    covariance = np.linalg.inv(prior + rows.T @ (weights[:, None] * rows))
-    mean = expected + covariance @ rows.T @ (weights * (paces - rows @ expected))
-    drawn: Floats = generator.multivariate_normal(mean, covariance, method="cholesky")[1:]
+    weights = 1 / errors**2
+    covariance = np.linalg.inv(np.diag(spreads**-2.0) + added.T @ (weights[:, None] * added))
+    mean = 1 + covariance @ added.T @ (weights * (measured - added.sum(axis=1)))
+    drawn: Floats = generator.multivariate_normal(mean, covariance, method="cholesky")
     return drawn

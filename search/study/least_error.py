@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,9 @@ from mesa_tune.search.study.local_search import (
 )
 from mesa_tune.search.study.moves import ErrorMoves
 
+_SAMPLED = 6
+"""Trials that explore before errors are fitted to them."""
+
 
 class LeastError(LocalSearch):
     """Minimise the mean joint error; a trial is never larger than the exact solution."""
@@ -29,7 +33,8 @@ class LeastError(LocalSearch):
     def __init__(self, scope: Scope, meter: Meter) -> None:
         space, solved = scope.program.space, scope.solved
         limits = replace(scope.limits, peak=int(space.live(solved).max()), saved=space.saved(solved))
-        super().__init__(replace(scope, limits=limits), meter, ErrorMoves(scope.program, limits))
+        self.errors = ErrorMoves(scope.program, limits)
+        super().__init__(replace(scope, limits=limits), meter, self.errors)
 
     def best(self, trials: Sequence[Finished]) -> Finished:
         """Return the trial with the lowest value among those measured at all pairs."""
@@ -37,8 +42,15 @@ class LeastError(LocalSearch):
         return min(complete, key=lambda trial: trial.value)
 
     def fixed(self, trials: Sequence[Finished], slot: int) -> Mapping[str, Any]:
-        """Return the neutral parameters for the exact solution."""
-        return {} if trials else self.moves.neutral
+        """Return neutral parameters for the exact solution, then in turn: fitted, exchange, fitted, none."""
+        known = [trial for trial in trials if 0 < trial.value < math.inf]
+        if not trials:
+            return self.moves.neutral
+        if slot < _SAMPLED or slot % 2 or not known:
+            return self.errors.exchange if slot % 4 == 1 else {}
+        measured = np.array([trial.value for trial in known])
+        generator = np.random.default_rng([self.seed, slot])
+        return self.errors.fitted([trial.chosen for trial in known], measured, generator)
 
     def measured(self, chosen: Chosen, trials: Sequence[Finished]) -> Finished:
         """Measure errors; the value is their mean over all pairs, scaled from the exact solution's."""

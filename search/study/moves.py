@@ -31,6 +31,10 @@ MARGIN = 1.4
 """Largest natural logarithm of the factor on the limit on the noise ratio."""
 TIME_MARGIN = 0.4
 """Largest natural logarithm of the factor on the limit on the time."""
+_PACE_SPREAD, _PRICE_SPREAD, _BASE_SPREAD = 0.5, 2.0, 0.2
+"""Standard deviations of the factors on times, on errors, on the plain step, before anything was measured."""
+_PACE_ERROR, _PRICE_ERROR = 0.005, 0.1
+"""What they cannot explain: of a time as a fraction of the plain step's, of an error as one of itself."""
 _THIRDS = ("early", "middle", "late")
 
 
@@ -98,8 +102,20 @@ class KindMoves(Moves):
         """The kinds of units that have a choice, in order."""
         return list(dict.fromkeys(self.kinds[number] for number in self.free))
 
+    def _named(self, factors: Floats) -> dict[str, float]:
+        """Return the trial parameters of a factor for each kind. What all have in common changes no plan."""
+        smallest = factors.max() * math.exp(-2 * self.largest)  # a draw may be below zero
+        logarithms = np.log(np.maximum(factors, max(smallest, 1e-9)))
+        middle = (logarithms.max() + logarithms.min()) / 2
+        logarithms = np.clip(logarithms - middle, -self.largest, self.largest)  # of rounding
+        names = (f"{self.named} {kind}" for kind in self._decided)
+        return dict(zip(names, logarithms.tolist(), strict=True))
+
+    def _rows(self, costs: Floats, plans: Sequence[Sequence[int]]) -> Floats:
+        """Return what each kind of layer costs in each plan, [plans, kinds]."""
+        return np.array([self._by_kind(costs, chosen) for chosen in plans])
+
     def _by_kind(self, costs: Floats, chosen: Sequence[int]) -> list[float]:
-        """Return the sum of the costs of the chosen choices, for each kind."""
         sums = dict.fromkeys(self._decided, 0.0)
         for kind, start, position in zip(self.kinds, self.program.rows.starts, chosen, strict=True):
             if kind in sums and position != NONE:
@@ -122,13 +138,11 @@ class TimeMoves(KindMoves):
         self, steps: Sequence[Sequence[int]], paces: Floats, errors: Floats, generator: np.random.Generator
     ) -> dict[str, float]:
         """Return trial parameters with times that explain the `paces` of the plans `steps`."""
-        plain = self.program.space.base_ms
-        added = np.array([self._by_kind(self.program.times, chosen) for chosen in steps]) / plain
-        factors = drawn_factors(added, paces, errors, generator)
-        smallest = math.exp(-self.largest)  # a draw may be below zero
-        logarithms = np.clip(np.log(np.maximum(factors, smallest)), -self.largest, self.largest)
-        names = (f"{self.named} {kind}" for kind in self._decided)
-        return dict(zip(names, logarithms.tolist(), strict=True))
+        added = self._rows(self.program.times, steps) / self.program.space.base_ms
+        rows = np.column_stack([added, np.ones(len(added))])
+        spreads = np.array([*[_PACE_SPREAD] * added.shape[1], _BASE_SPREAD])
+        errors = np.hypot(errors, _PACE_ERROR)
+        return self._named(drawn_factors(rows, paces, errors, spreads, generator)[:-1])
 
     def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
         """Propose the fastest plan by other times within another limit on the noise ratio."""
@@ -175,9 +189,23 @@ class ErrorMoves(KindMoves):
         """The trial parameters that leave the program unchanged."""
         return {"move": "prices", **super().neutral}
 
+    @property
+    def exchange(self) -> dict[str, Any]:
+        """The trial parameter that exchanges units; empty where a single one has a choice."""
+        return {"move": "exchange"} if len(self.free) > 1 else {}
+
+    def fitted(
+        self, plans: Sequence[Sequence[int]], measured: Floats, generator: np.random.Generator
+    ) -> dict[str, Any]:
+        """Return trial parameters with errors that explain the `measured` ones of `plans`."""
+        rows = self._rows(self.program.errors, plans)
+        spreads = np.full(rows.shape[1], _PRICE_SPREAD)
+        factors = drawn_factors(rows, measured, _PRICE_ERROR * measured, spreads, generator)
+        return {**self.neutral, **self._named(factors)}
+
     def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
         """Propose the plan of least error by other errors."""
-        moves = ("prices", "exchange") if len(self.free) > 1 else ("prices",)
+        moves = ("prices", "exchange") if self.exchange else ("prices",)
         if trial.suggest_categorical("move", moves) == "prices":
             errors = self.program.errors * self._factors(trial)
             solution = self.program.solve(self.limits, errors, gap=_GAP)
