@@ -20,6 +20,23 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
 
 
+_PIECE = 1 << 19
+
+
+def scale_rows(x: Tensor, factors: Tensor) -> None:
+    """Multiply in place: each of the equal runs of neighbours that make up a contiguous `x` by its factor.
+
+    A CPU casts all of x to the factors' dtype and back, in copies. So it gets x in pieces.
+    """
+    rows, factors = x.view(factors.numel(), -1), factors.reshape(-1, 1)
+    if not x.is_cpu or x.dtype == factors.dtype or torch.compiler.is_compiling():
+        rows.mul_(factors)
+        return
+    count = max(1, _PIECE // max(1, rows.shape[1]))
+    for part, factor in zip(rows.split(count), factors.split(count), strict=True):
+        part.mul_(factor)
+
+
 Like = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ print(json.dumps(results))
 CONVOLUTION = (
     """
 torch.backends.mkldnn.enabled = {onednn}
-x = torch.randn(*{size}, dtype=torch.{dtype}, requires_grad=True)
+x = torch.randn(*{size}, dtype=torch.{dtype})
+x = x.to(memory_format=torch.{layout}).requires_grad_()
 layer = torch.nn.{layer}.to(torch.{dtype})
 """,
     "layer(x).sum().backward()",
@@ -60,18 +62,63 @@ torch.log_softmax(x.to(memory_format=torch.channels_last), 1)
 """,
 )
 
+CAST = (
+    """
+wide = torch.rand(16, 1 << 16) + 0.5
+half, mask, by_row = wide.bfloat16(), wide > 0.9, wide[:, :1].clone()
+""",
+    """
+wide + half
+half.div(wide)
+wide * mask
+torch.where(mask, wide, half)
+wide.lt(half)
+mask * 0.5
+half.mul_(by_row)
+wide.mul_(half)
+torch.addcmul(wide, half, half)
+half.masked_fill(mask, 0.0)
+""",
+)
+NORMS = (
+    """
+import mesa_tune as mt
+x = torch.randn(4, 64, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+flat = torch.randn(8, 512, 256, dtype=torch.bfloat16, requires_grad=True)
+layers = torch.nn.BatchNorm2d(64), torch.nn.GroupNorm(4, 64), torch.nn.LayerNorm(256)
+def backward():
+    with torch.autocast("cpu"), mt.compress_saved(mt.Policy.uniform(level=16)):
+        outputs = layers[0](x), layers[1](x), layers[2](flat)
+    for output in outputs:
+        output.sum().backward()
+""",
+    "backward()",
+)
+
 
 def convolution(
-    layer: str, dtype: str = "float32", size: tuple[int, ...] = (4, 32, 96, 96), *, onednn: bool = False
+    layer: str,
+    dtype: str = "float32",
+    size: tuple[int, ...] = (4, 32, 96, 96),
+    *,
+    onednn: bool = False,
+    layout: str = "contiguous_format",
 ) -> tuple[str, str]:
     setup, statements = CONVOLUTION
-    return setup.format(layer=layer, dtype=dtype, size=size, onednn=onednn), statements
+    return setup.format(layer=layer, dtype=dtype, size=size, onednn=onednn, layout=layout), statements
 
 
+BY_CHANNEL: tuple[str, tuple[int, ...]] = ("bfloat16", (4, 96, 56, 56))
+LAST: dict[str, Any] = {"onednn": True, "layout": "channels_last"}
 CALLS = {
     "oneDNN": convolution("Conv2d(64, 64, 3, padding=1)", size=(4, 64, 96, 96), onednn=True),
     "1 x 1 with stride": convolution("Conv2d(64, 128, 1, 2)", size=(4, 64, 96, 96), onednn=True),
     "by channel": convolution("Conv2d(64, 64, 3, padding=1, groups=64)", size=(4, 64, 96, 96), onednn=True),
+    "7 x 7 by channel": convolution("Conv2d(96, 96, 7, groups=96)", *BY_CHANNEL, **LAST),
+    "3 x 3 by channel": convolution("Conv2d(96, 96, 3, groups=96)", *BY_CHANNEL, **LAST),
+    "groups, channels last": convolution("Conv2d(96, 192, 3, groups=24)", *BY_CHANNEL, **LAST),
+    "by channel with stride": convolution("Conv2d(96, 96, 3, 2, groups=96)", *BY_CHANNEL, onednn=True),
+    "large weights": convolution("Conv2d(384, 768, 2, 2)", "bfloat16", (2, 384, 14, 14), **LAST),
     "columns": convolution("Conv2d(32, 64, 3)"),
     "16 bits": convolution("Conv2d(32, 64, 3)", "bfloat16"),
     "no columns": convolution("Conv2d(32, 64, 1)", "bfloat16"),
@@ -82,6 +129,8 @@ CALLS = {
     "3D": convolution("Conv3d(32, 16, 3)", "bfloat16", (4, 32, 16, 16, 16)),
     "3D transposed": convolution("ConvTranspose3d(32, 16, 3)", "bfloat16", (4, 32, 16, 16, 16)),
     "log-softmax": LOG_SOFTMAX,
+    "cast": CAST,
+    "norms of 16 bits": NORMS,
 }
 
 
@@ -102,6 +151,24 @@ def test_no_call_takes_much_more_than_the_model_says(
     assert any(modelled > 1e6 for *_, modelled in measured[name])
     for function, real, modelled in measured[name]:
         assert real <= 1.1 * modelled + 1e6, function
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs AVX-512 with bfloat16")
+def test_what_onednn_compiles_is_counted_once_for_each_shape() -> None:
+    def layers(count: int) -> mt.Workload:
+        return mt.Workload(
+            lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(count))),
+            lambda size: torch.randn(size, 64),
+            _square,
+            batch_size=4,
+            autocast="bfloat16",
+        )
+
+    one, two, three = (mt.estimate(layers(count)) for count in (1, 2, 3))
+    compiled = [fit.reserved_bytes - fit.peak_bytes for fit in (one, two, three)]
+    assert 10**6 < compiled[0] < compiled[1] == compiled[2]
+    profiled = mt.profile(layers(2), options=[]).predict(mt.Policy.parse(""))
+    assert profiled.reserved_bytes == pytest.approx(two.reserved_bytes, abs=1000)
 
 
 def test_reserved_bytes_count_workspaces() -> None:

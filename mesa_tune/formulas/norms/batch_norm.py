@@ -39,7 +39,10 @@ def batch_norm_forward(static: Static, needs: Needs, x: Tensor, *others: Tensor 
         return Result(y, exact=(rstd, weight))
 
     def make() -> Tensor:
-        return (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x)).to(x.dtype)
+        if x.dtype == torch.float32:
+            return (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x))
+        # r x̂ without a copy in float32: a batch norm with weight r and fixed statistics, of variance 1.
+        return torch.native_batch_norm(x, rstd, None, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
     normalized = maps.Deferred(x, "normalize", make, mean, rstd, math.prod(x.shape[2:]))
     return Result(y, lossy=(normalized.if_dense(),), exact=(rstd, weight))
@@ -92,24 +95,27 @@ def _by_samples(saved: Saved, grad: Tensor) -> Grads | None:
 
 def _whole(saved: Saved, grad: Tensor) -> Grads:
     (training, _, _, layout), needs, (x,), (rstd, weight) = saved
-    # In terms of x̂ the statistics are mean 0 and reciprocal deviation 1; the true r scales the result.
+    # In terms of x̂ the statistics are mean 0 and reciprocal deviation 1; dx then has the factor γ r.
     statistics = torch.zeros_like(rstd), torch.ones_like(rstd)
     dx, dw, db = torch.ops.aten.native_batch_norm_backward(
         grad,
         x.whole().contiguous(memory_format=layout),
-        weight,
+        _factors(rstd, weight),
         *((None, None, *statistics) if training else (*statistics, None, None)),
         training,
         0.0,
         list(needs[:3]),
     )
-    return dx.mul_(_by_channel(rstd, dx)) if needs[0] else None, dw, db
+    return dx if needs[0] else None, dw, db
 
 
 def _scale(saved: Saved, grad: Tensor) -> Tensor:
     """Return γ r by channel."""
-    rstd, weight = saved.exact
-    return _by_channel(rstd if weight is None else rstd * weight, grad)
+    return _by_channel(_factors(*saved.exact), grad)
+
+
+def _factors(rstd: Tensor, weight: Tensor | None) -> Tensor:
+    return rstd if weight is None else rstd * weight
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

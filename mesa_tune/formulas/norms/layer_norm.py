@@ -22,7 +22,7 @@ from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.rebuild import Ingredients, Rebuild
 from mesa_tune.engine.saved import Total
-from mesa_tune.engine.tensors import cast, layout_of, wanted
+from mesa_tune.engine.tensors import cast, layout_of, scale_rows, wanted
 from mesa_tune.ops import maps
 from mesa_tune.ops.flags import none_set
 from mesa_tune.ops.fused import NORM_BACKWARD
@@ -39,7 +39,11 @@ def layer_norm_forward(
     y, mean, rstd = torch.native_layer_norm(source, shape, weight, bias, eps)
     if not (needs[0] or needs[1]):
         return Result(y)
-    normalized = _normalized(x, source, lambda: (source - mean).mul_(rstd), mean, rstd, math.prod(shape))
+    normalized = _normalized(
+        x,
+        maps.Deferred(source, "normalize", lambda: (source - mean).mul_(rstd), mean, rstd, math.prod(shape)),
+        lambda: torch.native_layer_norm(source, shape, None, None, eps)[0],
+    )
     # A bias is only asked for its shape and dtype, which the weight has as well.
     return Result(y, (normalized,), (rstd, weight, bias if weight is None else None))
 
@@ -51,7 +55,11 @@ def rms_norm_forward(static: Static, needs: Needs, x: Tensor, weight: Tensor | N
     y, rstd = torch.ops.aten._fused_rms_norm(source, shape, weight if same_dtype else None, eps)
     if not same_dtype:
         y = torch.rms_norm(source, shape, weight, eps)
-    normalized = _normalized(x, source, lambda: source * rstd, None, rstd, math.prod(shape))
+
+    def make() -> Tensor:
+        return torch.mul(source, rstd)
+
+    normalized = _normalized(x, maps.Deferred(source, "normalize", make, None, rstd, math.prod(shape)), make)
     return Result(y, (normalized,), (rstd, weight))
 
 
@@ -59,13 +67,14 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return None if tensor is None else cast(tensor, dtype)
 
 
-def _normalized(
-    x: Tensor, source: Tensor, make: Callable[[], Tensor], mean: Tensor | None, rstd: Tensor, inner: int
-) -> Tensor | maps.Deferred:
-    """Return x̂ in the dtype of x; it is made here where `source`, x as the norm reads it, has another one."""
-    if not x.dtype == source.dtype == torch.float32:
-        return make().to(x.dtype)
-    return maps.Deferred(source, "normalize", make, mean, rstd, inner).if_dense()
+def _normalized(x: Tensor, deferred: maps.Deferred, make: Callable[[], Tensor]) -> Tensor | maps.Deferred:
+    """Return x̂ in the dtype of x: `deferred` where x is what its kernel reads, else what `make` returns.
+
+    Of 16 bits, PyTorch's kernels make x̂ without a copy in float32.
+    """
+    if x.dtype == deferred.source.dtype == torch.float32:
+        return deferred.if_dense()
+    return make().to(x.dtype)
 
 
 def rows_backward(gradients: Gradients, centered: bool, saved: Saved, grad: Tensor) -> Grads:
@@ -126,7 +135,10 @@ def _layer_norm_gradients(saved: Saved, x: Tensor, rstd: Tensor, grad: Tensor) -
         weight if bias is None else bias,
         list(needs),
     )
-    return wanted((dx.mul_(rstd).to(x.dtype) if needs[0] else None, dw, db), needs)
+    if needs[0]:
+        scale_rows(dx, rstd)
+        dx = dx.to(x.dtype)
+    return wanted((dx, dw, db), needs)
 
 
 def _rms_norm_gradients(saved: Saved, x: Tensor, rstd: Tensor, grad: Tensor) -> Grads:
@@ -198,8 +210,12 @@ def group_norm_forward(
         apart: Tensor = source.unflatten(1, (groups, -1))
         return (apart - _by_group(mean, apart)).mul_(_by_group(rstd, apart)).flatten(1, 2)
 
-    inner = source.numel() // rstd.numel()
-    return Result(y, (_normalized(x, source, make, mean, rstd, inner),), (rstd, weight))
+    normalized = _normalized(
+        x,
+        maps.Deferred(source, "normalize", make, mean, rstd, source.numel() // rstd.numel()),
+        lambda: torch.native_group_norm(source, None, None, *_sizes(source), groups, eps)[0],
+    )
+    return Result(y, (normalized,), (rstd, weight))
 
 
 def group_norm_backward(saved: Saved, grad: Tensor) -> Grads:
@@ -226,8 +242,8 @@ def _group_norm_gradients(saved: Saved, x: Tensor, rstd: Tensor, grad: Tensor) -
         list(needs),
     )
     if needs[0]:
-        apart = dx.unflatten(1, (groups, -1))
-        dx = apart.mul_(_by_group(rstd, apart)).flatten(1, 2).to(x.dtype)
+        scale_rows(dx, rstd)
+        dx = dx.to(x.dtype)
     return wanted((dx, dw, db), needs)
 
 

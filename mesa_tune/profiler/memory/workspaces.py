@@ -1,15 +1,19 @@
-"""What kernels allocate on the CPU and free within one call, modelled: no tensor and no meter shows it.
+"""What kernels allocate on the CPU besides tensors, modelled: no tensor and no meter shows it.
 
-What is hard: the libraries do not say. The rules are what resident memory showed around single calls of five
-convolutional networks (torch 2.13, oneDNN): a convolution copies its tensors into the layout that its kernel
-wants, or, where oneDNN does not take the dtype (bfloat16 without AVX-512) or is off, writes each window as a
-column of a matrix; and some functions copy an argument that is not contiguous.
+What is hard: the libraries do not say. The rules are what resident memory showed around single calls (torch
+2.13, oneDNN): a convolution copies its tensors into the layout that its kernel wants, or, where oneDNN does
+not take the dtype (bfloat16 without AVX-512) or is off, writes each window as a column of a matrix; a
+pointwise function copies each whole argument that is not of its dtype; and some functions copy an argument
+that is not contiguous. All of that is free when the call ends. What oneDNN compiles for bfloat16, anew for
+every shape, stays.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -30,11 +34,19 @@ _COPYING = {
         "upsample_nearest2d_backward",
     )
 }
-_MODELLED = {_ATEN.convolution.default, _ATEN.convolution_backward.default, *_COPYING}
+_UNCAST = {_ATEN.where.self: 0, _ATEN.masked_fill.Scalar: 1, _ATEN.masked_fill.Tensor: 1}
+"""Pointwise functions with an argument, by its position, that is read in its own dtype."""
+_PRODUCTS = {
+    *(getattr(_ATEN, name).default for name in ("mm", "addmm", "bmm", "baddbmm")),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+_CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
+_COMPILED = dict.fromkeys(_PRODUCTS, 650_000) | dict.fromkeys(_CONVOLUTIONS, 100_000)
+"""About the bytes that oneDNN keeps for each shape in bfloat16, where the processor has kernels for it."""
 
 
 class WorkspaceMeter(Meter):
-    """A meter whose `most` also counts the workspaces of convolutions and other calls.
+    """A meter whose `most` also counts workspaces, and `compiled` what oneDNN keeps.
 
     `older`: tensors that exist already, which count too.
     """
@@ -42,15 +54,18 @@ class WorkspaceMeter(Meter):
     def __init__(self, older: Iterable[Tensor], others: Iterable[UntypedStorage] = ()) -> None:
         super().__init__()
         self.most = 0
+        self.compiled = CompiledCode()
         self.count_older(older, others)
 
     def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        self.compiled.see(func, args)
         self.most = max(self.most, self.high_water, self.live_bytes + workspace_bytes(func, args, result))
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     """Return about the most bytes that a call on the CPU takes besides its tensors; 0 on other devices."""
-    if func not in _MODELLED or args[0].device.type != "cpu":
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    if not tensors or tensors[0].device.type != "cpu":
         return 0
     if func is _ATEN.convolution.default:
         x, weight, _, *options = args
@@ -58,8 +73,51 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if func is _ATEN.convolution_backward.default:
         grad, x, weight, _, *options, wanted = args
         return _Convolution(x, weight, grad, *options).backward_bytes(with_bias=wanted[2])
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
+    if func in _COPYING:
+        return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
+    if torch.Tag.pointwise in func.tags and isinstance(result, Tensor):
+        return _cast_bytes(func, args, result)
+    return 0
+
+
+class CompiledCode:
+    """What oneDNN keeps of the calls that it has seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, int] = {}
+
+    def see(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Count a call, if it is of a shape that was not seen before."""
+        size = _COMPILED.get(func, 0)
+        if size and args[0].dtype == torch.bfloat16 and args[0].device.type == "cpu" and _has_bfloat16():
+            forms = tuple((arg.shape, arg.stride()) for arg in args if isinstance(arg, Tensor))
+            self._seen[func, forms] = size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all calls."""
+        return sum(self._seen.values())
+
+
+@cache
+def _has_bfloat16() -> bool:
+    """Return whether oneDNN compiles kernels for bfloat16 on this processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _cast_bytes(func: Any, args: tuple[Any, ...], result: Tensor) -> int:
+    """Return the bytes of arguments, and of a result in place, that are cast to the dtype of the kernel."""
+    read = [arg for place, arg in enumerate(args) if place != _UNCAST.get(func)]
+    tensors = [arg for arg in read if isinstance(arg, Tensor) and arg.dim()]
+    if not tensors:
+        return 0
+    in_place, dtype = func._schema.name.endswith("_"), result.dtype
+    if in_place or dtype == torch.bool:
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        if not dtype.is_floating_point and any(isinstance(arg, float) for arg in read):
+            dtype = torch.get_default_dtype()
+    cast = [tensor for tensor in (*tensors, *([result] if in_place else ())) if tensor.dtype != dtype]
+    return int(sum(tensor.numel() for tensor in cast) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -79,7 +137,8 @@ class _Convolution:
     def forward_bytes(self) -> int:
         kernel = self._kernel()
         if not kernel.startswith("Slow"):
-            return max(self.x.nbytes, self.y.nbytes) + self.weight.nbytes
+            weights = (2 if self._is_16_bit() else 1) * self.weight.nbytes
+            return max(self.x.nbytes, self.y.nbytes) + weights
         columns = 0 if self._pointwise() else self._columns()
         if kernel not in {"Slow2d", "Slow3d", "SlowTranspose2d"}:
             columns //= len(self.x)
@@ -91,9 +150,13 @@ class _Convolution:
         kernel = self._kernel()
         if not kernel.startswith("Slow"):
             copied = [tensor for tensor in (self.y, self.x) if not _ATEN.is_non_overlapping_and_dense(tensor)]
-            if max(self.stride) > 1 and self.groups == 1:
+            if max(self.stride) > 1 and (self.groups == 1 or self._is_16_bit()):
                 copied.append(self.x)
-            return sum(int(tensor.nbytes) for tensor in (self.y, self.x, self.weight, *copied))
+            weights = (
+                3 if self._is_16_bit() else 1
+            ) * self.weight.nbytes  # their gradient is summed in float32
+            whole = sum(int(tensor.nbytes) for tensor in (self.y, self.x, *copied)) + weights
+            return max(whole, self._padded())
         sample = self._columns() // len(self.x)
         of_weight = self._columns() if kernel in {"Slow2d", "Slow3d"} else sample
         of_x = of_weight if kernel == "Slow3d" else sample
@@ -107,6 +170,26 @@ class _Convolution:
         # The gradient of a bias sums 16-bit numbers in a float32 copy, and this kernel keeps it.
         of_bias = 2 * self.y.nbytes if with_bias and kernel == "SlowTranspose3d" and self._is_16_bit() else 0
         return self._copied() + self._grouped(max(of_x, of_weight), taken, self.x.nbytes) + of_bias
+
+    def _padded(self) -> int:
+        """Return the bytes of a gradient of weights whose groups have their channels padded to 16.
+
+        So it is in 16 bits with channels last: the gradient in float32 and in 16 bits, and one sample of the
+        input and of the output. Small windows by channel have a kernel of their own.
+        """
+        by_channel = self.groups == self.x.shape[1] == self.y.shape[1]
+        last = self.x.dim() == 4 and self.x.is_contiguous(memory_format=torch.channels_last)
+        if not (last and self._is_16_bit() and self.groups > 1) or (
+            by_channel and max(self.weight.shape[2:]) < 4
+        ):
+            return 0
+        channels = [16 * math.ceil(each.shape[1] / self.groups / 16) for each in (self.x, self.y)]
+        weights = math.prod((self.groups, *channels, *self.weight.shape[2:]))
+        samples = (
+            self.groups * width * math.prod(each.shape[2:])
+            for width, each in zip(channels, (self.x, self.y), strict=True)
+        )
+        return 6 * weights + 2 * sum(samples)
 
     def _kernel(self) -> str:
         """Return the name of PyTorch's kernel; "Slow…" are its own, which make columns."""
