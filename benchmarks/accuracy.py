@@ -18,7 +18,7 @@ from common import append, mean_interval
 
 import mesa_tune as mt
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "digits_vit.py"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 Train = Callable[..., float]
 
 
@@ -50,14 +50,14 @@ def main() -> None:
 
 def searched_plan(budget: str) -> Any:
     """Profile the example, and search its policy at `budget`."""
-    workload = mt.Workload.load(EXAMPLE, device="cpu")
+    workload = mt.Workload.load(EXAMPLES / "digits_vit.py", device="cpu")
     print("profiling and searching", flush=True)
     return mt.search_policy(mt.profile(workload), budget, workload=workload, objective="error")
 
 
-def load_example() -> Any:
+def load_example(name: str = "digits_vit") -> Any:
     """Import the example as a module."""
-    spec = importlib.util.spec_from_file_location("digits_vit", EXAMPLE)
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

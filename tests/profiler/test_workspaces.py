@@ -109,6 +109,7 @@ def convolution(
 
 
 BY_CHANNEL: tuple[str, tuple[int, ...]] = ("bfloat16", (4, 96, 56, 56))
+DEEP = ((2, 384, 14, 14),)
 LAST: dict[str, Any] = {"onednn": True, "layout": "channels_last"}
 CALLS = {
     "oneDNN": convolution("Conv2d(64, 64, 3, padding=1)", size=(4, 64, 96, 96), onednn=True),
@@ -118,7 +119,10 @@ CALLS = {
     "3 x 3 by channel": convolution("Conv2d(96, 96, 3, groups=96)", *BY_CHANNEL, **LAST),
     "groups, channels last": convolution("Conv2d(96, 192, 3, groups=24)", *BY_CHANNEL, **LAST),
     "by channel with stride": convolution("Conv2d(96, 96, 3, 2, groups=96)", *BY_CHANNEL, onednn=True),
-    "large weights": convolution("Conv2d(384, 768, 2, 2)", "bfloat16", (2, 384, 14, 14), **LAST),
+    "7 x 7 by channel, float32": convolution("Conv2d(384, 384, 7, groups=384)", "float32", *DEEP, **LAST),
+    "large weights": convolution("Conv2d(384, 768, 2, 2)", "float32", *DEEP, **LAST),
+    "large weights, 16 bits": convolution("Conv2d(384, 768, 2, 2)", "bfloat16", *DEEP, **LAST),
+    "large weights, contiguous": convolution("Conv2d(384, 768, 3)", "bfloat16", *DEEP, onednn=True),
     "columns": convolution("Conv2d(32, 64, 3)"),
     "16 bits": convolution("Conv2d(32, 64, 3)", "bfloat16"),
     "no columns": convolution("Conv2d(32, 64, 1)", "bfloat16"),

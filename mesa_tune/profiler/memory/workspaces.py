@@ -137,8 +137,8 @@ class _Convolution:
     def forward_bytes(self) -> int:
         kernel = self._kernel()
         if not kernel.startswith("Slow"):
-            weights = (2 if self._is_16_bit() else 1) * self.weight.nbytes
-            return max(self.x.nbytes, self.y.nbytes) + weights
+            copies = 2 if self._moves_channels() else 1
+            return max(self.x.nbytes, self.y.nbytes) + copies * self.weight.nbytes
         columns = 0 if self._pointwise() else self._columns()
         if kernel not in {"Slow2d", "Slow3d", "SlowTranspose2d"}:
             columns //= len(self.x)
@@ -152,11 +152,10 @@ class _Convolution:
             copied = [tensor for tensor in (self.y, self.x) if not _ATEN.is_non_overlapping_and_dense(tensor)]
             if max(self.stride) > 1 and (self.groups == 1 or self._is_16_bit()):
                 copied.append(self.x)
-            weights = (
-                3 if self._is_16_bit() else 1
-            ) * self.weight.nbytes  # their gradient is summed in float32
-            whole = sum(int(tensor.nbytes) for tensor in (self.y, self.x, *copied)) + weights
-            return max(whole, self._padded())
+            # The gradient of weights of 16 bits is summed in float32.
+            copies = 3 if self._moves_channels() else 2 if self._is_16_bit() else 1
+            copied += [self.weight] * copies
+            return max(sum(int(tensor.nbytes) for tensor in (self.y, self.x, *copied)), self._padded())
         sample = self._columns() // len(self.x)
         of_weight = self._columns() if kernel in {"Slow2d", "Slow3d"} else sample
         of_x = of_weight if kernel == "Slow3d" else sample
@@ -171,25 +170,28 @@ class _Convolution:
         of_bias = 2 * self.y.nbytes if with_bias and kernel == "SlowTranspose3d" and self._is_16_bit() else 0
         return self._copied() + self._grouped(max(of_x, of_weight), taken, self.x.nbytes) + of_bias
 
+    def _moves_channels(self) -> bool:
+        """Return whether weights are copied to have their channels last, as the input has."""
+        last = _channels_last(self.x) and not self.x.is_contiguous()
+        return last and not _channels_last(self.weight)
+
     def _padded(self) -> int:
         """Return the bytes of a gradient of weights whose groups have their channels padded to 16.
 
-        So it is in 16 bits with channels last: the gradient in float32 and in 16 bits, and one sample of the
+        So it is with channels last: the gradient in float32; for 16 bits also in these, and one sample of the
         input and of the output. Small windows by channel have a kernel of their own.
         """
         by_channel = self.groups == self.x.shape[1] == self.y.shape[1]
-        last = self.x.dim() == 4 and self.x.is_contiguous(memory_format=torch.channels_last)
-        if not (last and self._is_16_bit() and self.groups > 1) or (
-            by_channel and max(self.weight.shape[2:]) < 4
-        ):
+        small = by_channel and max(self.weight.shape[2:]) < 4
+        if self.groups == 1 or small or not _channels_last(self.x):
             return 0
         channels = [16 * math.ceil(each.shape[1] / self.groups / 16) for each in (self.x, self.y)]
         weights = math.prod((self.groups, *channels, *self.weight.shape[2:]))
-        samples = (
-            self.groups * width * math.prod(each.shape[2:])
-            for width, each in zip(channels, (self.x, self.y), strict=True)
-        )
-        return 6 * weights + 2 * sum(samples)
+        if not self._is_16_bit():
+            return 4 * weights
+        areas = (math.prod(each.shape[2:]) for each in (self.x, self.y))
+        samples = sum(width * area for width, area in zip(channels, areas, strict=True))
+        return 6 * weights + 2 * self.groups * samples
 
     def _kernel(self) -> str:
         """Return the name of PyTorch's kernel; "Slow…" are its own, which make columns."""
@@ -220,3 +222,7 @@ class _Convolution:
 
     def _copied(self) -> int:
         return sum(tensor.nbytes for tensor in (self.x, self.y) if not tensor.is_contiguous())
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,362 @@
+"""Is any way that users have faster than a searched plan of the same peak?
+
+    python benchmarks/search.py [--models digits_vit,gpt2] [--rounds 9] [--batches 16] [--timeout 120]
+    python benchmarks/search.py --docs    # writes docs/search.md from the results
+
+Each model is trained for some steps on real data and profiled once. Then there are three limits on the peak:
+midway between that of plain and of checkpointing every block; that of checkpointing; the least that any rival
+within the noise ratio reaches. At each, the rivals that fit run beside the plan of the exact solver and that
+of a study: `torch.utils.checkpoint` around every block, around as few blocks as fit, and keeping matrix
+products (selective); uniform bits; bits chosen greedily by measured errors (as GACT does) or by the law of
+quantization noise (as ActNN does); checkpointed blocks with uniform 4 bits. Last, the smallest plan.
+Measured: live bytes at the peak and noise ratio, by separate code and on unseen batches, and steps, in turn.
+Results are lines of `results/search.jsonl`, one for each limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import append, code_of, in_turn, ratios
+from search_page import write
+from search_subjects import SUBJECTS, Subject
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from truth import LiveStorages
+
+import mesa_tune as mt
+from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler.profile import Profile
+
+BUILD = Path(__file__).resolve().parents[1] / "build" / "search"
+STEPS = 60
+MAX_NOISE_RATIO = 0.1
+UNSEEN = 700_000
+BITS = (8, 4, 3, 2, 1)
+_ATEN = torch.ops.aten
+PRODUCTS = {
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN.convolution.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+class Method(NamedTuple):
+    """How to train: by a policy, or with the first blocks checkpointed; `selective`: these keep products."""
+
+    policy: mt.Policy | None = None
+    checkpointed: int = 0
+    selective: bool = False
+
+
+class Model:
+    """A trained subject with its profile."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.subject = name, SUBJECTS[name]
+        self.trained = trained(self.subject)
+        self.workload = mt.Workload(
+            self.build, self.subject.batch, self.subject.loss, batch_size=self.subject.batch_size
+        )
+        path = BUILD / f"{name}-{code()}.json"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mt.profile(self.workload).save(path)
+        self.profile = Profile.load(path)
+        names = [name for name, block in self.build().named_modules() if is_block(self.subject, block)]
+        self.blocks = [name for name in names if name in self.profile.timeline.modules]
+        assert self.blocks == names, (names, self.profile.timeline.modules)
+
+    def build(self) -> nn.Module:
+        model = self.subject.build()
+        model.load_state_dict(self.trained)
+        return model.train()
+
+    def bytes(self, policy: mt.Policy) -> int:
+        """Return the predicted peak, with workspaces."""
+        predicted = self.profile.predict(policy)
+        return predicted.reserved_bytes or predicted.peak_bytes
+
+    def rerunning(self, count: int, settings: LayerSettings = EXACT, policy: mt.Policy | None = None) -> Any:
+        """Return the policy in which the first blocks run again, with inputs stored by `settings`."""
+        return (policy or mt.Policy(())).rerunning(dict.fromkeys(self.blocks[:count], settings))
+
+
+def code() -> str:
+    """Return a hash of what profiles and searches depend on."""
+    return code_of(("",), Path(__file__).with_name("search_subjects.py"))
+
+
+def trained(subject: Subject) -> dict[str, Tensor]:
+    """Return the weights after plain steps."""
+    torch.manual_seed(1)
+    model = subject.build().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=subject.learning_rate)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        subject.loss(model, subject.batch(subject.batch_size)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def is_block(subject: Subject, module: nn.Module) -> bool:
+    return type(module).__name__ == subject.block
+
+
+def limits(model: Model) -> dict[str, int]:
+    """Return the limits on the peak, with workspaces."""
+    plain, checkpointing = model.bytes(mt.Policy(())), model.bytes(model.rerunning(len(model.blocks)))
+    lossy = [mt.Policy.uniform(level=2**bits) for bits in BITS]
+    lossy += [model.rerunning(len(model.blocks), LayerSettings(level=16), policy) for policy in lossy]
+    least = min([checkpointing, *(model.bytes(policy) for policy in lossy if is_quiet(model, policy))])
+    return {"midway": (plain + checkpointing) // 2, "checkpointing": checkpointing, "least": least}
+
+
+def is_quiet(model: Model, policy: mt.Policy) -> bool:
+    """Return whether the noise ratio is predicted within the limit."""
+    ratio = model.profile.predict(policy).gradient_noise_ratio
+    return ratio is not None and ratio <= MAX_NOISE_RATIO
+
+
+def rivals(model: Model, limit: int) -> dict[str, Method]:
+    """Return the rivals that are predicted to fit; selective checkpointing must be measured."""
+    count = len(model.blocks)
+    found: dict[str, Method] = {"checkpoint, keeping products": Method(None, count, selective=True)}
+    fewest = next((n for n in range(1, count + 1) if model.bytes(model.rerunning(n)) <= limit), None)
+    if fewest is not None:
+        found[f"checkpoint {fewest} of {count} blocks"] = Method(None, fewest)
+    uniform = [mt.Policy.uniform(level=2**bits) for bits in BITS]
+    fitting = [
+        (bits, policy) for bits, policy in zip(BITS, uniform, strict=True) if model.bytes(policy) <= limit
+    ]
+    if fitting:
+        bits, policy = fitting[0]
+        found[f"uniform {bits} bits"] = Method(policy)
+    for title, law in (("greedy by errors", False), ("greedy by the law of noise", True)):
+        policy = greedy(model, limit, law=law)
+        if policy is not None:
+            found[title] = Method(policy)
+    both = model.rerunning(count, LayerSettings(level=16), mt.Policy.uniform(level=16))
+    if model.bytes(both) <= limit:
+        found["checkpoint with 4 bits"] = Method(both)
+    return found
+
+
+def greedy(model: Model, limit: int, *, law: bool) -> mt.Policy | None:
+    """Return bits by layer that fit: where an error per byte is least, they are reduced first.
+
+    `law`: errors are those at 4 bits by the law of quantization noise, not measured ones.
+    """
+    layers = model.profile.layers
+    options = [LayerSettings(level=2**bits) for bits in BITS]
+    errors = [[model.profile.layer_error(layer, option) or 0.0 for option in options] for layer in layers]
+    if law:
+        steps = [(15 / (2**bits - 1)) ** 2 for bits in BITS]
+        errors = [[row[BITS.index(4)] * step for step in steps] for row in errors]
+    chosen = [0] * len(layers)
+
+    def policy() -> mt.Policy:
+        settings = (options[step] for step in chosen)
+        rules = zip(layers, settings, strict=True)
+        return mt.Policy.from_assignments((one.tag, one.index, one.name, each) for one, each in rules)
+
+    def price(number: int) -> float:
+        step = chosen[number]
+        saved = layers[number].own_bytes * (BITS[step] - BITS[step + 1])
+        return (errors[number][step + 1] - errors[number][step]) / max(1, saved)
+
+    while model.bytes(policy()) > limit:
+        left = [number for number, step in enumerate(chosen) if step + 1 < len(BITS)]
+        if not left:
+            return None
+        chosen[min(left, key=price)] += 1
+    return policy()
+
+
+class Running:
+    """A model in training by a method, with a loop of its own."""
+
+    def __init__(self, model: Model, method: Method) -> None:
+        self.subject, self.method = model.subject, method
+        self.model = model.build()
+        if method.policy is not None:
+            mt.convert(self.model, method.policy, seed=0)
+        blocks = [block for block in self.model.modules() if is_block(self.subject, block)]
+        for block in blocks[: method.checkpointed]:
+            block.forward = checkpointing(block.forward, method.selective)  # type: ignore[method-assign]
+        torch.manual_seed(0)
+        self.batch = self.subject.batch(self.subject.batch_size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.backward(self.batch, 0)
+        self.optimizer.step()
+
+    def backward(self, batch: Any, seed: int) -> None:
+        """Run forward and backward, with the same random numbers for every method."""
+        torch.manual_seed(seed)
+        if self.method.policy is None:
+            loss = self.subject.loss(self.model, batch)
+        else:
+            with mt.compress_saved(self.method.policy, seed=seed):
+                loss = self.subject.loss(self.model, batch)
+        loss.backward()
+
+    def gradient(self, batch: Any, seed: int) -> Tensor:
+        self.optimizer.zero_grad()
+        self.backward(batch, seed)
+        gradients = (p.grad.flatten() for p in self.model.parameters() if p.grad is not None)
+        return torch.cat(list(gradients))
+
+    def peak(self) -> int:
+        """Return the most live bytes of the second step."""
+        self.step()
+        with LiveStorages() as storages:
+            self.optimizer.zero_grad()
+            state = [value for values in self.optimizer.state.values() for value in values.values()]
+            for leaf in (*self.model.parameters(), *self.model.buffers(), *state, *tree_leaves(self.batch)):
+                if isinstance(leaf, Tensor):
+                    storages.see(leaf)
+            del state
+            self.step()
+        return storages.peak
+
+
+def checkpointing(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+    """Return the forward that runs again in backward; `selective`: keeps the results of matrix products."""
+    if not selective:
+        return partial(checkpoint, forward, use_reentrant=False)
+
+    def keeping(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if func in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, keeping)
+    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+def noise_ratios(model: Model, runs: Mapping[str, Running], batches: int) -> dict[str, float]:
+    """Return mean ‖ĝ − g‖² of each lossy run over the variance of the gradient, on unseen batches."""
+    plain, lossy = (
+        Running(model, Method()),
+        {n: run for n, run in runs.items() if run.method.policy is not None},
+    )
+    errors = dict.fromkeys(lossy, 0.0)
+    mean, squares = torch.zeros(()), 0.0
+    for number in range(batches):
+        torch.manual_seed(UNSEEN + number)
+        batch = model.subject.batch(model.subject.batch_size)
+        exact = plain.gradient(batch, number)
+        squares += float(exact.square().sum())
+        mean = mean + exact / batches
+        for name, run in lossy.items():
+            errors[name] += float((run.gradient(batch, number) - exact).square().sum()) / batches
+    variance = (squares - batches * float(mean.square().sum())) / (batches - 1)
+    return {name: error / variance for name, error in errors.items()}
+
+
+def search(
+    model: Model, limit: int | None, arguments: argparse.Namespace
+) -> dict[str, tuple[Method, mt.Plan]]:
+    """Return the solved plan and that of a study; without a limit, the smallest."""
+    find = partial(
+        mt.search_policy,
+        model.profile,
+        limit,
+        objective="memory" if limit is None else "time",
+        max_noise_ratio=MAX_NOISE_RATIO,
+        seed=arguments.seed,
+    )
+    plans = {
+        "solved": find(trials=0),
+        "searched": find(workload=model.workload, trials=100, timeout=arguments.timeout),
+    }
+    return {title: (Method(plan.policy), plan) for title, plan in plans.items()}
+
+
+def measured(model: Model, methods: Mapping[str, Method], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return for each method its peak, its noise ratio, and steps over plain and over searched ones."""
+    runs = {name: Running(model, method) for name, method in {"plain": Method(), **methods}.items()}
+    peaks = {name: run.peak() for name, run in runs.items()}
+    noise = noise_ratios(model, runs, arguments.batches)
+    times = in_turn({name: run.step for name, run in runs.items()}, arguments.rounds)
+    return {
+        name: {
+            "peak": peaks[name],
+            "noise ratio": noise.get(name, 0.0),
+            "step": ratios(times["plain"], times[name]),
+            "of searched": ratios(times["searched"], times[name]),
+        }
+        for name in runs
+    }
+
+
+def static_bytes(model: Model) -> int:
+    """Return the bytes of weights, gradients, optimizer state and batch."""
+    return int(model.profile.timeline.at(model.subject.batch_size).static)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--models", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batches", type=int, default=16, help="unseen batches for noise ratios")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds per study")
+    parser.add_argument("--seed", type=int, default=0, help="of the studies")
+    parser.add_argument("--docs", action="store_true", help="write docs/search.md")
+    arguments = parser.parse_args()
+    if arguments.docs:
+        print(f"wrote {write()}")
+        return
+    for name in arguments.models.split(","):
+        model = Model(name)
+        for cell, limit in itertools.chain(limits(model).items(), [("smallest", None)]):
+            report(model, cell, limit, arguments)
+
+
+def report(model: Model, cell: str, limit: int | None, arguments: argparse.Namespace) -> None:
+    """Measure one limit, print it, and append it to the results."""
+    plans = search(model, limit, arguments)
+    others = rivals(model, limit if limit is not None else min(limits(model).values()))
+    rows = measured(model, {**others, **{name: method for name, (method, _) in plans.items()}}, arguments)
+    searched = plans["searched"][1]
+    append(
+        "search",
+        {
+            "model": model.name,
+            "title": model.subject.title,
+            "batch size": model.subject.batch_size,
+            "cell": cell,
+            "limit": limit,
+            "static": static_bytes(model),
+            "rows": rows,
+            "won": searched.won,
+            "bound": searched.bound,
+            "gap": searched.gap,
+            "predicted ms": [plan.predicted.step_ms for _, plan in plans.values()],
+            "plain ms": model.profile.plain_ms(model.subject.batch_size),
+            "code": code(),
+        },
+    )
+    shown = "-" if limit is None else f"{limit / 1e6:.1f} MB"
+    print(f"\n{model.subject.title}, {cell}: {shown}; {searched.won}")
+    for name, row in rows.items():
+        step, beside = row["step"], row["of searched"]
+        print(
+            f"  {name:32s} peak {row['peak'] / 1e6:7.1f} MB  noise {row['noise ratio']:.1e}  step"
+            f" {step.median:.3f} [{step.low:.3f}, {step.high:.3f}]  of searched {beside.median:.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Write docs/search.md from the results of `search.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, json_lines
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "search.md"
+MAX_NOISE_RATIO = 0.1
+FITS = 1.01
+"""A rival that is up to this factor above the searched plan's limit still counts as fitting."""
+COLUMNS = ("way", "peak MB", "activations", "noise ratio", "step", "over searched")
+
+Line = Mapping[str, Any]
+HEAD = """\
+# Searched plans beside what users do by hand
+
+`python benchmarks/search.py` measures it; `python benchmarks/search.py --docs` writes this page.
+
+* Each model is trained for 60 steps on real data, then profiled. Limits on the peak, with the workspaces of
+  kernels: **midway** between plain and checkpointing every block, that of **checkpointing**, and the
+  **least** that a rival reaches within a predicted noise ratio of 0.1. **smallest**: no limit; the plan is
+  that of `--smallest`, within a slowdown of 1.5.
+* **solved**: the exact solver's plan; **searched**: a study's, of 100 trials or 120 s. Both ask for the
+  fastest step within a noise ratio of 0.1.
+* Rivals: `torch.utils.checkpoint` around every block or as few as fit, or keeping the results of matrix
+  products; uniform bits; bits by layer, reduced where an error per byte is least: measured errors, as GACT
+  does, or those at 4 bits by the law of quantization noise, as ActNN does; blocks checkpointed with inputs of
+  4 bits, and 4 bits elsewhere.
+* **peak**: most live bytes of a step, measured; **activations**: of these, what is no weight, gradient,
+  optimizer state or batch, in % of the plain step's. **noise ratio**: measured on unseen batches by separate
+  code. **step**: time over that of plain steps taken in turn, median and quartiles; **over searched**: over
+  that of the searched plan. A rival above the limit or the ratio is in brackets: it is no answer.
+"""
+
+
+def write() -> Path:
+    """Write the page from the latest results of each model and limit; return its path."""
+    lines = {(line["model"], line["cell"]): line for line in json_lines(RESULTS / "search.jsonl")}
+    PAGE.write_text(page(list(lines.values())), encoding="utf-8")
+    return PAGE
+
+
+def page(lines: Sequence[Line]) -> str:
+    """Return the page of `lines`, one for each model and limit."""
+    parts = [HEAD, *_summary(lines)]
+    for line in lines:
+        limit = "" if line["limit"] is None else f", {line['limit'] / 1e6:.1f} MB"
+        parts.append(f"\n## {line['title']}, batch {line['batch size']}: {line['cell']}{limit}\n\n")
+        parts.append(_table(line))
+        parts.append(f"\nThe study: {line['won']}. {_bound(line)}\n")
+    return "".join(parts)
+
+
+def faster(line: Line) -> list[str]:
+    """Return the rivals that fit and are faster than the searched plan, beyond the quartiles."""
+    return [name for name, row in _answers(line).items() if row["of searched"][2] < 1]
+
+
+def _answers(line: Line) -> dict[str, Any]:
+    """Return the rows of rivals within the limit and the noise ratio."""
+    return {
+        name: row
+        for name, row in line["rows"].items()
+        if name not in ("plain", "solved", "searched") and _is_answer(line, row)
+    }
+
+
+def _is_answer(line: Line, row: Mapping[str, Any]) -> bool:
+    highest = max(line["limit"] or 0, line["rows"]["searched"]["peak"])
+    fits = line["limit"] is None or row["peak"] <= FITS * highest
+    return fits and row["noise ratio"] <= MAX_NOISE_RATIO
+
+
+def _summary(lines: Sequence[Line]) -> list[str]:
+    limited = [line for line in lines if line["limit"] is not None]
+    beaten = {
+        f"{line['title']}, {line['cell']}: {', '.join(names)}" for line in limited if (names := faster(line))
+    }
+    parts = [f"\n* In {len(limited) - len(beaten)} of {len(limited)} cells no rival that fits is faster.\n"]
+    parts += [f"  Faster: {one}.\n" for one in sorted(beaten)]
+    for line in lines:
+        if line["limit"] is None:
+            own = line["rows"]["searched"]["peak"] - line["static"]
+            best, name = min((row["peak"] - line["static"], name) for name, row in _answers(line).items())
+            parts.append(
+                f"* {line['title']}, smallest: {own / best:.2f} of the best rival's activations ({name}).\n"
+            )
+    return parts
+
+
+def _table(line: Line) -> str:
+    rows = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    plain = line["rows"]["plain"]["peak"] - line["static"]
+    for name, row in line["rows"].items():
+        own = name in ("plain", "solved", "searched")
+        title = f"**{name}**" if own else name if _is_answer(line, row) else f"({name})"
+        cells = (
+            title,
+            f"{row['peak'] / 1e6:.1f}",
+            f"{(row['peak'] - line['static']) / plain:.0%}",
+            f"{row['noise ratio']:.1e}" if row["noise ratio"] else "0",
+            _spread(row["step"]),
+            _spread(row["of searched"]),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _spread(values: Sequence[float]) -> str:
+    middle, low, high = values
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _bound(line: Line) -> str:
+    if line["limit"] is None:
+        return f"By single prices, no plan has a peak below {line['bound'] / 1e6:.1f} MB."
+    least, solved = line["bound"] / line["plain ms"], line["predicted ms"][0] / line["plain ms"]
+    return f"By single prices, no plan's step is below {least:.3f} times plain's; the solved: {solved:.3f}."
