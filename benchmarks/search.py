@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from truth import LiveStorages
 
 import mesa_tune as mt
-from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
 
 BUILD = Path(__file__).resolve().parents[1] / "build" / "search"
@@ -67,6 +67,7 @@ class Model:
         self.workload = mt.Workload(
             self.build, self.subject.batch, self.subject.loss, batch_size=self.subject.batch_size
         )
+        self._known: dict[Method, int] = {}
         path = BUILD / f"{name}-{code()}.json"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,13 +83,27 @@ class Model:
         return model.train()
 
     def bytes(self, policy: mt.Policy) -> int:
-        """Return the predicted peak, with workspaces."""
+        """Return the predicted peak under a policy, with workspaces."""
         predicted = self.profile.predict(policy)
         return predicted.reserved_bytes or predicted.peak_bytes
 
-    def rerunning(self, count: int, settings: LayerSettings = EXACT, policy: mt.Policy | None = None) -> Any:
-        """Return the policy in which the first blocks run again, with inputs stored by `settings`."""
-        return (policy or mt.Policy(())).rerunning(dict.fromkeys(self.blocks[:count], settings))
+    def checkpointed_bytes(self, method: Method) -> int:
+        """Return the estimated peak by a method without a policy, with workspaces."""
+        if method not in self._known:
+            build = partial(changed, self.subject, method)
+            work = mt.Workload(
+                lambda: build(self.build()),
+                self.subject.batch,
+                self.subject.loss,
+                batch_size=self.subject.batch_size,
+            )
+            self._known[method] = mt.estimate(work).reserved_bytes
+        return self._known[method]
+
+    def four_bits(self) -> mt.Policy:
+        """Return uniform 4 bits, with blocks that run again from inputs of 4 bits."""
+        again = dict.fromkeys(self.blocks, LayerSettings(level=16, store="recompute"))
+        return mt.Policy.uniform(level=16).rerunning(again)
 
 
 def code() -> str:
@@ -114,11 +129,14 @@ def is_block(subject: Subject, module: nn.Module) -> bool:
 
 def limits(model: Model) -> dict[str, int]:
     """Return the limits on the peak, with workspaces."""
-    plain, checkpointing = model.bytes(mt.Policy(())), model.bytes(model.rerunning(len(model.blocks)))
-    lossy = [mt.Policy.uniform(level=2**bits) for bits in BITS]
-    lossy += [model.rerunning(len(model.blocks), LayerSettings(level=16), policy) for policy in lossy]
+    plain, checkpointing = map(model.checkpointed_bytes, (Method(), Method(None, len(model.blocks))))
+    lossy = [*map(uniform, BITS), model.four_bits()]
     least = min([checkpointing, *(model.bytes(policy) for policy in lossy if is_quiet(model, policy))])
     return {"midway": (plain + checkpointing) // 2, "checkpointing": checkpointing, "least": least}
+
+
+def uniform(bits: int) -> mt.Policy:
+    return mt.Policy.uniform(level=2**bits)
 
 
 def is_quiet(model: Model, policy: mt.Policy) -> bool:
@@ -128,27 +146,24 @@ def is_quiet(model: Model, policy: mt.Policy) -> bool:
 
 
 def rivals(model: Model, limit: int) -> dict[str, Method]:
-    """Return the rivals that are predicted to fit; selective checkpointing must be measured."""
-    count = len(model.blocks)
-    found: dict[str, Method] = {"checkpoint, keeping products": Method(None, count, selective=True)}
-    fewest = next((n for n in range(1, count + 1) if model.bytes(model.rerunning(n)) <= limit), None)
-    if fewest is not None:
-        found[f"checkpoint {fewest} of {count} blocks"] = Method(None, fewest)
-    uniform = [mt.Policy.uniform(level=2**bits) for bits in BITS]
-    fitting = [
-        (bits, policy) for bits, policy in zip(BITS, uniform, strict=True) if model.bytes(policy) <= limit
-    ]
-    if fitting:
-        bits, policy = fitting[0]
-        found[f"uniform {bits} bits"] = Method(policy)
-    for title, law in (("greedy by errors", False), ("greedy by the law of noise", True)):
-        policy = greedy(model, limit, law=law)
-        if policy is not None:
-            found[title] = Method(policy)
-    both = model.rerunning(count, LayerSettings(level=16), mt.Policy.uniform(level=16))
-    if model.bytes(both) <= limit:
-        found["checkpoint with 4 bits"] = Method(both)
-    return found
+    """Return the rivals that are predicted to fit."""
+    count, found = len(model.blocks), {}
+    by_hand = {f"checkpoint {n} of {count} blocks": Method(None, n) for n in range(1, count + 1)}
+    by_hand["checkpoint, keeping products"] = Method(None, count, selective=True)
+    fitting = {
+        title: method for title, method in by_hand.items() if model.checkpointed_bytes(method) <= limit
+    }
+    found |= dict(itertools.islice(fitting.items(), 1))  # as few blocks as fit
+    found |= {title: method for title, method in fitting.items() if method.selective}
+    policies: dict[str, mt.Policy | None] = {f"uniform {bits} bits": uniform(bits) for bits in BITS}
+    fits = [title for title, policy in policies.items() if policy and model.bytes(policy) <= limit]
+    policies = {title: policies[title] for title in fits[:1]}
+    policies["greedy by errors"] = greedy(model, limit, law=False)
+    policies["greedy by the law of noise"] = greedy(model, limit, law=True)
+    policies["checkpoint with 4 bits"] = (
+        model.four_bits() if model.bytes(model.four_bits()) <= limit else None
+    )
+    return {**found, **{title: Method(policy) for title, policy in policies.items() if policy is not None}}
 
 
 def greedy(model: Model, limit: int, *, law: bool) -> mt.Policy | None:
@@ -190,9 +205,7 @@ class Running:
         self.model = model.build()
         if method.policy is not None:
             mt.convert(self.model, method.policy, seed=0)
-        blocks = [block for block in self.model.modules() if is_block(self.subject, block)]
-        for block in blocks[: method.checkpointed]:
-            block.forward = checkpointing(block.forward, method.selective)  # type: ignore[method-assign]
+        changed(self.subject, method, self.model)
         torch.manual_seed(0)
         self.batch = self.subject.batch(self.subject.batch_size)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
@@ -230,6 +243,14 @@ class Running:
             del state
             self.step()
         return storages.peak
+
+
+def changed(subject: Subject, method: Method, model: nn.Module) -> nn.Module:
+    """Return the model with the first blocks checkpointed, as `method` says."""
+    blocks = [block for block in model.modules() if is_block(subject, block)]
+    for block in blocks[: method.checkpointed]:
+        block.forward = checkpointing(block.forward, method.selective)  # type: ignore[method-assign]
+    return model
 
 
 def checkpointing(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
