@@ -41,8 +41,11 @@ _PRODUCTS = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
 _CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
-_COMPILED = dict.fromkeys(_PRODUCTS, 650_000) | dict.fromkeys(_CONVOLUTIONS, 100_000)
-"""About the bytes that oneDNN keeps for each shape in bfloat16, where the processor has kernels for it."""
+_COMPILED = {
+    torch.bfloat16: dict.fromkeys(_PRODUCTS, 650_000) | dict.fromkeys(_CONVOLUTIONS, 100_000),
+    torch.float32: dict.fromkeys(_CONVOLUTIONS, 60_000),
+}
+"""About the bytes that oneDNN keeps for each shape; of bfloat16 where the processor has kernels for it."""
 
 
 class WorkspaceMeter(Meter):
@@ -88,10 +91,12 @@ class CompiledCode:
 
     def see(self, func: Any, args: tuple[Any, ...]) -> None:
         """Count a call, if it is of a shape that was not seen before."""
-        size = _COMPILED.get(func, 0)
-        if size and args[0].dtype == torch.bfloat16 and args[0].device.type == "cpu" and _has_bfloat16():
-            forms = tuple((arg.shape, arg.stride()) for arg in args if isinstance(arg, Tensor))
-            self._seen[func, forms] = size
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if not tensors or tensors[0].device.type != "cpu":
+            return
+        size = _COMPILED.get(tensors[0].dtype, {}).get(func)
+        if size is not None and (tensors[0].dtype != torch.bfloat16 or _has_bfloat16()):
+            self._seen[func, tuple((tensor.shape, tensor.stride()) for tensor in tensors)] = size
 
     @property
     def nbytes(self) -> int:
