@@ -3,7 +3,7 @@
     python benchmarks/step_time.py [--models digits_vit,gpt2,resnet] [--rounds 15] [--work 0,1] [--fast]
 
 Each model is profiled, then 20 policies are predicted and measured: uniform and random ones, most with some
-layers exact. Each is measured beside plain steps, in turn: the median of the ratios of `--rounds` pairs of
+layers exact. All are measured beside plain steps, in turn: the median of the ratios of `--rounds` pairs of
 steps, on the wall clock and in processor time. `--work N` does all of this beside N other processes
 that multiply matrices. Errors are predicted minus measured ratios; `noise` is the standard error of a
 measured ratio. Before timing, the loss under each policy must be bitwise the plain one.
@@ -148,16 +148,30 @@ def timed(step: Callable[[], object]) -> Times:
     return Times(1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - processor))
 
 
-def measure(workload: mt.Workload, candidate: Candidate, rounds: int) -> list[tuple[Times, Times]]:
-    """Return pairs of times of a plain step and of one under the policy, after three steps of both."""
-    plain, packed = Training(workload, None), Training(workload, candidate.policy)
-    losses = [(plain.step(), packed.step()) for _ in range(3)]  # in these steps the calls are planned
-    if losses[0][0] != losses[0][1]:
-        raise SystemExit(f"{candidate.label}: the forward is not exact: losses {losses[0]}")
-    return [(timed(plain.step), timed(packed.step)) for _ in range(rounds)]
+Pairs = list[tuple[Times, Times]]
+"""Times of a plain step and of one under a policy."""
 
 
-def row(candidate: Candidate, profile: Profile, pairs: Sequence[tuple[Times, Times]]) -> dict[str, Any]:
+def measure(workload: mt.Workload, candidates: Sequence[Candidate], rounds: int) -> list[Pairs]:
+    """Return for each candidate pairs of times, after three steps of all.
+
+    The machine is faster in some minutes than in others. So every round has a pair of each candidate.
+    """
+    plain = Training(workload, None)
+    packed = [Training(workload, candidate.policy) for candidate in candidates]
+    first, *_ = [plain.step() for _ in range(3)]  # in these steps the calls are planned
+    for candidate, training in zip(candidates, packed, strict=True):
+        loss, *_ = [training.step() for _ in range(3)]
+        if loss != first:
+            raise SystemExit(f"{candidate.label}: the forward is not exact: losses {first}, {loss}")
+    found: list[Pairs] = [[] for _ in candidates]
+    for _ in range(rounds):
+        for pairs, training in zip(found, packed, strict=True):
+            pairs.append((timed(plain.step), timed(training.step)))
+    return found
+
+
+def row(candidate: Candidate, profile: Profile, pairs: Pairs) -> dict[str, Any]:
     """Return the predicted and the measured ratio of one policy."""
     predicted = profile.predict(candidate.policy).step_ms
     by_clock = {
@@ -225,7 +239,8 @@ def run(workload: mt.Workload, options: list[LayerSettings], seeds: int, rounds:
     profile = mt.profile(workload, options=options, seeds=seeds)
     profile_s = time.perf_counter() - start
     policies = list(candidates(profile, full_grid()))
-    rows = [row(candidate, profile, measure(workload, candidate, rounds)) for candidate in policies]
+    found = measure(workload, policies, rounds)
+    rows = [row(policy, profile, pairs) for policy, pairs in zip(policies, found, strict=True)]
     summaries = {clock: summary(rows, clock) for clock in Times._fields}
     times = {"step_ms": profile.step_ms, "routing_ms": profile.routing_ms, "profile_s": profile_s}
     return {"options": len(options), "seeds": seeds, "rounds": rounds, **times, **summaries, "rows": rows}

@@ -22,6 +22,8 @@ from mesa_tune.search.fleet.workers import hardware, is_dead, worker_name
 
 BEAT = 15.0
 """Seconds between two signs of life."""
+FINISHED = ("COMPLETE", "PRUNED")
+"""States of finished trials. Pruned: measured until it was clear that the plan is no better than others."""
 SILENCE = 120.0
 """Seconds without a sign of life after which a worker is given up."""
 
@@ -60,7 +62,7 @@ class Trials:
 
     def standing(self) -> Standing:
         """Give up what is lost, and return the other trials."""
-        trials = self._trials("RUNNING", "COMPLETE")
+        trials = self._trials("RUNNING", *FINISHED)
         lost = self._lost([trial for trial in trials if not trial.state.is_finished()])
         for number in lost:
             self.fail(number)
@@ -77,7 +79,7 @@ class Trials:
         # Unlike `Study.ask`, this stores the worker together with the trial, so none is without.
         attributes = {"worker": self.worker, "hardware": hardware()}
         self.study.add_trial(create_trial(state=TrialState.RUNNING, user_attrs=attributes))
-        trials = self._trials("RUNNING", "COMPLETE")
+        trials = self._trials("RUNNING", *FINISHED)
         mine, *surplus = [trial for trial in trials if self._is_mine(trial)]
         for trial in surplus:  # stored twice, where the answer was lost
             self.fail(trial.number)
@@ -90,12 +92,17 @@ class Trials:
         self.fail(mine.number)
         return None
 
-    def complete(self, trial: Any, value: float) -> None:
-        """Store the value of a trial. If it was given up meanwhile, another takes its place."""
-        from optuna.exceptions import UpdateFinishedTrialError
+    def finish(self, trial: Any, value: float, *, pruned: bool) -> None:
+        """Store the value of a trial. If it was given up meanwhile, another takes its place.
 
+        The value of a pruned trial is the one that it has reported.
+        """
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        state = TrialState.PRUNED if pruned else TrialState.COMPLETE
         with suppress(UpdateFinishedTrialError):
-            self.study.tell(trial, value, skip_if_finished=True)
+            self.study.tell(trial, None if pruned else value, state=state, skip_if_finished=True)
 
     def fail(self, number: int) -> None:
         """Give up a trial, unless it is finished: its slot is free again."""
@@ -133,7 +140,7 @@ class Trials:
         """
         return self.shared and any(
             trial.number != number and trial.user_attrs.get("slot") == slot
-            for trial in self._trials("RUNNING", "COMPLETE")
+            for trial in self._trials("RUNNING", *FINISHED)
         )
 
     def _is_mine(self, trial: Any) -> bool:

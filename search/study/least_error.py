@@ -38,7 +38,7 @@ class LeastError(LocalSearch):
 
     def best(self, trials: Sequence[Finished]) -> Finished:
         """Return the trial with the lowest value among those measured at all pairs."""
-        complete = (trial for trial in trials if len(trial.errors) == len(FULL))
+        complete = (trial for trial in trials if trial.is_whole)
         return min(complete, key=lambda trial: trial.value)
 
     def fixed(self, trials: Sequence[Finished], slot: int) -> Mapping[str, Any]:

@@ -83,6 +83,11 @@ class Finished:
     hardware: str = ""
 
     @property
+    def is_whole(self) -> bool:
+        """Return True if errors were measured at all pairs; if not, the first were clearly too large."""
+        return len(self.errors) == len(FULL)
+
+    @property
     def is_valid_here(self) -> bool:
         """Return True if the hardware of this process takes the same times."""
         return not self.paces or self.hardware == hardware()
@@ -240,10 +245,11 @@ class LocalSearch(ABC):
             # Of every trial: Optuna counts a trial without constraints as feasible.
             for name, value in self.constraints(finished).items():
                 trial.set_constraint(name, value)
+            trial.report(finished.value, step=len(finished.errors))
         except BaseException:
             all_trials.fail(trial.number)
             raise
-        all_trials.complete(trial, finished.value)
+        all_trials.finish(trial, finished.value, pruned=not finished.is_whole)
 
     def _proposed(self, trial: Any, trials: Sequence[Finished]) -> Chosen:
         if not trials:

@@ -20,6 +20,7 @@ from mesa_tune.profiler.errors.joint_error import Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.fleet.studies import Joined, Work, join_search
+from mesa_tune.search.fleet.trials import FINISHED
 from tests.search.test_search_study import BUDGET, Weighted
 from tests.synthetic import COARSE, synthetic_profile
 
@@ -105,14 +106,13 @@ def trials_of(storage: Any) -> list[optuna.trial.FrozenTrial]:
 
 def finished(trials: Sequence[optuna.trial.FrozenTrial]) -> list[optuna.trial.FrozenTrial]:
     """Return the finished ones of `trials`."""
-    return [trial for trial in trials if trial.state == optuna.trial.TrialState.COMPLETE]
+    return [trial for trial in trials if trial.state.name in FINISHED]
 
 
 def assert_none_lost_or_double(trials: Sequence[optuna.trial.FrozenTrial], count: int) -> None:
     """Assert that the study has `count` finished trials, one for each slot, and nothing that still runs."""
     assert sorted(trial.user_attrs["slot"] for trial in finished(trials)) == list(range(count))
-    states = {trial.state for trial in trials}
-    assert states <= {optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.FAIL}
+    assert {trial.state.name for trial in trials} <= {*FINISHED, "FAIL"}
     for trial in finished(trials):
         assert "peak" in trial.constraints
         assert trial.user_attrs["hardware"]

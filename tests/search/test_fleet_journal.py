@@ -172,7 +172,7 @@ def test_a_worker_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     clock[0] = 10_000.0
     assert len(all_trials.standing().running) == 1
     # What was given up is not stored any more, and its slot is free.
-    all_trials.complete(silent, 1.0)
+    all_trials.finish(silent, 1.0, pruned=False)
     assert study.trials[silent.number].state == optuna.trial.TrialState.FAIL
     asked = all_trials.ask(None)
     assert asked is not None

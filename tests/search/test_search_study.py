@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optuna
 import pytest
 
 from mesa_tune.errors import RunError
@@ -18,7 +19,7 @@ from mesa_tune.profiler.errors.joint_error import Pair
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.fleet import studies
-from mesa_tune.search.study.local_search import FRESH, FULL, measurement
+from mesa_tune.search.study.local_search import FRESH, FULL, SCREEN, measurement
 from tests.synthetic import COARSE, synthetic_profile
 
 BUDGET = "34%"
@@ -93,6 +94,17 @@ def test_it_wins_the_same_with_any_seed(profile: Profile) -> None:
     shares = [plan.measured.gradient_error / plan.measured.solved for plan in plans if plan.measured]
     assert len(shares) == 5
     assert max(shares) < 1.01 * min(shares) < 0.3
+
+
+def test_trials_that_are_clearly_worse_are_pruned(profile: Profile, tmp_path: Path) -> None:
+    study(profile, Weighted(profile, {"layernorm": 20.0}), 25, storage=tmp_path / "study.db")
+    stored = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path / 'study.db'}").trials
+    by_state = {"COMPLETE": len(FULL), "PRUNED": len(SCREEN)}
+    assert {trial.state.name for trial in stored} == by_state.keys()
+    for trial in stored:
+        count = by_state[trial.state.name]
+        assert len(trial.user_attrs["errors"]) == count
+        assert trial.intermediate_values == {count: trial.value}
 
 
 def test_luck_wins_nothing(profile: Profile) -> None:
