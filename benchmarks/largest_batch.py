@@ -1,7 +1,9 @@
-"""Is the batch that `largest_batch` promises the largest that trains under a real limit?
+"""Is the batch that is promised the largest that trains under a real limit?
 
     python benchmarks/largest_batch.py [--models deit_s,resnet_50,gpt2] [--limit 1GB]
+    python benchmarks/largest_batch.py --models deit_s --policies searched --limit 2GB
 
+`mt.estimate` promises it for plain steps and uniform 16; `search_policy(…, max_batch=True)` for its plan.
 The kernel sets the limit (`RLIMIT_DATA`): a process of its own takes one step with one sample, in which
 libraries allocate what they allocate once; from then on its memory may grow by the limit, and it takes three
 training steps. The truth is the largest batch size that ends without an error, found by bisection. Results
@@ -20,16 +22,22 @@ from meters import in_own_process, resident, train, trim
 from zoo import ZOO, workload
 
 import mesa_tune as mt
+from mesa_tune.profiler.entries import fast_grid
 from mesa_tune.units import parse_bytes
 from mesa_tune.workload.user_code import is_out_of_memory
 
 STEPS = 3
+PROFILED = 8
 POLICIES = {"plain": None, "uniform 16": mt.Policy.uniform(level=16)}
+SEARCHED = "searched"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", default="deit_s,resnet_50,gpt2", help=f"of {', '.join(ZOO)}")
+    parser.add_argument(
+        "--policies", default=",".join(POLICIES), help=f"of {', '.join(POLICIES)}, {SEARCHED}"
+    )
     parser.add_argument("--limit", default="1GB")
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--resident", help=argparse.SUPPRESS)
@@ -41,8 +49,8 @@ def main() -> None:
         print(json.dumps({"trains": trains(arguments.models, arguments.batch, policy, limit)}))
         return
     for name in arguments.models.split(","):
-        for title, policy in POLICIES.items():
-            promised = mt.estimate(workload(name, 8), policy).largest_batch(limit)
+        for title in arguments.policies.split(","):
+            promised, policy = promise(name, title, limit)
             true = largest(name, policy, arguments.limit, promised)
             row = {"model": name, "policy": title, "limit": limit, "promised": promised, "true": true}
             append("largest_batch", row)
@@ -52,6 +60,16 @@ def main() -> None:
                 f"{name} {title}: promised {promised} ({verdict}), true {true}: {deviation:+.1%}",
                 flush=True,
             )
+
+
+def promise(name: str, title: str, limit: int) -> tuple[int, mt.Policy | None]:
+    """Return the largest batch size that is promised under `limit`, and the policy."""
+    work = workload(name, PROFILED)
+    if title == SEARCHED:
+        plan = mt.search_policy(mt.profile(work, options=fast_grid()), limit, max_batch=True, trials=0)
+        return plan.batch_size, plan.policy
+    policy = POLICIES[title]
+    return mt.estimate(work, policy).largest_batch(limit), policy
 
 
 def largest(name: str, policy: mt.Policy | None, limit: str, promised: int) -> int:
