@@ -160,17 +160,21 @@ class LocalSearch(ABC):
         """Return the noise ratio, None if it is unknown."""
         return None
 
+    def candidates(self, trials: Sequence[Finished], solved: Measurement) -> list[Chosen]:
+        """Return the plans to confirm, in order; `solved` is a fresh measurement of the exact solution."""
+        return [self.best(trials).chosen] if trials else []
+
     def confirmed(self, trials: Sequence[Finished]) -> Outcome:
-        """Measure afresh. Return the best trial if it beats the exact solution there, else this."""
+        """Measure afresh. Return the first candidate that beats the exact solution there, else this."""
         before = self.meter.errors(self.policy_of(self.solved), FRESH)
         solved = measurement(before, before, self.ratio(before))
-        best = self.best(trials).chosen if trials else self.solved
-        if best != self.solved:
-            errors = self.meter.errors(self.policy_of(best), FRESH)
-            found = measurement(errors, before, self.ratio(errors))
-            won = self.gain(best, found, solved)
-            if won:
-                return Outcome(best, found, len(trials), won)
+        for chosen in self.candidates(trials, solved):
+            if chosen != self.solved:
+                errors = self.meter.errors(self.policy_of(chosen), FRESH)
+                found = measurement(errors, before, self.ratio(errors))
+                won = self.gain(chosen, found, solved)
+                if won:
+                    return Outcome(chosen, found, len(trials), won)
         return Outcome(self.solved, solved, len(trials))
 
     def constraints(self, trial: Finished) -> dict[str, float]:

@@ -34,6 +34,9 @@ ROUNDS, MORE_ROUNDS, FRESH_ROUNDS = 6, 12, 32
 AIM = 0.9
 """Calibrated trials aim at this share of the limit on the noise ratio."""
 
+CANDIDATES = 4
+"""At most as many plans are measured afresh, each at a ratio below `AIM` times that of the one before."""
+
 
 class WithinNoise(LocalSearch):
     """Search for a better plan whose measured noise ratio is within the limit.
@@ -67,6 +70,19 @@ class WithinNoise(LocalSearch):
         """Return the trial of the lowest value within the limits; without any, the exact solution."""
         inside = [trial for trial in trials if trial.is_valid_here and self.is_inside(trial)]
         return min(inside or trials[:1], key=lambda trial: trial.value)
+
+    def candidates(self, trials: Sequence[Finished], solved: Measurement) -> list[Chosen]:
+        """Return the best; if the exact solution exceeds the ratio, then also some of smaller ratios."""
+        chosen = super().candidates(trials, solved)
+        if self.excess(solved.noise_ratio) <= 0:
+            return chosen
+        inside = [trial for trial in trials if trial.is_valid_here and self.is_inside(trial)]
+        ceiling = math.inf
+        for trial in sorted(inside, key=lambda trial: trial.value):
+            ratio = self.ratio(trial.errors)
+            if ratio is not None and ratio < AIM * ceiling:
+                chosen, ceiling = [*chosen, trial.chosen], ratio
+        return list(dict.fromkeys(chosen))[:CANDIDATES]
 
     def fixed(self, trials: Sequence[Finished], slot: int) -> Mapping[str, Any]:
         """Return the neutral parameters for the exact solution, for the second trial with another margin."""

@@ -93,6 +93,22 @@ def test_it_wins_where_kinds_of_layers_take_longer_than_alone(profile: Profile, 
     assert plan.measured.noise_ratio <= RATIO
 
 
+def test_a_plan_within_the_ratio_is_found_though_errors_are_larger_on_fresh_batches(profile: Profile) -> None:
+    class Fresh(Timed):
+        def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+            found = super().errors(policy, pairs)
+            return [
+                error * (1.15 if draw >= 1000 else 1) for error, (draw, _) in zip(found, pairs, strict=True)
+            ]
+
+    limit = 0.01  # the solved plan has 0.94 of it in the study, 1.08 on fresh batches
+    plan = study(profile, Fresh(profile, {}, joint=1.7), 25, max_noise_ratio=limit)
+    assert plan.measured is not None
+    assert plan.measured.noise_ratio is not None
+    assert plan.measured.noise_ratio <= limit
+    assert "in place of 0.011 on fresh batches" in plan.won
+
+
 def test_factors_are_those_that_explain_the_steps() -> None:
     generator = np.random.default_rng(0)
     true = np.array([2.0, 0.5, 1.0])

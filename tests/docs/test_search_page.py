@@ -1,0 +1,73 @@
+"""docs/search.md: which ways count as answers, and which are faster than the searched plan."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+
+
+@pytest.fixture(scope="module", name="page")
+def _page() -> Any:
+    """The benchmark's module, which is in no package."""
+    sys.path.insert(0, BENCHMARKS)
+    try:
+        return importlib.import_module("search_page")
+    finally:
+        sys.path.remove(BENCHMARKS)
+
+
+def row(peak: float, noise: float, step: float, beside: tuple[float, float, float]) -> dict[str, Any]:
+    return {
+        "peak": peak * 1e6,
+        "noise ratio": noise,
+        "step": (step, step, step),
+        "of searched": beside,
+    }
+
+
+def line(limit: float | None, **rivals: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with a searched plan of 50 MB, 20 of them static."""
+    own = {"plain": row(100, 0, 1, (0.9, 0.9, 0.9)), "searched": row(50, 0.05, 1.1, (1, 1, 1))}
+    return {
+        "model": "gpt",
+        "title": "GPT",
+        "batch size": 4,
+        "cell": "smallest" if limit is None else "midway",
+        "limit": limit and limit * 1e6,
+        "static": 20e6,
+        "rows": {**own, **rivals},
+        "won": "nothing",
+        "gap": 0.001,
+        "predicted ms": [11.0, 11.0],
+        "plain ms": 10.0,
+    }
+
+
+def test_only_ways_within_limit_and_ratio_can_be_faster(page: Any) -> None:
+    result = line(
+        50,
+        faster=row(50, 0, 1.0, (0.9, 0.88, 0.95)),
+        within_the_spread=row(50, 0, 1.0, (0.97, 0.95, 1.01)),
+        noisy=row(50, 0.2, 1.0, (0.9, 0.88, 0.95)),
+        large=row(60, 0, 1.0, (0.9, 0.88, 0.95)),
+    )
+    assert page.faster(result) == ["faster"]
+    text = page.page([result])
+    assert "In 0 of 1 cells no rival that fits is faster.\n  Faster: GPT, midway: faster." in text
+    assert "| (noisy) | 60" not in text
+    assert "| (noisy) |" in text
+    assert "| (large) |" in text
+    assert "| within_the_spread | 50.0 | 38% | 0 | 1.000 (1.000 to 1.000) | 0.970 (0.950 to 1.010) |" in text
+    assert "takes 1.100 times plain's, and its added time is at most 0.10% above the least" in text
+
+
+def test_the_smallest_plan_is_compared_by_activations(page: Any) -> None:
+    text = page.page([line(None, uniform=row(60, 0.09, 1.2, (1, 1, 1)), noisy=row(30, 0.3, 1.2, (1, 1, 1)))])
+    assert "* GPT, smallest: 0.75 of the best rival's activations (uniform)." in text
+    assert "In 0 of 0 cells" in text
