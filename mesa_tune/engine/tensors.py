@@ -23,18 +23,19 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 _PIECE = 1 << 19
 
 
-def scale_rows(x: Tensor, factors: Tensor) -> None:
-    """Multiply in place: each of the equal runs of neighbours that make up a contiguous `x` by its factor.
+def scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
+    """Return `x` with each of the equal runs of neighbours in it times its factor; in place if contiguous.
 
     A CPU casts all of x to the factors' dtype and back, in copies. So it gets x in pieces.
     """
-    rows, factors = x.view(factors.numel(), -1), factors.reshape(-1, 1)
+    count = factors.numel()
+    rows, column = x.reshape(count, x.numel() // max(1, count)), factors.reshape(-1, 1)
     if not x.is_cpu or x.dtype == factors.dtype or torch.compiler.is_compiling():
-        rows.mul_(factors)
-        return
-    count = max(1, _PIECE // max(1, rows.shape[1]))
-    for part, factor in zip(rows.split(count), factors.split(count), strict=True):
+        return rows.mul_(column).view(x.shape)
+    height = max(1, _PIECE // max(1, rows.shape[1]))
+    for part, factor in zip(rows.split(height), column.split(height), strict=True):
         part.mul_(factor)
+    return rows.view(x.shape)
 
 
 Like = tuple[tuple[int, ...], torch.dtype]

@@ -22,7 +22,7 @@ from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.rebuild import Ingredients, Rebuild
 from mesa_tune.engine.saved import Total
-from mesa_tune.engine.tensors import cast, layout_of, scale_rows, wanted
+from mesa_tune.engine.tensors import cast, layout_of, scaled_rows, wanted
 from mesa_tune.ops import maps
 from mesa_tune.ops.flags import none_set
 from mesa_tune.ops.fused import NORM_BACKWARD
@@ -136,8 +136,7 @@ def _layer_norm_gradients(saved: Saved, x: Tensor, rstd: Tensor, grad: Tensor) -
         list(needs),
     )
     if needs[0]:
-        scale_rows(dx, rstd)
-        dx = dx.to(x.dtype)
+        dx = scaled_rows(dx, rstd).to(x.dtype)
     return wanted((dx, dw, db), needs)
 
 
@@ -242,8 +241,7 @@ def _group_norm_gradients(saved: Saved, x: Tensor, rstd: Tensor, grad: Tensor) -
         list(needs),
     )
     if needs[0]:
-        scale_rows(dx, rstd)
-        dx = dx.to(x.dtype)
+        dx = scaled_rows(dx, rstd).to(x.dtype)
     return wanted((dx, dw, db), needs)
 
 

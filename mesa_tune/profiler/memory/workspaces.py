@@ -4,8 +4,8 @@ What is hard: the libraries do not say. The rules are what resident memory showe
 2.13, oneDNN): a convolution copies its tensors into the layout that its kernel wants, or, where oneDNN does
 not take the dtype (bfloat16 without AVX-512) or is off, writes each window as a column of a matrix; a
 pointwise function copies each whole argument that is not of its dtype; and some functions copy an argument
-that is not contiguous. All of that is free when the call ends. What oneDNN compiles for bfloat16, anew for
-every shape, stays.
+that is not contiguous. All of that is free when the call ends. What oneDNN compiles, anew for every shape,
+stays.
 """
 
 from __future__ import annotations
