@@ -306,9 +306,10 @@ def search(
 
 def measured(model: Model, methods: Mapping[str, Method], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return for each method its peak, its noise ratio, and steps over plain and over searched ones."""
-    runs = {name: Running(model, method) for name, method in {"plain": Method(), **methods}.items()}
-    peaks = {name: run.peak() for name, run in runs.items()}
-    noise = noise_ratios(model, runs, arguments.batches)
+    methods = {"plain": Method(), **methods}
+    peaks = {name: Running(model, method).peak() for name, method in methods.items()}
+    runs = {name: Running(model, method) for name, method in methods.items()}
+    noise = noise_ratios(model, runs, arguments.batches)  # of the trained weights: no step was taken
     times = in_turn({name: run.step for name, run in runs.items()}, arguments.rounds)
     return {
         name: {

@@ -33,7 +33,7 @@ HEAD = """\
 * **peak**: most live bytes of a step, measured; **activations**: of these, what is no weight, gradient,
   optimizer state or batch, in % of the plain step's. **noise ratio**: measured on unseen batches by separate
   code. **step**: time over that of plain steps taken in turn, median and quartiles; **over searched**: over
-  that of the searched plan. A rival above the limit or the ratio is in brackets: it is no answer.
+  that of the searched plan. What is above the limit or the ratio is in brackets: it is no answer.
 """
 
 
@@ -97,7 +97,8 @@ def _table(line: Line) -> str:
     plain = line["rows"]["plain"]["peak"] - line["static"]
     for name, row in line["rows"].items():
         own = name in ("plain", "solved", "searched")
-        title = f"**{name}**" if own else name if _is_answer(line, row) else f"({name})"
+        title = f"**{name}**" if own else name
+        title = title if name == "plain" or _is_answer(line, row) else f"({title})"
         cells = (
             title,
             f"{row['peak'] / 1e6:.1f}",
