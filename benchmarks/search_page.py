@@ -24,8 +24,8 @@ HEAD = """\
   kernels: **midway** between plain and checkpointing every block, that of **checkpointing**, and the
   **least** that a rival reaches within a predicted noise ratio of 0.1. **smallest**: no limit; the plan is
   that of `--smallest`, within a slowdown of 1.5.
-* **solved**: the exact solver's plan; **searched**: a study's, of 100 trials or 120 s. Both ask for the
-  fastest step within a noise ratio of 0.1.
+* **solved**: the exact solver's plan; **searched**: a study's, of 100 trials or as long as the command says
+  (120 s without `--timeout`). Both ask for the fastest step within a noise ratio of 0.1.
 * Rivals: `torch.utils.checkpoint` around every block or as few as fit, or keeping the results of matrix
   products; uniform bits; bits by layer, reduced where an error per byte is least: measured errors, as GACT
   does, or those at 4 bits by the law of quantization noise, as ActNN does; blocks checkpointed with inputs of
@@ -51,7 +51,7 @@ def page(lines: Sequence[Line]) -> str:
         limit = "" if line["limit"] is None else f", {line['limit'] / 1e6:.1f} MB"
         parts.append(f"\n## {line['title']}, batch {line['batch size']}: {line['cell']}{limit}\n\n")
         parts.append(_table(line))
-        parts.append(f"\nThe study: {line['won']}. {_bound(line)}\n")
+        parts.append(f"\nThe study: {line['won']}. {_bound(line)} `{line['command']}`\n")
     return "".join(parts)
 
 

@@ -43,6 +43,7 @@ def line(limit: float | None, **rivals: dict[str, Any]) -> dict[str, Any]:
         "static": 20e6,
         "rows": {**own, **rivals},
         "won": "nothing",
+        "command": "python benchmarks/search.py",
         "gap": 0.001,
         "predicted ms": [11.0, 11.0],
         "plain ms": 10.0,
