@@ -68,17 +68,18 @@ class WithinNoise(LocalSearch):
 
     def best(self, trials: Sequence[Finished]) -> Finished:
         """Return the trial of the lowest value within the limits; without any, the exact solution."""
-        inside = [trial for trial in trials if trial.is_valid_here and self.is_inside(trial)]
-        return min(inside or trials[:1], key=lambda trial: trial.value)
+        return min(self._inside(trials) or trials[:1], key=lambda trial: trial.value)
+
+    def _inside(self, trials: Sequence[Finished]) -> list[Finished]:
+        return [trial for trial in trials if trial.is_valid_here and self.is_inside(trial)]
 
     def candidates(self, trials: Sequence[Finished], solved: Measurement) -> list[Chosen]:
         """Return the best; if the exact solution exceeds the ratio, then also some of smaller ratios."""
         chosen = super().candidates(trials, solved)
         if self.excess(solved.noise_ratio) <= 0:
             return chosen
-        inside = [trial for trial in trials if trial.is_valid_here and self.is_inside(trial)]
         ceiling = math.inf
-        for trial in sorted(inside, key=lambda trial: trial.value):
+        for trial in sorted(self._inside(trials), key=lambda trial: trial.value):
             ratio = self.ratio(trial.errors)
             if ratio is not None and ratio < AIM * ceiling:
                 chosen, ceiling = [*chosen, trial.chosen], ratio

@@ -16,7 +16,7 @@ from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.rebuild import Rebuild
 from mesa_tune.engine.tensors import layout_of, wanted
-from mesa_tune.formulas.norms.layer_norm import by_channel, saves_less
+from mesa_tune.formulas.norms.layer_norm import by_channel, normalized_input, saves_less
 from mesa_tune.ops import maps
 from mesa_tune.ops.fused import BATCH_NORM_BACKWARD
 
@@ -39,13 +39,15 @@ def batch_norm_forward(static: Static, needs: Needs, x: Tensor, *others: Tensor 
         return Result(y, exact=(rstd, weight))
 
     def make() -> Tensor:
-        if x.dtype == torch.float32:
-            return (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x))
-        # r x̂ without a copy in float32: a batch norm with weight r and fixed statistics, of variance 1.
-        return torch.native_batch_norm(x, rstd, None, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+        return (x - _by_channel(mean, x)).mul_(_by_channel(rstd, x))
 
-    normalized = maps.Deferred(x, "normalize", make, mean, rstd, math.prod(x.shape[2:]))
-    return Result(y, lossy=(normalized.if_dense(),), exact=(rstd, weight))
+    normalized = normalized_input(
+        x,
+        maps.Deferred(x, "normalize", make, mean, rstd, math.prod(x.shape[2:])),
+        # With weight r and fixed statistics, of variance 1.
+        lambda: torch.native_batch_norm(x, rstd, None, mean, torch.ones_like(mean), False, 0.0, 0.0)[0],
+    )
+    return Result(y, lossy=(normalized,), exact=(rstd, weight))
 
 
 def batch_norm_backward(saved: Saved, grad: Tensor) -> Grads:

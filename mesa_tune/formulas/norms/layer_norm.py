@@ -39,7 +39,7 @@ def layer_norm_forward(
     y, mean, rstd = torch.native_layer_norm(source, shape, weight, bias, eps)
     if not (needs[0] or needs[1]):
         return Result(y)
-    normalized = _normalized(
+    normalized = normalized_input(
         x,
         maps.Deferred(source, "normalize", lambda: (source - mean).mul_(rstd), mean, rstd, math.prod(shape)),
         lambda: torch.native_layer_norm(source, shape, None, None, eps)[0],
@@ -59,7 +59,9 @@ def rms_norm_forward(static: Static, needs: Needs, x: Tensor, weight: Tensor | N
     def make() -> Tensor:
         return torch.mul(source, rstd)
 
-    normalized = _normalized(x, maps.Deferred(source, "normalize", make, None, rstd, math.prod(shape)), make)
+    normalized = normalized_input(
+        x, maps.Deferred(source, "normalize", make, None, rstd, math.prod(shape)), make
+    )
     return Result(y, (normalized,), (rstd, weight))
 
 
@@ -67,7 +69,9 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return None if tensor is None else cast(tensor, dtype)
 
 
-def _normalized(x: Tensor, deferred: maps.Deferred, make: Callable[[], Tensor]) -> Tensor | maps.Deferred:
+def normalized_input(
+    x: Tensor, deferred: maps.Deferred, make: Callable[[], Tensor]
+) -> Tensor | maps.Deferred:
     """Return x̂ in the dtype of x: `deferred` where x is what its kernel reads, else what `make` returns.
 
     Of 16 bits, PyTorch's kernels make x̂ without a copy in float32.
@@ -209,7 +213,7 @@ def group_norm_forward(
         apart: Tensor = source.unflatten(1, (groups, -1))
         return (apart - _by_group(mean, apart)).mul_(_by_group(rstd, apart)).flatten(1, 2)
 
-    normalized = _normalized(
+    normalized = normalized_input(
         x,
         maps.Deferred(source, "normalize", make, mean, rstd, source.numel() // rstd.numel()),
         lambda: torch.native_group_norm(source, None, None, *_sizes(source), groups, eps)[0],

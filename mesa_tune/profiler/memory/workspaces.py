@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves
 
+from mesa_tune.engine.tensors import layout_of
 from mesa_tune.profiler.memory.meter import Meter
 
 _ATEN = torch.ops.aten
@@ -42,8 +43,8 @@ _PRODUCTS = {
 }
 _CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
 _COMPILED = {
-    torch.bfloat16: dict.fromkeys(_PRODUCTS, 650_000) | dict.fromkeys(_CONVOLUTIONS, 100_000),
-    torch.float32: dict.fromkeys(_CONVOLUTIONS, 60_000),
+    **{product: {torch.bfloat16: 650_000} for product in _PRODUCTS},
+    **{convolution: {torch.bfloat16: 100_000, torch.float32: 60_000} for convolution in _CONVOLUTIONS},
 }
 """About the bytes that oneDNN keeps for each shape; of bfloat16 where the processor has kernels for it."""
 
@@ -67,6 +68,9 @@ class WorkspaceMeter(Meter):
 
 def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     """Return about the most bytes that a call on the CPU takes besides its tensors; 0 on other devices."""
+    is_pointwise = torch.Tag.pointwise in func.tags and isinstance(result, Tensor)
+    if not (is_pointwise or func in _CONVOLUTIONS or func in _COPYING):
+        return 0
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if not tensors or tensors[0].device.type != "cpu":
         return 0
@@ -78,9 +82,7 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
         return _Convolution(x, weight, grad, *options).backward_bytes(with_bias=wanted[2])
     if func in _COPYING:
         return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
-    if torch.Tag.pointwise in func.tags and isinstance(result, Tensor):
-        return _cast_bytes(func, args, result)
-    return 0
+    return _cast_bytes(func, args, result)
 
 
 class CompiledCode:
@@ -91,12 +93,14 @@ class CompiledCode:
 
     def see(self, func: Any, args: tuple[Any, ...]) -> None:
         """Count a call, if it is of a shape that was not seen before."""
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if not tensors or tensors[0].device.type != "cpu":
+        sizes = _COMPILED.get(func)
+        if sizes is None or args[0].device.type != "cpu":
             return
-        size = _COMPILED.get(tensors[0].dtype, {}).get(func)
-        if size is not None and (tensors[0].dtype != torch.bfloat16 or _has_bfloat16()):
-            self._seen[func, tuple((tensor.shape, tensor.stride()) for tensor in tensors)] = size
+        dtype = args[0].dtype
+        size = sizes.get(dtype)
+        if size is not None and (dtype != torch.bfloat16 or _has_bfloat16()):
+            forms = ((arg.shape, arg.stride()) for arg in args if isinstance(arg, Tensor))
+            self._seen[func, tuple(forms)] = size
 
     @property
     def nbytes(self) -> int:
@@ -177,8 +181,7 @@ class _Convolution:
 
     def _moves_channels(self) -> bool:
         """Return whether weights are copied to have their channels last, as the input has."""
-        last = _channels_last(self.x) and not self.x.is_contiguous()
-        return last and not _channels_last(self.weight)
+        return layout_of(self.x) == torch.channels_last and not _channels_last(self.weight)
 
     def _padded(self) -> int:
         """Return the bytes of a gradient of weights whose groups have their channels padded to 16.
