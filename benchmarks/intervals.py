@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from accuracy import load_example
 from common import append
-from search_vs_uniform import load_example
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification
 

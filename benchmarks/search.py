@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +26,10 @@ import torch
 from common import append, code_of, in_turn, ratios
 from search_page import write
 from search_subjects import SUBJECTS, Subject
+from step import checkpoint_blocks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from truth import LiveStorages
 
 import mesa_tune as mt
@@ -247,30 +248,20 @@ class Running:
 
 def changed(subject: Subject, method: Method, model: nn.Module) -> nn.Module:
     """Return the model with the first blocks checkpointed, as `method` says."""
-    blocks = [block for block in model.modules() if is_block(subject, block)]
-    for block in blocks[: method.checkpointed]:
-        block.forward = checkpointing(block.forward, method.selective)  # type: ignore[method-assign]
+    contexts = partial(create_selective_checkpoint_contexts, keeping_products)
+    options = {"context_fn": contexts} if method.selective else {}
+    checkpoint_blocks(model, subject.block, method.checkpointed, **options)
     return model
 
 
-def checkpointing(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
-    """Return the forward that runs again in backward; `selective`: keeps the results of matrix products."""
-    if not selective:
-        return partial(checkpoint, forward, use_reentrant=False)
-
-    def keeping(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if func in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = partial(create_selective_checkpoint_contexts, keeping)
-    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+def keeping_products(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if func in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def noise_ratios(model: Model, runs: Mapping[str, Running], batches: int) -> dict[str, float]:
     """Return mean ‖ĝ − g‖² of each lossy run over the variance of the gradient, on unseen batches."""
-    plain, lossy = (
-        Running(model, Method()),
-        {n: run for n, run in runs.items() if run.method.policy is not None},
-    )
+    plain = Running(model, Method())
+    lossy = {name: run for name, run in runs.items() if run.method.policy is not None}
     errors = dict.fromkeys(lossy, 0.0)
     mean, squares = torch.zeros(()), 0.0
     for number in range(batches):
@@ -285,9 +276,7 @@ def noise_ratios(model: Model, runs: Mapping[str, Running], batches: int) -> dic
     return {name: error / variance for name, error in errors.items()}
 
 
-def search(
-    model: Model, limit: int | None, arguments: argparse.Namespace
-) -> dict[str, tuple[Method, mt.Plan]]:
+def search(model: Model, limit: int | None, arguments: argparse.Namespace) -> dict[str, mt.Plan]:
     """Return the solved plan and that of a study; without a limit, the smallest."""
     find = partial(
         mt.search_policy,
@@ -297,11 +286,10 @@ def search(
         max_noise_ratio=MAX_NOISE_RATIO,
         seed=arguments.seed,
     )
-    plans = {
+    return {
         "solved": find(trials=0),
         "searched": find(workload=model.workload, trials=100, timeout=arguments.timeout),
     }
-    return {title: (Method(plan.policy), plan) for title, plan in plans.items()}
 
 
 def measured(model: Model, methods: Mapping[str, Method], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -349,8 +337,10 @@ def report(model: Model, cell: str, limit: int | None, arguments: argparse.Names
     """Measure one limit, print it, and append it to the results."""
     plans = search(model, limit, arguments)
     others = rivals(model, limit if limit is not None else min(limits(model).values()))
-    rows = measured(model, {**others, **{name: method for name, (method, _) in plans.items()}}, arguments)
-    searched = plans["searched"][1]
+    rows = measured(
+        model, {**others, **{name: Method(plan.policy) for name, plan in plans.items()}}, arguments
+    )
+    searched = plans["searched"]
     append(
         "search",
         {
@@ -364,7 +354,7 @@ def report(model: Model, cell: str, limit: int | None, arguments: argparse.Names
             "won": searched.won,
             "bound": searched.bound,
             "gap": searched.gap,
-            "predicted ms": [plan.predicted.step_ms for _, plan in plans.values()],
+            "predicted ms": [plan.predicted.step_ms for plan in plans.values()],
             "plain ms": model.profile.plain_ms(model.subject.batch_size),
             "code": code(),
         },

@@ -12,20 +12,18 @@ measured before any error.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from accuracy import load_example
 from common import append, mean_interval
 from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.memory.meter import measure_step
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "digits_vit.py"
 PROMISED = {4: 30.0, 3: 20.0, 2: 8.0}
 UNSEEN = 50_000
 
@@ -53,16 +51,6 @@ def main() -> None:
         result["promised"] = promised
         report(result)
         append("search_vs_uniform", {"subject": "digits ViT, converged", "steps": arguments.steps, **result})
-
-
-def load_example() -> ModuleType:
-    """Import the example as a module."""
-    spec = importlib.util.spec_from_file_location("digits_vit", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def train(example: ModuleType, steps: int) -> nn.Module:

@@ -85,11 +85,11 @@ def attention_exact() -> mt.Policy:
     return mt.Policy.parse(f"{before}on attention:{after.replace('enable: True', 'enable: False', 1)}")
 
 
-def checkpoint_blocks(model: nn.Module, block: str) -> None:
-    """Checkpoint every module of the class named `block`: it runs again in backward."""
-    for module in model.modules():
-        if type(module).__name__ == block:
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+def checkpoint_blocks(model: nn.Module, block: str, count: int | None = None, **options: Any) -> None:
+    """Checkpoint the first `count` modules of the class named `block`, or all: they run again in backward."""
+    blocks = [module for module in model.modules() if type(module).__name__ == block]
+    for module in blocks[:count]:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
 
 
 KINDS: dict[str, Kind] = {
