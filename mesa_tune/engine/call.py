@@ -152,7 +152,7 @@ class Call:
                 if source is not None:
                     sources[index] = source
         self.sources = sources
-        if self.spec.derive:
+        if self.spec.derive and not plan.formula.lossless:  # else the call saves no tensor, derived or not
             for source in sources.values():
                 for layer in source.recipe.layers():
                     self.context.note(layer)
@@ -228,9 +228,9 @@ class Call:
         return x.requires_grad and self.gains(x) and not self.is_static(x)
 
     def _pays(self, tensors: Tensors) -> bool:
+        present = [tensor for tensor in tensors if tensor is not None and not _is_saved_as_it_is(tensor)]
         if watch.observer is not None:
-            watch.observer.asked(self.layer, tensors)
-        present = [tensor for tensor in tensors if tensor is not None]
+            watch.observer.asked(self.layer, present)
         if self.spec.levels == 0:
             return any(tensor.numel() > self.spec.min_elements for tensor in present)
         return any(self._is_worth_storing(tensor) for tensor in present)
@@ -251,6 +251,11 @@ def _has_tensor(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_has_tensor(element) for element in value)
     return isinstance(value, Tensor)
+
+
+def _is_saved_as_it_is(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a parameter of which autocast makes no copy: saving it costs nothing."""
+    return type(tensor) is nn.Parameter and autocast_dtype(tensor) in (None, tensor.dtype)
 
 
 def casts(kind: str) -> bool:

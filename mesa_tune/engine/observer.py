@@ -48,7 +48,7 @@ class Observer:
     def end(self, layer: str | None, output: Any) -> None:
         """Note that this call has ended."""
 
-    def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None:
+    def asked(self, layer: str, tensors: Sequence[Tensor]) -> None:
         """Note that the plan of `layer` depends on whether one of `tensors` gets smaller."""
 
     def stored(

@@ -55,6 +55,13 @@ class Recipe(NamedTuple):
         view = geometry(tensor)
         return self if view == self.view else self._replace(view=view)
 
+    def needed(self) -> list[str]:
+        """Return the layers without which there is no such recipe, its own first.
+
+        What these cannot derive, they store.
+        """
+        return [self.layer, *(layer for source in self.inputs for layer in source.needed())]
+
     def layers(self) -> list[str]:
         """Return the layers whose saved tensors the recipe takes, its own first."""
         below = [source for source in (*self.saved, *self.inputs) if isinstance(source, Recipe)]

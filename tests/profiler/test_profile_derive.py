@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,6 +143,26 @@ def test_an_activation_derives_its_input_only_for_others(
     )
     found = measured(workload("silu"), policy, BATCH)
     assert profiles["silu"].predict(policy).saved_bytes == found.saved_bytes
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", CASES)
+def test_where_only_parts_of_a_chain_derive_bytes_are_those_of_a_real_step(
+    profiles: dict[str, Profile], name: str, seed: int
+) -> None:
+    draw = random.Random(seed)
+
+    def settings() -> mt.LayerSettings:
+        level, store = 2 ** draw.randint(1, 8), draw.choice(("exact", "quantize", "derive", "derive"))
+        return mt.LayerSettings(level=level, group_size=WIDTH, store=store)
+
+    # Hooks share a copy with a layer of their own 8 bits, which no traced step shows: without them.
+    policy = mt.Policy.from_assignments(
+        (layer.tag, layer.index, layer.name, EXACT if layer.tag == "other" else settings())
+        for layer in profiles[name].layers
+    )
+    found = measured(workload(name), policy, BATCH)
+    assert profiles[name].predict(policy).saved_bytes == pytest.approx(found.saved_bytes, abs=8)
 
 
 def test_without_the_producer_a_layer_stores(profiles: dict[str, Profile]) -> None:

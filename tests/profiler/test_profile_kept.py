@@ -315,3 +315,27 @@ def test_saved_bytes_of_norms_by_hand_are_those_of_a_real_step(width: int, group
 
     found = measure_step(model, work.make_batch(), step, work.make_optimizer(model))
     assert predicted.saved_bytes == found.saved_bytes
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+@pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
+def test_a_small_layer_keeps_the_cast_copy_of_its_weight_only_where_it_is_exact(
+    autocast: str | None, level: int | None
+) -> None:
+    """A classifier of few samples: its input is too small to compress, its weight is not."""
+
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1000))
+
+    def batch(n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(n, 200, WIDTH), torch.randint(1000, (n,))
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        assert isinstance(model, nn.Sequential)
+        return F.cross_entropy(model[2](model[:2](batch[0]).mean(1)).float(), batch[1])
+
+    work = mt.Workload(made, batch, loss, batch_size=4, autocast=autocast)
+    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
+    check = mt.verify(work, policy, predicted=mt.profile(work, options=[]).predict(policy), steps=1, seeds=1)
+    assert check.predicted is not None
+    assert check.predicted.saved_bytes == pytest.approx(check.policy.saved_bytes, abs=8)  # a bit per row

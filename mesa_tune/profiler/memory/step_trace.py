@@ -98,13 +98,14 @@ class StepTrace:
     in the backward (a checkpointed part that runs again), by layer, number of the call, and whether returned.
     `coded`: tensors stored in parts, by the storage of the first part. `side`: storages that a compressed
     layer saves exactly, with this layer. `plain`: storages that autograd saves exactly.
-    `extents`: for each call, the elements of the largest tensor that it stores in parts; `NEVER` if it has a
-    small view of a large storage, which is always copied. `saved_extents`: of the largest autograd saves.
+    `extents`: for each call, the elements of the largest tensor that it stores in parts, or that decides
+    whether it stores any; `NEVER` if it has a small view of a large storage, which is always copied.
+    `saved_extents`: of the largest autograd saves.
     `views`: for a call and a storage, the fewest elements that the call stores in parts without a copy.
     `rows`: for layers whose groups end where rows end, the elements per row. `saves`: for each layer, what
     autograd itself saves, in order (None: older than the step). `first_parts`: for each tensor stored in
-    parts, the storage of the first part. `derived`: for each tensor that is derived instead, the layers whose
-    saved tensors this takes. `serving`: layers that save their input only because others derive from it.
+    parts, the storage of the first part. `derived`: for each tensor that is derived instead, the layers that
+    this needs. `serving`: layers that save their input only because others derive from it.
     `forwards`: each that ends with a backward; a step may have several. `losses`: what their backwards start
     from. `gradients`: the storages of the parameters' gradients, as far as they die in the step or were born
     in it; `static_gradients`: bytes of the others. `variables`: storages that are alive when a forward ends,

@@ -146,9 +146,10 @@ class Tracer(Observer):
         if marks.setdefault(_LAYER, layer) == layer:
             node.register_prehook(lambda _: self.recorder.open_slot(layer, "backward"))
 
-    def asked(self, layer: str, tensors: Sequence[Tensor | None]) -> None:
-        if any(self._is_small_view(tensor) for tensor in _tensors(tensors)):
-            self.trace.extents[self._call(layer)] = NEVER
+    def asked(self, layer: str, tensors: Sequence[Tensor]) -> None:
+        floats = [tensor for tensor in _tensors(tensors) if tensor.is_floating_point()]
+        sizes = [NEVER if self._is_small_view(tensor) else tensor.numel() for tensor in floats]
+        self._extend(self._call(layer), max(sizes, default=0))
 
     def stored(
         self,
@@ -164,7 +165,7 @@ class Tracer(Observer):
         keys = self.saving_calls.keys(layer, len(how))
         for key, tensor, packing, stored in zip(keys, lossy, how, parts, strict=True):
             if isinstance(packing, Recipe):
-                self.trace.derived[key] = tuple(dict.fromkeys(packing.layers()))
+                self.trace.derived[key] = tuple(dict.fromkeys(packing.needed()))
                 self.trace.serving.update(_serving(packing))
             elif packing.packed:
                 source = self._viewed(layer, packing, tensor)
@@ -197,7 +198,7 @@ class Tracer(Observer):
     def _viewed(self, layer: str, packing: Packing, tensor: Tensor | Deferred) -> int | None:
         """Record the size of a tensor that a call stores in parts; return the storage that it views."""
         call, elements = self._call(layer), prod(packing.shape)
-        self.trace.extents[call] = max(elements, self.trace.extents.get(call, 0))
+        self._extend(call, elements)
         if isinstance(tensor, Tensor) and (encoded := self._number(tensor)) is not None:
             self.trace.encoded.add((encoded, layer))
         if isinstance(tensor, Deferred) and tensor.kind == "definite":
@@ -208,6 +209,9 @@ class Tracer(Observer):
         if number is not None:
             self.trace.views[call, number] = min(elements, self.trace.views.get((call, number), NEVER))
         return number
+
+    def _extend(self, call: CallKey, elements: int) -> None:
+        self.trace.extents[call] = max(elements, self.trace.extents.get(call, 0))
 
     def _is_small_view(self, tensor: Tensor) -> bool:
         """Return whether a call would copy the tensor, so that its much larger storage can be freed."""
