@@ -68,7 +68,7 @@ class RerunModules:
                 assignment = {entry.name: settings}
                 assignment |= {} if stored.exact else dict.fromkeys(layers, stored)
                 own = self.profile.cost_of(map(self.profile.layer, layers), assignment, NO_DERIVATIONS)
-                again = self.profile.rerun_cost(entry.name, assignment)
+                again = self.profile.rerun_cost(entry.name, settings)
                 step = self.sized.under(assignment)
                 if own.error is not None and own.ms is not None and again.ms is not None:
                     yield self._choice(settings, stored, (own, again), step, inside, plain)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.choices import ChoiceDetector
+from mesa_tune.engine.function import saving_in_vain
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.routing import inside_backward
 from mesa_tune.engine.storage import as_is, decided, restore, store
@@ -57,10 +58,10 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
     detector = ChoiceDetector([tensor for tensor in tensors if not tensor.requires_grad])
     body = _Body(job, form, detector)
     if not job.packs:
-        return checkpoint(body, *leaves, use_reentrant=False)
+        return checkpoint(body, *leaves, use_reentrant=False, determinism_check="none")
     versions, inputs = [tensor._version for tensor in tensors], _Inputs(job)
     with saved_tensors_hooks(inputs.pack, inputs.unpack):
-        output = checkpoint(body, *leaves, use_reentrant=False)
+        output = checkpoint(body, *leaves, use_reentrant=False, determinism_check="none")
     if versions != [tensor._version for tensor in tensors]:
         raise RunError(
             f"{job.name!r} changes its input in place, so it cannot be run again from it\n"
@@ -80,7 +81,10 @@ class _Body:
     def __call__(self, *leaves: Any) -> Any:
         args, kwargs = tree_unflatten(leaves, self.form)
         again, self.again = self.again, True
-        with _spare_buffers(self.job.module) if again else self.detector:
+        if again:
+            with _spare_buffers(self.job.module):
+                return self.job.run(args, kwargs)
+        with self.detector, saving_in_vain():
             return self.job.run(args, kwargs)
 
 

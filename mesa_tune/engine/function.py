@@ -5,7 +5,9 @@ traced code, in-place operations and views of PyTorch all limit what a Function 
 layers may need its packed parts (`store: derive`).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -31,6 +33,25 @@ Memories = dict[int, Memory]
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
+class _Saving(threading.local):
+    """Whether what calls save is never used: they run again before their backward."""
+
+    in_vain = False
+
+
+_saving = _Saving()
+
+
+@contextmanager
+def saving_in_vain() -> Iterator[None]:
+    """Run the body, the first run of a checkpointed part: calls save as many tensors, but encode none."""
+    before, _saving.in_vain = _saving.in_vain, True
+    try:
+        yield
+    finally:
+        _saving.in_vain = before
+
+
 class Apply(torch.autograd.Function):
     """`apply(plan, memories, *tensors, key)`: one call, as planned.
 
@@ -50,7 +71,10 @@ class Apply(torch.autograd.Function):
         formula, count = plan.formula, len(plan.needs)
         inputs = tensors[:count]
         result = formula.forward(plan.static, plan.needs, *inputs)
-        saved = _save(ctx, plan, memories, key, result, inputs, tensors[count:])
+        if _saving.in_vain and plan.stored is not None and plan.exposes is None:
+            saved = _save_as_many(ctx, plan, key, result)
+        else:
+            saved = _save(ctx, plan, memories, key, result, inputs, tensors[count:])
         output = result.output
         if result.in_place:
             ctx.mark_dirty(inputs[0])
@@ -113,6 +137,15 @@ def _save(
     if watch.observer is not None:
         _show(ctx, plan, lossy, saved, exact, inputs)
     return saved
+
+
+def _save_as_many(ctx: Any, plan: CallPlan, key: Tensor, result: Result) -> list[list[Tensor]]:
+    """Save the key as often as `_save` would save a tensor: a checkpoint counts them, and keeps none."""
+    assert plan.stored is not None
+    count = sum(how.parts for how in plan.stored)
+    ctx.save_for_backward(*[key] * count, *[None if tensor is None else key for tensor in result.exact])
+    ctx.plan = plan
+    return []
 
 
 def _decided(

@@ -160,7 +160,7 @@ class Profile:
         plan = step if sized is self.timeline.at() else self.timeline.at().under(assignment)
         cost = self.cost_of(None, assignment, self._derivations.active(plan))
         for name in step.reruns:
-            cost = cost.plus(self.rerun_cost(name, assignment))
+            cost = cost.plus(self.rerun_cost(name, assignment[name]))
         error, ends = self._expected(cost)
         return Prediction(
             step.saved_bytes,
@@ -206,14 +206,10 @@ class Profile:
         """Return what `layers` (None: all) cost under `assignment`; `active`: derivations under it."""
         return self._prices.cost(layers, assignment, active)
 
-    def rerun_cost(self, module: str, assignment: Assignment) -> Cost:
-        """Return what a module costs that runs again: the rounding of its inputs, and its second run.
-
-        Layers inside encode in both runs.
-        """
+    def rerun_cost(self, module: str, settings: LayerSettings) -> Cost:
+        """Return what a module costs that runs again: the rounding of its inputs, and its second run."""
         entry = next((entry for entry in self.modules if entry.name == module), None)
-        inside = [layer for layer in self.layers if layer.name.startswith(f"{module}.")]
-        return Cost(None, 0.0, None) if entry is None else entry.cost(inside, assignment)
+        return Cost(None, 0.0, None) if entry is None else entry.cost(settings)
 
     def _expected(self, cost: Cost) -> tuple[float | None, tuple[float, float] | None]:
         """Return the gradient error and its interval, None where unknown."""

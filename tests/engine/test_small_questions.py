@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import mesa_tune as mt
+from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine import saved, storage
@@ -133,3 +134,14 @@ class _Gelus(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.gelu(nn.functional.gelu(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_only_rows_of_zeros_count_as_such(dtype: torch.dtype) -> None:
+    x = torch.zeros(8, 96, dtype=dtype)
+    least = torch.finfo(dtype).smallest_normal
+    for row, value in enumerate((0.0, -0.0, least, -least, torch.nan, torch.inf, -torch.inf)):
+        x[row, 95] = value
+    x[7, :2] = torch.tensor([1.0, -1.0])
+    zero = ops.unpack_bits(storage.pack_zero_rows(x), (8,))
+    assert zero.tolist() == [True, True, *[False] * 6]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mesa_tune.files import typed
-from mesa_tune.policy.settings import EXACT
-from mesa_tune.profiler.entries import HasOptions, LayerEntry, Option
-from mesa_tune.profiler.memory.distinct import Assignment
+from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler.entries import HasOptions, Option
 from mesa_tune.profiler.price_table import Cost
 
 
@@ -28,16 +27,11 @@ class ModuleEntry(HasOptions):
     forward_ms: float
     options: tuple[Option, ...]
 
-    def cost(self, inside: Iterable[LayerEntry], assignment: Assignment) -> Cost:
-        """Return what it costs to run again under `assignment`; the layers `inside` encode in both runs."""
-        settings = assignment[self.name]
+    def cost(self, settings: LayerSettings) -> Cost:
+        """Return what it costs to run again from inputs in these settings."""
         position = self.nearest(settings)
-        compressing = [layer for layer in inside if not assignment.get(layer.name, EXACT).exact]
-        encoded = [layer.encode_ms(assignment[layer.name]) for layer in compressing]
-        known = [ms for ms in encoded if ms is not None]
-        if position is None or len(known) < len(encoded):
-            return Cost(self.errors(settings), 0.0, None)
-        return Cost(self.errors(settings), 0.0, self.forward_ms + self.options[position].ms + sum(known))
+        ms = None if position is None else self.forward_ms + self.options[position].ms
+        return Cost(self.errors(settings), 0.0, ms)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModuleEntry:
