@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from mesa_tune.codecs import Memory
-from mesa_tune.engine.formula import Grads, Needs, Result, Saved
+from mesa_tune.engine.formula import Grads, Result, Saved
 from mesa_tune.engine.head import Head
 from mesa_tune.engine.observer import Replay, watch
-from mesa_tune.engine.plan import CallPlan, Sources, Stored, Tensors
+from mesa_tune.engine.plan import CallPlan, Sources, Tensors
 from mesa_tune.engine.rematerialize import Recipe, Source, Traced, find, remember, saved_tensor, take
 from mesa_tune.engine.saved import SavedTensor
-from mesa_tune.engine.storage import Packing, decided, store
+from mesa_tune.engine.storage import Packing, store
 from mesa_tune.engine.tensors import distinct, summed
 from mesa_tune.errors import RunError
 from mesa_tune.ops.maps import Deferred
@@ -118,7 +118,8 @@ def _save(
     """
     lossy, exact, stored = result.lossy, result.exact, plan.stored
     if stored is None:
-        stored, lossy = _decided(plan, lossy, inputs)
+        shown = watch.observer is not None and watch.observer.wants_tensors
+        stored, lossy = plan.decided(lossy, inputs, shown=shown)
     sources, spec, memory = _sources(plan, extra) if plan.recipes else {}, plan.spec, None
     saved: list[list[Tensor]] = []
     for tensor, how in zip(lossy, stored, strict=True):
@@ -146,42 +147,6 @@ def _save_as_many(ctx: Any, plan: CallPlan, key: Tensor, result: Result) -> list
     ctx.save_for_backward(*[key] * count, *[None if tensor is None else key for tensor in result.exact])
     ctx.plan = plan
     return []
-
-
-def _decided(
-    plan: CallPlan, lossy: Sequence[Tensor | Deferred], inputs: Sequence[Tensor | None]
-) -> tuple[Stored, tuple[Tensor | Deferred, ...]]:
-    """Return how each lossy tensor is stored, and these tensors, computed if the codec does not do that.
-
-    An input that has a recipe is not stored.
-    """
-    stored: list[Packing | Recipe] = []
-    shown = watch.observer is not None and watch.observer.wants_tensors
-    for tensor in lossy:
-        recipes = [recipe for recipe, given in zip(plan.recipes, inputs, strict=False) if tensor is given]
-        if recipes and recipes[0] is not None:
-            stored.append(recipes[0])
-            continue
-        packing = decided(tensor, plan.spec, plan.layer, _is_exact(tensor, plan.exact, inputs))
-        stored.append(packing._replace(deferred=False) if packing.deferred and shown else packing)
-    return tuple(stored), tuple(map(_as_stored, lossy, stored))
-
-
-def _is_exact(tensor: Tensor | Deferred, exact: Needs, inputs: Sequence[Tensor | None]) -> bool:
-    """Return whether `tensor` is never packed: an input that is `exact`, or a view of one (eager)."""
-    for flag, given in zip(exact, inputs, strict=True):
-        if tensor is given:
-            return flag
-    return isinstance(tensor, Tensor) and True in [
-        flag and given is not None and _share_storage(tensor, given)
-        for flag, given in zip(exact, inputs, strict=True)
-    ]
-
-
-def _share_storage(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors view one storage; eager only."""
-    strided = tensor.layout is other.layout is torch.strided and not torch.compiler.is_compiling()
-    return strided and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _sources(plan: CallPlan, extra: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:
@@ -229,15 +194,8 @@ def _show(
     assert plan.stored is not None
     others = [tensor for tensor in exact if tensor is not None]
     watch.observer.stored(plan.layer, tuple(lossy), plan.stored, tuple(saved), others, plan.spec.row)
-    never = tuple([_is_exact(tensor, plan.exact, inputs) for tensor in lossy])
+    never = tuple([plan.leaves_exact(tensor, inputs) for tensor in lossy])
     ctx.seen = never, tuple([tensor is not None for tensor in inputs])
-
-
-def _as_stored(tensor: Tensor | Deferred, how: Packing | Recipe) -> Tensor | Deferred:
-    """Return a deferred tensor if the codec computes it, else the tensor."""
-    if isinstance(tensor, Tensor) or (isinstance(how, Packing) and how.deferred):
-        return tensor
-    return tensor.make()
 
 
 def _gradients(ctx: Any, plan: CallPlan, grad: Tensor) -> Grads:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.formula import Formula, Needs, Static
 from mesa_tune.engine.rematerialize import Recipe, Source, geometry, take
 from mesa_tune.engine.storage import Packing, decided, is_packed
+from mesa_tune.ops.maps import Deferred
 
 Tensors = Sequence[Tensor | None]
 Sources = Mapping[int, Source]
@@ -38,6 +40,34 @@ class CallPlan(NamedTuple):
     exposes: tuple[int, ...] | None = None
     stored: Stored | None = None
     positions: tuple[int, ...] | None = None
+
+    def decided(
+        self, lossy: Sequence[Tensor | Deferred], inputs: Tensors, *, shown: bool
+    ) -> tuple[Stored, tuple[Tensor | Deferred, ...]]:
+        """Return how each lossy tensor is stored, and these tensors, computed if the codec does not do that.
+
+        An input that has a recipe is not stored. `shown`: an observer wants to see tensors that only the
+        codec computes.
+        """
+        stored: list[Packing | Recipe] = []
+        for tensor in lossy:
+            recipes = [recipe for recipe, given in zip(self.recipes, inputs, strict=False) if tensor is given]
+            if recipes and recipes[0] is not None:
+                stored.append(recipes[0])
+                continue
+            packing = decided(tensor, self.spec, self.layer, self.leaves_exact(tensor, inputs))
+            stored.append(packing._replace(deferred=False) if packing.deferred and shown else packing)
+        return tuple(stored), tuple(map(_as_stored, lossy, stored))
+
+    def leaves_exact(self, tensor: Tensor | Deferred, inputs: Tensors) -> bool:
+        """Return whether `tensor` is never packed: an input that is `exact`, or a view of one (eager)."""
+        for flag, given in zip(self.exact, inputs, strict=True):
+            if tensor is given:
+                return flag
+        return isinstance(tensor, Tensor) and True in [
+            flag and given is not None and _share_storage(tensor, given)
+            for flag, given in zip(self.exact, inputs, strict=True)
+        ]
 
     def predicted(self, tensors: Tensors, parts: Sequence[Tensor]) -> "CallPlan":
         """Return the plan of a traced call with `stored`, which the run of a traced call cannot report.
@@ -110,3 +140,16 @@ class CallPlan(NamedTuple):
         yield from [tensors[index] for index in rebuild.references if tensors[index] is not None]
         for index in rebuild.inputs:
             yield from sources[index].tensors
+
+
+def _share_storage(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors view one storage; eager only."""
+    strided = tensor.layout is other.layout is torch.strided and not torch.compiler.is_compiling()
+    return strided and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _as_stored(tensor: Tensor | Deferred, how: Packing | Recipe) -> Tensor | Deferred:
+    """Return a deferred tensor if the codec computes it, else the tensor."""
+    if isinstance(tensor, Tensor) or (isinstance(how, Packing) and how.deferred):
+        return tensor
+    return tensor.make()

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
@@ -151,33 +150,6 @@ def test_settings_hold_in_the_second_run() -> None:
     expected = step(plain, [plain.get_parameter(name)], x)[1]
     found = step(network, [network.get_parameter(name)], x)[1]
     assert (found - expected).norm() > 0.2 * expected.norm()
-
-
-class _Encodings(TorchDispatchMode):
-    """Counts the kernels that encode."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.mesa_tune.quantize.default, torch.ops.mesa_tune.quantize_map.default)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("names", ["none.*", "blocks.*"])
-def test_layers_inside_encode_only_in_the_second_run(names: str) -> None:
-    rules = policy(names).dumps() + Policy.uniform(level=16).dumps().split("\n", 1)[1]
-    network, x = mt.convert(Model(), Policy.parse(rules), seed=1, min_elements=1024), torch.randn(ROWS, WIDTH)
-    for _ in range(3):  # what calls save is known after the first ones
-        with _Encodings() as forward:
-            loss = network(x)
-        with _Encodings() as backward:
-            loss.backward()
-    inside = 3 * 3  # norm, linear and GELU of three blocks
-    inputs, outside = 3, 2  # outside: the last linear layer and the square; the batch is never encoded
-    if names == "none.*":
-        assert (forward.count, backward.count) == (inside + outside, 0)
-    else:
-        assert (forward.count, backward.count) == (inputs + outside, inside)
 
 
 def test_changing_the_input_in_place_is_refused() -> None:

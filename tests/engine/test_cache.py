@@ -17,7 +17,7 @@ import mesa_tune as mt
 from mesa_tune.codecs import quantize
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine import cache
-from mesa_tune.engine import function as engine_function
+from mesa_tune.engine.plan import CallPlan
 from tests.cached_calls import refuse, refusing, same, step, uncached
 
 X = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(0))
@@ -169,7 +169,7 @@ def test_how_tensors_are_stored_is_decided_once(monkeypatch: pytest.MonkeyPatch)
     model, twin = converted(), converted()
     for turn in range(5):
         if turn == 3:
-            monkeypatch.setattr(engine_function, "_decided", refuse)
+            monkeypatch.setattr(CallPlan, "decided", refuse)
         assert same(step(model), step(twin))
     with pytest.raises(AssertionError, match="asked again"):
         step(model, X[:4])
