@@ -54,7 +54,8 @@ def make_space(
     derived = tuple(cluster.units for cluster in possible if builder.extend(units, cluster, pinned))
     if profile.exact_ms is None:
         raise RunError(f"the profile has no times of converted steps\n{_REMEDY}")
-    return Space(
+    modules = RerunModules(profile, sized, units, builder.links, restrictions, pinned).modules()
+    space = Space(
         tuple(units),
         tuple(builder.links),
         builder.base,
@@ -62,10 +63,11 @@ def make_space(
         profile.exact_ms * builder.scale,
         sized.batch_size,
         derived,
-        tuple(RerunModules(profile, sized, units, builder.links, restrictions, pinned).modules()),
+        tuple(modules),
         floor=profile.error_floor,
         slices=slices,
     )
+    return space.from_fastest()
 
 
 class _Builder:
@@ -258,12 +260,9 @@ def _undominated(choices: Sequence[Choice], linked: Collection[bool]) -> list[Ch
 
 
 def _dominates(rival: Choice, choice: Choice, *, or_equal: bool) -> bool:
-    """Return True if `rival` costs nowhere more than `choice` and somewhere less (`or_equal`: or equal).
-
-    A time below zero is noise: it decides nothing, or a search would not give the same policy again.
-    """
-    costs = (choice.error, choice.noise or 0.0, max(0.0, choice.ms), choice.saved)
-    rival_costs = (rival.error, rival.noise or 0.0, max(0.0, rival.ms), rival.saved)
+    """Return True if `rival` costs nowhere more than `choice` and somewhere less (`or_equal`: or equal)."""
+    costs = (choice.error, choice.noise or 0.0, choice.ms, choice.saved)
+    rival_costs = (rival.error, rival.noise or 0.0, rival.ms, rival.saved)
     if (
         any(high > low for high, low in zip(rival_costs, costs, strict=True))
         or (rival.live > choice.live).any()

@@ -73,7 +73,7 @@ def solved_best(
     bound = min(solved.bound for _, solved in pairs)
     if bound == best.bound:
         return step, best
-    cost = _proven_cost(step, best)
+    cost = costs(step, wanted, best.solution)[0]
     return step, replace(best, bound=bound, gap=max(0.0, cost - bound) / max(cost - floor, 1e-12))
 
 
@@ -93,10 +93,3 @@ def costs(step: Step, objective: str, solution: Solution) -> tuple[float, float]
     if objective == "memory":
         return float(space.live(chosen).max()), ms
     return (ms if objective == "time" else space.error(chosen)), ms
-
-
-def _proven_cost(step: Step, solved: Solved) -> float:
-    """Return the cost that the bound is for: as the solver counts time, no layer adds less than 0."""
-    if solved.objective == "memory":
-        return costs(step, "memory", solved.solution)[0]
-    return (step.program.space.base_ms if solved.objective == "time" else 0.0) + solved.solution.cost

@@ -23,7 +23,7 @@ from mesa_tune.search.problem import Floats
 NODES = 200_000
 _LEAST = 0.5
 """Seconds: less time is not halved."""
-_OPTIMAL, _STOPPED, _INFEASIBLE = 0, 1, 2
+_OPTIMAL, _STOPPED, _INFEASIBLE, _UNKNOWN = 0, 1, 2, 4
 
 
 class TimeUpError(RunError):
@@ -90,14 +90,18 @@ def minimise(
     constraint = LinearConstraint(
         _matrix(rows, len(costs)), [row.low for row in rows], [row.high for row in rows]
     )
-    with _silent():
-        result = milp(
-            costs,
-            integrality=np.zeros(len(costs), dtype=np.int64) if integral is None else integral,
-            bounds=Bounds(0.0, upper),
-            constraints=constraint,
-            options={"mip_rel_gap": gap, "node_limit": NODES, "time_limit": max(deadline.left / 2, _LEAST)},
-        )
+    for presolve in (True, False):  # HiGHS sometimes loses its way in what its presolve leaves
+        options = {"mip_rel_gap": gap, "node_limit": NODES, "time_limit": max(deadline.left / 2, _LEAST)}
+        with _silent():
+            result = milp(
+                costs,
+                integrality=np.zeros(len(costs), dtype=np.int64) if integral is None else integral,
+                bounds=Bounds(0.0, upper),
+                constraints=constraint,
+                options={**options, "presolve": presolve},
+            )
+        if result.status != _UNKNOWN:
+            break
     return _answer(result, deadline)
 
 

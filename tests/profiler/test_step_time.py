@@ -195,7 +195,7 @@ def test_each_layer_compresses_in_as_many_timed_steps_but_those_that_hooks_store
 
 def test_a_prediction_under_the_timed_settings_is_what_was_measured() -> None:
     profile = synthetic_profile()
-    added = {layer.name: 0.25 * number for number, layer in enumerate(profile.layers)}
+    added = {layer.name: 0.25 * layer.shape[-1] for layer in profile.layers}  # alike layers take equal times
     timed = with_times(profile, StepTimes(50.0, 2.0, added), FOUR)
     for layer in timed.layers:
         if layer.name not in profile.timeline.hooked:
@@ -260,3 +260,18 @@ def test_one_disturbed_time_of_an_option_counts_for_little() -> None:
         for option, right in zip(layer.options, expected.options, strict=True):
             assert option.encode_ms == pytest.approx(right.encode_ms)
             assert option.decode_ms == pytest.approx(right.decode_ms)
+
+
+def test_alike_layers_take_their_mean_time() -> None:
+    profile = synthetic_profile()
+    added = {layer.name: float(number) for number, layer in enumerate(profile.layers)}
+    timed = with_times(profile, StepTimes(50.0, 2.0, added), FOUR)
+    blocks = [timed.layer(f"blocks.{number}.q") for number in range(2)]
+    assert blocks[0].call_ms == blocks[1].call_ms
+    before, after = (
+        sum(one.call_ms or 0.0 for one in some.layers)
+        for some in (with_times(profile, StepTimes(50.0, 2.0, dict.fromkeys(added, 0.0)), FOUR), timed)
+    )
+    hooked = profile.timeline.hooked
+    compressing = [layer for layer in profile.layers if layer.name not in hooked and len(layer.options) > 1]
+    assert after - before == pytest.approx(sum(added[layer.name] for layer in compressing))

@@ -290,8 +290,25 @@ def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> P
         step_ms=times.plain,
         routing_ms=times.routing,
         tiled=None if profile.tiled is None else replace(profile.tiled, added_ms=times.slices),
-        layers=tuple(replace(layer, call_ms=_call_ms(layer, times, settings, hooked)) for layer in layers),
+        layers=tuple(
+            _alike([replace(one, call_ms=_call_ms(one, times, settings, hooked)) for one in layers])
+        ),
     )
+
+
+def _alike(layers: Sequence[LayerEntry]) -> Iterator[LayerEntry]:
+    """Yield the layers with the mean of `call_ms` over those of the same tag, shape and bytes.
+
+    So a search does not choose among equal blocks by what other work on the machine did to some of them.
+    """
+    known: dict[tuple[str, tuple[int, ...], int], list[float]] = defaultdict(list)
+    for layer in layers:
+        if layer.call_ms is not None:
+            known[layer.tag, layer.shape, layer.own_bytes].append(layer.call_ms)
+    means = {form: statistics.fmean(times) for form, times in known.items()}
+    for layer in layers:
+        mean = means.get((layer.tag, layer.shape, layer.own_bytes))
+        yield layer if layer.call_ms is None else replace(layer, call_ms=mean)
 
 
 def _call_ms(
