@@ -91,14 +91,18 @@ def minimise(
         _matrix(rows, len(costs)), [row.low for row in rows], [row.high for row in rows]
     )
     for presolve in (True, False):  # HiGHS sometimes loses its way in what its presolve leaves
-        options = {"mip_rel_gap": gap, "node_limit": NODES, "time_limit": max(deadline.left / 2, _LEAST)}
         with _silent():
             result = milp(
                 costs,
                 integrality=np.zeros(len(costs), dtype=np.int64) if integral is None else integral,
                 bounds=Bounds(0.0, upper),
                 constraints=constraint,
-                options={**options, "presolve": presolve},
+                options={
+                    "mip_rel_gap": gap,
+                    "node_limit": NODES,
+                    "time_limit": max(deadline.left / 2, _LEAST),
+                    "presolve": presolve,
+                },
             )
         if result.status != _UNKNOWN:
             break
