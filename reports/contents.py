@@ -29,14 +29,15 @@ CAPTIONS = {
     "in the order in which layers run; numbers as in the layer table.",
     "bits_along_depth": "How each layer stores what it saves; exact layers save PyTorch's own tensor. "
     "Numbers as in the layer table.",
-    "pareto": "Each point is a policy: its gradient error against the peak of its training step. Solved "
-    "points are the best for their budget; uniform policies store every layer alike. All points are "
-    "predicted from the profile, except the one labelled measured.",
+    "pareto": "Each point is a policy: step time and gradient error against the peak of its training step. "
+    "The lines join the policies of least time within the noise ratio and of least error, budget by budget. "
+    "Uniform policies store every layer alike. All points are predicted from the profile, except the one "
+    "labelled measured.",
     "predicted_beside_measured": "What the profile predicted for the chosen policy beside real steps.",
 }
 
-# Relative gap of the error at which solving stops: invisible on the figure's logarithmic axis.
-FRONT_GAP = 0.01
+BUDGETS = 10
+"""How many budgets are solved for each objective."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class RunResults:
     def budget(self) -> int | None:
         """The plan's budget in bytes."""
         return self.plan.budget_bytes if self.plan else None
+
+    @property
+    def objective(self) -> str:
+        """What the plan is best in: `time`, `error` or `memory`."""
+        return self.plan.objective if self.plan else "error"
 
     @cached_property
     def assignment(self) -> dict[str, LayerSettings] | None:
@@ -107,7 +113,7 @@ def make_figures(results: RunResults, tables: dict[str, pd.DataFrame]) -> dict[s
         "bits_along_depth": lambda frame: figures.bits_along_depth(
             frame, frames.mean_bits(results.profile, chosen)
         ),
-        "pareto": lambda frame: figures.pareto_front(frame, results.plain.peak_bytes, results.budget),
+        "pareto": lambda frame: figures.pareto_front(frame, results.budget, results.objective),
         "predicted_beside_measured": figures.predicted_beside_measured,
     }
     return {name: draw[name](frame) for name, frame in tables.items()}
@@ -131,27 +137,18 @@ def _has_errors(profile: Profile) -> bool:
 
 
 def _pareto(results: RunResults) -> pd.DataFrame:
-    from mesa_tune.search.solver import GAP, Program
-    from mesa_tune.search.space import Limits, make_space
+    from mesa_tune.search.frontier import pareto
+    from mesa_tune.search.objectives import MAX_NOISE_RATIO
 
-    profile, size = results.profile, results.batch_size
-    program = Program(make_space(profile, size))
-
-    def solve(budget: int) -> Prediction | None:
-        solution = program.solve(Limits(peak=budget), gap=GAP if budget == results.budget else FRONT_GAP)
-        if solution is None:
-            return None
-        return profile.predict_assignment(program.space.assignment(solution.chosen), batch_size=size)
-
-    smallest = program.smallest_peak(Limits())
-    least = int(smallest.cost) if smallest else results.plain.peak_bytes
-    budgets = frames.budgets_between(least, results.plain.peak_bytes)
-    chosen = results.budget
-    if chosen is not None and least <= chosen < results.plain.peak_bytes:
-        # So that the chosen policy lies on a solved point, not on a line between two others.
-        nearest = min(budgets[1:], key=lambda budget: abs(budget - chosen))
-        budgets[budgets.index(nearest)] = chosen
-    return frames.pareto_frame(solve, budgets, frames.uniform_predictions(profile, size), _marked(results))
+    asked = results.plan.max_noise_ratio if results.plan else None
+    return pareto(
+        results.profile,
+        batch_size=results.batch_size,
+        budgets=BUDGETS,
+        through=results.budget,
+        max_noise_ratio=MAX_NOISE_RATIO if asked is None else asked,
+        marked=_marked(results),
+    )
 
 
 def _marked(results: RunResults) -> dict[str, Prediction]:
@@ -159,11 +156,13 @@ def _marked(results: RunResults) -> dict[str, Prediction]:
     if results.plan is not None:
         marked["chosen"] = results.plan.predicted
     if results.verification is not None and results.verification.policy.peak_bytes is not None:
-        verification = results.verification
+        verification, profile = results.verification, results.profile
+        ms = None if profile.step_ms is None else profile.plain_ms(results.batch_size)
+        ratio = verification.step_ratio
         marked["measured"] = Prediction(
             verification.policy.saved_bytes or 0,
             verification.policy.peak_bytes or 0,
             verification.gradient_error,
-            verification.policy.step_ms,
+            None if ms is None or ratio is None else ms * ratio.median,
         )
     return marked

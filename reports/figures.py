@@ -108,21 +108,40 @@ def _bits_subtitle(frame: pd.DataFrame) -> str:
     return f"{layers}{rest}; a larger mark saved more bytes"
 
 
-def pareto_front(frame: pd.DataFrame, baseline_peak: int, budget: int | None = None) -> Figure:
-    """Draw gradient error against the peak of the step: solved, uniform and marked policies."""
+def pareto_front(frame: pd.DataFrame, budget: int | None = None, objective: str = "error") -> Figure:
+    """Draw step time and gradient error against the peak: solved, uniform and marked policies.
+
+    `objective`: what the chosen policy is best in. Without known times only the error is drawn.
+    """
+    plain = frame[frame["kind"] == "plain"].iloc[0]
+    others = frame[frame["kind"] != "plain"]
+    timed = others.assign(step=others["step_ms"] / plain["step_ms"]).dropna(subset=["step"])
     with style.styled():
-        unit, name = style.byte_unit(baseline_peak)
-        figure, axes = style.sheet(4.6, _pareto_title(frame), "lower and further left is better")
-        axes.set_yscale("log")
-        _draw_points(axes, frame.dropna(subset=["gradient_error"]), unit)
-        plain = f"plain {format_bytes(baseline_peak)}"
-        axes.axvline(baseline_peak / unit, color=MUTED, linewidth=1.4, linestyle=":", label=plain)
-        if budget:
-            axes.axvline(budget / unit, **_BUDGET_LINE, label=f"budget {format_bytes(budget)}")
-        axes.set_xlabel(f"peak of the training step ({name})")
-        axes.set_ylabel("gradient error")
-        axes.margins(x=0.08, y=0.12)
-        style.legend_above(axes, columns=6)
+        unit, name = style.byte_unit(plain["peak_bytes"])
+        rows = 1 if timed.empty else 2
+        figure, panels = style.sheet(
+            1.4 + 3.2 * rows,
+            _pareto_title(others, objective, plain["step_ms"]),
+            "lower and further left is better",
+            nrows=rows,
+            sharex=True,
+            squeeze=False,
+        )
+        *above, error = panels.flat
+        error.set_yscale("log")
+        error.set_ylabel("gradient error")
+        error.set_xlabel(f"peak of the training step ({name})")
+        _draw_points(error, others[others["gradient_error"] > 0], "gradient_error", unit)
+        for axes in above:
+            axes.set_ylabel("step time over plain's")
+            _draw_points(axes, timed, "step", unit)
+        for axes in panels.flat:
+            label = f"plain {format_bytes(int(plain['peak_bytes']))}"
+            axes.axvline(plain["peak_bytes"] / unit, color=MUTED, linewidth=1.4, linestyle=":", label=label)
+            if budget:
+                axes.axvline(budget / unit, **_BUDGET_LINE, label=f"budget {format_bytes(budget)}")
+            axes.margins(x=0.08, y=0.12)
+        style.legend_above(panels.flat[0], columns=4)
         return figure
 
 
@@ -234,42 +253,63 @@ def _legend_beside(axes: Axes) -> None:
         handle.set_sizes([46.0])  # type: ignore[union-attr]
 
 
-def _pareto_title(frame: pd.DataFrame) -> str:
+def _pareto_title(frame: pd.DataFrame, objective: str, plain_ms: float) -> str:
     chosen = frame[frame["kind"] == "chosen"].dropna(subset=["gradient_error"])
-    uniform = frame[frame["kind"] == "uniform"].dropna(subset=["gradient_error"])
     if chosen.empty:
-        return "What each budget costs in gradient error"
-    peak, error = chosen[["peak_bytes", "gradient_error"]].iloc[0]
+        return "What each budget costs in time and gradient error"
+    row = chosen.iloc[0]
     # The comparison is what a user would try first: the best uniform policy that needs no more memory.
-    rivals = uniform[uniform["peak_bytes"] <= peak * 1.001]
+    uniform = frame[(frame["kind"] == "uniform") & (frame["peak_bytes"] <= row["peak_bytes"] * 1.001)]
+    if objective == "time" and row["step_ms"] > 0 and plain_ms > 0:
+        as_exact = uniform[uniform["gradient_error"] <= row["gradient_error"] * 1.001]
+        return _time_title(row, as_exact.dropna(subset=["step_ms"]), plain_ms)
+    error, peak = row["gradient_error"], format_bytes(row["peak_bytes"])
+    rivals = uniform.dropna(subset=["gradient_error"])
+    alone = f"The chosen policy: gradient error {style.error_text(error)} at {peak}"
     if rivals.empty or not error:
-        return f"The chosen policy: gradient error {style.error_text(error)} at {format_bytes(peak)}"
+        return alone
     best = rivals.loc[rivals["gradient_error"].idxmin()]
     ratio = best["gradient_error"] / error
     if ratio < 1.05:
-        return f"The chosen policy: gradient error {style.error_text(error)} at {format_bytes(peak)}"
+        return alone
     rival = f"uniform {best['label']} at {format_bytes(best['peak_bytes'])}"
-    return f"At {format_bytes(peak)} the chosen policy errs {ratio:.3g} times less than {rival}"
+    return f"At {peak} the chosen policy errs {ratio:.3g} times less than {rival}"
 
 
-def _draw_points(axes: Axes, frame: pd.DataFrame, unit: int) -> None:
-    positive = frame[frame["gradient_error"] > 0]
-    solved = positive[positive["kind"] == "solved"].sort_values("peak_bytes")
-    axes.plot(solved["peak_bytes"] / unit, solved["gradient_error"], color=AFTER, marker="o", markersize=5,
-              linewidth=1.6, label="solved")  # fmt: skip
-    uniform = positive[positive["kind"] == "uniform"]
-    axes.plot(uniform["peak_bytes"] / unit, uniform["gradient_error"], color=MUTED, marker="s",
-              markersize=5.5, linewidth=0, label="uniform")  # fmt: skip
-    for _, row in uniform.iterrows():
-        position = (row["peak_bytes"] / unit, row["gradient_error"])
-        label = axes.annotate(row["label"], position, xytext=(7, 0), textcoords="offset points", va="center",
-                              fontsize=8.5, color=MUTED, zorder=4.5)  # fmt: skip
+def _time_title(row: pd.Series[Any], uniform: pd.DataFrame, plain_ms: float) -> str:
+    taken = f"At {format_bytes(row['peak_bytes'])} a step takes {row['step_ms'] / plain_ms:.2f} times plain's"
+    if uniform.empty:
+        return taken
+    best = uniform.sort_values("step_ms").iloc[0]
+    rival = f"uniform {best['label']} at {format_bytes(best['peak_bytes'])}"
+    return f"{taken}; {rival}: {best['step_ms'] / plain_ms:.2f}"
+
+
+_CURVES = {"time": (AFTER, "o", "least time"), "error": (style.CATEGORIES[3], "v", "least error")}
+_SINGLE = {"uniform": ("s", "uniform, by bits"), "again": ("D", "all blocks run again")}
+
+
+def _draw_points(axes: Axes, frame: pd.DataFrame, column: str, unit: int) -> None:
+    for kind, (color, marker, title) in _CURVES.items():
+        solved = frame[frame["kind"] == kind].sort_values("peak_bytes")
+        if len(solved):
+            axes.plot(solved["peak_bytes"] / unit, solved[column], color=color, marker=marker, markersize=5,
+                      linewidth=1.6, label=title)  # fmt: skip
+    for kind, (marker, title) in _SINGLE.items():
+        single = frame[frame["kind"] == kind]
+        if len(single):
+            axes.plot(single["peak_bytes"] / unit, single[column], color=MUTED, marker=marker, markersize=5.5,
+                      linewidth=0, label=title)  # fmt: skip
+    for _, row in frame[frame["kind"] == "uniform"].iterrows():
+        position, bits = (row["peak_bytes"] / unit, row[column]), row["label"].split()[0]
+        text = axes.annotate(bits, position, xytext=(0, 10), textcoords="offset points", ha="center",
+                             va="center", fontsize=8.5, color=MUTED, zorder=4.5)  # fmt: skip
         # A white outline keeps lines behind the text from touching the letters.
-        label.set_path_effects([withStroke(linewidth=3, foreground=SHEET)])
-    marked = positive[~positive["kind"].isin(["solved", "uniform"])]
+        text.set_path_effects([withStroke(linewidth=3, foreground=SHEET)])
+    marked = frame[~frame["kind"].isin([*_CURVES, *_SINGLE])]
     for (_, row), face in zip(marked.iterrows(), (CHOSEN, "none", "none"), strict=False):
         # The measured point is a ring, because it mostly falls on the chosen one.
-        axes.plot(row["peak_bytes"] / unit, row["gradient_error"], marker="*" if face == CHOSEN else "o",
+        axes.plot(row["peak_bytes"] / unit, row[column], marker="*" if face == CHOSEN else "o",
                   markersize=15 if face == CHOSEN else 19, markerfacecolor=face, markeredgecolor=CHOSEN,
                   markeredgewidth=0 if face == CHOSEN else 1.8, linewidth=0, label=row["label"],
                   zorder=5)  # fmt: skip

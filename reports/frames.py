@@ -6,21 +6,20 @@ stand in the order in which they run, which a profile records for most of them o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline
-from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiler.profile import Profile
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.verification import Verification
 
-UNIFORM_LEVELS = (256, 64, 16, 8, 4, 2)
 NO_LAYER = "(no layer)"
 
 
@@ -136,46 +135,6 @@ def mean_bits(profile: Profile, assignment: Assignment) -> float:
     return 8 * int(step.spans[packed].sum()) / elements if elements else float("nan")
 
 
-def budgets_between(smallest: int, largest: int, count: int = 12) -> list[int]:
-    """Return `count` budgets in equal steps, from the `smallest` reachable peak to below the `largest`."""
-    return [smallest + (largest - smallest) * number // count for number in range(count)]
-
-
-def pareto_frame(
-    solve: Callable[[int], Prediction | None],
-    budgets: Iterable[int],
-    uniform: Mapping[str, Prediction],
-    marked: Mapping[str, Prediction],
-) -> pd.DataFrame:
-    """Return gradient error against peak: `kind, label, budget, peak_bytes, saved_bytes, gradient_error`.
-
-    Kind `solved`: what `solve` returns for each of the `budgets` (None: not reachable). Kind `uniform`: the
-    same settings for every layer. The `marked` points, such as the chosen policy, have their label as kind.
-    """
-    rows = []
-    for budget in budgets:
-        prediction = solve(budget)
-        if prediction is not None:
-            rows.append(_point("solved", "", prediction, budget))
-    rows += [_point("uniform", label, prediction) for label, prediction in uniform.items()]
-    rows += [_point(label, label, prediction) for label, prediction in marked.items()]
-    columns = ["kind", "label", "budget", "peak_bytes", "saved_bytes", "gradient_error"]
-    return pd.DataFrame(rows, columns=columns).astype({"gradient_error": float})
-
-
-def uniform_predictions(
-    profile: Profile, batch_size: int | None = None, levels: Sequence[int] = UNIFORM_LEVELS
-) -> dict[str, Prediction]:
-    """Return label (`4 bits`) -> prediction, for every layer stored with the same number of levels."""
-    predictions = {}
-    for level in levels:
-        settings = LayerSettings(level=level)
-        assignment = {layer.name: settings for layer in profile.layers}
-        label = settings.label.split(" / ", maxsplit=1)[0]
-        predictions[label] = profile.predict_assignment(assignment, batch_size=batch_size)
-    return predictions
-
-
 def comparison_frame(predicted: Mapping[str, Any] | None, verification: Verification | None) -> pd.DataFrame:
     """Return predictions beside measurements: `quantity, unit, plain, predicted, measured, difference`.
 
@@ -263,14 +222,3 @@ def _with_unowned(frame: pd.DataFrame, columns: Mapping[str, Mapping[str, int]])
     if "settings" in frame:
         row |= {"settings": "exact", "exact": True, "gradient_error": 0.0}
     return pd.concat([frame, pd.DataFrame([row])], ignore_index=True)
-
-
-def _point(kind: str, label: str, prediction: Prediction, budget: int | None = None) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "label": label,
-        "budget": budget,
-        "peak_bytes": prediction.peak_bytes,
-        "saved_bytes": prediction.saved_bytes,
-        "gradient_error": prediction.gradient_error,
-    }

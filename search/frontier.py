@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.search.linear.highs import TimeUpError
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, noise_limits
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 # Points of a curve need no tight proof.
 _GAP, _SECONDS = 1e-2, 1.0
-_UNIFORM = tuple(2**bits for bits in (1, 2, 3, 4, 8))
+UNIFORM_BITS = (8, 6, 4, 3, 2, 1)
+AGAIN = LayerSettings(level=256, store="recompute")
 
 
 def pareto(
@@ -30,31 +32,48 @@ def pareto(
     *,
     batch_size: int | None = None,
     budgets: int = 6,
+    through: int | None = None,
     max_noise_ratio: float = MAX_NOISE_RATIO,
     objectives: Sequence[str] = ("time", "error"),
+    marked: Mapping[str, Prediction] | None = None,
 ) -> pd.DataFrame:
     """Return a table of predictions: of the best plans for budgets from the lowest peak to the plain one.
 
-    Columns: `objective` (`uniform` for policies with the same bits everywhere, `plain`), `policy` (a label),
-    `budget`, `peak_bytes`, `saved_bytes`, `step_ms`, `gradient_error`, `noise_ratio`. A budget without a plan
-    within the ratio has no row; without a known ratio `time` has none. Solved to 1 %, within seconds.
+    Columns: `kind` (an objective; `plain`; `uniform`: the same bits everywhere; `again`: all blocks run
+    again from inputs of 8 bits; or a label of `marked`), `label`, `budget`, `peak_bytes`, `saved_bytes`,
+    `step_ms`, `gradient_error`, `noise_ratio`. `through`: a budget that takes the place of the nearest one.
+    A budget without a plan within the ratio has no row; without a known ratio `time` has none. Solved to 1 %,
+    within seconds.
     """
     import pandas as pd
 
     size = batch_size or profile.batch_size
     possible = steps(profile, size, {}, NO_RESTRICTIONS)
-    rows = [_row("plain", "plain", None, profile.predict_assignment({}, batch_size=size))]
-    for level in _UNIFORM:
-        label = f"uniform {(level - 1).bit_length()} bits"
-        predicted = profile.predict(Policy.uniform(level=level), batch_size=size)
-        rows.append(_row("uniform", label, None, predicted))
+    plain = profile.predict_assignment({}, batch_size=size)
+    ms = None if profile.step_ms is None else profile.plain_ms(size)
+    rows = [_row("plain", "plain", None, replace(plain, step_ms=ms))]
+    for bits in UNIFORM_BITS:
+        predicted = profile.predict(Policy.uniform(level=2**bits), batch_size=size)
+        rows.append(_row("uniform", f"{bits} bits" if bits > 1 else "1 bit", None, predicted))
+    if profile.timeline.modules:
+        again = dict.fromkeys(profile.timeline.modules, AGAIN)
+        rows.append(
+            _row("again", "blocks run again", None, profile.predict_assignment(again, batch_size=size))
+        )
     for objective in objectives:
-        rows += _curve(profile, possible, objective, max_noise_ratio, budgets)
-    return pd.DataFrame(rows)
+        rows += _curve(profile, possible, objective, max_noise_ratio, budgets, through)
+    rows += [_row(label, label, None, predicted) for label, predicted in (marked or {}).items()]
+    numbers = dict.fromkeys(("step_ms", "gradient_error", "noise_ratio"), float)
+    return pd.DataFrame(rows).astype(numbers)
 
 
 def _curve(
-    profile: Profile, possible: Sequence[Step], objective: str, ratio: float, budgets: int
+    profile: Profile,
+    possible: Sequence[Step],
+    objective: str,
+    ratio: float,
+    budgets: int,
+    through: int | None,
 ) -> Iterator[dict[str, Any]]:
     size = possible[0].program.space.batch_size
     limits = noise_limits(profile, size, Limits(), ratio if objective == "time" else math.inf)
@@ -66,8 +85,7 @@ def _curve(
         return
     least = min(cost for cost, _, _ in reached)
     plain = profile.timeline.at(size).needed_bytes({})
-    for number in range(budgets):
-        peak = int(least + (plain - least) * number / budgets)
+    for peak in _between(least, plain, budgets, through):
         found = [
             (costs(step, objective, solution), step, solution)
             for cost, step, smallest in reached
@@ -78,6 +96,15 @@ def _curve(
         assignment = step.program.space.assignment(solution.chosen)
         predicted = profile.predict_assignment(assignment, batch_size=size)
         yield _row(objective, f"{objective}, {peak / plain:.0%} of plain", peak, predicted)
+
+
+def _between(least: int, plain: int, count: int, through: int | None) -> list[int]:
+    """Return `count` budgets in equal steps from the least, one of them `through`."""
+    budgets = [least + (plain - least) * number // count for number in range(count)]
+    if through is not None and least <= through < plain and count > 1:
+        nearest = min(budgets[1:], key=lambda budget: abs(budget - through))
+        budgets[budgets.index(nearest)] = through
+    return budgets
 
 
 def _lowest(step: Step, limits: Limits) -> Solution | None:
@@ -93,10 +120,10 @@ def _solved(program: Program, objective: str, limits: Limits, peak: int) -> Solu
         return None
 
 
-def _row(objective: str, label: str, budget: int | None, predicted: Prediction) -> dict[str, Any]:
+def _row(kind: str, label: str, budget: int | None, predicted: Prediction) -> dict[str, Any]:
     return {
-        "objective": objective,
-        "policy": label,
+        "kind": kind,
+        "label": label,
         "budget": budget,
         "peak_bytes": predicted.peak_bytes,
         "saved_bytes": predicted.saved_bytes,

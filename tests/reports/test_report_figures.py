@@ -96,25 +96,46 @@ def test_bits_along_depth_of_an_exact_policy() -> None:
 
 
 def test_pareto_front_compares_with_the_best_uniform_policy_of_no_more_memory() -> None:
-    frame = pareto(chosen=Prediction(0, 100, 1e-4, None))
-    said = texts(drawn(figures.pareto_front(frame, 300, 110)))
+    frame = pareto(Prediction(0, 100, 1e-4, 12.0))
+    said = texts(drawn(figures.pareto_front(frame, 110)))
     assert "At 100 B the chosen policy errs 10 times less than uniform 4 bits at 99 B" in said
+    said = texts(drawn(figures.pareto_front(frame, 110, "time")))
+    assert "At 100 B a step takes 1.20 times plain's" in said
+    assert "uniform 4 bits" not in said  # errs more
+    said = texts(drawn(figures.pareto_front(pareto(Prediction(0, 100, 2e-3, 12.0)), 110, "time")))
+    assert "At 100 B a step takes 1.20 times plain's; uniform 4 bits at 99 B: 1.50" in said
 
 
 def test_pareto_front_makes_no_claim_where_uniform_is_as_good() -> None:
-    said = texts(figures.pareto_front(pareto(chosen=Prediction(0, 100, 2e-3, None)), 300))
+    said = texts(figures.pareto_front(pareto(Prediction(0, 100, 2e-3, None))))
     assert "times less" not in said
     assert "gradient error 2.0e-03" in said
 
 
+def test_pareto_front_draws_times_only_if_they_are_known() -> None:
+    chosen = Prediction(0, 100, 1e-4, 12.0)
+    assert len(figures.pareto_front(pareto(chosen)).axes) == 2
+    untimed = pareto(chosen).assign(step_ms=float("nan"))
+    (axes,) = drawn(figures.pareto_front(untimed, objective="time")).axes
+    assert axes.get_ylabel() == "gradient error"
+
+
 def pareto(chosen: Prediction) -> pd.DataFrame:
-    uniform = {
-        "8 bits": Prediction(0, 200, 1e-5, None),
-        "4 bits": Prediction(0, 99, 1e-3, None),
-        "2 bits": Prediction(0, 50, 1e-1, None),
+    points = {
+        ("plain", "plain"): Prediction(0, 300, None, 10.0),
+        ("uniform", "8 bits"): Prediction(0, 200, 1e-5, 13.0),
+        ("uniform", "4 bits"): Prediction(0, 99, 1e-3, 15.0),
+        ("uniform", "2 bits"): Prediction(0, 50, 1e-1, 14.0),
+        ("time", "time, 20% of plain"): Prediction(0, 60, 3e-2, 11.0),
+        ("error", "error, 20% of plain"): Prediction(0, 60, 1e-2, 16.0),
+        ("chosen", "chosen"): chosen,
     }
-    solved = Prediction(0, 60, 1e-2, None)
-    return frames.pareto_frame(lambda budget: solved, [60], uniform, {"chosen": chosen})
+    rows = [
+        (kind, label, point.peak_bytes, point.step_ms, point.gradient_error)
+        for (kind, label), point in points.items()
+    ]
+    columns = ["kind", "label", "peak_bytes", "step_ms", "gradient_error"]
+    return pd.DataFrame(rows, columns=columns).astype({"step_ms": float, "gradient_error": float})
 
 
 def test_predicted_beside_measured_says_how_far_off() -> None:

@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
 from mesa_tune.reports import frames
 from tests.synthetic import COARSE, synthetic_profile
@@ -109,29 +108,6 @@ class TestBits:
 
     def test_mean_of_nothing_is_no_number(self) -> None:
         assert math.isnan(frames.mean_bits(PROFILE, {}))
-
-
-class TestPareto:
-    def test_budgets_are_even_and_below_plain(self) -> None:
-        budgets = frames.budgets_between(100, 220)
-        assert budgets == [*range(100, 220, 10)]
-
-    def test_holds_solved_uniform_and_marked_points(self) -> None:
-        point = Prediction(1, 2, 0.5, None)
-        frame = frames.pareto_frame(
-            lambda budget: None if budget < 10 else replace(point, peak_bytes=budget),
-            [5, 10, 20],
-            {"4 bits": point},
-            {"chosen": replace(point, gradient_error=None)},
-        )
-        assert list(frame["kind"]) == ["solved", "solved", "uniform", "chosen"]
-        assert list(frame["peak_bytes"]) == [10, 20, 2, 2]
-        assert frame["gradient_error"].isna().tolist() == [False, False, False, True]
-
-    def test_uniform_policies_are_the_profiles_predictions(self) -> None:
-        found = frames.uniform_predictions(PROFILE)
-        assert list(found) == ["8 bits", "6 bits", "4 bits", "3 bits", "2 bits", "1 bit"]
-        assert found["4 bits"] == PROFILE.predict_assignment(FOUR_BITS)
 
 
 class TestComparison:

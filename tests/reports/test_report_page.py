@@ -184,8 +184,8 @@ class TestCommand:
         content = json.loads((tmp_path / "report.json").read_text())
         assert content["schema"] == "mesa-tune.report/1"
         assert sum(row["after"] for row in content["memory_by_layer"]) == PLAN.predicted.saved_bytes
-        solved = [row for row in content["pareto"] if row["kind"] == "solved"]
-        assert len(solved) == 12
+        solved = [row for row in content["pareto"] if row["kind"] == "error"]
+        assert len(solved) == 10
         assert PLAN.budget_bytes in [row["budget"] for row in solved]
         least = min(row["gradient_error"] for row in solved if row["budget"] == PLAN.budget_bytes)
         assert least == pytest.approx(PLAN.predicted.gradient_error, rel=1e-3)
@@ -194,7 +194,7 @@ class TestCommand:
 def test_solved_points_are_no_worse_than_uniform_ones_of_their_peak(tmp_path: Path) -> None:
     assert report(fill(tmp_path, plan=PLAN), "--format", "csv") == 0
     frame = pd.read_csv(tmp_path / "figures" / "pareto.csv")
-    solved, uniform = frame[frame["kind"] == "solved"], frame[frame["kind"] == "uniform"]
+    solved, uniform = frame[frame["kind"] == "error"], frame[frame["kind"] == "uniform"]
     compared = 0
     for _, point in uniform[uniform["label"].isin(["8 bits", "4 bits", "2 bits"])].iterrows():
         cheaper = solved[solved["budget"] >= point["peak_bytes"]]

@@ -86,6 +86,6 @@ def test_the_plan_is_the_better_one_of_both_steps(profile: Profile, budget: str,
 
 def test_the_frontier_reaches_below_the_lowest_peak_without_slices(profile: Profile) -> None:
     table = pareto(profile, budgets=3, objectives=["error"])
-    least = table[table.objective == "error"].peak_bytes.min()
+    least = table[table.kind == "error"].peak_bytes.min()
     assert least == pytest.approx(smallest(profile).predicted.peak_bytes, rel=0.02)
     assert least < smallest(profile, forbid=["tile"]).predicted.peak_bytes
