@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -12,9 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mesa_tune as mt
 from mesa_tune.files import dump_json
+from mesa_tune.profiler.memory.workspaces import UntouchedBytes
 
 MEASURE = """
 import json, re, sys, torch
@@ -200,6 +203,65 @@ def test_without_workspaces_a_step_reserves_its_peak() -> None:
     predicted = mt.profile(LINEAR, options=[]).predict(mt.Policy.uniform(level=16))
     assert predicted.reserved_bytes == predicted.peak_bytes
     assert predicted.workspaces_text == ""
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_most_of_the_workspace_of_an_lstm_is_never_written(bidirectional: bool, autocast: bool) -> None:
+    layer = nn.LSTM(256, 320, bidirectional=bidirectional)
+    # Above 32 MiB an allocator returns fresh pages.
+    x = torch.randn(64, 48, 256, requires_grad=True)
+    with Workspaces() as forward, torch.autocast("cpu", enabled=autocast):
+        y = layer(x)[0].sum()
+    pairs = [(workspace.nbytes - written(workspace), workspace) for workspace in forward.found]
+    assert forward.untouched.nbytes == pytest.approx(sum(size for size, _ in pairs), rel=0.03)
+    forward.found.clear()
+    with forward:
+        y.backward()
+    assert forward.untouched.nbytes == pytest.approx(
+        sum(workspace.nbytes - written(workspace) for workspace in forward.found), rel=0.08
+    )
+
+
+class Workspaces(TorchDispatchMode):
+    """Collects the workspaces of LSTMs, and what is thought to be untouched."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[torch.Tensor] = []
+        self.untouched = UntouchedBytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.untouched.see(func, args, result)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            self.found.append(result[3])
+        elif func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            self.found.append(args[-1])
+        return result
+
+
+def written(tensor: torch.Tensor) -> int:
+    """Return the bytes of the pages of `tensor` that are in memory."""
+    page = os.sysconf("SC_PAGESIZE")
+    start = tensor.data_ptr() // page * page
+    count = -(-(tensor.data_ptr() + tensor.nbytes - start) // page)
+    resident = (ctypes.c_ubyte * count)()
+    size = ctypes.c_size_t(count * page)
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), size, resident) == 0
+    return page * sum(flags & 1 for flags in resident)
+
+
+def test_an_lstm_reserves_less_than_its_tensors_have() -> None:
+    work = mt.Workload(
+        lambda: nn.LSTM(64, 128),
+        lambda size: torch.randn(32, size, 64),
+        lambda model, x: model(x)[0].square().mean(),
+        batch_size=16,
+    )
+    predicted = mt.profile(work, options=[]).predict(mt.Policy.parse(""))
+    assert predicted.reserved_bytes is not None
+    assert predicted.reserved_bytes < 0.9 * predicted.peak_bytes
 
 
 def test_a_timeline_of_before_does_not_know_workspaces() -> None:

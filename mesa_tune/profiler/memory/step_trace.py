@@ -40,7 +40,7 @@ class SlotTrace:
     """Part of the step that begins with a call of `layer`: the most bytes alive in it, and when this was.
 
     `again`: the call runs again, in the backward. `reserved`: the most at the end of an operator, with the
-    workspace that it took.
+    workspace that it took, and without what no operator has written.
     """
 
     layer: str | None
@@ -52,8 +52,8 @@ class SlotTrace:
 
     @property
     def workspaces(self) -> int:
-        """Bytes by which workspaces exceed the most bytes alive."""
-        return max(0, self.reserved - self.high)
+        """Bytes by which `reserved` exceeds the most bytes alive; below 0 where much is never written."""
+        return self.reserved - self.high
 
 
 @dataclass

@@ -35,7 +35,7 @@ from mesa_tune.profiler.memory.step_trace import (
     StepTrace,
     TensorKey,
 )
-from mesa_tune.profiler.memory.workspaces import CompiledCode, workspace_bytes
+from mesa_tune.profiler.memory.workspaces import CompiledCode, UntouchedBytes, workspace_bytes
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.step import Context, Stepper
 
@@ -53,7 +53,7 @@ class Recorder(Meter):
         super().__init__()
         self.trace = StepTrace()
         self.now = 0
-        self._compiled = CompiledCode()
+        self._compiled, self._untouched = CompiledCode(), UntouchedBytes()
         self.open_slot(None, "forward")
         self.count_older(gradients)
         self.trace.gradients = {birth.number for birth in self._births.values()}
@@ -79,17 +79,23 @@ class Recorder(Meter):
     def count_compiled_code(self) -> None:
         """Count in every slot what oneDNN keeps of the step, which is there from the first step on."""
         for slot in self.trace.slots:
-            slot.reserved = max(slot.reserved, slot.high) + self._compiled.nbytes
+            slot.reserved += self._compiled.nbytes
 
     def open_slot(self, layer: str | None, phase: str, *, again: bool = False) -> None:
         """Begin a new slot."""
         self.now += 1
-        self.trace.slots.append(SlotTrace(layer, phase, self.live_bytes, self.now, again))
+        slot = SlotTrace(layer, phase, self.live_bytes, self.now, again, self._written_bytes)
+        self.trace.slots.append(slot)
+
+    @property
+    def _written_bytes(self) -> int:
+        return self.live_bytes - self._untouched.nbytes
 
     def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         self._compiled.see(func, args)
+        self._untouched.see(func, args, result)
         slot = self.trace.slots[-1]
-        slot.reserved = max(slot.reserved, self.live_bytes + workspace_bytes(func, args, result))
+        slot.reserved = max(slot.reserved, self._written_bytes + workspace_bytes(func, args, result))
 
     def _resize(self, birth: Any, size: int) -> None:
         super()._resize(birth, size)
@@ -102,6 +108,7 @@ class Recorder(Meter):
     def _record_death(self, key: int) -> None:
         self.now += 1
         self.trace.lifetimes[self._births[key].number].death = self.now
+        self._untouched.forget(key)
         super()._record_death(key)
 
 

@@ -5,7 +5,7 @@ What is hard: the libraries do not say. The rules are what resident memory showe
 not take the dtype (bfloat16 without AVX-512) or is off, writes each window as a column of a matrix; a
 pointwise function copies each whole argument that is not of its dtype; and some functions copy an argument
 that is not contiguous. All of that is free when the call ends. What oneDNN compiles, anew for every shape,
-stays.
+stays. And of the workspace that an LSTM saves, most is never written.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _PRODUCTS = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
 _CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
+_LSTM, _LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_backward.default
 _COMPILED = {
     **{product: {torch.bfloat16: 650_000} for product in _PRODUCTS},
     **{convolution: {torch.bfloat16: 100_000, torch.float32: 60_000} for convolution in _CONVOLUTIONS},
@@ -106,6 +107,36 @@ class CompiledCode:
     def nbytes(self) -> int:
         """The bytes of all calls."""
         return sum(self._seen.values())
+
+
+class UntouchedBytes:
+    """Bytes of storages that no kernel has written yet: they take addresses, and no memory.
+
+    Of the workspace of an LSTM, oneDNN's forward writes the gates and the states of the cells, where it runs
+    backwards in time also copies of two more states; its backward writes the gradients of the gates.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, int] = {}
+
+    def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Note what a call leaves unwritten, or writes."""
+        if func is _LSTM:
+            y, workspace, is_reverse = result[0], result[3], args[7]
+            written = (7 if is_reverse else 5) * y.nbytes
+            self._bytes[workspace.untyped_storage()._cdata] = max(0, workspace.nbytes - written)
+        elif func is _LSTM_BACKWARD:
+            y, key = args[7], args[-1].untyped_storage()._cdata
+            self._bytes[key] = max(0, self._bytes.get(key, 0) - 4 * y.numel() * torch.float32.itemsize)
+
+    def forget(self, key: int) -> None:
+        """Forget a storage that has died."""
+        self._bytes.pop(key, None)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all storages that are alive."""
+        return sum(self._bytes.values())
 
 
 @cache
