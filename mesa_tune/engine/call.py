@@ -126,7 +126,8 @@ class Call:
             return self.plain()
         if odd:
             return self.refuse("complex, sparse and nested tensors have no formula")
-        if not (self.worth or formula.lossless or self._pays(tensors)):
+        others = [tensor for tensor in tensors if not _is_saved_as_it_is(tensor)]
+        if not (self.worth or formula.lossless or self._pays(others)):
             return self.plain()
         exact = tuple([tensor is None or self.is_static(tensor) for tensor in tensors])
         for tensor, flag in zip(tensors, exact, strict=True):
@@ -228,7 +229,7 @@ class Call:
         return x.requires_grad and self.gains(x) and not self.is_static(x)
 
     def _pays(self, tensors: Tensors) -> bool:
-        present = [tensor for tensor in tensors if tensor is not None and not _is_saved_as_it_is(tensor)]
+        present = [tensor for tensor in tensors if tensor is not None]
         if watch.observer is not None:
             watch.observer.asked(self.layer, present)
         if self.spec.levels == 0:
@@ -253,9 +254,10 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _is_saved_as_it_is(tensor: Tensor) -> bool:
+def _is_saved_as_it_is(tensor: Tensor | None) -> bool:
     """Return whether `tensor` is a parameter of which autocast makes no copy: saving it costs nothing."""
-    return type(tensor) is nn.Parameter and autocast_dtype(tensor) in (None, tensor.dtype)
+    # Not by its type: fake parameters have another.
+    return isinstance(tensor, nn.Parameter) and autocast_dtype(tensor) in (None, tensor.dtype)
 
 
 def casts(kind: str) -> bool:
