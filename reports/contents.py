@@ -74,6 +74,11 @@ class RunResults:
         return self.profile.predict_assignment({}, batch_size=self.batch_size)
 
     @property
+    def plain_ms(self) -> float | None:
+        """The profile's time of a plain step at the report's batch size; None if unknown."""
+        return None if self.profile.step_ms is None else self.profile.plain_ms(self.batch_size)
+
+    @property
     def missing(self) -> list[str]:
         """Sentences on what the report lacks, with the command that creates it."""
         sentences = []
@@ -123,9 +128,7 @@ def _on_measured_clock(predicted: Prediction, results: RunResults) -> dict[str, 
     """Return the prediction as `verify` prints it: its time is scaled by the measured plain step."""
     assert results.verification is not None
     verification = replace(results.verification, predicted=predicted)
-    profile = results.profile
-    ms = None if profile.step_ms is None else profile.plain_ms(results.batch_size)
-    scaled = verification.predicted_beside(ms)
+    scaled = verification.predicted_beside(results.plain_ms)
     return scaled.to_dict() if scaled else {}
 
 
@@ -156,8 +159,7 @@ def _marked(results: RunResults) -> dict[str, Prediction]:
     if results.plan is not None:
         marked["chosen"] = results.plan.predicted
     if results.verification is not None and results.verification.policy.peak_bytes is not None:
-        verification, profile = results.verification, results.profile
-        ms = None if profile.step_ms is None else profile.plain_ms(results.batch_size)
+        verification, ms = results.verification, results.plain_ms
         ratio = verification.step_ratio
         marked["measured"] = Prediction(
             verification.policy.saved_bytes or 0,

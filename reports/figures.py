@@ -272,8 +272,7 @@ def _pareto_title(frame: pd.DataFrame, objective: str, plain_ms: float) -> str:
     ratio = best["gradient_error"] / error
     if ratio < 1.05:
         return alone
-    rival = f"uniform {best['label']} at {format_bytes(best['peak_bytes'])}"
-    return f"At {peak} the chosen policy errs {ratio:.3g} times less than {rival}"
+    return f"At {peak} the chosen policy errs {ratio:.3g} times less than {_uniform_text(best)}"
 
 
 def _time_title(row: pd.Series[Any], uniform: pd.DataFrame, plain_ms: float) -> str:
@@ -281,8 +280,11 @@ def _time_title(row: pd.Series[Any], uniform: pd.DataFrame, plain_ms: float) -> 
     if uniform.empty:
         return taken
     best = uniform.sort_values("step_ms").iloc[0]
-    rival = f"uniform {best['label']} at {format_bytes(best['peak_bytes'])}"
-    return f"{taken}; {rival}: {best['step_ms'] / plain_ms:.2f}"
+    return f"{taken}; {_uniform_text(best)}: {best['step_ms'] / plain_ms:.2f}"
+
+
+def _uniform_text(row: pd.Series[Any]) -> str:
+    return f"uniform {row['label']} at {format_bytes(row['peak_bytes'])}"
 
 
 _CURVES = {"time": (AFTER, "o", "least time"), "error": (style.CATEGORIES[3], "v", "least error")}

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mesa_tune.policy import Policy
-from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiler.rerun_modules.blocks import REFERENCE
 from mesa_tune.search.linear.highs import TimeUpError
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, noise_limits
 from mesa_tune.search.problem import Limits
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 # Points of a curve need no tight proof.
 _GAP, _SECONDS = 1e-2, 1.0
-UNIFORM_BITS = (8, 6, 4, 3, 2, 1)
-AGAIN = LayerSettings(level=256, store="recompute")
+_UNIFORM_BITS = (8, 6, 4, 3, 2, 1)
 
 
 def pareto(
@@ -52,14 +51,13 @@ def pareto(
     plain = profile.predict_assignment({}, batch_size=size)
     ms = None if profile.step_ms is None else profile.plain_ms(size)
     rows = [_row("plain", "plain", None, replace(plain, step_ms=ms))]
-    for bits in UNIFORM_BITS:
+    for bits in _UNIFORM_BITS:
         predicted = profile.predict(Policy.uniform(level=2**bits), batch_size=size)
         rows.append(_row("uniform", f"{bits} bits" if bits > 1 else "1 bit", None, predicted))
     if profile.timeline.modules:
-        again = dict.fromkeys(profile.timeline.modules, AGAIN)
-        rows.append(
-            _row("again", "blocks run again", None, profile.predict_assignment(again, batch_size=size))
-        )
+        again = dict.fromkeys(profile.timeline.modules, REFERENCE)
+        predicted = profile.predict_assignment(again, batch_size=size)
+        rows.append(_row("again", "blocks run again", None, predicted))
     for objective in objectives:
         rows += _curve(profile, possible, objective, max_noise_ratio, budgets, through)
     rows += [_row(label, label, None, predicted) for label, predicted in (marked or {}).items()]

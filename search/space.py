@@ -54,7 +54,6 @@ def make_space(
     derived = tuple(cluster.units for cluster in possible if builder.extend(units, cluster, pinned))
     if profile.exact_ms is None:
         raise RunError(f"the profile has no times of converted steps\n{_REMEDY}")
-    modules = RerunModules(profile, sized, units, builder.links, restrictions, pinned).modules()
     space = Space(
         tuple(units),
         tuple(builder.links),
@@ -63,7 +62,7 @@ def make_space(
         profile.exact_ms * builder.scale,
         sized.batch_size,
         derived,
-        tuple(modules),
+        tuple(RerunModules(profile, sized, units, builder.links, restrictions, pinned).modules()),
         floor=profile.error_floor,
         slices=slices,
     )

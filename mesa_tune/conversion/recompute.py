@@ -8,6 +8,7 @@ branches from its input (the routing of a mixture of experts) gets that input ba
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +57,15 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
     leaves, form = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     detector = ChoiceDetector([tensor for tensor in tensors if not tensor.requires_grad])
-    body = _Body(job, form, detector)
+    # The first run saves others in place of tensors that it does not encode: only their number is checked.
+    run_twice = partial(
+        checkpoint, _Body(job, form, detector), *leaves, use_reentrant=False, determinism_check="none"
+    )
     if not job.packs:
-        return checkpoint(body, *leaves, use_reentrant=False, determinism_check="none")
+        return run_twice()
     versions, inputs = [tensor._version for tensor in tensors], _Inputs(job)
     with saved_tensors_hooks(inputs.pack, inputs.unpack):
-        output = checkpoint(body, *leaves, use_reentrant=False, determinism_check="none")
+        output = run_twice()
     if versions != [tensor._version for tensor in tensors]:
         raise RunError(
             f"{job.name!r} changes its input in place, so it cannot be run again from it\n"

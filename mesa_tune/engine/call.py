@@ -126,8 +126,7 @@ class Call:
             return self.plain()
         if odd:
             return self.refuse("complex, sparse and nested tensors have no formula")
-        others = [tensor for tensor in tensors if not _is_saved_as_it_is(tensor)]
-        if not (self.worth or formula.lossless or self._pays(others)):
+        if not (self.worth or formula.lossless or self._pays(_without_parameters(tensors))):
             return self.plain()
         exact = tuple([tensor is None or self.is_static(tensor) for tensor in tensors])
         for tensor, flag in zip(tensors, exact, strict=True):
@@ -254,10 +253,14 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _is_saved_as_it_is(tensor: Tensor | None) -> bool:
-    """Return whether `tensor` is a parameter of which autocast makes no copy: saving it costs nothing."""
-    # Not by its type: fake parameters have another.
-    return isinstance(tensor, nn.Parameter) and autocast_dtype(tensor) in (None, tensor.dtype)
+def _without_parameters(tensors: Tensors) -> Tensors:
+    """Return the tensors but parameters of which autocast makes no copy: saving these costs nothing."""
+    # Not by their type: fake parameters have another.
+    return [
+        tensor
+        for tensor in tensors
+        if not (isinstance(tensor, nn.Parameter) and autocast_dtype(tensor) in (None, tensor.dtype))
+    ]
 
 
 def casts(kind: str) -> bool:

@@ -27,6 +27,11 @@ def test_more_memory_never_costs_time_or_error() -> None:
     assert (table[table["kind"] == "time"]["noise_ratio"] <= MAX_NOISE_RATIO * (1 + 1e-9)).all()
     uniform = table[table["label"] == "4 bits"].iloc[0]
     assert uniform["peak_bytes"] == profile.predict(Policy.uniform(level=16)).peak_bytes
+    labels = table[table["kind"] == "uniform"]["label"].tolist()
+    assert labels == ["8 bits", "6 bits", "4 bits", "3 bits", "2 bits", "1 bit"]
+    budgets = table[table["kind"] == "error"]["budget"]
+    assert budgets.diff().dropna().nunique() <= 2  # equal steps, of whole bytes
+    assert budgets.max() < profile.predict(Policy.parse("")).peak_bytes
 
 
 @pytest.mark.parametrize("batch_size", [8, 20])

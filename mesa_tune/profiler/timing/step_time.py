@@ -301,14 +301,14 @@ def _alike(layers: Sequence[LayerEntry]) -> Iterator[LayerEntry]:
 
     So a search does not choose among equal blocks by what other work on the machine did to some of them.
     """
+    forms = [(layer.tag, layer.shape, layer.own_bytes) for layer in layers]
     known: dict[tuple[str, tuple[int, ...], int], list[float]] = defaultdict(list)
-    for layer in layers:
+    for layer, form in zip(layers, forms, strict=True):
         if layer.call_ms is not None:
-            known[layer.tag, layer.shape, layer.own_bytes].append(layer.call_ms)
+            known[form].append(layer.call_ms)
     means = {form: statistics.fmean(times) for form, times in known.items()}
-    for layer in layers:
-        mean = means.get((layer.tag, layer.shape, layer.own_bytes))
-        yield layer if layer.call_ms is None else replace(layer, call_ms=mean)
+    for layer, form in zip(layers, forms, strict=True):
+        yield layer if layer.call_ms is None else replace(layer, call_ms=means[form])
 
 
 def _call_ms(
