@@ -142,7 +142,8 @@ def turn(speed: float = 1.0, added: float = 1.0) -> Turn:
     """Return a plain step of 10 ms, with 2 ms of routing, and `added` by one layer, on a slower machine."""
     exact = {None: 8.0 * speed, "fc": 4.0 * speed}
     packed = {**exact, "fc": (4.0 + added) * speed}
-    return Turn([(10.0 * speed, 12.0 * speed)], exact, [packed] * TIMES_COMPRESSED)
+    whole = [(12.0 + added) * speed] * TIMES_COMPRESSED
+    return Turn([(10.0 * speed, 12.0 * speed, *whole)], exact, [packed] * TIMES_COMPRESSED)
 
 
 def test_a_busy_machine_changes_no_ratio() -> None:
@@ -155,6 +156,13 @@ def test_a_busy_machine_changes_no_ratio() -> None:
 def test_one_disturbed_turn_counts_for_nothing() -> None:
     times = summarized([turn(), turn(added=50.0), turn()])
     assert times.added == {"fc": pytest.approx(1.0)}
+
+
+def test_layers_share_what_spans_miss_of_whole_steps_by_their_time() -> None:
+    exact: Spans = {"fc": 4.0, "act": 2.0}
+    packed: Spans = {"fc": 6.0, "act": 2.0}
+    times = summarized([Turn([(6.0, 6.0, 9.0, 9.0)], exact, [packed] * TIMES_COMPRESSED)])
+    assert times.added == {"fc": pytest.approx(2.0 + 0.75), "act": pytest.approx(0.25)}
 
 
 def test_the_thread_clock_counts_no_time_in_which_the_thread_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +187,8 @@ def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
     both, first, second = (
         {None: 8.0, "fc": fc, "act": act} for fc, act in ((5.0, 4.0), (5.0, 5.0), (4.0, 4.0))
     )
-    times = summarized([Turn([(14.0, 14.0)], exact, [both, first, second])])
+    whole = (sum(spans.values()) for spans in (exact, exact, both, first, second))
+    times = summarized([Turn([tuple(whole)], exact, [both, first, second])])
     assert times.added == {"fc": pytest.approx(1.0), "act": pytest.approx((2.0 + 3.0 + 2.0) / 2)}
 
 
