@@ -64,14 +64,14 @@ class LayerPrices(NamedTuple):
 
 @dataclass(frozen=True)
 class Pricing:
-    """Measures prices on a traced workload, on so many batches."""
+    """Measures prices on a traced workload. `draws`: of the batches, of which the first screens."""
 
     workload: Workload
     model: nn.Module
     options: list[LayerSettings]
     rows: Rows
     timeline: Timeline
-    batches: int
+    draws: Sequence[int]
     amplifications: Amplifications = field(default_factory=Amplifications)
 
     def record(self, number: int, producers: Collection[str] = (), batch: Any = None) -> Sensitivity:
@@ -79,7 +79,7 @@ class Pricing:
 
         `producers` save in it what they save when others derive from them.
         """
-        first, *others = range(number * self.workload.accumulation, (number + 1) * self.workload.accumulation)
+        first, *others = self._micro_batches(number)
         batch = self.workload.make_batch(draw=first) if batch is None else batch
         # Times are the least over batches, and the first of them is not in the cache.
         tries = TRIES if number == bool(producers) else 1
@@ -87,7 +87,7 @@ class Pricing:
             self.model.parameters(),
             number,
             splits=number == 1,
-            screens=number == 0 and self.batches > 1,
+            screens=number == 0 and len(self.draws) > 1,
             tries=tries,
         )
         running = session(self.model, Policy.parse(""), kind=RawConversion)
@@ -105,6 +105,10 @@ class Pricing:
                 "check that the loss depends on the parameters, or give the model a first training step",
             )
         return sensitivity
+
+    def _micro_batches(self, number: int) -> range:
+        count = self.workload.accumulation
+        return range(self.draws[number] * count, (self.draws[number] + 1) * count)
 
     def _roots(self, raw: Session, batch: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forwards of a step; return what its backwards start from, with the gradients of these."""
@@ -173,7 +177,7 @@ class Pricing:
         All other layers store exactly. `all_groups`: price all group sizes. One batch is enough for those
         that are no reference: their errors follow it.
         """
-        batch = self.workload.make_batch(draw=number * self.workload.accumulation)
+        batch = self.workload.make_batch(draw=self._micro_batches(number)[0])
         derived = self._derived_tensors(batch)
         producers = {name for tensor in derived.values() for name in tensor.recipe.layers()}
         sensitivity = self.record(number, producers, batch)

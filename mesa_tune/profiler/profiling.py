@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -28,7 +28,12 @@ from mesa_tune.profiler.errors.amplification import Amplifications
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
 from mesa_tune.profiler.errors.derivation import DERIVED_BATCHES, Reach, continued
 from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
-from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
+from mesa_tune.profiler.errors.joint_error import (
+    FEWEST_NOISE_STEPS,
+    NOISE_STEPS,
+    JointError,
+    representatives,
+)
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
@@ -101,6 +106,8 @@ class _Profiling:
     path: str | Path | None
     save: Callable[[Profile], object] | None
     show: Progress
+    pricing: Pricing = field(init=False)
+    watch: BlockWatch = field(init=False)
 
     def run(self) -> Profile:
         """Return the profile at the wanted batch size, halved until memory suffices for every measurement."""
@@ -129,7 +136,10 @@ class _Profiling:
             with preserved(self.model, self.optimizer, self.again) as restore:
                 if self.options:
                     traced = replace(traced, checkpoints=tuple(self._at_checkpoints()))
-                self._measure_options(traced)
+                self._measure_options(traced, range(1))
+                if self.options:
+                    traced = self._with_noise(traced)
+                    self._measure_options(traced, range(1, self.seeds))
                 self.derivations = tuple(self._derivations(traced))
                 if self.options:
                     traced = self._with_whole_steps(traced)
@@ -143,22 +153,38 @@ class _Profiling:
 
     @property
     def priced_on(self) -> range:
-        """The batches that make prices: all but the first, which screens, unless it is the only one."""
+        """Numbers of the batches that make prices: all but the first, which screens, if there are others."""
         return range(1, self.seeds) or range(1)
 
-    def _with_whole_steps(self, traced: Profile) -> Profile:
-        """Return the profile with what whole gradients show: noise, the floor of errors, and interaction."""
+    def _with_noise(self, traced: Profile) -> Profile:
+        """Return the profile with the noise of the batches; let those that stand for all make the prices."""
         self.show("gradient noise of the batches", 1.0)
         draws = range(max(NOISE_STEPS, self.seeds))
         clock, names = clock_of(self.workload.device), traced.timeline.modules
-        watch = BlockWatch(self.model, names, clock, module_options(self.options))
-        with watch.watching():
-            noise = JointError(self.workload, self.model).noise(draws, self.priced_on)
-        floor = JointError(self.workload, self.model).floor(self.priced_on[0])
+        self.watch = BlockWatch(self.model, names, clock, module_options(self.options))
+        with self.watch.watching():
+            noise = JointError(self.workload, self.model).noise(
+                draws, fewest=max(FEWEST_NOISE_STEPS, self.seeds)
+            )
+        if noise.norms and self.seeds > 1:
+            chosen = [1 + position for position in representatives(noise.norms[1:], self.seeds - 1)]
+            self.pricing = replace(self.pricing, draws=(0, *chosen))
+        norms = tuple([noise.norms[self.pricing.draws[number]] for number in self.priced_on if noise.norms])
+        return replace(
+            traced,
+            gradient_noise=noise.relative,
+            gradient_scale=statistics.fmean(norms) if norms else 1.0,
+            gradient_norms=norms,
+        )
+
+    def _with_whole_steps(self, traced: Profile) -> Profile:
+        """Return the profile with what whole gradients show: the floor of errors, and interaction."""
+        draws = [self.pricing.draws[number] for number in self.priced_on]
+        floor = JointError(self.workload, self.model).floor(draws[0])
         policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
-        modules = ModulePricing(watch)
-        for number, draw in enumerate(self.priced_on[:_INTERACTION_DRAWS]):
+        modules = ModulePricing(self.watch)
+        for number, draw in enumerate(draws[:_INTERACTION_DRAWS]):
             self.show(f"errors of whole policies, batch {draw}", 1.0)
             joint = JointError(self.workload, self.model)  # caches one exact gradient, that of this draw
             for bits, policy in policies.items():
@@ -167,9 +193,6 @@ class _Profiling:
         priced = self._assembled(traced, partial=True)
         return replace(
             traced,
-            gradient_noise=noise.relative,
-            gradient_scale=noise.scale,
-            gradient_norms=noise.norms,
             error_floor=floor,
             modules=tuple(modules.entries(priced, self.workload.accumulation)),
             interaction=tuple(_interaction(priced, policies, measured)),
@@ -196,7 +219,7 @@ class _Profiling:
         self.workload.take_step(self.model, longest.batch, self.optimizer)
         traced = TracedWorkload(StepTracer(self.workload, self.model, self.optimizer, restore), longest)
         self.pricing = Pricing(
-            self.workload, self.model, self.options, traced.rows, traced.timeline, self.seeds
+            self.workload, self.model, self.options, traced.rows, traced.timeline, range(self.seeds)
         )
         step_ms = self._timer(restore).plain_ms(longest.batch, 3)
         return traced.profile(step_ms, notes=self._notes(), resume=self._request())
@@ -207,11 +230,11 @@ class _Profiling:
         halved = f"out of memory at batch size {wanted}: profiled at {size} instead"
         return () if size == wanted else (halved,)
 
-    def _measure_options(self, traced: Profile) -> None:
-        """Measure the options of all groups of layers, and save the partial profile regularly."""
+    def _measure_options(self, traced: Profile, numbers: range) -> None:
+        """Measure the options of all groups of layers on batches, and save the partial profile regularly."""
         todo = [
             (number, group)
-            for number in range(self.seeds if self.options else 1)
+            for number in numbers
             for group in traced.groups
             if any(self._prices(name).batches <= number for name in group)
         ]

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import Noise
-from mesa_tune.profiler.errors.joint_error import FEWEST_NOISE_STEPS, NOISE_STEPS, JointError
+from mesa_tune.profiler.errors.joint_error import (
+    FEWEST_NOISE_STEPS,
+    NOISE_STEPS,
+    JointError,
+    representatives,
+)
 
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 
@@ -87,7 +92,7 @@ def test_noise_changes_no_gradient_that_errors_are_relative_to() -> None:
     errors = joint.errors(policy, pairs)
     assert joint.noise() == JointError(workload()).noise()
     assert joint.errors(policy, pairs) == errors
-    ours, first = joint.noise(measured=range(1, 3)), joint.noise()
+    ours, first = joint.noise(measured=range(1, 3)), joint.noise(measured=[0])
     sizes = [joint._exact_at(draw)[2] for draw in range(3)]
     assert ours.scale / first.scale == pytest.approx((sizes[1] + sizes[2]) / 2 / sizes[0])
 
@@ -171,3 +176,38 @@ def test_batches_that_are_all_the_same_have_no_ratio() -> None:
     assert noise.ratio([1e-3]) is None
     assert noise.ratio(None) is None
     assert Noise(0.5, 2.0).ratio([1e-3]) == pytest.approx(4e-3)
+
+
+def test_batches_that_stand_for_all_have_their_mean_norm() -> None:
+    """Of 24 batches, two have most of the gradient's squared norm."""
+    norms = [0.3 + 0.02 * (7 * number % 22) for number in range(22)] + [5.8, 3.1]
+    for count in (4, 6, 8):
+        chosen = representatives(norms, count)
+        mean = statistics.fmean(norms[position] for position in chosen)
+        assert len(set(chosen)) == count
+        assert 1 < mean / statistics.fmean(norms) < 1.8
+    assert representatives(norms, 99) == list(range(24))
+
+
+def test_batches_of_large_gradients_are_among_those_that_make_prices() -> None:
+    """Every eighth batch is twice the others, and its gradient four times."""
+
+    def batch(size: int) -> Tensor:
+        scale = 2.0 if torch.rand(()) < 1 / 8 else 1.0
+        return scale * torch.randn(size, 32)
+
+    work = mt.Workload(
+        lambda: nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 8)),
+        batch,
+        lambda model, x: model(x).square().mean(),
+        batch_size=64,
+    )
+    profile = mt.profile(work, options=[mt.LayerSettings(level=4, group_size=64)], seeds=5)
+    assert max(profile.gradient_norms) > 2
+    uniform, draws, joint = mt.Policy.uniform(level=4), range(500, 548), JointError(work)
+    errors = joint.errors(uniform, [(draw, 0) for draw in draws])
+    measured = joint.noise(draws, fewest=len(draws)).ratio(errors)
+    predicted = profile.predict(uniform).gradient_noise_ratio
+    assert predicted is not None
+    assert measured is not None
+    assert 0.8 * measured < predicted < 2.5 * measured

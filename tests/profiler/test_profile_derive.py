@@ -213,7 +213,7 @@ def _priced() -> dict[str, Profile]:
     return {name: mt.profile(workload(name), options=options, seeds=4) for name in CASES}
 
 
-def joint_error(work: mt.Workload, policy: mt.Policy, seeds: int = 8) -> float:
+def joint_error(work: mt.Workload, policy: mt.Policy, seeds: int = 16) -> float:
     """The mean over batches, with two rounding seeds each."""
     pairs = [(number // 2, number) for number in range(seeds)]
     return statistics.fmean(JointError(work).errors(policy, pairs))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -122,11 +123,16 @@ class JointError:
             gradient = self._gradient_of(batches, draw, lambda _: running.forward())
             return squared(gradient, exact) / size
 
-    def noise(self, draws: range = range(NOISE_STEPS), measured: range = range(1)) -> Noise:
+    def noise(
+        self,
+        draws: range = range(NOISE_STEPS),
+        measured: Sequence[int] | None = None,
+        fewest: int = FEWEST_NOISE_STEPS,
+    ) -> Noise:
         """Return the noise of the steps on `draws`; only the sum of their gradients is held.
 
-        `measured`: those of them that errors were measured on. Further steps are not taken once the noise is
-        known.
+        `measured`: those of them whose `norms` are wanted, default all. After the `fewest` steps, further
+        ones are not taken once the noise is known.
         """
         total: Gradient = [None] * len(self.parameters)
         sizes: dict[int, float] = {}
@@ -139,13 +145,14 @@ class JointError:
                     total[index] = part.clone() if sum_ is None else sum_.add_(part)
             del gradient  # before the next one takes memory
             sums.append(squared(total))
-            if draw >= measured[-1] and _is_precise(list(sizes.values()), sums):
+            is_enough = len(sizes) >= fewest and draw >= max(measured or [draw])
+            if is_enough and _is_precise(list(sizes.values()), sums):
                 break
         mean = statistics.fmean(sizes.values())
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
         scattered = sum(sizes.values()) - sums[-1] / len(sizes)
-        norms = tuple([sizes[draw] / mean for draw in measured])
+        norms = tuple([sizes[draw] / mean for draw in (sizes if measured is None else measured)])
         return Noise(max(0.0, scattered / (len(sizes) - 1)) / mean, statistics.fmean(norms), norms)
 
     def _batches(self, draw: int) -> list[Any]:
@@ -210,12 +217,27 @@ def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None] | 
     return total
 
 
+def representatives(norms: Sequence[float], count: int) -> list[int]:
+    """Return the positions of `count` batches that stand for all, in order; `norms`: their ‖g_b‖².
+
+    Where few batches have far larger gradients than the others, their errors are larger, too, and are most
+    of the mean error. So the batches are sorted by their norms and divided into equal parts, and of each part
+    the one nearest to its mean is taken (a stratified sample); of the last part one that is at least its
+    mean, because a few large ones may be nearest to none.
+    """
+    values = np.asarray(norms)
+    *parts, last = np.array_split(np.argsort(values, kind="stable"), min(count, len(values)))
+    chosen = [part[np.abs(values[part] - values[part].mean()).argmin()] for part in parts]
+    chosen.append(next(position for position in last if values[position] >= values[last].mean() * (1 - 1e-9)))
+    return sorted(map(int, chosen))
+
+
 def _is_precise(sizes: Sequence[float], sums: Sequence[float]) -> bool:
-    """Return whether the gradients of enough steps show their noise.
+    """Return whether the gradients of some steps show their noise.
 
     `sizes`: their squared norms; `sums`: the squared norms of the sums of the first 1, 2, … of them.
     """
-    if len(sizes) < FEWEST_NOISE_STEPS:
+    if len(sizes) < 3:
         return False
     parts = list(variances(sizes, sums))
     error = statistics.stdev(parts) / math.sqrt(len(parts))
