@@ -165,7 +165,7 @@ def noise_ratio(workload: mt.Workload, model: nn.Module, policy: mt.Policy) -> f
     """Return the noise ratio of `policy` with the weights of `model`, on batches of their own."""
     joint, draws = JointError(workload, model), range(UNUSED_DRAWS, UNUSED_DRAWS + BATCHES)
     errors = [statistics.fmean(joint.errors(policy, [(draw, 0)])) for draw in draws]
-    return joint.noise(range(UNUSED_DRAWS, UNUSED_DRAWS + NOISE_STEPS), draws).ratio(errors)
+    return joint.noise(range(UNUSED_DRAWS, UNUSED_DRAWS + NOISE_STEPS)).ratio(errors)
 
 
 if __name__ == "__main__":

@@ -371,8 +371,8 @@ _NO_NOISE = 1e-6
 class Noise:
     """The minibatch's own noise: how much the gradients of whole steps vary from batch to batch.
 
-    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖². `norms`: ‖g_b‖² of each batch that errors were
-    measured on, and are relative to, over the mean of all n. `scale`: the mean of `norms`.
+    `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖². `norms`: ‖g_b‖² of each batch, or of those that
+    errors were measured on, over the mean of all n. `scale`: the mean of `norms`.
     """
 
     relative: float
@@ -382,8 +382,8 @@ class Noise:
     def ratio(self, errors: Sequence[float] | None) -> float | None:
         """Return mean ‖ĝ − g‖² over the noise; None if unknown, or if all batches are the same.
 
-        `errors`: relative ones, by batch, in the order of `norms`. Without norms (older profiles), `scale`
-        stands for each of them.
+        `errors`: relative ones, of the first batches in the order of `norms`. Without norms (older
+        profiles), `scale` stands for each of them.
         """
         if errors is None or self.relative < _NO_NOISE:
             return None

@@ -28,12 +28,7 @@ from mesa_tune.profiler.errors.amplification import Amplifications
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
 from mesa_tune.profiler.errors.derivation import DERIVED_BATCHES, Reach, continued
 from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
-from mesa_tune.profiler.errors.joint_error import (
-    FEWEST_NOISE_STEPS,
-    NOISE_STEPS,
-    JointError,
-    representatives,
-)
+from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError, representatives
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
@@ -156,6 +151,10 @@ class _Profiling:
         """Numbers of the batches that make prices: all but the first, which screens, if there are others."""
         return range(1, self.seeds) or range(1)
 
+    @property
+    def _price_draws(self) -> list[int]:
+        return [self.pricing.draws[number] for number in self.priced_on]
+
     def _with_noise(self, traced: Profile) -> Profile:
         """Return the profile with the noise of the batches; let those that stand for all make the prices."""
         self.show("gradient noise of the batches", 1.0)
@@ -163,13 +162,11 @@ class _Profiling:
         clock, names = clock_of(self.workload.device), traced.timeline.modules
         self.watch = BlockWatch(self.model, names, clock, module_options(self.options))
         with self.watch.watching():
-            noise = JointError(self.workload, self.model).noise(
-                draws, fewest=max(FEWEST_NOISE_STEPS, self.seeds)
-            )
+            noise = JointError(self.workload, self.model).noise(draws, self.seeds)
         if noise.norms and self.seeds > 1:
             chosen = [1 + position for position in representatives(noise.norms[1:], self.seeds - 1)]
             self.pricing = replace(self.pricing, draws=(0, *chosen))
-        norms = tuple([noise.norms[self.pricing.draws[number]] for number in self.priced_on if noise.norms])
+        norms = tuple([noise.norms[draw] for draw in self._price_draws if noise.norms])
         return replace(
             traced,
             gradient_noise=noise.relative,
@@ -179,12 +176,11 @@ class _Profiling:
 
     def _with_whole_steps(self, traced: Profile) -> Profile:
         """Return the profile with what whole gradients show: the floor of errors, and interaction."""
-        draws = [self.pricing.draws[number] for number in self.priced_on]
-        floor = JointError(self.workload, self.model).floor(draws[0])
+        floor = JointError(self.workload, self.model).floor(self._price_draws[0])
         policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
         modules = ModulePricing(self.watch)
-        for number, draw in enumerate(draws[:_INTERACTION_DRAWS]):
+        for number, draw in enumerate(self._price_draws[:_INTERACTION_DRAWS]):
             self.show(f"errors of whole policies, batch {draw}", 1.0)
             joint = JointError(self.workload, self.model)  # caches one exact gradient, that of this draw
             for bits, policy in policies.items():

@@ -123,16 +123,10 @@ class JointError:
             gradient = self._gradient_of(batches, draw, lambda _: running.forward())
             return squared(gradient, exact) / size
 
-    def noise(
-        self,
-        draws: range = range(NOISE_STEPS),
-        measured: Sequence[int] | None = None,
-        fewest: int = FEWEST_NOISE_STEPS,
-    ) -> Noise:
+    def noise(self, draws: range = range(NOISE_STEPS), fewest: int = FEWEST_NOISE_STEPS) -> Noise:
         """Return the noise of the steps on `draws`; only the sum of their gradients is held.
 
-        `measured`: those of them whose `norms` are wanted, default all. After the `fewest` steps, further
-        ones are not taken once the noise is known.
+        After the `fewest` steps, further ones are not taken once the noise is known.
         """
         total: Gradient = [None] * len(self.parameters)
         sizes: dict[int, float] = {}
@@ -145,14 +139,13 @@ class JointError:
                     total[index] = part.clone() if sum_ is None else sum_.add_(part)
             del gradient  # before the next one takes memory
             sums.append(squared(total))
-            is_enough = len(sizes) >= fewest and draw >= max(measured or [draw])
-            if is_enough and _is_precise(list(sizes.values()), sums):
+            if len(sizes) >= fewest and _is_precise(list(sizes.values()), sums):
                 break
         mean = statistics.fmean(sizes.values())
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
         scattered = sum(sizes.values()) - sums[-1] / len(sizes)
-        norms = tuple([sizes[draw] / mean for draw in (sizes if measured is None else measured)])
+        norms = tuple([size / mean for size in sizes.values()])
         return Noise(max(0.0, scattered / (len(sizes) - 1)) / mean, statistics.fmean(norms), norms)
 
     def _batches(self, draw: int) -> list[Any]:
@@ -233,11 +226,11 @@ def representatives(norms: Sequence[float], count: int) -> list[int]:
 
 
 def _is_precise(sizes: Sequence[float], sums: Sequence[float]) -> bool:
-    """Return whether the gradients of some steps show their noise.
+    """Return whether the gradients of enough steps show their noise.
 
     `sizes`: their squared norms; `sums`: the squared norms of the sums of the first 1, 2, … of them.
     """
-    if len(sizes) < 3:
+    if len(sizes) < FEWEST_NOISE_STEPS:
         return False
     parts = list(variances(sizes, sums))
     error = statistics.stdev(parts) / math.sqrt(len(parts))
