@@ -26,11 +26,11 @@ from mesa_tune.search.problem import Limits
 from mesa_tune.search.solver import Program
 from mesa_tune.search.study.moves import Moves
 
-# Pairs (draw of the batch, rounding seed). A trial is first measured on one seed per draw, then on all.
-DRAWS = range(4)
-SCREEN: tuple[Pair, ...] = tuple((draw, 0) for draw in DRAWS)
-FULL: tuple[Pair, ...] = SCREEN + tuple((draw, seed) for draw in DRAWS for seed in (1, 2))
-FRESH: tuple[Pair, ...] = tuple((draw, seed) for draw in range(1000, 1004) for seed in range(100, 104))
+# Pairs (draw of the batch, rounding seed). A trial is first measured on some, then on all. Each batch comes
+# once: errors differ far more from batch to batch than from seed to seed.
+FULL: tuple[Pair, ...] = tuple((draw, 0) for draw in range(8))
+SCREEN = FULL[:4]
+FRESH: tuple[Pair, ...] = tuple((draw, 100) for draw in range(1000, 1016))
 _PAUSE = 0.5
 
 Chosen = tuple[int, ...]
@@ -100,6 +100,10 @@ class Meter(Protocol):
         """Return the error of `policy` at each pair, infinite for a gradient with NaN; deterministic."""
         ...
 
+    def norms(self, draws: Sequence[int]) -> list[float]:
+        """Return ‖g‖² of the exact gradient of each batch."""
+        ...
+
     def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
         """Return milliseconds of whole steps taken in turn: for each round, one under each policy."""
         ...
@@ -156,8 +160,8 @@ class LocalSearch(ABC):
     def status(self, trials: Sequence[Finished]) -> str:
         """Return the best trial so far in words."""
 
-    def ratio(self, errors: Sequence[float]) -> float | None:
-        """Return the noise ratio, None if it is unknown."""
+    def ratio(self, errors: Sequence[float], pairs: Sequence[Pair] = FULL) -> float | None:
+        """Return the noise ratio that errors at the first of `pairs` show, None if it is unknown."""
         return None
 
     def candidates(self, trials: Sequence[Finished], solved: Measurement) -> list[Chosen]:
@@ -167,11 +171,11 @@ class LocalSearch(ABC):
     def confirmed(self, trials: Sequence[Finished]) -> Outcome:
         """Measure afresh. Return the first candidate that beats the exact solution there, else this."""
         before = self.meter.errors(self.policy_of(self.solved), FRESH)
-        solved = measurement(before, before, self.ratio(before))
+        solved = measurement(before, before, self.ratio(before, FRESH))
         for chosen in self.candidates(trials, solved):
             if chosen != self.solved:
                 errors = self.meter.errors(self.policy_of(chosen), FRESH)
-                found = measurement(errors, before, self.ratio(errors))
+                found = measurement(errors, before, self.ratio(errors, FRESH))
                 won = self.gain(chosen, found, solved)
                 if won:
                     return Outcome(chosen, found, len(trials), won)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.errors.joint_error import Pair
 from mesa_tune.search.plan import Measurement
 from mesa_tune.search.study.local_search import (
     FULL,
@@ -41,8 +42,8 @@ CANDIDATES = 4
 class WithinNoise(LocalSearch):
     """Search for a better plan whose measured noise ratio is within the limit.
 
-    `relative`: the noise of the batches over mean ‖g‖², which joint errors relate to; None if unknown, and
-    then `limits` has no noise ratio.
+    `relative`: the noise of the batches over mean ‖g‖²; None if it is unknown, and then `limits` has no noise
+    ratio.
     """
 
     def __init__(self, scope: Scope, meter: Meter, moves: Moves, relative: float | None) -> None:
@@ -53,9 +54,19 @@ class WithinNoise(LocalSearch):
     def better(self, chosen: Chosen) -> str:
         """Return in words how a plan is better than the exact solution in fresh steps; empty if not."""
 
-    def ratio(self, errors: Sequence[float]) -> float | None:
-        """Return the noise ratio, None if it is unknown."""
-        return None if self.relative is None else statistics.fmean(errors) / self.relative
+    def ratio(self, errors: Sequence[float], pairs: Sequence[Pair] = FULL) -> float | None:
+        """Return the noise ratio that errors at the first of `pairs` show, None if it is unknown."""
+        return None if self.relative is None else statistics.fmean(self._ratios(errors, pairs))
+
+    def _ratios(self, errors: Sequence[float], pairs: Sequence[Pair]) -> list[float]:
+        """Return for each batch its ‖ĝ − g‖² over the noise, both in units of mean ‖g‖² of these batches.
+
+        Batches with large gradients count more, because theirs is most of what a step changes.
+        """
+        assert self.relative is not None
+        norms = self.meter.norms([draw for draw, _ in pairs[: len(errors)]])
+        unit = statistics.fmean(norms) * self.relative
+        return [error * norm / unit for error, norm in zip(errors, norms, strict=True)]
 
     def excess(self, ratio: float | None) -> float:
         """Return how far a noise ratio exceeds its limit, as a fraction of it."""
@@ -119,10 +130,18 @@ class WithinNoise(LocalSearch):
     def screened(self, policy: Policy) -> tuple[float, ...]:
         """Return errors at all pairs; at the first ones if the noise ratio is clearly above its limit."""
         errors = self.meter.errors(policy, SCREEN)
-        lower = statistics.fmean(errors) - standard_error(errors)
-        if lower < math.inf and self.excess(self.ratio([lower])) <= 0:
+        if self._may_be_inside(errors):
             errors = [*errors, *self.meter.errors(policy, FULL[len(SCREEN) :])]
         return tuple(errors)
+
+    def _may_be_inside(self, errors: Sequence[float]) -> bool:
+        """Return False if the first errors are above the limit by more than a standard error."""
+        if not all(map(math.isfinite, errors)):
+            return False
+        if self.relative is None:
+            return True
+        ratios = self._ratios(errors, SCREEN)
+        return self.excess(statistics.fmean(ratios) - standard_error(ratios)) <= 0
 
     def paces(self, policy: Policy, rounds: int) -> list[float]:
         """Return times of steps over those of plain steps."""

@@ -189,6 +189,9 @@ class Noted:
         self.policies.append(policy)
         return [1.0 / len(self.policies) for _ in pairs]
 
+    def norms(self, draws: Sequence[int]) -> list[float]:
+        return [1.0 for _ in draws]
+
     def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
         raise AssertionError("the objective is not time")
 

@@ -247,6 +247,13 @@ def test_errors_repeat_and_depend_on_draw_and_seed(joint: JointError) -> None:
     assert JointError(joint.workload).errors(policy, pairs) == first
 
 
+def test_norms_are_those_of_the_exact_gradients(joint: JointError) -> None:
+    draws = [*range(6), 0]  # more than are cached
+    gradients = [joint.gradients(Policy(), draw, 0)[0] for draw in draws]
+    assert joint.norms(draws) == [squared(gradient) for gradient in gradients]
+    assert len(set(joint.norms(draws))) == 6
+
+
 def test_fewer_bits_err_more(joint: JointError) -> None:
     errors = [joint.errors(Policy.uniform(level), [(0, 0)])[0] for level in (256, 16, 4)]
     assert 0 < errors[0] < errors[1] / 10 < errors[2] / 10

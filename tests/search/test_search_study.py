@@ -44,6 +44,9 @@ class Weighted:
         )
         return [error * (1 + self.noise * self._chance(policy, pair)) for pair in pairs]
 
+    def norms(self, draws: Sequence[int]) -> list[float]:
+        return [1.0 for _ in draws]
+
     def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
         raise AssertionError("the objective is not time")
 

@@ -17,6 +17,7 @@ from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.fleet import trials
 from mesa_tune.search.study import local_search
 from mesa_tune.search.study.fitting import drawn_factors
+from mesa_tune.search.study.local_search import FRESH
 from tests.search.test_search_objectives import noisy
 from tests.search.test_search_study import Weighted
 from tests.synthetic import COARSE, synthetic_profile
@@ -107,6 +108,25 @@ def test_a_plan_within_the_ratio_is_found_though_errors_are_larger_on_fresh_batc
     assert plan.measured.noise_ratio is not None
     assert plan.measured.noise_ratio <= limit
     assert "in place of 0.011 on fresh batches" in plan.won
+
+
+def test_batches_with_large_gradients_count_more_in_the_ratio(profile: Profile) -> None:
+    class Uneven(Timed):
+        def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
+            factors = [1 + draw % 4 for draw, _ in pairs]
+            return list(np.multiply(factors, super().errors(policy, pairs)))
+
+        def norms(self, draws: Sequence[int]) -> list[float]:
+            return [1.0 + 7 * (draw % 4 == 3) for draw in draws]
+
+    meter = Uneven(profile, {})
+    meter.noise = 0.0
+    plan = study(profile, meter, 1, max_noise_ratio=RATIO)
+    assert plan.measured is not None
+    errors, norms = meter.errors(plan.policy, FRESH), meter.norms([draw for draw, _ in FRESH])
+    expected = np.dot(errors, norms) / sum(norms) / RELATIVE
+    assert expected > 1.3 * statistics.fmean(errors) / RELATIVE
+    assert plan.measured.noise_ratio == pytest.approx(expected)
 
 
 def test_factors_are_those_that_explain_the_steps() -> None:

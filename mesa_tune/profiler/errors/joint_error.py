@@ -58,6 +58,7 @@ class JointError:
         self.model = workload.build() if model is None else model
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._exact: dict[int, tuple[list[Any], Gradient, float]] = {}
+        self._norms: dict[int, float] = {}
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
         """Return the gradient error of `policy` at each pair.
@@ -65,6 +66,10 @@ class JointError:
         Raise WorkloadError if the exact gradient is zero or not finite, or the workload's functions fail.
         """
         return [self._error(policy, draw, seed) for draw, seed in pairs]
+
+    def norms(self, draws: Sequence[int]) -> list[float]:
+        """Return ‖g‖² of the exact gradients. Raise WorkloadError as `errors` does."""
+        return [self._norms.get(draw) or self._exact_at(draw)[2] for draw in draws]
 
     def _error(self, policy: Policy, draw: int, seed: int) -> float:
         exact, changed = self.gradients(policy, draw, seed)
@@ -101,7 +106,7 @@ class JointError:
         """Return a step's batches, its exact gradient and the squared norm of this; the last are cached."""
         if draw not in self._exact:
             while len(self._exact) >= _CACHED_DRAWS:
-                del self._exact[next(iter(self._exact))]
+                self._exact.popitem()  # the latest, because pairs come in the same order again
             batches = self._batches(draw)
             gradient = self._gradient(batches, draw, None, 0)
             size = squared(gradient)
@@ -110,6 +115,7 @@ class JointError:
                     f"the gradient on batch {draw} has the squared norm {size:g}: no error relates to it\n"
                     "give the model weights and batches from which training can go on"
                 )
+            self._norms[draw] = size
             self._exact[draw] = batches, gradient, size
         return self._exact[draw]
 

@@ -32,6 +32,10 @@ class StepMeter:
         """Return the gradient error of `policy` at each pair of a batch's draw and a rounding seed."""
         return self.joint.errors(policy, pairs)
 
+    def norms(self, draws: Sequence[int]) -> list[float]:
+        """Return ‖g‖² of the exact gradient of each batch."""
+        return self.joint.norms(draws)
+
     def step_times(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
         """Return milliseconds of whole steps on one batch: for each of `rounds`, one under each policy.
 
