@@ -167,9 +167,9 @@ class Pricing:
         }
 
     def _inferred(self, traced: Profile, group: tuple[str, ...], number: int) -> dict[Amplified, float]:
-        """Return the amplifications of a group of layers, if they are not measured on this batch."""
+        """Return the amplifications of a group of layers that are not measured on this batch."""
         due = is_measured(number, traced.groups.index(group))
-        return {} if due else self.amplifications.inferred(number, group)
+        return self.amplifications.inferred(number, group, one_bit_only=due)
 
     def of_derived(self, traced: Profile, number: int, *, all_groups: bool) -> dict[Reach, LayerPrices]:
         """Return the prices of what is stored while others derive from it, on the batch of this number.

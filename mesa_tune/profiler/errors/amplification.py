@@ -3,8 +3,9 @@
 What is hard: measuring one costs up to a whole backward, and on a deep model that was most of a profile's
 time. Amplifications vary less than errors do (over six batches of small models, the standard deviation of
 their logarithms is 0.12 to 0.31), but a part of this belongs to the batch and is common to all layers (0.04
-to 0.22). Without that part, intervals would be too narrow. So every batch measures every third layer; the
-others take their mean of the earlier batches, times what the measured ones show of this batch.
+to 0.22). Without that part, intervals would be too narrow. So the batch that screens measures all layers, and
+each later one a third of them; the others take their mean of the earlier batches, times what the measured ones
+show of this batch. Those of 1 bit are measured on one batch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ Amplified = tuple[str, Any]
 Rows = tuple[tuple[Any, ...], ...]
 """Amplifications as plain values: layer, kind and 1 bit (see `Sensitivity`), pairs of batch and value."""
 
-ALL_UNTIL = 1
-"""The last batch on which all amplifications are measured: the first of those that price."""
 EVERY = 3
-"""On later batches, each is measured in one of so many."""
+"""The first batch measures all amplifications, and each later one those of one group of layers in so many."""
 _PRIOR = 4
 """The factor of a batch is averaged with so many ones, because the first few say little."""
 
@@ -47,13 +46,16 @@ class Amplifications:
         for key, value in values.items():
             self.measured.setdefault(key, {})[batch] = value
 
-    def inferred(self, batch: int, layers: Iterable[str]) -> dict[Amplified, float]:
+    def inferred(
+        self, batch: int, layers: Iterable[str], *, one_bit_only: bool = False
+    ) -> dict[Amplified, float]:
         """Return the amplifications of `layers` on `batch`, as far as earlier batches measured them."""
         factor, wanted = self._factor(batch), set(layers)
         return {
             key: factor * statistics.fmean(earlier)
             for key, values in self.measured.items()
             if key[0] in wanted and (earlier := _before(batch, values))
+            if key[1][1] or not one_bit_only
         }
 
     def at(self, batch: int) -> dict[Amplified, float]:
@@ -78,7 +80,7 @@ def _before(batch: int, values: Mapping[int, float]) -> Sequence[float]:
 
 def is_measured(batch: int, group: int) -> bool:
     """Return whether the amplifications of the group of layers with this number are measured on `batch`."""
-    return batch <= ALL_UNTIL or (batch + group) % EVERY == 0
+    return batch == 0 or (batch + group) % EVERY == 0
 
 
 def rows_from(values: Iterable[Sequence[Any]]) -> Rows:

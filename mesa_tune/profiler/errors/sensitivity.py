@@ -5,13 +5,13 @@ again with its saved tensors stored under an option. Changes of its parameter gr
 its input gradients go through the rest of the graph by themselves, because a backward is linear in its
 incoming gradient.
 
-What is hard: this last part costs up to a whole backward. So it runs only for two options of a batch: one
-of 1 bit, and one of more bits, another on each batch; on the batch that screens, only for the latter; and on
-most batches only for a third of the layers (see `amplification`). What it makes of a change of input
-gradients, the *amplification* (a ratio of squared norms), is about the same for all options of more than 1
-bit (measured on small models: they scatter by 2 to 17 %; at 2 bits of a ResNet it is about 20 % off). So each
-option takes the amplification of all options of its kind: its own would vary more by chance, and a solver
-would choose the lucky ones. Where others derive what a layer stores, its amplification is the same, too.
+What is hard: this last part costs up to a whole backward. So it runs only for an option of 1 bit, on one
+batch, and for one of more bits, another on each batch, and there only for a third of the layers (see
+`amplification`). What it makes of a change of input gradients, the *amplification* (a ratio of squared
+norms), is about the same for all options of more than 1 bit (measured on small models: they scatter by 2 to
+17 %; at 2 bits of a ResNet it is about 20 % off). So each option takes the amplification of all options of
+its kind: its own would vary more by chance, and a solver would choose the lucky ones. Where others derive
+what a layer stores, its amplification is the same, too.
 And the incoming gradients of all calls take about as much memory as what the step saves. So one part of them
 is alive at a time, and a further backward records the next part.
 """

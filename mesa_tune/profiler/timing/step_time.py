@@ -41,8 +41,8 @@ from mesa_tune.workload.clock import Clock, Mark
 from mesa_tune.workload.session import Session
 from mesa_tune.workload.workload import Workload
 
-FEWEST, MOST = 3, 16
-"""Numbers of timed turns; another turn before them plans the calls."""
+FEWEST, MOST = 2, 16
+"""Numbers of timed turns."""
 
 ROUNDS = 2
 """How many rounds of whole steps a turn has: their times differ by little."""
@@ -118,12 +118,14 @@ class StepTimer:
         sliced = None if tiled is None else self._session(tiled)
         turns: list[Turn] = []
         stop = time.monotonic() + seconds
-        while len(turns) <= FEWEST or (len(turns) <= MOST and time.monotonic() < stop):
+        for session in (None, exact, *packed):  # plans the calls
+            self._step_ms(batch, session)
+        while len(turns) < FEWEST or (len(turns) < MOST and time.monotonic() < stop):
             whole = [[self._step_ms(batch, one) for one in (None, exact, *packed)] for _ in range(ROUNDS)]
             cut = [self._spans(batch, session) for session in (exact, *packed)]
             ms = None if sliced is None else self._step_ms(batch, sliced)
             turns.append(Turn(whole, cut[0], cut[1:], ms))
-        return summarized(turns[1:])
+        return summarized(turns)
 
     def _session(self, policy: Policy) -> Session:
         return Session.of(self.model, policy, min_elements=MIN_ELEMENTS)
