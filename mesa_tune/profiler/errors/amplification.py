@@ -3,9 +3,9 @@
 What is hard: measuring one costs up to a whole backward, and on a deep model that was most of a profile's
 time. Amplifications vary less than errors do (over six batches of small models, the standard deviation of
 their logarithms is 0.12 to 0.31), but a part of this belongs to the batch and is common to all layers (0.04
-to 0.22). Without that part, intervals would be too narrow. So the batch that screens measures all layers, and
-each later one a third of them; the others take their mean of the earlier batches, times what the measured ones
-show of this batch. Those of 1 bit are measured on one batch.
+to 0.22). Without that part, intervals would be too narrow. So the batch that screens measures all layers,
+each later one a third of them, and the others take their mean of the earlier batches, times what the measured
+ones show of this batch. Those of 1 bit are measured on one batch.
 """
 
 from __future__ import annotations
