@@ -21,6 +21,9 @@ Errors = tuple[float, ...]
 UNSEEN = 16
 """Number of unseen batches over which an interval covers the mean error."""
 CONFIDENCE = 0.93
+SPREAD, SPREAD_WEIGHT = 0.5, 2
+"""Standard deviation of the logarithm from batch to batch that is assumed before any is measured, and for how
+many degrees of freedom it counts. Measured on a digits ViT, a GPT and a ResNet: 0.42 to 0.59."""
 LOW_BITS = (1, 2)
 """Bits at which the errors of layers do not simply add up."""
 
@@ -28,25 +31,28 @@ LOW_BITS = (1, 2)
 def interval(errors: Errors, doubt: float = 0.0) -> tuple[float, float] | None:
     """Return ends between which the mean over `UNSEEN` other batches lies; None with fewer than two batches.
 
-    Student's t on the logarithms, because errors of batches are skewed, around the arithmetic mean. `doubt`:
-    a further standard deviation of the logarithm. Zero errors have the interval (0, 0).
+    Student's t on the logarithms, because errors of batches are skewed, around the arithmetic mean. The few
+    batches hardly show the variance, so it is moderated by what other models had (Smyth, Stat. Appl. Genet.
+    Mol. Biol. 3(1), 2004). `doubt`: a further standard deviation of the logarithm. Zero errors have the
+    interval (0, 0).
     """
     mean = statistics.fmean(errors) if errors else 0.0
     if len(errors) < 2 or mean <= 0:
         return (0.0, 0.0) if errors and mean <= 0 else None
     logs = [math.log(max(error, 1e-3 * mean)) for error in errors]
     center = statistics.fmean(logs)
-    variance = sum((log - center) ** 2 for log in logs) / (len(logs) - 1)
-    width = _quantile(len(logs)) * math.hypot(math.sqrt(variance * (1 / len(logs) + 1 / UNSEEN)), doubt)
+    freedom = len(logs) - 1 + SPREAD_WEIGHT
+    variance = (sum((log - center) ** 2 for log in logs) + SPREAD_WEIGHT * SPREAD**2) / freedom
+    width = _quantile(freedom) * math.hypot(math.sqrt(variance * (1 / len(logs) + 1 / UNSEEN)), doubt)
     return mean * math.exp(-width), mean * math.exp(width)
 
 
 @lru_cache
-def _quantile(count: int) -> float:
-    """Return Student's quantile of `CONFIDENCE` for `count` errors."""
+def _quantile(freedom: int) -> float:
+    """Return Student's quantile of `CONFIDENCE` for these degrees of freedom."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
 def expected(errors: Errors, interaction: float, floor: float) -> tuple[float, tuple[float, float] | None]:
