@@ -42,9 +42,9 @@ def _path(tmp_path: Path) -> Path:
 
 
 def test_two_processes_share_a_journal(path: Path) -> None:
-    begun = child(plan, 14, f"journal:{path}", Slow(0.02))
+    begun = child(plan, 14, f"journal:{path}", Slow(0.1))
     wait_for(lambda: path.is_file() and b'"search"' in path.read_bytes())
-    joined = child(join, f"journal:{path}", Slow(0.02))
+    joined = child(join, f"journal:{path}", Slow(0.1))
     assert (ended(begun), ended(joined)) == (0, 0)
     assert_none_lost_or_double(trials_of(stored(path)), 14)
     done = finished(trials_of(stored(path)))
