@@ -105,5 +105,5 @@ class FakeSteps:
             static = sum(tracer.static_bytes(batch).values()) + buckets
         if isinstance(outer, WorkspaceMeter):
             peak = static + trace.peak()
-            return FakeStep(static, peak, max(peak, outer.most) + outer.libraries.nbytes, trace, tags)
+            return FakeStep(static, peak, max(peak, outer.most) + outer.compiled.nbytes, trace, tags)
         return FakeStep(static, outer.allocator.peak_allocated, outer.allocator.reserved, trace, tags)

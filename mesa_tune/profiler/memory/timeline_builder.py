@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from operator import add
 
 import numpy as np
 import torch
@@ -174,13 +173,10 @@ def slot_works(
 
     Then come those of gradients among them, and what workspaces add in each of the three steps. So the
     timeline has the bytes of the traced steps in every slot, to the byte. Below zero: spans cover a slot in
-    which their storage is not alive. What libraries keep of the large steps counts as a workspace of every
-    slot, because it is there from the first step on; it hardly grows with the batch.
+    which their storage is not alive.
     """
-    large = traced.large
-    kept = [trace.libraries.nbytes for trace in (large.plain, large.packed, large.derived)]
     columns = zip(
-        *(_works(steps, spans, which, kept) for which, steps in enumerate((large, traced.small))),
+        *(_works(steps, spans, which) for which, steps in enumerate((traced.large, traced.small))),
         strict=True,
     )
     return [
@@ -189,9 +185,7 @@ def slot_works(
     ]
 
 
-def _works(
-    steps: TracedSteps, spans: Sequence[TracedSpan], which: int, kept: Sequence[int]
-) -> Iterator[tuple[int, ...]]:
+def _works(steps: TracedSteps, spans: Sequence[TracedSpan], which: int) -> Iterator[tuple[int, ...]]:
     """Yield for each slot its live bytes outside spans; `which`: position of the batch size."""
     packed = steps.packed.slots
     plain, derived = _aligned(steps.plain, steps.packed), _aligned(steps.derived, steps.packed)
@@ -208,7 +202,7 @@ def _works(
             slot.high - packed_bytes[index],
             derived[index].high - derived_bytes[index],
             gradient_bytes[index],
-            *map(add, (case.workspaces for case in (plain[index], slot, derived[index])), kept),
+            *(case.workspaces for case in (plain[index], slot, derived[index])),
         )
 
 
