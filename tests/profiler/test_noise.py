@@ -93,7 +93,7 @@ def test_noise_changes_no_gradient_that_errors_are_relative_to() -> None:
     assert joint.noise() == JointError(workload()).noise()
     assert joint.errors(policy, pairs) == errors
     norms = joint.noise().norms
-    sizes = [joint._exact_at(draw)[2] for draw in range(3)]
+    sizes = joint.norms(range(3))
     assert (norms[1] + norms[2]) / 2 / norms[0] == pytest.approx((sizes[1] + sizes[2]) / 2 / sizes[0])
 
 
@@ -108,7 +108,7 @@ def test_predicted_and_measured_ratio_are_those_of_many_batches() -> None:
     check = mt.verify(work, policy, steps=1)
     joint = JointError(work)
     relative = joint.errors(policy, [(draw, 7) for draw in range(32)])
-    sizes = [joint._exact_at(draw)[2] for draw in range(32)]
+    sizes = joint.norms(range(32))
     variance, _ = by_hand(work, 64)
     right = statistics.fmean(map(float.__mul__, relative, sizes)) / variance
     predicted = profile.predict(policy).gradient_noise_ratio
@@ -141,7 +141,7 @@ def test_errors_count_by_the_gradients_of_their_batches() -> None:
     errors, sizes = [], []
     for draw in range(1, 12):
         errors.append(statistics.fmean(joint.errors(policy, [(draw, seed) for seed in range(4)])))
-        sizes.append(joint._exact_at(draw)[2])
+        sizes += joint.norms([draw])
     variance, _ = by_hand(work, NOISE_STEPS)
     squares = statistics.fmean(map(float.__mul__, errors, sizes))
     assert statistics.fmean(errors) * statistics.fmean(sizes) > 3 * squares

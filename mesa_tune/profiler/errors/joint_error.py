@@ -57,7 +57,7 @@ class JointError:
         self.checkpointed = checkpointed
         self.model = workload.build() if model is None else model
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._exact: dict[int, tuple[list[Any], Gradient, float]] = {}
+        self._exact: dict[int, tuple[list[Any], Gradient]] = {}
         self._norms: dict[int, float] = {}
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
@@ -69,16 +69,19 @@ class JointError:
 
     def norms(self, draws: Sequence[int]) -> list[float]:
         """Return ‖g‖² of the exact gradients. Raise WorkloadError as `errors` does."""
-        return [self._norms.get(draw) or self._exact_at(draw)[2] for draw in draws]
+        for draw in draws:
+            if draw not in self._norms:
+                self._exact_at(draw)
+        return [self._norms[draw] for draw in draws]
 
     def _error(self, policy: Policy, draw: int, seed: int) -> float:
         exact, changed = self.gradients(policy, draw, seed)
-        error = squared(changed, exact) / self._exact[draw][2]
+        error = squared(changed, exact) / self._norms[draw]
         return error if math.isfinite(error) else math.inf
 
     def gradients(self, policy: Policy, draw: int, seed: int) -> tuple[Gradient, Gradient]:
         """Return the exact gradient of a step, and that under `policy`."""
-        batches, exact, _ = self._exact_at(draw)
+        batches, exact = self._exact_at(draw)
         rounding_seed = draw * _SEEDS_PER_DRAW + seed
         convert(self.model, policy, seed=rounding_seed)
         try:
@@ -102,8 +105,8 @@ class JointError:
             if conversion is not None and conversion.waits:
                 loss.backward()
 
-    def _exact_at(self, draw: int) -> tuple[list[Any], Gradient, float]:
-        """Return a step's batches, its exact gradient and the squared norm of this; the last are cached."""
+    def _exact_at(self, draw: int) -> tuple[list[Any], Gradient]:
+        """Return a step's batches and its exact gradient, whose squared norm is kept; some are cached."""
         if draw not in self._exact:
             while len(self._exact) >= _CACHED_DRAWS:
                 self._exact.popitem()  # the latest, because pairs come in the same order again
@@ -116,7 +119,7 @@ class JointError:
                     "give the model weights and batches from which training can go on"
                 )
             self._norms[draw] = size
-            self._exact[draw] = batches, gradient, size
+            self._exact[draw] = batches, gradient
         return self._exact[draw]
 
     def floor(self, draw: int = 0) -> float:
@@ -124,10 +127,10 @@ class JointError:
 
         It comes from kernels that are not deterministic, and from formulas that compute in another order.
         """
-        batches, exact, size = self._exact_at(draw)
+        batches, exact = self._exact_at(draw)
         with session(self.model, Policy.parse(""), kind=RawConversion) as running:
             gradient = self._gradient_of(batches, draw, lambda _: running.forward())
-            return squared(gradient, exact) / size
+            return squared(gradient, exact) / self._norms[draw]
 
     def noise(self, draws: range = range(NOISE_STEPS), fewest: int = FEWEST_NOISE_STEPS) -> Noise:
         """Return the noise of the steps on `draws`; only the sum of their gradients is held.

@@ -6,7 +6,7 @@ its input gradients go through the rest of the graph by themselves, because a ba
 incoming gradient.
 
 What is hard: this last part costs up to a whole backward. So it runs only for an option of 1 bit, on one
-batch, and for one of more bits, another on each batch, and there only for a third of the layers (see
+batch, and for one of more bits, another on each batch, after the first only for a third of the layers (see
 `amplification`). What it makes of a change of input gradients, the *amplification* (a ratio of squared
 norms), is about the same for all options of more than 1 bit (measured on small models: they scatter by 2 to
 17 %; at 2 bits of a ResNet it is about 20 % off). So each option takes the amplification of all options of

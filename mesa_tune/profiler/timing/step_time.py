@@ -118,10 +118,11 @@ class StepTimer:
         sliced = None if tiled is None else self._session(tiled)
         turns: list[Turn] = []
         stop = time.monotonic() + seconds
-        for session in (None, exact, *packed):  # plans the calls
-            self._step_ms(batch, session)
+        compared = (None, exact, *packed)
+        for one in compared if sliced is None else (*compared, sliced):  # plans the calls
+            self._step_ms(batch, one)
         while len(turns) < FEWEST or (len(turns) < MOST and time.monotonic() < stop):
-            whole = [[self._step_ms(batch, one) for one in (None, exact, *packed)] for _ in range(ROUNDS)]
+            whole = [[self._step_ms(batch, one) for one in compared] for _ in range(ROUNDS)]
             cut = [self._spans(batch, session) for session in (exact, *packed)]
             ms = None if sliced is None else self._step_ms(batch, sliced)
             turns.append(Turn(whole, cut[0], cut[1:], ms))
