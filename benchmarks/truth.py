@@ -330,7 +330,7 @@ def predict(chosen: mt.Workload, count: int, folder: Path) -> dict[str, Any]:
         result[label] = {
             "saved": prediction.saved_bytes,
             "peak": prediction.peak_bytes,
-            "resident": prediction.reserved_bytes,
+            "resident": (prediction.reserved_bytes or 0) + (prediction.library_bytes or 0),
         }
     return result
 

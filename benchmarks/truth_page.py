@@ -24,8 +24,8 @@ HEAD = """\
   and random ones. One profile of bytes predicts them all; each is measured in a process of its own, in the
   second step of a plain training loop that shares no code with mesa-tune.
 * **saved**, **peak**: predicted over live storages, after the forward and at the step's peak. **resident**:
-  `Prediction.reserved_bytes` and 4 MB over the growth of the process. The 4 MB are an allowance for Python's
-  objects and the libraries' buffers, which took 2 to 7 MB in every model.
+  `reserved_bytes` and `library_bytes` of the `Prediction` and 4 MB over the growth of the process. The 4 MB
+  are an allowance for Python's objects and what libraries keep besides, 2 to 7 MB in every model.
   Each column shows the lowest and the highest of all policies, as deviation from what was measured.
 * **MB**: the measured peak of live storages, plain and under uniform 16. **code**: a hash of the sources that
   predictions and steps depend on.
@@ -94,7 +94,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     over = sum(_exceeds(row) for row in good)
     lines.append(
         f"* {over} of {len(good)} steps ({over / max(1, len(good)):.1%}) would have run out of memory: their "
-        f"resident growth was above `reserved_bytes` with a margin of {CPU_MARGIN:.0%} and "
+        f"resident growth was above that prediction with a margin of {CPU_MARGIN:.0%} and "
         f"{CPU_ALLOWANCE // 10**6} MB, as in `mt.estimate`."
     )
     return lines

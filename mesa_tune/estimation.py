@@ -45,9 +45,10 @@ class Estimate:
     `static_bytes`: weights, gradients that survive steps, optimizer state, buffers, batch, DDP's buckets.
     `saved_bytes`: alive for backward when the forward ends, with parameters that FSDP2 has gathered.
     `peak_bytes`: the most that is alive at once. `reserved_bytes`: on CUDA what PyTorch's caching allocator
-    would reserve, on the CPU the most with workspaces of kernels, which no tensor owns. `margin`: the share
-    that `fits` adds. On the CPU all bytes but workspaces are those of a real step. `verified`: False for
-    CUDA, whose model no GPU has checked.
+    would reserve, on the CPU the most with workspaces of kernels, which no tensor owns. `library_bytes`: what
+    oneDNN and MKL keep besides; 0 for CUDA. `margin`: the share that `fits` adds. On the CPU all bytes but
+    those of workspaces and libraries are a real step's. `verified`: False for CUDA, whose model no GPU has
+    checked.
     """
 
     batch_size: int
@@ -56,13 +57,14 @@ class Estimate:
     saved_bytes: int
     peak_bytes: int
     reserved_bytes: int
+    library_bytes: int
     margin: float
     verified: bool
     _steps: FakeSteps = field(repr=False, compare=False)
 
     @property
     def needed_bytes(self) -> int:
-        """What `fits` compares: reserved bytes with the margin, and 8 MB, on CUDA 600 MB for its context."""
+        """What `fits` compares: reserved bytes with the margin, library bytes, and 8 MB (CUDA: 600 MB)."""
         return _needed(self._steps, self.batch_size)
 
     def fits(self, limit: str | int) -> bool:
@@ -156,6 +158,7 @@ def estimate(
         traced.trace.saved_bytes,
         traced.peak,
         traced.reserved,
+        traced.libraries,
         CUDA_MARGIN if cuda else CPU_MARGIN,
         not cuda,
         steps,
@@ -233,9 +236,10 @@ def _limit(limit: str | int) -> int:
 
 
 def _needed(steps: FakeSteps, batch_size: int) -> int:
-    """Return the bytes to compare with a limit: reserved ones with the margin, and the allowance."""
+    """Return the bytes to compare with a limit: those of `Estimate.needed_bytes`."""
     margin, allowance = (CUDA_MARGIN, CUDA_CONTEXT) if steps.cuda else (CPU_MARGIN, CPU_ALLOWANCE)
-    return math.ceil(steps.at(batch_size).reserved * (1 + margin)) + allowance
+    step = steps.at(batch_size)
+    return math.ceil(step.reserved * (1 + margin)) + step.libraries + allowance
 
 
 def _largest(needed: Callable[[int], int], limit: int, start: int) -> int:

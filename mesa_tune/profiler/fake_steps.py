@@ -32,11 +32,13 @@ class FakeStep:
     """A traced step: the bytes before it, the most in it, and what it takes of memory.
 
     `reserved`: on CUDA what an allocator reserves for it, on the CPU the most with workspaces of kernels.
+    `libraries`: what oneDNN and MKL keep of it, on the CPU.
     """
 
     static: int
     peak: int
     reserved: int
+    libraries: int
     trace: StepTrace
     tags: Tags
 
@@ -105,5 +107,5 @@ class FakeSteps:
             static = sum(tracer.static_bytes(batch).values()) + buckets
         if isinstance(outer, WorkspaceMeter):
             peak = static + trace.peak()
-            return FakeStep(static, peak, max(peak, outer.most) + outer.compiled.nbytes, trace, tags)
-        return FakeStep(static, outer.allocator.peak_allocated, outer.allocator.reserved, trace, tags)
+            return FakeStep(static, peak, max(peak, outer.most), trace.libraries.nbytes, trace, tags)
+        return FakeStep(static, outer.allocator.peak_allocated, outer.allocator.reserved, 0, trace, tags)

@@ -17,7 +17,8 @@ class Prediction:
 
     `gradient_error_interval`: the mean error over 16 other batches lies between these ends with a probability
     of 92 %, counting batches and rounding; None also for a profile of one batch.
-    `reserved_bytes`: the peak with what kernels take besides tensors; None on a GPU, where nothing models it.
+    `reserved_bytes`: the peak with what kernels take besides tensors; `library_bytes`: what oneDNN and MKL
+    keep besides, under every policy. Both None on a GPU, where nothing models them.
     """
 
     saved_bytes: int
@@ -28,6 +29,7 @@ class Prediction:
     peak: Peak | None = None
     gradient_error_interval: tuple[float, float] | None = None
     reserved_bytes: int | None = None
+    library_bytes: int | None = None
 
     @property
     def workspaces_text(self) -> str:

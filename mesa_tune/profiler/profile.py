@@ -171,6 +171,7 @@ class Profile:
             step.peak,
             ends,
             step.reserved_bytes if self.device == "cpu" else None,
+            self.timeline.libraries if self.device == "cpu" else None,
         )
 
     def require_prices(self) -> None:

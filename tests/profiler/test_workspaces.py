@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -172,10 +173,58 @@ def test_what_onednn_compiles_is_counted_once_for_each_shape() -> None:
         )
 
     one, two, three = (mt.estimate(layers(count)) for count in (1, 2, 3))
-    compiled = [fit.reserved_bytes - fit.peak_bytes for fit in (one, two, three)]
+    compiled = [fit.library_bytes for fit in (one, two, three)]
     assert 10**6 < compiled[0] < compiled[1] == compiled[2]
     profiled = mt.profile(layers(2), options=[]).predict(mt.Policy.parse(""))
+    assert profiled.library_bytes == compiled[1]
     assert profiled.reserved_bytes == pytest.approx(two.reserved_bytes, abs=1000)
+
+
+FIRST_PRODUCT = """
+import re, sys, torch
+from mesa_tune.profiler.memory.workspaces import buffers_of
+
+def anonymous():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+torch.set_num_threads(1)
+rows, inner, columns = map(int, sys.argv[1].split())
+torch.ones(1, 1) @ torch.ones(1, 1)
+left, right, out = torch.ones(rows, inner), torch.ones(inner, columns), torch.ones(rows, columns)
+before = anonymous()
+torch.mm(left, right, out=out)
+real = anonymous() - before
+print(real, buffers_of(frozenset([(rows, inner, columns)]), 1), buffers_of(frozenset(), 1))
+"""
+
+
+@pytest.mark.parametrize("sizes", ["256 768 768", "1024 2048 768"])
+def test_what_mkl_keeps_of_a_product_is_measured(sizes: str) -> None:
+    command = [sys.executable, "-c", FIRST_PRODUCT, sizes]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    real, measured, none = map(int, out.split())
+    assert real > 300_000
+    assert measured == pytest.approx(real, abs=400_000 + 0.1 * real)
+    assert none == 0
+
+
+def test_what_mkl_keeps_is_the_same_for_every_batch_size() -> None:
+    model = nn.Linear(1024, 1024)
+    work = mt.Workload(lambda: model, lambda size: torch.randn(size, 1024), _square, batch_size=512)
+    profile = mt.Profile.from_dict(json.loads(dump_json(mt.profile(work, options=[]).to_dict())))
+    steps = [profile.predict(mt.Policy(()), batch_size=size) for size in (256, 512, 4096)]
+    assert len({step.library_bytes for step in steps}) == 1
+    assert steps[0].library_bytes > 300_000  # type: ignore[operator]
+    assert steps[0].reserved_bytes == steps[0].peak_bytes  # a budget does not limit it
+
+
+def test_what_mkl_keeps_counts_in_what_fits() -> None:
+    work = mt.Workload(
+        lambda: nn.Linear(1024, 1024), lambda size: torch.randn(size, 1024), _square, batch_size=512
+    )
+    fit = mt.estimate(work)
+    assert fit.library_bytes > 300_000
+    assert fit.needed_bytes == math.ceil(1.03 * fit.reserved_bytes) + fit.library_bytes + 8 * 10**6
 
 
 def test_reserved_bytes_count_workspaces() -> None:

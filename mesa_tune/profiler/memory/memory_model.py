@@ -91,7 +91,8 @@ class Timeline:
     hooks, which have 256 levels at least. `serving`: layers that derive what they save only if others derive
     from them, too; else they save something else (GELU saves its derivative). `rows`: for layers whose groups
     end where rows end, the elements per row. `modules`: those that can run again in backward. Settings by
-    their names, with `store: recompute`, are those of their inputs.
+    their names, with `store: recompute`, are those of their inputs. `libraries`: bytes that oneDNN and MKL
+    keep besides, under every policy and about the same for every batch.
     """
 
     batch_sizes: SizePair
@@ -103,6 +104,7 @@ class Timeline:
     serving: tuple[str, ...] = ()
     rows: Mapping[str, int] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
+    libraries: int = 0
 
     def saved_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
         """Return the bytes of all spans that are alive when the forward ends."""
@@ -174,6 +176,7 @@ class Timeline:
             "serving": self.serving,
             "rows": self.rows,
             "modules": self.modules,
+            "libraries": self.libraries,
         }
 
     @staticmethod
@@ -189,6 +192,7 @@ class Timeline:
             serving=tuple(values.get("serving", ())),
             rows={layer: int(row) for layer, row in values.get("rows", {}).items()},
             modules=tuple(values.get("modules", ())),
+            libraries=int(values.get("libraries", 0)),
         )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mesa_tune.profiler.memory.workspaces import LibraryMemory
+
 NEVER = 1 << 62
 
 ShapeDtype = tuple[tuple[int, ...], str]
@@ -109,7 +111,7 @@ class StepTrace:
     `forwards`: each that ends with a backward; a step may have several. `losses`: what their backwards start
     from. `gradients`: the storages of the parameters' gradients, as far as they die in the step or were born
     in it; `static_gradients`: bytes of the others. `variables`: storages that are alive when a forward ends,
-    but only because the user's own code refers to them.
+    but only because the user's own code refers to them. `libraries`: what libraries keep of the step.
     """
 
     lifetimes: dict[int, Lifetime] = field(default_factory=dict)
@@ -132,6 +134,7 @@ class StepTrace:
     static_gradients: int = 0
     forwards: list[Forward] = field(default_factory=list)
     losses: set[int] = field(default_factory=set)
+    libraries: LibraryMemory = field(default_factory=LibraryMemory)
     gradients: set[int] = field(default_factory=set)
     variables: set[int] = field(default_factory=set)
 

@@ -110,6 +110,7 @@ def timeline_of(traced: TracedPair, hooked: tuple[str, ...]) -> Timeline:
         hooked=hooked,
         serving=tuple(sorted(large.derived.serving)),
         rows=large.packed.rows,
+        libraries=max(trace.libraries.nbytes for trace in (large.plain, large.packed, large.derived)),
     )
 
 

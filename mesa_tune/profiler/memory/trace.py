@@ -35,7 +35,7 @@ from mesa_tune.profiler.memory.step_trace import (
     StepTrace,
     TensorKey,
 )
-from mesa_tune.profiler.memory.workspaces import CompiledCode, UntouchedBytes, workspace_bytes
+from mesa_tune.profiler.memory.workspaces import UntouchedBytes, workspace_bytes
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.step import Context, Stepper
 
@@ -53,7 +53,7 @@ class Recorder(Meter):
         super().__init__()
         self.trace = StepTrace()
         self.now = 0
-        self._compiled, self._untouched = CompiledCode(), UntouchedBytes()
+        self._untouched = UntouchedBytes()
         self.open_slot(None, "forward")
         self.count_older(gradients)
         self.trace.gradients = {birth.number for birth in self._births.values()}
@@ -76,11 +76,6 @@ class Recorder(Meter):
             slot.high = max(0, slot.high - trace.static_gradients)
             slot.reserved = max(0, slot.reserved - trace.static_gradients)
 
-    def count_compiled_code(self) -> None:
-        """Count in every slot what oneDNN keeps of the step, which is there from the first step on."""
-        for slot in self.trace.slots:
-            slot.reserved += self._compiled.nbytes
-
     def open_slot(self, layer: str | None, phase: str, *, again: bool = False) -> None:
         """Begin a new slot."""
         self.now += 1
@@ -92,7 +87,7 @@ class Recorder(Meter):
         return self.live_bytes - self._untouched.nbytes
 
     def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        self._compiled.see(func, args)
+        self.trace.libraries.see(func, args)
         self._untouched.see(func, args, result)
         slot = self.trace.slots[-1]
         slot.reserved = max(slot.reserved, self._written_bytes + workspace_bytes(func, args, result))
@@ -273,7 +268,6 @@ class StepRecording(StepEvents):
         self._contexts.close()
         self.trace.drop_dead_after_forward()
         self.recorder.take_static_gradients()
-        self.recorder.count_compiled_code()
 
     def backward_begins(self, call: BackwardCall) -> None:
         recorder, trace = self.recorder, self.trace
