@@ -86,7 +86,7 @@ class Pricing:
         sensitivity = Sensitivity(
             self.model.parameters(),
             number,
-            splits=number == 1,
+            splits=number == 1 and not producers,
             screens=number == 0 and len(self.draws) > 1,
             tries=tries,
         )
@@ -168,8 +168,8 @@ class Pricing:
 
     def _inferred(self, traced: Profile, group: tuple[str, ...], number: int) -> dict[Amplified, float]:
         """Return the amplifications of a group of layers that are not measured on this batch."""
-        due = is_measured(number, traced.groups.index(group))
-        return self.amplifications.inferred(number, group, one_bit_only=due)
+        due = is_measured(number, traced.groups.index(group), len(traced.groups))
+        return self.amplifications.inferred(number, group, due=due)
 
     def of_derived(self, traced: Profile, number: int, *, all_groups: bool) -> dict[Reach, LayerPrices]:
         """Return the prices of what is stored while others derive from it, on the batch of this number.

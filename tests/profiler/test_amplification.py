@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
 import pytest
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import kind
-from mesa_tune.profiler.errors.amplification import EVERY, Amplifications, is_measured, rows_from
+from mesa_tune.profiler.errors.amplification import LAYERS, Amplifications, is_measured, rows_from
 
 FOUR = kind(mt.LayerSettings(level=16)), False
 ONE = kind(mt.LayerSettings(level=2)), True
@@ -37,11 +36,22 @@ def test_measured_layers_show_what_is_common_to_a_batch() -> None:
     assert few.inferred(3, ["b"])["b", FOUR] == 1.0
 
 
-def test_those_of_one_bit_can_be_inferred_alone() -> None:
+def test_where_they_are_measured_those_of_one_bit_are_inferred_alone() -> None:
     known = Amplifications()
-    known.add(1, {("a", FOUR): 3.0, ("a", ONE): 5.0})
-    assert known.inferred(2, ["a"], one_bit_only=True) == {("a", ONE): 5.0}
-    assert known.inferred(1, ["a"], one_bit_only=True) == {}
+    known.add(1, {("a", FOUR): 3.0, ("a", ONE): 5.0, ("b", FOUR): 7.0})
+    assert known.inferred(2, ["a", "b"], due=True) == {("a", ONE): 5.0}
+    assert known.inferred(1, ["a"], due=True) == {}
+
+
+def test_those_of_one_bit_follow_others_where_they_are_not_measured() -> None:
+    known = Amplifications()
+    known.add(0, {(f"layer{number}", FOUR): float(1 + number) for number in range(500)})
+    known.add(1, {(f"layer{number}", FOUR): float(1 + number) for number in range(400)})
+    assert known.inferred(2, ["layer450"])["layer450", ONE] == 451.0
+    known.add(1, {(f"layer{number}", ONE): 2 * float(1 + number) for number in range(400)})
+    assert known.inferred(2, ["layer450"])["layer450", ONE] == pytest.approx(902.0, rel=0.01)
+    assert known.inferred(2, ["layer399"])["layer399", ONE] == pytest.approx(800.0)
+    assert known.at(1)["layer399", ONE] == 800.0
 
 
 def test_rows_are_plain_values() -> None:
@@ -52,9 +62,11 @@ def test_rows_are_plain_values() -> None:
     assert again.measured == known.measured
 
 
-@pytest.mark.parametrize("group", range(5))
-def test_each_group_is_measured_in_turn(group: int) -> None:
-    batches = [batch for batch in range(7) if is_measured(batch, group)]
-    assert batches[0] == 0
-    assert all(later - earlier <= EVERY for earlier, later in pairwise(batches))
-    assert len({is_measured(6, other) for other in range(EVERY)}) == 2
+@pytest.mark.parametrize("count", [1, 8, 15, 99, 300])
+def test_later_batches_measure_few_groups_in_turn(count: int) -> None:
+    assert all(is_measured(0, group, count) for group in range(count))
+    measured = [
+        [group for group in range(count) if is_measured(batch, group, count)] for batch in range(1, 60)
+    ]
+    assert all(min(count, LAYERS) <= len(groups) < 2 * LAYERS for groups in measured)
+    assert {group for groups in measured for group in groups} == set(range(count))

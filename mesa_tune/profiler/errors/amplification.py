@@ -4,8 +4,9 @@ What is hard: measuring one costs up to a whole backward, and on a deep model th
 time. Amplifications vary less than errors do (over six batches of small models, the standard deviation of
 their logarithms is 0.12 to 0.31), but a part of this belongs to the batch and is common to all layers (0.04
 to 0.22). Without that part, intervals would be too narrow. So the batch that screens measures all layers,
-each later one a third of them, and the others take their mean of the earlier batches, times what the measured
-ones show of this batch. Those of 1 bit are measured on one batch.
+each later one a few of them, however deep the model is, and the others take their mean of the earlier
+batches, times what the measured ones show of this batch. Those of 1 bit are measured once at most, for the
+same few layers; the others take theirs of more bits, times what the measured ones show of 1 bit.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ Amplified = tuple[str, Any]
 Rows = tuple[tuple[Any, ...], ...]
 """Amplifications as plain values: layer, kind and 1 bit (see `Sensitivity`), pairs of batch and value."""
 
-EVERY = 3
-"""The first batch measures all amplifications, and each later one those of one group of layers in so many."""
+LAYERS = 8
+"""The first batch measures the amplifications of all groups of layers, each later one of so many or more."""
 _PRIOR = 4
-"""The factor of a batch is averaged with so many ones, because the first few say little."""
+"""A factor is averaged with so many ones, because the first few ratios say little."""
 
 
 class Amplifications:
@@ -46,17 +47,21 @@ class Amplifications:
         for key, value in values.items():
             self.measured.setdefault(key, {})[batch] = value
 
-    def inferred(
-        self, batch: int, layers: Iterable[str], *, one_bit_only: bool = False
-    ) -> dict[Amplified, float]:
-        """Return the amplifications of `layers` on `batch`, as far as earlier batches measured them."""
+    def inferred(self, batch: int, layers: Iterable[str], *, due: bool = False) -> dict[Amplified, float]:
+        """Return the amplifications of `layers` on `batch` that follow from what earlier batches measured.
+
+        `due`: they are to be measured on this batch. Then only measured ones of 1 bit are returned.
+        """
         factor, wanted = self._factor(batch), set(layers)
-        return {
+        known = {
             key: factor * statistics.fmean(earlier)
             for key, values in self.measured.items()
             if key[0] in wanted and (earlier := _before(batch, values))
-            if key[1][1] or not one_bit_only
         }
+        if due:
+            return {key: value for key, value in known.items() if key[1][1]}
+        one_bit = self._one_bit()
+        return {(layer, (kind, True)): one_bit * value for (layer, (kind, _)), value in known.items()} | known
 
     def at(self, batch: int) -> dict[Amplified, float]:
         """Return all amplifications on `batch`, measured or inferred."""
@@ -65,22 +70,35 @@ class Amplifications:
 
     def _factor(self, batch: int) -> float:
         """Return how much larger the amplifications measured on `batch` are than on the earlier ones."""
-        means = [
+        return _factor(
             (values[batch], statistics.fmean(earlier))
             for values in self.measured.values()
             if batch in values and (earlier := _before(batch, values))
-        ]
-        factors = [value / mean for value, mean in means if mean > 0]
-        return (_PRIOR + sum(factors)) / (_PRIOR + len(factors))
+        )
+
+    def _one_bit(self) -> float:
+        """Return how much larger the amplifications of 1 bit are than those of more bits."""
+        return _factor(
+            (value, self.measured[layer, (kind, False)].get(batch, 0.0))
+            for (layer, (kind, one_bit)), values in self.measured.items()
+            if one_bit and (layer, (kind, False)) in self.measured
+            for batch, value in values.items()
+        )
+
+
+def _factor(pairs: Iterable[tuple[float, float]]) -> float:
+    """Return the mean ratio of the first to the second of each pair, drawn to one where pairs are few."""
+    factors = [value / mean for value, mean in pairs if mean > 0]
+    return (_PRIOR + sum(factors)) / (_PRIOR + len(factors))
 
 
 def _before(batch: int, values: Mapping[int, float]) -> Sequence[float]:
     return [value for number, value in values.items() if number < batch]
 
 
-def is_measured(batch: int, group: int) -> bool:
-    """Return whether the amplifications of the group of layers with this number are measured on `batch`."""
-    return batch == 0 or (batch + group) % EVERY == 0
+def is_measured(batch: int, group: int, count: int) -> bool:
+    """Return whether the amplifications of this one of `count` groups of layers are measured on `batch`."""
+    return batch == 0 or (batch + group) % max(1, count // LAYERS) == 0
 
 
 def rows_from(values: Iterable[Sequence[Any]]) -> Rows:

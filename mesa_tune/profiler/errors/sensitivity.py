@@ -5,8 +5,8 @@ again with its saved tensors stored under an option. Changes of its parameter gr
 its input gradients go through the rest of the graph by themselves, because a backward is linear in its
 incoming gradient.
 
-What is hard: this last part costs up to a whole backward. So it runs only for an option of 1 bit, on one
-batch, and for one of more bits, another on each batch, after the first only for a third of the layers (see
+What is hard: this last part costs up to a whole backward. So it runs only for an option of 1 bit and for one
+of more bits, another on each batch, and after the first batch only for a few of the layers (see
 `amplification`). What it makes of a change of input gradients, the *amplification* (a ratio of squared
 norms), is about the same for all options of more than 1 bit (measured on small models: they scatter by 2 to
 17 %; at 2 bits of a ResNet it is about 20 % off). So each option takes the amplification of all options of

@@ -1,20 +1,21 @@
 """Prices of modules that run again in backward from their packed inputs (`store: recompute`).
 
 What is hard: each error takes a whole step, and a model has many modules. So the error of each is measured
-at two levels on few batches. On other batches it is in proportion to the sum of the errors of the layers
-inside; at other levels to a power of it. For rounding that changes which units of a ReLU are on adds an error
-in proportion to the step of rounding, not to its square: in a small ResNet, 256 levels erred 13 to 24 times
-more than a square predicts from 16 levels. All else is seen by hooks during steps that are taken anyway.
+at one level on few batches, and of some at a second one. On other batches it is in proportion to the sum of
+the errors of the layers inside; at other levels to a power of it. For rounding that changes which units of a
+ReLU are on adds an error in proportion to the step of rounding, not to its square: in a small ResNet, 256
+levels erred 13 to 24 times more than a square predicts from 16 levels. All else is seen by hooks during steps
+that are taken anyway.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ _MEASURED_BITS = 4
 MOST_BATCHES, MOST_STEPS = 4, 20
 """A module's errors are measured on so many batches, or on fewer if all modules take more steps than that,
 for each of the two levels."""
+_AT_TWO_LEVELS = 4
+"""About so many of the modules are measured at the second level; the others follow their mean power."""
 _LARGEST_POWER = 1.5
 
 
@@ -145,8 +148,10 @@ class ModulePricing:
         finest = max(watch.options, key=lambda option: option.level, default=None)
         self.tried = tuple(filter(None, (reference, finest)))
         names = list(watch.rerunnable()) if watch.options else []
+        every = max(1, len(names) // _AT_TWO_LEVELS)
         self.errors: dict[str, dict[LayerSettings, list[float]]] = {
-            name: {option: [] for option in self.tried} for name in names
+            name: {option: [] for option in self.tried[: 1 if number % every else 2]}
+            for number, name in enumerate(names)
         }
         self.batches = max(1, min(MOST_BATCHES, MOST_STEPS // max(1, len(names))))
 
@@ -162,28 +167,37 @@ class ModulePricing:
 
     def entries(self, priced: Profile, forwards: int) -> Iterator[ModuleEntry]:
         """Yield the prices. `priced`: has the errors of layers; `forwards`: number of them in a step."""
-        for name, measured in self.errors.items():
-            seen = self.watch.seen[name]
-            errors = {option: self._errors(name, measured, option, priced) for option in self.watch.options}
+        powers = {
+            name: _power([sum(errors) for errors in measured.values()], self._sizes(name, self.tried, priced))
+            for name, measured in self.errors.items()
+            if len(measured) > 1
+        }
+        common = fmean(powers.values()) if powers else 1.0
+        for name in self.errors:
+            seen, power = self.watch.seen[name], powers.get(name, common)
+            errors = {option: self._errors(name, option, priced, power) for option in self.watch.options}
             options = tuple([self._option(seen, option, errors[option]) for option in errors])
             forward_ms = self.watch.forward_ms(name, forwards)
             yield ModuleEntry(name, _input_bytes(seen, None), forward_ms, options)
 
-    def _errors(
-        self, name: str, measured: Mapping[LayerSettings, list[float]], option: LayerSettings, priced: Profile
-    ) -> Errors:
+    def _errors(self, name: str, option: LayerSettings, priced: Profile, power: float) -> Errors:
         """Return the errors under `option` by batch, in proportion to a power of those of layers inside."""
-        known = measured.get(option, measured[self.tried[0]])
-        own = [_own(name, one, priced) for one in (option, *self.tried)]
+        measured, reference = self.errors[name], self.tried[0]
+        size, tried = self._sizes(name, (option, reference), priced)
+        scale = (size / tried) ** power if option not in measured and min(size, tried) > 0 else 1.0
+        errors = tuple([scale * error for error in measured.get(option, measured[reference])])
+        own = _own(name, option, priced)
+        return continued(errors, own) if own and _own(name, reference, priced) else errors
+
+    def _sizes(self, name: str, options: Sequence[LayerSettings], priced: Profile) -> list[float]:
+        """Return the sums of the errors of the layers inside a module under each option.
+
+        Where one is unknown, they are those of quantization noise.
+        """
+        own, batches = [_own(name, one, priced) for one in options], len(self.errors[name][self.tried[0]])
         if all(own):
-            size, *sizes = [sum(sum(errors[: len(known)]) for errors in layers) for layers in own]
-        else:
-            size, *sizes = [(one.level - 1) ** -2 for one in (option, *self.tried)]
-        scale = 1.0
-        if option not in measured and min(size, *sizes) > 0:
-            scale = (size / sizes[0]) ** _power([sum(errors) for errors in measured.values()], sizes)
-        errors = tuple([scale * error for error in known])
-        return continued(errors, own[0]) if all(own) else errors
+            return [sum(sum(errors[:batches]) for errors in layers) for layers in own]
+        return [(one.level - 1) ** -2 for one in options]
 
     def _option(self, seen: _Seen, settings: LayerSettings, errors: tuple[float, ...]) -> Option:
         tensor_error, encode_ms, decode_ms = seen.rounding[settings]

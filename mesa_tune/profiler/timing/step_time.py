@@ -91,7 +91,7 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimer:
-    """Times steps of a model in turn; `restore` restores its parameters, so that all steps are the same."""
+    """Times steps of a model in turn; `restore` restores its parameters before each turn."""
 
     workload: Workload
     model: nn.Module
@@ -101,12 +101,17 @@ class StepTimer:
 
     def plain_ms(self, batch: Any, steps: int) -> float:
         """Return the median milliseconds of the plain step over `steps`, after another one."""
+        self.restore()
         return statistics.median([self._step_ms(batch) for _ in range(steps + 1)][1:])
 
     def in_turn(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
         """Return the milliseconds of `rounds` rounds of steps, one under each policy in every round."""
         batch, sessions = self.workload.make_batch(), [self._session(policy) for policy in policies]
-        return [[self._step_ms(batch, session) for session in sessions] for _ in range(rounds)]
+        times = []
+        for _ in range(rounds):
+            self.restore()
+            times.append([self._step_ms(batch, session) for session in sessions])
+        return times
 
     def times(self, policies: Sequence[Policy], seconds: float, tiled: Policy | None = None) -> StepTimes:
         """Return the times of steps, those that compress under `policies`; take about `seconds` for it.
@@ -122,6 +127,7 @@ class StepTimer:
         for one in compared if sliced is None else (*compared, sliced):  # plans the calls
             self._step_ms(batch, one)
         while len(turns) < FEWEST or (len(turns) < MOST and time.monotonic() < stop):
+            self.restore()
             whole = [[self._step_ms(batch, one) for one in compared] for _ in range(ROUNDS)]
             cut = [self._spans(batch, session) for session in (exact, *packed)]
             ms = None if sliced is None else self._step_ms(batch, sliced)
@@ -138,7 +144,6 @@ class StepTimer:
 
     def _step_ms(self, batch: Any, session: Session | None = None, cutter: _Cutter | None = None) -> float:
         """Take a step, of the plain model without a session; return its milliseconds."""
-        self.restore()
         stepper = self.workload.stepper(self.optimizer)
         installed, forward = (
             (session.installed(), session.forward) if session else (nullcontext(), nullcontext)
