@@ -69,7 +69,22 @@ Packed packed_of(const Tensor& data, const Tensor& ranges, const Settings& s, co
           const_cast<float*>(static_cast<const float*>(ranges.const_data_ptr()))};
 }
 
-void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
+// The ranges of the groups of `out`: themselves, or, if they are ends in 16 bits, those between these.
+Tensor ranges_of(const Tensor& stored, const Settings& s, const Tensor& out) {
+  const ScalarType type = stored.scalar_type();
+  if (type == ScalarType::Float) return stored;
+  const int64_t groups = split(out.numel(), s).groups();
+  const auto* ends = static_cast<const uint16_t*>(dense_data(stored, out, type, 2 * groups, "ends"));
+  Tensor ranges = empty_tensor(out, {groups, 2}, ScalarType::Float);
+  auto* target = static_cast<float*>(ranges.mutable_data_ptr());
+  dispatch(
+      out, [&] { cpu::read_ends(ends, groups, s.levels, dtype_of(type), target); },
+      [&](auto stream) { cuda::read_ends(ends, groups, s.levels, dtype_of(type), target, stream); });
+  return ranges;
+}
+
+void decode(const Tensor& data, const Tensor& stored, const Settings& s, const Tensor& out) {
+  const Tensor ranges = ranges_of(stored, s, out);
   const Packed packed = packed_of(data, ranges, s, out);
   const Strided target = strided(out, out.mutable_data_ptr(), s);
   dispatch(
@@ -84,6 +99,21 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int6
   const auto [data, ranges] = new_parts(x, s);
   encode(x, s, stochastic, seed, data, ranges);
   return {data, ranges};
+}
+
+std::tuple<Tensor, Tensor> quantize_ends(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
+                                         int64_t quant_groups, bool stochastic, std::optional<Tensor> seed) {
+  const auto [data, ranges] = quantize(x, bits, levels, group_size, quant_groups, stochastic, seed);
+  const Dtype dtype = dtype_of(x.scalar_type());
+  STD_TORCH_CHECK(dtype != Dtype::kFloat, "expected a tensor of 16 bits");
+  const int64_t groups = ranges.size(0);
+  Tensor ends = empty_tensor(x, {groups, 2}, x.scalar_type());
+  const auto* source = static_cast<const float*>(ranges.const_data_ptr());
+  auto* target = static_cast<uint16_t*>(ends.mutable_data_ptr());
+  dispatch(
+      x, [&] { cpu::store_ends(source, groups, levels, dtype, target); },
+      [&](auto stream) { cuda::store_ends(source, groups, levels, dtype, target, stream); });
+  return {data, ends};
 }
 
 const float* statistics(const Tensor& x, const std::optional<Tensor>& values, int64_t count) {
@@ -191,6 +221,7 @@ Tensor unpack_bits(Tensor data, std::vector<int64_t> shape) {
 template <class Library>
 void add_kernels(Library& m) {
   m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("quantize_ends", TORCH_BOX(&quantize_ends));
   m.impl("quantize_out", TORCH_BOX(&quantize_out));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("dequantize_out", TORCH_BOX(&dequantize_out));

@@ -55,6 +55,9 @@ void extents(const Strided& x, const Settings& settings, float* ends);
 // Multiplies the decoded elements by `factor` unless null; then `out` and `factor` are dense float32.
 void dequantize(const Packed& packed, const Settings& settings, const Strided& out,
                 const float* factor = nullptr);
+// Writes the ends of ranges, in 16 bits of this dtype, or the ranges between ends (ends.h).
+void store_ends(const float* ranges, int64_t groups, int64_t levels, Dtype dtype, uint16_t* ends);
+void read_ends(const uint16_t* ends, int64_t groups, int64_t levels, Dtype dtype, float* ranges);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
 
@@ -72,6 +75,10 @@ void dequantize(const Packed& packed, const Settings& settings, const Strided& o
 // Multiplies the decoded elements by `factor`; `out` and `factor` are dense float32.
 void dequantize_mul(const Packed& packed, const Settings& settings, const Strided& out, const float* factor,
                     void* stream);
+void store_ends(const float* ranges, int64_t groups, int64_t levels, Dtype dtype, uint16_t* ends,
+                void* stream);
+void read_ends(const uint16_t* ends, int64_t groups, int64_t levels, Dtype dtype, float* ranges,
+               void* stream);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data, void* stream);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask, void* stream);
 

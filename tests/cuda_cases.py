@@ -108,6 +108,22 @@ def gaps(dtype: torch.dtype) -> Iterator[Case]:
     yield Case(whole, (4, 16, 60, 0), 1)
 
 
+def ends(bits: int, dtype: torch.dtype) -> Iterator[Case]:
+    """What ranges may be in 16 bits, with levels for these bits: of equal numbers, wide, with gaps, empty."""
+    largest = torch.finfo(dtype).max
+    x = randn(64, 64, seed=bits).to(dtype)
+    x[0], x[1], x[2], x[3] = 0.0, -3.0, -largest, math.nan
+    x[4, :32], x[4, 32:] = -largest, largest
+    x[5] = torch.finfo(dtype).tiny * x[5]
+    x[8::2] = with_gaps(x[8::2], 0.1, bits)
+    x[6, 1:], x[7, :-1] = math.inf, -math.inf
+    for levels in {2**bits, max(2, 2**bits - 1), 2 + 2**bits // 3} - {3 if bits == 1 else 0}:
+        yield Case(x, (bits, levels, 64, 0), bits - 4)
+        yield Case(x[:, :50], (bits, levels, 7, 0), None)
+    yield Case(x, (bits, 2**bits, 0, 4), 3)
+    yield Case(x[:0], (bits, 2**bits, 64, 0), 3)
+
+
 def curves(kind: str) -> Iterator[Mapped]:
     """A derivative in groups of all kinds, whose last one is shorter; of numbers of all kinds."""
     ends = torch.tensor([0.0, -0.0, 1e-40, -87.0, 87.0, 90.0, -90.0, 1e15, -1e15])

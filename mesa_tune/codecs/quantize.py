@@ -1,8 +1,7 @@
 """Quantization to 1 to 8 bits by groups: ActNN (arXiv 2104.14129), section 4; Mesa (2111.11124).
 
 A group's range is two numbers of 32 bits: its least element and the step between levels. For a tensor of 16
-bits the least and the greatest element, of 16 bits each, are stored instead. What is hard is that `decode`
-must compute the range from these two ends without loss, for groups with infinities and NaN as well.
+bits the least and the greatest element, of 16 bits each, are stored instead.
 """
 
 import math
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from mesa_tune.codecs.spec import Memory, Spec
 from mesa_tune.ops import reference
-from mesa_tune.ops.flags import none_set
 from mesa_tune.ops.fused import QUANTIZE_MAP, Fused
 from mesa_tune.ops.maps import KINDS, Deferred
 
@@ -23,16 +21,15 @@ LARGEST_GROUP = 4096
 """Largest group size of the kernels that decode some rows at a time, in elements."""
 
 _QUANTIZE = torch.ops.mesa_tune.quantize.default
+_QUANTIZE_ENDS = torch.ops.mesa_tune.quantize_ends.default
 _DEQUANTIZE_OUT = torch.ops.mesa_tune.dequantize_out.default
 _DEQUANTIZE = torch.ops.mesa_tune.dequantize.default
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
     """Return packed levels (uint8) and ranges `[groups, 2]`: float32, or their ends in 16 bits."""
-    parts = [*_QUANTIZE(x, spec.bits, spec.levels, spec.group_size, spec.quant_groups, spec.stochastic, key)]
-    if x.element_size() == 2:
-        parts[1] = _ends(parts[1], spec.levels, x.dtype)
-    return parts
+    op = _QUANTIZE if x.element_size() > 2 else _QUANTIZE_ENDS
+    return [*op(x, spec.bits, spec.levels, spec.group_size, spec.quant_groups, spec.stochastic, key)]
 
 
 def encode_with_ranges(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
@@ -51,7 +48,7 @@ def encode_deferred(deferred: Deferred, spec: Spec, key: Tensor) -> list[Tensor]
 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
     """Return the tensor that was encoded as `parts`: packed levels and ranges."""
-    data, ranges = parts[0], _ranges_of(parts[1], spec.levels)
+    data, ranges = parts
     sizes = (spec.bits, spec.levels, spec.group_size, spec.quant_groups)
     if torch.compiler.is_compiling():
         result: Tensor = _DEQUANTIZE(data, ranges, shape, dtype, *sizes)
@@ -87,51 +84,8 @@ def decode_run(parts: Sequence[Tensor], first: int, count: int, spec: Spec, out:
     size = spec.group_size
     begin, end = first // size, (first + count + size - 1) // size
     width = spec.bits * reference.plane_bytes(size)
-    ranges = _ranges_of(ranges[begin:end], spec.levels)
-    _DEQUANTIZE_OUT(data[begin * width : end * width], ranges, spec.bits, spec.levels, size, 0, out)
-
-
-def _ends(ranges: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
-    """Return the values of the lowest and the highest level, `[groups, 2]`.
-
-    Steps were rounded up; the cast to `dtype` makes the value of the highest level the greatest element
-    again. Groups with gaps (NaN or Inf) have the highest value first, and then -Inf if it is also the lowest.
-    """
-    if none_set(ranges.isnan()):
-        return _values_of_ends(ranges, levels - 1, dtype)
-    gaps = reference.have_gaps(ranges)
-    ends = _values_of_ends(reference.revealed(ranges), levels - 1 - gaps.to(ranges.dtype), dtype)
-    lowest = torch.where(ends[:, :1] < ends[:, 1:], ends[:, :1], -math.inf)
-    return torch.where(gaps, torch.cat([ends[:, 1:], lowest], 1), ends)
-
-
-def _values_of_ends(ranges: Tensor, top: int | Tensor, dtype: torch.dtype) -> Tensor:
-    factor, base, step = reference.unpack_ranges(ranges)
-    high = ((base + top * step) / factor).clamp_max(torch.finfo(dtype).max)
-    return torch.cat([ranges[:, :1], high], 1).to(dtype)
-
-
-def _ranges_of(ends: Tensor, levels: int) -> Tensor:
-    """Return the ranges with these ends, equal to `reference.ranges_of` except for the last bit of a step.
-
-    In float32, `ends` are ranges already.
-    """
-    if ends.dtype == torch.float32:
-        return ends
-    first, second = ends.float().unbind(1)
-    gaps = first > second
-    if none_set(gaps):
-        return _ranges_between(first, second, torch.full_like(first, levels - 1))
-    low = torch.where(second.isinf(), first, first.minimum(second))
-    ranges = _ranges_between(low, first.maximum(second), levels - 1 - gaps.to(first.dtype))
-    return torch.where(gaps[:, None], reference.with_gaps(ranges, levels), ranges)
-
-
-def _ranges_between(low: Tensor, high: Tensor, top: Tensor) -> Tensor:
-    """Return ranges; `top` is the highest level, a tensor: CUDA divides inexactly by a Python number."""
-    quarter = high * reference.QUARTER - low * reference.QUARTER
-    span = torch.where(quarter > reference.WIDE, -quarter, high - low)
-    return torch.stack([low, span / top], 1)
+    data, ranges = data[begin * width : end * width], ranges[begin:end]
+    _DEQUANTIZE_OUT(data, ranges, spec.bits, spec.levels, size, 0, out)
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:

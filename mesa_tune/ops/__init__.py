@@ -1,7 +1,8 @@
 """The only interface to the native kernels: schemas, fake kernels, and the reference as default kernel.
 
 Importing this module defines the functional ops `torch.ops.mesa_tune.{quantize, dequantize, pack_bits,
-unpack_bits}` and two that write into existing memory, `quantize_out` and `dequantize_out`. Their default
+unpack_bits}`, `quantize_ends`, which stores the ranges of 16-bit tensors in 16 bits, and two that write into
+existing memory, `quantize_out` and `dequantize_out`. Their default
 kernels are those of `mesa_tune.ops.reference`. The native library, `LIBRARY`, adds kernels for the CPU and,
 if built with nvcc, for CUDA. Callers need not ask which kernel runs: all give the same bytes.
 `MESA_TUNE_REFERENCE=1` leaves the library out.
@@ -17,7 +18,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ _SIZES = "int bits, int levels, int group_size, int quant_groups"
 _NOISE = "bool stochastic, Tensor? seed"
 _SCHEMAS = (
     f"quantize(Tensor x, {_SIZES}, {_NOISE}) -> (Tensor data, Tensor ranges)",
+    f"quantize_ends(Tensor x, {_SIZES}, {_NOISE}) -> (Tensor data, Tensor ends)",
     f"quantize_out(Tensor x, {_SIZES}, {_NOISE}, Tensor(a!) data, Tensor(b!) ranges) -> ()",
     f"dequantize(Tensor data, Tensor ranges, SymInt[] shape, ScalarType dtype, {_SIZES}) -> Tensor",
     f"dequantize_out(Tensor data, Tensor ranges, {_SIZES}, Tensor(a!) out) -> ()",
@@ -264,6 +266,11 @@ def fake_quantize(
     return data, x.new_empty(reference.group_count(numel, group_size, quant_groups), 2, dtype=torch.float32)
 
 
+def _fake_quantize_ends(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    data, ranges = fake_quantize(x, *settings)
+    return data, ranges.to(x.dtype)
+
+
 def _fake_dequantize(
     data: Tensor, ranges: Tensor, shape: Sequence[int], dtype: torch.dtype, *sizes: int
 ) -> Tensor:
@@ -288,6 +295,7 @@ def nothing(*arguments: object) -> None:
 
 _KERNELS: Kernels = {
     "quantize": (reference.quantize, fake_quantize),
+    "quantize_ends": (reference.quantize_ends, _fake_quantize_ends),
     "quantize_out": (_quantize_out, nothing),
     "dequantize": (reference.dequantize, _fake_dequantize),
     "dequantize_out": (_dequantize_out, nothing),

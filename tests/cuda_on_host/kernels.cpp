@@ -37,6 +37,14 @@ void dequantize(const Problem* p) {
   mesa_tune::cuda::dequantize(p->packed, p->settings, strided(*p), nullptr);
 }
 
+void store_ends(const float* ranges, int64_t groups, int64_t levels, mesa_tune::Dtype dtype, uint16_t* ends) {
+  mesa_tune::cuda::store_ends(ranges, groups, levels, dtype, ends, nullptr);
+}
+
+void read_ends(const uint16_t* ends, int64_t groups, int64_t levels, mesa_tune::Dtype dtype, float* ranges) {
+  mesa_tune::cuda::read_ends(ends, groups, levels, dtype, ranges, nullptr);
+}
+
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data) {
   mesa_tune::cuda::pack_bits(mask, numel, data, nullptr);
 }

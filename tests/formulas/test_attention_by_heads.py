@@ -53,6 +53,7 @@ def gradients(
     monkeypatch: pytest.MonkeyPatch,
     by_heads: bool = True,
     tokens: int = TOKENS,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Of the input and the weights; without `by_heads` the forward runs again."""
     monkeypatch.setattr(attention_by_heads, "_NATIVE", by_heads)
@@ -62,7 +63,8 @@ def gradients(
         parameter.grad = None
     if level is not None:
         mt.convert(block, mt.Policy.uniform(level=level), seed=1, min_elements=0)
-    y = block(x)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        y = block(x)
     (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
     mt.revert(block)
     assert x.grad is not None
@@ -99,6 +101,26 @@ def test_the_gradients_are_those_of_the_forward_run_again(
     block = Block(SPLITS[name], scale=0.3, **MASKS[mask]())
     found, again = (gradients(block, level, monkeypatch, by_heads) for by_heads in (True, False))
     assert (found - again).norm() < 2e-6 * again.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [36, 37])
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [(name, mask) for name in SPLITS for mask in MASKS if (name, mask) != ("oblong", "bool")],
+)
+def test_gradients_of_16_bits_are_computed_in_32(
+    name: str, mask: str, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_by_heads, "_has_matrix_unit", lambda: False)
+    if mask in {"bool", "float"} and tokens != TOKENS:
+        pytest.skip("masks are made for one number of tokens")
+    torch.manual_seed(0)
+    block = Block(SPLITS[name], scale=0.3, **MASKS[mask]())
+    exact = gradients(block, 256, monkeypatch, tokens=tokens)
+    found, again = (gradients(block, 256, monkeypatch, by_heads, tokens, dtype) for by_heads in (True, False))
+    assert (found - again).norm() < 0.03 * again.norm()
+    assert (found - exact).norm() < 1.1 * (again - exact).norm()
 
 
 @pytest.mark.parametrize("tokens", [36, 37])

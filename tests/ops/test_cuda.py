@@ -125,6 +125,19 @@ def test_every_16_bit_number_is_read_and_written(dtype: torch.dtype) -> None:
     assert same_bytes(there.cpu()[numbers], here[numbers])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_ends_in_16_bits(bits: int, dtype: torch.dtype) -> None:
+    for x, sizes, seed in cuda_cases.ends(bits, dtype):
+        settings = (*sizes, seed is not None, torch.tensor([seed or 0]))
+        here, there = (torch.ops.mesa_tune.quantize_ends(each, *settings) for each in (x, on_gpu(x)))
+        assert same_bytes(there[0].cpu(), here[0])
+        assert torch.equal(there[1].cpu().nan_to_num(7.0), here[1].nan_to_num(7.0))
+        decoded = torch.ops.mesa_tune.dequantize(*there, x.shape, dtype, *sizes).cpu()
+        wanted = torch.ops.mesa_tune.dequantize(*here, x.shape, dtype, *sizes)
+        assert torch.equal(decoded.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("numel", [0, 1, 8, 31, 1003, 2**18 + 5])
 def test_masks(numel: int) -> None:
     mask = (randn(numel + 1) > 0)[1:]

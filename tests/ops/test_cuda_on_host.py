@@ -28,7 +28,7 @@ from tests.ops.test_ops_kernels import same_bytes, same_numbers, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
-    *(f"csrc/cuda/{name}.cu" for name in ("quantize", "quantize_map", "pack_bits")),
+    *(f"csrc/cuda/{name}.cu" for name in ("quantize", "quantize_map", "ends", "pack_bits")),
     "tests/cuda_on_host/kernels.cpp",
 )
 FLAGS = (
@@ -199,6 +199,19 @@ def test_strided_results_and_unaligned_data(kernels: Kernels) -> None:
     wanted = reference.dequantize(data, ranges, (50, 20), x.dtype, *sizes)
     for planes, out in ((data, torch.zeros(20, 50).t()), (moved, torch.zeros(50, 20))):
         assert same_bytes(decode(kernels, planes, ranges, out, sizes), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_ends_in_16_bits(kernels: Kernels, bits: int, dtype: torch.dtype) -> None:
+    for x, sizes, seed in cuda_cases.ends(bits, dtype):
+        _, ranges = reference.quantize(x, *sizes, seed is not None, torch.tensor([seed or 0]))
+        ends, back = torch.zeros_like(ranges, dtype=dtype), torch.zeros_like(ranges)
+        sides = (c_int64(ranges.shape[0]), c_int64(sizes[1]), c_int(ops.DTYPES.index(dtype)))
+        kernels.store_ends(c_void_p(ranges.data_ptr()), *sides, c_void_p(ends.data_ptr()))
+        assert same_numbers(ends, reference.ends_of(ranges, sizes[1], dtype))
+        kernels.read_ends(c_void_p(ends.data_ptr()), *sides, c_void_p(back.data_ptr()))
+        assert same_numbers(back, reference.ranges_between(ends, sizes[1]))
 
 
 def test_masks(kernels: Kernels) -> None:

@@ -22,13 +22,16 @@ x = torch.linspace(-1, 1, 500).view(5, 100)
 packed = ops.quantize(x, 4, 64, seed=1)
 mask = x > 0
 SEED = torch.tensor([3])
+ends = torch.ops.mesa_tune.quantize_ends(x.half(), *SIZES, True, SEED)
 
 CALLS: dict[str, tuple[Any, ...]] = {
     "quantize": (x, *SIZES, True, SEED),
     "quantize nearest": (x, *SIZES, False, None),
     "quantize heads": (x.bfloat16(), 3, 5, 0, 4, True, SEED),
+    "quantize_ends": (x.bfloat16(), *SIZES, True, SEED),
     "quantize_out": (x, *SIZES, True, SEED, packed.data.clone(), packed.ranges.clone()),
     "dequantize": (packed.data, packed.ranges, x.shape, torch.float16, *SIZES),
+    "dequantize of ends": (*ends, x.shape, torch.float16, *SIZES),
     "dequantize_out": (packed.data, packed.ranges, *SIZES, torch.empty(5, 100)),
     "pack_bits": (mask,),
     "unpack_bits": (ops.pack_bits(mask), (5, 100)),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mesa_tune import ops
 from mesa_tune.ops import reference
+from tests import cuda_cases
 
 REFERENCE_ONLY = os.environ.get("MESA_TUNE_REFERENCE") == "1"
 needs_library = pytest.mark.skipif(REFERENCE_ONLY, reason="MESA_TUNE_REFERENCE=1 leaves the library out")
@@ -123,6 +124,22 @@ def test_float32_is_rounded_to_16_bits_as_torch_does(dtype: torch.dtype) -> None
     data = torch.zeros(wanted.numel(), dtype=torch.uint8)
     decoded = torch.ops.mesa_tune.dequantize(data, ranges, wanted.shape, dtype, 1, 2, 1, 0)
     assert same_numbers(decoded, (wanted + 0.0).to(dtype))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_ends_in_16_bits(bits: int, dtype: torch.dtype) -> None:
+    for x, sizes, seed in cuda_cases.ends(bits, dtype):
+        settings = (*sizes, seed is not None, torch.tensor([seed or 0]))
+        data, ends = torch.ops.mesa_tune.quantize_ends(x, *settings)
+        wanted = reference.quantize_ends(x, *settings)
+        assert ends.dtype == dtype
+        assert same_bytes(data, wanted[0])
+        assert same_numbers(ends, wanted[1])
+        for out in ops.DTYPES:
+            decoded = torch.ops.mesa_tune.dequantize(data, ends, x.shape, out, *sizes)
+            assert same_numbers(decoded, reference.dequantize(data, ends, x.shape, out, *sizes))
 
 
 @needs_library

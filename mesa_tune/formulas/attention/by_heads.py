@@ -4,11 +4,13 @@ With P = softmax(s q kᵀ + m), and D what dropout multiplies it by:  dv = (P D)
 dS = P (dP − Σ dP P),  dq = s dS k,  dk = s dSᵀ q (Vaswani et al. 2017, equation 1, differentiated). A fused
 backward wants the output and log-sum-exp of its forward, two products more; `fused_ops.attention_backward`
 makes whole rows of P instead, of so few queries that they stay in the cache. Packed tensors are decoded some
-samples at a time, into memory that the next reuse.
+samples at a time, into memory that the next reuse. So are tensors of 16 bits: their gradients are computed in
+32, which without a matrix unit takes less time than a second forward and a backward in 16.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -60,20 +62,38 @@ def serves(shapes: Sequence[Shape], grad: Tensor) -> bool:
     alike = len(q) == 4 and q[:2] == k[:2] == v[:2] and k[2] == v[2] and q[3] == k[3]
     if not (_NATIVE and alike and math.prod(q) * k[2] > 0 < v[3]):
         return False
-    return grad.is_cpu and grad.dtype == torch.float32 and q[0] * q[1] >= torch.get_num_threads()
+    served = grad.dtype == torch.float32 or (grad.element_size() == 2 and not _has_matrix_unit())
+    return grad.is_cpu and served and q[0] * q[1] >= torch.get_num_threads()
+
+
+@cache
+def _has_matrix_unit() -> bool:
+    """Whether products of 16-bit numbers are so fast on this processor that a second forward costs less."""
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def packed(tensors: Sequence[SavedTensor]) -> Iterator[Samples] | None:
     """Yield some samples at a time of packed tensors; None where that is not possible."""
-    steps = [tensor.sample_step(torch.float32) for tensor in tensors]
+    steps = [tensor.sample_step(tensor.dtype) for tensor in tensors]
     if None in steps:
         return None
-    samples, heads = tensors[0].shape[:2]
     step = math.lcm(*(step for step in steps if step is not None))
-    size = min(-(-HEADS_A_THREAD * torch.get_num_threads() // heads), samples // 2)
-    size = max(1, -(-size // step)) * step
+    size = max(1, -(-_at_a_time(tensors[0].shape) // step)) * step
     streams = zip(*(tensor.samples(size) for tensor in tensors), strict=True)
     return (Samples(index * size, *parts) for index, parts in enumerate(streams))
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Samples]:
+    """Yield all samples at once; of 16-bit tensors, which are copied in 32 bits, some at a time."""
+    size = q.shape[0] if q.dtype == torch.float32 else max(1, _at_a_time(q.shape))
+    for first in range(0, q.shape[0], size):
+        part = slice(first, first + size)
+        yield Samples(first, q[part], k[part], v[part])
+
+
+def _at_a_time(shape: Shape) -> int:
+    samples, heads = shape[:2]
+    return min(-(-HEADS_A_THREAD * torch.get_num_threads() // heads), samples // 2)
 
 
 def gradients(
@@ -83,23 +103,27 @@ def gradients(
     (batch, heads, queries, _), keys = shapes[0], shapes[1][2]
     bias = None
     if scores.mask is not None:
-        bias = as_bias(scores.mask, grad.dtype).expand(batch, heads, queries, keys)
+        bias = as_bias(scores.mask, torch.float32).float().expand(batch, heads, queries, keys)
     found = [_laid_out(shape, grad) if want else None for shape, want in zip(shapes, needs, strict=False)]
     for first, q, k, v in samples:
         incoming, others = grad, [bias, *found]
         if q.shape[0] < batch:
             part = slice(first, first + q.shape[0])
             incoming, others = grad[part], [None if each is None else each[part] for each in others]
+        results = [None if each is None else _in_32_bits(each) for each in others[1:]]
         ATTENTION_BACKWARD(
-            *[_dense(each) for each in (q, k, v, incoming)],
+            *[_dense(each.float()) for each in (q, k, v, incoming)],
             others[0],
             scores.bits,
             first * heads * queries * keys,
             scores.scale,
             scores.causal,
             scores.raised,
-            *others[1:],
+            *results,
         )
+        for target, result in zip(others[1:], results, strict=True):
+            if target is not None and result is not None and target is not result:
+                target.copy_(result)
     return tuple(found)
 
 
@@ -108,6 +132,11 @@ def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def _in_32_bits(result: Tensor) -> Tensor:
+    """Return `result`, or of 16 bits an empty tensor like it."""
+    return result if result.dtype == torch.float32 else torch.empty_like(result, dtype=torch.float32)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ the real step in the payload of that NaN: the step is hidden.
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -291,6 +292,38 @@ def quantize(
     return data, ranges
 
 
+def quantize_ends(x: Tensor, bits: int, levels: int, *settings: Any) -> tuple[Tensor, Tensor]:
+    """Return `quantize` of x, of 16 bits per element, with the ends of the ranges in the dtype of x."""
+    data, ranges = quantize(x, bits, levels, *settings)
+    return data, ends_of(ranges, levels, x.dtype)
+
+
+def ends_of(ranges: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    """Return the values of the lowest and the highest level of ranges, `[groups, 2]`, in 16 bits.
+
+    Steps were rounded up; the cast to `dtype` makes the value of the highest level the greatest element
+    again. Groups with gaps have the highest value first, and then -Inf if it is also the lowest.
+    """
+    gaps = have_gaps(ranges)
+    factor, base, step = unpack_ranges(revealed(ranges))
+    high = ((base + (levels - 1 - gaps.to(step.dtype)) * step) / factor).clamp_max(torch.finfo(dtype).max)
+    low, high = ranges[:, :1].to(dtype), high.to(dtype)
+    with_gap = torch.cat([high, torch.where(low < high, low, -math.inf)], 1)
+    return torch.where(gaps, with_gap, torch.cat([low, high], 1))
+
+
+def ranges_between(ends: Tensor, levels: int) -> Tensor:
+    """Return the ranges with these ends, equal to those of `ranges_of` except for the last bit of a step."""
+    first, second = ends.float().unbind(1)
+    gaps = first > second
+    low = torch.where(gaps & ~second.isinf(), second, first)
+    high = torch.where(gaps, first, second)
+    quarter = high * QUARTER - low * QUARTER
+    span = torch.where(quarter > WIDE, -quarter, high - low)
+    ranges = torch.stack([low, span / (levels - 1 - gaps.to(span.dtype))], 1)
+    return torch.where(gaps[:, None], with_gaps(ranges, levels), ranges)
+
+
 def dequantize(
     data: Tensor,
     ranges: Tensor,
@@ -301,7 +334,9 @@ def dequantize(
     group_size: int,
     quant_groups: int,
 ) -> Tensor:
-    """Decode the result of `quantize` into a contiguous tensor of `shape` and `dtype`."""
+    """Decode the result of `quantize` or `quantize_ends` into a contiguous tensor of `shape` and `dtype`."""
+    if ranges.dtype != torch.float32:
+        ranges = ranges_between(ranges, levels)
     numel = math.prod(shape)
     flat = data.new_empty(numel, dtype=dtype)
     for first, groups, elements, packed in pieces(numel, group_size, quant_groups, bits, data.device):
