@@ -1,7 +1,6 @@
 // Ranges of 16-bit tensors as ends, and back, on CUDA devices.
 
 #include "ends.h"
-
 #include "launch.cuh"
 #include "quantize.h"
 
