@@ -218,6 +218,20 @@ Tensor unpack_bits(Tensor data, std::vector<int64_t> shape) {
   return mask;
 }
 
+Tensor pack_zero_rows(Tensor x) {
+  STD_TORCH_CHECK(x.dim() > 0, "expected a tensor with rows");
+  const int64_t width = x.size(x.dim() - 1);
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  Tensor data = empty_tensor(x, {plane_bytes(rows)}, ScalarType::Byte);
+  const Strided source = strided(x, Settings{1, 2, 1, 0});
+  auto* target = static_cast<uint8_t*>(data.mutable_data_ptr());
+  dispatch(
+      x, [&] { cpu::pack_zero_rows(source, rows, width, target); },
+      [&](auto stream) { cuda::pack_zero_rows(source, rows, width, target, stream); });
+  return data;
+}
+
 template <class Library>
 void add_kernels(Library& m) {
   m.impl("quantize", TORCH_BOX(&quantize));
@@ -227,6 +241,7 @@ void add_kernels(Library& m) {
   m.impl("dequantize_out", TORCH_BOX(&dequantize_out));
   m.impl("pack_bits", TORCH_BOX(&pack_bits));
   m.impl("unpack_bits", TORCH_BOX(&unpack_bits));
+  m.impl("pack_zero_rows", TORCH_BOX(&pack_zero_rows));
   m.impl("quantize_map", TORCH_BOX(&quantize_map));
   m.impl("dequantize_mul", TORCH_BOX(&dequantize_mul));
 }

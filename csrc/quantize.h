@@ -60,6 +60,8 @@ void store_ends(const float* ranges, int64_t groups, int64_t levels, Dtype dtype
 void read_ends(const uint16_t* ends, int64_t groups, int64_t levels, Dtype dtype, float* ranges);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
+// Packs one bit per row of consecutive elements in the layout: whether all are zero.
+void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data);
 
 }  // namespace cpu
 
@@ -81,6 +83,7 @@ void read_ends(const uint16_t* ends, int64_t groups, int64_t levels, Dtype dtype
                void* stream);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data, void* stream);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask, void* stream);
+void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data, void* stream);
 
 }  // namespace cuda
 }  // namespace mesa_tune

@@ -124,6 +124,15 @@ def ends(bits: int, dtype: torch.dtype) -> Iterator[Case]:
     yield Case(x[:0], (bits, 2**bits, 64, 0), 3)
 
 
+def rows_of_zeros(dtype: torch.dtype) -> Iterator[Tensor]:
+    """Rows of zeros of either sign among others, of all layouts and widths."""
+    for width in (1, 7, 32, 64, 65, 300):
+        x = randn(3, 11, width).to(dtype)
+        x[0, 1::2], x[1, 3:], x[2] = 0.0, -0.0, 0.0
+        x[1, 5, width // 2], x[1, 9, -1], x[2, 10, 0] = math.nan, torch.finfo(dtype).tiny, math.inf
+        yield from (x, x.transpose(0, 1), x.transpose(1, 2), x[..., ::2], x[1, 9], x[:0])
+
+
 def curves(kind: str) -> Iterator[Mapped]:
     """A derivative in groups of all kinds, whose last one is shorter; of numbers of all kinds."""
     ends = torch.tensor([0.0, -0.0, 1e-40, -87.0, 87.0, 90.0, -90.0, 1e15, -1e15])

@@ -128,6 +128,7 @@ class Packing(NamedTuple):
 
 
 _PACK_BITS = torch.ops.mesa_tune.pack_bits.default
+_PACK_ZERO_ROWS = torch.ops.mesa_tune.pack_zero_rows.default
 _CACHED_PACKINGS = 1 << 12
 _packings: dict[Any, Packing] = {}
 _numbers: dict[Spec, int] = {}
@@ -331,16 +332,14 @@ def pack_zero_rows(x: Tensor) -> Tensor:
 
 
 def _zero_rows(x: Tensor) -> list[Tensor]:
-    # On the CPU much faster than a maximum norm, `any` or `aminmax`.
-    return [_PACK_BITS((x.amax(-1) == 0) & (x.amin(-1) == 0))]
+    return [_PACK_ZERO_ROWS(x) if x.dtype in ops.DTYPES else ops.reference.pack_zero_rows(x)]
 
 
 def without_zero_rows(grad: Tensor, zero_rows: Tensor) -> Tensor:
     """Return `grad` with 0 in the rows that the packed bits mark; `grad` itself where they mark none."""
-    zero = ops.unpack_bits(zero_rows, grad.shape[:-1])
-    if none_set(zero):
+    if none_set(zero_rows):
         return grad
-    return grad.masked_fill(zero.unsqueeze(-1), 0)
+    return grad.masked_fill(ops.unpack_bits(zero_rows, grad.shape[:-1]).unsqueeze(-1), 0)
 
 
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)

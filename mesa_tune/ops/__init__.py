@@ -1,10 +1,10 @@
 """The only interface to the native kernels: schemas, fake kernels, and the reference as default kernel.
 
 Importing this module defines the functional ops `torch.ops.mesa_tune.{quantize, dequantize, pack_bits,
-unpack_bits}`, `quantize_ends`, which stores the ranges of 16-bit tensors in 16 bits, and two that write into
-existing memory, `quantize_out` and `dequantize_out`. Their default
-kernels are those of `mesa_tune.ops.reference`. The native library, `LIBRARY`, adds kernels for the CPU and,
-if built with nvcc, for CUDA. Callers need not ask which kernel runs: all give the same bytes.
+unpack_bits, pack_zero_rows}`, `quantize_ends`, which stores the ranges of 16-bit tensors in 16 bits, and two
+that write into existing memory, `quantize_out` and `dequantize_out`. Their default kernels are those of
+`mesa_tune.ops.reference`. The native library, `LIBRARY`, adds kernels for the CPU and, if built with nvcc,
+for CUDA. Callers need not ask which kernel runs: all give the same bytes.
 `MESA_TUNE_REFERENCE=1` leaves the library out.
 
 What is hard is randomness. The ops are pure: the seed is an argument, and equal arguments give equal results,
@@ -40,6 +40,7 @@ _SCHEMAS = (
     f"dequantize_out(Tensor data, Tensor ranges, {_SIZES}, Tensor(a!) out) -> ()",
     "pack_bits(Tensor mask) -> Tensor",
     "unpack_bits(Tensor data, SymInt[] shape) -> Tensor",
+    "pack_zero_rows(Tensor x) -> Tensor",
     "fresh_seed(Tensor like) -> Tensor",
 )
 
@@ -285,6 +286,10 @@ def _fake_unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
     return data.new_empty(shape, dtype=torch.bool)
 
 
+def _fake_pack_zero_rows(x: Tensor) -> Tensor:
+    return x.new_empty(reference.plane_bytes(math.prod(x.shape[:-1])), dtype=torch.uint8)
+
+
 def _fake_fresh_seed(like: Tensor) -> Tensor:
     return like.new_empty(1, dtype=torch.int64)
 
@@ -301,6 +306,7 @@ _KERNELS: Kernels = {
     "dequantize_out": (_dequantize_out, nothing),
     "pack_bits": (reference.pack_bits, _fake_pack_bits),
     "unpack_bits": (reference.unpack_bits, _fake_unpack_bits),
+    "pack_zero_rows": (reference.pack_zero_rows, _fake_pack_zero_rows),
     "fresh_seed": (_fresh_seed, _fake_fresh_seed),
 }
 

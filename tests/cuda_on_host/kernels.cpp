@@ -49,6 +49,10 @@ void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data) {
   mesa_tune::cuda::pack_bits(mask, numel, data, nullptr);
 }
 
+void pack_zero_rows(const Problem* p, int64_t rows, int64_t width) {
+  mesa_tune::cuda::pack_zero_rows(strided(*p), rows, width, p->packed.data, nullptr);
+}
+
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask) {
   mesa_tune::cuda::unpack_bits(data, numel, mask, nullptr);
 }

@@ -138,6 +138,13 @@ def test_ends_in_16_bits(bits: int, dtype: torch.dtype) -> None:
         assert torch.equal(decoded.nan_to_num(7.0), wanted.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_rows_of_zeros(dtype: torch.dtype) -> None:
+    for x in cuda_cases.rows_of_zeros(dtype):
+        packed = torch.ops.mesa_tune.pack_zero_rows(on_gpu(x))
+        assert torch.equal(packed.cpu(), torch.ops.mesa_tune.pack_zero_rows(x))
+
+
 @pytest.mark.parametrize("numel", [0, 1, 8, 31, 1003, 2**18 + 5])
 def test_masks(numel: int) -> None:
     mask = (randn(numel + 1) > 0)[1:]

@@ -5,6 +5,7 @@ instructions under `__CUDA_ARCH__`, memory, streams. `tests/ops/test_cuda.py` do
 """
 
 import ctypes
+import math
 import os
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ from tests.ops.test_ops_kernels import same_bytes, same_numbers, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
-    *(f"csrc/cuda/{name}.cu" for name in ("quantize", "quantize_map", "ends", "pack_bits")),
+    *(f"csrc/cuda/{name}.cu" for name in ("quantize", "quantize_map", "ends", "pack_bits", "pack_zero_rows")),
     "tests/cuda_on_host/kernels.cpp",
 )
 FLAGS = (
@@ -212,6 +213,19 @@ def test_ends_in_16_bits(kernels: Kernels, bits: int, dtype: torch.dtype) -> Non
         assert same_numbers(ends, reference.ends_of(ranges, sizes[1], dtype))
         kernels.read_ends(c_void_p(ends.data_ptr()), *sides, c_void_p(back.data_ptr()))
         assert same_numbers(back, reference.ranges_between(ends, sizes[1]))
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_rows_of_zeros(kernels: Kernels, dtype: torch.dtype) -> None:
+    for x in cuda_cases.rows_of_zeros(dtype):
+        rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+        data = torch.full((reference.plane_bytes(rows),), 0xAA, dtype=torch.uint8)
+
+        def call(p: Any, rows: int = rows, width: int = width) -> None:
+            kernels.pack_zero_rows(p, c_int64(rows), c_int64(width))
+
+        problem(x, (1, 2, 1, 0), data, torch.empty(0), call)
+        assert torch.equal(data, reference.pack_zero_rows(x))
 
 
 def test_masks(kernels: Kernels) -> None:

@@ -142,6 +142,14 @@ def test_ends_in_16_bits(bits: int, dtype: torch.dtype) -> None:
             assert same_numbers(decoded, reference.dequantize(data, ends, x.shape, out, *sizes))
 
 
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_rows_of_zeros(dtype: torch.dtype) -> None:
+    for x in cuda_cases.rows_of_zeros(dtype):
+        packed = torch.ops.mesa_tune.pack_zero_rows(x)
+        found = [bool((row == 0).all()) for row in x.reshape(-1, x.shape[-1])]
+        assert ops.unpack_bits(packed, (len(found),)).tolist() == found
+
+
 @needs_library
 def test_masks() -> None:
     for numel in (0, 1, 8, 1003, 2**18 + 5):

@@ -353,6 +353,11 @@ def pack_bits(mask: Tensor) -> Tensor:
     return (bits << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
 
 
+def pack_zero_rows(x: Tensor) -> Tensor:
+    """Return one bit for each row, along the last dimension: whether all its elements are zero."""
+    return pack_bits((x == 0).all(-1))
+
+
 def unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the bool tensor of `shape` that `pack_bits` packed into `data`."""
     bits = (data[:, None] >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1
