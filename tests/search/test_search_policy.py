@@ -194,6 +194,7 @@ def test_the_document_has_the_promised_keys(profile: Profile) -> None:
         "step_ms",
         "peak",
         "reserved_bytes",
+        "library_bytes",
     }
     assert set(document["predicted"]) == known
 
