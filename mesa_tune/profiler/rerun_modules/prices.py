@@ -176,7 +176,7 @@ class ModulePricing:
         for name in self.errors:
             seen, power = self.watch.seen[name], powers.get(name, common)
             errors = {option: self._errors(name, option, priced, power) for option in self.watch.options}
-            options = tuple([self._option(seen, option, errors[option]) for option in errors])
+            options = tuple([self._option(name, option, errors[option]) for option in errors])
             forward_ms = self.watch.forward_ms(name, forwards)
             yield ModuleEntry(name, _input_bytes(seen, None), forward_ms, options)
 
@@ -199,7 +199,8 @@ class ModulePricing:
             return [sum(sum(errors[:batches]) for errors in layers) for layers in own]
         return [(one.level - 1) ** -2 for one in options]
 
-    def _option(self, seen: _Seen, settings: LayerSettings, errors: tuple[float, ...]) -> Option:
+    def _option(self, name: str, settings: LayerSettings, errors: tuple[float, ...]) -> Option:
+        seen = self.watch.seen[name]
         tensor_error, encode_ms, decode_ms = seen.rounding[settings]
         # Inputs whose packing changes nothing stayed exact: the module computes indices from them.
         packed = any(errors)
@@ -208,7 +209,7 @@ class ModulePricing:
             bytes=_input_bytes(seen, settings if packed else None),
             tensor_error=tensor_error if packed else 0.0,
             errors=errors,
-            measured=settings in self.tried,
+            measured=settings in self.errors[name],
             encode_ms=encode_ms if packed else 0.0,
             decode_ms=decode_ms if packed else 0.0,
             screened=False,
@@ -226,7 +227,7 @@ def _error(joint: JointError, policy: Policy, draw: int) -> float | None:
 
 def _power(errors: Sequence[float], sizes: Sequence[float]) -> float:
     """Return the power of the layers' errors (`sizes`) that a module's errors follow from level to level."""
-    if errors[-1] <= 0 or errors[0] <= 0 or sizes[-1] >= sizes[0]:
+    if min(*errors, *sizes) <= 0 or sizes[-1] >= sizes[0]:
         return 1.0
     return min(math.log(errors[0] / errors[-1]) / math.log(sizes[0] / sizes[-1]), _LARGEST_POWER)
 
