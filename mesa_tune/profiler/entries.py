@@ -372,12 +372,15 @@ class Noise:
     """The minibatch's own noise: how much the gradients of whole steps vary from batch to batch.
 
     `relative`: Σ‖g_b − ḡ‖² / (n − 1) over mean ‖g_b‖². `norms`: ‖g_b‖² of each batch, or of those that
-    errors were measured on, over the mean of all n. `scale`: the mean of `norms`.
+    errors were measured on, over the mean of all n; in a profile times a factor with which the prices predict
+    for a whole policy the mean ‖ĝ − g‖² that was measured. `scale`: the mean of `norms`. `measured`: that
+    mean over the mean ‖g_b‖²; None if no policy was measured.
     """
 
     relative: float
     scale: float
     norms: tuple[float, ...] = ()
+    measured: float | None = None
 
     def ratio(self, errors: Sequence[float] | None) -> float | None:
         """Return mean ‖ĝ − g‖² over the noise; None if unknown, or if all batches are the same.

@@ -156,7 +156,8 @@ class Profile:
                 for name, settings in assignment.items()
             }
         sized = self.timeline.at(batch_size or self.batch_size)
-        step = sized.under(assignment)
+        runs_again = any(settings.store == "recompute" for settings in distinct)
+        step = (sized if runs_again else sized.once).under(assignment)
         plan = step if sized is self.timeline.at() else self.timeline.at().under(assignment)
         cost = self.cost_of(None, assignment, self._derivations.active(plan))
         for name in step.reruns:

@@ -23,7 +23,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.draws import longest_batch
-from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, Option, full_grid, kind
+from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, Noise, Option, full_grid, kind
 from mesa_tune.profiler.errors.amplification import Amplifications
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
 from mesa_tune.profiler.errors.derivation import DERIVED_BATCHES, Reach, continued
@@ -55,6 +55,7 @@ With four of the latter, the upper end of the median interval of a small GPT was
 """
 SAVE_EVERY_S = 10.0
 _INTERACTION_DRAWS = 3
+_WHOLE_BITS = 4
 _CHECKPOINT_DRAWS = 3
 
 Progress = Callable[[str, float], None]
@@ -103,6 +104,7 @@ class _Profiling:
     show: Progress
     pricing: Pricing = field(init=False)
     watch: BlockWatch = field(init=False)
+    noise: Noise = field(init=False)
 
     def run(self) -> Profile:
         """Return the profile at the wanted batch size, halved until memory suffices for every measurement."""
@@ -158,21 +160,17 @@ class _Profiling:
     def _with_noise(self, traced: Profile) -> Profile:
         """Return the profile with the noise of the batches; let those that stand for all make the prices."""
         self.show("gradient noise of the batches", 1.0)
-        draws = range(max(NOISE_STEPS, self.seeds))
         clock, names = clock_of(self.workload.device), traced.timeline.modules
         self.watch = BlockWatch(self.model, names, clock, module_options(self.options))
         with self.watch.watching():
-            noise = JointError(self.workload, self.model).noise(draws, self.seeds)
+            policy = next(self._uniform(_WHOLE_BITS), None)
+            noise = JointError(self.workload, self.model).noise(range(max(NOISE_STEPS, self.seeds)), policy)
         if noise.norms and self.seeds > 1:
             chosen = [1 + position for position in representatives(noise.norms[1:], self.seeds - 1)]
             self.pricing = replace(self.pricing, draws=(0, *chosen))
         norms = tuple([noise.norms[draw] for draw in self._price_draws if noise.norms])
-        return replace(
-            traced,
-            gradient_noise=noise.relative,
-            gradient_scale=statistics.fmean(norms) if norms else 1.0,
-            gradient_norms=norms,
-        )
+        self.noise = replace(noise, norms=norms, scale=statistics.fmean(norms) if norms else 1.0)
+        return _with(traced, self.noise)
 
     def _with_whole_steps(self, traced: Profile) -> Profile:
         """Return the profile with what whole gradients show: the floor of errors, and interaction."""
@@ -188,11 +186,24 @@ class _Profiling:
             modules.measure(joint, draw, number)
         priced = self._assembled(traced, partial=True)
         return replace(
-            traced,
+            self._with_measured_noise(traced, priced),
             error_floor=floor,
             modules=tuple(modules.entries(priced, self.workload.accumulation)),
             interaction=tuple(_interaction(priced, policies, measured)),
         )
+
+    def _with_measured_noise(self, traced: Profile, priced: Profile) -> Profile:
+        """Return the profile with norms that predict of a whole policy the mean error that was measured.
+
+        Few batches make the prices: the norms, by which errors count, also bear how far they miss the others.
+        """
+        noise, policy = self.noise, next(self._uniform(_WHOLE_BITS), None)
+        predicted = None if policy is None else priced.predict(policy).gradient_noise_ratio
+        if not (noise.measured and predicted):
+            return traced
+        factor = noise.measured / (predicted * noise.relative)
+        norms = tuple([factor * norm for norm in noise.norms])
+        return _with(traced, replace(noise, norms=norms, scale=factor * noise.scale))
 
     def _at_checkpoints(self) -> Iterator[AtCheckpoint]:
         """Yield noise and the error of uniform 4 bits at each checkpoint; first, as a file may be wrong."""
@@ -341,6 +352,12 @@ def _rebuilding(workload: Workload, model: nn.Module) -> Callable[[], nn.Module]
     pairs = list(zip(model.parameters(), other.parameters(), strict=False))
     equal = all(torch.equal(ours, again) and ours.data_ptr() != again.data_ptr() for ours, again in pairs)
     return workload.build if equal and other is not model else None
+
+
+def _with(profile: Profile, noise: Noise) -> Profile:
+    """Return the profile with this noise."""
+    relative, scale, norms = noise.relative, noise.scale, noise.norms
+    return replace(profile, gradient_noise=relative, gradient_scale=scale, gradient_norms=norms)
 
 
 def _is_plain(option: LayerSettings) -> bool:

@@ -245,3 +245,12 @@ def test_an_activation_derives_its_input_only_for_others() -> None:
     assert both.saved_bytes({"a": FOUR, "b": DERIVE, "c": DERIVE}) == four
     assert both.saved_bytes({"a": FOUR, "b": DERIVE, "c": FOUR}) == 3 * four
     assert replace(both, serving=()).saved_bytes({"a": FOUR, "b": DERIVE, "c": FOUR}) == 2 * four
+
+
+def test_an_activation_that_serves_in_an_earlier_call_derives_in_every_call() -> None:
+    served = replace(derivable("c"), sources=("b",))
+    later = replace(derivable("b"), first=1)
+    twice = replace(timeline(coded("a"), coded("b"), served, later), serving=("b",))
+    four = ops.packed_bytes(BIG, 4)
+    assert twice.saved_bytes({"a": FOUR, "b": DERIVE, "c": DERIVE}) == 2 * four
+    assert twice.saved_bytes({"a": FOUR, "b": DERIVE, "c": FOUR}) == 4 * four

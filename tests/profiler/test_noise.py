@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import Noise
-from mesa_tune.profiler.errors.joint_error import (
-    FEWEST_NOISE_STEPS,
-    NOISE_STEPS,
-    JointError,
-    representatives,
-)
+from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError, representatives
 
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 
@@ -60,31 +55,9 @@ def by_hand(work: mt.Workload, steps: int) -> tuple[float, float]:
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_noise_is_the_variance_of_whole_steps(accumulation: int) -> None:
     work = workload(accumulation=accumulation)
-    for steps in (2, FEWEST_NOISE_STEPS):
+    for steps in (2, NOISE_STEPS):
         variance, mean = by_hand(work, steps)
         assert JointError(work).noise(range(steps)).relative == pytest.approx(variance / mean, rel=1e-5)
-
-
-def outliers(size: int) -> tuple[Tensor, Tensor]:
-    """One batch in four has large gradients."""
-    x, target = batch(size)
-    return x * (4.0 if torch.rand(()) < 0.25 else 1.0), target
-
-
-@pytest.mark.parametrize(("make", "fewest"), [(batch, True), (outliers, False)])
-def test_noise_takes_as_many_steps_as_it_needs(make: Any, fewest: bool) -> None:
-    work = mt.Workload(model, make, loss, batch_size=2)
-    table, steps = gradients_of(work, NOISE_STEPS), 0
-    for steps in range(FEWEST_NOISE_STEPS, NOISE_STEPS + 1):
-        added = [
-            count / (count + 1) * float((table[count] - table[:count].mean(0)).square().sum())
-            for count in range(1, steps)
-        ]
-        if statistics.stdev(added) / (steps - 1) ** 0.5 < 0.1 * statistics.fmean(added):
-            break
-    relative = float(table[:steps].var(0).sum() / table[:steps].square().sum(1).mean())
-    assert JointError(work).noise().relative == pytest.approx(relative, rel=1e-5)
-    assert (steps == FEWEST_NOISE_STEPS) == fewest
 
 
 def test_noise_changes_no_gradient_that_errors_are_relative_to() -> None:
@@ -116,6 +89,18 @@ def test_predicted_and_measured_ratio_are_those_of_many_batches() -> None:
         assert found == pytest.approx(right, rel=0.5)
     assert profile.predict(policy, batch_size=128).gradient_noise_ratio is None
     assert profile.predict(mt.Policy()).gradient_noise_ratio == 0
+
+
+@pytest.mark.parametrize("seeds", [1, 4])
+def test_prices_of_few_batches_predict_the_error_that_many_have(seeds: int) -> None:
+    work, policy = workload(), mt.Policy.uniform(level=16)
+    profile = mt.profile(work, options=OPTIONS, seeds=seeds)
+    odd = range(1, NOISE_STEPS, 2)
+    joint = JointError(work)
+    squares = map(float.__mul__, joint.errors(policy, [(draw, 0) for draw in odd]), joint.norms(odd))
+    variance, _ = by_hand(work, NOISE_STEPS)
+    ratio = profile.predict(policy).gradient_noise_ratio
+    assert ratio == pytest.approx(statistics.fmean(squares) / variance, rel=1e-4)
 
 
 def uneven(size: int) -> tuple[Tensor, Tensor]:
@@ -206,7 +191,7 @@ def test_batches_of_large_gradients_are_among_those_that_make_prices() -> None:
     assert max(profile.gradient_norms) > 2
     uniform, draws, joint = mt.Policy.uniform(level=4), range(500, 548), JointError(work)
     errors = joint.errors(uniform, [(draw, 0) for draw in draws])
-    measured = joint.noise(draws, len(draws)).ratio(errors)
+    measured = joint.noise(draws).ratio(errors)
     predicted = profile.predict(uniform).gradient_noise_ratio
     assert predicted is not None
     assert measured is not None

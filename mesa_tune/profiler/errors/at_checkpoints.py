@@ -54,7 +54,7 @@ def at_checkpoints(
         joint = JointError(workload, model, checkpointed=checkpointed)
         try:
             errors = joint.errors(policy, [(draw, first_seed + draw) for draw in range(batches)])
-            noise = joint.noise(range(max(NOISE_STEPS, batches)), batches)
+            noise = joint.noise(range(max(NOISE_STEPS, batches)))
         except WorkloadError as error:
             raise WorkloadError(f"checkpoint {path}: {error}") from error
         yield AtCheckpoint(str(path), statistics.fmean(errors), noise.relative, noise.ratio(errors))

@@ -38,10 +38,7 @@ _CACHED_DRAWS = 4
 _SEEDS_PER_DRAW = 1_000_003
 _SEEDS_PER_BATCH = 1_000_000_007
 NOISE_STEPS = 32
-"""Steps at most whose gradients show the noise."""
-FEWEST_NOISE_STEPS = 16
-_NOISE_PRECISION = 0.1
-"""After the fewest steps, no more are taken if the standard error of the noise is below this share of it."""
+"""Steps whose gradients show the noise: to about 10 % (one standard error), the ratio too."""
 
 
 class JointError:
@@ -82,12 +79,15 @@ class JointError:
     def gradients(self, policy: Policy, draw: int, seed: int) -> tuple[Gradient, Gradient]:
         """Return the exact gradient of a step, and that under `policy`."""
         batches, exact = self._exact_at(draw)
+        return exact, self._compressed(policy, batches, draw, seed)
+
+    def _compressed(self, policy: Policy, batches: Sequence[Any], draw: int, seed: int) -> Gradient:
         rounding_seed = draw * _SEEDS_PER_DRAW + seed
         convert(self.model, policy, seed=rounding_seed)
         try:
             if _needs_first_step(policy):
                 self._take_first_step(policy, batches[0], draw)
-            return exact, self._gradient(batches, draw, policy, rounding_seed)
+            return self._gradient(batches, draw, policy, rounding_seed)
         finally:
             revert(self.model)
 
@@ -132,30 +132,31 @@ class JointError:
             gradient = self._gradient_of(batches, draw, lambda _: running.forward())
             return squared(gradient, exact) / self._norms[draw]
 
-    def noise(self, draws: range = range(NOISE_STEPS), fewest: int = FEWEST_NOISE_STEPS) -> Noise:
+    def noise(self, draws: range = range(NOISE_STEPS), policy: Policy | None = None) -> Noise:
         """Return the noise of the steps on `draws`; only the sum of their gradients is held.
 
-        After the `fewest` steps, further ones are not taken once the noise is known.
+        On every second one the error of `policy` is measured, too, for `Noise.measured`.
         """
         total: Gradient = [None] * len(self.parameters)
-        sizes: dict[int, float] = {}
-        sums: list[float] = []
+        sizes: list[float] = []
+        errors: list[float] = []
         for draw in draws:
             gradient = self._exact_gradient(draw)
-            sizes[draw] = squared(gradient)
+            sizes.append(squared(gradient))
+            if policy is not None and len(sizes) % 2 == 0:
+                errors.append(squared(self._compressed(policy, self._batches(draw), draw, 0), gradient))
             for index, (sum_, part) in enumerate(zip(total, gradient, strict=True)):
                 if part is not None:  # the clone, because the gradient may be cached
                     total[index] = part.clone() if sum_ is None else sum_.add_(part)
             del gradient  # before the next one takes memory
-            sums.append(squared(total))
-            if len(sizes) >= fewest and _is_precise(list(sizes.values()), sums):
-                break
-        mean = statistics.fmean(sizes.values())
+        mean = statistics.fmean(sizes)
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
-        scattered = sum(sizes.values()) - sums[-1] / len(sizes)
-        norms = tuple([size / mean for size in sizes.values()])
-        return Noise(max(0.0, scattered / (len(sizes) - 1)) / mean, statistics.fmean(norms), norms)
+        scattered = sum(sizes) - squared(total) / len(sizes)
+        norms = tuple([size / mean for size in sizes])
+        relative = max(0.0, scattered / (len(sizes) - 1)) / mean
+        measured = statistics.fmean(errors) / mean if errors else None
+        return Noise(relative, statistics.fmean(norms), norms, measured)
 
     def _batches(self, draw: int) -> list[Any]:
         """Return the micro-batches of one step."""
@@ -232,29 +233,6 @@ def representatives(norms: Sequence[float], count: int) -> list[int]:
     chosen = [part[np.abs(values[part] - values[part].mean()).argmin()] for part in parts]
     chosen.append(next(position for position in last if values[position] >= values[last].mean() * (1 - 1e-9)))
     return sorted(map(int, chosen))
-
-
-def _is_precise(sizes: Sequence[float], sums: Sequence[float]) -> bool:
-    """Return whether the gradients of enough steps show their noise.
-
-    `sizes`: their squared norms; `sums`: the squared norms of the sums of the first 1, 2, … of them.
-    """
-    if len(sizes) < FEWEST_NOISE_STEPS:
-        return False
-    parts = list(variances(sizes, sums))
-    error = statistics.stdev(parts) / math.sqrt(len(parts))
-    return not error > _NOISE_PRECISION * statistics.fmean(parts)  # NaN: no step more makes it known
-
-
-def variances(sizes: Sequence[float], sums: Sequence[float]) -> Iterator[float]:
-    """Yield for each step but the first what it adds to Σ‖g_b − ḡ‖² (Welford's algorithm).
-
-    Each is an estimate of the variance by itself, and their mean is the usual one. See `_is_precise`.
-    """
-    for count in range(1, len(sizes)):
-        size, before, after = sizes[count], sums[count - 1], sums[count]
-        product = (after - before - size) / 2
-        yield count / (count + 1) * (size - 2 * product / count + before / count**2)
 
 
 def _needs_first_step(policy: Policy) -> bool:

@@ -72,9 +72,15 @@ class PackedSizes:
         self.positions = np.array([position[tensor] for tensor in tensors], dtype=np.int64)
         self.columns: dict[LayerSettings, NDArray[np.int64]] = {}
 
-    def under(self, settings: LayerSettings) -> NDArray[np.int64]:
-        """Return the bytes of each tensor under `settings`; shape [tensors]."""
+    def under(self, settings: Sequence[LayerSettings]) -> NDArray[np.int64]:
+        """Return the bytes of each kind of tensors under each of `settings`; shape [settings, kinds].
+
+        `positions`: the kind of each tensor.
+        """
+        return np.stack([self._column(one) for one in settings])
+
+    def _column(self, settings: LayerSettings) -> NDArray[np.int64]:
         if settings not in self.columns:
             sizes = [settings_bytes(size, settings, itemsize, rows) for size, itemsize, rows in self.distinct]
-            self.columns[settings] = np.array(sizes, dtype=np.int64)[self.positions]
+            self.columns[settings] = np.array(sizes, dtype=np.int64)
         return self.columns[settings]

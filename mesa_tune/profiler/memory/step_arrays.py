@@ -197,20 +197,21 @@ class StepArrays:
         )
 
     @cached_property
-    def serving_pairs(self) -> list[tuple[int, list[int]]]:
-        """The pairs of packed span and serving layer, the latest span first, with the spans derived from it.
+    def serves(self) -> Flags:
+        """Whether the layer derives the span only for others, for each pair of packed span and layer."""
+        layers = (self.names[layer] for layer in self.coded.layers.tolist())
+        return self.can_derive & np.fromiter((layer in self.serving for layer in layers), dtype=np.bool_)
 
-        Such a layer derives only if one of these spans, all later than its own, is derived.
-        """
-        pairs = []
-        for pair in np.flatnonzero(self.can_derive).tolist():
-            layer, first = self.names[self.coded.layers[pair]], self.spans[self.coded.rows[pair]].first
-            if layer in self.serving:
-                later = [
-                    row for row, span in enumerate(self.spans) if span.first > first and layer in span.sources
-                ]
-                pairs.append((first, pair, later))
-        return [(pair, later) for _, pair, later in sorted(pairs, reverse=True)]
+    @cached_property
+    def served(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Those pairs, each beside all spans that can be derived from its layer, in any of its calls."""
+        pairs = [
+            (pair, row)
+            for pair in np.flatnonzero(self.serves).tolist()
+            for row, span in enumerate(self.spans)
+            if self.names[self.coded.layers[pair]] in span.sources
+        ]
+        return _array(pair for pair, _ in pairs), _array(row for _, row in pairs)
 
     def _incidence(self, *kinds: str) -> Incidence:
         return Incidence([span.layers if span.kind in kinds else () for span in self.spans], self.names)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from mesa_tune.codecs import Spec
+from mesa_tune.conversion.model import conversion_of
 from mesa_tune.conversion.recompute import input_row
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
@@ -61,7 +62,10 @@ class _Seen:
 
 @dataclass
 class BlockWatch:
-    """Watches the modules `names` of a model in plain steps; `options`: settings of the packed inputs."""
+    """Watches the modules `names` of a model in plain steps; `options`: settings of the packed inputs.
+
+    `exact`: whether the forward at hand is one of the plain model.
+    """
 
     model: nn.Module
     names: Sequence[str]
@@ -69,6 +73,7 @@ class BlockWatch:
     options: Sequence[LayerSettings]
     seen: dict[str, _Seen] = field(default_factory=dict)
     forwards: int = 0
+    exact: bool = True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -85,14 +90,19 @@ class BlockWatch:
                 handle.remove()
 
     def _count(self, *_: Any) -> None:
-        self.forwards += 1
+        self.exact = conversion_of(self.model) is None
+        self.forwards += self.exact
 
     def _begin(self, seen: _Seen, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.exact:
+            return
         if not seen.calls:
             self._inspect(seen, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
         seen.begin = self.clock.now()
 
     def _end(self, seen: _Seen, _: nn.Module, __: Any, output: Any) -> None:
+        if not self.exact:
+            return
         assert seen.begin is not None
         seen.calls.append((seen.begin, self.clock.now()))
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
