@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import LayerEntry, Option, TensorEntry, Tie
+from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, TensorEntry, Tie
 from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline
 from mesa_tune.profiler.memory.packed_sizes import settings_bytes
 from mesa_tune.profiler.profile import Profile
@@ -25,6 +26,7 @@ GRID = tuple(
     for bits, group in product((1, 2, 3, 4, 6, 8), (64, 256, 1024))
 )
 COARSE = tuple(LayerSettings(level=level) for level in (4, 16, 256))
+NORM, DERIVING = "blocks.0.norm", ("blocks.0.q", "blocks.0.k", "blocks.0.v")
 TOKENS = 64
 ITEM = 4
 
@@ -192,3 +194,28 @@ def _option(layer: _Layer, settings: LayerSettings, elements: int, sensitivity: 
 def is_sorted(values: Sequence[float]) -> bool:
     """True if no value is below the one before it."""
     return all(low <= high for low, high in pairwise(values))
+
+
+def deriving(profile: Profile, factor: float) -> Profile:
+    """q, k and v can derive from the norm, whose error is then `factor` times its own; with temporaries."""
+    own = profile.layer(NORM).options
+    options = tuple(replace(one, errors=tuple(factor * error for error in one.errors)) for one in own)
+    return replace(
+        profile,
+        timeline=_linked(profile.timeline),
+        derivations=(Derivation((NORM,), DERIVING, (NORM,), _compressing(options)),),
+    )
+
+
+def _compressing(options: Sequence[Option]) -> tuple[Option, ...]:
+    return tuple(one for one in options if not one.settings.exact)
+
+
+def _linked(timeline: Timeline) -> Timeline:
+    def kept(item: SavedSpan) -> SavedSpan:
+        return replace(item, sources=(NORM,)) if item.kind == "coded" and item.layers == DERIVING else item
+
+    def slot(one: Slot) -> Slot:
+        return replace(one, derived=(one.packed[0] + 3000, one.packed[1] + 1500))
+
+    return replace(timeline, kept=tuple(map(kept, timeline.kept)), slots=tuple(map(slot, timeline.slots)))

@@ -280,17 +280,20 @@ class Derivation(HasOptions):
 
     `sources`: all layers whose saved tensors the takers need. The gradient error of an option counts all
     backwards that the rounding reaches: those of `layers`, and of the takers that derive from them.
+    `call_ms`: milliseconds that all of them add to a step besides what they add if they store.
     """
 
     layers: tuple[str, ...]
     takers: tuple[str, ...]
     sources: tuple[str, ...]
     options: tuple[Option, ...]
+    call_ms: float = 0.0
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Derivation:
         names = {key: tuple(values[key]) for key in ("layers", "takers", "sources")}
-        return Derivation(**names, options=tuple(Option.from_dict(option) for option in values["options"]))
+        options = tuple(Option.from_dict(option) for option in values["options"])
+        return Derivation(**names, options=options, call_ms=float(values.get("call_ms", 0.0)))
 
 
 _KIND = ("quant_groups", "ema_decay", "rounding", "drop", "allocation", "store")

@@ -126,6 +126,7 @@ class PriceTable:
         # The layer of each row.
         self.layer = _ints([*range(len(layers)), *(self.position[row.layers[0]] for row in derivations)])
         self.call_ms = np.array([layer.call_ms for layer in layers], dtype=np.float64)[self.layer]
+        self.call_ms[len(layers) :] += [derivation.call_ms for derivation in derivations]
         of_layer = {name: tie for tie in ties for name in tie.layers}
         rows: list[tuple[HasOptions, Tie]] = [(layer, of_layer.get(layer.name, _NO_TIE)) for layer in layers]
         rows += [(derivation, _NO_TIE) for derivation in derivations]

@@ -38,6 +38,7 @@ from mesa_tune.profiler.timing.step_time import (
     SECONDS,
     SHARE,
     StepTimer,
+    deriving_policy,
     timed_policies,
     timed_settings,
     with_times,
@@ -289,7 +290,8 @@ class _Profiling:
             return profile
         self.show("step times", 1.0)
         tiled = None if profile.tiled is None else profile.tiled.policy(Policy(()))
-        times = self._timer(restore).times(timed_policies(profile, settings), seconds, tiled)
+        deriving = deriving_policy(profile, settings)
+        times = self._timer(restore).times(timed_policies(profile, settings), seconds, tiled, deriving)
         return with_times(profile, times, settings)
 
     def _timer(self, restore: Callable[[], None]) -> StepTimer:

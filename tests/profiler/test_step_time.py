@@ -28,6 +28,7 @@ from mesa_tune.profiler.timing.step_time import (
     StepTimer,
     StepTimes,
     Turn,
+    deriving_policy,
     summarized,
     timed_policies,
     timed_settings,
@@ -36,7 +37,7 @@ from mesa_tune.profiler.timing.step_time import (
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
 from tests.models import ViT
-from tests.synthetic import GRID, synthetic_profile
+from tests.synthetic import DERIVING, GRID, NORM, deriving, synthetic_profile
 
 MODULE, STORE, RESTORE = 10.0, 2.0, 3.0
 FOUR = LayerSettings(level=16, group_size=256)
@@ -211,6 +212,29 @@ def test_a_prediction_under_the_timed_settings_is_what_was_measured() -> None:
             predicted = timed.predict_assignment({layer.name: FOUR}).step_ms
             copied = timed.layer("blocks.0.q").encode_ms(FOUR) if layer.name.endswith((".k", ".v")) else 0.0
             assert predicted == pytest.approx(52.0 + added[layer.name] + (copied or 0.0))
+
+
+def test_a_step_in_which_layers_derive_is_timed_too(timer: StepTimer) -> None:
+    policies = [mt.Policy.uniform(level=16)] * TIMES_COMPRESSED
+    assert timer.times(policies, 0.0).deriving == {}
+    assert timer.times(policies, 0.0, deriving=policies[0]).deriving == timer.times(policies, 0.0).added
+
+
+def test_what_deriving_adds_counts_where_layers_derive() -> None:
+    profile = deriving(synthetic_profile(), 1.0)
+    policy = deriving_policy(profile, FOUR)
+    assert policy is not None
+    added = {layer.name: 0.25 * layer.shape[-1] for layer in profile.layers}
+    slower = {name: ms + 3.0 * (name in DERIVING) for name, ms in added.items()}
+    timed = with_times(profile, StepTimes(50.0, 2.0, added, deriving=slower), FOUR)
+    derive = replace(FOUR, store="derive")
+    names = (NORM, *DERIVING)
+    predicted = timed.predict_assignment(dict.fromkeys(names, derive)).step_ms
+    assert predicted == pytest.approx(52.0 + sum(slower[name] for name in names))
+    assert timed.predict_assignment({NORM: FOUR}).step_ms == pytest.approx(52.0 + added[NORM])
+    again = mt.Profile.from_dict(timed.to_dict())
+    assert again.predict_assignment(dict.fromkeys(names, derive)).step_ms == predicted
+    assert deriving_policy(synthetic_profile(), FOUR) is None
 
 
 def test_layers_with_one_copy_encode_once() -> None:

@@ -15,47 +15,18 @@ from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import Derivation, Option
 from mesa_tune.profiler.errors.joint_error import JointError, Pair
-from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import search_policy
 from mesa_tune.search.restrictions import NO_RESTRICTIONS, Restrictions
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
 from tests.profiler.test_profile_derive import DIGITS, workload
-from tests.synthetic import COARSE, synthetic_profile
+from tests.synthetic import COARSE, DERIVING, NORM, deriving, synthetic_profile
 
 BOUND = Restrictions(frozenset({"derive"}))
 FOUR = LayerSettings(level=16)
 DERIVE = replace(FOUR, store="derive")
-TAKERS = ("blocks.0.q", "blocks.0.k", "blocks.0.v")
-NORM = "blocks.0.norm"
-
-
-def deriving(profile: Profile, factor: float) -> Profile:
-    """q, k and v can derive from the norm, whose error is then `factor` times its own; with temporaries."""
-    own = profile.layer(NORM).options
-    options = tuple(replace(one, errors=tuple(factor * error for error in one.errors)) for one in own)
-    return replace(
-        profile,
-        timeline=_linked(profile.timeline),
-        derivations=(Derivation((NORM,), TAKERS, (NORM,), _compressing(options)),),
-    )
-
-
-def _compressing(options: Sequence[Option]) -> tuple[Option, ...]:
-    return tuple(one for one in options if not one.settings.exact)
-
-
-def _linked(timeline: Timeline) -> Timeline:
-    def kept(item: SavedSpan) -> SavedSpan:
-        return replace(item, sources=(NORM,)) if item.kind == "coded" and item.layers == TAKERS else item
-
-    def slot(one: Slot) -> Slot:
-        return replace(one, derived=(one.packed[0] + 3000, one.packed[1] + 1500))
-
-    return replace(timeline, kept=tuple(map(kept, timeline.kept)), slots=tuple(map(slot, timeline.slots)))
 
 
 @pytest.fixture(scope="module", name="profile")
@@ -74,12 +45,12 @@ def names(space: Space, cluster: Sequence[int]) -> set[str]:
 
 def test_units_that_derive_from_one_another_are_a_cluster(profile: Profile) -> None:
     space = make_space(profile)
-    assert [names(space, units) for units in space.clusters] == [{NORM, *TAKERS}]
+    assert [names(space, units) for units in space.clusters] == [{NORM, *DERIVING}]
     assert not make_space(profile, restrictions=BOUND).clusters
 
 
 def test_who_derives_keeps_nothing_and_errs_by_what_it_derives_from(profile: Profile) -> None:
-    unit = next(unit for unit in make_space(profile).units if unit.layers == TAKERS)
+    unit = next(unit for unit in make_space(profile).units if unit.layers == DERIVING)
     derived = [choice for choice in unit.choices if choice.derived]
     assert [(choice.saved, choice.error, choice.settings.store) for choice in derived] == [(0, 0.0, "derive")]
     norm = next(unit for unit in make_space(profile).units if unit.layers == (NORM,))
@@ -203,7 +174,7 @@ def test_a_study_tries_whole_clusters_only() -> None:
     stores = []
     for policy in noted.policies:
         assignment = profile.assignment(policy)
-        derives = {assignment[name].store == "derive" for name in TAKERS}
+        derives = {assignment[name].store == "derive" for name in DERIVING}
         assert len(derives) == 1
         assert not (derives == {True} and assignment[NORM].exact)
         stores.append(derives == {True})
@@ -213,7 +184,7 @@ def test_a_study_tries_whole_clusters_only() -> None:
 def test_the_policy_says_who_derives(profile: Profile) -> None:
     plan = search_policy(deriving(synthetic_profile(1, grid=COARSE, seed=3), 0.5), "52%")
     again = Policy.parse(plan.policy.dumps())
-    assert all(again.settings("fc", None, name).store == "derive" for name in TAKERS)
+    assert all(again.settings("fc", None, name).store == "derive" for name in DERIVING)
     assert again.settings("layernorm", 0, NORM).store == "derive"
     assert again.is_searched
     assert profile.predict(again).peak_bytes == plan.predicted.peak_bytes

@@ -6,8 +6,9 @@ same tag have the same proportions: that of their elements, and that of the sett
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,18 @@ Floats = NDArray[np.float64]
 
 POLISHES = 3
 """How often the factors of rows and columns of times are found again."""
+
+
+def means(values: Sequence[float | None], forms: Sequence[Hashable]) -> list[float | None]:
+    """Return for each value the mean of those of the same form that are known; None where it is None."""
+    known: dict[Hashable, list[float]] = defaultdict(list)
+    for value, form in zip(values, forms, strict=True):
+        if value is not None:
+            known[form].append(value)
+    return [
+        None if value is None else statistics.fmean(known[form])
+        for value, form in zip(values, forms, strict=True)
+    ]
 
 
 def smoothed(layers: Sequence[LayerEntry]) -> list[LayerEntry]:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,8 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP, LayerEntry, comparable_group_size
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.timing.option_times import smoothed
+from mesa_tune.profiler.timing.deriving import with_deriving_times
+from mesa_tune.profiler.timing.option_times import means, smoothed
 from mesa_tune.workload.boundaries import StepEvents
 from mesa_tune.workload.clock import Clock, Mark
 from mesa_tune.workload.session import Session
@@ -67,26 +69,29 @@ class Turn(NamedTuple):
 
     `rounds`: each of a plain step, a converted one with every layer exact, and one under each of the
     `timed_policies`. `exact` and `packed`: the last two, cut into spans, which itself takes time. `tiled`:
-    exact, with losses in slices.
+    exact, with losses in slices. `deriving`: under `deriving_policy`, the last of each round, too, if any.
     """
 
     rounds: Sequence[Sequence[float]]
     exact: Spans
     packed: Sequence[Spans]
     tiled: float | None = None
+    deriving: Spans | None = None
 
 
 class StepTimes(NamedTuple):
     """Milliseconds of the plain step, and what is added to it.
 
     `routing`: by converting the model, with every layer exact; `added`: by each layer that compresses;
-    `slices`: by losses that have slices, None if none can.
+    `slices`: by losses that have slices, None if none can; `deriving`: as `added`, where all derive what they
+    can, empty if none can.
     """
 
     plain: float
     routing: float
     added: Mapping[str, float]
     slices: float | None = None
+    deriving: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -113,25 +118,33 @@ class StepTimer:
             times.append([self._step_ms(batch, session) for session in sessions])
         return times
 
-    def times(self, policies: Sequence[Policy], seconds: float, tiled: Policy | None = None) -> StepTimes:
+    def times(
+        self,
+        policies: Sequence[Policy],
+        seconds: float,
+        tiled: Policy | None = None,
+        deriving: Policy | None = None,
+    ) -> StepTimes:
         """Return the times of steps, those that compress under `policies`; take about `seconds` for it.
 
-        `tiled`: the policy under which losses have slices.
+        `tiled`: the policy under which losses have slices; `deriving`: under which layers derive.
         """
         batch = self.workload.make_batch()
-        exact, *packed = map(self._session, (Policy(()), *policies))
+        last = () if deriving is None else (deriving,)
+        sessions = list(map(self._session, (Policy(()), *policies, *last)))
         sliced = None if tiled is None else self._session(tiled)
         turns: list[Turn] = []
         stop = time.monotonic() + seconds
-        compared = (None, exact, *packed)
+        compared = (None, *sessions)
         for one in compared if sliced is None else (*compared, sliced):  # plans the calls
             self._step_ms(batch, one)
         while len(turns) < FEWEST or (len(turns) < MOST and time.monotonic() < stop):
             self.restore()
             whole = [[self._step_ms(batch, one) for one in compared] for _ in range(ROUNDS)]
-            cut = [self._spans(batch, session) for session in (exact, *packed)]
+            exact, *packed = [self._spans(batch, session) for session in sessions]
+            derived = packed.pop() if last else None
             ms = None if sliced is None else self._step_ms(batch, sliced)
-            turns.append(Turn(whole, cut[0], cut[1:], ms))
+            turns.append(Turn(whole, exact, packed, ms, derived))
         return summarized(turns)
 
     def _session(self, policy: Policy) -> Session:
@@ -165,32 +178,32 @@ def summarized(turns: Sequence[Turn]) -> StepTimes:
     paces = [plain / statistics.median([ms[0] for ms in turn.rounds]) for turn in turns]
     sliced = [turn.tiled * pace for turn, pace in zip(turns, paces, strict=True) if turn.tiled is not None]
     slices = _quartile(sliced) - exact if sliced else None
-    added = _added(turns, paces, sum(ms - exact for ms in packed))
-    return StepTimes(plain, exact - plain, added, slices)
+    cut = [[turn.exact, *turn.packed] for turn in turns]
+    derived = [[turn.exact, turn.deriving] for turn in turns if turn.deriving is not None]
+    deriving = _added(derived, paces, packed.pop() - exact) if derived else {}
+    added = _added(cut, paces, sum(ms - exact for ms in packed))
+    mean = {name: ms / TIMES_COMPRESSED for name, ms in added.items()}
+    return StepTimes(plain, exact - plain, mean, slices, deriving)
 
 
-def _added(turns: Sequence[Turn], paces: Sequence[float], whole: float) -> dict[str, float]:
-    """Return what each layer adds to the step if it compresses, the mean over the steps in which it does.
+def _added(turns: Sequence[Sequence[Spans]], paces: Sequence[float], whole: float) -> dict[str, float]:
+    """Return what each layer adds to steps in which it compresses, the sum over the kinds of these steps.
 
-    `paces`: how much faster than each turn the machine is when it is at its fastest. `whole`: what all steps
-    that compress take longer than exact ones. What spans miss of it belongs to layers by their share of time.
+    `turns`: of each an exact step, and one of each kind. `paces`: how much faster than each turn the machine
+    is when it is at its fastest. `whole`: what steps of all kinds take longer than exact ones. What spans
+    miss of it belongs to layers by their share of time.
     """
-    layers = dict.fromkeys(
-        name for turn in turns for spans in turn.packed for name in spans if name is not None
-    )
-    kinds = list(zip(*([turn.exact, *turn.packed] for turn in turns), strict=True))
+    layers = dict.fromkeys(name for _, *packed in turns for spans in packed for name in spans if name)
     times = {
         name: [
             _quartile([spans.get(name, 0.0) * pace for spans, pace in zip(steps, paces, strict=True)])
-            for steps in kinds
+            for steps in zip(*turns, strict=True)
         ]
         for name in layers
     }
     added = {name: sum(ms - exact for ms in packed) for name, (exact, *packed) in times.items()}
     missed = (whole - sum(added.values())) / max(1e-9, sum(sum(packed) for _, *packed in times.values()))
-    return {
-        name: (added[name] + missed * sum(packed)) / TIMES_COMPRESSED for name, (_, *packed) in times.items()
-    }
+    return {name: added[name] + missed * sum(packed) for name, (_, *packed) in times.items()}
 
 
 def _quartile(values: Sequence[float]) -> float:
@@ -288,6 +301,12 @@ def timed_policies(profile: Profile, settings: LayerSettings) -> list[Policy]:
     ]
 
 
+def deriving_policy(profile: Profile, settings: LayerSettings) -> Policy | None:
+    """Return the policy under which all layers derive what they can; None if none can."""
+    deriving = replace(settings, store="derive")
+    return _compressing(profile, deriving, lambda name: True) if profile.derivations else None
+
+
 def _compressing(profile: Profile, settings: LayerSettings, chosen: Callable[[str], bool]) -> Policy:
     """Return the policy that gives `settings` to the `chosen` layers but those stored by hooks."""
     hooked = profile.timeline.hooked
@@ -305,30 +324,20 @@ def _compressing(profile: Profile, settings: LayerSettings, chosen: Callable[[st
 def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> Profile:
     """Return the profile with these times, measured under `settings`, and smoother times of options."""
     hooked, layers = profile.timeline.hooked, smoothed(profile.layers)
+    # A search must not choose among equal blocks by what other work on the machine did to some of them.
+    alike = means(
+        [_call_ms(one, times, settings, hooked) for one in layers],
+        [(one.tag, one.shape, one.own_bytes) for one in layers],
+    )
+    layers = [replace(one, call_ms=ms) for one, ms in zip(layers, alike, strict=True)]
     return replace(
         profile,
         step_ms=times.plain,
         routing_ms=times.routing,
         tiled=None if profile.tiled is None else replace(profile.tiled, added_ms=times.slices),
-        layers=tuple(
-            _alike([replace(one, call_ms=_call_ms(one, times, settings, hooked)) for one in layers])
-        ),
+        layers=tuple(layers),
+        derivations=tuple(with_deriving_times(profile, layers, times.deriving, settings)),
     )
-
-
-def _alike(layers: Sequence[LayerEntry]) -> Iterator[LayerEntry]:
-    """Yield the layers with the mean of `call_ms` over those of the same tag, shape and bytes.
-
-    So a search does not choose among equal blocks by what other work on the machine did to some of them.
-    """
-    forms = [(layer.tag, layer.shape, layer.own_bytes) for layer in layers]
-    known: dict[tuple[str, tuple[int, ...], int], list[float]] = defaultdict(list)
-    for layer, form in zip(layers, forms, strict=True):
-        if layer.call_ms is not None:
-            known[form].append(layer.call_ms)
-    means = {form: statistics.fmean(times) for form, times in known.items()}
-    for layer, form in zip(layers, forms, strict=True):
-        yield layer if layer.call_ms is None else replace(layer, call_ms=means[form])
 
 
 def _call_ms(
