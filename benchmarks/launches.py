@@ -29,7 +29,7 @@ import mesa_tune as mt
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "deit_tiny.py"
 DTYPES = ("fp32", "autocast", "bf16")
-ALLOCATIONS = ("empty", "new_empty", "_local_scalar_dense", "resize_", "set_")
+NO_KERNELS = ("empty", "new_empty", "_local_scalar_dense", "resize_", "set_", "_unsafe_view")
 ENCODING = ("quantize", "quantize_ends", "quantize_map")
 
 
@@ -45,7 +45,7 @@ class Operators(TorchDispatchMode):
         is_view = any(
             each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
         )
-        if not is_view and not name.startswith(ALLOCATIONS):
+        if not is_view and not name.startswith(NO_KERNELS):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 

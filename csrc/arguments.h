@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "convert.h"
 #include "quantize.h"
 
 namespace mesa_tune {
@@ -96,6 +97,35 @@ inline const float* float_data(const torch::stable::Tensor& x, const torch::stab
                                int64_t count, const char* name) {
   return static_cast<const float*>(dense_data(x, like, torch::headeronly::ScalarType::Float, count, name));
 }
+
+// A contiguous copy, on the CPU, in float32 of a few numbers of 16 bits; float32 as it is, if contiguous.
+inline torch::stable::Tensor widened(const torch::stable::Tensor& x) {
+  const Dtype dtype = dtype_of(x.scalar_type());
+  const torch::stable::Tensor dense = to_contiguous(x);
+  if (dtype == Dtype::kFloat) return dense;
+  torch::stable::Tensor wide = empty_tensor(x, x.sizes().vec(), torch::headeronly::ScalarType::Float);
+  const auto* from = static_cast<const uint16_t*>(dense.const_data_ptr());
+  auto* to = static_cast<float*>(wide.mutable_data_ptr());
+  for (int64_t i = 0; i < wide.numel(); ++i)
+    to[i] = dtype == Dtype::kHalf ? Half::load(from[i]) : BFloat16::load(from[i]);
+  return wide;
+}
+
+// The other way: a few numbers of contiguous float32, in the dtype and shape of `like`.
+inline torch::stable::Tensor narrowed(const torch::stable::Tensor& wide, const torch::stable::Tensor& like) {
+  const Dtype dtype = dtype_of(like.scalar_type());
+  if (dtype == Dtype::kFloat) return wide;
+  torch::stable::Tensor x = empty_tensor_like(like);
+  const auto* from = static_cast<const float*>(wide.const_data_ptr());
+  auto* to = static_cast<uint16_t*>(x.mutable_data_ptr());
+  for (int64_t i = 0; i < x.numel(); ++i)
+    to[i] = dtype == Dtype::kHalf ? Half::store(from[i]) : BFloat16::store(from[i]);
+  return x;
+}
+
+// The ranges of the groups of `out`: themselves, or, if they are ends in 16 bits, those between these.
+torch::stable::Tensor ranges_of(const torch::stable::Tensor& stored, const Settings& s,
+                                const torch::stable::Tensor& out);
 
 // The packed form of `numel` elements, on the device of `like`, for kernels that decode some rows at a time.
 inline Packed read_packed(const torch::stable::Tensor& data, const torch::stable::Tensor& ranges,

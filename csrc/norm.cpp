@@ -14,28 +14,32 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Tensor grad, Tensor rstd,
-                                                 Tensor weight, bool centered, int64_t bits, int64_t levels,
-                                                 int64_t group_size) {
+                                                 Tensor weight, bool centered, double limit, int64_t bits,
+                                                 int64_t levels, int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
   const Tensor dense_grad = to_contiguous(grad);
   const int64_t numel = dense_grad.numel(), rows = rstd.numel(), inner = weight.numel();
   check_on_cpu(dense_grad);
   check_settings(s, dense_grad);
   STD_TORCH_CHECK(rows * inner == numel, "expected ", rows, " rows of ", inner, " elements, but got ", numel);
-  const Packed packed = read_packed(data, ranges, dense_grad, numel, s);
+  const Tensor wide_ranges = ranges_of(ranges, s, dense_grad);
+  const Packed packed = read_packed(data, wide_ranges, dense_grad, numel, s);
+  const Tensor deviations = widened(rstd), scale = widened(weight);
   Tensor dx = empty_tensor_like(dense_grad);
-  Tensor dw = empty_tensor_like(weight), db = empty_tensor_like(weight);
-  const NormBackward task{float_data(dense_grad, dense_grad, numel, "float32 gradient"),
-                          float_data(rstd, dense_grad, rows, "reciprocal deviations"),
-                          float_data(weight, dense_grad, inner, "weight"),
+  Tensor dw = empty_tensor_like(scale), db = empty_tensor_like(scale);
+  const NormBackward task{dense_grad.const_data_ptr(),
+                          float_data(deviations, dense_grad, rows, "reciprocal deviations"),
+                          float_data(scale, dense_grad, inner, "weight"),
+                          static_cast<float>(limit),
                           rows,
                           inner,
                           centered,
-                          static_cast<float*>(dx.mutable_data_ptr()),
+                          dtype_of(dense_grad.scalar_type()),
+                          dx.mutable_data_ptr(),
                           static_cast<float*>(dw.mutable_data_ptr()),
                           static_cast<float*>(db.mutable_data_ptr())};
   cpu::norm_backward(task, packed, s);
-  return {dx, dw, db};
+  return {dx, narrowed(dw, weight), narrowed(db, weight)};
 }
 
 }  // namespace

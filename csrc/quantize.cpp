@@ -69,7 +69,8 @@ Packed packed_of(const Tensor& data, const Tensor& ranges, const Settings& s, co
           const_cast<float*>(static_cast<const float*>(ranges.const_data_ptr()))};
 }
 
-// The ranges of the groups of `out`: themselves, or, if they are ends in 16 bits, those between these.
+}  // namespace
+
 Tensor ranges_of(const Tensor& stored, const Settings& s, const Tensor& out) {
   const ScalarType type = stored.scalar_type();
   if (type == ScalarType::Float) return stored;
@@ -82,6 +83,8 @@ Tensor ranges_of(const Tensor& stored, const Settings& s, const Tensor& out) {
       [&](auto stream) { cuda::read_ends(ends, groups, s.levels, dtype_of(type), target, stream); });
   return ranges;
 }
+
+namespace {
 
 void decode(const Tensor& data, const Tensor& stored, const Settings& s, const Tensor& out) {
   const Tensor ranges = ranges_of(stored, s, out);

@@ -14,12 +14,12 @@
 namespace mesa_tune::cpu {
 namespace {
 
-MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const float* __restrict x,
-                                   float* __restrict dw, float* __restrict db) {
+// `grad` and `dx` are rows of the tensors, or buffers in float32.
+MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const float* __restrict grad,
+                                   const float* __restrict x, float* __restrict dx, float* __restrict dw,
+                                   float* __restrict db) {
   const int64_t inner = task.inner, even = inner - inner % kLanes;
-  const float* __restrict grad = task.grad + row * inner;
   const float* __restrict weight = task.weight;
-  float* __restrict dx = task.dx + row * inner;
   Lanes sums_u, sums_ux;
   for (int64_t i = 0; i < even; i += kLanes) {
     Lanes u = Lanes::read(grad + i);
@@ -45,9 +45,47 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
   }
 }
 
+// Three rows in float32: zeros, and a gradient and its result.
+struct Rows {
+  explicit Rows(int64_t inner) : values(static_cast<size_t>(3 * inner)), inner(inner) {}
+  const float* zeros() const { return values.data(); }
+  float* grad() { return values.data() + inner; }
+  float* dx() { return values.data() + 2 * inner; }
+
+  std::vector<float> values;
+  int64_t inner;
+};
+
+template <class Type>
+MESA_TUNE_INLINE void cast_row_backward(const NormBackward& task, int64_t row, const float* x, Rows& buffer,
+                                        float* dw, float* db) {
+  const int64_t inner = task.inner;
+  const auto* __restrict grad = static_cast<const typename Type::Storage*>(task.grad) + row * inner;
+  auto* __restrict dx = static_cast<typename Type::Storage*>(task.dx) + row * inner;
+  float* __restrict wide_grad = buffer.grad(), * __restrict wide_dx = buffer.dx();
+  for (int64_t i = 0; i < inner; ++i) wide_grad[i] = Type::load(grad[i]);
+  row_backward(task, row, wide_grad, x, wide_dx, dw, db);
+  for (int64_t i = 0; i < inner; ++i) dx[i] = Type::store(wide_dx[i]);
+}
+
+MESA_TUNE_INLINE void any_row_backward(const NormBackward& task, int64_t row, const float* xhat, Rows& buffer,
+                                       float* dw, float* db) {
+  const float* x = task.rstd[row] >= task.limit ? buffer.zeros() : xhat;
+  const int64_t first = row * task.inner;
+  switch (task.dtype) {
+    case Dtype::kFloat:
+      return row_backward(task, row, static_cast<const float*>(task.grad) + first, x,
+                          static_cast<float*>(task.dx) + first, dw, db);
+    case Dtype::kHalf:
+      return cast_row_backward<Half>(task, row, x, buffer, dw, db);
+    case Dtype::kBFloat16:
+      return cast_row_backward<BFloat16>(task, row, x, buffer, dw, db);
+  }
+}
+
 // Portions [from, to) of the rows: their dx, and their sums for dw and db.
 MESA_TUNE_INLINE void portions_backward(const NormBackward& task, const Packed& packed, const Settings& s,
-                                        float* sums, float* values, int64_t from, int64_t to) {
+                                        float* sums, float* values, Rows& buffer, int64_t from, int64_t to) {
   const Split parts = split(task.rows * task.inner, s);
   const int64_t rows = rows_per_portion(task.rows, 1, task.inner, s),
                 tile_rows = rows_per_tile(task.inner, s);
@@ -57,14 +95,14 @@ MESA_TUNE_INLINE void portions_backward(const NormBackward& task, const Packed& 
     for (int64_t row = portion * rows; row < end; row += tile_rows) {
       const int64_t count = std::min(tile_rows, end - row);
       const float* x = decode_slice(packed, s, parts, row * task.inner, count * task.inner, values);
-      for (int64_t i = 0; i < count; ++i) row_backward(task, row + i, x + i * task.inner, dw, db);
+      for (int64_t i = 0; i < count; ++i) any_row_backward(task, row + i, x + i * task.inner, buffer, dw, db);
     }
   }
 }
 MESA_TUNE_PATHS(portions_backward,
                 (const NormBackward& task, const Packed& packed, const Settings& s, float* sums,
-                 float* values, int64_t from, int64_t to),
-                (task, packed, s, sums, values, from, to))
+                 float* values, Rows& buffer, int64_t from, int64_t to),
+                (task, packed, s, sums, values, buffer, from, to))
 
 }  // namespace
 
@@ -78,7 +116,8 @@ void norm_backward(const NormBackward& task, const Packed& packed, const Setting
   parallel(portions, rows * task.inner, [&](int64_t from, int64_t to) {
     const auto values =
         decode_buffer(std::min(task.rows, rows_per_tile(task.inner, settings)) * task.inner, settings);
-    portions_backward_paths[path()](task, packed, settings, sums.data(), values.get(), from, to);
+    Rows buffer(task.inner);
+    portions_backward_paths[path()](task, packed, settings, sums.data(), values.get(), buffer, from, to);
   });
   add_portions(sums, task.inner, task.dw, task.db);
 }

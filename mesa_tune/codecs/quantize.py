@@ -59,19 +59,19 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
     return out
 
 
-_OTHER_FLOATS = {torch.float16, torch.bfloat16, torch.float64}
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _DTYPE, _NONE = repeat("dtype"), repeat(None)
 
 
 def fused(op: Fused, parts: Sequence[Tensor], arguments: Sequence[Any], spec: Spec) -> Any:
     """Return `op` of the packed parts and these arguments; None if it does not take them.
 
-    It takes float32 and contiguous groups. Ops that are not `everywhere` take groups of up to `LARGEST_GROUP`
-    elements, on the CPU.
+    It takes contiguous groups, and of floating-point numbers those of its `dtypes`. Ops that are not
+    `everywhere` take groups of up to `LARGEST_GROUP` elements, on the CPU.
     """
     data, ranges = parts
     dtypes = map(getattr, (ranges, *arguments), _DTYPE, _NONE)
-    if spec.quant_groups or not _OTHER_FLOATS.isdisjoint(dtypes):
+    if spec.quant_groups or not (_FLOATS - op.dtypes).isdisjoint(dtypes):
         return None
     if not op.everywhere and not (data.is_cpu and spec.group_size <= LARGEST_GROUP):
         return None

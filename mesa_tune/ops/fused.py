@@ -9,7 +9,7 @@ the others on the CPU. `sizes` are the bits, levels and group size of the packed
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from mesa_tune.ops import maps
 _PARTS = "Tensor data, Tensor ranges"
 _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
-_NORM = "Tensor grad, Tensor rstd, Tensor weight, bool centered"
+_NORM = "Tensor grad, Tensor rstd, Tensor weight, bool centered, float limit"
 _BATCH_NORM = "Tensor grad, Tensor rstd, Tensor? weight, bool last, bool fixed"
 _CROSS_ENTROPY = (
     "Tensor target, Tensor surplus, Tensor? weight, Tensor grad, int classes, int ignore, bool mean"
@@ -79,19 +79,30 @@ def mask_grad(grad: Tensor, data: Tensor, slope: float) -> Tensor:
 
 
 def norm_backward(
-    data: Tensor, ranges: Tensor, grad: Tensor, rstd: Tensor, weight: Tensor, centered: bool, *sizes: int
+    data: Tensor,
+    ranges: Tensor,
+    grad: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    centered: bool,
+    limit: float,
+    *sizes: int,
 ) -> _Gradients:
-    """The backward of a norm over rows of `weight.numel()` elements, whose x̂ was quantized; all float32.
+    """The backward of a norm over rows of `weight.numel()` elements, whose x̂ was quantized.
 
-    Return dx in the shape of `grad`, contiguous, and in the shape of `weight` the sums over rows of grad · x̂
-    and of grad. `rstd` has one number per row; `centered` norms subtract the mean.
+    Each is float32, float16 or bfloat16, and computed with in float32. Return dx as `grad`, contiguous, and
+    as `weight` the sums over rows of grad · x̂ and of grad. `rstd` has one number per row. Where it is at
+    least `limit`, the row is constant: x̂ counts as 0. `centered` norms subtract the mean.
     """
-    x = _decoded(data, ranges, grad.shape, grad.dtype, *sizes)
-    rows, x = grad.reshape(-1, weight.numel()), x.view(-1, weight.numel())
-    scaled = rows * weight.view(-1)
+    shape = -1, weight.numel()
+    x = _decoded(data, ranges, grad.shape, torch.float32, *sizes).view(shape)
+    r = rstd.view(-1, 1).float()
+    x, rows = x.masked_fill(r >= limit, 0), grad.reshape(shape).float()
+    scaled = rows * weight.view(-1).float()
     mean = scaled.mean(1, keepdim=True) if centered else 0.0
-    dx = (scaled - mean - x * (scaled * x).mean(1, keepdim=True)) * rstd.view(-1, 1)
-    return dx.view(grad.shape), (rows * x).sum(0).view(weight.shape), rows.sum(0).view(weight.shape)
+    dx = (scaled - mean - x * (scaled * x).mean(1, keepdim=True)) * r
+    dw, db = ((each.sum(0).view(weight.shape).to(weight.dtype)) for each in (rows * x, rows))
+    return dx.view(grad.shape).to(grad.dtype), dw, db
 
 
 def batch_norm_backward(
@@ -304,10 +315,12 @@ class Fused(NamedTuple):
     """An op on a packed tensor: `kernel(data, ranges, *arguments, bits, levels, group_size)`.
 
     `everywhere`: it has a kernel for every device and any group size; else only for the CPU and small groups.
+    `dtypes`: those of its arguments.
     """
 
     kernel: Callable[..., Any]
     everywhere: bool = False
+    dtypes: Set[torch.dtype] = frozenset({torch.float32})
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Return what the kernel returns."""
@@ -315,7 +328,7 @@ class Fused(NamedTuple):
 
 
 DEQUANTIZE_MUL = Fused(torch.ops.mesa_tune.dequantize_mul.default, everywhere=True)
-NORM_BACKWARD = Fused(torch.ops.mesa_tune.norm_backward.default)
+NORM_BACKWARD = Fused(torch.ops.mesa_tune.norm_backward.default, dtypes=frozenset(ops.DTYPES))
 BATCH_NORM_BACKWARD = Fused(torch.ops.mesa_tune.batch_norm_backward.default)
 SOFTMAX_BACKWARD = Fused(torch.ops.mesa_tune.softmax_backward.default)
 CROSS_ENTROPY_BACKWARD = Fused(torch.ops.mesa_tune.cross_entropy_backward.default)

@@ -15,6 +15,7 @@ from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import maps
 
 SEED = torch.tensor([5])
+RAW = torch.ops.mesa_tune
 CURVES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -133,30 +134,35 @@ def test_gates_pass_what_lies_above_the_limit(size: int) -> None:
         assert torch.equal(fused_ops.MASK_GRAD(grad, shut, slope), expected)
 
 
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize("group_size", [64, 100, 256, 4096])
 @pytest.mark.parametrize("centered", [True, False], ids=["mean", "no-mean"])
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (7, 10), (331, 48), (500, 250), (3, 5000)], ids=str)
 def test_a_norm_goes_backward_from_what_is_packed(
-    shape: tuple[int, int], centered: bool, group_size: int
+    shape: tuple[int, int], centered: bool, group_size: int, dtype: torch.dtype
 ) -> None:
-    packed = ops.quantize(tensor(*shape), 3, group_size, seed=1)
+    quantize = RAW.quantize if dtype == torch.float32 else RAW.quantize_ends
+    parts, sizes = quantize(tensor(*shape).to(dtype), 3, 8, group_size, 0, True, SEED), (3, 8, group_size)
     grad, rstd, weight = torch.randn(shape), 0.5 + torch.rand(shape[0], 1), torch.randn(shape[1])
-    arguments = (packed.data, packed.ranges, grad, rstd, weight, centered, 3, 8, group_size)
-    dx, *sums = fused_ops.NORM_BACKWARD(*arguments)
-    x = ops.dequantize(packed).double()
+    rstd[5:6], limit = 9.0, 8.0  # a row that is constant
+    grad, rstd, weight = grad.to(dtype), rstd.to(dtype), weight.to(dtype)
+    dx, *sums = fused_ops.NORM_BACKWARD(*parts, grad, rstd, weight, centered, limit, *sizes)
+    x = RAW.dequantize(*parts, shape, torch.float32, *sizes, 0).double().masked_fill(rstd >= limit, 0)
     scaled = grad.double() * weight
     expected = scaled - x * (scaled * x).mean(1, keepdim=True)
     expected = (expected - scaled.mean(1, keepdim=True) if centered else expected) * rstd
-    assert (dx - expected).norm() <= 1e-6 * expected.norm()
+    rounding = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    assert (dx - expected).norm() <= rounding * expected.norm()
     for found, right in zip(sums, [(grad * x).sum(0), grad.double().sum(0)], strict=True):
-        assert (found - right).norm() <= 1e-6 * right.norm()
+        assert (found - right).norm() <= rounding * right.norm()
+    assert [each.dtype for each in (dx, *sums)] == [dtype] * 3
 
 
 def test_a_norm_s_wide_and_unknown_ranges_decode_as_ever() -> None:
     x = tensor(4, 64)
     x[0, 3], x[1, 0], x[1, 1], x[3, 5] = torch.inf, 3e38, -3e38, torch.nan
     packed = ops.quantize(x, 4, 64, seed=1)
-    rest = (torch.ones(4, 64), torch.ones(4), torch.ones(64), False, 4, 16, 64)
+    rest = (torch.ones(4, 64), torch.ones(4), torch.ones(64), False, torch.inf, 4, 16, 64)
     for found, right in zip(
         fused_ops.NORM_BACKWARD(packed.data, packed.ranges, *rest),
         fused_ops.norm_backward(packed.data, packed.ranges, *rest),
@@ -169,7 +175,7 @@ def test_a_norm_s_groups_may_not_be_larger_than_the_cache() -> None:
     if not ops.native():
         pytest.skip("the kernels are not loaded")
     packed = ops.quantize(tensor(2, 5000), 4, 5000, seed=1)
-    rest = (torch.ones(2, 5000), torch.ones(2), torch.ones(5000), True, 4, 16, 5000)
+    rest = (torch.ones(2, 5000), torch.ones(2), torch.ones(5000), True, torch.inf, 4, 16, 5000)
     with pytest.raises(RuntimeError, match="groups of at most 4096 elements, but got 5000"):
         fused_ops.NORM_BACKWARD(packed.data, packed.ranges, *rest)
 
@@ -286,7 +292,7 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
         "dequantize_mul": (packed.data, packed.ranges, x, 4, 16, 64),
         "pack_at_most": (x, 0.0),
         "gate": (x, ops.pack_bits(x <= 0), 0.1),
-        "norm_backward": (packed.data, packed.ranges, x, x[:, 0].clone(), x[0], True, 4, 16, 64),
+        "norm_backward": (packed.data, packed.ranges, x, x[:, 0].clone(), x[0], True, 0.5, 4, 16, 64),
         "batch_norm_backward": (packed.data, packed.ranges, x, x[0], x[1], True, False, 4, 16, 64),
         "softmax_backward": (packed.data, packed.ranges, x, 4, 16, 64),
         "cross_entropy_backward": (

@@ -71,9 +71,10 @@ def results(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 def normalized(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     grad = x.float().nan_to_num(1.0, 1.0).view(-1, 87)
     data, ranges = torch.ops.mesa_tune.quantize(grad, 4, 16, 256, 0, True, SEED)
-    rest = (grad, grad[:, :1].contiguous(), grad[0].contiguous(), True, 4, 16, 256)
-    for made in torch.ops.mesa_tune.norm_backward(data, ranges, *rest):
-        yield "norm_backward", made
+    rest = (grad[:, :1].contiguous(), grad[0].contiguous(), True, 2.0, 4, 16, 256)
+    for upward in (grad, grad.bfloat16(), grad.half()):
+        for made in torch.ops.mesa_tune.norm_backward(data, ranges, upward, *rest):
+            yield "norm_backward", made
     weight, sizes = grad[0], (4, 16, 256)
     for last, shape in ((True, grad.shape), (False, SHAPE)):
         channels = [each[: shape[1]].contiguous() for each in (grad[1], weight)]

@@ -24,7 +24,6 @@ from mesa_tune.engine.rebuild import Ingredients, Rebuild
 from mesa_tune.engine.saved import Total
 from mesa_tune.engine.tensors import cast, layout_of, scaled_rows, wanted
 from mesa_tune.ops import maps
-from mesa_tune.ops.flags import none_set
 from mesa_tune.ops.fused import NORM_BACKWARD
 
 Gradients = Callable[[Saved, Tensor, Tensor, Tensor], Grads]
@@ -91,9 +90,9 @@ def rows_backward(gradients: Gradients, centered: bool, saved: Saved, grad: Tens
     x, (rstd, weight, *_) = lossy[0], exact
     if x.codec is None or dtype is not None:
         return gradients(saved, x.whole(), rstd, grad)
-    if not rstd.is_cpu or none_set(_is_constant(rstd, eps)):
+    if x.dtype == grad.dtype:
         scale = grad.new_ones(shape) if weight is None else weight
-        grads = x.by_rows(NORM_BACKWARD, grad, rstd, scale, centered)
+        grads = x.by_rows(NORM_BACKWARD, grad, rstd, scale, centered, _constant_from(rstd, eps))
         if grads is not None:
             return wanted(grads, needs)
     pieces = x.rows(grad.dtype, len(shape))
@@ -120,10 +119,10 @@ def _in_slices(
     return dx, *[total.value for total in sums]
 
 
-def _is_constant(rstd: Tensor, eps: float | None) -> Tensor:
-    """Return which rows have no deviation, as far as float32 can tell: their |x̂| is below 2e-3."""
+def _constant_from(rstd: Tensor, eps: float | None) -> float:
+    """Return the `rstd` from which rows have no deviation as far as float32 can tell: |x̂| is below 2e-3."""
     least = torch.finfo(rstd.dtype).eps if eps is None else eps
-    return rstd >= (1 - 1e-6) / math.sqrt(least) if least > 0 else torch.isinf(rstd)
+    return (1 - 1e-6) / math.sqrt(least) if least > 0 else math.inf
 
 
 def _layer_norm_gradients(saved: Saved, x: Tensor, rstd: Tensor, grad: Tensor) -> Grads:
@@ -131,7 +130,7 @@ def _layer_norm_gradients(saved: Saved, x: Tensor, rstd: Tensor, grad: Tensor) -
     # In terms of x̂ the statistics are mean 0 and reciprocal deviation 1; the true r scales the result.
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(
         grad,
-        cast(x.masked_fill(_is_constant(rstd, eps), 0), dtype),
+        cast(x.masked_fill(rstd >= _constant_from(rstd, eps), 0), dtype),
         shape,
         torch.zeros_like(rstd),
         torch.ones_like(rstd),
@@ -148,7 +147,7 @@ def _rms_norm_gradients(saved: Saved, x: Tensor, rstd: Tensor, grad: Tensor) -> 
     """Without a fused kernel: PyTorch has none for the CPU."""
     (shape, eps, _), needs, _, (_, weight) = saved
     rows, inner = tuple(range(grad.dim() - len(shape))), tuple(range(-len(shape), 0))
-    normalized = x.to(rstd.dtype).masked_fill(_is_constant(rstd, eps), 0)
+    normalized = x.to(rstd.dtype).masked_fill(rstd >= _constant_from(rstd, eps), 0)
     wide = grad.to(rstd.dtype)
     dx = dw = None
     if needs[1]:
