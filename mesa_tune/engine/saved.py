@@ -132,13 +132,13 @@ class SavedTensor:
             return None
         return self._rows_per_start(width)
 
-    def samples(self, size: int) -> Iterator[Tensor]:
+    def samples(self, size: int, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
         """Yield the tensor in its layout, `size` samples at a time: a multiple of `sample_step`.
 
-        Each piece overwrites the one before.
+        Each piece overwrites the one before. `dtype`: another one to decode it in.
         """
         shape, strides = self.packing.shape, self.packing.strides
-        for _, run in self._decoded(shape[0], math.prod(shape[1:]), size):
+        for _, run in self._decoded(shape[0], math.prod(shape[1:]), size, dtype):
             part = (run.shape[0], *shape[1:])
             yield run.view(part) if strides is None else run.as_strided(part, strides)
 
@@ -167,9 +167,11 @@ class SavedTensor:
         assert self.spec is not None
         return self.spec.group_size // math.gcd(self.spec.group_size, width)
 
-    def _decoded(self, rows: int, width: int, size: int) -> Iterator[tuple[int, Tensor]]:
+    def _decoded(
+        self, rows: int, width: int, size: int, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield `size` rows of `width` elements at a time, each time after the number of the first."""
-        buffer = self.parts[0].new_empty(min(size, rows), width, dtype=self.packing.dtype)
+        buffer = self.parts[0].new_empty(min(size, rows), width, dtype=dtype or self.packing.dtype)
         for first in range(0, rows, size):
             part = buffer[: min(size, rows - first)]
             self.codec.decode_run(self.parts, first * width, part.numel(), self.spec, part)

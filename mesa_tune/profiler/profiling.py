@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -200,9 +201,9 @@ class _Profiling:
         """
         noise, policy = self.noise, next(self._uniform(_WHOLE_BITS), None)
         predicted = None if policy is None else priced.predict(policy).gradient_noise_ratio
-        if not (noise.measured and predicted):
+        factor = (noise.measured or 0.0) / (predicted * noise.relative) if predicted else 0.0
+        if not 0 < factor < math.inf:  # also NaN
             return traced
-        factor = noise.measured / (predicted * noise.relative)
         norms = tuple([factor * norm for norm in noise.norms])
         return _with(traced, replace(noise, norms=norms, scale=factor * noise.scale))
 

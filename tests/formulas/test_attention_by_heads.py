@@ -127,8 +127,8 @@ def test_gradients_of_16_bits_are_computed_in_32(
 def test_parts_are_decoded_by_the_sample(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, counts = SavedTensor.samples, []
 
-    def counted(self: SavedTensor, each: int) -> Iterator[Tensor]:
-        for place, some in enumerate(samples(self, each)):
+    def counted(self: SavedTensor, each: int, dtype: torch.dtype) -> Iterator[Tensor]:
+        for place, some in enumerate(samples(self, each, dtype)):
             whole = self.whole()[place * each : (place + 1) * each]
             assert torch.equal(some, whole)
             counts.append(whole.shape[0])
