@@ -218,6 +218,31 @@ def test_models_that_read_values_while_they_are_built_are_fine() -> None:
     assert mt.estimate(workload).saved_bytes == real_step(workload, None).saved_bytes
 
 
+class Tied(nn.Module):
+    """A language model whose output layer has the weights of its embedding, in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden = nn.Embedding(512, 256), nn.Linear(256, 256)
+        self.output = nn.Linear(256, 512, bias=False)
+        self.output.weight = self.embedding.weight
+        self.bfloat16()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.output(F.gelu(self.hidden(self.embedding(tokens))))
+        return logits
+
+
+@pytest.mark.parametrize("policy", [None, UNIFORM], ids=["plain", "uniform"])
+def test_a_model_may_change_its_dtype_while_it_is_built(policy: mt.Policy | None) -> None:
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    workload = mt.Workload(Tied, lambda count: torch.randint(512, (count, 64)), loss, batch_size=4)
+    estimated, real = mt.estimate(workload, policy), real_step(workload, policy)
+    assert (estimated.saved_bytes, estimated.peak_bytes) == (real.saved_bytes, real.peak_bytes)
+
+
 def saved_dtypes(profile: Profile) -> dict[str, set[str]]:
     saved: dict[str, set[str]] = {}
     for tensor in profile.tensors:

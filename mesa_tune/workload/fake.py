@@ -153,11 +153,20 @@ def _untruncated(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
     return tensor
 
 
+def _set_data(tensor: Tensor, converted: Tensor) -> None:
+    """Give `tensor` the data of `converted`, as modules do that convert parameters which are not fake.
+
+    Fake ones they swap, which PyTorch 2.13 refuses: it holds weak references to them itself.
+    """
+    tensor.data = converted.detach()
+
+
 @contextmanager
 def _building(mode: BytesOnly) -> Iterator[None]:
     """Make new tensors fake, except small ones; leave out the initializer that rejects by values."""
     untruncated = patch.object(torch.nn.init, "_no_grad_trunc_normal_", _untruncated)
-    with mode, _Building(), untruncated:  # type: ignore[no-untyped-call]
+    converting = patch.object(torch.utils, "swap_tensors", _set_data)
+    with mode, _Building(), untruncated, converting:  # type: ignore[no-untyped-call]
         yield
 
 
