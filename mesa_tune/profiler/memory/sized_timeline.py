@@ -92,10 +92,9 @@ class StepBytes:
         stores = used[sized.coded.layers] & self._runs(sized.coded) & ~self.deriving
         rows, stored = sized.coded.rows[stores], self.stored[sized.coded.layers[stores]]
         sizes = sized.packed_sizes.under(self.settings)[stored, sized.packed_sizes.positions[rows]]
+        # Layers with equal settings share a copy.
         copies, first = np.unique(rows * len(self.settings) + stored, return_index=True)
-        np.add.at(
-            total, copies // len(self.settings), sizes[first]
-        )  # layers with equal settings share a copy
+        np.add.at(total, copies // len(self.settings), sizes[first])
         return total
 
     @cached_property
