@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.engine.tensors import layout_of
+from mesa_tune.ops import fused
 from mesa_tune.profiler.memory.meter import Meter
 
 _ATEN = torch.ops.aten
@@ -39,6 +40,16 @@ _COPYING = {
         "native_layer_norm_backward",
         "upsample_bilinear2d_backward",
         "upsample_nearest2d_backward",
+    )
+}
+_COPYING |= {
+    op.kernel
+    for op in (
+        fused.BATCH_NORM_BACKWARD,
+        fused.DEQUANTIZE_MUL,
+        fused.LINEAR_BACKWARD,
+        fused.NORM_BACKWARD,
+        fused.SOFTMAX_BACKWARD,
     )
 }
 _UNCAST = {_ATEN.where.self: 0, _ATEN.masked_fill.Scalar: 1, _ATEN.masked_fill.Tensor: 1}
