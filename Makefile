@@ -26,7 +26,7 @@ ops := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops
 	formulas/test_fused*.py codecs/test_codecs.py codecs/test_codec_drop.py codecs/test_codec_mixed.py codecs/test_codec_running.py))
 preloaded = $(shell $(or $(CXX),c++) -print-file-name=libasan.so) $(shell $(or $(CXX),c++) -print-file-name=libstdc++.so)
 
-.PHONY: help demo test sweep lint cuda-check bench sanitize wheel-check format install
+.PHONY: help demo test sweep lint cuda-check bench gpu sanitize wheel-check format install
 
 help:
 	@echo 'make demo         profiles, searches, verifies, trains and reports on real data; writes mesa-run/report.html'
@@ -35,6 +35,7 @@ help:
 	@echo 'make lint         runs ruff, mypy, pyright and clang-format'
 	@echo 'make cuda-check   compiles the CUDA kernels if there is nvcc, and looks for spilled registers'
 	@echo 'make bench        runs every benchmark, and adds to benchmarks/results/'
+	@echo 'make gpu          tests and measures on one NVIDIA GPU, in 25 minutes; a second run goes on'
 	@echo 'make sanitize     runs the tests of the ops on kernels built with AddressSanitizer and UBSan (gcc)'
 	@echo 'make wheel-check  builds the wheel in dist/, and tests it without source, compiler and AVX'
 	@echo 'make format       formats the code with ruff and clang-format'
@@ -73,7 +74,12 @@ format: .venv/.packages
 	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(bin)/clang-format -i
 
 bench: .venv/.kernels
-	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(bin)/python "$$file"; done
+	@for file in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(bin)/python "$$file"; done
+
+# Where there is no package registry: build the kernels with `python setup.py build_ext --inplace`, then run the
+# program itself with the Python that has torch.
+gpu: .venv/.kernels
+	$(bin)/python benchmarks/gpu.py
 
 # The sanitized build is a separate package, so the kernels built in place stay; `cd` makes Python import it.
 # Leaks are not detected, because torch and Python never free some memory.
