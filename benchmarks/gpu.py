@@ -34,6 +34,7 @@ from zoo import ZOO, ZooModel, configured, workload
 import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.profiler.entries import fast_grid
+from mesa_tune.profiler.memory.meter import unless_out_of_memory
 
 MINUTES, LONGEST_S = 25, 540
 BILLION = {
@@ -196,7 +197,7 @@ def _memory_budget(budget: float) -> Any:
 def guarded(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what `measure` returns, or its error; free the device's memory afterwards."""
     try:
-        return measure()
+        return unless_out_of_memory(measure) or {"error": "out of memory"}
     except Exception as error:  # noqa: BLE001 (whatever one way raises belongs to the results)
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     finally:
@@ -237,7 +238,7 @@ def bisected(works: Callable[[int], bool], guess: int) -> int:
 
 def trains(name: str, policy: mt.Policy | None, batch: int, setting: Setting) -> bool:
     """Return whether two steps at this batch size fit in memory."""
-    return "error" not in guarded(lambda: {"s": rate(name, policy, batch, setting, rounds=1)})
+    return unless_out_of_memory(lambda: rate(name, policy, batch, setting, rounds=1)) is not None
 
 
 def rate(name: str, policy: mt.Policy | None, batch: int, setting: Setting, rounds: int = 3) -> float:

@@ -27,15 +27,14 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Ten
   const Tensor deviations = widened(rstd), scale = widened(weight);
   Tensor dx = empty_tensor_like(dense_grad);
   Tensor dw = empty_tensor_like(scale), db = empty_tensor_like(scale);
-  const NormBackward task{dense_grad.const_data_ptr(),
+  const NormBackward task{strided(dense_grad, s),
                           float_data(deviations, dense_grad, rows, "reciprocal deviations"),
                           float_data(scale, dense_grad, inner, "weight"),
                           static_cast<float>(limit),
                           rows,
                           inner,
                           centered,
-                          dtype_of(dense_grad.scalar_type()),
-                          dx.mutable_data_ptr(),
+                          strided(dx, dx.mutable_data_ptr(), s),
                           static_cast<float*>(dw.mutable_data_ptr()),
                           static_cast<float*>(db.mutable_data_ptr())};
   cpu::norm_backward(task, packed, s);

@@ -10,6 +10,7 @@
 
 #include "decoded.h"
 #include "lanes.h"
+#include "tile.h"
 
 namespace mesa_tune::cpu {
 namespace {
@@ -56,31 +57,14 @@ struct Rows {
   int64_t inner;
 };
 
-template <class Type>
-MESA_TUNE_INLINE void cast_row_backward(const NormBackward& task, int64_t row, const float* x, Rows& buffer,
-                                        float* dw, float* db) {
-  const int64_t inner = task.inner;
-  const auto* __restrict grad = static_cast<const typename Type::Storage*>(task.grad) + row * inner;
-  auto* __restrict dx = static_cast<typename Type::Storage*>(task.dx) + row * inner;
-  float* __restrict wide_grad = buffer.grad(), * __restrict wide_dx = buffer.dx();
-  for (int64_t i = 0; i < inner; ++i) wide_grad[i] = Type::load(grad[i]);
-  row_backward(task, row, wide_grad, x, wide_dx, dw, db);
-  for (int64_t i = 0; i < inner; ++i) dx[i] = Type::store(wide_dx[i]);
-}
-
 MESA_TUNE_INLINE void any_row_backward(const NormBackward& task, int64_t row, const float* xhat, Rows& buffer,
                                        float* dw, float* db) {
-  const float* x = task.rstd[row] >= task.limit ? buffer.zeros() : xhat;
   const int64_t first = row * task.inner;
-  switch (task.dtype) {
-    case Dtype::kFloat:
-      return row_backward(task, row, static_cast<const float*>(task.grad) + first, x,
-                          static_cast<float*>(task.dx) + first, dw, db);
-    case Dtype::kHalf:
-      return cast_row_backward<Half>(task, row, x, buffer, dw, db);
-    case Dtype::kBFloat16:
-      return cast_row_backward<BFloat16>(task, row, x, buffer, dw, db);
-  }
+  const float* x = task.rstd[row] >= task.limit ? buffer.zeros() : xhat;
+  const float* grad = load(task.grad, 0, first, task.inner, buffer.grad());
+  float* dx = direct(task.dx) ? address(task.dx, 0, first) : buffer.dx();
+  row_backward(task, row, grad, x, dx, dw, db);
+  if (dx == buffer.dx()) store(dx, 0, first, task.inner, task.dx);
 }
 
 // Portions [from, to) of the rows: their dx, and their sums for dw and db.

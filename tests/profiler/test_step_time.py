@@ -159,6 +159,13 @@ def test_one_disturbed_turn_counts_for_nothing() -> None:
     assert times.added == {"fc": pytest.approx(1.0)}
 
 
+def test_a_model_that_is_one_layer_has_a_time() -> None:
+    exact: Spans = {"": 6.0}
+    packed: Spans = {"": 8.0}
+    times = summarized([Turn([(6.0, 6.0, 8.0, 8.0)], exact, [packed] * TIMES_COMPRESSED)])
+    assert times.added == {"": pytest.approx(2.0)}
+
+
 def test_layers_share_what_spans_miss_of_whole_steps_by_their_time() -> None:
     exact: Spans = {"fc": 4.0, "act": 2.0}
     packed: Spans = {"fc": 6.0, "act": 2.0}

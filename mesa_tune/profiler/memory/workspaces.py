@@ -32,25 +32,22 @@ from mesa_tune.profiler.memory.meter import Meter
 
 _ATEN = torch.ops.aten
 _COPYING = {
-    getattr(_ATEN, name).default
-    for name in (
-        "_log_softmax",
-        "_softmax",
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "upsample_bilinear2d_backward",
-        "upsample_nearest2d_backward",
-    )
-}
-_COPYING |= {
-    op.kernel
-    for op in (
-        fused.BATCH_NORM_BACKWARD,
-        fused.DEQUANTIZE_MUL,
-        fused.LINEAR_BACKWARD,
-        fused.NORM_BACKWARD,
-        fused.SOFTMAX_BACKWARD,
-    )
+    *(
+        getattr(_ATEN, name).default
+        for name in (
+            "_log_softmax",
+            "_softmax",
+            "native_layer_norm",
+            "native_layer_norm_backward",
+            "upsample_bilinear2d_backward",
+            "upsample_nearest2d_backward",
+        )
+    ),
+    fused.BATCH_NORM_BACKWARD.kernel,
+    fused.DEQUANTIZE_MUL.kernel,
+    fused.LINEAR_BACKWARD.kernel,
+    fused.NORM_BACKWARD.kernel,
+    fused.SOFTMAX_BACKWARD.kernel,
 }
 _UNCAST = {_ATEN.where.self: 0, _ATEN.masked_fill.Scalar: 1, _ATEN.masked_fill.Tensor: 1}
 """Pointwise functions with an argument, by its position, that is read in its own dtype."""

@@ -62,10 +62,7 @@ class _Seen:
 
 @dataclass
 class BlockWatch:
-    """Watches the modules `names` of a model in plain steps; `options`: settings of the packed inputs.
-
-    `exact`: whether the forward at hand is one of the plain model.
-    """
+    """Watches the modules `names` of a model in plain steps; `options`: settings of the packed inputs."""
 
     model: nn.Module
     names: Sequence[str]
@@ -73,7 +70,6 @@ class BlockWatch:
     options: Sequence[LayerSettings]
     seen: dict[str, _Seen] = field(default_factory=dict)
     forwards: int = 0
-    exact: bool = True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -89,19 +85,22 @@ class BlockWatch:
             for handle in handles:
                 handle.remove()
 
+    @property
+    def _is_plain(self) -> bool:
+        return conversion_of(self.model) is None
+
     def _count(self, *_: Any) -> None:
-        self.exact = conversion_of(self.model) is None
-        self.forwards += self.exact
+        self.forwards += self._is_plain
 
     def _begin(self, seen: _Seen, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.exact:
+        if not self._is_plain:
             return
         if not seen.calls:
             self._inspect(seen, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
         seen.begin = self.clock.now()
 
     def _end(self, seen: _Seen, _: nn.Module, __: Any, output: Any) -> None:
-        if not self.exact:
+        if not self._is_plain:
             return
         assert seen.begin is not None
         seen.calls.append((seen.begin, self.clock.now()))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.entries import Derivation, LayerEntry
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.timing.option_times import means
+from mesa_tune.profiler.timing.option_times import form, means
 
 
 def with_deriving_times(
@@ -34,17 +34,13 @@ def with_deriving_times(
     }
     shares = Counter(name for one in profile.derivations for name in _names(one))
     found = [_call_ms(one, more, shares, settings) for one in profile.derivations]
-    forms = [tuple([_form(by_name[name]) for name in _names(one)]) for one in profile.derivations]
+    forms = [tuple([form(by_name[name]) for name in _names(one)]) for one in profile.derivations]
     for one, ms in zip(profile.derivations, means(found, forms), strict=True):
         yield replace(one, call_ms=ms or 0.0)
 
 
 def _names(derivation: Derivation) -> list[str]:
     return list(dict.fromkeys((*derivation.layers, *derivation.takers)))
-
-
-def _form(layer: LayerEntry) -> tuple[object, ...]:
-    return layer.tag, layer.shape, layer.own_bytes
 
 
 def _call_ms(

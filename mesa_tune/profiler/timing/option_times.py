@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,16 +22,19 @@ POLISHES = 3
 """How often the factors of rows and columns of times are found again."""
 
 
-def means(values: Sequence[float | None], forms: Sequence[Hashable]) -> list[float | None]:
+def form(layer: LayerEntry) -> Hashable:
+    """Return what layers have in common that take equal times."""
+    return layer.tag, layer.shape, layer.own_bytes
+
+
+def means(values: Sequence[float | None], forms: Iterable[Hashable]) -> list[float | None]:
     """Return for each value the mean of those of the same form that are known; None where it is None."""
+    pairs = list(zip(values, forms, strict=True))
     known: dict[Hashable, list[float]] = defaultdict(list)
-    for value, form in zip(values, forms, strict=True):
+    for value, alike in pairs:
         if value is not None:
-            known[form].append(value)
-    return [
-        None if value is None else statistics.fmean(known[form])
-        for value, form in zip(values, forms, strict=True)
-    ]
+            known[alike].append(value)
+    return [None if value is None else statistics.fmean(known[alike]) for value, alike in pairs]
 
 
 def smoothed(layers: Sequence[LayerEntry]) -> list[LayerEntry]:

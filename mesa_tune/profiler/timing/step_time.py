@@ -37,7 +37,7 @@ from mesa_tune.policy.settings import EXACT, MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import REFERENCE_GROUP, LayerEntry, comparable_group_size
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timing.deriving import with_deriving_times
-from mesa_tune.profiler.timing.option_times import means, smoothed
+from mesa_tune.profiler.timing.option_times import form, means, smoothed
 from mesa_tune.workload.boundaries import StepEvents
 from mesa_tune.workload.clock import Clock, Mark
 from mesa_tune.workload.session import Session
@@ -180,7 +180,10 @@ def summarized(turns: Sequence[Turn]) -> StepTimes:
     slices = _quartile(sliced) - exact if sliced else None
     cut = [[turn.exact, *turn.packed] for turn in turns]
     derived = [[turn.exact, turn.deriving] for turn in turns if turn.deriving is not None]
-    deriving = _added(derived, paces, packed.pop() - exact) if derived else {}
+    deriving: dict[str, float] = {}
+    if derived:
+        *packed, whole = packed
+        deriving = _added(derived, paces, whole - exact)
     added = _added(cut, paces, sum(ms - exact for ms in packed))
     mean = {name: ms / TIMES_COMPRESSED for name, ms in added.items()}
     return StepTimes(plain, exact - plain, mean, slices, deriving)
@@ -193,7 +196,9 @@ def _added(turns: Sequence[Sequence[Spans]], paces: Sequence[float], whole: floa
     is when it is at its fastest. `whole`: what steps of all kinds take longer than exact ones. What spans
     miss of it belongs to layers by their share of time.
     """
-    layers = dict.fromkeys(name for _, *packed in turns for spans in packed for name in spans if name)
+    layers = dict.fromkeys(
+        name for _, *packed in turns for spans in packed for name in spans if name is not None
+    )
     times = {
         name: [
             _quartile([spans.get(name, 0.0) * pace for spans, pace in zip(steps, paces, strict=True)])
@@ -325,10 +330,7 @@ def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> P
     """Return the profile with these times, measured under `settings`, and smoother times of options."""
     hooked, layers = profile.timeline.hooked, smoothed(profile.layers)
     # A search must not choose among equal blocks by what other work on the machine did to some of them.
-    alike = means(
-        [_call_ms(one, times, settings, hooked) for one in layers],
-        [(one.tag, one.shape, one.own_bytes) for one in layers],
-    )
+    alike = means([_call_ms(one, times, settings, hooked) for one in layers], map(form, layers))
     layers = [replace(one, call_ms=ms) for one, ms in zip(layers, alike, strict=True)]
     return replace(
         profile,
