@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mesa_tune.codecs.spec import Memory, Spec
 from mesa_tune.ops import reference
+from mesa_tune.ops.devices import on_cpu
 from mesa_tune.ops.fused import QUANTIZE_MAP, Fused
 from mesa_tune.ops.maps import KINDS, Deferred
 
@@ -73,7 +74,7 @@ def fused(op: Fused, parts: Sequence[Tensor], arguments: Sequence[Any], spec: Sp
     dtypes = map(getattr, (ranges, *arguments), _DTYPE, _NONE)
     if spec.quant_groups or not (_FLOATS - op.dtypes).isdisjoint(dtypes):
         return None
-    if not op.everywhere and not (data.is_cpu and spec.group_size <= LARGEST_GROUP):
+    if not op.everywhere and not (on_cpu(data) and spec.group_size <= LARGEST_GROUP):
         return None
     return op.kernel(data, ranges, *arguments, spec.bits, spec.levels, spec.group_size)
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mesa_tune.ops.devices import on_cpu
+
 
 def wanted(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Return the gradients that are needed, of a kernel that computes them for all inputs at once."""
@@ -30,7 +32,7 @@ def scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
     """
     count = factors.numel()
     rows, column = x.reshape(count, x.numel() // max(1, count)), factors.reshape(-1, 1)
-    if not x.is_cpu or x.dtype == factors.dtype or torch.compiler.is_compiling():
+    if not on_cpu(x) or x.dtype == factors.dtype or torch.compiler.is_compiling():
         return rows.mul_(column).view(x.shape)
     height = max(1, _PIECE // max(1, rows.shape[1]))
     for part, factor in zip(rows.split(height), column.split(height), strict=True):

@@ -19,6 +19,7 @@ from mesa_tune.engine.call import Call, autocast_dtype
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.saved import SavedTensor, Total
 from mesa_tune.engine.tensors import cast, layout_of, wanted
+from mesa_tune.ops.devices import on_cpu
 
 Size = int | Sequence[int]
 
@@ -112,7 +113,7 @@ def _placeholder(
 def _has_memory(tensor: Tensor) -> bool:
     """Return whether this is a tensor on the CPU, and no wrapper of others such as a DTensor."""
     plain = type(tensor) in (Tensor, FakeTensor) and not is_functorch_wrapped_tensor(tensor)
-    return plain and tensor.device.type == "cpu"
+    return plain and on_cpu(tensor)
 
 
 def _paddings(

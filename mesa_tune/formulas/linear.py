@@ -20,6 +20,7 @@ from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Rout
 from mesa_tune.engine.saved import SavedTensor, Total
 from mesa_tune.engine.storage import pack_zero_rows, without_zero_rows
 from mesa_tune.engine.tensors import cast, wanted
+from mesa_tune.ops.devices import on_cpu
 from mesa_tune.ops.fused import LINEAR_BACKWARD
 
 LOGITS = 6
@@ -61,7 +62,7 @@ def fused_backward(
     """Return the gradients of the input `(*, in)`, the weight `(out, in)`, or, `transposed`, `(in, out)`, and
     the bias, made in one pass over the packed input; None where that is not possible.
     """
-    possible = x.packing.packed and grad.is_cpu and grad.dtype == torch.float32 and x.is_row_major()
+    possible = x.packing.packed and on_cpu(grad) and grad.dtype == torch.float32 and x.is_row_major()
     if not possible or grad.shape[-1] * x.shape[-1] > LARGEST_WEIGHT:
         return None
     factor = None if weight is None else weight.whole()

@@ -25,6 +25,7 @@ from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Route
 from mesa_tune.engine.head import Logits, is_made_by_head, logits_of
 from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.cross_entropy import class_axis, cross_entropy, mean_divisor, soft_counts, wide_dtype
+from mesa_tune.ops.devices import on_cpu
 from mesa_tune.ops.fused import by_target
 
 _IGNORED = -100
@@ -37,7 +38,7 @@ def forward(
     """`head`: input, weight and bias of the linear layer, the rows, and the probe of `Logits`."""
     reduction, ignore, smoothing, tile, _ = static
     options: Any = {"ignore_index": ignore, "reduction": reduction}
-    sliceable = logits.is_cpu and logits.dim() == 2 and weight is None
+    sliceable = on_cpu(logits) and logits.dim() == 2 and weight is None
     if sliceable and smoothing == 0 and not target.is_floating_point():
         y = _in_slices(logits, target, tile, options)
     else:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from mesa_tune.ops.devices import on_cpu
+
 
 class BytesOnly(FakeTensorMode):
     """Fake tensors of a training step of which only bytes are asked. Real tensors may meet them."""
@@ -22,4 +24,4 @@ def none_set(flags: Tensor) -> bool:
     """
     if type(flags) is Tensor:
         return flags.is_cpu and not torch.compiler.is_compiling() and not flags.any()
-    return isinstance(flags, FakeTensor) and isinstance(flags.fake_mode, BytesOnly)
+    return on_cpu(flags) and isinstance(flags, FakeTensor) and isinstance(flags.fake_mode, BytesOnly)

@@ -238,5 +238,5 @@ class TracedWorkload:
             yield f"bytes of {small!r} are estimates: {why}"
         excess, layer = self.timeline.excess()
         if excess:
-            where = f"peaks near {layer!r} are estimates"
-            yield f"{where}: saved tensors exceed the traced step by {excess} bytes"
+            where = "peaks between layers" if layer is None else f"peaks near {layer!r}"
+            yield f"{where} are estimates: saved tensors exceed the traced step by {excess} bytes"

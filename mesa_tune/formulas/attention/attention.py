@@ -25,6 +25,7 @@ from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.attention import by_heads
 from mesa_tune.formulas.attention.by_heads import Scores
 from mesa_tune.formulas.attention.traced import traced_gradients, written_out
+from mesa_tune.ops.devices import on_cpu
 
 
 def forward(
@@ -44,7 +45,7 @@ def forward(
 
 def _saves_bits(q: Tensor) -> bool:
     """Whether P is there as a whole in PyTorch's own forward with dropout, or no random state can be read."""
-    return q.is_cpu or torch.compiler.is_compiling()
+    return on_cpu(q) or torch.compiler.is_compiling()
 
 
 def _dropped(static: Static, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.engine.formula import Grads, Needs
 from mesa_tune.engine.saved import SavedTensor
+from mesa_tune.ops.devices import on_cpu
 from mesa_tune.ops.fused import ATTENTION_BACKWARD
 
 HEADS_A_THREAD = 16
@@ -63,7 +64,7 @@ def serves(shapes: Sequence[Shape], grad: Tensor) -> bool:
     if not (_NATIVE and alike and math.prod(q) * k[2] > 0 < v[3]):
         return False
     served = grad.dtype == torch.float32 or (grad.element_size() == 2 and not _has_matrix_unit())
-    return grad.is_cpu and served and q[0] * q[1] >= torch.get_num_threads()
+    return on_cpu(grad) and served and q[0] * q[1] >= torch.get_num_threads()
 
 
 @cache

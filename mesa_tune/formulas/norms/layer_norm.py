@@ -24,6 +24,7 @@ from mesa_tune.engine.rebuild import Ingredients, Rebuild
 from mesa_tune.engine.saved import Total
 from mesa_tune.engine.tensors import cast, layout_of, scaled_rows, wanted
 from mesa_tune.ops import maps
+from mesa_tune.ops.devices import on_cpu
 from mesa_tune.ops.fused import NORM_BACKWARD
 
 Gradients = Callable[[Saved, Tensor, Tensor, Tensor], Grads]
@@ -202,7 +203,7 @@ def group_norm_forward(
 ) -> Result:
     groups, eps, dtype = static
     source, weight, bias = cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype)
-    layout = layout_of(source) if x.device.type == "cpu" else torch.contiguous_format
+    layout = layout_of(source) if on_cpu(x) else torch.contiguous_format
     source = source.contiguous(memory_format=layout)
     y, mean, rstd = torch.native_group_norm(source, weight, bias, *_sizes(source), groups, eps)
     if not (needs[0] or needs[1]):

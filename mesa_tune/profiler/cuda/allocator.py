@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
+from mesa_tune.profiler.cuda.reductions import reduction_bytes, this_processor
 from mesa_tune.profiler.memory.meter import Meter
 
 MIB = 1 << 20
@@ -110,7 +111,7 @@ def _merged(first: Block, second: Block) -> Block:
 
 
 class AllocatorMeter(Meter):
-    """A meter that passes every birth and death of a storage to a simulated allocator.
+    """A meter that passes every birth and death of a storage, and partial sums, to a simulated allocator.
 
     `older` and `others`: tensors and storages that exist already, in the order in which they were made.
     """
@@ -119,7 +120,13 @@ class AllocatorMeter(Meter):
         super().__init__()
         self.allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
+        self._processor = this_processor()
         self.count_older(older, others)
+
+    def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        size = reduction_bytes(func, args, self._processor)
+        if size:
+            self.allocator.release(self.allocator.allocate(size))
 
     def _resize(self, birth: Any, size: int) -> None:
         if size != birth.bytes:

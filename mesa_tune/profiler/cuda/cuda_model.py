@@ -3,10 +3,9 @@
 What is hard: a PyTorch without CUDA cannot run autograd on tensors of that device, fake ones included. So
 the step runs on the CPU, and the functions that save something else on CUDA are replaced: attention (flash,
 memory-efficient), dropout (a mask of bytes), and what autocast runs in float32. Optimizers update all
-parameters at once. No GPU has checked it yet.
+parameters at once. Of our own kernels, those run that CUDA has.
 
-Not in the model: cuDNN's recurrent layers, workspaces of libraries, and, under a policy, kernels of ours that
-exist on one of the two devices only.
+Not in the model: cuDNN's recurrent layers, and workspaces of libraries.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+
+from mesa_tune.ops.devices import as_on_cuda
 
 _ATEN: Any = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -38,7 +39,7 @@ _IN_FLOAT32 = (
 @contextmanager
 def cuda_functions() -> Iterator[None]:
     """Run functions of CPU tensors, for the body, as CUDA's kernels save for backward."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with as_on_cuda(), torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
         for name in _IN_FLOAT32:

@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from mesa_tune.engine.tensors import layout_of
 from mesa_tune.ops import fused
+from mesa_tune.ops.devices import on_cpu
+from mesa_tune.profiler.cuda.reductions import reduction_bytes, this_processor
 from mesa_tune.profiler.memory.meter import Meter
 
 _ATEN = torch.ops.aten
@@ -78,12 +80,14 @@ class WorkspaceMeter(Meter):
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Return about the most bytes that a call on the CPU takes besides its tensors; 0 on other devices."""
+    """Return about the most bytes that a call takes besides its tensors; on CUDA those of partial sums."""
+    if args and isinstance(args[0], Tensor) and not on_cpu(args[0]):
+        return reduction_bytes(func, args, this_processor())
     is_pointwise = torch.Tag.pointwise in func.tags and isinstance(result, Tensor)
     if not (is_pointwise or func in _CONVOLUTIONS or func in _COPYING):
         return 0
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    if not tensors or tensors[0].device.type != "cpu":
+    if not tensors:
         return 0
     if func is _ATEN.convolution.default:
         x, weight, _, *options = args
