@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mesa_tune.ops.maps import KINDS
+from mesa_tune.ops.reference.windows import Windows
 
 Sizes = tuple[int, int, int, int]  # bits, levels, group_size, quant_groups
 
@@ -131,6 +132,29 @@ def rows_of_zeros(dtype: torch.dtype) -> Iterator[Tensor]:
         x[0, 1::2], x[1, 3:], x[2] = 0.0, -0.0, 0.0
         x[1, 5, width // 2], x[1, 9, -1], x[2, 10, 0] = math.nan, torch.finfo(dtype).tiny, math.inf
         yield from (x, x.transpose(0, 1), x.transpose(1, 2), x[..., ::2], x[1, 9], x[:0])
+
+
+Pooled = tuple[Tensor, list[Windows]]  # a max pool's indices, and its windows
+
+
+def windows() -> Iterator[Pooled]:
+    """Positions in windows of all kinds, of 1 to 32 bits; planes that begin at odd addresses."""
+    line, plane = Windows(61, 31, 3, 1, 2, 1), Windows(9, 4, 3, 1, 0, 0)
+    dilated, small = Windows(20, 7, 5, 3, 2, 3), Windows(7, 1, 1, 1, 1, 0)
+    large = [Windows(90_000, 5, 65_536, 1, 4_000, 0), Windows(50_000, 3, 40_000, 1, 3_000, 5)]
+    many = [line, line]  # more threads than two blocks have
+    pools = ((2, 3, [line]), (5, 1, [small]), (3, 1, [line, plane]), (2, 1, [dilated, plane, line]))
+    for *lead, axes in (*pools, (3, 1, large), (9, 1, many), (0, 1, many)):
+        indices = torch.zeros(*lead, *(axis.number for axis in axes), dtype=torch.int64)
+        for dim, axis in enumerate(axes):
+            start = axis.starts(indices.device)
+            first = (-start).clamp(min=0).add(axis.step - 1) // axis.step
+            count = ((axis.size - 1 - start) // axis.step).clamp(max=axis.extent - 1) + 1 - first
+            along = [-1] + [1] * (len(axes) - 1 - dim)
+            start, first, count = (each.view(along) for each in (start, first, count))
+            share = torch.rand(indices.shape, generator=torch.Generator().manual_seed(dim)).double()
+            indices = indices * axis.size + start + axis.step * (first + (share * count).long())
+        yield indices, axes
 
 
 def curves(kind: str) -> Iterator[Mapped]:

@@ -3,7 +3,7 @@
 Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
 pack_windows, unpack_windows, quantize_samples, dequantize_samples}`. They are pure. Their default kernels are
 in `mesa_tune.ops.reference.codecs` and `mesa_tune.ops.reference.windows`. The native library has CPU kernels
-for all but the last two.
+for all but the last two, and CUDA kernels for the windows.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
 // csrc/cuda for Python's ctypes.
 
+#include "pack_windows.h"
 #include "quantize.h"
 
 namespace {
@@ -55,5 +56,15 @@ void pack_zero_rows(const Problem* p, int64_t rows, int64_t width) {
 
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask) {
   mesa_tune::cuda::unpack_bits(data, numel, mask, nullptr);
+}
+
+void pack_windows(const int64_t* indices, int64_t numel, const mesa_tune::cuda::FewWindows* windows,
+                  uint8_t* data) {
+  mesa_tune::cuda::pack_windows(indices, numel, *windows, data, nullptr);
+}
+
+void unpack_windows(const uint8_t* data, int64_t numel, const mesa_tune::cuda::FewWindows* windows,
+                    int64_t* indices) {
+  mesa_tune::cuda::unpack_windows(data, numel, *windows, indices, nullptr);
 }
 }

@@ -14,6 +14,8 @@ import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import maps, reference
+from mesa_tune.ops.codecs import RAW
+from mesa_tune.ops.reference.windows import flattened
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
 from tests.ops.test_ops_kernels import same_bytes, same_numbers
@@ -153,6 +155,16 @@ def test_masks(numel: int) -> None:
     assert torch.equal(ops.unpack_bits(packed, mask.shape).cpu(), mask)
 
 
+def test_windows() -> None:
+    for indices, windows in cuda_cases.windows():
+        flat = flattened(windows)
+        packed = RAW.pack_windows(on_gpu(indices), flat)
+        assert torch.equal(packed.cpu(), RAW.pack_windows(indices, flat))
+        assert torch.equal(RAW.unpack_windows(packed, flat, indices.shape).cpu(), indices)
+    with pytest.raises(RuntimeError, match="expected at most 3 dimensions on CUDA"):
+        RAW.pack_windows(torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cuda"), [1, 1, 1, 1, 1, 0] * 4)
+
+
 def test_memory_that_is_given_is_used() -> None:
     x, y = randn(2, 3000).cuda()
     first = ops.quantize(x, 4, seed=1)
@@ -255,6 +267,8 @@ def test_the_host_does_not_wait_for_the_kernels() -> None:
     for options in kinds:
         ops.dequantize(ops.quantize(x.t() if options else x, 4, **options))
     ops.unpack_bits(ops.pack_bits(x > 0), x.shape)
+    windows = [1, 300, 1, 1, 0, 0]
+    RAW.unpack_windows(RAW.pack_windows(x.long(), windows), windows, x.shape)
     seed, rstd = torch.ones(1, dtype=torch.int64, device="cuda"), torch.ones(64, device="cuda")
     for group_size in (256, 100):
         sizes = (4, 16, group_size)

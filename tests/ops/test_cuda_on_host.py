@@ -23,13 +23,15 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import maps, reference
+from mesa_tune.ops.reference import windows as reference_windows
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
 from tests.ops.test_ops_kernels import same_bytes, same_numbers, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ("quantize", "quantize_map", "ends", "pack_bits", "pack_windows", "pack_zero_rows")
 SOURCES = (
-    *(f"csrc/cuda/{name}.cu" for name in ("quantize", "quantize_map", "ends", "pack_bits", "pack_zero_rows")),
+    *(f"csrc/cuda/{name}.cu" for name in KERNELS),
     "tests/cuda_on_host/kernels.cpp",
 )
 FLAGS = (
@@ -65,6 +67,12 @@ class Map(ctypes.Structure):
         *((name, c_void_p) for name in ("mean", "rstd")),
         *((name, c_int64) for name in ("inner", "count")),
     )
+
+
+class FewWindows(ctypes.Structure):
+    """`FewWindows` of csrc/pack_windows.h."""
+
+    _fields_ = (("axes", c_int64 * 18), ("dims", c_int64), ("planes", c_int64))
 
 
 @pytest.fixture(scope="module", name="kernels")
@@ -237,3 +245,19 @@ def test_masks(kernels: Kernels) -> None:
         back = torch.zeros(numel, dtype=torch.bool)
         kernels.unpack_bits(c_void_p(packed.data_ptr()), c_int64(numel), c_void_p(back.data_ptr()))
         assert torch.equal(back, mask)
+
+
+def test_windows(kernels: Kernels) -> None:
+    for indices, windows in cuda_cases.windows():
+        flat = reference_windows.flattened(windows)
+        planes = reference_windows.offset_bits(flat)
+        few = ctypes.byref(FewWindows((c_int64 * 18)(*flat), len(windows), planes))
+        numel = indices.numel()
+        size = planes * reference.plane_bytes(numel)
+        memory = torch.full((size + 1,), 0xAA, dtype=torch.uint8)
+        packed, back = memory[:-1], torch.full_like(indices, -7)
+        kernels.pack_windows(c_void_p(indices.data_ptr()), c_int64(numel), few, c_void_p(packed.data_ptr()))
+        assert torch.equal(packed, reference_windows.pack_windows(indices, flat))
+        assert memory[-1] == 0xAA
+        kernels.unpack_windows(c_void_p(packed.data_ptr()), c_int64(numel), few, c_void_p(back.data_ptr()))
+        assert torch.equal(back, indices)
