@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -91,7 +92,31 @@ class FakeWorkload(Workload):
 
     def compute_loss(self, model: nn.Module, batch: Any, *, check: bool = True) -> Tensor:
         """Return the fake loss; its value is never checked."""
-        return super().compute_loss(model, batch, check=False)
+        with _positions_follow(batch):
+            return super().compute_loss(model, batch, check=False)
+
+
+@contextmanager
+def _positions_follow(batch: Any) -> Iterator[None]:
+    """Let transformers know that positions which a model counts itself pack no sequences into one.
+
+    It asks their values, and makes a mask where they are fake. Positions of the batch may pack some.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if masks is None or not hasattr(masks, name):
+        yield
+        return
+    find = getattr(masks, name)
+    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+
+    def found(position_ids: Tensor) -> Tensor | None:
+        is_given = position_ids.untyped_storage()._cdata in given
+        packed: Tensor | None = find(position_ids) if is_given else None
+        return packed
+
+    with patch.object(masks, name, found):
+        yield
 
 
 def faked(mode: BytesOnly, tensor: Tensor) -> Tensor:
