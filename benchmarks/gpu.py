@@ -6,8 +6,8 @@
 
 Each unit runs in a process of its own, for 9 minutes at most. Run again, it goes on: a unit that has a result
 of the same code on the same device is left out. Nothing is downloaded. The units: the tests that need a GPU;
-codecs beside `copy_`; steps of four models, eager and compiled, plain and in other ways, with their predicted
-and their allocated memory; the largest batch under a limit, promised and true, and samples per second at it.
+memory, predicted and allocated; codecs beside `copy_`; steps of four models in several ways; the largest
+batch under a limit, promised and true, and samples per second at it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,8 @@ from mesa_tune.profiler.memory.meter import unless_out_of_memory
 
 MINUTES, LONGEST_S = 25, 540
 LONG_S, FEWEST = 5.0, 3
-BILLION = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 8192,
-    "vocab_size": 32_000,
-    "use_cache": False,
-}
+BILLION = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+BILLION |= {"intermediate_size": 8192, "vocab_size": 32_000, "use_cache": False}
 ZOO["llama_1b"] = ZooModel(
     "Llama-style, 1 B",
     configured("LlamaConfig", "LlamaForCausalLM", BILLION, {}),
@@ -77,6 +70,7 @@ SIZES = {
 }
 LIMIT, SMALL_LIMIT = 16 * 10**9, 32 * 10**6
 BUDGETS = ("50%", "65%", "80%")
+WAYS = {"plain": KINDS["plain"], "uniform 4 bits": KINDS["uniform 16"]}
 
 
 def tests(setting: Setting) -> dict[str, Any]:
@@ -87,6 +81,31 @@ def tests(setting: Setting) -> dict[str, Any]:
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     lines = done.stdout.strip().splitlines() or [done.stderr[-500:]]
     return {"summary": lines[-1], "failed": failed, "status": done.returncode}
+
+
+def memory(setting: Setting) -> dict[str, Any]:
+    """Return what steps save and allocate, cuBLAS's workspaces left out, beside what was predicted."""
+    library_bytes(setting)
+    sizes = {"deit_s": 32, "resnet_50": 32, "gpt2": 4}
+    return {
+        "rows": {
+            f"{name}, {way}": guarded(partial(one_memory, name, kind, 2 if setting.small else size, setting))
+            for name, size in sizes.items()
+            for way, kind in WAYS.items()
+        }
+    }
+
+
+def one_memory(name: str, kind: Kind, batch: int, setting: Setting) -> dict[str, Any]:
+    """Return saved and allocated bytes of a step, and predicted ones."""
+    fit = mt.estimate(subject_of(name, setting, batch), kind.policy)
+    step = stepper_of(name, kind, setting, batch).bytes()
+    return {
+        "predicted_saved": fit.saved_bytes,
+        "saved": step.saved_bytes,
+        "predicted_peak": fit.peak_bytes,
+        "allocated": step.peak_bytes,
+    }
 
 
 def codec(setting: Setting) -> dict[str, Any]:
@@ -133,8 +152,7 @@ def synchronize(setting: Setting) -> None:
 def steps(name: str, compiled: bool, setting: Setting) -> dict[str, Any]:
     """Return time and memory of a step of the model `name` in each way, and what was predicted."""
     work = subject_of(name, setting)
-    ways = {"plain": KINDS["plain"], "uniform 4 bits": KINDS["uniform 16"]}
-    ways["searched"] = Kind(searched(mt.profile(work, options=fast_grid())))
+    ways = {**WAYS, "searched": Kind(searched(mt.profile(work, options=fast_grid())))}
     ways["checkpoint per block"] = KINDS["checkpoint per block"]
     if not compiled:
         ways["save_on_cpu"] = KINDS["save_on_cpu"]
@@ -150,8 +168,8 @@ def steps(name: str, compiled: bool, setting: Setting) -> dict[str, Any]:
             fit = mt.estimate(work, ways[way].policy)
             rows[way] |= {"predicted_peak": fit.peak_bytes, "predicted_reserved": fit.reserved_bytes}
     if not compiled and setting.device != "cpu":
-        for way in ("plain", "uniform 4 bits"):
-            replayed = guarded(partial(graphed, name, ways[way], setting))
+        for way, kind in WAYS.items():
+            replayed = guarded(partial(graphed, name, kind, setting))
             rows[f"{way}, forward and backward as a CUDA graph"] = replayed
     return {"batch": work.batch_size, "library_bytes": library_bytes(setting), "rows": rows}
 
@@ -190,9 +208,9 @@ def graphed(name: str, kind: Kind, setting: Setting) -> dict[str, Any]:
     return {"ms": 1e3 * seconds(graph.replay, setting)}
 
 
-def stepper_of(name: str, kind: Kind, setting: Setting) -> Stepper:
+def stepper_of(name: str, kind: Kind, setting: Setting, batch: int | None = None) -> Stepper:
     """Return a model in training, converted or changed as `kind` says."""
-    return Stepper(Subject(name, partial(subject_of, name, setting), SIZES[name].block, 0.0), kind)
+    return Stepper(Subject(name, partial(subject_of, name, setting, batch), SIZES[name].block, 0.0), kind)
 
 
 def searched(profile: mt.Profile) -> mt.Policy:
@@ -289,13 +307,16 @@ def trains(name: str, policy: mt.Policy | None, batch: int, setting: Setting) ->
 
 def rate(name: str, policy: mt.Policy | None, batch: int, setting: Setting, rounds: int = 3) -> float:
     """Return samples per second."""
-    subject = Subject(name, partial(subject_of, name, setting, batch), SIZES[name].block, 0.0)
-    return batch / seconds(Stepper(subject, Kind(policy)).step, setting, rounds)
+    return batch / seconds(stepper_of(name, Kind(policy), setting, batch).step, setting, rounds)
 
 
 def units() -> dict[str, Callable[[Setting], dict[str, Any]]]:
     """Return the units by name, what matters most first."""
-    chosen: dict[str, Callable[[Setting], dict[str, Any]]] = {"tests": tests, "codec": codec}
+    chosen: dict[str, Callable[[Setting], dict[str, Any]]] = {
+        "tests": tests,
+        "memory": memory,
+        "codec": codec,
+    }
     chosen |= {f"step {name}": partial(steps, name, False) for name in SIZES}
     chosen |= {f"largest {name}": partial(largest, name) for name in SIZES}
     chosen |= {f"compiled {name}": partial(steps, name, True) for name in SIZES}

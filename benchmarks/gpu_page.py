@@ -36,6 +36,8 @@ def section(line: Mapping[str, Any]) -> Iterator[str]:
         yield f"{line['error']}\n"
         return
     yield f"{line['date'][:10]}, {line['hardware']['gpu']}, torch {line['versions']['torch']}.\n"
+    if "note" in line:
+        yield f"{line['note']}\n"
     if "summary" in line:
         yield "\n".join([line["summary"], *line["failed"], ""])
     yield from table(line.get("rows", {}))
@@ -56,6 +58,6 @@ def cell(column: str, value: Any) -> str:
     """Return a value as text: bytes in MB."""
     if value is None:
         return "–"
-    if column.endswith(("allocated", "reserved", "peak")):
+    if column.endswith(("allocated", "reserved", "peak", "saved")):
         return f"{value / 1e6:,.0f} MB"
     return f"{value:,.3g}" if isinstance(value, float) else str(value)

@@ -26,12 +26,15 @@ def test_units_run_at_small_sizes_and_a_second_run_goes_on(tmp_path: Path) -> No
     results = tmp_path / "gpu.jsonl"
     first = campaign(results, "--units", "codec")
     assert [line["unit"] for line in first] == ["codec"]
-    lines = campaign(results, "--units", "tests,codec,step deit_s,largest deit_s")
+    lines = campaign(results, "--units", "tests,memory,codec,step deit_s,largest deit_s")
     by_unit = {line["unit"]: line for line in lines}
-    assert len(lines) == len(by_unit) == 4
+    assert len(lines) == len(by_unit) == 5
     assert not [line for line in lines if "error" in line]
     assert by_unit["codec"] == first[0]
     assert by_unit["tests"]["status"] == 0
+    for row in by_unit["memory"]["rows"].values():
+        assert row["predicted_saved"] == row["saved"]
+        assert row["predicted_peak"] == pytest.approx(row["allocated"], rel=0.01)
     rows = by_unit["step deit_s"]["rows"]
     assert list(rows) == ["plain", "uniform 4 bits", "searched", "checkpoint per block", "save_on_cpu"]
     for way in ("plain", "uniform 4 bits", "searched"):
