@@ -44,7 +44,7 @@ def header() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hardware": hardware(),
         "versions": {"python": platform.python_version(), **_versions()},
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]).replace(f"{ROOT}/", ""),
     }
 
 
