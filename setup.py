@@ -74,7 +74,7 @@ def extension() -> dict[str, Any]:
         depends=sources("*.h", "*.cuh"),
         extra_compile_args={
             "cxx": [*flags, stable, *(nvcc["MACROS"] if nvcc else [])],
-            "nvcc": [*nvcc["FLAGS"], *nvcc["architectures"]()] if nvcc else [],
+            "nvcc": [*nvcc["FLAGS"], *nvcc["architectures"](nvcc["find"]())] if nvcc else [],
         },
         py_limited_api=True,
     )

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent
-ARCHITECTURES = (80, 90)
+ARCHITECTURES = (80, 90, 100)  # of these, those that nvcc knows
 # No fused multiply-add: the kernels must give the CPU's bytes.
 FLAGS = ["-O3", "-std=c++17", "-fmad=false", "--expt-relaxed-constexpr"]
 MACROS = ["-DMESA_TUNE_CUDA", "-DUSE_CUDA"]  # that of mesa-tune, and the one that torch's headers test
@@ -40,22 +40,29 @@ def find() -> str | None:
     return nvcc
 
 
-def architectures() -> list[str]:
+def known(nvcc: str) -> list[int]:
+    """Return those of `ARCHITECTURES` that this nvcc compiles for."""
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    return [number for number in ARCHITECTURES if f"compute_{number}" in listed.split()]
+
+
+def architectures(nvcc: str) -> list[str]:
     """Return nvcc's options for machine code of each architecture, and for PTX for later architectures."""
-    codes = {number: f"sm_{number}" for number in ARCHITECTURES}
-    codes[ARCHITECTURES[-1]] = f"[sm_{ARCHITECTURES[-1]},compute_{ARCHITECTURES[-1]}]"
+    numbers = known(nvcc)
+    codes = {number: f"sm_{number}" for number in numbers}
+    codes[numbers[-1]] = f"[sm_{numbers[-1]},compute_{numbers[-1]}]"
     return [f"-gencode=arch=compute_{number},code={code}" for number, code in codes.items()]
 
 
 def check(nvcc: str) -> None:
     """Compile every kernel; exit with the output of the compiler if it warns or spills registers."""
     for source in sorted(CSRC.rglob("*.cu")):
-        output = run([nvcc, *FLAGS, *architectures(), "-Xptxas=-v", "-Werror=all-warnings"], source)
+        output = run([nvcc, *FLAGS, *architectures(nvcc), "-Xptxas=-v", "-Werror=all-warnings"], source)
         kernels = re.findall(SPILLS, output)
         spilling = [name for name, *spilled in kernels if spilled != ["0", "0"]]
         if spilling or not kernels:
             sys.exit(f"{source}: kernels spill registers: {spilling}\n{output}")
-        print(f"{source.name}: {len(kernels)} kernels for {ARCHITECTURES}, none spills")
+        print(f"{source.name}: {len(kernels)} kernels for {known(nvcc)}, none spills")
     from torch.utils.cpp_extension import include_paths
 
     includes = [f"-I{path}" for path in include_paths()]
