@@ -41,6 +41,10 @@ def test_others_take_nothing(func: object, arguments: tuple[tuple[int, int], lis
     assert reduction_bytes(func, (torch.empty(shape, device="meta"), dims), H100) == 0
 
 
+def test_sparse_tensors_take_nothing() -> None:
+    assert reduction_bytes(SUM, (torch.eye(6336).to_sparse(), [0]), H100) == 0
+
+
 def test_partial_sums_are_allocated_and_freed() -> None:
     x = torch.ones(6336, 1536)
     with AllocatorMeter([x]) as meter:

@@ -44,7 +44,7 @@ def this_processor() -> Processor:
 
 def reduction_bytes(func: Any, args: tuple[Any, ...], processor: Processor) -> int:
     """Return the bytes that a call takes on CUDA besides its tensors, if it is a sum or a mean; else 0."""
-    if func not in _SUMS or not args[0].numel():
+    if func not in _SUMS or args[0].layout is not torch.strided or not args[0].numel():
         return 0
     x, dims = args[0], [dim % args[0].dim() for dim in args[1] or range(args[0].dim())]
     summed = math.prod(x.shape[dim] for dim in dims)
