@@ -150,10 +150,9 @@ def steps(name: str, compiled: bool, setting: Setting) -> dict[str, Any]:
     else:
         for way, kind in WAYS.items():
             rows[way] |= predicted(work, kind)
-    if not compiled and setting.device != "cpu":
-        for way, kind in WAYS.items():
-            replayed = guarded(partial(graphed, name, kind, setting))
-            rows[f"{way}, forward and backward as a CUDA graph"] = replayed
+            if setting.device != "cpu":
+                replayed = guarded(partial(graphed, name, kind, setting))
+                rows[f"{way}, forward and backward as a CUDA graph"] = replayed
     return {"batch": work.batch_size, "library_bytes": library_bytes(setting), "rows": rows}
 
 
@@ -275,7 +274,7 @@ def largest(name: str, setting: Setting) -> dict[str, Any]:
     """Return the largest batch under a limit, promised and true, and samples per second at the true one."""
     limit = SMALL_LIMIT if setting.small else LIMIT
     rows = {}
-    for way, policy in {"plain": None, "uniform 4 bits": mt.Policy.uniform(level=16)}.items():
+    for way, (policy, *_) in WAYS.items():
         promised = mt.estimate(subject_of(name, setting), policy).largest_batch(limit)
         row: dict[str, Any] = {"promised": promised}
         if setting.device != "cpu":  # whose allocator takes no limit

@@ -56,13 +56,14 @@ def architectures(nvcc: str) -> list[str]:
 
 def check(nvcc: str) -> None:
     """Compile every kernel; exit with the output of the compiler if it warns or spills registers."""
+    numbers, targets = known(nvcc), architectures(nvcc)
     for source in sorted(CSRC.rglob("*.cu")):
-        output = run([nvcc, *FLAGS, *architectures(nvcc), "-Xptxas=-v", "-Werror=all-warnings"], source)
+        output = run([nvcc, *FLAGS, *targets, "-Xptxas=-v", "-Werror=all-warnings"], source)
         kernels = re.findall(SPILLS, output)
         spilling = [name for name, *spilled in kernels if spilled != ["0", "0"]]
         if spilling or not kernels:
             sys.exit(f"{source}: kernels spill registers: {spilling}\n{output}")
-        print(f"{source.name}: {len(kernels)} kernels for {known(nvcc)}, none spills")
+        print(f"{source.name}: {len(kernels)} kernels for {numbers}, none spills")
     from torch.utils.cpp_extension import include_paths
 
     includes = [f"-I{path}" for path in include_paths()]

@@ -20,7 +20,7 @@ class BytesOnly(FakeTensorMode):
 def none_set(flags: Tensor) -> bool:
     """Return whether no flag is set; False on a device that this would wait for, and in traced code.
 
-    Under `BytesOnly` none is set: flags mark what is unusual (NaN, rows of zeros).
+    Under `BytesOnly` none is set where the CPU's kernels run: flags mark what is unusual (NaN, zero rows).
     """
     if type(flags) is Tensor:
         return flags.is_cpu and not torch.compiler.is_compiling() and not flags.any()

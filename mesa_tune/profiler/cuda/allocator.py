@@ -120,11 +120,10 @@ class AllocatorMeter(Meter):
         super().__init__()
         self.allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
-        self._processor = this_processor()
         self.count_older(older, others)
 
     def _called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        size = reduction_bytes(func, args, self._processor)
+        size = reduction_bytes(func, args, this_processor())
         if size:
             self.allocator.release(self.allocator.allocate(size))
 
