@@ -35,15 +35,8 @@ from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
-from mesa_tune.profiler.timing.step_time import (
-    SECONDS,
-    SHARE,
-    StepTimer,
-    deriving_policy,
-    timed_policies,
-    timed_settings,
-    with_times,
-)
+from mesa_tune.profiler.timing.kinds import timed_policies, timed_settings
+from mesa_tune.profiler.timing.step_time import SECONDS, SHARE, StepTimer, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
@@ -290,9 +283,7 @@ class _Profiling:
         if settings is None:
             return profile
         self.show("step times", 1.0)
-        tiled = None if profile.tiled is None else profile.tiled.policy(Policy(()))
-        deriving = deriving_policy(profile, settings)
-        times = self._timer(restore).times(timed_policies(profile, settings), seconds, tiled, deriving)
+        times = self._timer(restore).times(timed_policies(profile, settings), seconds)
         return with_times(profile, times, settings)
 
     def _timer(self, restore: Callable[[], None]) -> StepTimer:

@@ -14,6 +14,8 @@ import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.timing.kinds import Kind, timed_policies
+from mesa_tune.profiler.timing.step_time import StepTimes, with_times
 
 WIDTH, ROWS = 64, 128
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
@@ -98,7 +100,20 @@ def test_errors_are_those_of_steps_on_other_batches(profile: Profile) -> None:
 
 def test_times_are_part_of_the_step(profile: Profile) -> None:
     assert profile.step_ms is not None
-    assert all(0 < module.forward_ms < profile.step_ms for module in profile.modules)
+    assert all(0 < module.rerun_ms < profile.step_ms for module in profile.modules)
+
+
+def test_a_prediction_in_which_all_run_again_is_what_was_measured(profile: Profile) -> None:
+    """The measured time contains the packing of the inputs, and each module has its share of the rest."""
+    settings = mt.LayerSettings(level=16)
+    timed = with_times(profile, StepTimes(50.0, 2.0, {}, rerun=12.0), settings)
+    policy = timed_policies(timed, settings)[Kind.RERUN]
+    assert timed.predict(policy).step_ms == pytest.approx(50.0 + 2.0 + 12.0)
+    (first, before), *others = (
+        (new.rerun_ms, old.rerun_ms) for new, old in zip(timed.modules, profile.modules, strict=True)
+    )
+    assert all(new / old == pytest.approx(first / before) for new, old in others)
+    assert with_times(profile, StepTimes(50.0, 2.0, {}), settings).modules == profile.modules
 
 
 def test_they_are_in_the_document_and_older_profiles_have_none(profile: Profile) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,20 +19,17 @@ from mesa_tune.engine.observer import watch
 from mesa_tune.engine.storage import Packing
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.timing import step_meter, step_time
+from mesa_tune.profiler.timing.kinds import PACKED, TIMES_COMPRESSED, Kind, timed_policies, timed_settings
 from mesa_tune.profiler.timing.option_times import smoothed
 from mesa_tune.profiler.timing.step_meter import StepMeter
 from mesa_tune.profiler.timing.step_time import (
     FEWEST,
     MOST,
-    TIMES_COMPRESSED,
     Spans,
     StepTimer,
     StepTimes,
     Turn,
-    deriving_policy,
     summarized,
-    timed_policies,
-    timed_settings,
     with_times,
 )
 from mesa_tune.workload.clock import clock_of
@@ -41,6 +39,8 @@ from tests.synthetic import DERIVING, GRID, NORM, deriving, synthetic_profile
 
 MODULE, STORE, RESTORE = 10.0, 2.0, 3.0
 FOUR = LayerSettings(level=16, group_size=256)
+HALVES = (Kind.HALF, Kind.OTHER_HALF)
+POLICIES = {Kind.EXACT: mt.Policy(()), **dict.fromkeys(HALVES, mt.Policy.uniform(level=16))}
 
 
 class _Clock:
@@ -91,9 +91,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
 
 @pytest.fixture
 def timer(clock: _Clock) -> Iterator[StepTimer]:
-    work = mt.Workload(
-        lambda: _Mlp(clock), lambda n: torch.randn(n, 64), lambda model, x: model(x).mean(), batch_size=64
-    )
+    with timing(lambda: _Mlp(clock), clock) as timer:
+        yield timer
+
+
+@contextmanager
+def timing(build: Callable[[], nn.Module], clock: _Clock) -> Iterator[StepTimer]:
+    """Time steps of the model that `build` returns."""
+    work = mt.Workload(build, lambda n: torch.randn(n, 64), lambda model, x: model(x).mean(), batch_size=64)
     model = work.build()
     optimizer = work.make_optimizer(model)
     with preserved(model, optimizer) as restore:
@@ -101,13 +106,13 @@ def timer(clock: _Clock) -> Iterator[StepTimer]:
 
 
 def test_each_layer_adds_what_it_stores_and_restores(timer: StepTimer) -> None:
-    times = timer.times([mt.Policy.uniform(level=16)] * TIMES_COMPRESSED, 0.0)
+    times = timer.times(POLICIES, 0.0)
     assert (times.plain, times.routing) == (MODULE, 0.0)
     assert times.added == {"first": 0.0, "tanh.0": STORE + RESTORE, "second": STORE + RESTORE}
 
 
 def test_the_model_is_plain_and_unobserved_after_timing(timer: StepTimer) -> None:
-    timer.times([mt.Policy.uniform(level=16)] * TIMES_COMPRESSED, 0.0)
+    timer.times(POLICIES, 0.0)
     assert watch.returned is None
     assert timer.model.forward.__func__ is _Mlp.forward  # type: ignore[attr-defined]
     assert timer.plain_ms(timer.workload.make_batch(), 3) == MODULE
@@ -135,41 +140,43 @@ def test_turns_go_on_until_the_time_is_over(timer: StepTimer, monkeypatch: pytes
     counted: list[int] = []
     monkeypatch.setattr(step_time, "summarized", lambda turns: counted.append(len(turns)))
     for seconds in (0.0, 3600.0):
-        timer.times([mt.Policy(())], seconds)
+        timer.times({Kind.EXACT: mt.Policy(())}, seconds)
     assert counted == [FEWEST, MOST]
 
 
-def turn(speed: float = 1.0, added: float = 1.0) -> Turn:
+def turn(plain: float, exact: Spans, packed: Spans) -> Turn:
+    """Return the turn of steps that take as long as their spans; both halves of the layers take the same."""
+    spans = {Kind.EXACT: exact, **dict.fromkeys(HALVES, packed)}
+    return Turn([{Kind.PLAIN: plain, **{kind: sum(one.values()) for kind, one in spans.items()}}], spans)
+
+
+def slowed(speed: float = 1.0, added: float = 1.0) -> Turn:
     """Return a plain step of 10 ms, with 2 ms of routing, and `added` by one layer, on a slower machine."""
-    exact = {None: 8.0 * speed, "fc": 4.0 * speed}
-    packed = {**exact, "fc": (4.0 + added) * speed}
-    whole = [(12.0 + added) * speed] * TIMES_COMPRESSED
-    return Turn([(10.0 * speed, 12.0 * speed, *whole)], exact, [packed] * TIMES_COMPRESSED)
+    exact: Spans = {None: 8.0 * speed, "fc": 4.0 * speed}
+    return turn(10.0 * speed, exact, {**exact, "fc": (4.0 + added) * speed})
 
 
 def test_a_busy_machine_changes_no_ratio() -> None:
-    times = summarized([turn(), turn(3.0), turn(), turn(1.5), turn()])
+    times = summarized([slowed(), slowed(3.0), slowed(), slowed(1.5), slowed()])
     assert times.plain == 10.0
     assert times.routing == pytest.approx(2.0)
     assert times.added == {"fc": pytest.approx(1.0)}
 
 
 def test_one_disturbed_turn_counts_for_nothing() -> None:
-    times = summarized([turn(), turn(added=50.0), turn()])
+    times = summarized([slowed(), slowed(added=50.0), slowed()])
     assert times.added == {"fc": pytest.approx(1.0)}
 
 
 def test_a_model_that_is_one_layer_has_a_time() -> None:
-    exact: Spans = {"": 6.0}
-    packed: Spans = {"": 8.0}
-    times = summarized([Turn([(6.0, 6.0, 8.0, 8.0)], exact, [packed] * TIMES_COMPRESSED)])
+    times = summarized([turn(6.0, {"": 6.0}, {"": 8.0})])
     assert times.added == {"": pytest.approx(2.0)}
 
 
 def test_layers_share_what_spans_miss_of_whole_steps_by_their_time() -> None:
-    exact: Spans = {"fc": 4.0, "act": 2.0}
-    packed: Spans = {"fc": 6.0, "act": 2.0}
-    times = summarized([Turn([(6.0, 6.0, 9.0, 9.0)], exact, [packed] * TIMES_COMPRESSED)])
+    spans = turn(6.0, {"fc": 4.0, "act": 2.0}, {"fc": 6.0, "act": 2.0}).spans
+    whole = {Kind.PLAIN: 6.0, Kind.EXACT: 6.0, **dict.fromkeys(HALVES, 9.0)}
+    times = summarized([Turn([whole], spans)])
     assert times.added == {"fc": pytest.approx(2.0 + 0.75), "act": pytest.approx(0.25)}
 
 
@@ -191,18 +198,24 @@ def test_steps_are_timed_under_the_option_nearest_to_four_bits() -> None:
 
 def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
     """Beside a layer that compresses alone, another one that stores exactly takes 3 ms longer."""
-    exact: Spans = {None: 8.0, "fc": 4.0, "act": 2.0}
-    both, first, second = (
-        {None: 8.0, "fc": fc, "act": act} for fc, act in ((5.0, 4.0), (5.0, 5.0), (4.0, 4.0))
-    )
-    whole = (sum(spans.values()) for spans in (exact, exact, both, first, second))
-    times = summarized([Turn([tuple(whole)], exact, [both, first, second])])
+    times_of = {
+        Kind.EXACT: (4.0, 2.0),
+        Kind.ALL: (5.0, 4.0),
+        Kind.HALF: (5.0, 5.0),
+        Kind.OTHER_HALF: (4.0, 4.0),
+    }
+    spans: dict[Kind, Spans] = {
+        kind: {None: 8.0, "fc": fc, "act": act} for kind, (fc, act) in times_of.items()
+    }
+    whole = {Kind.PLAIN: 14.0, **{kind: sum(one.values()) for kind, one in spans.items()}}
+    times = summarized([Turn([whole], spans)])
     assert times.added == {"fc": pytest.approx(1.0), "act": pytest.approx((2.0 + 3.0 + 2.0) / 2)}
 
 
 def test_each_layer_compresses_in_as_many_timed_steps_but_those_that_hooks_store() -> None:
     profile = synthetic_profile()
-    assignments = [profile.assignment(policy) for policy in timed_policies(profile, FOUR)]
+    policies = timed_policies(profile, FOUR)
+    assignments = [profile.assignment(policies[kind]) for kind in PACKED]
     for group in profile.groups:
         compressing = [sum(not assigned[name].exact for assigned in assignments) for name in group]
         hooked = set(group) <= set(profile.timeline.hooked)
@@ -222,15 +235,23 @@ def test_a_prediction_under_the_timed_settings_is_what_was_measured() -> None:
 
 
 def test_a_step_in_which_layers_derive_is_timed_too(timer: StepTimer) -> None:
-    policies = [mt.Policy.uniform(level=16)] * TIMES_COMPRESSED
-    assert timer.times(policies, 0.0).deriving == {}
-    assert timer.times(policies, 0.0, deriving=policies[0]).deriving == timer.times(policies, 0.0).added
+    times = timer.times(POLICIES, 0.0)
+    assert times.deriving == {}
+    also = {**POLICIES, Kind.DERIVING: POLICIES[Kind.HALF]}
+    assert timer.times(also, 0.0).deriving == times.added
+
+
+def test_a_step_in_which_blocks_run_again_is_timed_too(timer: StepTimer, clock: _Clock) -> None:
+    assert timer.times(POLICIES, 0.0).rerun is None
+    again = mt.Policy(()).rerunning({"0": replace(FOUR, store="recompute")})
+    with timing(lambda: nn.Sequential(_Mlp(clock), _Mlp(clock)), clock) as two:
+        times = two.times({Kind.EXACT: mt.Policy(()), Kind.RERUN: again}, 0.0)
+    assert (times.plain, times.rerun) == (2 * MODULE, MODULE)
 
 
 def test_what_deriving_adds_counts_where_layers_derive() -> None:
     profile = deriving(synthetic_profile(), 1.0)
-    policy = deriving_policy(profile, FOUR)
-    assert policy is not None
+    assert Kind.DERIVING in timed_policies(profile, FOUR)
     added = {layer.name: 0.25 * layer.shape[-1] for layer in profile.layers}
     slower = {name: ms + 3.0 * (name in DERIVING) for name, ms in added.items()}
     timed = with_times(profile, StepTimes(50.0, 2.0, added, deriving=slower), FOUR)
@@ -241,7 +262,7 @@ def test_what_deriving_adds_counts_where_layers_derive() -> None:
     assert timed.predict_assignment({NORM: FOUR}).step_ms == pytest.approx(52.0 + added[NORM])
     again = mt.Profile.from_dict(timed.to_dict())
     assert again.predict_assignment(dict.fromkeys(names, derive)).step_ms == predicted
-    assert deriving_policy(synthetic_profile(), FOUR) is None
+    assert Kind.DERIVING not in timed_policies(synthetic_profile(), FOUR)
 
 
 def test_layers_with_one_copy_encode_once() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mesa_tune.files import typed
@@ -16,24 +16,44 @@ from mesa_tune.profiler.price_table import Cost
 class ModuleEntry(HasOptions):
     """A module that can run again in backward from its inputs, and options to pack these.
 
-    `input_bytes`: of the inputs as they are, from which the gradient is exact. `forward_ms`: milliseconds of
-    its forward in a step, which the second run adds. Options have `store` "recompute"; their bytes are those
-    of the packed inputs, and their error is that of the gradient if this module alone runs again. The first
-    batches that price measured it for one option; the other errors are inferred.
+    `input_bytes`: of the inputs as they are, from which the gradient is exact. `rerun_ms`: milliseconds that
+    running again adds to a step besides packing the inputs. Options have `store` "recompute"; their bytes are
+    those of the packed inputs, and their error is that of the gradient if this module alone runs again. The
+    first batches that price measured it for one option; the other errors are inferred.
     """
 
     name: str
     input_bytes: int
-    forward_ms: float
+    rerun_ms: float
     options: tuple[Option, ...]
 
     def cost(self, settings: LayerSettings) -> Cost:
         """Return what it costs to run again from inputs in these settings."""
         position = self.nearest(settings)
-        ms = None if position is None else self.forward_ms + self.options[position].ms
+        ms = None if position is None else self.rerun_ms + self.options[position].ms
         return Cost(self.errors(settings), 0.0, ms)
+
+    def near(self, bits: int) -> Option:
+        """Return the option whose bits are nearest."""
+        return min(self.options, key=lambda option: abs(option.settings.bits - bits))
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModuleEntry:
         options = tuple(Option.from_dict(option) for option in values["options"])
         return typed(ModuleEntry, {**values, "options": options})
+
+
+def with_rerun_times(
+    modules: Sequence[ModuleEntry], added_ms: float | None, bits: int
+) -> tuple[ModuleEntry, ...]:
+    """Return the modules with times whose sum was measured: `added_ms`, if all run again. None: it was not.
+
+    Running twice adds more than the time of a plain forward: both runs are routed, the first is watched, and
+    what either saves goes through hooks. So all times grow in the same proportion. `bits`: of the inputs in
+    the steps that were timed.
+    """
+    runs = sum(module.rerun_ms for module in modules)
+    if added_ms is None or not runs:
+        return tuple(modules)
+    factor = max(0.0, added_ms - sum(module.near(bits).ms for module in modules)) / runs
+    return tuple(replace(module, rerun_ms=factor * module.rerun_ms) for module in modules)

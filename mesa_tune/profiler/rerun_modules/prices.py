@@ -186,8 +186,7 @@ class ModulePricing:
             seen, power = self.watch.seen[name], powers.get(name, common)
             errors = {option: self._errors(name, option, priced, power) for option in self.watch.options}
             options = tuple([self._option(name, option, errors[option]) for option in errors])
-            forward_ms = self.watch.forward_ms(name, forwards)
-            yield ModuleEntry(name, _input_bytes(seen, None), forward_ms, options)
+            yield ModuleEntry(name, _input_bytes(seen, None), self.watch.forward_ms(name, forwards), options)
 
     def _errors(self, name: str, option: LayerSettings, priced: Profile, power: float) -> Errors:
         """Return the errors under `option` by batch, in proportion to a power of those of layers inside."""

@@ -14,8 +14,6 @@ steps are timed, too, and the layers share what is missing.
 
 from __future__ import annotations
 
-import math
-import random
 import statistics
 import time
 from collections import defaultdict
@@ -33,10 +31,12 @@ from torch.utils._pytree import tree_leaves
 
 from mesa_tune.engine.observer import watch
 from mesa_tune.policy import Policy
-from mesa_tune.policy.settings import EXACT, MIN_ELEMENTS, LayerSettings
-from mesa_tune.profiler.entries import REFERENCE_GROUP, LayerEntry, comparable_group_size
+from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
+from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.rerun_modules.entry import with_rerun_times
 from mesa_tune.profiler.timing.deriving import with_deriving_times
+from mesa_tune.profiler.timing.kinds import PACKED, TIMES_COMPRESSED, Kind
 from mesa_tune.profiler.timing.option_times import form, means, smoothed
 from mesa_tune.workload.boundaries import StepEvents
 from mesa_tune.workload.clock import Clock, Mark
@@ -55,43 +55,34 @@ SHARE, SECONDS = 0.1, 4.0
 They take less and more as `FEWEST` and `MOST` demand.
 """
 
-TIMES_COMPRESSED = 2
-"""In how many of the steps under `timed_policies` each layer compresses."""
-
 Spans = dict[str | None, float]
 """Milliseconds of one step by layer. None: the rest of the step."""
 
+_CUT = (Kind.EXACT, *PACKED, Kind.DERIVING)
 _UNOBSERVED = StepEvents()
 
 
 class Turn(NamedTuple):
-    """Steps taken one after the other; `rounds` and `tiled` in milliseconds of whole steps.
+    """Rounds of whole steps, in milliseconds, and the spans of steps that were cut, which itself takes time."""
 
-    `rounds`: each of a plain step, a converted one with every layer exact, and one under each of the
-    `timed_policies`. `exact` and `packed`: the last two, cut into spans, which itself takes time. `tiled`:
-    exact, with losses in slices. `deriving`: under `deriving_policy`, the last of each round, too, if any.
-    """
-
-    rounds: Sequence[Sequence[float]]
-    exact: Spans
-    packed: Sequence[Spans]
-    tiled: float | None = None
-    deriving: Spans | None = None
+    rounds: Sequence[Mapping[Kind, float]]
+    spans: Mapping[Kind, Spans]
 
 
 class StepTimes(NamedTuple):
     """Milliseconds of the plain step, and what is added to it.
 
     `routing`: by converting the model, with every layer exact; `added`: by each layer that compresses;
-    `slices`: by losses that have slices, None if none can; `deriving`: as `added`, where all derive what they
-    can, empty if none can.
+    `deriving`: likewise, where all derive what they can, empty if none can; `slices`: by losses that have
+    slices; `rerun`: by all blocks that run again. The last two: None if there are none.
     """
 
     plain: float
     routing: float
     added: Mapping[str, float]
-    slices: float | None = None
     deriving: Mapping[str, float] = MappingProxyType({})
+    slices: float | None = None
+    rerun: float | None = None
 
 
 @dataclass(frozen=True)
@@ -118,34 +109,24 @@ class StepTimer:
             times.append([self._step_ms(batch, session) for session in sessions])
         return times
 
-    def times(
-        self,
-        policies: Sequence[Policy],
-        seconds: float,
-        tiled: Policy | None = None,
-        deriving: Policy | None = None,
-    ) -> StepTimes:
-        """Return the times of steps, those that compress under `policies`; take about `seconds` for it.
-
-        `tiled`: the policy under which losses have slices; `deriving`: under which layers derive.
-        """
+    def times(self, policies: Mapping[Kind, Policy], seconds: float) -> StepTimes:
+        """Return the times of steps under `policies`; take about `seconds` for it."""
         batch = self.workload.make_batch()
-        last = () if deriving is None else (deriving,)
-        sessions = list(map(self._session, (Policy(()), *policies, *last)))
-        sliced = None if tiled is None else self._session(tiled)
+        sessions = {kind: self._session(policy) for kind, policy in policies.items()}
         turns: list[Turn] = []
         stop = time.monotonic() + seconds
-        compared = (None, *sessions)
-        for one in compared if sliced is None else (*compared, sliced):  # plans the calls
-            self._step_ms(batch, one)
+        self._round(batch, sessions)  # plans the calls
         while len(turns) < FEWEST or (len(turns) < MOST and time.monotonic() < stop):
             self.restore()
-            whole = [[self._step_ms(batch, one) for one in compared] for _ in range(ROUNDS)]
-            exact, *packed = [self._spans(batch, session) for session in sessions]
-            derived = packed.pop() if last else None
-            ms = None if sliced is None else self._step_ms(batch, sliced)
-            turns.append(Turn(whole, exact, packed, ms, derived))
+            rounds = [self._round(batch, sessions) for _ in range(ROUNDS)]
+            turns.append(
+                Turn(rounds, {kind: self._spans(batch, sessions[kind]) for kind in _CUT if kind in sessions})
+            )
         return summarized(turns)
+
+    def _round(self, batch: Any, sessions: Mapping[Kind, Session]) -> dict[Kind, float]:
+        converted = {kind: self._step_ms(batch, session) for kind, session in sessions.items()}
+        return {Kind.PLAIN: self._step_ms(batch), **converted}
 
     def _session(self, policy: Policy) -> Session:
         return Session.of(self.model, policy, min_elements=MIN_ELEMENTS)
@@ -171,22 +152,26 @@ class StepTimer:
 def summarized(turns: Sequence[Turn]) -> StepTimes:
     """Return first quartiles over turns, and their differences; of whole steps, medians over rounds."""
     rounds = [ms for turn in turns for ms in turn.rounds]
-    plain = _quartile([ms[0] for ms in rounds])
-    exact, *packed = (
-        plain * statistics.median([ms[kind] / ms[0] for ms in rounds]) for kind in range(1, len(rounds[0]))
+    plain = _quartile([ms[Kind.PLAIN] for ms in rounds])
+    whole = {
+        kind: plain * statistics.median([ms[kind] / ms[Kind.PLAIN] for ms in rounds]) for kind in rounds[0]
+    }
+    paces = [plain / statistics.median([ms[Kind.PLAIN] for ms in turn.rounds]) for turn in turns]
+    more = {kind: ms - whole[Kind.EXACT] for kind, ms in whole.items()}
+
+    def added(*kinds: Kind) -> dict[str, float]:
+        cut = [[turn.spans[kind] for kind in (Kind.EXACT, *kinds)] for turn in turns]
+        return _added(cut, paces, sum(more[kind] for kind in kinds))
+
+    packed = added(*[kind for kind in PACKED if kind in whole])
+    return StepTimes(
+        plain,
+        whole[Kind.EXACT] - plain,
+        {name: ms / TIMES_COMPRESSED for name, ms in packed.items()},
+        added(Kind.DERIVING) if Kind.DERIVING in whole else {},
+        more.get(Kind.TILED),
+        more.get(Kind.RERUN),
     )
-    paces = [plain / statistics.median([ms[0] for ms in turn.rounds]) for turn in turns]
-    sliced = [turn.tiled * pace for turn, pace in zip(turns, paces, strict=True) if turn.tiled is not None]
-    slices = _quartile(sliced) - exact if sliced else None
-    cut = [[turn.exact, *turn.packed] for turn in turns]
-    derived = [[turn.exact, turn.deriving] for turn in turns if turn.deriving is not None]
-    deriving: dict[str, float] = {}
-    if derived:
-        *packed, whole = packed
-        deriving = _added(derived, paces, whole - exact)
-    added = _added(cut, paces, sum(ms - exact for ms in packed))
-    mean = {name: ms / TIMES_COMPRESSED for name, ms in added.items()}
-    return StepTimes(plain, exact - plain, mean, slices, deriving)
 
 
 def _added(turns: Sequence[Sequence[Spans]], paces: Sequence[float], whole: float) -> dict[str, float]:
@@ -279,53 +264,6 @@ def _layer_of(first: _Cut, second: _Cut) -> str | None:
     return None if second.backward else second.layer
 
 
-def timed_settings(options: Sequence[LayerSettings]) -> LayerSettings | None:
-    """Return the option under which steps are timed: the nearest to 4 bits in groups of 256.
-
-    Return None if there is no option.
-    """
-    plain = [option for option in options if not option.drop and option.store == "quantize"]
-    return min(plain or options, key=_distance, default=None)
-
-
-def _distance(option: LayerSettings) -> tuple[float, int]:
-    return abs(math.log2(comparable_group_size(option) / REFERENCE_GROUP)), abs(option.bits - 4)
-
-
-def timed_policies(profile: Profile, settings: LayerSettings) -> list[Policy]:
-    """Return the policies of timed steps: `settings` for all layers, and for either half.
-
-    Layers that share tensors are in the same half. Those stored by hooks stay exact: hooks work between
-    routed calls, so their time would count for other layers.
-    """
-    groups = profile.groups
-    half = {name for group in random.Random(0).sample(groups, len(groups) // 2) for name in group}
-    return [
-        _compressing(profile, settings, chosen)
-        for chosen in (lambda name: True, half.__contains__, lambda name: name not in half)
-    ]
-
-
-def deriving_policy(profile: Profile, settings: LayerSettings) -> Policy | None:
-    """Return the policy under which all layers derive what they can; None if none can."""
-    deriving = replace(settings, store="derive")
-    return _compressing(profile, deriving, lambda name: True) if profile.derivations else None
-
-
-def _compressing(profile: Profile, settings: LayerSettings, chosen: Callable[[str], bool]) -> Policy:
-    """Return the policy that gives `settings` to the `chosen` layers but those stored by hooks."""
-    hooked = profile.timeline.hooked
-    return Policy.from_assignments(
-        (
-            layer.tag,
-            layer.index,
-            layer.name,
-            settings if chosen(layer.name) and layer.name not in hooked else EXACT,
-        )
-        for layer in profile.layers
-    )
-
-
 def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> Profile:
     """Return the profile with these times, measured under `settings`, and smoother times of options."""
     hooked, layers = profile.timeline.hooked, smoothed(profile.layers)
@@ -339,6 +277,7 @@ def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> P
         tiled=None if profile.tiled is None else replace(profile.tiled, added_ms=times.slices),
         layers=tuple(layers),
         derivations=tuple(with_deriving_times(profile, layers, times.deriving, settings)),
+        modules=with_rerun_times(profile.modules, times.rerun, settings.bits),
     )
 
 
