@@ -30,7 +30,7 @@ from learning_tasks import TASKS, Task, train
 from torch import nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
+from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.verification import BATCHES, UNUSED_DRAWS
 from mesa_tune.search.objectives import MAX_NOISE_RATIO
 
@@ -165,7 +165,7 @@ def noise_ratio(workload: mt.Workload, model: nn.Module, policy: mt.Policy) -> f
     """Return the noise ratio of `policy` with the weights of `model`, on batches of their own."""
     joint, draws = JointError(workload, model), range(UNUSED_DRAWS, UNUSED_DRAWS + BATCHES)
     errors = [statistics.fmean(joint.errors(policy, [(draw, 0)])) for draw in draws]
-    return joint.noise(range(UNUSED_DRAWS, UNUSED_DRAWS + NOISE_STEPS)).ratio(errors)
+    return joint.noise(first=UNUSED_DRAWS).ratio(errors)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from mesa_tune.profiler.errors.amplification import Amplifications
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
 from mesa_tune.profiler.errors.derivation import DERIVED_BATCHES, Reach, continued
 from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
-from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError, representatives
+from mesa_tune.profiler.errors.joint_error import JointError, representatives
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
@@ -159,7 +159,7 @@ class _Profiling:
         self.watch = BlockWatch(self.model, names, clock, module_options(self.options))
         with self.watch.watching():
             policy = next(self._uniform(_WHOLE_BITS), None)
-            noise = JointError(self.workload, self.model).noise(range(max(NOISE_STEPS, self.seeds)), policy)
+            noise = JointError(self.workload, self.model).noise(policy, fewest=self.seeds)
         if noise.norms and self.seeds > 1:
             chosen = [1 + position for position in representatives(noise.norms[1:], self.seeds - 1)]
             self.pricing = replace(self.pricing, draws=(0, *chosen))

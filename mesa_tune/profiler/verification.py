@@ -300,7 +300,7 @@ def _gradient_errors(
             "under this policy a gradient has infinite or NaN elements, that of the plain step has none\n"
             "find the layer by giving parts of the model `enable: False`, and store it in more bits"
         )
-    noise = joint.noise(range(UNUSED_DRAWS, UNUSED_DRAWS + NOISE_STEPS))
+    noise = joint.noise(first=UNUSED_DRAWS)
     ratio, errors = noise.ratio(list(map(statistics.fmean, by_batch))), list(chain(*by_batch))
     model = joint.model
     del joint  # it refers to gradients

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import Noise
-from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError, representatives
+from mesa_tune.profiler.errors.joint_error import FEWEST_NOISE_STEPS, NOISE_STEPS, JointError, representatives
 
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 
@@ -57,7 +57,21 @@ def test_noise_is_the_variance_of_whole_steps(accumulation: int) -> None:
     work = workload(accumulation=accumulation)
     for steps in (2, NOISE_STEPS):
         variance, mean = by_hand(work, steps)
-        assert JointError(work).noise(range(steps)).relative == pytest.approx(variance / mean, rel=1e-5)
+        assert JointError(work).noise(fewest=steps, most=steps).relative == pytest.approx(
+            variance / mean, rel=1e-5
+        )
+
+
+def test_noise_takes_more_steps_where_gradients_vary_more() -> None:
+    def work(spread: float) -> mt.Workload:
+        def batch(size: int) -> Tensor:
+            return torch.randn(size, 32) * (1 + spread * torch.rand(()))
+
+        return mt.Workload(lambda: nn.Linear(32, 8), batch, lambda m, x: m(x).square().mean(), batch_size=256)
+
+    steady, varying = (JointError(work(spread)).noise().norms for spread in (0.0, 4.0))
+    assert (len(steady), len(varying)) == (FEWEST_NOISE_STEPS, NOISE_STEPS)
+    assert len(JointError(work(0.0)).noise(fewest=20).norms) == 24
 
 
 def test_noise_changes_no_gradient_that_errors_are_relative_to() -> None:
@@ -95,10 +109,11 @@ def test_predicted_and_measured_ratio_are_those_of_many_batches() -> None:
 def test_prices_of_few_batches_predict_the_error_that_many_have(seeds: int) -> None:
     work, policy = workload(), mt.Policy.uniform(level=16)
     profile = mt.profile(work, options=OPTIONS, seeds=seeds)
-    odd = range(1, NOISE_STEPS, 2)
     joint = JointError(work)
+    steps = len(joint.noise().norms)
+    odd = range(1, steps, 2)
     squares = map(float.__mul__, joint.errors(policy, [(draw, 0) for draw in odd]), joint.norms(odd))
-    variance, _ = by_hand(work, NOISE_STEPS)
+    variance, _ = by_hand(work, steps)
     ratio = profile.predict(policy).gradient_noise_ratio
     assert ratio == pytest.approx(statistics.fmean(squares) / variance, rel=1e-4)
 
@@ -191,7 +206,7 @@ def test_batches_of_large_gradients_are_among_those_that_make_prices() -> None:
     assert max(profile.gradient_norms) > 2
     uniform, draws, joint = mt.Policy.uniform(level=4), range(500, 548), JointError(work)
     errors = joint.errors(uniform, [(draw, 0) for draw in draws])
-    measured = joint.noise(draws).ratio(errors)
+    measured = joint.noise(first=500, fewest=48, most=48).ratio(errors)
     predicted = profile.predict(uniform).gradient_noise_ratio
     assert predicted is not None
     assert measured is not None

@@ -14,7 +14,7 @@ from torch import nn
 
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
+from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.errors.weights import load_weights
 from mesa_tune.workload.workload import Workload
 
@@ -54,7 +54,7 @@ def at_checkpoints(
         joint = JointError(workload, model, checkpointed=checkpointed)
         try:
             errors = joint.errors(policy, [(draw, first_seed + draw) for draw in range(batches)])
-            noise = joint.noise(range(max(NOISE_STEPS, batches)))
+            noise = joint.noise(fewest=batches)
         except WorkloadError as error:
             raise WorkloadError(f"checkpoint {path}: {error}") from error
         yield AtCheckpoint(str(path), statistics.fmean(errors), noise.relative, noise.ratio(errors))

@@ -37,8 +37,10 @@ Gradient = list[Tensor | None]
 _CACHED_DRAWS = 4
 _SEEDS_PER_DRAW = 1_000_003
 _SEEDS_PER_BATCH = 1_000_000_007
-NOISE_STEPS = 32
-"""Steps whose gradients show the noise: to about 10 % (one standard error), the ratio too."""
+NOISE_STEPS, FEWEST_NOISE_STEPS, _NOISE_ERROR = 64, 16, 0.05
+"""At most and at least so many steps show the noise: until the standard error of the mean ‖g_b‖² is this share
+of it. The noise, and ratios to it, are then known about as well.
+"""
 
 
 class JointError:
@@ -132,15 +134,17 @@ class JointError:
             gradient = self._gradient_of(batches, draw, lambda _: running.forward())
             return squared(gradient, exact) / self._norms[draw]
 
-    def noise(self, draws: range = range(NOISE_STEPS), policy: Policy | None = None) -> Noise:
-        """Return the noise of the steps on `draws`; only the sum of their gradients is held.
+    def noise(
+        self, policy: Policy | None = None, *, first: int = 0, fewest: int = 1, most: int = NOISE_STEPS
+    ) -> Noise:
+        """Return the noise of steps from the `first` draw on; only the sum of their gradients is held.
 
         On every second one the error of `policy` is measured, too, for `Noise.measured`.
         """
         total: Gradient = [None] * len(self.parameters)
         sizes: list[float] = []
         errors: list[float] = []
-        for draw in draws:
+        for draw in range(first, first + max(fewest, most)):
             gradient = self._exact_gradient(draw)
             sizes.append(squared(gradient))
             if policy is not None and len(sizes) % 2 == 0:
@@ -149,6 +153,8 @@ class JointError:
                 if part is not None:  # the clone, because the gradient may be cached
                     total[index] = part.clone() if sum_ is None else sum_.add_(part)
             del gradient  # before the next one takes memory
+            if len(sizes) >= fewest and _is_known(sizes):
+                break
         mean = statistics.fmean(sizes)
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
@@ -207,6 +213,13 @@ class JointError:
             with torch.no_grad():
                 for tensor, value in saved:
                     tensor.copy_(value)
+
+
+def _is_known(sizes: Sequence[float]) -> bool:
+    """Return whether so many ‖g_b‖² show their mean; asked after every eighth of them."""
+    if len(sizes) < FEWEST_NOISE_STEPS or len(sizes) % 8:
+        return False
+    return statistics.stdev(sizes) <= _NOISE_ERROR * math.sqrt(len(sizes)) * statistics.fmean(sizes)
 
 
 def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None] | None = None) -> float:

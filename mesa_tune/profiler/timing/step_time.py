@@ -63,7 +63,7 @@ _UNOBSERVED = StepEvents()
 
 
 class Turn(NamedTuple):
-    """Rounds of whole steps, in milliseconds, and the spans of steps that were cut, which itself takes time."""
+    """Milliseconds of rounds of whole steps, and of the spans of steps that were cut, which takes time, too."""
 
     rounds: Sequence[Mapping[Kind, float]]
     spans: Mapping[Kind, Spans]
