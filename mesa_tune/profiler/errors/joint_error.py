@@ -38,8 +38,8 @@ _CACHED_DRAWS = 4
 _SEEDS_PER_DRAW = 1_000_003
 _SEEDS_PER_BATCH = 1_000_000_007
 NOISE_STEPS, FEWEST_NOISE_STEPS, _NOISE_ERROR = 64, 16, 0.05
-"""At most and at least so many steps show the noise: until the standard error of the mean ‖g_b‖² is this share
-of it. The noise, and ratios to it, are then known about as well.
+"""At most and at least so many steps show the noise: until the standard error of the mean ‖g_b‖² is this
+share of it. The noise, and ratios to it, are then known about as well.
 """
 
 

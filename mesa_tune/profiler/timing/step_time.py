@@ -63,7 +63,7 @@ _UNOBSERVED = StepEvents()
 
 
 class Turn(NamedTuple):
-    """Milliseconds of rounds of whole steps, and of the spans of steps that were cut, which takes time, too."""
+    """Milliseconds of rounds of whole steps, and of the spans of steps; cutting these takes time, too."""
 
     rounds: Sequence[Mapping[Kind, float]]
     spans: Mapping[Kind, Spans]
