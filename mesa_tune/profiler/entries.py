@@ -385,6 +385,11 @@ class Noise:
     norms: tuple[float, ...] = ()
     measured: float | None = None
 
+    @property
+    def measured_ratio(self) -> float | None:
+        """The noise ratio of the policy that was measured; None as in `ratio`."""
+        return None if self.measured is None or self.relative < _NO_NOISE else self.measured / self.relative
+
     def ratio(self, errors: Sequence[float] | None) -> float | None:
         """Return mean ‖ĝ − g‖² over the noise; None if unknown, or if all batches are the same.
 

@@ -194,7 +194,7 @@ class _Profiling:
         """
         noise, policy = self.noise, next(self._uniform(_WHOLE_BITS), None)
         predicted = None if policy is None else priced.predict(policy).gradient_noise_ratio
-        factor = (noise.measured or 0.0) / (predicted * noise.relative) if predicted else 0.0
+        factor = (noise.measured_ratio or 0.0) / predicted if predicted else 0.0
         if not 0 < factor < math.inf:  # also NaN
             return traced
         norms = tuple([factor * norm for norm in noise.norms])

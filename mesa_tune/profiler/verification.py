@@ -65,7 +65,7 @@ class Verification:
     """Measurements of a workload's steps under a policy, of its plain steps, and the prediction.
 
     `gradient_errors`: relative squared errors, batch by batch, one for each rounding seed; `gradient_error`
-    is their mean, `gradient_noise_ratio` their mean over the batches' own noise (`Noise`).
+    is their mean, `gradient_noise_ratio` that of more batches over these batches' own noise (`Noise`).
     `checkpoints`: error and noise with the weights of each checkpoint of the workload.
     `step_ratio`: None if the two steps could not be timed in turn. `groups`: errors by group of parameters,
     the first of all; empty unless asked for.
@@ -287,7 +287,7 @@ def _gradient_errors(
 ) -> tuple[list[float], float | None, list[AtCheckpoint]]:
     """Return errors on batches and with rounding seeds that neither profile nor search uses.
 
-    Also return the ratio of their mean to the noise of the batches, and both at each checkpoint.
+    Also return the noise ratio, and both at each checkpoint.
     """
     joint, draws = (
         JointError(workload, checkpointed=checkpointed),
@@ -300,8 +300,7 @@ def _gradient_errors(
             "under this policy a gradient has infinite or NaN elements, that of the plain step has none\n"
             "find the layer by giving parts of the model `enable: False`, and store it in more bits"
         )
-    noise = joint.noise(first=UNUSED_DRAWS)
-    ratio, errors = noise.ratio(list(map(statistics.fmean, by_batch))), list(chain(*by_batch))
+    ratio, errors = joint.noise(policy, first=UNUSED_DRAWS).measured_ratio, list(chain(*by_batch))
     model = joint.model
     del joint  # it refers to gradients
     entries = at_checkpoints(
