@@ -10,6 +10,7 @@ from typing import Any
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.search.objectives import AS_FAST
 
 _REMEDY = "make it again with `mesa-tune search --force`"
 
@@ -46,10 +47,11 @@ class Plan:
 
     `objective`: `time`, `error` or `memory`; `why`: in words, why it is not the one asked for. `bound`: a
     proven lower bound on the objective, of all policies within the limits, by summed prices of single layers:
-    milliseconds of the step (of what a layer adds, at least 0), gradient error, or peak bytes. The exact
+    milliseconds of the step (of what a layer adds, at least 0), gradient error, or peak bytes. The best
     solution is at most `gap` above it: a fraction of the milliseconds that the policy adds, of the error, or
-    of the peak. `budget_bytes`: None without a budget. `measured`: the joint error, None without a
-    workload. `won`: in words, what the study improved of the exact solution.
+    of the peak. Of plans that are as fast (`AS_FAST`), the policy is that of least error. `budget_bytes`:
+    None without a budget. `measured`: the joint error, None without a workload. `won`: in words, what the
+    study improved of the exact solution.
     """
 
     policy: Policy
@@ -144,7 +146,12 @@ _PARTS = ("policy", "predicted", "baseline", "measured")
 
 # The solver proves a minimum only up to its own tolerance.
 _PROVEN = 1e-3
-_BETTER = {"time": "is faster", "error": "errs less", "memory": "has a lower peak"}
-_GAPS = {"time": "of the time that it adds", "error": "of its error", "memory": "of its peak"}
+_MARGIN = f"{AS_FAST:.1%} of a plain step"
+_BETTER = {"time": f"is faster by {_MARGIN}", "error": "errs less", "memory": "has a lower peak"}
+_GAPS = {
+    "time": f"of the time that it adds, and {_MARGIN},",
+    "error": "of its error",
+    "memory": "of its peak",
+}
 _SUMMED = "by summed single-layer prices"
 _PRICES = {"time": _SUMMED, "error": _SUMMED, "memory": "by the timeline"}

@@ -24,12 +24,13 @@ from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.draws import longest_batch
-from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, Noise, Option, full_grid, kind
+from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, Option, full_grid, kind
 from mesa_tune.profiler.errors.amplification import Amplifications
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
 from mesa_tune.profiler.errors.derivation import DERIVED_BATCHES, Reach, continued
 from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
 from mesa_tune.profiler.errors.joint_error import JointError, representatives
+from mesa_tune.profiler.errors.noise import Noise
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing

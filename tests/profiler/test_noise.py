@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.entries import Noise
 from mesa_tune.profiler.errors.joint_error import FEWEST_NOISE_STEPS, NOISE_STEPS, JointError, representatives
+from mesa_tune.profiler.errors.noise import Noise
 
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 

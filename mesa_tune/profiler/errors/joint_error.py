@@ -22,7 +22,7 @@ from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
-from mesa_tune.profiler.entries import Noise
+from mesa_tune.profiler.errors.noise import Noise
 from mesa_tune.profiler.errors.recorded import as_real
 from mesa_tune.profiler.errors.step_gradient import step_gradient
 from mesa_tune.workload.checkpoints import with_checkpoints
