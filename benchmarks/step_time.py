@@ -3,8 +3,9 @@
     python benchmarks/step_time.py [--models digits_vit,gpt2,resnet] [--rounds 15] [--work 0,1] [--fast]
 
 Each model is profiled, then 20 policies are predicted and measured: uniform and random ones, most with some
-layers exact. All are measured beside plain steps, in turn: the median of the ratios of `--rounds` pairs of
-steps, on the wall clock and in processor time. `--work N` does all of this beside N other processes
+layers exact. Each is measured beside plain steps, in turn: the median of the ratios of `--rounds` pairs of
+steps, on the wall clock and in processor time. There are two models, because of twenty, only the plain one
+would find its weights in the cache. `--work N` does all of this beside N other processes
 that multiply matrices. Errors are predicted minus measured ratios; `noise` is the standard error of a
 measured ratio. Before timing, the loss under each policy must be bitwise the plain one.
 """
@@ -12,6 +13,7 @@ measured ratio. Before timing, the loss under each policy must be bitwise the pl
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import random
 import subprocess
@@ -117,12 +119,18 @@ class Training:
     """A model with its optimizer, batch and loss under one policy (None: plain)."""
 
     def __init__(self, workload: mt.Workload, policy: mt.Policy | None) -> None:
-        self.model = workload.build()
+        self.workload, self.model = workload, workload.build()
+        self.initial = copy.deepcopy(self.model.state_dict())
+        self.batch = workload.make_batch()
+        self.restart(policy)
+
+    def restart(self, policy: mt.Policy | None) -> None:
+        """Begin again from the first weights, under another policy."""
+        self.model.load_state_dict(self.initial)
         if policy is not None:
             mt.convert(self.model, policy, seed=0)
-        self.batch = workload.make_batch()
-        self.optimizer = workload.make_optimizer(self.model)
-        self.loss = loss_under(workload, policy)
+        self.optimizer = self.workload.make_optimizer(self.model)
+        self.loss = loss_under(self.workload, policy)
 
     def step(self) -> float:
         """Run a whole step; return its loss."""
@@ -153,21 +161,17 @@ Pairs = list[tuple[Times, Times]]
 
 
 def measure(workload: mt.Workload, candidates: Sequence[Candidate], rounds: int) -> list[Pairs]:
-    """Return for each candidate pairs of times, after three steps of all.
-
-    The machine is faster in some minutes than in others. So every round has a pair of each candidate.
-    """
-    plain = Training(workload, None)
-    packed = [Training(workload, candidate.policy) for candidate in candidates]
-    first, *_ = [plain.step() for _ in range(3)]  # in these steps the calls are planned
-    for candidate, training in zip(candidates, packed, strict=True):
-        loss, *_ = [training.step() for _ in range(3)]
+    """Return for each candidate pairs of times, after three steps."""
+    plain, packed = Training(workload, None), Training(workload, None)
+    found: list[Pairs] = []
+    for candidate in candidates:
+        plain.restart(None)
+        packed.restart(candidate.policy)
+        first, *_ = [plain.step() for _ in range(3)]  # in these steps the calls are planned
+        loss, *_ = [packed.step() for _ in range(3)]
         if loss != first:
             raise SystemExit(f"{candidate.label}: the forward is not exact: losses {first}, {loss}")
-    found: list[Pairs] = [[] for _ in candidates]
-    for _ in range(rounds):
-        for pairs, training in zip(found, packed, strict=True):
-            pairs.append((timed(plain.step), timed(training.step)))
+        found.append([(timed(plain.step), timed(packed.step)) for _ in range(rounds)])
     return found
 
 

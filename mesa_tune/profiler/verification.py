@@ -28,6 +28,7 @@ from mesa_tune.profiler.errors.by_group import GroupError, errors_by_group
 from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
+from mesa_tune.profiler.timing.heap import steady_heap
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.step import Context
 from mesa_tune.workload.workload import Workload
@@ -266,6 +267,7 @@ def _times(workload: Workload, policy: Policy, draw: int, steps: int, *, plain_f
     return _Times(alone, _alone(workload, policy, draw, steps), None)
 
 
+@steady_heap()
 def _in_turn(workload: Workload, policy: Policy, draw: int, steps: int) -> _Times:
     plain, packed = _Training(workload, None, draw), _Training(workload, policy, draw)
     for training in (plain, packed):

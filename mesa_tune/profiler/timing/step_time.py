@@ -36,6 +36,7 @@ from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.entry import with_rerun_times
 from mesa_tune.profiler.timing.deriving import with_deriving_times
+from mesa_tune.profiler.timing.heap import steady_heap
 from mesa_tune.profiler.timing.kinds import PACKED, TIMES_COMPRESSED, Kind
 from mesa_tune.profiler.timing.option_times import form, means, smoothed
 from mesa_tune.workload.boundaries import StepEvents
@@ -43,13 +44,13 @@ from mesa_tune.workload.clock import Clock, Mark
 from mesa_tune.workload.session import Session
 from mesa_tune.workload.workload import Workload
 
-FEWEST, MOST = 2, 16
+FEWEST, MOST = 2, 8
 """Numbers of timed turns."""
 
 ROUNDS = 2
 """How many rounds of whole steps a turn has: their times differ by little."""
 
-SHARE, SECONDS = 0.1, 4.0
+SHARE, SECONDS = 0.1, 15.0
 """Turns take this share of the profile's time, or these seconds if they are more.
 
 They take less and more as `FEWEST` and `MOST` demand.
@@ -100,6 +101,7 @@ class StepTimer:
         self.restore()
         return statistics.median([self._step_ms(batch) for _ in range(steps + 1)][1:])
 
+    @steady_heap()
     def in_turn(self, policies: Sequence[Policy], rounds: int) -> list[list[float]]:
         """Return the milliseconds of `rounds` rounds of steps, one under each policy in every round."""
         batch, sessions = self.workload.make_batch(), [self._session(policy) for policy in policies]
@@ -109,6 +111,7 @@ class StepTimer:
             times.append([self._step_ms(batch, session) for session in sessions])
         return times
 
+    @steady_heap()
     def times(self, policies: Mapping[Kind, Policy], seconds: float) -> StepTimes:
         """Return the times of steps under `policies`; take about `seconds` for it."""
         batch = self.workload.make_batch()
