@@ -4,9 +4,9 @@
 gradient error. `memory`: the lowest peak whose error is invisible, too. `auto`: `time` where that is
 possible, else `error`.
 
-Near the fastest step, errors fall steeply: on a digits ViT at 40 % of its peak to a fifth for 0.5 % of the
-plain step's time, at 60 % to a ninetieth. No profile knows a time that well. So of the plans that are as fast
-as that, the one of least error is taken.
+Near the fastest step, errors fall steeply: on a digits ViT at 40 % of its peak to a sixth for 0.4 % of the
+step's time, at 60 % to an eighteenth for 0.2 %. No profile knows a time that well. So error costs time, too:
+see `Program.quiet_times`.
 
 The hard part: the noise ratio can be unknown, in a profile without noise and at a batch size that was not
 profiled. Unknown is not zero (Rule 12): then `auto` minimises the error, and `time` and `memory` are refused.
@@ -29,13 +29,8 @@ MAX_NOISE_RATIO = 0.03
 """Largest gradient noise ratio. At 0.1 a small GPT learned 0.3 % worse (docs/learning.md)."""
 MAX_BIAS = 0.01
 """Largest squared bias over the squared norm of the mean gradient."""
-AS_FAST = 0.005
-"""Plans are equally fast that differ by this share of the plain step's time."""
 MEMORY_SLOWDOWN = 1.5
 """Largest step time over the plain one, if the objective is memory and the user set no other."""
-
-
-_ERROR_GAP, _SECONDS = 0.1, 10.0
 
 
 @dataclass(frozen=True)
@@ -104,27 +99,13 @@ def solve(profile: Profile, program: Program, limits: Limits, objective: str, ra
     )
 
 
-def calmed(program: Program, solved: Solved, plain_ms: float) -> Solved:
-    """Return `solved` with the solution of least error that is as fast (see `AS_FAST`)."""
-    if solved.objective == "error":
-        return solved
-    space, limits, fastest = program.space, solved.limits, solved.solution
-    ms = space.ms(fastest.chosen) + AS_FAST * plain_ms
-    inside = replace(limits, ms=ms if limits.ms is None else min(ms, limits.ms))
-    try:
-        found = program.solve(inside, gap=_ERROR_GAP, seconds=_SECONDS)
-    except TimeUpError:
-        found = None
-    if found is None or found.cost >= space.error(fastest.chosen):
-        return solved
-    return replace(solved, solution=found)
-
-
 def _fastest(program: Program, limits: Limits) -> Solved | None:
-    found = program.solve(limits, program.times, further=program.errors)
+    found = program.solve(limits, program.quiet_times(limits), further=program.errors)
     if found is None:
         return None
-    return Solved("time", found, limits, program.space.base_ms + found.bound, found.gap)
+    allowance = 0.0 if limits.noise is None else program.allowance_ms
+    bound = max(0.0, found.bound - allowance)  # what error costs the fastest plan is not its time
+    return Solved("time", found, limits, program.space.base_ms + bound, found.gap)
 
 
 def _least_error(program: Program, limits: Limits, why: str = "") -> Solved | None:
@@ -139,7 +120,7 @@ def _lowest_peak(program: Program, limits: Limits) -> Solved | None:
         return None
     inside = replace(limits, peak=int(lowest.cost))
     try:
-        fastest = program.solve(inside, program.times, further=program.errors)
+        fastest = program.solve(inside, program.quiet_times(limits), further=program.errors)
     except TimeUpError:
         fastest = None
     return Solved("memory", fastest or lowest, inside, lowest.bound, lowest.gap)

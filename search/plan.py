@@ -10,7 +10,7 @@ from typing import Any
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Prediction, Profile
-from mesa_tune.search.objectives import AS_FAST
+from mesa_tune.search.solver import AS_FAST
 
 _REMEDY = "make it again with `mesa-tune search --force`"
 
@@ -49,7 +49,7 @@ class Plan:
     proven lower bound on the objective, of all policies within the limits, by summed prices of single layers:
     milliseconds of the step (of what a layer adds, at least 0), gradient error, or peak bytes. The best
     solution is at most `gap` above it: a fraction of the milliseconds that the policy adds, of the error, or
-    of the peak. Of plans that are as fast (`AS_FAST`), the policy is that of least error. `budget_bytes`:
+    of the peak. Of plans that are as fast (`AS_FAST`), those of less error are preferred. `budget_bytes`:
     None without a budget. `measured`: the joint error, None without a workload. `won`: in words, what the
     study improved of the exact solution.
     """
@@ -146,7 +146,7 @@ _PARTS = ("policy", "predicted", "baseline", "measured")
 
 # The solver proves a minimum only up to its own tolerance.
 _PROVEN = 1e-3
-_MARGIN = f"{AS_FAST:.1%} of a plain step"
+_MARGIN = f"{AS_FAST:.0%} of a step"
 _BETTER = {"time": f"is faster by {_MARGIN}", "error": "errs less", "memory": "has a lower peak"}
 _GAPS = {
     "time": f"of the time that it adds, and {_MARGIN},",

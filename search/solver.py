@@ -26,6 +26,8 @@ GAP, LARGE_GAP = 1e-6, 1e-4
 """The gap at which the solver stops; the second for more than `_LARGE` choices."""
 _LARGE = 500
 SECONDS = 60.0
+AS_FAST = 0.02
+"""Plans are equally fast that differ by this share of a step's time."""
 _ACCURACY = 1e-6
 """Differences of costs that the solver does not see."""
 # Bytes are passed to the solver as fractions of a limit; its constraints are accurate to about 1e-7.
@@ -69,6 +71,22 @@ class Program:
     def times(self) -> Floats:
         """Milliseconds that every choice adds to the step, in the order of the columns."""
         return self.rows.of_choices(lambda choice: choice.ms)
+
+    @property
+    def allowance_ms(self) -> float:
+        """What error at the limit on the noise ratio costs, in milliseconds (see `quiet_times`)."""
+        return AS_FAST * self.space.base_ms
+
+    def quiet_times(self, limits: Limits, factors: Floats | float = 1.0) -> Floats:
+        """Return `factors` of `times`, and what error costs: `allowance_ms` at the limit on the noise ratio.
+
+        So the plan of least cost is that much slower than the fastest one at most.
+        """
+        times = self.times * factors
+        if limits.noise is None:
+            return times
+        ratios = self.rows.of_choices(lambda choice: choice.noise or 0.0)
+        return times + self.allowance_ms / limits.noise * ratios
 
     def solve(
         self,

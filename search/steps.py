@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mesa_tune.errors import BudgetError, PolicyError
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tiled_step import other_slices
-from mesa_tune.search.objectives import Solved, calmed, solve
+from mesa_tune.search.objectives import Solved, solve
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program, Solution
@@ -69,13 +69,12 @@ def solved_best(
     wanted = min((solved.objective for _, solved in pairs), key=lambda name: name == "error")
     pairs = [(step, solved) for step, solved in pairs if solved.objective == wanted]
     step, best = min(pairs, key=lambda pair: costs(pair[0], wanted, pair[1].solution))
-    calm = calmed(step.program, best, profile.plain_ms(step.program.space.batch_size))
     floor = min(step.program.space.base_ms for step in possible) if wanted == "time" else 0.0
     bound = min(solved.bound for _, solved in pairs)
     if bound == best.bound:
-        return step, calm
+        return step, best
     cost = costs(step, wanted, best.solution)[0]
-    return step, replace(calm, bound=bound, gap=max(0.0, cost - bound) / max(cost - floor, 1e-12))
+    return step, replace(best, bound=bound, gap=max(0.0, cost - bound) / max(cost - floor, 1e-12))
 
 
 def _solved(

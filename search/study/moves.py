@@ -147,7 +147,7 @@ class TimeMoves(KindMoves):
     def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
         """Propose the fastest plan by other times within another limit on the noise ratio."""
         limits, program = self.with_margin(trial), self.program
-        times = program.times * self._factors(trial)
+        times = program.quiet_times(self.limits, self._factors(trial))
         solution = None
         with suppress(TimeUpError):
             solution = program.solve(limits, times, gap=_TIME_GAP, further=program.errors, seconds=_SECONDS)
@@ -174,7 +174,8 @@ class PeakMoves(Moves):
             solution = program.smallest_peak(limits, gap=_GAP, seconds=_SECONDS)
             if solution is not None:
                 limits = replace(limits, peak=int(solution.cost))
-                faster = program.solve(limits, program.times, gap=_TIME_GAP, seconds=_SECONDS)
+                times = program.quiet_times(self.limits)
+                faster = program.solve(limits, times, gap=_TIME_GAP, seconds=_SECONDS)
                 solution = faster or solution
         return tuple(best) if solution is None else solution.chosen
 

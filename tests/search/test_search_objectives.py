@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,9 +15,11 @@ from mesa_tune.errors import BudgetError, PolicyError, RunError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search import Plan, search_policy, steps
-from mesa_tune.search.objectives import AS_FAST, MAX_NOISE_RATIO
+from mesa_tune.search import Plan, search_policy
+from mesa_tune.search.objectives import MAX_NOISE_RATIO
+from mesa_tune.search.problem import Space
 from mesa_tune.search.restrictions import read_pin
+from mesa_tune.search.solver import AS_FAST
 from mesa_tune.search.space import make_space
 from tests.synthetic import COARSE, synthetic_profile
 
@@ -55,34 +58,46 @@ def test_the_fastest_within_the_ratio_is_the_default(profile: Profile) -> None:
     assert plan.predicted.step_ms <= least.predicted.step_ms
     assert least.predicted.gradient_error <= (plan.predicted.gradient_error or 0)
     _check_as_fast(profile, plan, plan.bound)
-    assert "is faster by 0.5% of a plain step, by summed single-layer prices" in plan.claim
+    assert "is faster by 2% of a step, by summed single-layer prices" in plan.claim
 
 
 def _check_as_fast(profile: Profile, plan: Plan, fastest_ms: float) -> None:
-    slower = (plan.predicted.step_ms or 0.0) - fastest_ms
-    assert -1e-9 <= slower / profile.plain_ms(profile.batch_size) <= AS_FAST + 1e-3
+    assert profile.exact_ms is not None
+    allowance = 1.01 * AS_FAST * profile.exact_ms
+    assert fastest_ms * (1 - 1e-9) <= (plan.predicted.step_ms or 0.0) <= fastest_ms + allowance
 
 
 @pytest.mark.parametrize("ratio", [1e-4, 1e-3, 1e-2, 0.1])
 def test_the_ratio_holds_with_interaction_and_is_the_fastest_of_all(small: Profile, ratio: float) -> None:
     space = make_space(small)
-    times, errors = [], []
+    times, costs = [], []
     limit = int(0.6 * small.peak_bytes)
     for chosen in product(*(range(len(unit.choices)) for unit in space.units)):
         predicted = small.predict_assignment(space.assignment(chosen))
         assert predicted.gradient_noise_ratio == pytest.approx(space.noise(chosen), rel=1e-9)
         if predicted.peak_bytes <= limit and (predicted.gradient_noise_ratio or 0.0) <= ratio:
             times.append(predicted.step_ms or 0.0)
-            errors.append(space.error(chosen))
+            costs.append(_cost(space, chosen, ratio))
     if not times:
         assert search_policy(small, limit, max_noise_ratio=ratio).objective == "error"
         return
     plan = search_policy(small, limit, objective="time", max_noise_ratio=ratio)
     assert (plan.predicted.gradient_noise_ratio or 0.0) <= ratio * (1 + 1e-9)
     _check_as_fast(small, plan, min(times))
-    equal = min(times) + AS_FAST * small.plain_ms(small.batch_size)
-    least = min(error for error, ms in zip(errors, times, strict=True) if ms <= equal)
-    assert least <= _summed(small, plan) * (1 + 1e-9) <= 1.1 * least
+    settings = small.assignment(plan.policy)
+    found = [
+        next(
+            index for index, choice in enumerate(unit.choices) if choice.settings == settings[unit.layers[0]]
+        )
+        for unit in space.units
+    ]
+    assert _cost(space, found, ratio) == pytest.approx(min(costs), rel=1e-6)
+
+
+def _cost(space: Space, chosen: Sequence[int], ratio: float) -> float:
+    """Milliseconds of the step, and 2 % of a step more at the limit on the noise ratio."""
+    noise = sum(choice.noise or 0.0 for choice in space.picked(chosen))
+    return space.ms(chosen) + AS_FAST * space.base_ms * noise / ratio
 
 
 def test_without_a_policy_within_the_ratio_the_error_is_the_least(profile: Profile) -> None:
@@ -133,12 +148,11 @@ def test_layers_that_are_faster_if_they_compress_do(profile: Profile) -> None:
     assert fast.exact_ms is not None
     assert plan.predicted.step_ms is not None
     assert plan.predicted.step_ms < fast.exact_ms - 90 * len(compressed)
-    _check_as_fast(fast, plan, plan.bound)
-    assert "is faster by 0.5% of a plain step, by summed single-layer prices" in plan.claim
+    assert plan.bound == pytest.approx(plan.predicted.step_ms, rel=2e-2)
+    assert "is faster by 2% of a step, by summed single-layer prices" in plan.claim
 
 
-def test_the_bias_is_limited(small: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "calmed", lambda program, solved, plain_ms: solved)
+def test_the_bias_is_limited(small: Profile) -> None:
     layers = tuple(
         replace(
             layer,
