@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
+import sys
 
+import pytest
 import torch
 
 from mesa_tune.profiler.timing.heap import steady_heap
 
-BLOCK = 1 << 20
-PAGE = resource.getpagesize()
+BLOCK, COUNT = 1 << 20, 200
+PAGES = BLOCK // resource.getpagesize()
 
 
-def faults(blocks: int) -> int:
-    """Return how many pages were fetched while so many blocks were allocated, written and freed."""
+def faults() -> int:
+    """Return how many pages were fetched while blocks were allocated, written and freed."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    held = [torch.ones(BLOCK // 4) for _ in range(blocks)]
+    held = [torch.ones(BLOCK // 4) for _ in range(COUNT)]
     del held
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def test_memory_comes_back_without_page_faults_but_only_inside() -> None:
-    blocks = 200
-    faults(blocks)  # glibc now takes blocks of this size from its heap
     with steady_heap():
-        faults(blocks)
-        assert faults(blocks) < BLOCK // PAGE
-    assert faults(blocks) > blocks * BLOCK // PAGE // 2
+        for _ in range(3):
+            faults()
+        assert faults() < PAGES
+    assert faults() > COUNT * PAGES / 2
+
+
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"])
+def test_thresholds_of_the_user_stay(name: str) -> None:
+    code = "from tests.profiler.test_heap import *\nwith steady_heap(): faults(); print(faults())"
+    environment = {**os.environ, name: "65536"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(found.stdout) > COUNT * PAGES / 2
