@@ -28,7 +28,7 @@ def test_memory_comes_back_without_page_faults_but_only_inside() -> None:
     with steady_heap():
         for _ in range(3):
             faults()
-        assert faults() < PAGES
+        assert faults() < COUNT * PAGES / 10
     assert faults() > COUNT * PAGES / 2
 
 
