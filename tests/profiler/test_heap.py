@@ -28,8 +28,12 @@ def test_memory_comes_back_without_page_faults_but_only_inside() -> None:
     with steady_heap():
         for _ in range(3):
             faults()
-        assert faults() < COUNT * PAGES / 10
-    assert faults() > COUNT * PAGES / 2
+        inside = faults()
+    outside = faults()
+    if not outside:
+        pytest.skip("this system counts no page faults")
+    assert inside < COUNT * PAGES / 10
+    assert outside > COUNT * PAGES / 2
 
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"])
