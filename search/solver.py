@@ -85,8 +85,7 @@ class Program:
         times = self.times * factors
         if limits.noise is None:
             return times
-        ratios = self.rows.of_choices(lambda choice: choice.noise or 0.0)
-        return times + self.allowance_ms / limits.noise * ratios
+        return times + self.allowance_ms / limits.noise * self.rows.noise
 
     def solve(
         self,
