@@ -19,9 +19,9 @@ LARGE, PIECES = 1 << 22, 4
 """A tensor of at least `LARGE` elements is decoded in `PIECES` pieces: it never exists as a whole."""
 
 
-def _piece(rows: int, step: int) -> int | None:
-    """Return how many rows of a `LARGE` matrix are decoded at a time, a multiple of `step`; None: all."""
-    size = -(-rows // (PIECES * step)) * step
+def _piece(rows: int) -> int | None:
+    """Return how many rows of a `LARGE` matrix are decoded at a time; None: all."""
+    size = -(-rows // PIECES)
     return size if size < rows else None
 
 
@@ -121,19 +121,18 @@ class SavedTensor:
             return None
         shape = self.packing.shape
         width, rows = math.prod(shape[-axes:]), math.prod(shape[:-axes])
-        size = _piece(rows, self._rows_per_start(width))
+        size = _piece(rows)
         return None if size is None else self._decoded(rows, width, size)
 
-    def sample_step(self, dtype: torch.dtype) -> int | None:
-        """Return the least number of samples (dimension 0) that can be decoded by themselves; None: all."""
+    def has_samples(self, dtype: torch.dtype) -> bool:
+        """Return whether samples (along dimension 0) can be decoded by themselves."""
         shape, strides = self.packing.shape, self.packing.strides
-        width = math.prod(shape[1:])
-        if not self._is_in_runs(dtype) or not shape or (strides is not None and strides[0] != width):
-            return None
-        return self._rows_per_start(width)
+        if not self._is_in_runs(dtype) or not shape:
+            return False
+        return strides is None or strides[0] == math.prod(shape[1:])
 
     def samples(self, size: int, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-        """Yield the tensor in its layout, `size` samples at a time: a multiple of `sample_step`.
+        """Yield the tensor in its layout, `size` samples at a time.
 
         Each piece overwrites the one before. `dtype`: another one to decode it in.
         """
@@ -147,8 +146,7 @@ class SavedTensor:
 
         Return None if this is not possible, or not in `dtype`. Each piece overwrites the one before.
         """
-        step = self.sample_step(dtype) if self._is_large() else None
-        size = None if step is None else _piece(self.packing.shape[0], step)
+        size = _piece(self.packing.shape[0]) if self._is_large() and self.has_samples(dtype) else None
         if size is None:
             return None
         parts = enumerate(self.samples(size))
@@ -162,17 +160,19 @@ class SavedTensor:
         possible = hasattr(self.codec, "decode_run") and self.packing.dtype == dtype
         return possible and self.spec is not None and not self.spec.quant_groups
 
-    def _rows_per_start(self, width: int) -> int:
-        """Return the number of rows of `width` elements between two rows that begin with a group."""
-        assert self.spec is not None
-        return self.spec.group_size // math.gcd(self.spec.group_size, width)
-
     def _decoded(
         self, rows: int, width: int, size: int, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield `size` rows of `width` elements at a time, each time after the number of the first."""
-        buffer = self.parts[0].new_empty(min(size, rows), width, dtype=dtype or self.packing.dtype)
+        """Yield `size` rows of `width` elements at a time, each time after the number of the first.
+
+        The groups that a piece begins and ends in are decoded whole.
+        """
+        assert self.spec is not None
+        count, group = rows * width, self.spec.group_size
+        most = min(count, size * width + (2 * group if size * width % group else 0))
+        buffer = self.parts[0].new_empty(most, dtype=dtype or self.packing.dtype)
         for first in range(0, rows, size):
-            part = buffer[: min(size, rows - first)]
-            self.codec.decode_run(self.parts, first * width, part.numel(), self.spec, part)
-            yield first, part
+            begin, end = first * width, min(first + size, rows) * width
+            start, stop = begin // group * group, min(count, -(-end // group) * group)
+            self.codec.decode_run(self.parts, start, stop - start, self.spec, buffer[: stop - start])
+            yield first, buffer[begin - start : end - start].view(-1, width)

@@ -23,9 +23,10 @@ from mesa_tune.engine.tensors import is_small_view
 SPEC = Spec("quantize", 8, 256, 64, 0, True, 0)
 
 
-def test_pieces_make_up_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [(64, 30, 8), (63, 7, 11)], ids=["whole groups", "parts of groups"])
+def test_pieces_make_up_the_whole(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved, "LARGE", 1000)
-    x = torch.randn(64, 30, 8)
+    x = torch.randn(shape)
     parts = CODECS["quantize"].encode(x, SPEC, torch.zeros(1, dtype=torch.int64))
     packed = SavedTensor(parts, packing_of(x, SPEC), SPEC)
     slices, rows = packed.slices(torch.float32), packed.rows(torch.float32, axes=2)

@@ -75,11 +75,9 @@ def _has_matrix_unit() -> bool:
 
 def packed(tensors: Sequence[SavedTensor]) -> Iterator[Samples] | None:
     """Yield some samples at a time of packed tensors, in float32; None where that is not possible."""
-    steps = [tensor.sample_step(tensor.dtype) for tensor in tensors]
-    if None in steps:
+    if not all(tensor.has_samples(tensor.dtype) for tensor in tensors):
         return None
-    step = math.lcm(*(step for step in steps if step is not None))
-    size = max(1, -(-_at_a_time(tensors[0].shape) // step)) * step
+    size = max(1, _at_a_time(tensors[0].shape))
     streams = zip(*(tensor.samples(size, torch.float32) for tensor in tensors), strict=True)
     return (Samples(index * size, *parts) for index, parts in enumerate(streams))
 
