@@ -102,8 +102,10 @@ class DerivationTable:
 class PriceTable:
     """Prices of `layers`, of which hooks store `hooked`, and `exact` can only be stored exactly.
 
-    `interaction`: see `interaction_of`. `prices` has the shape [settings, 2, rows, batches + 3]. It has a row
-    for each layer, and one for each derivation: the price of its first layer while the takers derive.
+    `interaction`: see `interaction_of`. `overlap_ms`: milliseconds that two halves of the layers add to steps
+    of their own beyond what all layers add to one. `prices` has the shape [settings, 2, rows, batches + 3].
+    It has a row for each layer, and one for each derivation: the price of its first layer while the takers
+    derive.
     """
 
     def __init__(
@@ -114,8 +116,9 @@ class PriceTable:
         hooked: Collection[str],
         exact: Collection[str],
         interaction: Mapping[int, float],
+        overlap_ms: float = 0.0,
     ) -> None:
-        self.interaction = interaction
+        self.interaction, self.overlap_ms = interaction, overlap_ms
         self.names = [layer.name for layer in layers]
         self.position = {name: number for number, name in enumerate(self.names)}
         self.batches = min(filter(None, map(_batches, [*layers, *derivations])), default=1)
@@ -126,6 +129,8 @@ class PriceTable:
         # The layer of each row.
         self.layer = _ints([*range(len(layers)), *(self.position[row.layers[0]] for row in derivations)])
         self.call_ms = np.array([layer.call_ms for layer in layers], dtype=np.float64)[self.layer]
+        weights = np.maximum(0.0, np.nan_to_num(self.call_ms[: len(layers)]))
+        self.shares = weights / max(1e-9, weights.sum())
         self.call_ms[len(layers) :] += [derivation.call_ms for derivation in derivations]
         of_layer = {name: tie for tie in ties for name in tie.layers}
         rows: list[tuple[HasOptions, Tie]] = [(layer, of_layer.get(layer.name, _NO_TIE)) for layer in layers]
@@ -163,7 +168,8 @@ class PriceTable:
         prices[free] = 0.0
         prices[free, -_COLUMNS] = self.call_ms[free]
         prices = prices[chosen]
-        ms, errors = float(prices[:, -_COLUMNS:-1].sum()), prices[:, :-_COLUMNS].sum(0).tolist()
+        ms = float(prices[:, -_COLUMNS:-1].sum()) + (self._overlap(numbers) if layers is None else 0.0)
+        errors = prices[:, :-_COLUMNS].sum(0).tolist()
         known = not math.isnan(errors[0])
         weights = np.bincount(self.unit[chosen], weights=prices[:, -1]) if known else np.zeros(0)
         return Cost(
@@ -172,6 +178,16 @@ class PriceTable:
             None if math.isnan(ms) else ms,
             float(np.sqrt(weights).sum()),
         )
+
+    def _overlap(self, numbers: Ints) -> float:
+        """Return what layers with the settings of these numbers add beyond the sum of their prices.
+
+        The first layers that compress add more than the last. A price is a layer's mean over steps in which
+        all compress and steps in which a half does. A parabola meets what was measured: it is 0 where none
+        compresses, a quarter of the overlap where a half does, and takes away half of it where all do.
+        """
+        share = float(self.shares[numbers > 0].sum())
+        return self.overlap_ms * share * (1.5 - 2 * share)
 
     def errors(self, name: str, settings: LayerSettings) -> Errors | None:
         """Return the errors of one layer under `settings`, which compress, by batch; None if unknown."""

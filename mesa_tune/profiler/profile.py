@@ -73,7 +73,7 @@ class Profile:
     goes below. `interaction`: pairs of bits and factor, see `interaction_of`.
     `step_ms`: time of the plain step, on the CPU the processor time of its thread; None where no step has run
     (bytes only), and then no layer has options. `routing_ms`: time that converting the model adds to it, with
-    every layer exact; None: unknown.
+    every layer exact; None: unknown. `overlap_ms`: see `PriceTable`.
     `script`: the command in whose step the bytes were observed; what a policy would do is then unknown.
     """
 
@@ -109,6 +109,7 @@ class Profile:
     amplifications: Rows = ()
     modules: tuple[ModuleEntry, ...] = ()
     tiled: TiledStep | None = None
+    overlap_ms: float = 0.0
 
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
@@ -379,14 +380,14 @@ class Profile:
             for layer in self.layers
             if layer.options and all(option.settings.exact for option in layer.options)
         )
-        exact = only_exact if self._has_errors else ()
         return PriceTable(
             self.layers,
             self.ties,
             self.derivations,
             hooked=self.timeline.hooked,
-            exact=frozenset(exact),
+            exact=frozenset(only_exact if self._has_errors else ()),
             interaction=dict(self.interaction),
+            overlap_ms=self.overlap_ms,
         )
 
     @cached_property

@@ -211,6 +211,22 @@ def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
     times = summarized([Turn([whole], spans)])
     assert times.added == {"fc": pytest.approx(1.0), "act": pytest.approx((2.0 + 3.0 + 2.0) / 2)}
 
+    assert times.overlap == pytest.approx((4.0 + 2.0) - 3.0 - 1.5)
+
+
+def test_halves_overlap_by_half_of_what_all_layers_add_at_most() -> None:
+    def overlap(every: float, half: float) -> float:
+        whole = {
+            Kind.PLAIN: 40.0,
+            Kind.EXACT: 42.0,
+            Kind.ALL: 42.0 + every,
+            **dict.fromkeys(HALVES, 42.0 + half),
+        }
+        return summarized([Turn([whole], {kind: {None: 42.0} for kind in (Kind.EXACT, *PACKED)})]).overlap
+
+    assert [overlap(8.0, half) for half in (3.0, 5.0, 7.0)] == pytest.approx([0.0, 2.0, 4.0])
+    assert overlap(-1.0, 1.0) == 0.0
+
 
 def test_each_layer_compresses_in_as_many_timed_steps_but_those_that_hooks_store() -> None:
     profile = synthetic_profile()

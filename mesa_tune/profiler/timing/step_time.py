@@ -75,7 +75,8 @@ class StepTimes(NamedTuple):
 
     `routing`: by converting the model, with every layer exact; `added`: by each layer that compresses;
     `deriving`: likewise, where all derive what they can, empty if none can; `slices`: by losses that have
-    slices; `rerun`: by all blocks that run again. The last two: None if there are none.
+    slices; `rerun`: by all blocks that run again. These two: None if there are none. `overlap`: what two
+    halves of the layers add to steps of their own beyond what all add to one.
     """
 
     plain: float
@@ -84,6 +85,7 @@ class StepTimes(NamedTuple):
     deriving: Mapping[str, float] = MappingProxyType({})
     slices: float | None = None
     rerun: float | None = None
+    overlap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,18 @@ def summarized(turns: Sequence[Turn]) -> StepTimes:
         added(Kind.DERIVING) if Kind.DERIVING in whole else {},
         more.get(Kind.TILED),
         more.get(Kind.RERUN),
+        _overlap(more),
     )
+
+
+def _overlap(more: Mapping[Kind, float]) -> float:
+    """Return the `overlap` of steps that take so much longer than exact ones.
+
+    It is at most half of what all layers add: above, the last layer that compresses would save time.
+    """
+    every = more.get(Kind.ALL, 0.0)
+    halves = more.get(Kind.HALF, 0.0) + more.get(Kind.OTHER_HALF, 0.0)
+    return min(max(0.0, halves - every), max(0.0, every / 2))
 
 
 def _added(turns: Sequence[Sequence[Spans]], paces: Sequence[float], whole: float) -> dict[str, float]:
@@ -277,6 +290,7 @@ def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> P
         profile,
         step_ms=times.plain,
         routing_ms=times.routing,
+        overlap_ms=times.overlap,
         tiled=None if profile.tiled is None else replace(profile.tiled, added_ms=times.slices),
         layers=tuple(layers),
         derivations=tuple(with_deriving_times(profile, layers, times.deriving, settings)),
