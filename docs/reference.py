@@ -27,9 +27,9 @@ the traceback); 2 an unknown option or command; 130 Ctrl-C, after which the same
 KEYS_HEAD = """\
 ## policy.txt
 
-A section `on <tag>:` has rules for layers of this tag; `on module:` has rules for whole modules. A rule is one
-or more conditions, and settings below them. Of several rules for a layer, the later ones win, key by key. What
-the settings do: [concepts.md](concepts.md).
+A section `on <tag>:` has rules for layers of this tag, `on module:` for whole modules. A rule is one
+or more conditions, and settings below them. Of several rules for a layer, the later ones win, key by key.
+What the settings do: [concepts.md](concepts.md).
 """
 JSON = """\
 ## JSON documents
