@@ -22,6 +22,7 @@ LEVELS = (
     ("profiler",),
     ("search", "compat", "estimation"),
     ("retune", "reports"),
+    ("integrations",),
     ("commands",),
     ("cli", "api", "pytest_plugin"),
 )

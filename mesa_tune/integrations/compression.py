@@ -1,0 +1,184 @@
+"""`Compression`: what the callbacks of all frameworks do in a training, from its start to its checkpoints.
+
+What is hard: a framework runs the training, and may resume it from a checkpoint. The rounding noise and the
+settings of layers must then continue as if it had never stopped, under the policy of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from mesa_tune.conversion import compress_saved, convert, revert
+from mesa_tune.conversion.model import conversion_of
+from mesa_tune.conversion.resume import load_state_dict, state_dict
+from mesa_tune.errors import PolicyError
+from mesa_tune.notice import warn_once
+from mesa_tune.policy import Policy
+from mesa_tune.retune import Retune
+from mesa_tune.units import parse_bytes
+from mesa_tune.workload.user_code import seeded
+
+_PREDICTED = re.compile(r"(peak|saved|gradient error|noise ratio) ([0-9][0-9.e+-]*)(?: ([kMGT]?B))?")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a framework trains.
+
+    `model`: the module to convert, without the framework's wrappers. `loss(model, batch)`: the scalar loss of
+    a plain step. `batches()`: an iterable of batches that changes nothing of the training's own order.
+    `step`: optimizer steps taken before, if the training was resumed.
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    batches: Callable[[], Iterable[Any]]
+    optimizer: Optimizer
+    step: int = 0
+
+
+class Compression:
+    """The compression of one model in a training: by a policy, or by measurements for a budget.
+
+    `policy`: a `Policy`, the path of a policy file, or its text. `budget`: as in `mt.Retune`. `retune`:
+    number of optimizer steps from one measurement to the next.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str | Path | None = None,
+        budget: int | str | None = None,
+        retune: int | None = None,
+    ) -> None:
+        if (policy is None) == (budget is None):
+            raise PolicyError("give either a policy or a budget\nsuch as policy='policy.txt' or budget='6GB'")
+        if (budget is None) != (retune is None):
+            raise PolicyError(
+                "budget and retune belong together\ngive both, such as budget='6GB', retune=1000"
+            )
+        self.policy = None if policy is None else _read(policy)
+        self.budget = budget
+        self.retune = retune
+        self.model: nn.Module | None = None
+        self._retuning: Retune | None = None
+
+    @property
+    def request(self) -> str:
+        """What was asked for, as text: the policy file or the budget."""
+        return f"budget {self.budget}" if self.policy is None else self.policy.dumps()
+
+    def start(self, training: Training, saved: Mapping[str, Any] | None = None) -> None:
+        """Convert the model before the first step. `saved`: the `state_dict` of the checkpoint resumed from.
+
+        With another policy or budget than the checkpoint's, start without it, and warn.
+        """
+        self.model = revert(training.model)
+        self._retuning = self._make_retuning(training)
+        if saved is not None and saved["request"] == self.request:
+            self._resume(training.model, saved)
+        else:
+            if saved is not None:
+                warn_once(
+                    "mesa-tune: the checkpoint has another policy or budget, so its rounding starts anew"
+                )
+            self._convert(training)
+
+    def _resume(self, model: nn.Module, saved: Mapping[str, Any]) -> None:
+        policy = Policy.parse(saved["policy"], source="the checkpoint")
+        convert(model, policy)
+        load_state_dict(model, saved["compression"])
+        if self._retuning is not None:
+            self._retuning.policy = policy
+
+    def _convert(self, training: Training) -> None:
+        if self.policy is not None:
+            convert(training.model, self.policy)
+        elif self._retuning is not None:
+            self._retuning.step(_first(training))
+
+    def _make_retuning(self, training: Training) -> Retune | None:
+        if self.budget is None or self.retune is None:
+            return None
+        retuning = Retune(
+            training.model, training.loss, self.budget, every=self.retune, optimizer=training.optimizer
+        )
+        retuning.steps = training.step and training.step + 1  # the call before the first step counts
+        return retuning
+
+    def stepped(self, batch: Any) -> bool:
+        """Note an optimizer step on `batch`; return True if the model was measured again."""
+        return self._retuning is not None and self._retuning.step(batch)
+
+    def stop(self) -> None:
+        """Make the model plain again."""
+        if self.model is not None:
+            revert(self.model)
+
+    def compressing_loss(self) -> AbstractContextManager[None]:
+        """Return the context of a loss: it stores what calls outside the model save by the policy."""
+        policy = self._current() if torch.is_grad_enabled() else None
+        return nullcontext() if policy is None else compress_saved(policy)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a checkpoint needs to resume; None before the start and after the end."""
+        policy = self._current()
+        if self.model is None or policy is None:
+            return None
+        return {"request": self.request, "policy": policy.dumps(), "compression": state_dict(self.model)}
+
+    def logs(self) -> dict[str, Any]:
+        """Return the text of the policy, and what its header predicts: bytes, gradient error, noise ratio."""
+        policy = self._current()
+        assert policy is not None
+        return {"mesa/policy": policy.dumps(), **predicted(policy.header.predicted or "")}
+
+    def _current(self) -> Policy | None:
+        conversion = None if self.model is None else conversion_of(self.model)
+        return None if conversion is None else conversion.policy
+
+
+def predicted(text: str) -> dict[str, float]:
+    """Return the numbers of `predicted:` in the header of a policy file, under names for logs."""
+    numbers: dict[str, float] = {}
+    for name, number, unit in _PREDICTED.findall(text):
+        key = f"mesa/{name.replace(' ', '_')}" + ("_bytes" if unit else "")
+        numbers[key] = float(parse_bytes(f"{number}{unit}").bytes or 0) if unit else float(number)
+    return numbers
+
+
+def fresh_loader(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
+    """Return a loader of random batches of the dataset of `loader`, whose sampler it leaves alone.
+
+    An iterable dataset is read from its beginning.
+    """
+    random = not isinstance(loader.dataset, IterableDataset)
+    return DataLoader(
+        loader.dataset,
+        batch_size,
+        shuffle=random,
+        generator=torch.Generator().manual_seed(0),
+        collate_fn=loader.collate_fn,
+    )
+
+
+def _first(training: Training) -> Any:
+    """Return a first batch; the random states stay as they are."""
+    device = next((parameter.device for parameter in training.model.parameters()), "cpu")
+    with seeded(0, str(device)):
+        return next(iter(training.batches()))
+
+
+def _read(policy: Policy | str | Path) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    return Policy.parse(text) if "\n" in (text := str(policy)) else Policy.load(policy)
