@@ -52,6 +52,8 @@ class Compression:
 
     `policy`: a `Policy`, the path of a policy file, or its text. `budget`: as in `mt.Retune`. `retune`:
     number of optimizer steps from one measurement to the next.
+
+    `saved`: the `state_dict` of the checkpoint that a training resumes from, or of the training's end.
     """
 
     def __init__(
@@ -70,24 +72,27 @@ class Compression:
         self.budget = budget
         self.retune = retune
         self.model: nn.Module | None = None
+        self.saved: Mapping[str, Any] | None = None
         self._retuning: Retune | None = None
+        self._losses = 0
 
     @property
     def request(self) -> str:
         """What was asked for, as text: the policy file or the budget."""
         return f"budget {self.budget}" if self.policy is None else self.policy.dumps()
 
-    def start(self, training: Training, saved: Mapping[str, Any] | None = None) -> None:
-        """Convert the model before the first step. `saved`: the `state_dict` of the checkpoint resumed from.
+    def start(self, training: Training) -> None:
+        """Convert the model before the first step; a resumed training goes on as `saved` says.
 
-        With another policy or budget than the checkpoint's, start without it, and warn.
+        With another policy or budget than that of `saved`, start anew, and warn.
         """
-        self.model = revert(training.model)
+        self.model, self._losses = revert(training.model), 0
         self._retuning = self._make_retuning(training)
-        if saved is not None and saved["request"] == self.request:
-            self._resume(training.model, saved)
+        resumed = self.saved if training.step else None
+        if resumed is not None and resumed["request"] == self.request:
+            self._resume(training.model, resumed)
         else:
-            if saved is not None:
+            if resumed is not None:
                 warn_once(
                     "mesa-tune: the checkpoint has another policy or budget, so its rounding starts anew"
                 )
@@ -97,6 +102,7 @@ class Compression:
         policy = Policy.parse(saved["policy"], source="the checkpoint")
         convert(model, policy)
         load_state_dict(model, saved["compression"])
+        self._losses = saved["losses"]
         if self._retuning is not None:
             self._retuning.policy = policy
 
@@ -121,20 +127,32 @@ class Compression:
 
     def stop(self) -> None:
         """Make the model plain again."""
+        self.saved = self.state_dict()
         if self.model is not None:
             revert(self.model)
 
     def compressing_loss(self) -> AbstractContextManager[None]:
-        """Return the context of a loss: it stores what calls outside the model save by the policy."""
-        policy = self._current() if torch.is_grad_enabled() else None
-        return nullcontext() if policy is None else compress_saved(policy)
+        """Return the context of a loss: it stores what calls outside the model save by the policy.
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return what a checkpoint needs to resume; None before the start and after the end."""
+        Its rounding noise depends on the number of losses in this training, not in this process.
+        """
+        policy = self._current() if torch.is_grad_enabled() else None
+        if policy is None:
+            return nullcontext()
+        self._losses += 1
+        return compress_saved(policy, seed=torch.initial_seed() + self._losses)
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """Return what a checkpoint needs to resume; before the start and after the end `saved`."""
         policy = self._current()
         if self.model is None or policy is None:
-            return None
-        return {"request": self.request, "policy": policy.dumps(), "compression": state_dict(self.model)}
+            return self.saved
+        return {
+            "request": self.request,
+            "policy": policy.dumps(),
+            "losses": self._losses,
+            "compression": state_dict(self.model),
+        }
 
     def logs(self) -> dict[str, Any]:
         """Return the text of the policy, and what its header predicts: bytes, gradient error, noise ratio."""

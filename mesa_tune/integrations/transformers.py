@@ -10,7 +10,7 @@ import base64
 import functools
 import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,9 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
             state.global_step,
         )
         # A checkpoint of a Trainer without this callback has no entry, which the next checkpoint needs.
-        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]["saved"]
-        self.compression.start(training, _decoded(saved) if training.step else None)
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        self.compression.saved = _decoded(saved["attributes"]["saved"])
+        self.compression.start(training)
         self._patches.enter_context(patch.object(trainer, "compute_loss", self._compressing(compute_loss)))
         trainer.log(self.compression.logs())
 
@@ -123,12 +124,12 @@ def _calling_trainer() -> Trainer:
     )
 
 
-def _encoded(state: dict[str, Any] | None) -> str | None:
+def _encoded(state: Mapping[str, Any] | None) -> str | None:
     """Return `state` as text for a JSON file; it may have tensors."""
     if state is None:
         return None
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save(dict(state), buffer)
     return base64.b64encode(buffer.getvalue()).decode()
 
 

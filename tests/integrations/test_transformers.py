@@ -211,13 +211,7 @@ def test_evaluation_between_steps_changes_no_number(tmp_path: Path) -> None:
     assert_equal(weights(evaluated), weights(run))
 
 
-@pytest.fixture
-def _short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of a small model are timed for 15 s otherwise."""
-    monkeypatch.setattr("mesa_tune.profiler.profiling.SECONDS", 0.1)
-
-
-@pytest.mark.usefixtures("_short_timing")
+@pytest.mark.usefixtures("short_timing")
 def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path) -> None:
     def run(*callbacks: TrainerCallback, **options: Any) -> Trainer:
         callback = MesaTuneCallback(budget="70%", retune=2)
