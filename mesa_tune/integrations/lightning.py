@@ -14,10 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from mesa_tune.errors import MissingPackageError, PolicyError, RunError
-from mesa_tune.integrations.compression import Compression, Training, fresh_loader
+from mesa_tune.integrations.compression import AUTOCAST, Compression, Training, fresh_loader
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 
@@ -32,8 +31,9 @@ class MesaTuneCallback(Callback):
     """Compress the activations of a LightningModule from before its first step until the training ends.
 
     `MesaTuneCallback("policy.txt")`, also a `Policy` or a policy file's text, or
-    `MesaTuneCallback(budget="6GB", retune=1000)`: the policy is then measured on training batches before the
-    first step, and again every 1000 optimizer steps, as `mt.Retune` does.
+    `MesaTuneCallback(budget="6GB")`: before the first step, `mt.auto` then searches a policy on random
+    batches of the training's dataset, with further options such as `run="mesa-run"` or `trials=0`. With
+    `retune=1000`, `mt.Retune` measures instead, and again every 1000 optimizer steps.
 
     The policy is for the LightningModule, whose names begin with those of its attributes (`net.fc1`), or for
     its part `module` (`module="net"`, names such as `fc1`). What `training_step` calls itself is named
@@ -52,25 +52,36 @@ class MesaTuneCallback(Callback):
         budget: int | str | None = None,
         retune: int | None = None,
         module: str = "",
+        **search: Any,
     ) -> None:
         if module and budget is not None:
             raise PolicyError(
                 "module: a budget is for the whole LightningModule\ngive a policy, or no module"
             )
-        self.compression = Compression(policy, budget, retune)
+        self.compression = Compression(policy, budget, retune, search)
         self.module = module
         self._steps = 0
         self._patches = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Convert the module, and enter the policy around its `training_step`."""
+        if self.compression.budget is not None and not pl_module.automatic_optimization:
+            raise RunError(
+                "budget: with manual optimization, training_step is more than the loss that is measured\n"
+                "give MesaTuneCallback a policy, made with a model.py that has step(model, batch, optimizer)"
+            )
         self._patches.close()
         self._steps = trainer.global_step
-        model = pl_module.get_submodule(self.module)
-        loss = _loss_of(trainer, pl_module)
-        self.compression.start(
-            Training(model, loss, lambda: _batches(trainer), trainer.optimizers[0], trainer.global_step)
+        training = Training(
+            pl_module.get_submodule(self.module),
+            _loss_of(trainer, pl_module),
+            lambda: fresh_loader(trainer.train_dataloader),
+            trainer.optimizers[0],
+            trainer.accumulate_grad_batches,
+            AUTOCAST.get(str(trainer.precision)),
+            trainer.global_step,
         )
+        self.compression.start(training)
         if pl_module.automatic_optimization:
             step = self._compressing(pl_module.training_step)
             self._patches.enter_context(patch.object(pl_module, "training_step", step))
@@ -85,6 +96,17 @@ class MesaTuneCallback(Callback):
                 return training_step(*args, **kwargs)
 
         return run
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Drop the gradients of the last step, which Lightning would do only after the forward.
+
+        The measured step has none in its forward either. A budget would not be met with them.
+        """
+        if self.compression.budget is not None and trainer.accumulate_grad_batches == 1:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -139,14 +161,3 @@ def _loss_of(trainer: Trainer, pl_module: LightningModule) -> Callable[[nn.Modul
 
 def _ignored(*args: Any, **kwargs: Any) -> None:
     """Stand for `LightningModule.log` while the module is measured."""
-
-
-def _batches(trainer: Trainer) -> DataLoader[Any]:
-    loader = trainer.train_dataloader
-    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    if not isinstance(loader, DataLoader) or size is None:
-        raise RunError(
-            f"budget: the training has no DataLoader with a batch size, but {type(loader).__name__}\n"
-            "give MesaTuneCallback a policy instead"
-        )
-    return fresh_loader(loader, size)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mesa_tune.errors import MissingPackageError, RunError
-from mesa_tune.integrations.compression import Compression, Training, fresh_loader
+from mesa_tune.integrations.compression import AUTOCAST, Compression, Training, fresh_loader
 from mesa_tune.policy import Policy
 
 try:
@@ -34,8 +34,9 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
     """Compress the activations of a Trainer's model from before its first step until the training ends.
 
     `MesaTuneCallback("policy.txt")`, also a `Policy` or a policy file's text, or
-    `MesaTuneCallback(budget="6GB", retune=1000)`: the policy is then measured on the Trainer's batches before
-    the first step, and again every 1000 optimizer steps, as `mt.Retune` does.
+    `MesaTuneCallback(budget="6GB")`: before the first step, `mt.auto` then searches a policy on random
+    batches of the training's dataset, with further options such as `run="mesa-run"` or `trials=0`. With
+    `retune=1000`, `mt.Retune` measures instead, and again every 1000 optimizer steps.
 
     The loss of the Trainer counts as outside the model: rules for `loss.*` compress it. The policy and its
     predictions (`mesa/peak_bytes`, `mesa/saved_bytes`, `mesa/gradient_error`, `mesa/noise_ratio`) go through
@@ -51,8 +52,9 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
         *,
         budget: int | str | None = None,
         retune: int | None = None,
+        **search: Any,
     ) -> None:
-        self.compression = Compression(policy, budget, retune)
+        self.compression = Compression(policy, budget, retune, search)
         self._batch: Any = None
         self._patches = ExitStack()
 
@@ -68,12 +70,13 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
                 computed: Tensor = compute_loss(model, inputs)
                 return computed
 
-        loader, size = kwargs["train_dataloader"], state.train_batch_size
         training = Training(
             kwargs["model"],
             loss,
-            lambda: fresh_loader(loader, size),
-            kwargs["optimizer"].optimizer,
+            lambda: fresh_loader(kwargs["train_dataloader"]),
+            kwargs["optimizer"],
+            args.gradient_accumulation_steps,
+            AUTOCAST.get(trainer.accelerator.mixed_precision),
             state.global_step,
         )
         # A checkpoint of a Trainer without this callback has no entry, which the next checkpoint needs.

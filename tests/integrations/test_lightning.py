@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.integrations.lightning import MesaTuneCallback
+from tests.integrations.conftest import PeakMeter
 from tests.models import ViT
 
 FOUR_BITS = mt.Policy.uniform(level=16)
@@ -100,7 +101,7 @@ def fitted(
 ) -> tuple[Classifier, LightningTrainer]:
     """Train for three steps of an epoch of two; return the module and the Trainer."""
     made = {name: options.pop(name) for name in ("checkpoints", "dropout") if name in options}
-    module = Classifier(**made)
+    module = options.pop("kind", Classifier)(**made)
     torch.manual_seed(5)
     trainer = LightningTrainer(
         default_root_dir=folder,
@@ -217,6 +218,33 @@ def test_validation_between_steps_changes_no_number(tmp_path: Path) -> None:
     assert validated.losses == module.losses
 
 
+class Peaks(Callback):
+    """Measures the most live bytes of each step."""
+
+    def __init__(self) -> None:
+        self.meter = PeakMeter()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.meter.begin(pl_module, trainer.optimizers[0], batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.meter.end()
+
+
+@pytest.mark.usefixtures("short_timing")
+@pytest.mark.parametrize("options", [{}, {"checkpoints": True}], ids=["", "checkpointing"])
+def test_steps_under_a_budget_take_no_more(tmp_path: Path, options: dict[str, Any]) -> None:
+    before, after = Peaks(), Peaks()
+    plain, _ = fitted(tmp_path, before, **options)
+    budget = int(0.8 * max(before.meter.peaks))
+    callback = MesaTuneCallback(budget=budget, run=tmp_path / "mesa-run", fast=True, trials=0)
+    module, trainer = fitted(tmp_path, callback, after, **options)
+    assert max(after.meter.peaks) <= budget
+    assert plain.losses[0] in module.losses  # others are of measurements
+    assert isinstance(trainer.logger, CSVLogger)
+    assert "mesa/noise_ratio" in (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
+
+
 @pytest.mark.usefixtures("short_timing")
 def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path) -> None:
     seen = Policies()
@@ -230,3 +258,31 @@ def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path) -> None:
     steps = [row.split(",")[rows[0].split(",").index("step")] for row in rows[1:] if row.split(",")[column]]
     assert steps == ["0", "2"]
     assert plain.losses[0] in module.losses  # others are of measurements
+
+
+class Manual(Classifier):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def test_manual_optimization_takes_a_policy_but_no_budget(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"kind": Manual}
+    plain, _ = fitted(tmp_path, **given)
+    with pytest.warns(UserWarning, match="manual optimization"):
+        module, _ = fitted(tmp_path, MesaTuneCallback(FOUR_BITS), **given)
+    assert module.losses[0] == plain.losses[0]
+    assert module.losses[-1] != plain.losses[-1]
+    assert module.function == plain.function
+    with pytest.raises(mt.RunError, match="manual optimization"):
+        fitted(tmp_path, MesaTuneCallback(budget="6GB"), **given)

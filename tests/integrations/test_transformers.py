@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.integrations.transformers import MesaTuneCallback
+from tests.integrations.conftest import PeakMeter
 
 LENGTH = 32
 FOUR_BITS = mt.Policy.uniform(level=16)
@@ -209,6 +210,51 @@ def test_evaluation_between_steps_changes_no_number(tmp_path: Path) -> None:
     assert "eval_loss" in evaluated.state.log_history[2]
     assert losses(evaluated) == losses(run)
     assert_equal(weights(evaluated), weights(run))
+
+
+class Peaks(TrainerCallback):
+    """Measures the most live bytes of each step, from its first micro-batch to its update."""
+
+    def __init__(self) -> None:
+        self.meter = PeakMeter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.begin(kwargs["model"], kwargs["optimizer"].optimizer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.end()
+
+
+FAST: dict[str, Any] = {"fast": True, "trials": 0}
+
+
+@pytest.mark.usefixtures("short_timing")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"activation_checkpointing": True}, {"gradient_accumulation_steps": 2}],
+    ids=["", "checkpointing", "accumulation"],
+)
+def test_steps_under_a_budget_take_no_more(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain, run = Peaks(), Peaks()
+    before = trained(tmp_path, plain, **options)
+    budget = int(0.75 * max(plain.meter.peaks))
+    callback = MesaTuneCallback(budget=budget, run=tmp_path / "mesa-run", **FAST)
+    after = trained(tmp_path, callback, run, **options)
+    assert losses(after)[0] == losses(before)[0]
+    assert max(run.meter.peaks) <= budget
+    (entry,) = [entry for entry in after.state.log_history if "mesa/policy" in entry]
+    assert 0 < entry["mesa/saved_bytes"] < entry["mesa/peak_bytes"] <= 1.01 * budget
+    assert entry["mesa/noise_ratio"] > 0
+
+
+@pytest.mark.usefixtures("short_timing")
+def test_a_budget_that_plain_fits_trains_bitwise_as_plain(tmp_path: Path) -> None:
+    plain = trained(tmp_path)
+    run = trained(tmp_path, MesaTuneCallback(budget="1TB", run=tmp_path / "mesa-run", **FAST))
+    assert losses(run) == losses(plain)
+    assert_equal(weights(run), weights(plain))
+    (entry,) = [entry for entry in run.state.log_history if "mesa/policy" in entry]
+    assert not mt.Policy.parse(str(entry["mesa/policy"])).rules
 
 
 @pytest.mark.usefixtures("short_timing")
