@@ -1,5 +1,6 @@
 """The public names of `mesa_tune`."""
 
+from mesa_tune.autotune import auto
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.resume import load_state_dict, state_dict
 from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, RunError, WorkloadError
@@ -28,6 +29,7 @@ __all__ = [
     "Verification",
     "Workload",
     "WorkloadError",
+    "auto",
     "compress_saved",
     "convert",
     "estimate",

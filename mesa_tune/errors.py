@@ -21,3 +21,12 @@ class BudgetError(MesaTuneError):
 
 class RunError(MesaTuneError):
     """A run folder, profile or study is missing, damaged or of another origin, or a step cannot run."""
+
+
+class MissingPackageError(MesaTuneError, ImportError):
+    """A package that only this part of mesa-tune needs is not installed."""
+
+    def __init__(self, what: str, package: str) -> None:
+        super().__init__(
+            f"{what} needs {package}, which cannot be imported\ninstall it: pip install {package}"
+        )

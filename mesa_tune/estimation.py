@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mesa_tune.errors import BudgetError, WorkloadError
 from mesa_tune.policy import Policy
@@ -22,7 +20,9 @@ from mesa_tune.profiler.fake_steps import FakeSteps
 from mesa_tune.profiler.parallel import Parallelization, Parallelize
 from mesa_tune.units import parse_bytes
 from mesa_tune.workload.fake import FakeWorkload, fake_copy
-from mesa_tune.workload.workload import DEFAULT_BATCH_SIZE, Workload, default_device
+from mesa_tune.workload.instance.given_batches import GivenBatches, preserved_generators
+from mesa_tune.workload.instance.instance import instance_workload
+from mesa_tune.workload.workload import Workload, default_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,8 +130,9 @@ def estimate(
     """Return the bytes that a training step takes, plain or under `policy`; no model is allocated.
 
     `estimate(workload)` or `estimate(model, batch, loss)`: `model` an instance, also one on the meta device,
-    which stays as it is; `batch` one batch, whose first dimension counts samples, or `callable(n)`;
-    `loss(model, batch)` a scalar; `optimizer` an instance or `callable(parameters)`, default AdamW.
+    which stays as it is; `batch` one batch, whose first dimension counts samples, an iterable of batches (of
+    eight, the longest counts), or `callable(n)`; `loss(model, batch)` a scalar; `optimizer` an instance or
+    `callable(parameters)`, default AdamW.
     `device`: `cpu` or `cuda`, which this machine need not have; default: the workload's.
 
     `parallelize`: `DistributedDataParallel`, or a function that applies `fully_shard` to parts of the model;
@@ -151,6 +152,8 @@ def estimate(
     steps = FakeSteps(fake, policy or Policy.parse(""), cuda, parallel)
     batch_size = fake.batch_size if batch_size is None else batch_size
     traced = steps.at(batch_size)
+    if isinstance(fake.batch, GivenBatches):
+        fake.batch.close()  # other sizes are made from the batches that were drawn
     return Estimate(
         batch_size,
         device,
@@ -191,32 +194,10 @@ def _of_instance(
     **step: Any,
 ) -> tuple[FakeWorkload, Policy | None, str]:
     """Return the fake workload of a model instance, the policy, and the device by default."""
-    make_batch, size = (batch, DEFAULT_BATCH_SIZE) if callable(batch) else _resizing(batch)
-    make = _remade(optimizer) if isinstance(optimizer, Optimizer) else optimizer
-    workload = Workload(lambda: model, make_batch, loss, make, batch_size=size, **step)
+    with preserved_generators(batch):
+        workload = instance_workload(model, batch, loss, optimizer, device="cpu", **step)
     fake = FakeWorkload.of(workload)
     return replace(fake, model=lambda: fake_copy(fake.mode, model)), policy, default_device()
-
-
-def _resizing(batch: Any) -> tuple[Callable[[int], Any], int]:
-    """Return a function that repeats or cuts the samples of `batch`, and how many it has."""
-    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not sizes:
-        raise WorkloadError("batch: has no tensor with a first dimension\ngive `callable(n)` that makes one")
-    size = sizes[0]
-
-    def resized(tensor: Tensor, count: int) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != size or count == size:
-            return tensor
-        return tensor[torch.arange(count, device=tensor.device) % size]
-
-    return lambda count: tree_map_only(Tensor, lambda tensor: resized(tensor, count), batch), size
-
-
-def _remade(optimizer: Optimizer) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """Return a function that makes an optimizer of the same class and defaults."""
-    kind: Any = type(optimizer)
-    return lambda parameters: kind(parameters, **optimizer.defaults)
 
 
 def _is_cuda(device: str) -> bool:

@@ -1,5 +1,6 @@
-"""Warnings that are shown once per process, not once per training step."""
+"""Warnings that are shown once per process, not once per training step; and a status line on terminals."""
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,3 +30,16 @@ def unnoticed() -> Iterator[None]:
             yield
         finally:
             _given.intersection_update(before)
+
+
+def say(text: str) -> None:
+    """Write a line for the user of a training script to standard error."""
+    sys.stderr.write(f"mesa-tune: {text}\n")
+    sys.stderr.flush()
+
+
+def show_status(text: str) -> None:
+    """Replace the last status on the terminal by `text`. Without a terminal print nothing."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

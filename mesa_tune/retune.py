@@ -6,10 +6,7 @@ gradients, training modes and random states are bitwise as before, and every ran
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -17,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
-from torch.utils._pytree import tree_leaves
 
 from mesa_tune.conversion import convert
 from mesa_tune.errors import MesaTuneError, RunError
@@ -28,6 +24,8 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.profiling import profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.units import parse_bytes
+from mesa_tune.workload.batches import batch_size, select
+from mesa_tune.workload.instance.optimizers import remade
 from mesa_tune.workload.step import StepFunction
 from mesa_tune.workload.workload import Workload
 
@@ -136,7 +134,7 @@ class Retune:
         size = batch_size(batch)
         return Workload(
             lambda: model,
-            lambda count: sliced(batch, count, size),
+            lambda count: select(batch, torch.arange(count), size),
             self.loss,
             self._new_optimizer,
             batch_size=samples,
@@ -146,13 +144,7 @@ class Retune:
         )
 
     def _new_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        if self.optimizer is None:
-            return AdamW(parameters)
-        kind: Any = type(self.optimizer)
-        accepted = inspect.signature(kind).parameters
-        options = {name: value for name, value in self.optimizer.defaults.items() if name in accepted}
-        optimizer: Optimizer = kind(parameters, **options)
-        return optimizer
+        return AdamW(parameters) if self.optimizer is None else remade(self.optimizer, self.model)(parameters)
 
     def _slice_size(self, batch: Any, size: int) -> int:
         """Return how many samples fit the budget in an exact step with the gradients recorded beside it.
@@ -195,33 +187,3 @@ def _of_rank_0(text: str | None) -> str | None:
     objects = [text]
     torch.distributed.broadcast_object_list(objects, src=0)
     return objects[0]
-
-
-def batch_size(batch: Any) -> int:
-    """Return the first dimension of the first tensor in `batch`. Raise RunError if there is none."""
-    for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    raise RunError(
-        "retune: no tensor with a batch dimension in the batch\n"
-        "give step() the batch that loss() takes, in tuples, lists, dicts or dataclasses"
-    )
-
-
-def sliced(batch: Any, count: int, size: int) -> Any:
-    """Return `batch` with the first `count` samples of every tensor whose first dimension is `size`."""
-    if isinstance(batch, Tensor):
-        return batch[:count] if batch.dim() and batch.shape[0] == size else batch
-    if isinstance(batch, Mapping):
-        result: Any = copy.copy(batch)
-        result.update({key: sliced(value, count, size) for key, value in batch.items()})
-        return result
-    if isinstance(batch, (list, tuple)):
-        values = [sliced(value, count, size) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        result = copy.copy(batch)
-        for entry in dataclasses.fields(batch):
-            object.__setattr__(result, entry.name, sliced(getattr(batch, entry.name), count, size))
-        return result
-    return batch

@@ -17,7 +17,7 @@ from mesa_tune.search.fleet.studies import Sharing, Task, Work, improved, policy
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved, check_objective
 from mesa_tune.search.plan import Baseline, Plan
 from mesa_tune.search.problem import Limits
-from mesa_tune.search.restrictions import Pins, Restrictions
+from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program
 from mesa_tune.search.steps import Step, solved_best, steps
 from mesa_tune.search.unreachable import most_samples, unreachable
@@ -113,10 +113,19 @@ def search_policy(
             that was up before any plan was found, a storage that cannot be used.
         WorkloadError: the workload's functions fail.
     """
-    _check(budget, objective, batch_size, max_batch, trials)
-    for name, value in (("timeout", timeout), ("max-slowdown", max_slowdown)):
-        _require_positive(name, value)
-    _require_positive("max-noise-ratio", max_noise_ratio, finite=False)
+    check_request(
+        budget,
+        trials=trials,
+        timeout=timeout,
+        batch_size=batch_size,
+        max_batch=max_batch,
+        max_saved=max_saved,
+        max_slowdown=max_slowdown,
+        max_noise_ratio=max_noise_ratio,
+        objective=objective,
+        forbid=forbid,
+        only=only,
+    )
     profile.plain_ms(profile.batch_size)  # raises for a profile without prices
     if objective == "memory" and max_slowdown is None:
         max_slowdown = MEMORY_SLOWDOWN
@@ -129,7 +138,8 @@ def search_policy(
     size = batch_size or profile.batch_size
     asked = (pins or {}, restrictions, objective, max_noise_ratio, seed)
     request = Request(profile, size, limits.peak, baseline, limits, *asked, requested)
-    if not request.pins and objective != "memory" and _plain_fits(request):
+    stays_exact = all(settings.exact for settings in pinned_settings(profile, request.pins).values())
+    if stays_exact and objective != "memory" and _plain_fits(request):
         return _exact_plan(request)
     profile.require_prices()
     possible = steps(profile, size, request.pins, restrictions)
@@ -146,15 +156,35 @@ def search_policy(
     return _plan(request, program, solved, outcome, work.trials)
 
 
-def _check(
-    budget: int | str | None, objective: str, batch_size: int | None, max_batch: bool, trials: int | None
+def check_request(
+    budget: int | str | None,
+    *,
+    trials: int | None = None,
+    timeout: float | None = None,
+    batch_size: int | None = None,
+    max_batch: bool = False,
+    max_saved: int | str | None = None,
+    max_slowdown: float | None = None,
+    max_noise_ratio: float = MAX_NOISE_RATIO,
+    objective: str = "auto",
+    forbid: Iterable[str] | None = None,
+    only: Iterable[str] | None = None,
+    **_: object,
 ) -> None:
+    """Raise what `search_policy` raises for arguments that are wrong for every profile."""
     check_objective(objective, budget)
     _require_positive("batch size", batch_size, whole=True)
     if max_batch and (budget is None or batch_size is not None):
         raise BudgetError("max-batch: needs a budget and no batch size\nit finds the largest that fits")
     if trials is not None and trials < 0:
         raise BudgetError(f"trials {trials}: must be 0 or more\n0 solves from the profile alone")
+    for name, value in (("timeout", timeout), ("max-slowdown", max_slowdown)):
+        _require_positive(name, value)
+    _require_positive("max-noise-ratio", max_noise_ratio, finite=False)
+    for amount, name in ((budget, "budget"), (max_saved, "max-saved")):
+        if amount is not None:
+            parse_bytes(amount, name)
+    Restrictions.of(forbid, only)
 
 
 def _limits(
@@ -165,7 +195,6 @@ def _limits(
     max_slowdown: float | None,
 ) -> tuple[Baseline, Limits, Budget | None]:
     """Return the plain step, the limits, and the budget as the user wrote it."""
-    # A budget that is not an amount is the first error to raise.
     amount = None if budget is None else parse_bytes(budget)
     saved = None if max_saved is None else parse_bytes(max_saved, "max-saved")
     sized = profile.timeline.at(batch_size or profile.batch_size)

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 
 LEVELS = (
     ("errors", "compiling"),
-    ("units", "notice", "files"),
+    ("units", "notice", "files", "free_memory"),
+    ("run_folder",),
     ("ops", "policy"),
     ("codecs",),
     ("engine",),
@@ -21,7 +22,8 @@ LEVELS = (
     ("nn", "workload"),
     ("profiler",),
     ("search", "compat", "estimation"),
-    ("retune", "reports"),
+    ("retune", "reports", "autotune"),
+    ("integrations",),
     ("commands",),
     ("cli", "api", "pytest_plugin"),
 )

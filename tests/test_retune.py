@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune import retune
 from mesa_tune.conversion.model import conversion_of
+from mesa_tune.workload.batches import select
 
 Batch = tuple[Tensor, Tensor]
 
@@ -152,7 +152,7 @@ def test_bad_arguments() -> None:
         mt.Retune(model, loss, "60%", every=0)
     with pytest.raises(mt.BudgetError):
         mt.Retune(model, loss, "much")
-    with pytest.raises(mt.RunError, match="no tensor with a batch dimension"):
+    with pytest.raises(mt.WorkloadError, match="no tensor whose first dimension counts samples"):
         mt.Retune(model, loss, "60%").step([batch[0].sum()])
 
 
@@ -179,7 +179,7 @@ class Sample:
 )
 def test_slices_keep_containers(made: Any) -> None:
     batch = made(torch.arange(12).view(6, 2))
-    found = retune.sliced(batch, 2, 6)
+    found = select(batch, torch.arange(2), 6)
     assert type(found) is type(batch)
     assert str(found) == str(made(torch.arange(4).view(2, 2)))
     assert str(batch) == str(made(torch.arange(12).view(6, 2)))

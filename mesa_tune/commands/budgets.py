@@ -1,22 +1,12 @@
-"""Budgets as typed: one, several, `auto`, or none; and how much memory the device has free."""
+"""Budgets as typed: one, several, `auto`, or none."""
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 
 from mesa_tune.errors import BudgetError
+from mesa_tune.free_memory import AUTO, MARGIN, free_memory
 from mesa_tune.units import format_bytes, parse_bytes
-
-AUTO = "auto"
-MARGIN = 0.1
-"""Share of the free memory that `--budget auto` leaves: allocators, and what other programs take later."""
-
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 def split_budgets(text: str | None, device: str, smallest: bool) -> tuple[list[str | None], list[str]]:
@@ -44,36 +34,3 @@ def split_budgets(text: str | None, device: str, smallest: bool) -> tuple[list[s
 def label_of(budget: str | None) -> str:
     """Return a budget as a part of a file name."""
     return re.sub(r"[^0-9A-Za-z.%]", "", budget or "smallest").replace("%", "percent")
-
-
-def free_memory(device: str) -> tuple[int, str]:
-    """Return the bytes that a training could use on `device` now, and in words which they are."""
-    if device.startswith("cuda"):
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0], f"free on {device}"
-    amounts = [(_available(), "of memory available"), *_cgroup_bytes()]
-    return min(amounts)
-
-
-def _available() -> int:
-    try:
-        text = Path("/proc/meminfo").read_text("utf-8")
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-        if match:
-            return 1024 * int(match[1])
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_bytes() -> list[tuple[int, str]]:
-    """Return what the cgroup's limit leaves; nothing without a limit."""
-    for limit, used in _CGROUPS:
-        try:
-            most, now = Path(limit).read_text("utf-8").strip(), int(Path(used).read_text("utf-8"))
-        except (OSError, ValueError):
-            continue
-        if most.isdigit():
-            return [(max(1, int(most) - now), "left by the cgroup's limit")]
-    return []

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from mesa_tune.commands.run_folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json, write_atomically
+from mesa_tune.notice import show_status
+from mesa_tune.run_folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.units import Budget, counted, format_bytes, format_time, parse_bytes, shorten
 
 if TYPE_CHECKING:
@@ -95,9 +96,8 @@ class Output:
 
     def status(self, text: str) -> None:
         """Replace the last status on the terminal by `text`. Without a terminal print nothing."""
-        if not self.quiet and sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
+        if not self.quiet:
+            show_status(text)
 
     def warn(self, text: str) -> None:
         """Print `text` as a warning."""

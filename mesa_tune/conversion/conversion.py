@@ -42,13 +42,22 @@ class Conversion:
 
     `first`: settings are not final yet. `ended`: a forward has ended. `unseen`: a part of the model ran
     without gradients, so its layers are unknown. `changed`: the final settings differ from the first. `owed`:
-    outermost modules that ran without gradients since the last forward began.
+    outermost modules that ran without gradients since the last forward began. `excluded`: names of modules
+    whose own layers stay exact.
     """
 
-    def __init__(self, policy: Policy, catalog: Catalog, seed: int, min_elements: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        catalog: Catalog,
+        seed: int,
+        min_elements: int,
+        excluded: frozenset[str] = frozenset(),
+    ) -> None:
         self.policy = policy
         self.catalog = catalog
         self.min_elements = min_elements
+        self.excluded = excluded
         self.keys = {_CPU: torch.tensor([_mixed(seed)], dtype=torch.int64)}
         self.specs: dict[str, Spec | None] = {}
         self.calls = CallCache()
@@ -131,6 +140,8 @@ class Conversion:
         if tag == "attention":
             self._bind_attention()
         index = self.catalog.index(layer, tag, module)
+        if self.catalog.module(layer) in self.excluded:
+            return self.specs.setdefault(layer, None)
         spec = Spec.of(self.policy.settings(tag, index, layer), self.min_elements)
         if spec is not None and self.derives:
             # The first forward shows which outputs other layers rematerialize. A search knows it already.
@@ -174,7 +185,7 @@ class Conversion:
 
     def recompute_spec(self, module: str) -> Spec | None:
         """Return how `module` stores its inputs if it runs again in backward; None if it does not."""
-        settings = self.policy.recomputed(module)
+        settings = None if module in self.excluded else self.policy.recomputed(module)
         return None if settings is None else Spec.of(settings, self.min_elements)
 
     def note(self, layer: str) -> None:

@@ -111,6 +111,10 @@ class Catalog:
         """Return the tag of a layer that was found."""
         return self._layers[layer][0]
 
+    def module(self, layer: str) -> str:
+        """Return the name of the module that a layer is, or whose forward calls it."""
+        return self.modules[self._layers[layer][1]]
+
     def assign_indices(self, policy: Policy) -> tuple[str, ...]:
         """Give every layer its index after a first forward; return warnings of names that no layer has."""
         if self._is_final:

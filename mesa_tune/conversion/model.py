@@ -4,7 +4,7 @@ What is hard is that only `module.forward` changes, which others wrap, copy, pic
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -99,13 +99,16 @@ def convert(
     *,
     seed: int | None = None,
     min_elements: int = MIN_ELEMENTS,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
     force: bool = False,
 ) -> nn.Module:
     """Make `model`, in place, store activations as `policy` says from its next forward on; return `model`.
 
     Parameters, buffers, `state_dict` keys and outputs stay bitwise equal. `seed` (default
     `torch.initial_seed()`) decides the rounding noise. Tensors of up to `min_elements` elements stay exact.
-    Converting again replaces the policy.
+    `filter_fn(module, name)`: the layers of a module for which it returns False stay exact, whatever the
+    policy says. It is asked once for every module, the root `""` and those inside a refused one too.
+    Converting again replaces the policy and the filter.
 
     Raises:
         PolicyError: the policy names a layer that `model` does not have, or was made for another model
@@ -120,8 +123,16 @@ def convert(
     for text in (*policy.warnings, *overruled, *_limits(model)):
         warn_once(text)
     revert(model)
-    install(model, Conversion(policy, catalog, torch.initial_seed() if seed is None else seed, min_elements))
+    noise_seed = torch.initial_seed() if seed is None else seed
+    install(model, Conversion(policy, catalog, noise_seed, min_elements, _excluded(model, filter_fn)))
     return model
+
+
+def _excluded(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> frozenset[str]:
+    """Return the names of the modules that `filter_fn` refuses."""
+    if filter_fn is None:
+        return frozenset()
+    return frozenset(name for name, module in named_layers(model) if not filter_fn(module, name))
 
 
 def _limits(model: nn.Module) -> Iterator[str]:

@@ -1,10 +1,13 @@
-"""Moving a batch to a device. A batch is whatever the user's loss takes: tensors in nested containers."""
+"""Moving a batch to a device, and selecting its samples.
+
+A batch is whatever the user's loss takes: tensors in nested containers.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +28,73 @@ def to_device(batch: Any, device: str, origin: str = "batch()") -> Any:
         return _moved(batch, device, origin)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, (type, nn.Module)):
         return batch.to(device)
-    if isinstance(batch, (Mapping, list, tuple, set, frozenset)):
-        return _container_to(batch, device, origin)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return _dataclass_to(batch, device, origin)
+    if is_container(batch):
+        return rebuilt(batch, lambda value: to_device(value, device, origin))
     _require_device(batch, device, origin)
     return batch
+
+
+def is_container(batch: Any) -> bool:
+    """Return True for a mapping, list, tuple, set or dataclass: tensors are searched in its values."""
+    is_dataclass = dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+    return is_dataclass or isinstance(batch, (Mapping, list, tuple, set, frozenset))
+
+
+def values_of(container: Any) -> Iterable[Any]:
+    """Return the values of a container."""
+    if isinstance(container, Mapping):
+        return container.values()
+    if dataclasses.is_dataclass(container):
+        return [getattr(container, field.name) for field in dataclasses.fields(container)]
+    values: Iterable[Any] = container
+    return values
+
+
+def rebuilt(container: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container of the same type with `change` of each value."""
+    if isinstance(container, Mapping):
+        changed = {key: change(value) for key, value in container.items()}
+        if type(container) is dict:
+            return changed
+        result: Any = copy.copy(container)
+        result.update(changed)
+        return result
+    if dataclasses.is_dataclass(container) and not isinstance(container, type):
+        result = copy.copy(container)
+        for field in dataclasses.fields(container):
+            # object.__setattr__ also sets the fields of a frozen dataclass.
+            object.__setattr__(result, field.name, change(getattr(container, field.name)))
+        return result
+    kind: Any = type(container)
+    values = [change(value) for value in container]
+    return kind(*values) if hasattr(container, "_fields") else kind(values)
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of `batch`, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif is_container(batch):
+        for value in values_of(batch):
+            yield from tensors_of(value)
+
+
+def batch_size(batch: Any) -> int:
+    """Return the first dimension of the first tensor of `batch`. Raise WorkloadError if there is none."""
+    size = next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), None)
+    if not size:
+        raise WorkloadError(
+            "batch: has no tensor whose first dimension counts samples\n"
+            "put its tensors into dicts, lists, tuples or dataclasses, or give a function batch(n)"
+        )
+    return size
+
+
+def select(batch: Any, index: Tensor, size: int) -> Any:
+    """Return a copy of `batch` with the samples at `index` of each tensor whose first dimension is `size`."""
+    if isinstance(batch, Tensor):
+        return batch[index.to(batch.device)] if batch.dim() and batch.shape[0] == size else batch
+    return rebuilt(batch, lambda value: select(value, index, size)) if is_container(batch) else batch
 
 
 def _moved(tensor: Tensor, device: str, origin: str) -> Tensor:
@@ -40,26 +104,6 @@ def _moved(tensor: Tensor, device: str, origin: str) -> Tensor:
             "make the batch on the CPU: tensors are moved to the device for you"
         )
     return tensor.to(device)
-
-
-def _container_to(batch: Any, device: str, origin: str) -> Any:
-    if isinstance(batch, Mapping):
-        moved = {key: to_device(value, device, origin) for key, value in batch.items()}
-        if type(batch) is dict:
-            return moved
-        result: Any = copy.copy(batch)
-        result.update(moved)
-        return result
-    values = [to_device(value, device, origin) for value in batch]
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-
-
-def _dataclass_to(batch: Any, device: str, origin: str) -> Any:
-    result = copy.copy(batch)
-    for field in dataclasses.fields(batch):
-        # object.__setattr__ also sets the fields of a frozen dataclass.
-        object.__setattr__(result, field.name, to_device(getattr(batch, field.name), device, origin))
-    return result
 
 
 def _require_device(batch: Any, device: str, origin: str) -> None:

@@ -29,7 +29,7 @@ from mesa_tune.ops.flags import BytesOnly
 from mesa_tune.workload.fake_mode import FastFakes
 from mesa_tune.workload.step import TrainingStep
 from mesa_tune.workload.user_code import explaining, lacks_values, seeded
-from mesa_tune.workload.workload import Workload
+from mesa_tune.workload.workload import Workload, in_training_mode
 
 _REAL_WHILE_BUILDING = 1 << 16
 """Tensors of up to so many elements are real while a model is built."""
@@ -81,7 +81,7 @@ class FakeWorkload(Workload):
         if not isinstance(model, nn.Module):
             return super().build()  # raises the error of a model() that returns something else
         _warn_of_recurrent(model)
-        return faked_module(self.mode, model).train()
+        return in_training_mode(faked_module(self.mode, model))
 
     def make_batch(self, n: int | None = None, *, draw: int = 0) -> Any:
         """Make a fake batch; for real first, where that reads the values of large tensors."""

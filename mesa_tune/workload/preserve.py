@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mesa_tune.conversion import revert
+from mesa_tune.conversion.conversion import Conversion
 from mesa_tune.conversion.model import conversion_of, install
 
 
@@ -49,11 +50,29 @@ def preserved(
             _restore(buffers, buffer_values)
             for (parameter, gradient), copied in zip(gradients, copies, strict=True):
                 parameter.grad = gradient if copied is None or gradient is None else gradient.copy_(copied)
-            for module, training in modes:
-                module.training = training
-            revert(model)
-            if conversion is not None:
-                install(model, conversion)
+            _restore_modes(modes)
+            _reinstall(model, conversion)
+
+
+@contextmanager
+def set_aside(model: nn.Module) -> Iterator[None]:
+    """Set the gradients and the conversion of `model` aside for the body, and restore them and its modes.
+
+    Nothing is copied: parameters and buffers must be restored by the body.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    conversion = conversion_of(model)
+    revert(model)
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        _restore_modes(modes)
+        _reinstall(model, conversion)
 
 
 @contextmanager
@@ -62,6 +81,17 @@ def preserved_random_states() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+def _restore_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
+def _reinstall(model: nn.Module, conversion: Conversion | None) -> None:
+    revert(model)
+    if conversion is not None:
+        install(model, conversion)
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -21,6 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from mesa_tune.errors import WorkloadError
 from mesa_tune.workload.batches import to_device
+from mesa_tune.workload.instance.given_batches import drawn
 from mesa_tune.workload.model_file import read_model_file
 from mesa_tune.workload.step import FunctionStepper, LossStepper, StepFunction, Stepper, TrainingStep
 from mesa_tune.workload.user_code import explaining, located, mixed_seed, seeded
@@ -132,13 +133,13 @@ class Workload:
     def build(self) -> nn.Module:
         """Build a model, the same at each call: seeded, on the device, in training mode.
 
-        The caller's random states do not change.
+        Parts of a model in training mode stay as they are. The caller's random states do not change.
         """
         with seeded(self.seed, self.device), explaining("model()", self.model, self.path):
             model = self.model()
             fault = _model_fault(model)
             if fault is None:
-                return model.to(self.device).train()
+                return in_training_mode(on_device(model, self.device))
         raise self._error("model", self.model, *fault)
 
     def make_batch(self, n: int | None = None, *, draw: int = 0) -> Any:
@@ -148,7 +149,7 @@ class Workload:
         NumPy and Python. The caller's random states do not change.
         """
         with seeded(mixed_seed(self.seed, draw), self.device), explaining("batch()", self.batch, self.path):
-            batch = self.batch(self.batch_size if n is None else n)
+            batch = drawn(self.batch, self.batch_size if n is None else n, draw)
             return to_device(batch, self.device, f"{located(self.batch, self.path)}: batch()")
 
     def compute_loss(self, model: nn.Module, batch: Any, *, check: bool = True) -> Tensor:
@@ -242,6 +243,17 @@ def _require_one_step(step: object, loss: object, parts: Mapping[str, object], a
 def default_device() -> str:
     """Return `cuda` if there is one, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_device(model: nn.Module, device: str) -> nn.Module:
+    """Return `model`, moved to `device` unless it is there; some quantized models cannot be moved."""
+    tensors = (*model.parameters(), *model.buffers())
+    return model if all(str(tensor.device) == device for tensor in tensors) else model.to(device)
+
+
+def in_training_mode(model: nn.Module) -> nn.Module:
+    """Return `model` in training mode; where it is in it, parts that are not stay so."""
+    return model if model.training else model.train()
 
 
 def _model_fault(model: object) -> tuple[str, ...] | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mesa_tune import cli, convert, profile
-from mesa_tune.commands.budgets import free_memory
 from mesa_tune.commands.searching.options import MAX_NOISE_RATIO
+from mesa_tune.free_memory import free_memory
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
@@ -339,12 +339,12 @@ def test_what_is_free_can_be_the_budget(
 ) -> None:
     made = noisy_run()
     free = int(0.8 * made.peak_bytes)
-    monkeypatch.setattr("mesa_tune.commands.budgets._available", lambda: free)
-    monkeypatch.setattr("mesa_tune.commands.budgets._cgroup_bytes", list)
+    monkeypatch.setattr("mesa_tune.free_memory._available", lambda: free)
+    monkeypatch.setattr("mesa_tune.free_memory._cgroup_bytes", list)
     assert search("--budget", "auto", "--trials", "0") == 0
     assert f"budget auto: {format_bytes(free)} of memory available, less 10%" in capsys.readouterr().out
     assert Plan.load("mesa-run/plan.json").budget_bytes == int(0.9 * free)
-    monkeypatch.setattr("mesa_tune.commands.budgets._cgroup_bytes", lambda: [(free - 1000, "left by it")])
+    monkeypatch.setattr("mesa_tune.free_memory._cgroup_bytes", lambda: [(free - 1000, "left by it")])
     assert free_memory("cpu") == (free - 1000, "left by it")
 
 

@@ -118,6 +118,14 @@ class Run:
                 f"{existing}: cannot be written\nchange its permissions, or name another with --run DIR"
             )
 
+    def origin(self, path: Path) -> Origin | None:
+        """Return from what `path` was made; None if it is not there, not ours, or was edited since."""
+        note = self._notes().get(self._key(path)) if path.is_file() else None
+        if note is None or note["sha256"] != _hash(path):
+            return None
+        about = note.get("about")
+        return Origin(note["inputs"], about if isinstance(about, dict) else {})
+
     def claim(self, path: Path, inputs: str | Origin) -> None:
         """Check `path`, and note that other code is writing it from `inputs`.
 

@@ -1,0 +1,297 @@
+"""`mt.auto`: profile, search and convert in one call, from inside a training script.
+
+What is hard: the model is the one that will be trained. It must leave as it came, without a second copy of
+weights on its device, and a script that runs again must not measure again. Of several processes one measures.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from mesa_tune.conversion import convert, revert
+from mesa_tune.errors import RunError
+from mesa_tune.files import dump_json
+from mesa_tune.free_memory import AUTO, MARGIN, free_memory
+from mesa_tune.notice import say, show_status
+from mesa_tune.policy import Policy
+from mesa_tune.policy.settings import EXACT
+from mesa_tune.profiler.entries import fast_grid, full_grid
+from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in
+from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.profiling import SEEDS, profile
+from mesa_tune.run_folder import DEFAULT_RUN, Origin, Run, digest
+from mesa_tune.search import Plan, search_policy
+from mesa_tune.search.api import check_request
+from mesa_tune.search.restrictions import Pins, Restrictions
+from mesa_tune.units import format_bytes
+from mesa_tune.workload.instance.fingerprint import fingerprint
+from mesa_tune.workload.instance.given_batches import GivenBatches, preserved_generators
+from mesa_tune.workload.instance.instance import instance_workload
+from mesa_tune.workload.instance.optimizers import unwrapped
+from mesa_tune.workload.instance.rank_zero import require_alone, text_of_rank_zero
+from mesa_tune.workload.preserve import set_aside
+from mesa_tune.workload.user_code import seeded
+from mesa_tune.workload.workload import Workload, in_training_mode
+
+_WRITER = "mt.auto"
+_RATES = ("lr", "initial_lr", "params")
+"""What changes from step to step in the options of an optimizer."""
+
+
+def auto(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    budget: int | str | None,
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    run: str | Path = DEFAULT_RUN,
+    autocast: str | None = None,
+    accumulation: int = 1,
+    fast: bool = False,
+    **search: Any,
+) -> nn.Module:
+    """Convert `model`, in place, with the best policy whose training step fits `budget`; return `model`.
+
+    Measure the model as `mt.profile` does and search as `mt.search_policy` does, which takes minutes, and
+    write profile.json, plan.json and policy.txt to the folder `run`. A later call with an equal model, loss,
+    optimizer, shape of batches and request loads the plan instead; values of weights do not count. If the
+    plain step fits the budget, the model stays plain, and a line on standard error says so.
+
+    `batch`: one batch (a tensor, mapping, list, tuple or dataclass, whose first dimension counts samples), an
+    iterable of batches such as a DataLoader, or `callable(n)`. Give several batches: how much they differ is
+    the gradient noise. Of an iterable, the first 64 are used, or 2 GiB of them; an iterator loses these.
+    `loss(model, batch)`: the loss of the training, a scalar, with autocast if the training has it. It must
+    not communicate with other processes. `optimizer`: that of the training, which is not touched, or
+    `callable(parameters)`; default AdamW. `budget`: as in `search_policy`, or `auto`, what the device has
+    free and the model has already, less 10 %; None with `objective="memory"`. `autocast`, `accumulation`: as
+    in `Workload`. `fast`: measure 6 settings instead of 18, on one batch. `search`: further options of
+    `search_policy`, such as `trials=0`, without a study.
+
+    Layers of the loss outside the model (`loss.*`) stay exact, because `convert` does not reach them, unless
+    `pins` has settings for them; then put the loss into `mt.compress_saved`. The state of the model, its
+    gradients, its training modes and all random generators are the same afterwards, bit for bit. While it is
+    measured, a copy of its weights is in host memory. Where torch.distributed is initialized, all processes
+    must call; rank 0 measures, the others wait, and all get its plan or its error. Call it before the model
+    is compiled or sharded; wrapping in DistributedDataParallel may come before or after.
+
+    Raises:
+        BudgetError: not an amount, or not reachable.
+        WorkloadError: `batch`, `loss` or `optimizer` fail or return something unusable.
+        RunError: files in `run` that `auto` did not write, a model whose steps need all processes.
+    """
+    inspect.signature(search_policy).bind(None, budget, workload=None, **search)
+    check_request("1" if budget == AUTO else budget, **search)
+    request = _Request(budget, search)
+
+    def planned() -> str:
+        plain = _unwrapped(model)
+        require_alone(plain)
+        with ExitStack() as stack:
+            stack.enter_context(preserved_generators(batch))
+            stack.enter_context(set_aside(plain))
+            workload = instance_workload(
+                in_training_mode(plain),
+                batch,
+                loss,
+                optimizer,
+                batch_size=search.get("batch_size"),
+                autocast=autocast,
+                accumulation=accumulation,
+            )
+            stack.enter_context(seeded(workload.seed, workload.device))
+            if isinstance(workload.batch, GivenBatches):
+                stack.callback(workload.batch.close)
+            measured = _Measured(workload, plain, Run(Path(run), force=True), request, fast)
+            return measured.identified(loss, optimizer).plan().policy.dumps()
+
+    policy = Policy.parse(text_of_rank_zero(planned), source=_WRITER)
+    return convert(model, policy) if policy.rules else revert(model)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel and torch.compile: one process runs it alone."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A budget as the user wrote it, and options of `search_policy`."""
+
+    budget: int | str | None
+    search: Mapping[str, Any]
+    _silent = ("progress", "storage", "sharing", "measure")
+
+    @property
+    def identity(self) -> str:
+        """Digest, equal for equal requests."""
+        apart = (*self._silent, "pins", "forbid", "only")
+        asked = {key: value for key, value in self.search.items() if key not in apart}
+        restrictions = Restrictions.of(self.search.get("forbid"), self.search.get("only"))
+        pins = {glob: settings.to_dict() for glob, settings in self.pins.items()}
+        return digest(str(self.budget), asked, restrictions.to_dict(), pins)
+
+    @property
+    def pins(self) -> Pins:
+        return self.search.get("pins") or {}
+
+    def progress(self, text: str) -> None:
+        """Show what is done at the moment."""
+        (self.search.get("progress") or show_status)(text)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A model that is profiled and planned for, once per folder."""
+
+    workload: Workload
+    model: nn.Module
+    run: Run
+    request: _Request
+    fast: bool
+    optimizer: Optimizer | None = field(default=None)
+
+    def identified(self, loss: Any, optimizer: Any) -> _Measured:
+        """Return the same with the fingerprint of everything that is measured."""
+        workload = self.workload
+        versions = [torch.__version__, self.fast]
+        device = torch.cuda.get_device_name(workload.device) if workload.device.startswith("cuda") else None
+        described = {**workload.description, "versions": versions, "name": device}
+        parts = [self.model, workload.make_batch(), loss, _options(optimizer), described]
+        given = optimizer if isinstance(optimizer, Optimizer) else None
+        return replace(self, workload=replace(workload, fingerprint=fingerprint(*parts)), optimizer=given)
+
+    def plan(self) -> Plan:
+        """Return the plan of an earlier call, or make and write one."""
+        source = digest(_WRITER, self.workload.fingerprint)
+        origin = _origin(digest(source, self.request.identity))
+        budget = self._budget()
+        plan = self._earlier_plan(origin, budget)
+        if plan is None:
+            for path in (self.run.profile, self.run.plan, self.run.policy):
+                _require_ours(self.run, path)
+            plan = self._searched(self._profile(_origin(source)), budget).at(self.run.policy)
+            self.run.write(self.run.policy, plan.policy.dumps(), origin)
+            self.run.write(self.run.plan, dump_json(plan.to_dict()), origin)
+        say(_summary(plan))
+        return plan
+
+    def _earlier_plan(self, origin: Origin, budget: int | str | None) -> Plan | None:
+        """Return the plan in the folder if it is of `origin`; with the budget `auto`, if it still fits."""
+        noted = self.run.origin(self.run.plan)
+        if noted is None or noted.inputs != origin.inputs:
+            return None
+        plan = Plan.load(self.run.plan)
+        needed = plan.predicted.reserved_bytes or plan.predicted.peak_bytes
+        fits = self.request.budget != AUTO or needed <= int(budget or 0)
+        return plan if fits else None
+
+    def _budget(self) -> int | str | None:
+        """Return the budget; for `auto`, what is free and what the model and its optimizer hold already."""
+        if self.request.budget != AUTO:
+            return self.request.budget
+        state = tensors_in(unwrapped(self.optimizer).state) if self.optimizer else []
+        held = bytes_of([*self.model.parameters(), *self.model.buffers(), *gradients_of(self.model), *state])
+        return int((free_memory(self.workload.device)[0] + held) * (1 - MARGIN))
+
+    def _profile(self, origin: Origin) -> Profile:
+        noted = self.run.origin(self.run.profile)
+        if noted is not None and noted.inputs == origin.inputs:
+            earlier = Profile.load(self.run.profile)
+            if not earlier.partial:
+                return earlier
+        say(f"profiling at batch size {self.workload.batch_size} on {self.workload.device}")
+        options, seeds = (fast_grid(), 1) if self.fast else (full_grid(), SEEDS)
+        try:
+            measured = profile(
+                self.workload,
+                options=options,
+                seeds=seeds,
+                path=self.run.profile,
+                progress=lambda text, share: self.request.progress(f"{share:4.0%} {text}"),
+                save=lambda each: self.run.write(
+                    self.run.profile, dump_json(self._noted(each).to_dict()), origin
+                ),
+            )
+        finally:
+            self.request.progress("")
+        measured = self._noted(measured)
+        for note in measured.notes:
+            say(f"note: {note}")
+        return measured
+
+    def _noted(self, measured: Profile) -> Profile:
+        """Return the profile with notes on the batches that there were."""
+        batch = self.workload.batch
+        notes = batch.notes if isinstance(batch, GivenBatches) else ()
+        return replace(measured, notes=(*measured.notes, *notes))
+
+    def _searched(self, measured: Profile, budget: int | str | None) -> Plan:
+        search = dict(self.request.search)
+        if not search.get("max_batch"):
+            search.setdefault("batch_size", self.workload.batch_size)
+        search["pins"] = {**_pins_of_loss(measured, self.request.pins), **self.request.pins}
+        search["progress"] = self.request.progress
+        try:
+            return search_policy(measured, budget, workload=self.workload, **search)
+        finally:
+            self.request.progress("")
+
+
+def _options(optimizer: Any) -> Any:
+    """Return what the bytes and the time of an optimizer's step depend on."""
+    if not isinstance(optimizer, Optimizer):
+        return optimizer
+    inner = unwrapped(optimizer)
+    groups = [
+        [{name: str(value) for name, value in group.items() if name not in _RATES}, group["params"]]
+        for group in inner.param_groups
+    ]
+    return [type(inner), groups]
+
+
+def _origin(inputs: str) -> Origin:
+    return Origin(inputs, {"made by": _WRITER})
+
+
+def _require_ours(run: Run, path: Path) -> None:
+    """Raise RunError for a file that another command or the user has written."""
+    noted = run.origin(path)
+    if path.exists() and (noted is None or noted.about.get("made by") != _WRITER):
+        raise RunError(
+            f"{path}: mt.auto did not write it, or it was edited since\n"
+            "name another folder with run=, or load an edited policy with mt.Policy.load"
+        )
+
+
+def _pins_of_loss(measured: Profile, pins: Pins) -> Pins:
+    """Return pins that leave the layers outside the model exact, without those that `pins` matches."""
+    names = [layer.name for layer in measured.layers if layer.name.startswith("loss.")]
+    return {name: EXACT for name in names if not any(fnmatchcase(name, glob) for glob in pins)}
+
+
+def _summary(plan: Plan) -> str:
+    predicted, before = plan.predicted, format_bytes(plan.baseline.peak_bytes)
+    if not plan.policy.rules:
+        budget = format_bytes(plan.budget_bytes or 0)
+        return f"the plain step fits the budget: {before} of {budget}; nothing is compressed"
+    ratio = predicted.gradient_noise_ratio
+    parts = [
+        f"peak {before} -> {format_bytes(predicted.peak_bytes)} predicted",
+        f"gradient error {predicted.gradient_error or 0:.1e}",
+        *([] if ratio is None else [f"noise ratio {ratio:.1e}"]),
+        f"policy in {plan.policy_path}",
+    ]
+    return ", ".join(parts)

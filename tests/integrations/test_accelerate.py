@@ -1,0 +1,159 @@
+"""`convert` for Accelerate, in real training loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker, on_main_process
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import mesa_tune as mt
+from mesa_tune.conversion.model import conversion_of
+from mesa_tune.integrations.accelerate import convert
+from tests.integrations.conftest import PeakMeter
+from tests.models import ViT
+
+FOUR_BITS = mt.Policy.uniform(level=16)
+EXACT = mt.Policy.parse("# mesa-tune policy 1\n")
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_is_left() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Notes(GeneralTracker):  # type: ignore[misc]
+    """A tracker that notes what it gets."""
+
+    name = "notes"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, Any]] = []
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        self.logged.append(values)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Loop:
+    """A training loop as Accelerate's documentation writes it; `losses` of all micro-batches."""
+
+    def __init__(self, mixed_precision: str = "no", accumulation: int = 1) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.manual_seed(5)
+        self.notes, self.peaks, self.losses = Notes(), PeakMeter(), [0.0][:0]
+        self.accelerator = Accelerator(
+            cpu=True,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=accumulation,
+            log_with=self.notes,
+        )
+        self.accelerator.init_trackers("test")
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(96, 24, 16, generator=generator)
+        labels = torch.randint(0, 10, (96,), generator=generator)
+        loader = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
+        torch.manual_seed(0)
+        self.plain = ViT()
+        optimizer = torch.optim.AdamW(self.plain.parameters(), 1e-3)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(self.plain, optimizer, loader)
+
+    def train(self, epochs: int = 1, compress: mt.Policy | None = None) -> Loop:
+        for _ in range(epochs):
+            for batch in self.loader:
+                self.peaks.begin(self.plain, self.optimizer.optimizer, batch)
+                with self.accelerator.accumulate(self.model):
+                    loss = loss_of(self.model, batch)
+                    self.accelerator.backward(loss)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                self.losses.append(loss.item())
+                self.peaks.end()
+        return self
+
+
+OPTIONS = pytest.mark.parametrize(
+    "options", [{}, {"mixed_precision": "bf16"}, {"accumulation": 2}], ids=["", "bf16", "accumulation"]
+)
+
+
+def converted(policy: mt.Policy, **options: Any) -> Loop:
+    loop = Loop(**options)
+    assert convert(loop.accelerator, loop.model, policy) is loop.model
+    return loop
+
+
+@OPTIONS
+def test_the_first_loss_is_plains_and_later_ones_are_not(options: dict[str, Any]) -> None:
+    plain, loop = Loop(**options).train(2), converted(FOUR_BITS, **options).train(2)
+    assert loop.losses[0] == plain.losses[0]
+    assert loop.losses[-1] != plain.losses[-1]
+    assert loop.losses[-1] == pytest.approx(plain.losses[-1], rel=0.05)
+
+
+@OPTIONS
+def test_an_exact_policy_trains_bitwise_as_plain(options: dict[str, Any]) -> None:
+    plain, loop = Loop(**options).train(), converted(EXACT, **options).train()
+    assert loop.losses == plain.losses
+    assert all(map(torch.equal, loop.plain.parameters(), plain.plain.parameters()))
+
+
+def test_a_model_may_be_converted_before_it_is_prepared() -> None:
+    loop = Loop()
+    model = convert(loop.accelerator, ViT(), FOUR_BITS)
+    prepared = loop.accelerator.prepare(model)
+    assert conversion_of(loop.accelerator.unwrap_model(prepared)) is not None
+
+
+def test_a_resumed_training_is_bitwise_the_uninterrupted(tmp_path: Path) -> None:
+    whole = converted(FOUR_BITS).train()
+    whole.accelerator.save_state(str(tmp_path))
+    first = len(whole.losses)
+    whole.train()
+    resumed = converted(FOUR_BITS)
+    resumed.accelerator.load_state(str(tmp_path))
+    assert resumed.train().losses == whole.losses[first:]
+    assert all(map(torch.equal, resumed.plain.parameters(), whole.plain.parameters()))
+
+
+def test_trackers_get_the_policy_and_its_predictions() -> None:
+    text = "# mesa-tune policy 1\n# predicted: peak 5.71 GB, noise ratio 2.0e-02\n"
+    loop = converted(mt.Policy.parse(text))
+    (entry,) = loop.notes.logged
+    assert mt.Policy.parse(entry.pop("mesa/policy")).header.predicted
+    assert entry == {"mesa/peak_bytes": 5.71e9, "mesa/noise_ratio": 0.02}
+
+
+@pytest.mark.usefixtures("short_timing")
+def test_steps_under_a_budget_take_no_more(tmp_path: Path) -> None:
+    plain, loop = Loop().train(), Loop()
+    budget = int(0.8 * max(plain.peaks.peaks))
+    given: dict[str, Any] = {"batches": loop.loader, "loss": loss_of, "optimizer": loop.optimizer}
+    convert(loop.accelerator, loop.model, budget=budget, run=tmp_path / "run", fast=True, trials=0, **given)
+    loop.train()
+    assert loop.losses[0] == plain.losses[0]
+    assert max(loop.peaks.peaks) <= budget
+    assert loop.notes.logged[0]["mesa/peak_bytes"] <= 1.01 * budget
+
+
+def test_a_budget_without_a_loss_is_refused() -> None:
+    loop = Loop()
+    with pytest.raises(mt.PolicyError, match="loss and optimizer"):
+        convert(loop.accelerator, loop.model, budget="6GB", batches=loop.loader)

@@ -1,0 +1,288 @@
+"""`MesaTuneCallback` in real runs of transformers' Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import mesa_tune as mt
+from mesa_tune.conversion.model import conversion_of
+from mesa_tune.integrations.transformers import MesaTuneCallback
+from tests.integrations.conftest import PeakMeter
+
+LENGTH = 32
+FOUR_BITS = mt.Policy.uniform(level=16)
+EXACT = mt.Policy.parse("# mesa-tune policy 1\n")
+PREDICTED = """# mesa-tune policy 1
+# predicted: peak 5.71 GB, saved 812 kB, gradient error 3.1e-04, noise ratio 2.0e-02, step 1.06x
+"""
+LOSS = "on loss:\n    by_name: loss.cross_entropy.*\n    level: 4\n"
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Random tokens; every sample is its own."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, 64, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def text_model(dropout: float = 0.1, layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "n_layer": layers,
+        "n_embd": 64,
+        "n_head": 2,
+        "n_positions": LENGTH,
+        "vocab_size": 64,
+    }
+    dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))
+
+
+class Policies(TrainerCallback):
+    """Notes the policy of the model that trains, after each step."""
+
+    def __init__(self) -> None:
+        self.policies: list[mt.Policy | None] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        conversion = conversion_of(kwargs["model"])
+        self.policies.append(None if conversion is None else conversion.policy)
+
+
+def trainer(folder: Path, *callbacks: TrainerCallback, model: Any = None, **options: Any) -> Trainer:
+    given = {"max_steps": 3, "save_strategy": "no", **options}
+    kind = given.pop("kind", Trainer)
+    others = {name: given.pop(name) for name in ("eval_dataset",) if name in given}
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=8,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **given,
+    )
+    made: Trainer = kind(
+        text_model() if model is None else model,
+        arguments,
+        train_dataset=Texts(),
+        callbacks=list(callbacks),
+        **others,
+    )
+    return made
+
+
+def trained(folder: Path, *callbacks: TrainerCallback, resume: str | None = None, **options: Any) -> Trainer:
+    """Make a Trainer, which seeds the random generators, and train."""
+    run = trainer(folder, *callbacks, **options)
+    run.train(resume_from_checkpoint=resume)
+    return run
+
+
+def losses(run: Trainer) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def weights(run: Trainer) -> dict[str, Tensor]:
+    assert isinstance(run.model, nn.Module)
+    return run.model.state_dict()
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+OPTIONS = pytest.mark.parametrize(
+    "options",
+    [{}, {"activation_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"bf16": True}],
+    ids=["", "checkpointing", "accumulation", "bf16"],
+)
+
+
+@OPTIONS
+def test_the_first_loss_is_plains_and_gradients_are_not(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain, run = trained(tmp_path, **options), trained(tmp_path, MesaTuneCallback(FOUR_BITS), **options)
+    assert losses(run)[0] == losses(plain)[0]
+    norms = [
+        [entry["grad_norm"] for entry in each.state.log_history if "loss" in entry] for each in (run, plain)
+    ]
+    assert norms[0][0] != norms[1][0]
+    assert norms[0][0] == pytest.approx(norms[1][0], rel=0.1)
+
+
+@OPTIONS
+def test_an_exact_policy_trains_bitwise_as_plain(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain, run = trained(tmp_path, **options), trained(tmp_path, MesaTuneCallback(EXACT), **options)
+    assert losses(run) == losses(plain)
+    assert_equal(weights(run), weights(plain))
+
+
+def test_the_model_is_converted_for_the_training_alone(tmp_path: Path) -> None:
+    seen = Policies()
+    run = trained(tmp_path, MesaTuneCallback(FOUR_BITS), seen)
+    assert seen.policies == [FOUR_BITS] * 3
+    assert conversion_of(run.model) is None  # type: ignore[arg-type]
+    assert "compute_loss" not in vars(run)
+
+
+def test_policy_and_predictions_are_logged_once(tmp_path: Path) -> None:
+    path = tmp_path / "policy.txt"
+    path.write_text(PREDICTED + "on fc:\n    by_index: all\n    level: 16\n")
+    run = trained(tmp_path, MesaTuneCallback(path))
+    entry, *others = [entry for entry in run.state.log_history if "mesa/policy" in entry]
+    assert not others
+    assert {name: value for name, value in entry.items() if name.startswith("mesa/")} == {
+        "mesa/policy": mt.Policy.load(path).dumps(),
+        "mesa/peak_bytes": 5.71e9,
+        "mesa/saved_bytes": 812e3,
+        "mesa/gradient_error": 3.1e-4,
+        "mesa/noise_ratio": 0.02,
+    }
+
+
+class OwnLoss(Trainer):
+    """Computes the loss outside the model, and notes which function autograd will run backward."""
+
+    functions: set[str]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        loss = nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
+        self.functions = {type(loss.grad_fn).__name__}
+        return loss
+
+
+def test_loss_rules_reach_a_loss_outside_the_model(tmp_path: Path) -> None:
+    policy = PREDICTED + LOSS
+    plain, run = (
+        trained(tmp_path, *callbacks, kind=OwnLoss) for callbacks in ((), (MesaTuneCallback(policy),))
+    )
+    assert losses(run)[0] == losses(plain)[0]
+    assert losses(run) != losses(plain)
+    assert isinstance(plain, OwnLoss)
+    assert isinstance(run, OwnLoss)
+    assert plain.functions == {"NllLossBackward0"}
+    assert plain.functions != run.functions
+
+
+@pytest.mark.parametrize("restore", [False, True], ids=["", "restored callbacks"])
+def test_a_resumed_training_is_bitwise_the_uninterrupted(tmp_path: Path, restore: bool) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options["restore_callback_states_from_checkpoint"] = restore
+    whole = trained(tmp_path, MesaTuneCallback(FOUR_BITS), **options)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    resumed = trained(tmp_path, MesaTuneCallback(FOUR_BITS), resume=checkpoint, **options)
+    assert losses(resumed) == losses(whole)
+    assert_equal(weights(resumed), weights(whole))
+
+
+def test_checkpoints_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trained(tmp_path / "plain", **options)
+    trained(tmp_path / "run", MesaTuneCallback(FOUR_BITS), **options)
+    files = [
+        {path.name for path in (tmp_path / name / "checkpoint-2").iterdir()} for name in ("plain", "run")
+    ]
+    assert files[0] == files[1]
+    GPT2LMHeadModel.from_pretrained(tmp_path / "run" / "checkpoint-2")
+    for name, callbacks in (("plain", [MesaTuneCallback(FOUR_BITS)]), ("run", [])):
+        checkpoint = str(tmp_path / name / "checkpoint-2")
+        run = trained(tmp_path / name, *callbacks, resume=checkpoint, **options)
+        assert run.state.global_step == 4
+
+
+def test_evaluation_between_steps_changes_no_number(tmp_path: Path) -> None:
+    run = trained(tmp_path, MesaTuneCallback(FOUR_BITS), model=text_model(dropout=0.0))
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": Texts()}
+    evaluated = trained(tmp_path, MesaTuneCallback(FOUR_BITS), model=text_model(dropout=0.0), **options)
+    assert "eval_loss" in evaluated.state.log_history[2]
+    assert losses(evaluated) == losses(run)
+    assert_equal(weights(evaluated), weights(run))
+
+
+class Peaks(TrainerCallback):
+    """Measures the most live bytes of each step, from its first micro-batch to its update."""
+
+    def __init__(self) -> None:
+        self.meter = PeakMeter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.begin(kwargs["model"], kwargs["optimizer"].optimizer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.end()
+
+
+FAST: dict[str, Any] = {"fast": True, "trials": 0}
+
+
+@pytest.mark.usefixtures("short_timing")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"activation_checkpointing": True}, {"gradient_accumulation_steps": 2}],
+    ids=["", "checkpointing", "accumulation"],
+)
+def test_steps_under_a_budget_take_no_more(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain, run = Peaks(), Peaks()
+    before = trained(tmp_path, plain, **options)
+    budget = int(0.75 * max(plain.meter.peaks))
+    callback = MesaTuneCallback(budget=budget, run=tmp_path / "mesa-run", **FAST)
+    after = trained(tmp_path, callback, run, **options)
+    assert losses(after)[0] == losses(before)[0]
+    assert max(run.meter.peaks) <= budget
+    (entry,) = [entry for entry in after.state.log_history if "mesa/policy" in entry]
+    assert 0 < entry["mesa/saved_bytes"] < entry["mesa/peak_bytes"] <= 1.01 * budget
+    assert entry["mesa/noise_ratio"] > 0
+
+
+@pytest.mark.usefixtures("short_timing")
+def test_a_budget_that_plain_fits_trains_bitwise_as_plain(tmp_path: Path) -> None:
+    plain = trained(tmp_path)
+    run = trained(tmp_path, MesaTuneCallback(budget="1TB", run=tmp_path / "mesa-run", **FAST))
+    assert losses(run) == losses(plain)
+    assert_equal(weights(run), weights(plain))
+    (entry,) = [entry for entry in run.state.log_history if "mesa/policy" in entry]
+    assert not mt.Policy.parse(str(entry["mesa/policy"])).rules
+
+
+@pytest.mark.usefixtures("short_timing")
+def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path) -> None:
+    def run(*callbacks: TrainerCallback, **options: Any) -> Trainer:
+        callback = MesaTuneCallback(budget="70%", retune=2)
+        options = {"save_strategy": "steps", "save_steps": 1, **options}
+        return trained(tmp_path, callback, *callbacks, model=text_model(layers=1), **options)
+
+    seen = Policies()
+    whole = run(seen)
+    entries = [entry for entry in whole.state.log_history if "mesa/policy" in entry]
+    assert [entry["step"] for entry in entries] == [0, 2]
+    assert all(entry["mesa/peak_bytes"] > entry["mesa/saved_bytes"] > 0 for entry in entries)
+    assert all(policy and policy.rules for policy in seen.policies)
+    resumed = run(resume=str(tmp_path / "checkpoint-1"))
+    assert losses(resumed) == losses(whole)
+    assert_equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"policy": FOUR_BITS, "budget": "6GB"}, {"policy": FOUR_BITS, "retune": 2}]
+)
+def test_arguments_that_do_not_go_together_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(mt.PolicyError, match="give"):
+        MesaTuneCallback(**given)
+
+
+def test_a_callback_outside_a_trainer_says_so() -> None:
+    with pytest.raises(mt.RunError, match=r"Trainer\(…, callbacks="):
+        MesaTuneCallback(FOUR_BITS).on_train_begin(None, None, None)
