@@ -42,6 +42,24 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class TrialEntry:
+    """A trial of the study: the value that the study minimised, and what was measured.
+
+    `value`: for objective `time` the step's time over plain's (predicted, if the plan is above the noise
+    ratio), for `error` the gradient error, for `memory` the peak over the solved plan's. `gradient_error`:
+    mean over the batches measured. `is_within`: whether the plan is within the noise ratio and the slowdown;
+    `is_whole`: whether it was measured to the end. None: unknown, or not finite.
+    """
+
+    value: float | None
+    peak_bytes: int
+    gradient_error: float | None
+    noise_ratio: float | None
+    is_within: bool
+    is_whole: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """The policy chosen for a budget.
 
@@ -51,7 +69,7 @@ class Plan:
     solution is at most `gap` above it: a fraction of the milliseconds that the policy adds, of the error, or
     of the peak. Of plans that are as fast (`AS_FAST`), those of less error are preferred. `budget_bytes`:
     None without a budget. `measured`: the joint error, None without a workload. `won`: in words, what the
-    study improved of the exact solution.
+    study improved of the exact solution. `history`: the trials of the study, the exact solution first.
     """
 
     policy: Policy
@@ -71,6 +89,7 @@ class Plan:
     objective: str = "error"
     why: str = ""
     max_noise_ratio: float | None = None
+    history: tuple[TrialEntry, ...] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -118,6 +137,7 @@ class Plan:
             "predicted": self.predicted.to_dict(),
             "baseline": dict(vars(self.baseline)),
             "measured": dict(vars(self.measured)) if self.measured else None,
+            "history": [dict(vars(trial)) for trial in self.history],
         }
 
     @classmethod
@@ -129,6 +149,7 @@ class Plan:
             "predicted": Prediction.from_dict(values["predicted"]),
             "baseline": typed(Baseline, values["baseline"]),
             "measured": None if measured is None else typed(Measurement, measured),
+            "history": tuple(typed(TrialEntry, trial) for trial in values.get("history", ())),
         }
         return typed(cls, {**{key: value for key, value in values.items() if key != "schema"}, **parts})
 
@@ -142,7 +163,7 @@ class Plan:
         return read_document(path, "plan", cls.from_dict, _REMEDY)
 
 
-_PARTS = ("policy", "predicted", "baseline", "measured")
+_PARTS = ("policy", "predicted", "baseline", "measured", "history")
 
 # The solver proves a minimum only up to its own tolerance.
 _PROVEN = 1e-3

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("errors", "compiling"),
     ("units", "notice", "files"),
+    ("provenance",),
     ("ops", "policy"),
     ("codecs",),
     ("engine",),
