@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mesa_tune.files import typed
+from mesa_tune.units import counted
 
 _arguments: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
 _USER = re.compile("://.*@")
@@ -40,7 +41,7 @@ class Made:
 
         versions = f"mesa-tune {own_version()}, torch {torch.__version__}, Python {platform.python_version()}"
         words = ("mesa-tune", *map(_shown, _arguments.get()))
-        date = datetime.now().astimezone().isoformat(timespec="minutes")
+        date = datetime.now().astimezone().isoformat(" ", "minutes")
         return Made(shlex.join(words) if len(words) > 1 else "", date, hardware(), versions)
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def hardware() -> str:
 
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    return f"{_processor()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _processor() -> str:

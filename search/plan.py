@@ -97,6 +97,11 @@ class Plan:
         return not self.policy.rules or self.predicted.gradient_error == 0.0
 
     @property
+    def is_from_study(self) -> bool:
+        """True if a trial of the study replaced the exact solution."""
+        return self.solver.endswith("study")
+
+    @property
     def claim(self) -> str:
         """What is proven of the solved plan, in words."""
         if self.gap <= _PROVEN:

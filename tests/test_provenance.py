@@ -22,7 +22,7 @@ def test_names_the_command_the_date_and_the_versions() -> None:
     assert 0 <= age.total_seconds() < 120
     assert torch.__version__ in made.versions
     assert platform.python_version() in made.versions
-    assert "threads" in made.hardware or torch.cuda.is_available()
+    assert "thread" in made.hardware or torch.cuda.is_available()
 
 
 def test_outside_a_command_names_none() -> None:

@@ -86,6 +86,10 @@ class Run:
         return self.folder / "report.html"
 
     @property
+    def comparison(self) -> Path:
+        return self.folder / "comparison.html"
+
+    @property
     def figures(self) -> Path:
         return self.folder / "figures"
 

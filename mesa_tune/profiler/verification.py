@@ -91,6 +91,23 @@ class Verification:
         return statistics.fmean(self.gradient_errors) if self.gradient_errors else None
 
     @property
+    def gradient_error_interval(self) -> tuple[float, float] | None:
+        """Two standard errors on each side of the mean, from batch to batch; None for one batch."""
+        seeds = max(1, len(self.gradient_errors) // BATCHES)
+        starts = range(0, len(self.gradient_errors), seeds)
+        means = [statistics.fmean(self.gradient_errors[start : start + seeds]) for start in starts]
+        if len(means) < 2:
+            return None
+        half, mean = 2 * statistics.stdev(means) / math.sqrt(len(means)), statistics.fmean(means)
+        return max(0.0, mean - half), mean + half
+
+    @property
+    def step_ms_interval(self) -> tuple[float, float] | None:
+        """Middle half of the step times under the policy, as ratios to the plain step; None if unknown."""
+        ratio, plain_ms = self.step_ratio, self.baseline.step_ms
+        return None if ratio is None or plain_ms is None else (ratio.low * plain_ms, ratio.high * plain_ms)
+
+    @property
     def worst_noise_ratio(self) -> float | None:
         """The largest noise ratio, of the model as given and at all checkpoints; None if none is known."""
         ratios = [self.gradient_noise_ratio, *(entry.gradient_noise_ratio for entry in self.checkpoints)]
