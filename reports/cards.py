@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mesa_tune.profiler.profile import Prediction
-from mesa_tune.reports import style
 from mesa_tune.reports.contents import RunResults
-from mesa_tune.units import format_bytes, format_time
+from mesa_tune.units import format_bytes, format_error, format_time
 
 
 def cards(results: RunResults) -> list[dict[str, str]]:
@@ -56,19 +55,19 @@ def _error_card(results: RunResults) -> dict[str, str]:
     interval = _interval_text(results.plan.predicted.gradient_error_interval)
     if verification is not None and verification.gradient_error is not None:
         count = len(verification.gradient_errors)
-        detail = f"mean of {count} measurements; predicted {style.error_text(expected)}{interval}"
+        detail = f"mean of {count} measurements; predicted {format_error(expected)}{interval}"
         detail += _noise_text(verification.gradient_noise_ratio)
-        return _card("Gradient error", style.error_text(verification.gradient_error), detail)
+        return _card("Gradient error", format_error(verification.gradient_error), detail)
     detail = f"relative squared error{interval}{_noise_text(results.plan.predicted.gradient_noise_ratio)}"
-    return _card("Gradient error", style.error_text(expected), detail, "predicted")
+    return _card("Gradient error", format_error(expected), detail, "predicted")
 
 
 def _interval_text(ends: tuple[float, float] | None) -> str:
-    return "" if ends is None else f" ({style.error_text(ends[0])} to {style.error_text(ends[1])})"
+    return "" if ends is None else f" ({format_error(ends[0])} to {format_error(ends[1])})"
 
 
 def _noise_text(ratio: float | None) -> str:
-    return "" if ratio is None else f"; {style.error_text(ratio)} of the batches’ own noise"
+    return "" if ratio is None else f"; {format_error(ratio)} of the batches’ own noise"
 
 
 def _time_card(results: RunResults) -> dict[str, str]:

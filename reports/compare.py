@@ -7,13 +7,13 @@ from typing import Any
 
 import pandas as pd
 
-from mesa_tune.reports import frames, style
+from mesa_tune.reports import frames
 from mesa_tune.reports.contents import CAPTIONS, RunResults
 from mesa_tune.reports.figures import memory_through_step
 from mesa_tune.reports.page import csv_link, figure_parts, render_page, svg
 from mesa_tune.reports.sentence import gradient_error, noise_ratio, sentence, step_ratio
 from mesa_tune.reports.tables import markdown
-from mesa_tune.units import format_bytes
+from mesa_tune.units import format_bytes, format_error
 
 _HEADER = ("run", "model", "batch", "budget", "plain peak", "peak", "saved", "step time", "gradient error",
            "noise ratio", "source")  # fmt: skip
@@ -63,9 +63,7 @@ def render_comparison(runs: Mapping[str, RunResults], frame: pd.DataFrame) -> st
         data = frames.timeline_frame(results.profile, results.assignment, results.batch_size)
         drawing = svg(memory_through_step(data, results.budget))
         drawn = figure_parts(f"memory_through_step_{number}", drawing, data, CAPTIONS["memory_through_step"])
-        parts.append(
-            {"name": name, "sentence": sentence(results), "missing": results.missing, "figure": drawn}
-        )
+        parts.append({"name": name, "sentence": sentence(results), "figure": drawn})
     return render_page(
         "comparison.html",
         {
@@ -90,8 +88,8 @@ def _texts(frame: pd.DataFrame) -> list[list[str]]:
             format_bytes(row["peak_bytes"]),
             format_bytes(row["saved_bytes"]),
             "not known" if pd.isna(row["step_ratio"]) else f"{row['step_ratio']:.2f}×",
-            style.error_text(row["gradient_error"]),
-            style.error_text(row["noise_ratio"]),
+            format_error(row["gradient_error"]),
+            format_error(row["noise_ratio"]),
             row["source"],
         ]
         for row in frame.to_dict("records")

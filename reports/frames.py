@@ -26,14 +26,6 @@ if TYPE_CHECKING:
     from mesa_tune.search.plan import Plan
 
 NO_LAYER = "(no layer)"
-QUANTITIES = {
-    "saved_bytes": "bytes",
-    "peak_bytes": "bytes",
-    "step_ms": "ms",
-    "gradient_error": "",
-    "gradient_noise_ratio": "",
-}
-"""What is predicted and measured, with its unit."""
 
 
 def timeline_frame(
@@ -215,34 +207,9 @@ def mean_bits(profile: Profile, assignment: Assignment) -> float:
 
 
 def comparison_frame(predicted: Prediction | None, verification: Verification) -> pd.DataFrame:
-    """Return predictions beside measurements: `quantity, unit, plain, predicted, measured, difference`.
-
-    `difference` is measured / predicted − 1. `predicted_low, predicted_high, measured_low, measured_high`:
-    ends of the intervals of `Prediction` and `Verification`. Unknown values are NaN.
-    """
-    rows = [_compared(name, unit, predicted, verification) for name, unit in QUANTITIES.items()]
-    return pd.DataFrame(rows).astype(dict.fromkeys(rows[0].keys() - {"quantity", "unit"}, float))
-
-
-def _compared(
-    name: str, unit: str, predicted: Prediction | None, verification: Verification
-) -> dict[str, Any]:
-    measured = verification.to_dict()["policy"][name]
-    plain = 0.0 if name.startswith("gradient_") else getattr(verification.baseline, name)
-    expected = getattr(predicted, name, None)
-    sides = {"predicted": predicted, "measured": verification}
-    unknown = (None, None)
-    ends = {side: getattr(values, f"{name}_interval", None) or unknown for side, values in sides.items()}
-    return {
-        "quantity": name,
-        "unit": unit,
-        "plain": plain,
-        "predicted": expected,
-        "measured": measured,
-        "difference": measured / expected - 1 if expected and measured is not None else None,
-        **{f"{side}_low": low for side, (low, _) in ends.items()},
-        **{f"{side}_high": high for side, (_, high) in ends.items()},
-    }
+    """Return predictions beside measurements, a row for each of `Verification.compared`; unknown is NaN."""
+    frame = pd.DataFrame(verification.compared(predicted))
+    return frame.astype(dict.fromkeys(frame.columns.difference(["quantity", "unit"]), float))
 
 
 def study_frame(plan: Plan) -> pd.DataFrame:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
-from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -119,10 +118,3 @@ def change(before: float, after: float) -> str:
         return format_bytes(before)
     share = f" ({100 * (after / before - 1):+.0f} %)".replace("-", "−") if before else ""
     return f"{format_bytes(before)} → {format_bytes(after)}{share}"
-
-
-def error_text(error: float | None) -> str:
-    """Return a gradient error as the tables write it: `3.1e-04`, `0`, `not known`."""
-    if error is None or isnan(error):
-        return "not known"
-    return f"{error:.1e}" if error else "0"

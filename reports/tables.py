@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mesa_tune.reports import style
-from mesa_tune.units import format_bytes
+from mesa_tune.units import format_bytes, format_error
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +23,7 @@ def layer_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
         if "after" in layer:
             row["after_text"] = format_bytes(layer["after"])
             row["stored_text"] = layer["stored"] if layer["stored"] in _WORDS else layer["settings"]
-            row["error_text"] = style.error_text(layer["gradient_error"])
+            row["error_text"] = format_error(layer["gradient_error"])
             row["share"] = round(100 * layer["after"] / layer["before"]) if layer["before"] else 0
         rows.append(row)
     return rows

@@ -10,7 +10,9 @@ from typing import Any
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiler.shown import QUANTITIES, quantities_html
 from mesa_tune.search.solver import AS_FAST
+from mesa_tune.units import format_bytes
 
 _REMEDY = "make it again with `mesa-tune search --force`"
 
@@ -128,6 +130,16 @@ class Plan:
             "with mt.compress_saved(policy):  # the loss, too",
             "    loss = ...",
         ]
+
+    def _repr_html_(self) -> str:
+        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        plain = dict(vars(self.baseline)) | {"gradient_error": 0.0, "gradient_noise_ratio": 0.0}
+        rows = [
+            {"quantity": name, "plain": plain.get(name), "predicted": getattr(self.predicted, name)}
+            for name in QUANTITIES
+        ]
+        title = f"Plan: {budget}, batch {self.batch_size}"
+        return quantities_html(title, rows, ("plain", "predicted"), self.won)
 
     def at(self, path: str | Path) -> Plan:
         """Return the same plan with its policy saved at `path`."""

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 LEVELS = (
     ("errors", "compiling"),
-    ("units", "notice", "files"),
+    ("units", "notice", "files", "notebook"),
     ("provenance",),
     ("ops", "policy"),
     ("codecs",),

@@ -62,12 +62,12 @@ def report(
     output = Output(json=as_json, quiet=quiet)
     loaded = [load_results(folder) for folder in folders]
     output.device(loaded[0][0].profile.device, "of the profile; a report computes on the cpu")
-    for results, notes in loaded:
+    found = {str(folder.folder): results for folder, (results, _) in zip(folders, loaded, strict=True)}
+    for name, (results, notes) in zip(found, loaded, strict=True):
         for note in notes:
             output.warn(note)
         for note in results.missing:
-            output.line(note)
-    found = {str(folder.folder): results for folder, (results, _) in zip(folders, loaded, strict=True)}
+            output.line(note if len(found) == 1 else f"{name}: {note}")
     files = _files(folders[0], loaded[0][0], form) if len(found) == 1 else _compared(folders[0], found, form)
     # The report is made from whatever files the runs have now.
     origin = Origin(digest("report", loaded[0][0].profile.layers_fingerprint), derived=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from mesa_tune.profiler.shown import TITLES, quantity_text
 from mesa_tune.reports import style
 from mesa_tune.reports.style import AFTER, BEFORE, INK
-from mesa_tune.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,15 +29,6 @@ def predicted_beside_measured(frame: pd.DataFrame) -> Figure:
         if available.empty:
             panels[0, 0].set_axis_off()
         return figure
-
-
-_QUANTITIES: Mapping[str, tuple[str, Any]] = {
-    "saved_bytes": ("saved", format_bytes),
-    "peak_bytes": ("peak", format_bytes),
-    "step_ms": ("step time", lambda value: format_time(value / 1000)),
-    "gradient_error": ("gradient error", style.error_text),
-    "gradient_noise_ratio": ("noise ratio", style.error_text),
-}
 
 
 def _comparison_title(frame: pd.DataFrame) -> str:
@@ -60,7 +51,7 @@ def _draw_intervals(axes: Axes, ends: Sequence[tuple[float, float]]) -> None:
 
 
 def _draw_comparison(axes: Axes, row: pd.Series[Any]) -> None:
-    title, form = _QUANTITIES[str(row["quantity"])]
+    quantity = str(row["quantity"])
     labels = ("plain", "predicted", "measured")
     values = [0.0 if isnan(row[label]) else float(row[label]) for label in labels]
     ends = [_interval(row, label) for label in labels]
@@ -72,10 +63,10 @@ def _draw_comparison(axes: Axes, row: pd.Series[Any]) -> None:
     ]
     top = max(edges) or 1.0
     for position, (label, value) in enumerate(zip(labels, values, strict=True)):
-        text = "not known" if isnan(row[label]) else form(value)
+        text = "not known" if isnan(row[label]) else quantity_text(quantity, value)
         axes.annotate(text, (edges[position], position), xytext=(6, 0), textcoords="offset points",
                       va="center", fontsize=8.5, color=INK)  # fmt: skip
-    axes.set_title(title, loc="left", fontsize=10, color=INK, pad=8)
+    axes.set_title(TITLES[quantity], loc="left", fontsize=10, color=INK, pad=8)
     axes.set_xlim(0, top * 1.7)
     axes.invert_yaxis()
     axes.grid(visible=False)

@@ -71,8 +71,9 @@ def memory_by_tag(frame: pd.DataFrame) -> Figure:
             largest = max(values["before"], values.get("after", 0))
             axes.annotate(text, (largest / unit, row), xytext=(6, 0), textcoords="offset points", va="center",
                           fontsize=8.5, color=INK)  # fmt: skip
-        counts = zip(frame["tag"], frame["layers"], strict=True)
-        axes.set_yticks(rows, [f"{tag}  ({counted(int(count), 'layer')})" for tag, count in counts])
+        counts = zip(frame["tag"], frame["layers"].astype(int), strict=True)
+        nouns = ((tag, count, "module" if tag == "module" else "layer") for tag, count in counts)
+        axes.set_yticks(rows, [f"{tag}  ({counted(count, noun)})" for tag, count, noun in nouns])
         axes.set_ylim(len(frame) - 0.4, -0.6)
         axes.set_xlim(0, 1.35 * max(frame["before"].max() if len(frame) else 1, 1) / unit)
         axes.grid(visible=False, axis="y")

@@ -9,7 +9,7 @@ from matplotlib.patheffects import withStroke
 
 from mesa_tune.reports import style
 from mesa_tune.reports.style import AFTER, BUDGET_LINE, CHOSEN, MUTED, SHEET
-from mesa_tune.units import format_bytes
+from mesa_tune.units import format_bytes, format_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +67,7 @@ def _pareto_title(frame: pd.DataFrame, objective: str, plain_ms: float) -> str:
         return _time_title(row, as_exact.dropna(subset=["step_ms"]), plain_ms)
     error, peak = row["gradient_error"], format_bytes(row["peak_bytes"])
     rivals = uniform.dropna(subset=["gradient_error"])
-    alone = f"The chosen policy: gradient error {style.error_text(error)} at {peak}"
+    alone = f"The chosen policy: gradient error {format_error(error)} at {peak}"
     if rivals.empty or not error:
         return alone
     best = rivals.loc[rivals["gradient_error"].idxmin()]

@@ -19,6 +19,7 @@ from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.reports import figures, frames, style
 from mesa_tune.reports.page import inline_svg, png, svg
 from mesa_tune.search.plan import Baseline, Plan, TrialEntry
+from mesa_tune.units import format_error
 from tests.synthetic import COARSE, synthetic_profile
 
 PROFILES = {"3 layers": synthetic_profile(0, grid=COARSE), "303 layers": synthetic_profile(50, grid=COARSE)}
@@ -245,4 +246,4 @@ class TestStyle:
         [(3.14e-4, "3.1e-04"), (0.0, "0"), (None, "not known"), (float("nan"), "not known")],
     )
     def test_errors_as_text(self, error: float | None, text: str) -> None:
-        assert style.error_text(error) == text
+        assert format_error(error) == text
