@@ -11,13 +11,13 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
 from mesa_tune.commands.common import reserve_stdout
 from mesa_tune.errors import MesaTuneError, RunError
+from mesa_tune.provenance import own_version, running
 
 # In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
 COMMANDS = ("init", "profile", "search", "verify", "report", "diff", "demo", "doctor")
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run `mesa-tune` with `arguments`, print any error on standard error, and return the exit status."""
     try:
-        return _dispatch(list(arguments))
+        with running(arguments):
+            return _dispatch(list(arguments))
     except (MesaTuneError, OSError) as error:
         if "--debug" in arguments:
             raise
@@ -107,15 +108,8 @@ def _explained(error: MesaTuneError | OSError) -> MesaTuneError:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(_version())
+        print(own_version())
         raise typer.Exit
-
-
-def _version() -> str:
-    try:
-        return version("mesa-tune")
-    except PackageNotFoundError:
-        return "not installed: run from a source folder"
 
 
 _VersionOption = Annotated[

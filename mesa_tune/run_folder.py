@@ -1,9 +1,9 @@
 """The folder of a run, and writing to it without overwriting the user's files.
 
 The hard part: a command must not destroy a policy edited by hand, or a profile that took an hour. So every
-file that we write is noted in `.written.json`, with its inputs and the hash of its content. A file without a
-note, or with another hash, belongs to the user. Several commands may write to one folder at once, so the
-notes change under a lock.
+file that we write is noted in `.written.json`, with its inputs, its provenance and the hash of its content. A
+file without a note, or with another hash, belongs to the user. Several commands may write to one folder at
+once, so the notes change under a lock.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json, locked, write_atomically
+from mesa_tune.provenance import Made
 
 DEFAULT_RUN = Path("mesa-run")
 
@@ -85,6 +86,10 @@ class Run:
         return self.folder / "report.html"
 
     @property
+    def comparison(self) -> Path:
+        return self.folder / "comparison.html"
+
+    @property
     def figures(self) -> Path:
         return self.folder / "figures"
 
@@ -126,6 +131,10 @@ class Run:
         about = note.get("about")
         return Origin(note["inputs"], about if isinstance(about, dict) else {})
 
+    def made(self, path: Path) -> Made | None:
+        """Return how `path` was made; None if this is not noted."""
+        return Made.from_dict(self._notes().get(self._key(path), {}).get("made"))
+
     def claim(self, path: Path, inputs: str | Origin) -> None:
         """Check `path`, and note that other code is writing it from `inputs`.
 
@@ -136,29 +145,34 @@ class Run:
         with self._changed_notes() as notes:
             self.check(path, origin)
             notes[self._key(path)] = {
+                **notes.get(self._key(path), {}),
                 "inputs": origin.inputs,
                 "about": dict(origin.about),
                 "sha256": None,
             }
 
-    def seal(self, path: Path) -> None:
-        """Note the content of a claimed `path` as ours: later changes count as edited by hand."""
-        with self._changed_notes() as notes:
-            notes[self._key(path)]["sha256"] = _hash(path)
+    def seal(self, path: Path, made: Made | None = None) -> None:
+        """Note the content of a claimed `path` as ours, made now or as `made` says.
 
-    def write(self, path: Path, content: str | bytes, inputs: str | Origin) -> Path:
+        Later changes count as edited by hand.
+        """
+        with self._changed_notes() as notes:
+            notes[self._key(path)] |= {"sha256": _hash(path), "made": (made or Made.now()).to_dict()}
+
+    def write(self, path: Path, content: str | bytes, inputs: str | Origin, made: Made | None = None) -> Path:
         """Write `content` to `path` atomically, note it as ours, and return `path`."""
         self.claim(path, inputs)
         write_atomically(path, content)
-        self.seal(path)
+        self.seal(path, made)
         return path
 
     def adopt(self, path: Path, source: Path) -> Path:
-        """Copy `source`, a file of another run, to `path` with the inputs noted there, and return `path`."""
+        """Copy `source`, a file of another run, to `path` with what is noted there, and return `path`."""
         content = source.read_bytes()
         if not (path.is_file() and path.read_bytes() == content):
-            note = Run(source.parent)._notes().get(source.name, {"inputs": digest("copy", content)})
-            self.write(path, content, Origin(note["inputs"], note.get("about", {})))
+            other = Run(source.parent)
+            note = other._notes().get(source.name, {"inputs": digest("copy", content)})
+            self.write(path, content, Origin(note["inputs"], note.get("about", {})), other.made(source))
         return path
 
     def _key(self, path: Path) -> str:

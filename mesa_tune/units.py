@@ -76,6 +76,13 @@ def format_time(seconds: float) -> str:
     return f"{_three_digits(seconds * 1e6)} µs"
 
 
+def format_error(error: float | None) -> str:
+    """Return a gradient error or a noise ratio as text: `3.1e-04`, `0`, `not known` for None and NaN."""
+    if error is None or math.isnan(error):
+        return "not known"
+    return f"{error:.1e}" if error else "0"
+
+
 def counted(number: int, noun: str) -> str:
     """Return `1 trial`, `2 trials`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

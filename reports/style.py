@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
-from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
 
 from mesa_tune.units import format_bytes, shorten
 
@@ -29,6 +29,7 @@ CHOSEN = "#009e73"
 CATEGORIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a6d3b", "#7f7f7f")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
+BUDGET_LINE: Any = {"color": BUDGET, "linestyle": (0, (5, 3)), "linewidth": 1.6, "zorder": 4}
 WIDTH = 9.6
 _RC: Any = {
     "font.family": "sans-serif",
@@ -86,11 +87,23 @@ def legend_above(axes: Axes, columns: int = 4) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.3, handletextpad=0.5)
 
 
+def number_depth(axes: Axes) -> None:
+    """Number the layers on the horizontal axis."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    axes.set_xlabel("layer, by its number in the layer table")
+    axes.margins(x=0.01)
+
+
 def short_names(names: Iterable[str], longest: int) -> list[str]:
     """Shorten layer names to `longest` characters, first by the module prefix that they have in common."""
     names = list(names)
     prefix = _common_modules([name for name in names if not name.startswith(("loss.", "("))])
-    return [shorten(name.removeprefix(prefix), longest) for name in names]
+    return [escaped(shorten(name.removeprefix(prefix), longest)) for name in names]
+
+
+def escaped(text: str) -> str:
+    """Return `text` as matplotlib draws it literally: a dollar sign would begin a formula."""
+    return text.replace("$", r"\$")
 
 
 def _common_modules(names: list[str]) -> str:
@@ -100,13 +113,8 @@ def _common_modules(names: list[str]) -> str:
 
 
 def change(before: float, after: float) -> str:
-    """Return text such as `5.71 GB → 2.10 GB (−63 %)`."""
+    """Return text such as `5.71 GB → 2.10 GB (−63 %)`; one number if nothing changes."""
+    if before == after:
+        return format_bytes(before)
     share = f" ({100 * (after / before - 1):+.0f} %)".replace("-", "−") if before else ""
     return f"{format_bytes(before)} → {format_bytes(after)}{share}"
-
-
-def error_text(error: float | None) -> str:
-    """Return a gradient error as the tables write it: `3.1e-04`, `0`, `not known`."""
-    if error is None or isnan(error):
-        return "not known"
-    return f"{error:.1e}" if error else "0"

@@ -283,6 +283,7 @@ def _plan(
         gap=solved.gap,
         measured=outcome.measured if outcome else None,
         trials=outcome.trials if outcome else 0,
+        history=outcome.history if outcome else (),
         solver="HiGHS and study" if outcome and outcome.won else "HiGHS",
         won=_won(outcome, trials),
         max_saved=request.limits.saved,

@@ -10,7 +10,9 @@ from typing import Any
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.profiler.shown import QUANTITIES, quantities_html
 from mesa_tune.search.solver import AS_FAST
+from mesa_tune.units import format_bytes
 
 _REMEDY = "make it again with `mesa-tune search --force`"
 
@@ -42,6 +44,24 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class TrialEntry:
+    """A trial of the study: the value that the study minimised, and what was measured.
+
+    `value`: for objective `time` the step's time over plain's (predicted, if the plan is above the noise
+    ratio), for `error` the gradient error, for `memory` the peak over the solved plan's. `gradient_error`:
+    mean over the batches measured. `is_within`: whether the plan is within the noise ratio and the slowdown;
+    `is_whole`: whether it was measured to the end. None: unknown, or not finite.
+    """
+
+    value: float | None
+    peak_bytes: int
+    gradient_error: float | None
+    noise_ratio: float | None
+    is_within: bool
+    is_whole: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """The policy chosen for a budget.
 
@@ -51,7 +71,7 @@ class Plan:
     solution is at most `gap` above it: a fraction of the milliseconds that the policy adds, of the error, or
     of the peak. Of plans that are as fast (`AS_FAST`), those of less error are preferred. `budget_bytes`:
     None without a budget. `measured`: the joint error, None without a workload. `won`: in words, what the
-    study improved of the exact solution.
+    study improved of the exact solution. `history`: the trials of the study, the exact solution first.
     """
 
     policy: Policy
@@ -71,11 +91,17 @@ class Plan:
     objective: str = "error"
     why: str = ""
     max_noise_ratio: float | None = None
+    history: tuple[TrialEntry, ...] = ()
 
     @property
     def is_exact(self) -> bool:
         """True if nothing is compressed: the plain step fits the budget."""
         return not self.policy.rules or self.predicted.gradient_error == 0.0
+
+    @property
+    def is_from_study(self) -> bool:
+        """True if a trial of the study replaced the exact solution."""
+        return self.solver.endswith("study")
 
     @property
     def claim(self) -> str:
@@ -105,6 +131,16 @@ class Plan:
             "    loss = ...",
         ]
 
+    def _repr_html_(self) -> str:
+        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        plain = dict(vars(self.baseline)) | {"gradient_error": 0.0, "gradient_noise_ratio": 0.0}
+        rows = [
+            {"quantity": name, "plain": plain.get(name), "predicted": getattr(self.predicted, name)}
+            for name in QUANTITIES
+        ]
+        title = f"Plan: {budget}, batch {self.batch_size}"
+        return quantities_html(title, rows, ("plain", "predicted"), self.won)
+
     def at(self, path: str | Path) -> Plan:
         """Return the same plan with its policy saved at `path`."""
         return replace(self, policy_path=str(path))
@@ -118,6 +154,7 @@ class Plan:
             "predicted": self.predicted.to_dict(),
             "baseline": dict(vars(self.baseline)),
             "measured": dict(vars(self.measured)) if self.measured else None,
+            "history": [dict(vars(trial)) for trial in self.history],
         }
 
     @classmethod
@@ -129,6 +166,7 @@ class Plan:
             "predicted": Prediction.from_dict(values["predicted"]),
             "baseline": typed(Baseline, values["baseline"]),
             "measured": None if measured is None else typed(Measurement, measured),
+            "history": tuple(typed(TrialEntry, trial) for trial in values.get("history", ())),
         }
         return typed(cls, {**{key: value for key, value in values.items() if key != "schema"}, **parts})
 
@@ -142,7 +180,7 @@ class Plan:
         return read_document(path, "plan", cls.from_dict, _REMEDY)
 
 
-_PARTS = ("policy", "predicted", "baseline", "measured")
+_PARTS = ("policy", "predicted", "baseline", "measured", "history")
 
 # The solver proves a minimum only up to its own tolerance.
 _PROVEN = 1e-3

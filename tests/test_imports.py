@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 
 LEVELS = (
     ("errors", "compiling"),
-    ("units", "notice", "files", "free_memory"),
+    ("units", "notice", "files", "free_memory", "notebook"),
+    ("provenance",),
     ("run_folder",),
     ("ops", "policy"),
     ("codecs",),

@@ -1,7 +1,8 @@
-"""`mesa-tune report`: one page with figures and tables of a run, and the figures as files."""
+"""`mesa-tune report`: one page with figures and tables of a run or several, and the same as files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,18 +31,25 @@ if TYPE_CHECKING:
 
 
 class Format(str, Enum):
-    """What to write: the page with its figures, the figures alone, or their data."""
+    """What to write: the page with its figures, the figures alone, tables, or all data."""
 
     html = "html"
     png = "png"
+    svg = "svg"
     csv = "csv"
+    md = "md"
     json = "json"
 
 
-FormatOption = Annotated[Format, typer.Option("--format", help="html writes the page and the PNGs.")]
+_FORMATS = "html: the page, and the figures as PNG and SVG. csv: all tables. md: the layer table."
+FormatOption = Annotated[Format, typer.Option("--format", help=_FORMATS)]
+RunsArgument = Annotated[
+    list[Path] | None, typer.Argument(metavar="[RUN…]", help="Run folders; several make one page.")
+]
 
 
 def report(
+    runs: RunsArgument = None,
     form: FormatOption = Format.html,
     run: RunOption = DEFAULT_RUN,
     as_json: JsonOption = False,
@@ -49,24 +57,27 @@ def report(
     debug: DebugOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Write report.html and figures of what the run has so far."""
-    folder = Run(run, force=force)
-    results, notes = load_results(folder)
+    """Write report.html and figures of what the run has so far; of several runs, comparison.html."""
+    folders = [Run(path, force=force) for path in dict.fromkeys(runs or [run])]
     output = Output(json=as_json, quiet=quiet)
-    output.device(results.profile.device, "of the profile; a report computes on the cpu")
-    for note in notes:
-        output.warn(note)
-    for note in results.missing:
-        output.line(note)
-    files = _files(folder, results, form)
-    # The report is made from whatever files the run has now.
-    origin = Origin(digest("report", results.profile.layers_fingerprint), derived=True)
+    loaded = [load_results(folder) for folder in folders]
+    output.device(loaded[0][0].profile.device, "of the profile; a report computes on the cpu")
+    found = {str(folder.folder): results for folder, (results, _) in zip(folders, loaded, strict=True)}
+    for name, (results, notes) in zip(found, loaded, strict=True):
+        for note in notes:
+            output.warn(note)
+        for note in results.missing:
+            output.line(note if len(found) == 1 else f"{name}: {note}")
+    files = _files(folders[0], loaded[0][0], form) if len(found) == 1 else _compared(folders[0], found, form)
+    # The report is made from whatever files the runs have now.
+    origin = Origin(digest("report", loaded[0][0].profile.layers_fingerprint), derived=True)
     for path in files:
-        folder.check(path, origin)
+        folders[0].check(path, origin)
     for path, content in files.items():
-        folder.write(path, content, origin)
+        folders[0].write(path, content, origin)
         output.line(f"wrote {path}")
-    output.document("report", {"files": [str(path) for path in files], "missing": results.missing})
+    missing = [note for results in found.values() for note in results.missing]
+    output.document("report", {"files": [str(path) for path in files], "missing": missing})
 
 
 def load_results(folder: Run) -> tuple[RunResults, list[str]]:
@@ -88,29 +99,61 @@ def load_results(folder: Run) -> tuple[RunResults, list[str]]:
     if check is not None and (plan is None or check.predicted != plan.predicted):
         notes.append(f"{folder.verify} measured another policy than that of {folder.plan}: left out")
         check = None
-    return RunResults(profile, plan, check), notes
+    made = {
+        path.name: made
+        for path in (folder.profile, folder.plan, folder.verify)
+        if (made := folder.made(path))
+    }
+    return RunResults(profile, plan, check, made), notes
 
 
 def _files(folder: Run, results: RunResults, form: Format) -> dict[Path, str | bytes]:
     """Return the content of all files. None is written yet, so an error leaves the run unchanged."""
     from mesa_tune.reports.contents import make_figures, make_frames
-    from mesa_tune.reports.html import png, render
+    from mesa_tune.reports.html import render
+    from mesa_tune.reports.page import png, svg
+    from mesa_tune.reports.tables import layers_markdown
 
     tables = make_frames(results)
+    if form is Format.json:
+        return {folder.folder / "report.json": _json(tables)}
+    if form is Format.md:
+        return {folder.folder / "layers.md": layers_markdown(tables["layers"])}
     if form is Format.csv:
         return {folder.figures / f"{name}.csv": frame.to_csv(index=False) for name, frame in tables.items()}
-    if form is Format.json:
-        return {folder.folder / "report.json": dump_json(_document(tables))}
     figures = make_figures(results, tables)
     files: dict[Path, str | bytes] = {}
+    if form is not Format.svg:
+        files |= {folder.figures / f"{name}.png": png(figure) for name, figure in figures.items()}
+    drawn = {} if form is Format.png else {name: svg(figure) for name, figure in figures.items()}
+    files |= {folder.figures / f"{name}.svg": drawing for name, drawing in drawn.items()}
     if form is Format.html:
-        files[folder.report] = render(results, tables, figures)
-    return files | {folder.figures / f"{name}.png": png(figure) for name, figure in figures.items()}
+        files[folder.report] = render(results, tables, drawn)
+    return files
 
 
-def _document(tables: dict[str, pd.DataFrame]) -> dict[str, object]:
+def _compared(folder: Run, runs: Mapping[str, RunResults], form: Format) -> dict[Path, str | bytes]:
+    """Return the content of the file that puts `runs` side by side, in the folder of the first."""
+    from mesa_tune.reports.compare import render_comparison, runs_frame, runs_markdown
+
+    frame, path = runs_frame(runs), folder.comparison.with_suffix(f".{form.value}")
+    if form is Format.html:
+        return {path: render_comparison(runs, frame)}
+    if form is Format.md:
+        return {path: runs_markdown(frame)}
+    if form is Format.csv:
+        return {path: frame.to_csv(index=False)}
+    if form is Format.json:
+        return {path: _json({"runs": frame})}
+    raise RunError(
+        f"--format {form.value} of several runs: they make one page or one table\n"
+        "use --format html, csv, md or json, or name one run"
+    )
+
+
+def _json(tables: Mapping[str, pd.DataFrame]) -> str:
     import json
 
     # pandas writes NaN as null, and numpy's numbers as JSON numbers.
     plain = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
-    return {"schema": "mesa-tune.report/1", **plain}
+    return dump_json({"schema": "mesa-tune.report/1", **plain})

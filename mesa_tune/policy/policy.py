@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from mesa_tune.errors import PolicyError
+from mesa_tune.notebook import note, shown, table
 from mesa_tune.policy.files import read_text, write_text
 from mesa_tune.policy.matching import Layer, Names, TaggedLayers, bound_rules, mismatches, unavailable
 from mesa_tune.policy.parser import dump_text, parse_text
 from mesa_tune.policy.rules import MODULE, NO_HEADER, Header, Rule, finest, fold, is_glob, suggestion
 from mesa_tune.policy.settings import EXACT, KEYS, TAGS, LayerSettings, Value
+from mesa_tune.units import counted, shorten
 
 __all__ = ["Header", "Policy", "Rule"]
 
 # Characters that end a word in policy.txt.
+_SHOWN = 20
+"""Rules that a notebook shows."""
 _SEPARATORS = frozenset(" \t\n\r\v\f,:#")
 
 
@@ -235,6 +239,15 @@ class Policy:
     def unmatched(self, layers: Iterable[Layer]) -> tuple[str, ...]:
         """Return a message for every index and name without wildcard that none of all `layers` has."""
         return self.check(layers, force=True)
+
+    def _repr_html_(self) -> str:
+        rows = [[rule.tag, shorten(rule.layers_text, 60), rule.keys_text] for rule in self.rules[:_SHOWN]]
+        rest = len(self.rules) - len(rows)
+        lines = [line.lstrip("# ") for line in self.header.lines()]
+        further = [counted(rest, "further rule")] if rest > 0 else []
+        return shown(
+            "Policy", table(["on", "layers", "settings"], rows, left=3), note("; ".join([*further, *lines]))
+        )
 
     def _foreign(self, fingerprint: str, source: str, remedy: str) -> str:
         what = f"made for another model (this model's layers are {fingerprint[:16]})"

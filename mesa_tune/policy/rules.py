@@ -74,6 +74,17 @@ class Rule:
             tuple((source_lines or {}).items()),
         )
 
+    @property
+    def layers_text(self) -> str:
+        """The layers as policy.txt lists them: names, `all`, or indices."""
+        listed = self.names or self.indices or ()
+        return listed if isinstance(listed, str) else " ".join(map(str, listed))
+
+    @property
+    def keys_text(self) -> str:
+        """The settings in one line: `enable: True, level: 16`."""
+        return ", ".join(f"{key}: {value}" for key, value in self.keys)
+
     def binds(self, index: int | None, name: str) -> bool:
         """Return True if the rule is for the layer of its tag with this index and name."""
         if self.names is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -240,6 +240,21 @@ class LayerEntry(HasOptions):
     shared_with: tuple[str, ...]
     options: tuple[Option, ...]
     call_ms: float | None = None
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for each option: of the layer, of its settings, and its price."""
+        columns = ("name", "tag", "index", "module", "dtype", "own_bytes")
+        layer = {**{column: getattr(self, column) for column in columns}, "layer_bytes": self.bytes}
+        for option in self.options:
+            values, settings = option.to_dict(), option.settings
+            price = {key: value for key, value in values.items() if key not in ("settings", "errors")}
+            names = ("level", "bits", "group_size", "exact")
+            yield {
+                **layer,
+                "settings": settings.label,
+                **{name: getattr(settings, name) for name in names},
+                **price,
+            }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> LayerEntry:

@@ -31,7 +31,9 @@ from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
 from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.price_table import ActiveDerivations, Cost, DerivationTable, PriceTable
 from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
+from mesa_tune.profiler.shown import profile_html
 from mesa_tune.profiler.tiled_step import TiledStep, other_slices, without_slices
+from mesa_tune.units import format_bytes, format_error, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -273,24 +275,19 @@ class Profile:
         """Return a table with one row for each layer and option."""
         import pandas as pd
 
-        columns = ("name", "tag", "index", "module", "dtype", "own_bytes")
-        rows = [
-            {
-                **{column: getattr(layer, column) for column in columns},
-                "layer_bytes": layer.bytes,
-                "settings": option.settings.label,
-                "level": option.settings.level,
-                "bits": option.settings.bits,
-                "group_size": option.settings.group_size,
-                "exact": option.settings.exact,
-                **{
-                    key: value for key, value in option.to_dict().items() if key not in ("settings", "errors")
-                },
-            }
-            for layer in self.layers
-            for option in layer.options
+        return pd.DataFrame([row for layer in self.layers for row in layer.rows()])
+
+    def _repr_html_(self) -> str:
+        facts = [
+            ("peak of a step", format_bytes(self.peak_bytes)),
+            ("saved for backward", format_bytes(self.saved_bytes)),
+            ("step time", "not known" if self.step_ms is None else format_time(self.step_ms / 1000)),
+            ("gradient noise", format_error(self.gradient_noise)),
         ]
-        return pd.DataFrame(rows)
+        title = (
+            f"Profile of {self.model or self.script or 'a model'}: batch {self.batch_size} on {self.device}"
+        )
+        return profile_html(title, facts, self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document `mesa-tune.profile/1`."""

@@ -28,6 +28,7 @@ from mesa_tune.profiler.errors.by_group import GroupError, errors_by_group
 from mesa_tune.profiler.errors.joint_error import NOISE_STEPS, JointError
 from mesa_tune.profiler.memory.meter import StepMemory, measure_second_step, unless_out_of_memory
 from mesa_tune.profiler.profile import Prediction
+from mesa_tune.profiler.shown import QUANTITIES, quantities_html
 from mesa_tune.profiler.timing.heap import steady_heap
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.step import Context
@@ -91,6 +92,23 @@ class Verification:
         return statistics.fmean(self.gradient_errors) if self.gradient_errors else None
 
     @property
+    def gradient_error_interval(self) -> tuple[float, float] | None:
+        """Two standard errors on each side of the mean, from batch to batch; None for one batch."""
+        seeds = max(1, len(self.gradient_errors) // BATCHES)
+        starts = range(0, len(self.gradient_errors), seeds)
+        means = [statistics.fmean(self.gradient_errors[start : start + seeds]) for start in starts]
+        if len(means) < 2:
+            return None
+        half, mean = 2 * statistics.stdev(means) / math.sqrt(len(means)), statistics.fmean(means)
+        return max(0.0, mean - half), mean + half
+
+    @property
+    def step_ms_interval(self) -> tuple[float, float] | None:
+        """Middle half of the step times under the policy, as ratios to the plain step; None if unknown."""
+        ratio, plain_ms = self.step_ratio, self.baseline.step_ms
+        return None if ratio is None or plain_ms is None else (ratio.low * plain_ms, ratio.high * plain_ms)
+
+    @property
     def worst_noise_ratio(self) -> float | None:
         """The largest noise ratio, of the model as given and at all checkpoints; None if none is known."""
         ratios = [self.gradient_noise_ratio, *(entry.gradient_noise_ratio for entry in self.checkpoints)]
@@ -106,6 +124,39 @@ class Verification:
         if predicted is None or predicted.step_ms is None or plain_ms is None or not profiled_ms:
             return predicted
         return replace(predicted, step_ms=predicted.step_ms / profiled_ms * plain_ms)
+
+    def compared(self, predicted: Prediction | None) -> list[dict[str, Any]]:
+        """Return predictions beside measurements: `quantity, unit, plain, predicted, measured, difference`.
+
+        `difference` is measured / predicted − 1. `predicted_low, predicted_high, measured_low,
+        measured_high`: ends of the intervals. None: unknown.
+        """
+        return [self._compared(name, unit, predicted) for name, unit in QUANTITIES.items()]
+
+    def _compared(self, name: str, unit: str, predicted: Prediction | None) -> dict[str, Any]:
+        expected, measured = getattr(predicted, name, None), self.to_dict()["policy"][name]
+        sides = {"predicted": predicted, "measured": self}
+        ends = {side: getattr(values, f"{name}_interval", None) for side, values in sides.items()}
+        return {
+            "quantity": name,
+            "unit": unit,
+            "plain": 0.0 if name.startswith("gradient_") else getattr(self.baseline, name),
+            "predicted": expected,
+            "measured": measured,
+            "difference": measured / expected - 1 if expected and measured is not None else None,
+            **{f"{side}_low": pair and pair[0] for side, pair in ends.items()},
+            **{f"{side}_high": pair and pair[1] for side, pair in ends.items()},
+        }
+
+    def _repr_html_(self) -> str:
+        ratio = self.step_ratio
+        return quantities_html(
+            f"Verification at batch {self.batch_size} on {self.device}",
+            self.compared(self.predicted),
+            ("plain", "predicted", "measured"),
+            "the predicted step time is by the clock of the profile"
+            + ("" if ratio is None else f"; a step takes {ratio.median:.2f} times the plain one"),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document `mesa-tune.verify/1`."""

@@ -1,9 +1,8 @@
-"""Who works on a study, on which hardware, and whether they still do."""
+"""Who works on a study, and whether they still do."""
 
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from functools import cache
 from pathlib import Path
@@ -32,25 +31,6 @@ def is_dead(worker: str) -> bool:
     if not (machine and start) or machine != this_machine():
         return False
     return _start(int(pid)) != start
-
-
-@cache
-def hardware() -> str:
-    """Return the GPU, or the processor and the number of torch's threads."""
-    import torch
-
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    return f"{_processor()}, {torch.get_num_threads()} threads"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _start(pid: int) -> str | None:

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import Pair
+from mesa_tune.provenance import hardware
 from mesa_tune.search.fleet.trials import Standing, Trials
-from mesa_tune.search.fleet.workers import hardware
-from mesa_tune.search.plan import Measurement
+from mesa_tune.search.plan import Measurement, TrialEntry
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.solver import Program
 from mesa_tune.search.study.moves import Moves
@@ -57,15 +57,20 @@ class Length:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a study: the chosen plan, what was measured afresh, and the number of trials.
+    """Result of a study: the chosen plan, what was measured afresh, and the trials.
 
     `won`: in words, how the plan is better than the exact solution; empty if it is the exact solution.
     """
 
     chosen: Chosen
     measured: Measurement
-    trials: int
+    history: tuple[TrialEntry, ...]
     won: str = ""
+
+    @property
+    def trials(self) -> int:
+        """Number of trials."""
+        return len(self.history)
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,10 @@ class LocalSearch(ABC):
     def status(self, trials: Sequence[Finished]) -> str:
         """Return the best trial so far in words."""
 
+    def is_inside(self, trial: Finished) -> bool:
+        """Return True if what was measured is within the limits."""
+        return True
+
     def ratio(self, errors: Sequence[float], pairs: Sequence[Pair] = FULL) -> float | None:
         """Return the noise ratio that errors at the first of `pairs` show, None if it is unknown."""
         return None
@@ -171,15 +180,28 @@ class LocalSearch(ABC):
     def confirmed(self, trials: Sequence[Finished]) -> Outcome:
         """Measure afresh. Return the first candidate that beats the exact solution there, else this."""
         before = self.meter.errors(self.policy_of(self.solved), FRESH)
-        solved = measurement(before, before, self.ratio(before, FRESH))
+        solved, history = measurement(before, before, self.ratio(before, FRESH)), self._history(trials)
         for chosen in self.candidates(trials, solved):
             if chosen != self.solved:
                 errors = self.meter.errors(self.policy_of(chosen), FRESH)
                 found = measurement(errors, before, self.ratio(errors, FRESH))
                 won = self.gain(chosen, found, solved)
                 if won:
-                    return Outcome(chosen, found, len(trials), won)
-        return Outcome(self.solved, solved, len(trials))
+                    return Outcome(chosen, found, history, won)
+        return Outcome(self.solved, solved, history)
+
+    def _history(self, trials: Sequence[Finished]) -> tuple[TrialEntry, ...]:
+        return tuple(
+            TrialEntry(
+                value=_finite(trial.value),
+                peak_bytes=int(self.space.live(trial.chosen).max()),
+                gradient_error=_finite(statistics.fmean(trial.errors)),
+                noise_ratio=_finite(self.ratio(trial.errors)),
+                is_within=self.is_inside(trial),
+                is_whole=trial.is_whole,
+            )
+            for trial in trials
+        )
 
     def constraints(self, trial: Finished) -> dict[str, float]:
         """Return how far the plan exceeds each limit, as fractions of it; at most 0 within."""
@@ -280,6 +302,10 @@ def measurement(
         pairs=len(errors),
         noise_ratio=noise_ratio,
     )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -6,16 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 
+from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.reports import figures, frames, style
-from mesa_tune.reports.html import inline_svg, png
+from mesa_tune.reports.page import inline_svg, png, svg
+from mesa_tune.search.plan import Baseline, Plan, TrialEntry
+from mesa_tune.units import format_error
 from tests.synthetic import COARSE, synthetic_profile
 
 PROFILES = {"3 layers": synthetic_profile(0, grid=COARSE), "303 layers": synthetic_profile(50, grid=COARSE)}
@@ -47,6 +51,9 @@ def test_memory_through_the_step_names_peak_and_budget(profile: Profile) -> None
     assert style.change(frame["before"].max(), frame["after"].max()) in said
     assert "within the budget" in said
     assert {"forward", "backward"} <= set(said.split("\n"))
+    peak = profile.predict_assignment(four_bits(profile)).peak
+    assert peak is not None
+    assert f"it is {peak.moment}" in said
 
 
 def test_memory_through_the_step_says_when_the_budget_is_broken() -> None:
@@ -71,28 +78,71 @@ def test_memory_by_layer_draws_every_layer_of_a_deep_model() -> None:
     )
 
 
-def test_bits_along_depth_has_a_mark_for_every_layer(profile: Profile) -> None:
-    frame = frames.bits_frame(profile, four_bits(profile))
-    figure = drawn(figures.bits_along_depth(frame, 4.25))
-    marks: list[Any] = list(figure.axes[0].collections)
-    assert sum(len(mark.get_offsets()) for mark in marks) == len(frame)
+def test_memory_by_tag_says_what_gives_most(profile: Profile) -> None:
+    frame = frames.tags_frame(frames.layers_frame(profile, four_bits(profile)))
+    said = texts(drawn(figures.memory_by_tag(frame)))
+    freed = frame["before"] - frame["after"]
+    assert f"{frame['tag'].iloc[int(freed.to_numpy().argmax())]} layers give" in said
+    for row in frame.to_dict("records"):
+        assert style.change(row["before"], row["after"]) in said
+    assert "layers give" not in texts(figures.memory_by_tag(frame.drop(columns="after")))
+    assert "No layer saves anything" in texts(drawn(figures.memory_by_tag(frame.iloc[:0])))
+
+
+def test_names_with_dollar_signs_are_no_formulas() -> None:
+    profile = PROFILES["3 layers"]
+    frame = frames.timeline_frame(profile, {}).assign(layer="a$x_{$b", layer_after="a$x_{$b")
+    assert r"a\$x_{\$b" in texts(drawn(figures.memory_through_step(frame)))
+
+
+def test_storage_along_depth_has_a_mark_for_every_layer(profile: Profile) -> None:
+    frame = frames.storage_frame(frames.layers_frame(profile, four_bits(profile)))
+    figure = drawn(figures.storage_along_depth(frame, 4.25))
+    assert len(heights(figure)) == len(frame)
     assert "4.2 bits" in texts(figure)
 
 
-def test_bits_along_depth_tells_what_is_made_again(profile: Profile) -> None:
-    frame = frames.bits_frame(profile, four_bits(profile))
-    assert "made again" not in texts(figures.bits_along_depth(frame, 4.25))
-    frame.loc[0, "after"] = 0
-    figure = drawn(figures.bits_along_depth(frame, 4.25))
-    assert "1 are made again in the backward" in texts(figure)
+@pytest.mark.parametrize("word", ["recompute", "derive", "tile", "offload", "exact"])
+def test_storage_along_depth_has_a_row_for_each_word_that_occurs(word: str) -> None:
+    profile = PROFILES["303 layers"]
+    frame = frames.storage_frame(frames.layers_frame(profile, four_bits(profile))).assign(stored="4 bits")
+    assert word not in texts(figures.storage_along_depth(frame, 4.25)).split("\n")
+    frame.loc[frame.index[0], "stored"] = word
+    figure = drawn(figures.storage_along_depth(frame, 4.25))
+    rows = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert heights(figure).count(rows.index(word)) == 1
+    assert heights(figure).count(rows.index("4 bits")) == len(frame) - 1
+
+
+def test_storage_along_depth_of_an_exact_policy() -> None:
+    frame = frames.storage_frame(frames.layers_frame(PROFILES["3 layers"], {}))
+    assert "No layer stores fewer bits" in texts(figures.storage_along_depth(frame, float("nan")))
+
+
+def heights(figure: Figure) -> list[float]:
     marks: list[Any] = list(figure.axes[0].collections)
-    heights = [height for mark in marks for _, height in mark.get_offsets()]
-    assert heights.count(0.0) == 1
+    return [height for mark in marks for _, height in mark.get_offsets()]
 
 
-def test_bits_along_depth_of_an_exact_policy() -> None:
-    frame = frames.bits_frame(PROFILES["3 layers"], {})
-    assert "exactly" in texts(figures.bits_along_depth(frame, float("nan")))
+def test_study_progress_draws_every_trial_and_says_what_it_found() -> None:
+    frame = study()
+    figure = drawn(figures.study_progress(frame, "time"))
+    said = texts(figure)
+    assert "4 trials: none is better" in said
+    assert {"above a limit", "ended early", "within the limits"} <= set(said.split("\n"))
+    assert "one of them is better" in texts(figures.study_progress(frame, "memory", won=True))
+    lines = {str(line.get_label()): line for line in figure.axes[0].lines}
+    assert np.asarray(lines["best so far"].get_ydata()).tolist() == [1.2, 1.1, 1.1, 1.1]
+    assert np.asarray(lines["above a limit"].get_ydata()).tolist() == [1.0]
+
+
+def study() -> pd.DataFrame:
+    trials = [(1.2, True, True), (1.1, True, True), (1.0, False, True), (1.3, True, False)]
+    plan = Plan(
+        Policy(), Prediction(0, 0, 0.0, None), Baseline(0, 0), None, 8, 8, 0.0, 0.0,
+        history=tuple(TrialEntry(value, 10, 1e-3, None, inside, whole) for value, inside, whole in trials),
+    )  # fmt: skip
+    return frames.study_frame(plan)
 
 
 def test_pareto_front_compares_with_the_best_uniform_policy_of_no_more_memory() -> None:
@@ -146,12 +196,17 @@ def test_predicted_beside_measured_says_how_far_off() -> None:
             "predicted": [20.0, 50.0, None, 1e-3],
             "measured": [20.0, 52.0, 6.0, 2e-3],
             "difference": [0.0, 0.04, None, 1.0],
+            "measured_low": [None, None, 5.5, 1e-3],
+            "measured_high": [None, None, 6.5, 3e-3],
         }
     )
-    said = texts(drawn(figures.predicted_beside_measured(frame)))
+    figure = drawn(figures.predicted_beside_measured(frame))
+    said = texts(figure)
     assert "within 4.0 %" in said
     assert "not known" in said
     assert "2.0e-03" in said
+    intervals = [[np.asarray(line.get_xdata()).tolist() for line in axes.lines] for axes in figure.axes]
+    assert intervals == [[], [], [[5.5, 6.5]], [[1e-3, 3e-3]]]
 
 
 class TestStyle:
@@ -163,16 +218,16 @@ class TestStyle:
 
     def test_svg_is_a_part_of_a_page(self) -> None:
         frame = frames.timeline_frame(PROFILES["3 layers"], {})
-        svg = inline_svg(figures.memory_through_step(frame), "one")
-        assert svg.startswith("<svg role=")
-        assert 'id="one-' in svg
-        assert "url(#one-" in svg
-        assert "var(--ink)" in svg
-        assert style.INK not in svg
+        text = inline_svg(svg(figures.memory_through_step(frame)), "one")
+        assert text.startswith("<svg role=")
+        assert 'id="one-' in text
+        assert "url(#one-" in text
+        assert "var(--ink)" in text
+        assert style.INK not in text
 
     def test_svg_is_the_same_each_time(self) -> None:
         frame = frames.timeline_frame(PROFILES["3 layers"], {})
-        first, second = (inline_svg(figures.memory_through_step(frame), "one") for _ in range(2))
+        first, second = (inline_svg(svg(figures.memory_through_step(frame)), "one") for _ in range(2))
         assert first == second
 
     def test_short_names_drop_what_all_begin_with(self) -> None:
@@ -191,4 +246,4 @@ class TestStyle:
         [(3.14e-4, "3.1e-04"), (0.0, "0"), (None, "not known"), (float("nan"), "not known")],
     )
     def test_errors_as_text(self, error: float | None, text: str) -> None:
-        assert style.error_text(error) == text
+        assert format_error(error) == text

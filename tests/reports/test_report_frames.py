@@ -8,9 +8,14 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+import mesa_tune as mt
+from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
+from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
 from mesa_tune.reports import frames
+from mesa_tune.search.plan import Baseline, Plan, TrialEntry
+from tests.language_model import language_workload
 from tests.synthetic import COARSE, synthetic_profile
 
 PROFILE = synthetic_profile(3, grid=COARSE)
@@ -96,18 +101,100 @@ class TestLayers:
         assert frame["gradient_error"][:-1].isna().any()
 
 
-class TestBits:
-    def test_only_layers_that_keep_something_numbered_as_in_the_table(self) -> None:
-        frame, table = frames.bits_frame(PROFILE, MIXED), frames.layers_frame(PROFILE, MIXED)
+class TestStorage:
+    def test_only_layers_that_save_something_numbered_as_in_the_table(self) -> None:
+        table = frames.layers_frame(PROFILE, MIXED)
+        frame = frames.storage_frame(table)
         assert (frame["before"] > 0).all()
         assert list(table["name"][frame["depth"]]) == list(frame["name"])
         assert frames.NO_LAYER not in set(frame["name"])
+        stored = table.set_index("name")["stored"]
+        assert (stored["blocks.0.q"], stored["blocks.1.fc2"]) == ("exact", "2 bits")
 
     def test_mean_counts_ranges(self) -> None:
         assert frames.mean_bits(PROFILE, FOUR_BITS) == pytest.approx(4.25, rel=0.05)
 
     def test_mean_of_nothing_is_no_number(self) -> None:
         assert math.isnan(frames.mean_bits(PROFILE, {}))
+
+
+def test_tags_sum_to_the_layers() -> None:
+    table = frames.layers_frame(PROFILE, MIXED)
+    tags = frames.tags_frame(table)
+    assert tags["before"].is_monotonic_decreasing
+    assert list(tags[["before", "after"]].sum()) == list(table[["before", "after"]].sum())
+    assert tags["layers"].sum() == len(table[table["tag"].isin(tags["tag"])]) + 1  # the row of no layer
+
+
+def test_what_is_alive_sums_to_the_peak() -> None:
+    plain, chosen = PROFILE.predict_assignment({}), PROFILE.predict_assignment(FOUR_BITS)
+    alive = frames.alive_frame(plain, chosen)
+    assert (alive["before"].sum(), alive["after"].sum()) == (plain.peak_bytes, chosen.peak_bytes)
+    assert list(frames.alive_frame(plain).columns) == ["kind", "before"]
+
+
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> mt.Profile:
+    profile = mt.profile(language_workload(), options=[])
+    assert profile.tiled is not None
+    slots = profile.tiled.timeline.slots
+    longer = replace(profile.tiled.timeline, slots=(*slots, *slots[-1:] * 3))
+    return replace(profile, tiled=replace(profile.tiled, timeline=longer))
+
+
+@pytest.fixture(scope="module", name="assignment")
+def _assignment(profile: mt.Profile) -> dict[str, LayerSettings]:
+    assert profile.tiled is not None
+    again = dict.fromkeys(profile.timeline.modules[:1], LayerSettings(store="recompute"))
+    return {layer.name: LayerSettings(level=16) for layer in profile.layers} | again | profile.tiled.settings
+
+
+class TestSlicesAndModulesThatRunAgain:
+    """A step with slices has a timeline of its own, and inputs of modules belong to no layer."""
+
+    def test_bytes_are_those_predicted(
+        self, profile: mt.Profile, assignment: dict[str, LayerSettings]
+    ) -> None:
+        predicted = profile.predict_assignment(assignment)
+        timeline, layers = (
+            make(profile, assignment) for make in (frames.timeline_frame, frames.layers_frame)
+        )
+        assert (timeline["before"].max(), timeline["after"].max()) == (
+            profile.peak_bytes,
+            predicted.peak_bytes,
+        )
+        assert (layers["before"].sum(), layers["after"].sum()) == (profile.saved_bytes, predicted.saved_bytes)
+        assert len(timeline) == len(profile.timeline.slots) + 3
+        assert list(timeline["slot"]) == list(range(len(timeline)))
+        assert predicted.peak is not None
+        assert frames.peak_text(timeline, "after", "layer_after") == predicted.peak.moment
+
+    def test_the_table_names_them(self, profile: mt.Profile, assignment: dict[str, LayerSettings]) -> None:
+        table = frames.layers_frame(profile, assignment).set_index("name")
+        module = profile.timeline.modules[0]
+        assert set(table["stored"][table.index.str.startswith(f"{module}.")]) == {"recompute"}
+        assert table.loc["loss.cross_entropy.0", "stored"] == "tile"
+        assert (table.loc[module, "tag"], table.loc[module, "before"]) == ("module", 0)
+        assert table["after"][module] > 0
+        assert frames.NO_LAYER not in table.index
+
+
+class TestStudy:
+    def test_best_is_of_whole_trials_within_the_limits(self) -> None:
+        trials = [
+            (2.0, False, False),
+            (1.0, True, False),
+            (None, True, True),
+            (1.5, True, True),
+            (1.2, False, True),
+        ]
+        history = tuple(TrialEntry(value, 1, None, None, inside, whole) for value, inside, whole in trials)
+        plan = Plan(
+            Policy(), PROFILE.predict_assignment({}), Baseline(1, 1), None, 8, 8, 0.0, 0.0, history=history
+        )  # fmt: skip
+        frame = frames.study_frame(plan)
+        assert list(frame["trial"]) == [1, 2, 3, 4, 5]
+        assert list(frame["best"]) == [2.0, 2.0, 2.0, 1.5, 1.5]
 
 
 class TestComparison:
@@ -124,14 +211,23 @@ class TestComparison:
     )
 
     def test_difference_is_measured_over_predicted(self) -> None:
-        predicted = {"peak_bytes": 50, "saved_bytes": 20, "gradient_error": 0.1, "step_ms": None}
+        predicted = Prediction(20, 50, 0.1, None)
         frame = frames.comparison_frame(predicted, self.VERIFIED).set_index("quantity")
         assert frame.loc["peak_bytes", "difference"] == pytest.approx(0.02)
         assert frame.loc["gradient_error", "difference"] == pytest.approx(1.0)
         assert frame["difference"].isna()["step_ms"]
         assert frame.loc["saved_bytes", "plain"] == 80
 
-    def test_of_nothing_measured_is_all_missing(self) -> None:
-        frame = frames.comparison_frame({"peak_bytes": 50}, None)
-        assert frame["measured"].isna().all()
+    def test_intervals_are_those_of_the_prediction_and_of_the_measurements(self) -> None:
+        predicted = Prediction(20, 50, 0.1, None, gradient_error_interval=(0.05, 0.2))
+        frame = frames.comparison_frame(predicted, self.VERIFIED).set_index("quantity")
+        ends = ["predicted_low", "predicted_high", "measured_low", "measured_high"]
+        # Two batches of 0.1 and 0.3: a standard error of 0.1 on each side of 0.2, twice.
+        assert list(frame.loc["gradient_error", ends]) == pytest.approx([0.05, 0.2, 0.0, 0.4])
+        assert list(frame.loc["step_ms", ends[2:]]) == pytest.approx([5.5, 6.5])
+        assert frame.loc["peak_bytes", ends].isna().all()
+
+    def test_of_nothing_predicted_has_only_measurements(self) -> None:
+        frame = frames.comparison_frame(None, self.VERIFIED)
+        assert frame["predicted"].isna().all()
         assert isinstance(frame, pd.DataFrame)

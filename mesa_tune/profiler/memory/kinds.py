@@ -18,6 +18,12 @@ STATIC: Final = (WEIGHTS, GRADIENTS, OPTIMIZER_STATE, BATCH)
 """Kinds that are alive when a step begins. Gradients are also born in it."""
 
 
+def moment_text(phase: str, layer: str | None) -> str:
+    """Return a moment of the step in words; `layer`: whose call it is, None between calls."""
+    moment = "the optimizer's step" if phase == "step" else f"the {phase}"
+    return f"in {moment} of {layer}" if layer else f"in {moment}"
+
+
 @dataclass(frozen=True)
 class Peak:
     """The slot of a step in which most bytes are alive.
@@ -32,14 +38,17 @@ class Peak:
     bytes: Mapping[str, int]
 
     @property
+    def moment(self) -> str:
+        """When the peak is: `in the backward of blocks.5.mlp.2`."""
+        return moment_text(self.phase, self.layer)
+
+    @property
     def text(self) -> str:
-        """One line: where the peak is, and the kinds of its bytes, largest first."""
-        moment = "the optimizer's step" if self.phase == "step" else f"the {self.phase}"
-        where = f"{moment} of {self.layer}" if self.layer else moment
+        """One line: when the peak is, and the kinds of its bytes, largest first."""
         kinds = sorted(
             (kind for kind, count in self.bytes.items() if count), key=lambda kind: -self.bytes[kind]
         )
-        return f"in {where}: " + ", ".join(f"{kind} {format_bytes(self.bytes[kind])}" for kind in kinds)
+        return f"{self.moment}: " + ", ".join(f"{kind} {format_bytes(self.bytes[kind])}" for kind in kinds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
