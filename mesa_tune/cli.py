@@ -16,7 +16,8 @@ from typing import Annotated
 
 import typer
 
-from mesa_tune.commands.common import reserve_stdout
+from mesa_tune.commands.common import DEFAULT_RUN, Run, reserve_stdout
+from mesa_tune.commands.guide.state import state_of
 from mesa_tune.errors import MesaTuneError, RunError
 
 # In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
@@ -75,12 +76,20 @@ def _dispatch(arguments: list[str]) -> int:
         # With standalone_mode=False Typer raises errors and Ctrl-C here and returns the status of an Exit.
         with _plain_warnings(), reserve_stdout() if "--json" in arguments else nullcontext():
             status = command.main(arguments or ["--help"], prog_name="mesa-tune", standalone_mode=False)
+            if not arguments:
+                _say_next()
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "mesa-tune"
         print(f"error: {error.format_message()}\nsee {path} --help", file=sys.stderr)
         return 1 if type(error).__name__ in _BAD_VALUES else 2
     return status if isinstance(status, int) else 0
+
+
+def _say_next() -> None:
+    """Print what the default run folder has, and the command that comes next."""
+    state = state_of(Run(DEFAULT_RUN))
+    print(f"{state.text}\nnext: {state.next}")
 
 
 @contextmanager

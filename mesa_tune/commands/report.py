@@ -21,6 +21,7 @@ from mesa_tune.commands.common import (
     digest,
     dump_json,
 )
+from mesa_tune.commands.guide.state import next_step
 from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def report(
     for path, content in files.items():
         folder.write(path, content, origin)
         output.line(f"wrote {path}")
+    output.line(next_step(folder))
     output.document("report", {"files": [str(path) for path in files], "missing": results.missing})
 
 
