@@ -23,6 +23,11 @@ from mesa_tune.errors import MesaTuneError, RunError
 # In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
 COMMANDS = ("init", "profile", "search", "verify", "report", "diff", "demo", "doctor")
 
+_EPILOG = (
+    "Exit statuses: 0 success, 1 an error or a bad value, 2 an unknown option or command, 130 Ctrl-C. "
+    "Without a command: this help, and the next command of the run in mesa-run."
+)
+
 _BAD_VALUES = ("BadParameter", "MissingParameter", "BadOptionUsage", "BadArgumentUsage")
 
 
@@ -59,7 +64,7 @@ def application() -> typer.Typer:
     app = typer.Typer(
         name="mesa-tune",
         help="Find out what a model's activations cost, and how to store them within a memory budget.",
-        add_completion=False,
+        epilog=_EPILOG,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
@@ -59,6 +60,8 @@ DeviceOption = Annotated[
 _documents: ContextVar[TextIO | None] = ContextVar("documents", default=None)
 
 
+STATUS_EVERY_S = 60.0
+"""Seconds between two lines of progress where standard error is no terminal."""
 _BELOW = 18 * " "
 
 
@@ -83,6 +86,7 @@ class Output:
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
         self.json = json
         self.quiet = quiet
+        self._last_status = time.monotonic()
 
     def line(self, text: str = "") -> None:
         """Print `text` for people to read."""
@@ -94,10 +98,15 @@ class Output:
         self.line(f"device: {device}" + (f" ({note})" if note else ""))
 
     def status(self, text: str) -> None:
-        """Replace the last status on the terminal by `text`. Without a terminal print nothing."""
-        if not self.quiet and sys.stderr.isatty():
+        """Replace the last status on the terminal by `text`. Without a terminal print a line each minute."""
+        if self.quiet:
+            return
+        if sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
+        elif text and time.monotonic() - self._last_status >= STATUS_EVERY_S:
+            self._last_status = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Print `text` as a warning."""
