@@ -23,7 +23,7 @@ from mesa_tune.conversion import convert, revert
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json
 from mesa_tune.free_memory import AUTO, MARGIN, free_memory
-from mesa_tune.notice import say, show_status
+from mesa_tune.notice import StatusLine, say
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.entries import fast_grid, full_grid
@@ -132,6 +132,7 @@ class _Request:
 
     budget: int | str | None
     search: Mapping[str, Any]
+    status: StatusLine = field(default_factory=StatusLine)
     _silent = ("progress", "storage", "sharing", "measure")
 
     @property
@@ -149,7 +150,7 @@ class _Request:
 
     def progress(self, text: str) -> None:
         """Show what is done at the moment."""
-        (self.search.get("progress") or show_status)(text)
+        (self.search.get("progress") or self.status.show)(text)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,18 @@ from typing import Annotated
 
 import typer
 
-from mesa_tune.commands.common import reserve_stdout
+from mesa_tune.commands.common import DEFAULT_RUN, Run, reserve_stdout
+from mesa_tune.commands.guide.state import state_of
 from mesa_tune.errors import MesaTuneError, RunError
 from mesa_tune.provenance import own_version, running
 
 # In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
 COMMANDS = ("init", "profile", "search", "verify", "report", "diff", "demo", "doctor")
+
+_EPILOG = (
+    "Exit statuses: 0 success, 1 an error or a bad value, 2 an unknown option or command, 130 Ctrl-C. "
+    "Without a command: this help, and the next command of the run in mesa-run."
+)
 
 _BAD_VALUES = ("BadParameter", "MissingParameter", "BadOptionUsage", "BadArgumentUsage")
 
@@ -59,7 +65,7 @@ def application() -> typer.Typer:
     app = typer.Typer(
         name="mesa-tune",
         help="Find out what a model's activations cost, and how to store them within a memory budget.",
-        add_completion=False,
+        epilog=_EPILOG,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
@@ -76,12 +82,20 @@ def _dispatch(arguments: list[str]) -> int:
         # With standalone_mode=False Typer raises errors and Ctrl-C here and returns the status of an Exit.
         with _plain_warnings(), reserve_stdout() if "--json" in arguments else nullcontext():
             status = command.main(arguments or ["--help"], prog_name="mesa-tune", standalone_mode=False)
+            if not arguments:
+                _say_next()
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "mesa-tune"
         print(f"error: {error.format_message()}\nsee {path} --help", file=sys.stderr)
         return 1 if type(error).__name__ in _BAD_VALUES else 2
     return status if isinstance(status, int) else 0
+
+
+def _say_next() -> None:
+    """Print what the default run folder has, and the command that comes next."""
+    state = state_of(Run(DEFAULT_RUN))
+    print(f"{state.text}\nnext: {state.next}")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""Warnings that are shown once per process, not once per training step; and a status line on terminals."""
+"""Warnings that are shown once per process, not once per training step; and the status of long work."""
 
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,14 +33,27 @@ def unnoticed() -> Iterator[None]:
             _given.intersection_update(before)
 
 
+STATUS_EVERY_S = 60.0
+"""Without a terminal, the status is shown this often."""
+
+
 def say(text: str) -> None:
     """Write a line for the user of a training script to standard error."""
     sys.stderr.write(f"mesa-tune: {text}\n")
     sys.stderr.flush()
 
 
-def show_status(text: str) -> None:
-    """Replace the last status on the terminal by `text`. Without a terminal print nothing."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
+class StatusLine:
+    """What long work does at the moment: replaced in place on a terminal, elsewhere a line each minute."""
+
+    def __init__(self) -> None:
+        self._shown = time.monotonic()
+
+    def show(self, text: str) -> None:
+        """Show `text` on standard error; empty: nothing any more."""
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+        elif text and time.monotonic() - self._shown >= STATUS_EVERY_S:
+            self._shown = time.monotonic()
+            print(text, file=sys.stderr, flush=True)

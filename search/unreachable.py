@@ -9,6 +9,7 @@ from dataclasses import replace
 from mesa_tune.errors import BudgetError
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.problem import Limits
+from mesa_tune.search.reach import without_temporaries
 from mesa_tune.search.restrictions import NO_RESTRICTIONS, Pins, Restrictions
 from mesa_tune.search.steps import Step, steps
 from mesa_tune.units import Budget, format_bytes
@@ -25,21 +26,37 @@ def unreachable(
     if limits.saved is not None and (least := _smallest_saved(possible)) > limits.saved:
         return BudgetError(
             f"max-saved {format_bytes(limits.saved)}: unreachable at batch size {size}\n"
-            f"the fewest saved bytes are {_exactly(least)}: raise it or plan for a smaller batch"
+            f"the fewest saved bytes are {_exactly(least)}: --max-saved {least}, or a smaller batch"
         )
-    lowest = min(
-        int(solution.cost) for step in possible if (solution := step.program.smallest_peak(Limits()))
-    )
-    if limits.peak is None or requested is None or lowest <= limits.peak:
-        return BudgetError(
-            "no policy meets all limits at once, though each alone may be reachable\n"
-            "raise the budget, max-saved or max-slowdown"
-        )
-    return BudgetError(_peak_text(profile, size, limits, pins, lowest, requested))
+    untimed = replace(limits, ms=None)
+    lowest = _smallest_peak(possible, untimed)
+    if lowest is not None and limits.peak is not None and requested is not None and lowest > limits.peak:
+        return BudgetError(_peak_text(profile, size, limits, pins, lowest, requested))
+    return BudgetError(_time_text(profile, possible, untimed))
 
 
 def _smallest_saved(possible: Sequence[Step]) -> int:
     return min(step.program.smallest_saved() for step in possible)
+
+
+def _smallest_peak(possible: Sequence[Step], limits: Limits) -> int | None:
+    """Return the lowest peak of all steps within the limits but that on the peak; None if there is none."""
+    solutions = [step.program.smallest_peak(limits) for step in possible]
+    return min((int(solution.cost) for solution in solutions if solution is not None), default=None)
+
+
+def _time_text(profile: Profile, possible: Sequence[Step], untimed: Limits) -> str:
+    """Return the text of the error for a limit on the step's time that is out of reach within the others."""
+    plain = profile.plain_ms(possible[0].program.space.batch_size)
+    solutions = [(step, step.program.solve(untimed, step.program.times)) for step in possible]
+    times = [step.program.space.ms(solution.chosen) for step, solution in solutions if solution is not None]
+    if not times:
+        return "no policy meets all limits at once\nraise the budget or max-saved"
+    slowdown = math.ceil(100 * min(times) / plain) / 100
+    return (
+        "max-slowdown: no policy within the other limits is that fast\n"
+        f"the fastest takes {slowdown:g} times the plain step: --max-slowdown {slowdown:g}"
+    )
 
 
 def _peak_text(
@@ -81,9 +98,18 @@ def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int)
     fits = largest_batch(profile, limits, pins, batch_size - 1)
     if fits is None:
         return f"profile at a smaller batch size than {batch_size}"
+    if fits == 0:
+        return f"not even a batch of one fits: {_besides_activations(profile)}"
     # In bytes: a percentage would be of the smaller batch's peak.
-    command = f"--budget {limits.peak} --batch-size {fits}"
-    return "not even a batch of one fits" if fits == 0 else f"batch size {fits} would fit: {command}"
+    return f"batch size {fits} would fit: --budget {limits.peak} --batch-size {fits}"
+
+
+def _besides_activations(profile: Profile) -> str:
+    """Return what fills the step of a batch of one, and the remedy if there is one."""
+    peak = without_temporaries(profile, 1)
+    if peak is None:
+        return "weights, gradients and optimizer state fill the step"
+    return f"with `fused=True` the optimizer has no temporaries, and one needs {format_bytes(peak)}"
 
 
 def most_samples(profile: Profile, limits: Limits, pins: Pins, restrictions: Restrictions) -> int:
@@ -101,7 +127,9 @@ def most_samples(profile: Profile, limits: Limits, pins: Pins, restrictions: Res
         most *= 2
     fits = largest_batch(profile, limits, pins, most - 1, restrictions)
     if not fits:
-        raise BudgetError(f"budget {format_bytes(limits.peak or 0)}: not even a batch of one fits\nraise it")
+        lowest = _smallest_peak(steps(profile, 1, pins, restrictions), replace(limits, ms=None))
+        remedy = "raise it or --max-saved" if lowest is None else f"a batch of one needs --budget {lowest}"
+        raise BudgetError(f"budget {format_bytes(limits.peak or 0)}: not even a batch of one fits\n{remedy}")
     return fits
 
 

@@ -16,6 +16,7 @@ from mesa_tune.commands.common import (
     format_bytes,
     format_table,
 )
+from mesa_tune.commands.guide.advice import advice
 from mesa_tune.errors import WorkloadError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     folder.check(folder.profile, inputs)
     profiled = bytes_only_profile(workload, cuda=cuda)
     folder.write(folder.profile, dump_json(profiled.to_dict()), inputs)
-    for line in _lines(profiled, folder.profile):
+    for line in _lines(profiled, request, folder):
         output.line(line)
     output.document("profile", profiled.to_dict())
 
@@ -96,7 +97,7 @@ def replacing_bytes(folder: Run, inputs: str) -> Origin:
     return Origin(inputs, derived=known is not None and known.step_ms is None)
 
 
-def _lines(profiled: Profile, path: Path) -> list[str]:
+def _lines(profiled: Profile, request: Request, folder: Run) -> list[str]:
     owners = sorted(profiled.layers, key=lambda layer: -layer.own_bytes)
     rows = [[layer.name, layer.tag, format_bytes(layer.own_bytes)] for layer in owners[:_MAX_ROWS]]
     rest = sum(layer.own_bytes for layer in owners[_MAX_ROWS:])
@@ -109,11 +110,20 @@ def _lines(profiled: Profile, path: Path) -> list[str]:
         *below(profiled.predict_assignment({}).workspaces_text),
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_under_policies(profiled),
+        *advice(profiled, None),
         "",
         *format_table(["layer", "tag", "saves"], rows),
         "",
-        f"wrote {path}; it has no prices: to search, profile without --bytes-only",
+        f"wrote {folder.profile}",
+        f"next: {_next(request, folder)}",
     ]
+
+
+def _next(request: Request, folder: Run) -> str:
+    """Return the command that also measures what a search needs."""
+    if request.is_configuration:
+        return "mesa-tune init, for a model.py with data: a search needs errors and times"
+    return f"mesa-tune profile {request.model}{folder.option}, which also measures errors and times"
 
 
 def _under_policies(profiled: Profile) -> list[str]:

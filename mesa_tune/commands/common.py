@@ -14,7 +14,7 @@ import typer
 
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json, write_atomically
-from mesa_tune.notice import show_status
+from mesa_tune.notice import StatusLine
 from mesa_tune.run_folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.units import Budget, counted, format_bytes, format_time, parse_bytes, shorten
 
@@ -84,6 +84,7 @@ class Output:
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
         self.json = json
         self.quiet = quiet
+        self._status = StatusLine()
 
     def line(self, text: str = "") -> None:
         """Print `text` for people to read."""
@@ -95,9 +96,9 @@ class Output:
         self.line(f"device: {device}" + (f" ({note})" if note else ""))
 
     def status(self, text: str) -> None:
-        """Replace the last status on the terminal by `text`. Without a terminal print nothing."""
+        """Replace the last status on the terminal by `text`. Without a terminal print a line each minute."""
         if not self.quiet:
-            show_status(text)
+            self._status.show(text)
 
     def warn(self, text: str) -> None:
         """Print `text` as a warning."""

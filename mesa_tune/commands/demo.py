@@ -55,6 +55,7 @@ def demo(
     for line in table(rows):
         output.line(line)
     output.line(f"\nthe report: {Run(run).report}; all in {format_time(time.perf_counter() - begin)}")
+    output.line("next: mesa-tune init, for a model.py of your own")
     output.document("demo", {"model": str(example), "rows": rows})
 
 

@@ -17,6 +17,7 @@ from mesa_tune.commands.common import (
     format_table,
     format_time,
 )
+from mesa_tune.commands.guide.state import next_step
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
@@ -45,6 +46,9 @@ def diff(
             output.warn(f"{name.replace('_', ' ')} was {old} before, and is {new} after")
     for line in _lines(document):
         output.line(line)
+    run = Run(after if after.is_dir() else after.parent)
+    output.line()
+    output.line(next_step(run))
     output.document("diff", document)
 
 

@@ -9,7 +9,16 @@ import warnings
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from mesa_tune.commands.common import DebugOption, JsonOption, Output, QuietOption, counted
+from mesa_tune.commands.common import (
+    DEFAULT_RUN,
+    DebugOption,
+    JsonOption,
+    Output,
+    QuietOption,
+    Run,
+    counted,
+)
+from mesa_tune.commands.guide.state import next_step
 
 _PACKAGES = {
     "optuna": "the study of `mesa-tune search`",
@@ -44,6 +53,7 @@ def doctor(as_json: JsonOption = False, quiet: QuietOption = False, debug: Debug
         output.line(f"{'ok ' if finding.good else '-- '} {finding.name}: {finding.found}")
         if finding.remedy:
             output.line(f"       {finding.remedy}")
+    output.line(next_step(Run(DEFAULT_RUN)))
     good = all(finding.good for finding in findings)
     output.document(
         "doctor", {"device": device, "good": good, "findings": [asdict(finding) for finding in findings]}

@@ -6,15 +6,15 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mesa_tune.commands.common import below, format_bytes, format_table, format_time
+from mesa_tune.commands.common import Run, below, format_bytes, format_table, format_time
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.search import Plan
 
 
-def summary(plan: Plan, profile: Profile) -> list[str]:
-    """Return the plan in lines of at most 80 characters; the last lines are code for the training script."""
+def summary(plan: Plan, profile: Profile, run: Run) -> list[str]:
+    """Return the plan in lines of at most 80 characters, with code for the training script."""
     return [
         f"{_budget(plan)} at batch size {plan.batch_size}" + _profiled(plan),
         *textwrap.wrap(_objective(plan), 80, subsequent_indent="           "),
@@ -24,15 +24,16 @@ def summary(plan: Plan, profile: Profile) -> list[str]:
         *_errors(plan),
         *_step(plan, profile),
         *textwrap.wrap(f"study: {plan.won}" if plan.trials else plan.won, 80, subsequent_indent="       "),
-        *_next(plan, profile),
+        *_next(plan, profile, run),
     ]
 
 
-def table(plans: Sequence[Plan], profile: Profile) -> list[str]:
+def table(plans: Sequence[Plan], profile: Profile, run: Run) -> list[str]:
     """Return one row for each plan of several budgets."""
     header = ["budget", "peak", "saved", "step", "gradient error", "noise ratio", "objective"]
     rows = format_table(header, [_row(plan, profile) for plan in plans])
-    return [*rows, *(f"wrote {plan.policy_path}" for plan in plans)]
+    verify = f"next: mesa-tune verify --policy {plans[0].policy_path}{run.option}"
+    return [*rows, *(f"wrote {plan.policy_path}" for plan in plans), verify]
 
 
 def _row(plan: Plan, profile: Profile) -> list[str]:
@@ -68,13 +69,18 @@ def _peak(plan: Plan) -> list[str]:
     return [*below("" if peak is None else peak.text), *below(plan.predicted.workspaces_text)]
 
 
-def _next(plan: Plan, profile: Profile) -> list[str]:
+def _next(plan: Plan, profile: Profile, run: Run) -> list[str]:
     if not plan.policy.rules:
-        return [f"wrote {plan.policy_path}, which stores everything exactly: train as you are"]
+        return [
+            f"wrote {plan.policy_path}, which stores everything exactly: train as you are",
+            f"next: mesa-tune report{run.option}",
+        ]
     return [
         f"wrote {plan.policy_path}; in your training:",
         "",
         *(f"    {line}" for line in plan.training(profile)),
+        "",
+        f"next: mesa-tune verify{run.option}",
     ]
 
 

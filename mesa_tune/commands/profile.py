@@ -25,6 +25,7 @@ from mesa_tune.commands.common import (
     format_table,
     format_time,
 )
+from mesa_tune.commands.guide.advice import advice, find_reach, next_command
 from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def profile(
         )
     finally:
         output.status("")
-    for line in _lines(profiled, folder.profile):
+    for line in _lines(profiled, folder):
         output.line(line)
     output.document("profile", profiled.to_dict())
 
@@ -139,14 +140,15 @@ def _profile_script(command: list[str], steps: int, stop: bool, folder: Run, out
     def show(profiled: Profile) -> None:
         folder.write(folder.profile, dump_json(profiled.to_dict()), inputs)
         output.device(profiled.device)
-        for line in _lines(profiled, folder.profile):
+        for line in _lines(profiled, folder):
             output.line(line)
         output.document("profile", profiled.to_dict())
 
     observe(command, steps=steps, stop=stop, show=show, quiet_stdout=output.json)
 
 
-def _lines(profiled: Profile, path: Path) -> list[str]:
+def _lines(profiled: Profile, folder: Run) -> list[str]:
+    reach = find_reach(profiled)
     largest = sorted(profiled.layers, key=lambda layer: -layer.own_bytes)[:_MAX_ROWS]
     rows = [
         [layer.name, layer.tag, format_bytes(layer.own_bytes), _error(profiled, layer.name)]
@@ -161,6 +163,7 @@ def _lines(profiled: Profile, path: Path) -> list[str]:
         f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
         *below("" if plain.peak is None else plain.peak.text),
         *below(plain.workspaces_text),
+        *advice(profiled, reach),
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_exact(profiled),
         f"a step takes     {format_time(profiled.plain_ms(profiled.batch_size) / 1e3):>8}",
@@ -168,13 +171,9 @@ def _lines(profiled: Profile, path: Path) -> list[str]:
         "",
         *format_table(["layer", "tag", "saves", "error at 4 bits"], rows),
         "",
-        f"wrote {path}; next: {_next(profiled)}",
+        f"wrote {folder.profile}",
+        f"next: {next_command(profiled, reach, folder)}",
     ]
-
-
-def _next(profiled: Profile) -> str:
-    """Return the next command: a profile of a script has no prices to search with."""
-    return "mesa-tune search --budget 40%" if profiled.script is None else "mesa-tune init, for a model.py"
 
 
 def _exact(profiled: Profile) -> list[str]:

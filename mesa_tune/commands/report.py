@@ -22,6 +22,7 @@ from mesa_tune.commands.common import (
     digest,
     dump_json,
 )
+from mesa_tune.commands.guide.state import next_step
 from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def report(
     for path, content in files.items():
         folders[0].write(path, content, origin)
         output.line(f"wrote {path}")
+    output.line(next_step(folders[0]))
     missing = [note for results in found.values() for note in results.missing]
     output.document("report", {"files": [str(path) for path in files], "missing": missing})
 

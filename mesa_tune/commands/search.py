@@ -240,7 +240,7 @@ def search(
     job = Job(storage or "", run.folder, run.profile, trials, timeout, threads_each(workers))
     study = cache(partial(_study, run, profile, storage))
     command = _Command(run, profile, workload, study, _sharing(job, workers, output), output)
-    _report(_finished(searches, command), profile, output)
+    _report(_finished(searches, command), command)
 
 
 class _Command(NamedTuple):
@@ -265,8 +265,9 @@ def _finished(searches: Sequence[_Search], command: _Command) -> list[Plan]:
         raise
 
 
-def _report(plans: Sequence[Plan], profile: Profile, output: Output) -> None:
-    for line in summary(plans[0], profile) if len(plans) == 1 else table(plans, profile):
+def _report(plans: Sequence[Plan], command: _Command) -> None:
+    run, profile, output = command.run, command.profile, command.output
+    for line in summary(plans[0], profile, run) if len(plans) == 1 else table(plans, profile, run):
         output.line(line)
     documents = [_document(plan) for plan in plans]
     output.document("search", documents[0] if len(plans) == 1 else {"plans": documents})

@@ -103,6 +103,7 @@ def verify(
     for line in describe(check, profiled_ms):
         output.line(line)
     output.line(f"wrote {folder.verify}")
+    output.line(f"next: mesa-tune report{folder.option}")
     output.document("verify", check.to_dict())
 
 

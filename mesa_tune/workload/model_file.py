@@ -50,6 +50,15 @@ def read_model_file(path: Path) -> tuple[str, dict[str, Any]]:
     return _fingerprint(content, modules), names
 
 
+def file_fingerprint(path: Path) -> str | None:
+    """Return the fingerprint of the model file at `path`, which does not run; None if it cannot be read."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return _fingerprint(content, find_local_modules(path.resolve().parent, content))
+
+
 def _fingerprint(content: bytes, modules: Mapping[str, LocalModule]) -> str:
     digest = hashlib.sha256(content)
     for name, module in modules.items():

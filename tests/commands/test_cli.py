@@ -162,6 +162,17 @@ def test_as_a_program_an_error_has_no_traceback() -> None:
     assert len(done.stderr.splitlines()) <= 3
 
 
+def test_the_shell_completes_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    completing = {"_MESA_TUNE_COMPLETE": "complete_bash", "COMP_WORDS": "mesa-tune ver", "COMP_CWORD": "1"}
+    for name, value in completing.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        cli.run([])
+    assert capsys.readouterr().out.split() == ["verify"]
+
+
 # init
 
 
@@ -259,6 +270,18 @@ def test_lines_make_way_for_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_warnings_are_never_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     Output(quiet=True).warn("look out")
     assert capsys.readouterr().err == "warning: look out\n"
+
+
+def test_progress_without_a_terminal_is_a_line_each_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = iter([0.0, 30.0, 70.0, 70.0, 100.0, 131.0, 131.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
+    output = Output()
+    for share in (1, 2, 3, 4):
+        output.status(f"{share} of 4")
+    output.status("")
+    assert capsys.readouterr().err == "2 of 4\n4 of 4\n"
 
 
 def test_a_document_is_whole_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,9 +96,11 @@ def test_the_profile_alone_gives_plan_and_policy(capsys: pytest.CaptureFixture[s
     assert search("--budget", BUDGET, "--trials", "0") == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "device: cpu"
-    assert out[-2:] == [
+    assert out[-4:] == [
         "    import mesa_tune as mt",
         '    mt.convert(model, mt.Policy.load("mesa-run/policy.txt"))',
+        "",
+        "next: mesa-tune verify",
     ]
     assert max(map(len, out)) <= 80
     plan, policy = Plan.load("mesa-run/plan.json"), Policy.load("mesa-run/policy.txt")
@@ -140,7 +142,8 @@ def test_an_empty_policy_is_not_to_be_converted_to(capsys: pytest.CaptureFixture
     assert search("--budget", "150%") == 0
     out = capsys.readouterr().out
     assert "mt.convert" not in out
-    assert out.endswith("mesa-run/policy.txt, which stores everything exactly: train as you are\n")
+    assert "mesa-run/policy.txt, which stores everything exactly: train as you are\n" in out
+    assert out.endswith("next: mesa-tune report\n")
 
 
 def test_a_budget_below_the_reachable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +268,7 @@ def test_a_policy_for_the_loss_is_put_around_the_loss(capsys: pytest.CaptureFixt
     profile(Workload.load("model.py", device="cpu"), options=OPTIONS).save("mesa-run/profile.json")
     assert search("--budget", "70%", "--trials", "0") == 0
     lines = [line.removeprefix("    ") for line in capsys.readouterr().out.splitlines()]
-    assert lines[lines.index("import mesa_tune as mt") :] == [
+    assert lines[lines.index("import mesa_tune as mt") : -2] == [
         "import mesa_tune as mt",
         'policy = mt.Policy.load("mesa-run/policy.txt")',
         "mt.convert(model, policy)",

@@ -1,0 +1,1 @@
+"""What to do next: advice on a profile, and the next command of a run."""
