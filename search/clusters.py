@@ -36,7 +36,8 @@ class Cluster:
 
         Producers have `store: derive` too: an activation then saves its input for other layers.
         """
-        return replace(settings, store="derive") if settings.store in ("quantize", "derive") else None
+        possible = settings.store in ("quantize", "derive") and settings.rows == 1
+        return replace(settings, store="derive") if possible else None
 
 
 def clusters(profile: Profile, sized: SizedTimeline, groups: Sequence[Sequence[str]]) -> Iterator[Cluster]:

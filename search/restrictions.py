@@ -17,8 +17,8 @@ from mesa_tune.profiler.profile import Profile
 Pins = Mapping[str, LayerSettings]
 """Layer name or glob -> the settings that it must have; later pins win."""
 
-FORBIDDEN: Final = ("derive", "recompute", "offload", "tile")
-"""What can be forbidden: values of `store`, and slices."""
+FORBIDDEN: Final = ("derive", "recompute", "offload", "tile", "rows")
+"""What can be forbidden: values of `store`, slices, and leaving out rows."""
 VARIED: Final = tuple(key for key in KEYS if key != "enable")
 """The settings that a search can be restricted to."""
 
@@ -57,7 +57,7 @@ class Restrictions:
         """Return True if a layer may have `settings`."""
         if settings.exact:
             return True
-        if settings.store in self.forbidden:
+        if settings.store in self.forbidden or (settings.rows < 1 and "rows" in self.forbidden):
             return False
         return self.varied is None or all(
             key in self.varied or getattr(settings, key) == getattr(_DEFAULT, key) for key in VARIED

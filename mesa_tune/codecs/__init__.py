@@ -6,13 +6,14 @@ by which policies choose it.
 
 from collections.abc import Sequence
 
-from mesa_tune.codecs import drop, mixed, offload, quantize, running, vrandom
+from mesa_tune.codecs import drop, mixed, offload, quantize, rows, running, vrandom
 from mesa_tune.codecs.spec import STATEFUL, Codec, Memory, Spec, fitting_size
 
 CODECS: dict[str, Codec] = {
     "quantize": quantize,
     "running": running,
     "drop": drop,
+    "rows": rows,
     "mixed": mixed,
     "offload": offload,
     "vrandom": vrandom,

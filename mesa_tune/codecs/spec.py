@@ -19,6 +19,8 @@ class Spec(NamedTuple):
     `derive`: do not store a tensor that can be rematerialized from what other layers save. `exposes`: other
     layers may rematerialize this layer's output. `exact`: store elements in full precision. `tile`: number of
     slices in which a loss goes backward. `feeds_tiled`: a tiled loss may go backward past the layer's output.
+    `rows`: fraction of rows that are stored. `axis`: the axis along which the elements of a row lie, counted
+    from the end, where the backward is linear in the saved tensors; 0: it is not, or this is unknown.
     `row`: a group never crosses the end of a row of so many elements (0: groups ignore rows).
     """
 
@@ -36,14 +38,15 @@ class Spec(NamedTuple):
     exposes: bool = False
     tile: int = 1
     feeds_tiled: bool = False
+    rows: float = 1.0
+    axis: int = 0
     row: int = 0
 
     @property
     def alone(self) -> "Spec":
         """The spec without the fields about other layers; layers share a copy where this is equal."""
-        if not (self.derive or self.exposes or self.row or self.feeds_tiled or self.tile > 1):
-            return self
-        return self._replace(derive=False, exposes=False, tile=1, feeds_tiled=False, row=0)
+        axis = self.axis if self.rows < 1 else 0
+        return self._replace(derive=False, exposes=False, tile=1, feeds_tiled=False, axis=axis, row=0)
 
     @staticmethod
     def plain(min_elements: int, tile: int = 1) -> "Spec":
@@ -55,7 +58,7 @@ class Spec(NamedTuple):
         """Return the spec of `settings`; None if the layer saves what PyTorch saves."""
         if settings.exact:
             return None
-        if settings.store == "exact" and not settings.drop:
+        if settings.store == "exact" and not settings.omits:
             return Spec.plain(min_elements, settings.tile)
         if keys := overruled(settings):
             warn_once(f"mesa-tune: {', '.join(keys)} has no effect in the settings `{settings.label}`.")
@@ -72,6 +75,7 @@ class Spec(NamedTuple):
             settings.store in ("exact", "offload"),
             settings.store == "derive",
             tile=settings.tile,
+            rows=settings.rows,
         )
 
     def within(self, row: int) -> "Spec":
@@ -82,12 +86,27 @@ class Spec(NamedTuple):
         size = fitting_size(self.group_size, row)
         return Spec(*self[:3], size, *self[4:-1], row)  # type: ignore[arg-type] # `_replace` cannot be traced
 
+    def along(self, axis: int) -> "Spec":
+        """Return this spec for a function whose saved rows lie along `axis`; 0: it stores all rows."""
+        if axis == self.axis and (axis or self.rows == 1):
+            return self
+        if self.rows < 1 and not axis:
+            return self._of_all_rows()
+        return Spec(*self[:-2], axis, self.row)  # `_replace` cannot be traced
+
+    def _of_all_rows(self) -> "Spec":
+        if self.exact:
+            return Spec.plain(self.min_elements, self.tile)
+        return Spec("quantize", *self[1:-3], 1.0, 0, self.row)
+
     @property
     def hooked(self) -> "Spec | None":
         """This spec for a layer stored by hooks, as in `LayerSettings.hooked`; None: saved as by PyTorch."""
         if self.exact:
-            return None if self.codec == "drop" else self
-        return self._replace(codec="quantize", bits=8, levels=HOOKED_LEVELS, drop=0.0, ema_decay=0.0)
+            return self if self.codec == "offload" else None
+        return self._replace(
+            codec="quantize", bits=8, levels=HOOKED_LEVELS, drop=0.0, ema_decay=0.0, rows=1.0
+        )
 
 
 def fitting_size(size: int, row: int) -> int:
@@ -107,6 +126,8 @@ def codec_of(settings: LayerSettings) -> str:
         return settings.store
     if settings.drop:
         return "drop"
+    if settings.rows < 1:
+        return "rows"
     if settings.allocation == "sample":
         return "mixed"
     return "running" if settings.ema_decay else "quantize"

@@ -37,6 +37,11 @@ class Context(Protocol):
     def note(self, layer: str) -> None: ...
 
 
+_ALL_ROWS = (
+    "mesa-tune: `rows` has no effect on {!r}, whose backward is not linear in what it saves.\n"
+    "Its layers store all rows; set `rows` only for linear layers, convolutions and matrix products."
+)
+
 _USUAL_GROUPS = 1024
 """Groups of this size, or of a smaller power of two, end with rows whose length is a multiple of it."""
 
@@ -126,13 +131,14 @@ class Call:
             return self.plain()
         if odd:
             return self.refuse("complex, sparse and nested tensors have no formula")
-        if not (self.worth or formula.lossless or self._pays(_without_parameters(tensors))):
+        exact = self._stores_all_rows(formula, static) and self.spec.levels == 0
+        if exact or not (self.worth or formula.lossless or self._pays(_without_parameters(tensors))):
             return self.plain()
-        exact = tuple([tensor is None or self.is_static(tensor) for tensor in tensors])
-        for tensor, flag in zip(tensors, exact, strict=True):
+        never = tuple([tensor is None or self.is_static(tensor) for tensor in tensors])
+        for tensor, flag in zip(tensors, never, strict=True):
             if tensor is not None and not flag:
                 self._is_copied(tensor)
-        plan = CallPlan(self.layer, formula, static, needs, exact, self.spec)
+        plan = CallPlan(self.layer, formula, static, needs, never, self.spec)
         sources: Sources = {}
         if self.spec.derive or self.spec.exposes:
             plan, sources = self._deriving(plan, tensors)
@@ -140,6 +146,15 @@ class Call:
         output = run(plan, self.memories, key, tensors, sources, self.context.traced)
         self.plan, self.tensors, self.output = plan, tensors, output
         return output
+
+    def _stores_all_rows(self, formula: Formula, static: Static) -> bool:
+        """Let the spec say which axis a row has; return whether rows would be left out if there was one."""
+        axis = 0 if formula.row_axis is None else formula.row_axis(static)
+        without_effect = self.spec.rows < 1 and not (axis or formula.lossless)
+        if without_effect:
+            warn_once(_ALL_ROWS.format(getattr(self.func, "__name__", formula.name)))
+        self.spec = self.spec.along(axis)
+        return without_effect
 
     def _deriving(self, plan: CallPlan, tensors: Tensors) -> tuple[CallPlan, Sources]:
         """Return the plan of a call that rematerializes inputs or exposes its output, and the sources."""

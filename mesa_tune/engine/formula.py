@@ -54,8 +54,10 @@ class Formula:
     `saves` says in words what is saved. `independent`: positions of inputs whose gradient does not involve
     the lossy tensors as long as the other inputs are parameters (a linear layer's input); the profiler skips
     these. `lossless`: nothing is lossy, whatever the settings. `views`: the forward may return a view.
-    `rebuild`: how other layers rematerialize the output; None if they cannot. `is_head`: a tiled loss may go
-    backward past the output, to the inputs (`engine/head.py`); `static` begins with the dtype of autocast.
+    `row_axis`: the axis, from the end, along which the elements of a row of every lossy tensor lie, if each
+    gradient is linear in one of them (the setting `rows`); None: no rows are left out. `rebuild`: how other
+    layers rematerialize the output; None if they cannot. `is_head`: a tiled loss may go backward past the
+    output, to the inputs (`engine/head.py`); `static` begins with the dtype of autocast.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Formula:
     lossless: bool = False
     views: bool = False
     rebuild: Rebuild | None = None
+    row_axis: Callable[[Static], int] | None = None
     is_head: bool = False
 
 

@@ -18,13 +18,13 @@ class Replay:
 
     `node` is the call's autograd node, `lossy` its lossy tensors as restored. `exact_inputs`: which of these
     are never packed. `present`: which inputs of the formula are tensors. `row`: number of elements that no
-    group crosses (0: no limit).
+    group crosses (0: no limit). `axis`: the axis of a row's elements (0: rows are not left out).
     """
 
     def __init__(self, node: Any, plan: CallPlan, saved: Saved, grad: Tensor) -> None:
         self.layer, self.formula, self.needs = plan.layer, plan.formula, plan.needs
         self.exact_inputs, self.present = node.seen
-        self.row, self.node, self.grad = plan.spec.row, node, grad
+        self.row, self.axis, self.node, self.grad = plan.spec.row, plan.spec.axis, node, grad
         self.saved = saved
         self.lossy = [tensor.whole() for tensor in saved.lossy]
 

@@ -86,6 +86,17 @@ class SavedTensor:
         fused = getattr(self.codec, "fused", None)
         return None if fused is None else fused(op, self.parts, arguments, self.spec)
 
+    def sampled(self) -> tuple[Tensor, Tensor] | None:
+        """Return the indices of the stored rows, and the rows `(count, width)`, if rows were left out.
+
+        Return None if all were stored, and for rows that do not lie along the last axis.
+        """
+        take = getattr(self.codec, "stored_rows", None)
+        if take is None or self.spec is None or self.spec.axis != -1:
+            return None
+        indices, rows = take(self.parts, self.packing.shape, self.packing.dtype, self.spec)
+        return indices, rows
+
     def by_rows(self, op: Any, like: Tensor, *arguments: Any) -> Any:
         """Return `fused(op, like, *arguments)` if the tensor was packed row by row in the shape of `like`."""
         fits = self.packing.shape == like.shape and self.is_row_major()

@@ -105,7 +105,8 @@ class Packing(NamedTuple):
     `deferred`: the codec computes it while encoding. `strides`: it is packed in the order of memory, and
     restored in this layout. `expanded`: the shape to which it was expanded; then only the elements at `core`
     are stored. `numel` elements are stored. Packed they take `bytes` (None: too few elements to pack), unless
-    the codec has a reason for a `refusal`. `copy_key`: key by which layers find an equal copy.
+    the codec has a reason for a `refusal`. `copy_key`: key by which layers find an equal copy. `width`:
+    elements per row, where rows may be left out; else 0.
     """
 
     packed: bool
@@ -121,6 +122,7 @@ class Packing(NamedTuple):
     bytes: int | None = None
     refusal: str | None = None
     copy_key: tuple[Any, ...] = ()
+    width: int = 0
 
     def in_parts(self, count: int) -> "Packing":
         """Return the packing with this number of parts."""
@@ -184,6 +186,7 @@ def _packing(tensor: Tensor, spec: Spec) -> Packing:
         bytes=packed_bytes,
         refusal=why,
         copy_key=(numel if in_memory_order else (shape, strides), tensor.dtype, number),
+        width=shape[spec.axis] if spec.axis and len(shape) > 1 else 0,
     )
 
 

@@ -129,8 +129,19 @@ def _paddings(
     return [size // 2 for size in total], more if any(more) else ()
 
 
+def _channels(static: Static) -> int:
+    """Return the axis of channels, the elements of a row."""
+    return 1 - len(static[1])
+
+
 CONV = Formula(
-    "conv", forward, backward, "the input, where the weight wants a gradient", independent=(0,), views=True
+    "conv",
+    forward,
+    backward,
+    "the input, where the weight wants a gradient",
+    independent=(0,),
+    views=True,
+    row_axis=_channels,
 )
 
 

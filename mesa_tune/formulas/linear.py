@@ -32,6 +32,11 @@ LARGEST_WEIGHT = 1 << 19
 """Of so many elements at most, a weight's gradient stays in the cache while all rows are added to it."""
 
 
+def last_axis(_: Static) -> int:
+    """Return the axis of a row's elements: the last one."""
+    return -1
+
+
 def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Result:
     dtype, marks_zeros = static
     factor = cast(weight, dtype)
@@ -76,6 +81,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _weight_gradient(rows: Tensor, x: SavedTensor, dtype: torch.dtype | None) -> Tensor | None:
+    sampled = x.sampled()
+    if sampled is not None:
+        indices, part = sampled
+        return rows[indices].t() @ cast(part, dtype)
     slices = x.rows(rows.dtype)
     if slices is None:
         return rows.t() @ _rows(cast(x.whole(), dtype))
@@ -92,6 +101,7 @@ LINEAR = Formula(
     "the input, where the weight wants a gradient; exact: which of its rows are zero",
     independent=(0,),
     views=True,
+    row_axis=last_axis,
 )
 
 

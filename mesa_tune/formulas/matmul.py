@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from mesa_tune.engine.call import Call, autocast_dtype
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
+from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.tensors import cast, gathered, like, wanted
-from mesa_tune.formulas.linear import fused_backward
+from mesa_tune.formulas.linear import fused_backward, last_axis
 
 Shape = tuple[int, ...]
 
@@ -42,12 +43,21 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
         da = _shaped(_product(grad, b.unsqueeze(0) if b.dim() == 1 else b.mT), a_shape, (1, *a_shape))
         del b
     if needs[1]:
-        a = cast(lossy[0].whole(), dtype)
-        a = a.unsqueeze(0) if a.dim() == 1 else a
-        if len(b_shape) <= 2 and a.dim() == grad.dim():  # one product over all rows, not one a batch to sum
-            a, grad = a.flatten(0, -2), grad.flatten(0, -2)
-        db = _shaped(_product(a.mT, grad), b_shape, (*b_shape, 1))
+        db = _gradient_of_second(saved.static, lossy[0], grad)
     return da, db
+
+
+def _gradient_of_second(static: Static, first: SavedTensor, grad: Tensor) -> Tensor:
+    (a_shape, b_shape, dtype) = static
+    sampled = first.sampled() if len(a_shape) > 1 and len(b_shape) == 2 else None
+    if sampled is not None:
+        indices, rows = sampled
+        return cast(rows, dtype).mT @ grad.flatten(0, -2)[indices]
+    a = cast(first.whole(), dtype)
+    a = a.unsqueeze(0) if a.dim() == 1 else a
+    if len(b_shape) <= 2 and a.dim() == grad.dim():  # one product over all rows, not one a batch to sum
+        a, grad = a.flatten(0, -2), grad.flatten(0, -2)
+    return _shaped(_product(a.mT, grad), b_shape, (*b_shape, 1))
 
 
 def _by_matrices(saved: Saved, grad: Tensor) -> Grads | None:
@@ -79,7 +89,14 @@ def _shaped(grad: Tensor, shape: Shape, matrix: Shape) -> Tensor:
     return grad.sum_to_size(matrix if len(shape) == 1 else shape).reshape(shape)
 
 
-MATMUL = Formula("matmul", forward, backward, "each operand whose partner wants a gradient", views=True)
+MATMUL = Formula(
+    "matmul",
+    forward,
+    backward,
+    "each operand whose partner wants a gradient",
+    views=True,
+    row_axis=last_axis,
+)
 
 
 class MatMul(nn.Module):
@@ -103,7 +120,7 @@ def plus_backward(saved: Saved, grad: Tensor) -> Grads:
     return da, db, gathered(grad if beta == 1 else grad * beta, c) if needs[2] else None
 
 
-MATMUL_PLUS = Formula("matmul_plus", plus_forward, plus_backward, MATMUL.saves)
+MATMUL_PLUS = Formula("matmul_plus", plus_forward, plus_backward, MATMUL.saves, row_axis=last_axis)
 
 GROUPED_MM: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -125,7 +142,7 @@ def grouped_backward(saved: Saved, grad: Tensor) -> Grads:
     return da, db, None
 
 
-GROUPED = Formula("grouped_mm", grouped_forward, grouped_backward, MATMUL.saves)
+GROUPED = Formula("grouped_mm", grouped_forward, grouped_backward, MATMUL.saves, row_axis=last_axis)
 
 
 def matmul(call: Call, input: Tensor, other: Tensor) -> Any:

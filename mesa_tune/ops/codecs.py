@@ -1,9 +1,9 @@
 """The codecs' ops. Compilers cannot see inside them, so compiled code saves only their packed results.
 
 Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
-pack_windows, unpack_windows, quantize_samples, dequantize_samples}`. They are pure. Their default kernels are
-in `mesa_tune.ops.reference.codecs` and `mesa_tune.ops.reference.windows`. The native library has CPU kernels
-for all but the last two, and CUDA kernels for the windows.
+pack_windows, unpack_windows, quantize_samples, dequantize_samples, sample_rows}`. They are pure. Their
+default kernels are in `mesa_tune.ops.reference`: `codecs`, `windows` and `sampling`. The native library has
+CPU kernels for all but the last three, and CUDA kernels for the windows.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.ops import reference
 from mesa_tune.ops.reference import codecs as reference_codecs
+from mesa_tune.ops.reference import sampling as reference_sampling
 from mesa_tune.ops.reference import windows as reference_windows
 
 _GROUPS = "int group_size, int quant_groups"
@@ -29,6 +30,7 @@ _SCHEMAS = (
     "pack_windows(Tensor indices, SymInt[] windows) -> Tensor",
     "unpack_windows(Tensor data, SymInt[] windows, SymInt[] shape) -> Tensor",
     f"dequantize_samples({_SAMPLES[1:-1]}, SymInt[] shape, ScalarType dtype, {_GROUPS}) -> Tensor",
+    "sample_rows(Tensor x, int axis, SymInt count, Tensor key) -> (Tensor index, Tensor rows)",
 )
 
 
@@ -88,6 +90,11 @@ def _fake_dequantize_samples(
     return data.new_empty(shape, dtype=dtype)
 
 
+def _fake_sample_rows(x: Tensor, axis: int, count: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    width = reference_sampling.as_rows(x, axis).shape[-1]
+    return x.new_empty(count, dtype=torch.int32), x.new_empty(count, width)
+
+
 _KERNELS: ops.Kernels = {
     "extents": (reference_codecs.extents, _fake_extents),
     "quantize_within": (reference_codecs.quantize_within, _fake_quantize_within),
@@ -97,6 +104,7 @@ _KERNELS: ops.Kernels = {
     "unpack_windows": (reference_windows.unpack_windows, _fake_unpack_windows),
     "quantize_samples": (reference_codecs.quantize_samples, _fake_quantize_samples),
     "dequantize_samples": (reference_codecs.dequantize_samples, _fake_dequantize_samples),
+    "sample_rows": (reference_sampling.sample_rows, _fake_sample_rows),
 }
 
 

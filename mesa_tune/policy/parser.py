@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from mesa_tune.errors import PolicyError
 from mesa_tune.policy.rules import MODULE, Header, Indices, Rule, SourceLine, suggestion
-from mesa_tune.policy.settings import KEYS, TAGS, Value
+from mesa_tune.policy.settings import KEYS, TAGS, Value, beside_rows
 from mesa_tune.policy.values import CONDITIONS, allowed_values, read_indices, read_value, split_words
 
 FIRST_LINE: Final = "# mesa-tune policy 1"
@@ -259,6 +259,9 @@ def _finish(tag: str, draft: _Draft) -> Rule:
         lines = (draft.source_lines["group_size"], draft.source_lines["quant_groups"])
         remedy = "keep one of them in a rule: they replace each other"
         raise max(lines, key=lambda line: line.number).error("both group_size and quant_groups", remedy)
+    if others := beside_rows(draft.settings):
+        text = f"rows beside {', '.join(others)}"
+        raise draft.source_lines["rows"].error(text, "leave one of them out of the rule")
     if tag == MODULE:
         _check_module_rule(draft)
     indices: Indices | None = None

@@ -143,7 +143,11 @@ def _folded(keys: tuple[tuple[tuple[str, Value], ...], ...], mesa: bool) -> Laye
     for key, value in (pair for of_rule in keys for pair in of_rule):
         values.pop(_RIVALS.get(key, ""), None)
         values[key] = value
-    return LayerSettings.from_dict(values)
+    try:
+        return LayerSettings.from_dict(values)
+    except ValueError as error:
+        text = " ".join(f"{key} {value}" for key, value in values.items())
+        raise PolicyError(f"the rules of a layer give `{text}`\n{error}") from None
 
 
 def finest(candidates: Sequence[LayerSettings]) -> LayerSettings:
@@ -159,11 +163,12 @@ def finest(candidates: Sequence[LayerSettings]) -> LayerSettings:
         group_size=min(sizes) if sizes else None,
         quant_groups=None if sizes else max(counts),
         drop=min(settings.drop for settings in candidates),
+        rows=max(settings.rows for settings in candidates),
     )
 
 
 def _fineness(settings: LayerSettings) -> tuple[bool, int, bool]:
-    # `store: offload`, and `store: exact` with `drop`, store the elements that they store exactly.
+    # `store: offload`, and `store: exact` with `drop` or `rows`, store the elements that they store exactly.
     return settings.store in ("exact", "offload"), settings.level, settings.store == "quantize"
 
 

@@ -33,9 +33,12 @@ class LayerSettings:
     `level` is the number of quantization levels (2 to 256). Exactly one of `group_size` (contiguous elements
     per group) and `quant_groups` (groups along channels or heads, over the whole batch) is set; the other is
     None. `drop` is the fraction of smallest-magnitude elements that are not stored; the others are quantized,
-    or stored exactly with `store` exact. With `allocation` sample each sample has its own number of bits per
-    element, `bits` on average. `tile` is the number of slices in which a loss goes backward together with the
-    layer that made its logits; it then stores nothing lossy. Raise ValueError for a value outside its range.
+    or stored exactly with `store` exact. `rows` is the fraction of rows that are stored, chosen at random,
+    where the backward is linear in the saved tensor; these, too, are quantized or stored
+    exactly. With `allocation` sample each sample has its own number of bits per element, `bits` on average.
+    `tile` is the number of slices in which a loss goes backward together with the layer that made its
+    logits; it then stores nothing lossy. Raise ValueError for a value outside its range, and for `rows`
+    beside a setting that it does not go with.
     """
 
     enable: bool = True
@@ -45,6 +48,7 @@ class LayerSettings:
     ema_decay: float = 0.0
     rounding: str = "stochastic"
     drop: float = 0.0
+    rows: float = 1.0
     allocation: str = "uniform"
     store: str = "quantize"
     tile: int = 1
@@ -59,6 +63,8 @@ class LayerSettings:
             value = getattr(self, key)
             if value is not None or key not in ("group_size", "quant_groups"):
                 check_value(key, value)
+        if others := beside_rows({key: getattr(self, key) for key in KEYS}):
+            raise ValueError(f"`rows` {self.rows:g} does not go with {', '.join(others)}: leave one out")
 
     @property
     def bits(self) -> int:
@@ -68,7 +74,17 @@ class LayerSettings:
     @property
     def exact(self) -> bool:
         """True if the layer saves exactly what PyTorch saves."""
-        return not self.enable or (self.store == "exact" and not self.drop and self.tile == 1)
+        return not self.enable or (self.store == "exact" and not self.omits and self.tile == 1)
+
+    @property
+    def omits(self) -> bool:
+        """True if some elements are not stored at all."""
+        return self.drop > 0 or self.rows < 1
+
+    @property
+    def of_all_rows(self) -> LayerSettings:
+        """These settings for a layer whose function is not linear in what it saves: it stores all rows."""
+        return self if self.rows == 1 else replace(self, rows=1.0)
 
     @property
     def hooked(self) -> LayerSettings:
@@ -80,9 +96,9 @@ class LayerSettings:
             return replace(self, tile=1).hooked
         if self.exact or self.store == "offload":
             return self
-        if self.drop and self.store == "exact":
-            return replace(self, drop=0.0)
-        return replace(self, level=HOOKED_LEVELS, drop=0.0, ema_decay=0.0, allocation="uniform")
+        if self.store == "exact":
+            return replace(self, drop=0.0, rows=1.0)
+        return replace(self, level=HOOKED_LEVELS, drop=0.0, rows=1.0, ema_decay=0.0, allocation="uniform")
 
     @property
     def label(self) -> str:
@@ -92,7 +108,7 @@ class LayerSettings:
         if self.tile > 1:
             return f"{replace(self, tile=1).label} tile {self.tile}"
         if self.store == "exact":
-            return f"exact drop {self.drop:g}"
+            return " ".join(["exact", *self._omitted()])
         if self.store == "offload":
             return "offload"
         width = f"{self.bits} bit{'s' if self.bits > 1 else ''}"
@@ -102,10 +118,14 @@ class LayerSettings:
 
     def _unusual(self) -> list[str]:
         parts = [self.rounding] if self.rounding != "stochastic" else []
-        parts += [f"drop {self.drop:g}"] if self.drop else []
+        parts += self._omitted()
         parts += [f"ema {self.ema_decay:g}"] if self.ema_decay else []
         parts += [f"by {self.allocation}"] if self.allocation != "uniform" else []
         return parts + ([self.store] if self.store != "quantize" else [])
+
+    def _omitted(self) -> list[str]:
+        parts = [f"drop {self.drop:g}"] if self.drop else []
+        return parts + ([f"rows {self.rows:g}"] if self.rows < 1 else [])
 
     def to_dict(self) -> dict[str, Value]:
         """Return plain values for JSON: level and groups of an enabled layer, and what is not the default."""
@@ -125,6 +145,24 @@ class LayerSettings:
         if values.get("quant_groups") is not None:
             values = {"group_size": None, **values}
         return LayerSettings(**values)
+
+
+_OFF: Final[dict[str, object]] = {
+    "quant_groups": None,
+    "ema_decay": 0.0,
+    "drop": 0.0,
+    "allocation": "uniform",
+}
+_ROW_STORES: Final = ("quantize", "exact", "derive")
+
+
+def beside_rows(values: Mapping[str, Any]) -> list[str]:
+    """Return those of the settings `values`, as text, that `rows` among them does not go with."""
+    if values.get("rows", 1) == 1:
+        return []
+    odd = [f"{key} {values[key]}" for key in _OFF if values.get(key, _OFF[key]) != _OFF[key]]
+    store = values.get("store", "quantize")
+    return odd if store in _ROW_STORES else [*odd, f"store {store}"]
 
 
 KEYS: Final = tuple(field.name for field in fields(LayerSettings))
@@ -151,6 +189,11 @@ def _require_fraction(key: str, value: object) -> None:
         raise ValueError(f"{key} must be at least 0 and below 1, but got {value!r}")
 
 
+def _require_share(key: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+        raise ValueError(f"{key} must be above 0 and at most 1, but got {value!r}")
+
+
 def _require_word(key: str, value: object, words: Sequence[str]) -> None:
     if value not in words:
         raise ValueError(f"{key} must be one of {', '.join(words)}, but got {value!r}")
@@ -166,6 +209,7 @@ _CHECKS: Final[dict[str, Callable[[str, object], None]]] = {
     "ema_decay": _require_fraction,
     "rounding": partial(_require_word, words=ROUNDINGS),
     "drop": _require_fraction,
+    "rows": _require_share,
     "allocation": partial(_require_word, words=ALLOCATIONS),
     "store": lambda key, value: _require_word(key, value, STORES),
     "tile": _require_count,

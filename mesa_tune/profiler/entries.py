@@ -111,7 +111,7 @@ class Option:
 
     def scale(self, settings: LayerSettings) -> float:
         """Return the factor from the error of this option to that of another level."""
-        if settings.drop:  # dropped elements make most of the error at every level
+        if settings.omits:  # elements that are not stored make most of the error at every level
             return 1.0
         return ((self.settings.level - 1) / (settings.level - 1)) ** 2
 
@@ -309,7 +309,7 @@ class Derivation(HasOptions):
         return Derivation(**names, options=options, call_ms=float(values.get("call_ms", 0.0)))
 
 
-_KIND = ("quant_groups", "ema_decay", "rounding", "drop", "allocation", "store")
+_KIND = ("quant_groups", "ema_decay", "rounding", "drop", "rows", "allocation", "store")
 
 
 def kind(settings: LayerSettings) -> Any:
@@ -375,5 +375,6 @@ def above_one_bit(grid: list[LayerSettings], *, all_groups: bool) -> list[LayerS
 
     Pricing derivations with all options took 100 s of a profile of 263 s on DeiT-Ti.
     """
+    grid = [option for option in grid if option.rows == 1]  # what others derive from has all rows
     chosen = [option for option in grid if all_groups or option.group_size == REFERENCE_GROUP]
     return [option for option in chosen if option.bits > 1] or grid

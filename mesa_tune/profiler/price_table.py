@@ -23,7 +23,7 @@ from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, HasOptions, LayerEntry, Tie
 from mesa_tune.profiler.errors.intervals import Errors, interaction_of
 from mesa_tune.profiler.memory.distinct import Assignment, DistinctSettings, Incidence
-from mesa_tune.profiler.memory.packed_sizes import stored_as
+from mesa_tune.profiler.memory.packed_sizes import LayerTraits, possible, stored_as
 from mesa_tune.profiler.memory.sized_timeline import StepBytes
 
 Floats = NDArray[np.float64]
@@ -100,7 +100,7 @@ class DerivationTable:
 
 
 class PriceTable:
-    """Prices of `layers`, of which hooks store `hooked`, and `exact` can only be stored exactly.
+    """Prices of `layers`: hooks store `hooked`, `samplers` may leave out rows, `exact` only store exactly.
 
     `interaction`: see `interaction_of`. `overlap_ms`: milliseconds that two halves of the layers add to steps
     of their own beyond what all layers add to one. `prices` has the shape [settings, 2, rows, batches + 3].
@@ -117,6 +117,7 @@ class PriceTable:
         exact: Collection[str],
         interaction: Mapping[int, float],
         overlap_ms: float = 0.0,
+        samplers: Collection[str] = (),
     ) -> None:
         self.interaction, self.overlap_ms = interaction, overlap_ms
         self.names = [layer.name for layer in layers]
@@ -135,17 +136,17 @@ class PriceTable:
         of_layer = {name: tie for tie in ties for name in tie.layers}
         rows: list[tuple[HasOptions, Tie]] = [(layer, of_layer.get(layer.name, _NO_TIE)) for layer in layers]
         rows += [(derivation, _NO_TIE) for derivation in derivations]
-        self.kinds = self._kinds(rows, frozenset(hooked), frozenset(exact))
+        self.kinds = self._kinds(rows, tuple(map(frozenset, (hooked, exact, samplers))))
         self.numbers = {EXACT: 0}
         self.prices = np.zeros((1, 2, len(rows), self.batches + _COLUMNS))
 
     def _kinds(
-        self, rows: Sequence[tuple[HasOptions, Tie]], hooked: Collection[str], exact: Collection[str]
+        self, rows: Sequence[tuple[HasOptions, Tie]], flagged: Sequence[Collection[str]]
     ) -> list[_Kind]:
-        alike: dict[tuple[tuple[bool, bool], tuple[tuple[LayerSettings, bool], ...]], list[int]] = {}
+        alike: dict[tuple[tuple[bool, ...], tuple[tuple[LayerSettings, bool], ...]], list[int]] = {}
         for number, ((row, _), layer) in enumerate(zip(rows, self.layer.tolist(), strict=True)):
             options = tuple([(option.settings, bool(option.errors)) for option in row.options])
-            flags = self.names[layer] in hooked, self.names[layer] in exact
+            flags = tuple([self.names[layer] in names for names in flagged])
             alike.setdefault((flags, options), []).append(number)
         return [
             _Kind.of([rows[number] for number in numbers], numbers, self.batches, flags)
@@ -248,12 +249,13 @@ class _Kind:
     options: Floats
     hooked: bool
     exact: bool
+    samples: bool
 
     @staticmethod
     def of(
-        rows: Sequence[tuple[HasOptions, Tie]], numbers: Sequence[int], batches: int, flags: tuple[bool, bool]
+        rows: Sequence[tuple[HasOptions, Tie]], numbers: Sequence[int], batches: int, flags: tuple[bool, ...]
     ) -> _Kind:
-        """Return the kind of `rows`, each with its tie; `flags`: whether hooked, and whether exact."""
+        """Return the kind of `rows`, each with its tie; `flags`: whether hooked, exact, or sampling rows."""
         example = rows[0][0]
         values = np.full((len(rows), len(example.options) + 1, batches + _COLUMNS), np.nan)
         for target, (row, tie) in zip(values, rows, strict=True):
@@ -265,7 +267,7 @@ class _Kind:
 
     def under(self, settings: LayerSettings, interaction: Mapping[int, float]) -> Floats:
         """Return errors by batch, milliseconds, milliseconds of encoding, and weights; shape [2, rows, …]."""
-        settings = settings.hooked if self.hooked else settings
+        settings = possible(settings, LayerTraits(self.hooked, False, 0, self.samples))
         stored = stored_as(settings)
         position = self.example.nearest(stored)
         values = np.stack([self.options[:, -1 if position is None else position]] * 2)

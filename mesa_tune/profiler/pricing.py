@@ -199,8 +199,10 @@ class Pricing:
         on_cpu = self.workload.device == "cpu"  # has nowhere to offload to
         options = [option for option in self.options if not (on_cpu and option.store == "offload")]
         if all(name in self.timeline.hooked for name in group):
-            return [option for option in options if option.bits == 8 and not option.drop]
-        return options
+            return [option for option in options if option.bits == 8 and not option.omits]
+        if self.rows.may_leave_out_rows(group):
+            return options
+        return [option for option in options if option.rows == 1]
 
     def _options(self, entry: LayerEntry, grid: list[LayerSettings], prices: list[Price]) -> Iterator[Option]:
         for settings, price in zip(grid, prices, strict=True):

@@ -372,16 +372,14 @@ class Profile:
     @cached_property
     def _prices(self) -> PriceTable:
         # In a profile with errors, a layer without another option can only be stored exactly.
-        only_exact = (
-            layer.name
-            for layer in self.layers
-            if layer.options and all(option.settings.exact for option in layer.options)
-        )
+        options = ((layer.name, layer.options) for layer in self.layers)
+        only_exact = (name for name, own in options if own and all(one.settings.exact for one in own))
         return PriceTable(
             self.layers,
             self.ties,
             self.derivations,
             hooked=self.timeline.hooked,
+            samplers=self.timeline.samplers,
             exact=frozenset(only_exact if self._has_errors else ()),
             interaction=dict(self.interaction),
             overlap_ms=self.overlap_ms,

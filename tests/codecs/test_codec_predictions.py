@@ -19,6 +19,8 @@ OPTIONS = {
     "by sample": LayerSettings(level=16, allocation="sample"),
     "dropped": LayerSettings(level=16, drop=0.9),
     "dropped, survivors exact": LayerSettings(drop=0.5, store="exact"),
+    "a tenth of the rows": LayerSettings(level=16, rows=0.1),
+    "half of the rows, exact": LayerSettings(rows=0.5, store="exact"),
     "offload": LayerSettings(store="offload"),
 }
 
@@ -39,7 +41,9 @@ def policy_of(profile: Profile, settings: LayerSettings) -> mt.Policy:
     )
 
 
-@pytest.mark.filterwarnings("ignore:mesa-tune. .* frees nothing on a CPU")
+@pytest.mark.filterwarnings(
+    "ignore:mesa-tune. .* frees nothing on a CPU", "ignore:mesa-tune. `rows` has no effect"
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_predicted_bytes_are_the_measured_ones(workload: mt.Workload, profile: Profile, name: str) -> None:
     policy = policy_of(profile, OPTIONS[name])
@@ -53,7 +57,10 @@ def test_predicted_bytes_are_the_measured_ones(workload: mt.Workload, profile: P
             return workload.compute_loss(model, batch)
 
     measured = measure_step(model, workload.make_batch(), loss, optimizer)
-    assert profile.predict(policy).saved_bytes == pytest.approx(measured.saved_bytes, abs=64)
+    predicted = profile.predict(policy)
+    assert predicted.saved_bytes == pytest.approx(measured.saved_bytes, abs=64)
+    if OPTIONS[name].rows < 1:
+        assert predicted.peak_bytes == measured.peak_bytes
 
 
 def test_each_option_has_its_own_error_and_bytes(profile: Profile) -> None:

@@ -29,11 +29,23 @@ def test_hooks_store_in_256_levels_and_nothing_else() -> None:
     assert FOUR._replace(codec="offload", exact=True).hooked is not None
 
 
+def test_rows_lie_along_an_axis_or_are_all_stored() -> None:
+    half = FOUR._replace(codec="rows", rows=0.5)
+    assert half.along(-1) == half._replace(axis=-1)
+    assert half.along(-1).alone == half._replace(axis=-1), "other axes have other rows"
+    assert half.along(-3).along(0) == FOUR
+    assert half._replace(exact=True).along(0) == Spec.plain(0)
+    assert FOUR.along(-1).alone == FOUR
+    assert half.hooked == FOUR._replace(bits=8, levels=256)
+
+
 @pytest.mark.parametrize(
     ("settings", "codec", "without_effect"),
     [
         ({}, "quantize", []),
         ({"drop": 0.5}, "drop", []),
+        ({"rows": 0.5}, "rows", []),
+        ({"rows": 0.5, "store": "exact"}, "rows", []),
         ({"ema_decay": 0.9}, "running", []),
         ({"allocation": "sample"}, "mixed", []),
         ({"drop": 0.5, "ema_decay": 0.9}, "drop", ["ema_decay"]),

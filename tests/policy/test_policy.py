@@ -164,6 +164,16 @@ def test_names_are_case_sensitive_and_match_whole() -> None:
             id="a-rule-by-name-for-this",
         ),
         pytest.param(
+            "on fc:\n by_index: all\n level: 4\n rows: .1\n\n by_index: 3\n level: 16\n rows: .5",
+            LayerSettings(level=16, rows=0.5),
+            id="most-rows",
+        ),
+        pytest.param(
+            "on fc:\n by_index: all\n drop: .1\n\n by_index: 3\n drop: 0\n rows: .5",
+            LayerSettings(),
+            id="all-rows-and-nothing-dropped",
+        ),
+        pytest.param(
             "on fc:\n by_index: all\n quant_groups: 2\n drop: .5\n\n by_index: 3\n quant_groups: 8\n drop: 0",
             LayerSettings(group_size=None, quant_groups=8),
             id="most-groups-and-least-dropped",
@@ -172,6 +182,13 @@ def test_names_are_case_sensitive_and_match_whole() -> None:
 )
 def test_a_layer_without_index_yet_gets_the_finest_settings(text: str, finest: LayerSettings) -> None:
     assert ours(text).settings("fc", None, "a.fc") == finest
+
+
+def test_rules_that_together_ask_for_rows_and_drop_are_refused() -> None:
+    policy = ours("on fc:\n by_index: all\n drop: 0.5\n\n by_index: 3\n rows: 0.1\n")
+    assert policy.settings("fc", 0, "a.fc").drop == 0.5
+    with pytest.raises(PolicyError, match=r"drop 0.5 rows 0.1.*\n`rows` 0.1 does not go with drop 0.5"):
+        policy.settings("fc", 3, "b.fc")
 
 
 def test_modules_named_whole_keep_everything_inside_exact() -> None:

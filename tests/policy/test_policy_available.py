@@ -8,7 +8,14 @@ from torch import nn
 import mesa_tune as mt
 
 OURS = "# mesa-tune policy 1\n"
-AVAILABLE = ["drop: 0.9", "allocation: sample", "ema_decay: 0.9", "store: derive", "store: offload"]
+AVAILABLE = [
+    "drop: 0.9",
+    "rows: 0.1",
+    "allocation: sample",
+    "ema_decay: 0.9",
+    "store: derive",
+    "store: offload",
+]
 
 
 def _policy(line: str) -> mt.Policy:

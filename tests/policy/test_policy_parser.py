@@ -50,6 +50,8 @@ MISTAKES = [
     mistake("enable-capitals", RULE + "  enable: FALSE\n", 4, "bad value 'FALSE'", "did you mean 'False'"),
     mistake("ema_decay-one", RULE + "  ema_decay: 1\n", 4, "bad value '1' for ema_decay", "below 1"),
     mistake("ema_decay-nan", RULE + "  ema_decay: nan\n", 4, "bad value 'nan'", "below 1"),
+    mistake("rows-none", RULE + "  rows: 0\n", 4, "bad value '0' for rows", "above 0, 1 at most"),
+    mistake("rows-drop", RULE + "  rows: 0.1\n  drop: 0.5\n", 4, "rows beside drop 0.5", "leave one of them"),
     mistake("drop-one", RULE + "  drop: 1.0\n", 4, "bad value '1.0' for drop", "below 1"),
     mistake("rounding", RULE + "  rounding: stocastic\n", 4, "bad value 'stocastic'", "'stochastic'"),
     mistake(

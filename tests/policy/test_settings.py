@@ -24,7 +24,15 @@ groupings = st.one_of(
     st.integers(1, 4096).map(lambda size: {"group_size": size, "quant_groups": None}),
     st.integers(1, 64).map(lambda count: {"group_size": None, "quant_groups": count}),
 )
-settings = st.builds(
+sampled = st.builds(
+    LayerSettings,
+    level=st.integers(2, 256),
+    group_size=st.integers(1, 4096),
+    rounding=st.sampled_from(ROUNDINGS),
+    rows=st.floats(0, 1, exclude_min=True),
+    store=st.sampled_from(["quantize", "exact", "derive"]),
+)
+settings = sampled | st.builds(
     lambda grouping, **others: LayerSettings(**grouping, **others),
     groupings,
     enable=st.booleans(),
@@ -59,6 +67,9 @@ def test_bits_hold_every_level(level: int, bits: int) -> None:
         pytest.param({"group_size": None, "quant_groups": -3}, id="groups-negative"),
         pytest.param({"drop": 1.0}, id="drop-one"),
         pytest.param({"drop": float("nan")}, id="drop-nan"),
+        pytest.param({"rows": 0}, id="rows-zero"),
+        pytest.param({"rows": 1.5}, id="rows-more"),
+        pytest.param({"rows": float("nan")}, id="rows-nan"),
         pytest.param({"ema_decay": -0.1}, id="ema-negative"),
         pytest.param({"ema_decay": "0.9"}, id="ema-text"),
         pytest.param({"rounding": "up"}, id="rounding"),
@@ -78,11 +89,31 @@ def test_exactly_one_grouping_is_set(grouping: tuple[int | None, int | None]) ->
         LayerSettings(group_size=grouping[0], quant_groups=grouping[1])
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"drop": 0.5},
+        {"ema_decay": 0.9},
+        {"allocation": "sample"},
+        {"quant_groups": 3, "group_size": None},
+        {"store": "recompute"},
+        {"store": "offload"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_rows_go_only_with_bits_and_groups(other: dict[str, Any]) -> None:
+    key, value = next(iter(other.items()))
+    with pytest.raises(ValueError, match=f"`rows` 0.1 does not go with {key} {value}"):
+        LayerSettings(rows=0.1, **other)
+    LayerSettings(rows=1, **other)
+
+
 def test_exact_is_disabled_or_stored_exactly() -> None:
     assert EXACT.exact
     assert LayerSettings(store="exact").exact
     assert not LayerSettings().exact
     assert not LayerSettings(store="exact", drop=0.9).exact, "its survivors are, the rest is gone"
+    assert not LayerSettings(rows=0.1, store="exact").exact
     assert not LayerSettings(store="offload").exact
 
 
@@ -91,6 +122,8 @@ def test_exact_is_disabled_or_stored_exactly() -> None:
     [
         (LayerSettings(level=4, drop=0.9, ema_decay=0.5, allocation="sample"), LayerSettings()),
         (LayerSettings(drop=0.9, store="exact"), LayerSettings(store="exact")),
+        (LayerSettings(level=4, rows=0.1), LayerSettings()),
+        (LayerSettings(rows=0.1, store="exact"), LayerSettings(store="exact")),
         (LayerSettings(store="offload"), LayerSettings(store="offload")),
         (EXACT, EXACT),
     ],
@@ -108,6 +141,8 @@ def test_hooks_store_eight_bits_of_everything_or_all_of_it(
         (EXACT, "exact"),
         (LayerSettings(store="exact"), "exact"),
         (LayerSettings(drop=0.9, store="exact"), "exact drop 0.9"),
+        (LayerSettings(rows=0.25, store="exact"), "exact rows 0.25"),
+        (LayerSettings(level=16, rows=0.25), "4 bits / 256 rows 0.25"),
         (LayerSettings(store="offload"), "offload"),
         (LayerSettings(level=16), "4 bits / 256"),
         (LayerSettings(level=16, allocation="sample"), "4 bits / 256 by sample"),
@@ -153,7 +188,7 @@ def test_every_key_has_a_check_and_every_tag_of_mesa_comes_first() -> None:
     assert len(set(TAGS)) == len(TAGS)
 
 
-@pytest.mark.parametrize("key", ["enable", "level", "ema_decay", "rounding", "drop", "allocation", "store"])
+@pytest.mark.parametrize("key", ["enable", "level", "ema_decay", "rounding", "drop", "rows", "store"])
 def test_only_groups_may_be_none(key: str) -> None:
     with pytest.raises(ValueError, match=key):
         LayerSettings.from_dict({key: None})

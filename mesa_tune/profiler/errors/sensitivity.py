@@ -266,7 +266,7 @@ class Sensitivity:
         for option in options:
             draw = draws[option]
             amplification = self._known(draw, option) or self._amplification(draws, option)
-            if draw.sender is not None and not option.drop:
+            if draw.sender is not None and not option.omits:
                 self.amplifications[draw.sender, self._pool(option)] = amplification
             error = max(0.0, draw.local + draw.sent * amplification)
             price = self._price(draw, error, draw.total is not None)
@@ -279,7 +279,7 @@ class Sensitivity:
     def _references(self, options: Sequence[LayerSettings]) -> frozenset[LayerSettings]:
         """Return the options whose changes of input gradients go through the graph.
 
-        These are all that drop elements, because no other option's error is similar. Of each other kind,
+        These are all that leave out elements, because no other option's error is similar. Of each other kind,
         those with the group size nearest to `REFERENCE_GROUP`, and of these that of 1 bit and the one with
         the bits nearest to `REFERENCE_BITS`. A batch that screens has only the latter: it makes no price.
         """
@@ -288,7 +288,7 @@ class Sensitivity:
             kinds.setdefault(self._pool(option), []).append(option)
         wanted = REFERENCE_BITS[self.seed % len(REFERENCE_BITS)]
         nearest = (min(same, key=lambda option: _from_reference(option, wanted)) for same in kinds.values())
-        return frozenset([*nearest, *(option for option in options if option.drop)])
+        return frozenset([*nearest, *(option for option in options if option.omits)])
 
     def _pool(self, option: LayerSettings) -> Any:
         """Return what options must have in common for the amplification of one to be that of the others."""
@@ -297,13 +297,13 @@ class Sensitivity:
     def _amplification(self, draws: Mapping[LayerSettings, Draw], option: LayerSettings) -> float:
         """Return the mean amplification of the references of an option's kind.
 
-        An option that drops elements has its own.
+        An option that leaves out elements has its own.
         """
         measured = [
             (draw.total - draw.local) / draw.sent
             for settings, draw in draws.items()
             if self._pool(settings) == self._pool(option)
-            and (settings == option or not option.drop)
+            and (settings == option or not option.omits)
             and draw.total is not None
             and draw.sent
         ]
@@ -311,7 +311,7 @@ class Sensitivity:
 
     def _known(self, draw: Draw, option: LayerSettings) -> float | None:
         """Return the amplification of the only layer whose input gradients change; None if unknown."""
-        if draw.sender is None or option.drop:
+        if draw.sender is None or option.omits:
             return None
         return self.amplifications.get((draw.sender, self._pool(option)))
 

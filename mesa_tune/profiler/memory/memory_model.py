@@ -63,6 +63,7 @@ class SavedSpan:
     `extents`: for each layer, the number of elements that decides whether its call compresses, or frees a
     plain span: up to `min_elements` it does not. `whole`: the bytes that a small coded tensor keeps alive,
     maybe as a view; 0 where a plain span stays alive for it; None: `size * itemsize`.
+    `width`: elements per row of a coded tensor, where rows may be left out; else 0.
     `again`: only layers inside modules that run again in backward save it; else only the other layers do.
     """
 
@@ -77,6 +78,7 @@ class SavedSpan:
     extents: tuple[SizePair, ...] = ()
     whole: SizePair | None = None
     again: bool = False
+    width: SizePair = (0, 0)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -90,9 +92,10 @@ class Timeline:
     `static`: bytes alive when the step begins, by kind (`STATIC` in kinds.py). `hooked`: layers stored by
     hooks, which have 256 levels at least. `serving`: layers that derive what they save only if others derive
     from them, too; else they save something else (GELU saves its derivative). `rows`: for layers whose groups
-    end where rows end, the elements per row. `modules`: those that can run again in backward. Settings by
-    their names, with `store: recompute`, are those of their inputs. `libraries`: bytes that oneDNN and MKL
-    keep besides, under every policy and about the same for every batch.
+    end where rows end, the elements per row. `samplers`: layers that may leave out rows. `modules`:
+    those that can run again in backward. Settings by their names, with `store: recompute`, are those of their
+    inputs. `libraries`: bytes that oneDNN and MKL keep besides, under every policy and about the same for
+    every batch.
     """
 
     batch_sizes: SizePair
@@ -105,6 +108,7 @@ class Timeline:
     rows: Mapping[str, int] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
     libraries: int = 0
+    samplers: tuple[str, ...] = ()
 
     def saved_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
         """Return the bytes of all spans that are alive when the forward ends."""
@@ -177,6 +181,7 @@ class Timeline:
             "rows": self.rows,
             "modules": self.modules,
             "libraries": self.libraries,
+            "samplers": self.samplers,
         }
 
     @staticmethod
@@ -193,6 +198,7 @@ class Timeline:
             rows={layer: int(row) for layer, row in values.get("rows", {}).items()},
             modules=tuple(values.get("modules", ())),
             libraries=int(values.get("libraries", 0)),
+            samplers=tuple(values.get("samplers", ())),
         )
 
 
@@ -235,7 +241,11 @@ class _Sizing:
         # Every policy leaves a layer exact whose calls are all too small to compress.
         small = {name for name, count in largest.items() if count <= source.min_elements}
         small -= set(source.modules)  # these save small inputs as they are
-        return {name: LayerTraits(name in hooked, name in small, source.rows.get(name, 0)) for name in names}
+        samplers, rows = frozenset(source.samplers), source.rows
+        return {
+            name: LayerTraits(name in hooked, name in small, rows.get(name, 0), name in samplers)
+            for name in names
+        }
 
     def _largest_calls(self) -> Iterator[tuple[str, int]]:
         """Yield each layer whose size decides whether it compresses, and the elements of its largest call."""
@@ -262,9 +272,9 @@ class _Sizing:
         if kind == "coded" and size <= self.source.min_elements:
             size = size * span.itemsize if span.whole is None else self._size(span.whole)
             kind, sources = "small", ()
-        samples = self._size(span.samples)
+        samples, width = self._size(span.samples), self._size(span.width)
         return SizedSpan(
-            kind, layers, size, span.itemsize, span.first, span.last, samples, sources, span.again
+            kind, layers, size, span.itemsize, span.first, span.last, samples, sources, span.again, width
         )
 
 
@@ -286,6 +296,7 @@ def _span(values: Mapping[str, Any]) -> SavedSpan:
         "layers": tuple(values["layers"]),
         "size": _pair(values["size"]),
         "samples": _pair(values.get("samples", (1, 1))),
+        "width": _pair(values.get("width", (0, 0))),
         "sources": tuple(values.get("sources", ())),
         "extents": tuple(map(_pair, values.get("extents", ()))),
         "whole": None if values.get("whole") is None else _pair(values["whole"]),

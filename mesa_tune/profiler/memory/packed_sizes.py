@@ -32,11 +32,22 @@ _SAME = {EXACT: EXACT}
 
 
 class LayerTraits(NamedTuple):
-    """What changes a layer's settings: stored by hooks, all calls too small, elements per row of groups."""
+    """What changes a layer's settings: stored by hooks, all calls too small, elements per row of groups.
+
+    `samples`: it may leave out rows.
+    """
 
     hooked: bool
     small: bool
     row: int
+    samples: bool = False
+
+
+def possible(settings: LayerSettings, traits: LayerTraits) -> LayerSettings:
+    """Return the settings that such a layer has if it is asked for `settings`."""
+    if traits.hooked:
+        return settings.hooked
+    return settings if traits.samples else settings.of_all_rows
 
 
 @lru_cache(maxsize=1 << 14)
@@ -45,28 +56,35 @@ def in_effect(settings: LayerSettings, traits: LayerTraits) -> LayerSettings:
 
     Equal settings are the same object.
     """
-    used = settings.hooked if traits.hooked else settings
+    used = possible(settings, traits)
     stored = EXACT if traits.small or used.exact else within(stored_as(used), traits.row)
     return _SAME.setdefault(stored, stored)
 
 
 @lru_cache(maxsize=1 << 16)
-def settings_bytes(elements: int, settings: LayerSettings, itemsize: int = 4, samples: int = 1) -> int:
+def settings_bytes(
+    elements: int, settings: LayerSettings, itemsize: int = 4, samples: int = 1, width: int = 0
+) -> int:
     """Return the bytes on the device of a packed tensor whose first dimension has size `samples`.
 
-    What its codec saves from step to step counts, too.
+    What its codec saves from step to step counts, too. `width`: elements per row; 0: no row is left out.
     """
+    settings = settings if width else settings.of_all_rows
     spec = Spec.of(settings, 0)
     if spec is None:
         return elements * itemsize
     shape = (samples, elements // samples) if samples and elements % samples == 0 else (1, elements)
+    shape = (elements // width, width) if settings.rows < 1 else shape
     return CODECS[spec.codec].packed_bytes(shape, spec, itemsize) + memory_bytes(shape, spec)
 
 
 class PackedSizes:
-    """Bytes of several tensors under any settings; `tensors`: elements, bytes per element, samples."""
+    """Bytes of several tensors under any settings.
 
-    def __init__(self, tensors: Sequence[tuple[int, int, int]]) -> None:
+    `tensors`: elements, bytes per element, samples, elements per row.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[int, int, int, int]]) -> None:
         self.distinct = list(dict.fromkeys(tensors))
         position = {tensor: number for number, tensor in enumerate(self.distinct)}
         self.positions = np.array([position[tensor] for tensor in tensors], dtype=np.int64)
@@ -81,6 +99,6 @@ class PackedSizes:
 
     def _column(self, settings: LayerSettings) -> NDArray[np.int64]:
         if settings not in self.columns:
-            sizes = [settings_bytes(size, settings, itemsize, rows) for size, itemsize, rows in self.distinct]
+            sizes = [settings_bytes(size, settings, *form) for size, *form in self.distinct]
             self.columns[settings] = np.array(sizes, dtype=np.int64)
         return self.columns[settings]

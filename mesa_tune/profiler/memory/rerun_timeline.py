@@ -47,7 +47,8 @@ def rerun_timeline(
     slots = [_slot(slot, once.get(index), work) for index, (slot, work) in enumerate(works)]
     spans = tuple(span.saved for span in (*moved, *inside))
     rows = again.large.packed.rows | dict(timeline.rows)
-    return replace(timeline, slots=tuple(slots), kept=spans, rows=rows, modules=modules)
+    samplers = tuple(sorted(again.large.packed.samplers.union(timeline.samplers)))
+    return replace(timeline, slots=tuple(slots), kept=spans, rows=rows, modules=modules, samplers=samplers)
 
 
 def _keys(slots: Sequence[SlotTrace]) -> list[tuple[str | None, str]]:

@@ -98,9 +98,14 @@ class Rows:
                 small = elements <= MIN_ELEMENTS
                 samples = item.shape[0] if len(item.shape) > 1 else 1
                 own = within(option, packed.rows.get(name, 0))
-                packed_bytes = settings_bytes(elements, own, item.itemsize, samples)
+                width = item.width if name in packed.samplers else 0
+                packed_bytes = settings_bytes(elements, own, item.itemsize, samples, width)
                 sizes[number] = elements * item.itemsize if small else packed_bytes
         return _most(packed, sizes)
+
+    def may_leave_out_rows(self, group: Sequence[str]) -> bool:
+        """Return whether all of these layers may leave out rows."""
+        return self.packed.samplers.issuperset(group)
 
     def can_be_stored(self, group: Sequence[str]) -> bool:
         """Return whether anything that these layers save can be compressed."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.distinct import Assignment, Incidence
-from mesa_tune.profiler.memory.packed_sizes import LayerTraits, PackedSizes
+from mesa_tune.profiler.memory.packed_sizes import LayerTraits, PackedSizes, possible
 from mesa_tune.profiler.memory.step_trace import block_of, last_of_forwards
 
 _NOTHING = (0, 0, 0)
@@ -62,6 +62,7 @@ class SizedSpan:
     samples: int = 1
     sources: tuple[str, ...] = ()
     again: bool = False
+    width: int = 0
 
 
 class StepArrays:
@@ -110,7 +111,7 @@ class StepArrays:
         }
 
     def _used(self, name: str, settings: LayerSettings) -> LayerSettings:
-        return settings.hooked if name in self.traits and self.traits[name].hooked else settings
+        return possible(settings, self.traits[name]) if name in self.traits else settings
 
     @cached_property
     def layer_classes(self) -> tuple[list[LayerTraits], Bytes]:
@@ -181,7 +182,7 @@ class StepArrays:
     @cached_property
     def packed_sizes(self) -> PackedSizes:
         """The bytes of the packed spans, under any settings."""
-        return PackedSizes([(span.size, span.itemsize, span.samples) for span in self.spans])
+        return PackedSizes([(span.size, span.itemsize, span.samples, span.width) for span in self.spans])
 
     @cached_property
     def can_derive(self) -> Flags:

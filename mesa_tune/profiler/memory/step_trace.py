@@ -62,7 +62,8 @@ class SlotTrace:
 class CodedTrace:
     """A tensor stored in parts: the layers that save it, its shape, and the storages of its parts.
 
-    `source`: the storage that would stay alive if the tensor was saved exactly.
+    `source`: the storage that would stay alive if the tensor was saved exactly. `width`: elements per row,
+    where rows may be left out; else 0.
     """
 
     layers: list[str]
@@ -71,6 +72,7 @@ class CodedTrace:
     parts: list[int]
     source: int | None = None
     calls: list[CallKey] = field(default_factory=list)
+    width: int = 0
 
 
 @dataclass
@@ -104,10 +106,11 @@ class StepTrace:
     whether it stores any; `NEVER` if it has a small view of a large storage, which is always copied.
     `saved_extents`: of the largest autograd saves.
     `views`: for a call and a storage, the fewest elements that the call stores in parts without a copy.
-    `rows`: for layers whose groups end where rows end, the elements per row. `saves`: for each layer, what
-    autograd itself saves, in order (None: older than the step). `first_parts`: for each tensor stored in
-    parts, the storage of the first part. `derived`: for each tensor that is derived instead, the layers that
-    this needs. `serving`: layers that save their input only because others derive from it.
+    `rows`: for layers whose groups end where rows end, the elements per row. `samplers`: layers that may
+    leave out rows. `saves`: for each layer, what autograd itself saves, in order (None: older than the step).
+    `first_parts`: for each tensor stored in parts, the storage of the first part. `derived`: for each tensor
+    that is derived instead, the layers that this needs. `serving`: layers that save their input only because
+    others derive from it.
     `forwards`: each that ends with a backward; a step may have several. `losses`: what their backwards start
     from. `gradients`: the storages of the parameters' gradients, as far as they die in the step or were born
     in it; `static_gradients`: bytes of the others. `variables`: storages that are alive when a forward ends,
@@ -127,6 +130,7 @@ class StepTrace:
     plain: dict[int, PlainTrace] = field(default_factory=dict)
     encoded: set[tuple[int, str]] = field(default_factory=set)
     rows: dict[str, int] = field(default_factory=dict)
+    samplers: set[str] = field(default_factory=set)
     saves: dict[str, list[tuple[int | None, ShapeDtype]]] = field(default_factory=dict)
     first_parts: dict[TensorKey, int] = field(default_factory=dict)
     derived: dict[TensorKey, tuple[str, ...]] = field(default_factory=dict)

@@ -45,6 +45,7 @@ class _TracedSpan:
     sources: tuple[str, ...] = ()
     extents: tuple[int, ...] = ()
     whole: int = 0
+    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def timeline_of(traced: TracedPair, hooked: tuple[str, ...]) -> Timeline:
         hooked=hooked,
         serving=tuple(sorted(large.derived.serving)),
         rows=large.packed.rows,
+        samplers=tuple(sorted(large.packed.samplers)),
         libraries=max(trace.libraries.nbytes for trace in (large.plain, large.packed, large.derived)),
     )
 
@@ -138,6 +140,7 @@ def _paired(span: _TracedSpan, other: _TracedSpan) -> SavedSpan:
         span.sources,
         tuple(map(_extent_pair, span.extents, other.extents)),
         (span.whole, other.whole),
+        width=(span.width, other.width),
     )
 
 
@@ -282,6 +285,7 @@ def _coded(steps: TracedSteps, counterparts: Mapping[int, int]) -> Iterator[_Tra
             sources.get(first_part, ()),
             _largest(steps, coded.layers, coded.calls),
             whole,
+            coded.width,
         )
 
 

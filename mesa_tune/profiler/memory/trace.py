@@ -227,6 +227,9 @@ class Tracer(Observer):
         new = CodedTrace([], packing.shape, packing.dtype.itemsize, numbers, source)
         item = self.trace.coded.setdefault(numbers[0], new)
         item.calls.append(self._call(key[0]))
+        if packing.width:
+            item.width = packing.width
+            self.trace.samplers.add(key[0])
         self.trace.first_parts[key] = numbers[0]
         if key[0] not in item.layers:
             item.layers.append(key[0])

@@ -38,7 +38,7 @@ def timed_settings(options: Sequence[LayerSettings]) -> LayerSettings | None:
 
     Return None if there is no option.
     """
-    plain = [option for option in options if not option.drop and option.store == "quantize"]
+    plain = [option for option in options if not option.omits and option.store == "quantize"]
     return min(plain or options, key=_distance, default=None)
 
 

@@ -1,0 +1,74 @@
+"""Store a part of the rows, chosen at random: fewer than 1 bit per element; `rows` in policy.txt.
+
+The gradient of a weight is a sum over rows (tokens; for a convolution, positions): dW = Σ gᵢᵀ xᵢ. So a random
+part of the terms, each divided by its probability, has the whole sum as expectation: WTA-CRS (arXiv
+2305.15265), randomized automatic differentiation (2007.10412). Probabilities follow the norms of the rows
+(`ops/reference/sampling.py`). Of independent choices, the gradient's variance would be Σ (1/pᵢ - 1) ‖gᵢ‖²
+‖xᵢ‖². The stored rows, already divided, are quantized in groups, or stored exactly (`store: exact`).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mesa_tune.codecs import drop, quantize
+from mesa_tune.codecs.spec import Memory, Spec
+from mesa_tune.ops.codecs import RAW
+from mesa_tune.ops.reference.sampling import as_rows
+
+
+def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
+    """Return the indices of the stored rows (int32), and the rows in the dtype of x or their packed parts."""
+    count, _ = _stored(x.shape, spec)
+    index, rows = RAW.sample_rows(x, _axis(spec), count, key)
+    return [index, rows] if spec.exact else [index, *quantize.encode(rows, spec, key)]
+
+
+def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+    """Return the tensor with its stored rows, zero elsewhere."""
+    index, values = stored_rows(parts, shape, dtype, spec)
+    result = values.new_zeros(tuple(shape))
+    if index.numel():
+        rows = as_rows(result, _axis(spec))
+        rows[torch.unravel_index(index, rows.shape[:-1])] = values
+    return result
+
+
+def stored_rows(
+    parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """Return the indices of the stored rows (int64), and the rows, `[count, width]`."""
+    index, *stored = parts
+    values = stored[0] if spec.exact else quantize.decode(stored, _stored(shape, spec), dtype, spec)
+    return index.to(torch.int64), values
+
+
+def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
+    """Return the bytes of indices and rows; `element_size`: bytes per element of the tensor."""
+    count, width = _stored(shape, spec)
+    stored = count * width * element_size
+    if not spec.exact:
+        stored = quantize.packed_bytes((count * width,), spec, element_size)
+    return 4 * count + stored
+
+
+refuses = drop.refuses
+
+
+def _axis(spec: Spec) -> int:
+    return spec.axis or -1
+
+
+def _stored(shape: Sequence[int], spec: Spec) -> tuple[int, int]:
+    """Return how many rows of a tensor of this shape are stored, at least one, and the elements of a row."""
+    numel = math.prod(shape)
+    width = numel if len(shape) < 2 else shape[_axis(spec)]
+    if numel == 0:
+        return 0, width
+    return max(1, int(numel // width * spec.rows + _ALMOST_1)), width
+
+
+_ALMOST_1 = 1 - 1e-6
+"""Added before rounding down: rounds up, except from the rounding error of a product."""

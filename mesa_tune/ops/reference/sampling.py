@@ -1,0 +1,89 @@
+"""Sampling of rows in proportion to their norms, in plain PyTorch: default kernel of `sample_rows`.
+
+Row i is stored with probability p_i = min(1, c · w_i), and divided by p_i, so that its expectation is the row
+itself. w_i is the row's norm and a tenth of the mean norm: a small row may meet a large gradient. c is such
+that Σ p_i is exactly the number of rows to store. One random number u chooses them all (systematic sampling):
+those in whose part of the line from 0 to Σ p_i one of u, u + 1, u + 2, … lies. Rows lie on it by size, so
+that the large and the small ones get their share, and no pattern in the order of rows matters.
+
+What is hard: the number of rows must be exact, and equal norms must give equal bits on any device, whatever
+the order of its sums. So everything that is added up is an integer.
+"""
+
+import torch
+from torch import Tensor
+
+from mesa_tune.ops.reference import MASK, mix
+
+UNIT = 1 << 36
+"""Probability 1. Sums of up to 2²⁶ probabilities fit 64 bits."""
+
+LARGEST = 1 << 32
+"""Weight of the largest norm, but for the floor."""
+
+FLOOR = 10
+"""A tenth of the mean norm is added to each."""
+
+
+def sample_rows(x: Tensor, axis: int, count: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices (int32, ascending) of `count` rows of x, and the rows, each divided by its p_i.
+
+    The elements of a row lie along `axis` (below 0); a vector is one row. The rows have shape `(count,
+    width)` and the dtype of x. A row with NaN or Inf is stored for certain, if `count` allows.
+    """
+    rows = as_rows(x.detach(), axis)
+    if count == 0:
+        return x.new_empty(0, dtype=torch.int32), x.new_empty(0, rows.shape[-1])
+    norms = torch.linalg.vector_norm(rows, dim=-1).reshape(-1)
+    index, inverse = chosen(weights_of(norms), count, key)
+    values = rows[torch.unravel_index(index, rows.shape[:-1])]
+    return index.to(torch.int32), values.mul_(inverse[:, None])
+
+
+def as_rows(x: Tensor, axis: int) -> Tensor:
+    """Return a view of x, `(*, width)`, whose last dimension is a row."""
+    return x.reshape(1, -1) if x.dim() < 2 else x.movedim(axis, -1)
+
+
+def weights_of(norms: Tensor) -> Tensor:
+    """Return the weights w_i (int64, 1 or more) of rows with these norms.
+
+    That of a norm that is not finite exceeds the sum of all finite ones.
+    """
+    finite = norms.isfinite()
+    known = torch.where(finite, norms, 0).double()
+    most = known.max()
+    top = torch.where(finite.all(), LARGEST, LARGEST // (2 * norms.numel()))
+    weights = (known / torch.where(most > 0, most, 1) * top).to(torch.int64)
+    weights += weights.sum() // (FLOOR * norms.numel()) + 1
+    return torch.where(finite, weights, LARGEST)
+
+
+def probabilities(weights: Tensor, count: int) -> Tensor:
+    """Return p_i · `UNIT` for weights in descending order; the sum is `count` units or little more."""
+    rest = weights.flip(0).cumsum(0).flip(0)
+    left = torch.arange(count, 0, -1, device=weights.device)
+    certain = (left * weights[:count] > rest[:count]).sum()
+    factor = (count - certain) / rest.gather(0, certain.view(1)).double()
+    # Rounded up: no random number is then beyond the end of the line.
+    return (weights * (factor * UNIT)).to(torch.int64).add_(2).clamp_max_(UNIT)
+
+
+def chosen(weights: Tensor, count: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices (int64, ascending) of `count` of these rows, and their 1 / p_i (float32)."""
+    ordered, order = weights.sort(descending=True, stable=True)
+    parts = probabilities(ordered, count)
+    points = uniform(key, weights) + UNIT * torch.arange(count, device=weights.device)
+    position = torch.searchsorted(parts.cumsum(0), points, right=True)
+    index, by_index = order[position].sort()
+    return index, (UNIT / parts[position][by_index]).to(torch.float32)
+
+
+def uniform(key: Tensor, weights: Tensor) -> Tensor:
+    """Return a random number from 0 to below `UNIT` (int64, one element), a function of key and weights."""
+    content = (weights * torch.arange(1, weights.numel() + 1, device=weights.device)).sum()  # modulo 2⁶⁴
+    number = torch.zeros_like(content).view(1)
+    for word in (key.reshape(1).to(weights.device, non_blocking=True), content):
+        for half in (word, word >> 32):
+            number = mix(number ^ (half & MASK))
+    return number << 4
