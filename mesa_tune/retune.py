@@ -6,10 +6,8 @@ gradients, training modes and random states are bitwise as before, and every ran
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
-from torch.utils._pytree import tree_leaves
 
 from mesa_tune.conversion import convert
 from mesa_tune.errors import MesaTuneError, RunError
@@ -28,6 +25,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.profiling import profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.units import parse_bytes
+from mesa_tune.workload.batches import batch_size, sliced
 from mesa_tune.workload.step import StepFunction
 from mesa_tune.workload.workload import Workload
 
@@ -89,10 +87,17 @@ class Retune:
         due = self.steps % self.every == 0
         self.steps += 1
         if due:
-            self._retune(batch)
+            self._retune(batch, _of_rank_0)
         return due
 
-    def _retune(self, batch: Any) -> None:
+    def again(self, batch: Any) -> None:
+        """Measure, solve and convert now, in this process alone: other ranks may have other policies.
+
+        Raise or warn as `step` does.
+        """
+        self._retune(batch, lambda text: text)
+
+    def _retune(self, batch: Any, agreed: Callable[[str | None], str | None]) -> None:
         failure: MesaTuneError | None = None
         text = None
         try:
@@ -100,7 +105,7 @@ class Retune:
             text = self.plan.policy.dumps()
         except MesaTuneError as error:
             failure = error
-        text = _of_rank_0(text)
+        text = agreed(text)
         if text is not None:
             self.policy = Policy.parse(text, source="retune")
             convert(self.model, self.policy, seed=torch.initial_seed() + self.steps)
@@ -136,7 +141,7 @@ class Retune:
         size = batch_size(batch)
         return Workload(
             lambda: model,
-            lambda count: sliced(batch, count, size),
+            lambda count: sliced(batch, slice(count), size),
             self.loss,
             self._new_optimizer,
             batch_size=samples,
@@ -195,33 +200,3 @@ def _of_rank_0(text: str | None) -> str | None:
     objects = [text]
     torch.distributed.broadcast_object_list(objects, src=0)
     return objects[0]
-
-
-def batch_size(batch: Any) -> int:
-    """Return the first dimension of the first tensor in `batch`. Raise RunError if there is none."""
-    for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    raise RunError(
-        "retune: no tensor with a batch dimension in the batch\n"
-        "give step() the batch that loss() takes, in tuples, lists, dicts or dataclasses"
-    )
-
-
-def sliced(batch: Any, count: int, size: int) -> Any:
-    """Return `batch` with the first `count` samples of every tensor whose first dimension is `size`."""
-    if isinstance(batch, Tensor):
-        return batch[:count] if batch.dim() and batch.shape[0] == size else batch
-    if isinstance(batch, Mapping):
-        result: Any = copy.copy(batch)
-        result.update({key: sliced(value, count, size) for key, value in batch.items()})
-        return result
-    if isinstance(batch, (list, tuple)):
-        values = [sliced(value, count, size) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        result = copy.copy(batch)
-        for entry in dataclasses.fields(batch):
-            object.__setattr__(result, entry.name, sliced(getattr(batch, entry.name), count, size))
-        return result
-    return batch

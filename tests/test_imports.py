@@ -22,7 +22,7 @@ LEVELS = (
     ("profiler",),
     ("search", "compat", "estimation"),
     ("retune", "reports"),
-    ("commands",),
+    ("commands", "monitor"),
     ("cli", "api", "pytest_plugin"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}

@@ -1,16 +1,17 @@
-"""Moving a batch to a device. A batch is whatever the user's loss takes: tensors in nested containers."""
+"""Moving, counting and slicing batches. A batch is whatever the user's loss takes: tensors in containers."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mesa_tune.errors import WorkloadError
+from mesa_tune.errors import RunError, WorkloadError
 
 
 def to_device(batch: Any, device: str, origin: str = "batch()") -> Any:
@@ -70,3 +71,44 @@ def _require_device(batch: Any, device: str, origin: str) -> None:
                 f"{origin} returned a {type(batch).__name__} with .{name} on {value.device}, not {device}\n"
                 "return tensors in dicts, lists, tuples or dataclasses, or give the class a method to(device)"
             )
+
+
+def batch_size(batch: Any) -> int:
+    """Return the first dimension of the first tensor in `batch`. Raise RunError if there is none."""
+    for tensor in _tensors(batch):
+        if tensor.dim():
+            return tensor.shape[0]
+    raise RunError(
+        "no tensor with a batch dimension in the batch\n"
+        "give step() the batch that loss() takes, in tuples, lists, dicts or dataclasses"
+    )
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from chain.from_iterable(map(_tensors, batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        yield from chain.from_iterable(map(_tensors, batch))
+    elif dataclasses.is_dataclass(batch):
+        yield from chain.from_iterable(map(_tensors, vars(batch).values()))
+
+
+def sliced(batch: Any, samples: slice, size: int) -> Any:
+    """Return `batch` with some `samples` of every tensor whose first dimension is `size`."""
+    if isinstance(batch, Tensor):
+        return batch[samples] if batch.dim() and batch.shape[0] == size else batch
+    if isinstance(batch, Mapping):
+        result: Any = copy.copy(batch)
+        result.update({key: sliced(value, samples, size) for key, value in batch.items()})
+        return result
+    if isinstance(batch, (list, tuple)):
+        values = [sliced(value, samples, size) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        result = copy.copy(batch)
+        for entry in dataclasses.fields(batch):
+            object.__setattr__(result, entry.name, sliced(getattr(batch, entry.name), samples, size))
+        return result
+    return batch
