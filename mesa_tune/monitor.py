@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mesa_tune.conversion.trial import LOSS
 from mesa_tune.errors import RunError
 from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.sampled import Estimate, Sample, SampledError
 from mesa_tune.retune import Retune
-from mesa_tune.conversion.trial import LOSS
 from mesa_tune.workload.user_code import mixed_seed
 
 INVISIBLE = 0.1
@@ -124,9 +124,9 @@ class Monitor:
         self.steps += 1
         if self.steps % self.every:
             return None
-        before, (sampled, sample) = self._trouble, self._measured(batch)
-        errors = sampled.alone() if self._trouble == "codec" else {}
-        self._read(sample, faulty=tuple(name for name, error in errors.items() if math.isinf(error)))
+        before = self._trouble
+        sampled, sample = self._measured(batch)
+        self._read(sample, faulty=_infinite(sampled.alone) if self._trouble == "codec" else ())
         if self._trouble not in (None, before):
             text = self._described(self.history[-1], sampled.policy)
             warn_once(f"mesa-tune: at step {self.steps} {text}\n{self._remedied(batch, sampled, sample)}")
@@ -169,14 +169,16 @@ class Monitor:
             return "look at the loss, the learning rate and the dtype"
         if self.remedy is None:
             return 'search a policy with these weights, or let the monitor act: remedy="exact"'
-        exact: tuple[str, ...] = ()
         if isinstance(self.remedy, Retune) and self._trouble == "ratio":
             self.remedy.again(batch)
-            _, sample = self._measured(batch)
+            self._read(self._measured(batch)[1])
+            done = "the policy was searched again"
         else:
             exact, sample = self._store_exactly(batch, sampled, sample)
-        self._read(sample, exact=exact)
-        done = f"now exact: {_listed(exact)}" if exact else "the policy was searched again"
+            self._read(sample, exact=exact)
+            done = (
+                f"now exact: {_listed(exact)}" if exact else "layers of compress_saved cause it: change those"
+            )
         ratio = self.history[-1].noise_ratio
         return f"{done}; noise ratio after it: {'unknown' if ratio is None else f'{ratio:.2g}'}"
 
@@ -187,7 +189,7 @@ class Monitor:
 
         Return them, and what is then measured. Layers of `compress_saved` stay as they are.
         """
-        left = {name: error for name, error in sampled.alone().items() if error > 0 and name != LOSS}
+        left = {name: error for name, error in sampled.alone.items() if error > 0 and name != LOSS}
         limit, exact = self._limit(sampled.policy), []
         while left and _ratio(sample) > limit:
             names = _largest(left, _AIM * limit / _ratio(sample))
@@ -213,13 +215,17 @@ def _ratio(sample: Sample) -> float:
     return ratio.value if ratio else 0.0
 
 
+def _infinite(errors: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple([name for name, error in errors.items() if math.isinf(error)])
+
+
 def _largest(errors: Mapping[str, float], share: float) -> list[str]:
     """Return the fewest layers without which at most `share` of the sum of `errors` is left.
 
     Of errors that are not finite, all; then no others. `errors`: the largest first.
     """
-    if infinite := [name for name, error in errors.items() if math.isinf(error)]:
-        return infinite
+    if infinite := _infinite(errors):
+        return [*infinite]
     left, names = sum(errors.values()), []
     most = share * left
     for name, error in errors.items():
@@ -231,5 +237,6 @@ def _largest(errors: Mapping[str, float], share: float) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
+    names = [name or "the converted module itself" for name in names]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -70,9 +70,8 @@ class _TrialConversion(Conversion):
 
 
 def _exact(spec: Spec) -> Spec:
-    """Return the spec that stores nothing lossy, but derives, exposes and slices as `spec` does."""
-    plain = Spec.plain(spec.min_elements, spec.tile)
-    return plain._replace(derive=spec.derive, exposes=spec.exposes, feeds_tiled=spec.feeds_tiled)
+    """Return the spec that stores nothing lossy, but goes backward in the same slices (`tile`)."""
+    return Spec.plain(spec.min_elements, spec.tile)._replace(feeds_tiled=spec.feeds_tiled)
 
 
 class Trial:

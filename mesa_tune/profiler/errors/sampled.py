@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mesa_tune.conversion.trial import LOSS, Trial
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.intervals import interval
 from mesa_tune.profiler.errors.joint_error import Gradient, squared
 from mesa_tune.profiler.errors.noise import NO_NOISE
 from mesa_tune.profiler.errors.step_gradient import undisturbed
 from mesa_tune.workload.batches import batch_size, sliced
-from mesa_tune.conversion.trial import LOSS, Trial
 from mesa_tune.workload.user_code import mixed_seed
 
 SLICES = 8
@@ -154,8 +156,9 @@ class SampledError:
         self.tags = self.trial.layers()
         return Sample(self.share, tuple(sizes), tuple(errors), tuple(variances))
 
+    @cached_property
     def alone(self) -> dict[str, float]:
-        """Return ‖ĝ − g‖² on the first slice of each layer by itself, the others exact; the largest first.
+        """‖ĝ − g‖² on the first slice of each layer by itself, the others exact; the largest first.
 
         `LOSS` stands for all layers of the loss. An error that is not finite is infinite.
         """
@@ -183,11 +186,18 @@ class SampledError:
 
     def _gradient(self, index: int) -> Gradient:
         """Return the gradient of a slice, the same random numbers drawn whenever it is computed."""
-        with undisturbed(self.model, mixed_seed(self.seed, -1 - index), self.device), torch.enable_grad():
+        seed = mixed_seed(self.seed, -1 - index)
+        with undisturbed(self.model, seed, self.device), torch.enable_grad(), _eager():
             loss = self.loss(self.model, self.slices[index])
             with _without_gradients([*self.parameters, *_leaves(loss)]):
                 loss.backward()
                 return [parameter.grad for parameter in self.parameters]
+
+
+def _eager() -> AbstractContextManager[object]:
+    """Return a context in which nothing is compiled, and compiled code is not run."""
+    is_compiler_loaded = "torch._dynamo" in sys.modules  # importing it takes seconds
+    return torch.compiler.set_stance("force_eager") if is_compiler_loaded else nullcontext()
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
