@@ -5,6 +5,7 @@ from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.resume import load_state_dict, state_dict
 from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError, RunError, WorkloadError
 from mesa_tune.estimation import Estimate, estimate
+from mesa_tune.monitor import Monitor, Reading
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Prediction, Profile
@@ -19,11 +20,13 @@ __all__ = [
     "Estimate",
     "LayerSettings",
     "MesaTuneError",
+    "Monitor",
     "Plan",
     "Policy",
     "PolicyError",
     "Prediction",
     "Profile",
+    "Reading",
     "Retune",
     "RunError",
     "Verification",

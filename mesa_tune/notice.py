@@ -56,4 +56,5 @@ class StatusLine:
             sys.stderr.flush()
         elif text and time.monotonic() - self._shown >= STATUS_EVERY_S:
             self._shown = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()

@@ -87,10 +87,17 @@ class Retune:
         due = self.steps % self.every == 0
         self.steps += 1
         if due:
-            self._retune(batch)
+            self._retune(batch, _of_rank_0)
         return due
 
-    def _retune(self, batch: Any) -> None:
+    def again(self, batch: Any) -> None:
+        """Measure, solve and convert now, in this process alone: other ranks may have other policies.
+
+        Raise or warn as `step` does.
+        """
+        self._retune(batch, lambda text: text)
+
+    def _retune(self, batch: Any, agreed: Callable[[str | None], str | None]) -> None:
         failure: MesaTuneError | None = None
         text = None
         try:
@@ -98,7 +105,7 @@ class Retune:
             text = self.plan.policy.dumps()
         except MesaTuneError as error:
             failure = error
-        text = _of_rank_0(text)
+        text = agreed(text)
         if text is not None:
             self.policy = Policy.parse(text, source="retune")
             convert(self.model, self.policy, seed=torch.initial_seed() + self.steps)
@@ -134,7 +141,7 @@ class Retune:
         size = batch_size(batch)
         return Workload(
             lambda: model,
-            lambda count: select(batch, torch.arange(count), size),
+            lambda count: select(batch, slice(count), size),
             self.loss,
             self._new_optimizer,
             batch_size=samples,

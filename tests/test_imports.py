@@ -25,7 +25,7 @@ LEVELS = (
     ("search", "compat", "estimation"),
     ("retune", "reports", "autotune"),
     ("integrations",),
-    ("commands",),
+    ("commands", "monitor"),
     ("cli", "api", "pytest_plugin"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}

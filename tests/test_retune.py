@@ -2,8 +2,6 @@
 
 import copy
 import random
-from collections import namedtuple
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.workload.batches import select
 
 Batch = tuple[Tensor, Tensor]
 
@@ -154,35 +151,6 @@ def test_bad_arguments() -> None:
         mt.Retune(model, loss, "much")
     with pytest.raises(mt.WorkloadError, match="no tensor whose first dimension counts samples"):
         mt.Retune(model, loss, "60%").step([batch[0].sum()])
-
-
-Pair = namedtuple("Pair", "x y")
-
-
-@dataclass
-class Sample:
-    x: Tensor
-    scale: float = 2.0
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda x: x,
-        lambda x: [x, 3],
-        lambda x: (x, torch.zeros(3)),
-        lambda x: {"x": x, "n": 1},
-        lambda x: Pair(x, None),
-        Sample,
-    ],
-    ids=["tensor", "list", "tuple", "dict", "namedtuple", "dataclass"],
-)
-def test_slices_keep_containers(made: Any) -> None:
-    batch = made(torch.arange(12).view(6, 2))
-    found = select(batch, torch.arange(2), 6)
-    assert type(found) is type(batch)
-    assert str(found) == str(made(torch.arange(4).view(2, 2)))
-    assert str(batch) == str(made(torch.arange(12).view(6, 2)))
 
 
 def test_the_own_step_of_the_training_is_measured() -> None:

@@ -28,13 +28,14 @@ from mesa_tune.policy import Policy
 _CPU = torch.device("cpu")
 
 
-class _EntryCount:
-    """Number of times that `compress_saved` was entered in this process."""
+class _Entries:
+    """How often `compress_saved` was entered in this process, and whether it does nothing now (`off`)."""
 
     number = 0
+    off = False
 
 
-entries = _EntryCount()
+entries = _Entries()
 
 
 class Conversion:

@@ -201,6 +201,9 @@ def compress_saved(policy: Policy, *, seed: int | None = None) -> Iterator[None]
     step to step.
     """
     policy.require_available()
+    if entries.off:
+        yield
+        return
     noise_seed = torch.initial_seed() + entries.number if seed is None else seed
     entries.number += seed is None
     conversion = None if torch.compiler.is_compiling() else _take_finished(policy)

@@ -189,6 +189,12 @@ class Header:
     objective: str | None = None
     source_line: SourceLine | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def noise_ratio(self) -> float | None:
+        """The predicted gradient noise ratio; None if the file does not say."""
+        match = re.search(r"noise ratio (\d[\d.e+-]*)", self.predicted or "")
+        return float(match[1]) if match else None
+
     def lines(self) -> list[str]:
         """Return the comment lines that follow the first line of a policy file."""
         made_for = [

@@ -90,10 +90,11 @@ def batch_size(batch: Any) -> int:
     return size
 
 
-def select(batch: Any, index: Tensor, size: int) -> Any:
-    """Return a copy of `batch` with the samples at `index` of each tensor whose first dimension is `size`."""
+def select(batch: Any, index: Tensor | slice, size: int) -> Any:
+    """Return `batch` with the samples at `index` of each tensor whose first dimension is `size`."""
     if isinstance(batch, Tensor):
-        return batch[index.to(batch.device)] if batch.dim() and batch.shape[0] == size else batch
+        samples = index if isinstance(index, slice) else index.to(batch.device)
+        return batch[samples] if batch.dim() and batch.shape[0] == size else batch
     return rebuilt(batch, lambda value: select(value, index, size)) if is_container(batch) else batch
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from mesa_tune.conversion import compress_saved, convert, revert
@@ -24,10 +23,10 @@ from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.noise import Noise
 from mesa_tune.profiler.errors.recorded import as_real
-from mesa_tune.profiler.errors.step_gradient import step_gradient
+from mesa_tune.profiler.errors.step_gradient import step_gradient, undisturbed
 from mesa_tune.workload.checkpoints import with_checkpoints
 from mesa_tune.workload.session import RawConversion, session
-from mesa_tune.workload.user_code import mixed_seed, seeded
+from mesa_tune.workload.user_code import mixed_seed
 from mesa_tune.workload.workload import Workload
 
 Pair = tuple[int, int]
@@ -198,21 +197,13 @@ class JointError:
         """Return the context of an exact forward."""
         return with_checkpoints(self.model) if self.checkpointed else nullcontext()
 
-    @contextmanager
-    def _undisturbed(self, draw: int) -> Iterator[None]:
-        """Run the body under random states that depend on `draw`; restore them and the buffers afterwards.
+    def _undisturbed(self, draw: int) -> AbstractContextManager[None]:
+        """Return a context with random states that depend on `draw`, after which nothing has changed.
 
-        The user's own step may also change parameters, such as averages of others: restore them, too.
+        The user's own step may also change parameters, such as averages of others.
         """
-        changed = [*self.model.buffers(), *(self.model.parameters() if self.workload.step else ())]
-        saved = [(tensor, tensor.detach().clone()) for tensor in changed]
-        try:
-            with seeded(mixed_seed(self.workload.seed, -1 - draw), self.workload.device):
-                yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in saved:
-                    tensor.copy_(value)
+        seed, device = mixed_seed(self.workload.seed, -1 - draw), self.workload.device
+        return undisturbed(self.model, seed, device, parameters=self.workload.step is not None)
 
 
 def _is_known(sizes: Sequence[float]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-_NO_NOISE = 1e-6
+NO_NOISE = 1e-6
 """Batches whose gradients vary less than this are all the same: it is what float32 rounds away."""
 
 
@@ -30,7 +30,7 @@ class Noise:
     @property
     def measured_ratio(self) -> float | None:
         """The noise ratio of the policy that was measured; None as in `ratio`."""
-        return None if self.measured is None or self.relative < _NO_NOISE else self.measured / self.relative
+        return None if self.measured is None or self.relative < NO_NOISE else self.measured / self.relative
 
     def ratio(self, errors: Sequence[float] | None) -> float | None:
         """Return mean ‖ĝ − g‖² over the noise; None if unknown, or if all batches are the same.
@@ -38,7 +38,7 @@ class Noise:
         `errors`: relative ones, of the first batches in the order of `norms`. Without norms (older
         profiles), `scale` stands for each of them.
         """
-        if errors is None or self.relative < _NO_NOISE:
+        if errors is None or self.relative < NO_NOISE:
             return None
         norms = self.norms or repeat(self.scale)
         return statistics.fmean(map(operator.mul, errors, norms)) / self.relative

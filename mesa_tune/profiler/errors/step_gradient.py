@@ -12,10 +12,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents
 from mesa_tune.workload.step import Context
+from mesa_tune.workload.user_code import seeded
 from mesa_tune.workload.workload import Workload
 
 
@@ -87,3 +89,23 @@ class _Added(StepEvents):
         if self._open:
             before, gradient = self.total.get(parameter), gradient.detach()
             self.total[parameter] = gradient.clone() if before is None else before + gradient
+
+
+@contextmanager
+def undisturbed(model: nn.Module, seed: int, device: str, *, parameters: bool = False) -> Iterator[None]:
+    """Run the body under random states of `seed`; restore these and the buffers afterwards.
+
+    `parameters`: restore parameters, too.
+    """
+    owners = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    changed = [*model.buffers(), *(model.parameters() if parameters else ())]
+    saved = [(tensor, tensor.detach().clone()) for tensor in changed]
+    try:
+        with seeded(seed, device):
+            yield
+    finally:
+        for owner, buffers in owners:
+            owner.update(buffers)
+        with torch.no_grad():
+            for tensor, value in saved:
+                tensor.copy_(value)

@@ -1,0 +1,234 @@
+"""Gradient error and noise of a converted model in training, from slices of one of its batches.
+
+What is hard: it must cost little time and memory. A slice of s samples has B / s times the gradient variance
+of the whole batch of B, and rounding errors, which are independent, B / s times the squared error: their
+ratio is the same. So few samples show the noise ratio. The noise is taken from the differences of
+consecutive slices (von Neumann, Ann. Math. Stat. 12(4), 1941), so only one gradient has to be held.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mesa_tune.conversion.trial import LOSS, Trial
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.errors.intervals import interval
+from mesa_tune.profiler.errors.joint_error import Gradient, squared
+from mesa_tune.profiler.errors.noise import NO_NOISE
+from mesa_tune.profiler.errors.step_gradient import undisturbed
+from mesa_tune.workload.batches import batch_size, select
+from mesa_tune.workload.user_code import mixed_seed
+
+SLICES = 8
+SHARE = 32
+"""A slice is 1/32 of the batch, and at least two samples of a batch of 16 or more: batch norm needs two."""
+
+
+class Estimate(NamedTuple):
+    """A mean over batches, and the interval in which it lies; None if too little was measured."""
+
+    value: float
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Squared norms of gradients of slices, each a `share` of the batch.
+
+    `sizes`: ‖g_i‖² of the plain gradients; `errors`: ‖ĝ_i − g_i‖²; `variances`: ‖g_i − g_j‖² / 2 of
+    consecutive slices.
+    """
+
+    share: float
+    sizes: tuple[float, ...]
+    errors: tuple[float, ...]
+    variances: tuple[float, ...]
+
+    @property
+    def model_is_finite(self) -> bool:
+        """Whether all plain gradients are finite."""
+        return all(map(math.isfinite, self.sizes))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients are finite."""
+        return self.model_is_finite and all(map(math.isfinite, self.errors))
+
+    def noise_ratio(self) -> Estimate | None:
+        """Return mean ‖ĝ − g‖² over the gradient variance; None for one slice, or equal ones."""
+        if not self.variances or sum(self.variances) < NO_NOISE * sum(self.sizes):
+            return None
+        variance = statistics.fmean(self.variances)
+        errors = tuple([error / variance for error in self.errors])
+        return Estimate(statistics.fmean(errors), interval(errors, self._variance_doubt()))
+
+    def gradient_error(self) -> Estimate | None:
+        """Return mean ‖ĝ − g‖² over ‖g‖², both of the whole batch; None if g is zero."""
+        least, mean, most = self._sizes_of_batch()
+        if mean <= 0:
+            return None
+        errors = tuple([self.share * error for error in self.errors])
+        ends = interval(errors, self._variance_doubt())
+        return Estimate(
+            statistics.fmean(errors) / mean,
+            None if ends is None or least <= 0 else (ends[0] / most, ends[1] / least),
+        )
+
+    def _variance_doubt(self) -> float:
+        """Return the relative standard error of the mean of `variances`; each slice is in two of them."""
+        mean = statistics.fmean(self.variances) if self.variances else 0.0
+        return math.sqrt(1.5) * _standard_error(self.variances) / mean if mean > 0 else 0.0
+
+    def _sizes_of_batch(self) -> tuple[float, float, float]:
+        """Return ‖g‖² of the whole batch, between what it is two standard errors below and above.
+
+        It is the mean product of two slices, ‖E g‖², and the variance of the whole batch.
+        """
+        if not self.variances:
+            return self.sizes[0], self.sizes[0], self.sizes[0]
+        pairs = zip(self.sizes, self.sizes[1:], self.variances, strict=False)
+        products = [(first + second) / 2 - variance for first, second, variance in pairs]
+        mean, doubt = statistics.fmean(products), 2 * _standard_error(products)
+        variance = self.share * statistics.fmean(self.variances)
+        least, middle, most = [max(0.0, mean + sign * doubt) + variance for sign in (-1, 0, 1)]
+        return least, middle, most
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+class SampledError:
+    """Measures the converted `model` on slices of `batch`, each of `samples`.
+
+    Parameters, buffers, gradients, random states and the conversion do not change. At most two gradients
+    (the bytes of the trained parameters, twice) are alive besides those of the training, and the activations
+    of one slice.
+
+    Raise RunError for a batch without samples, and a model that is not converted as a whole.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batch: Any,
+        *,
+        seed: int,
+        samples: int | None = None,
+    ) -> None:
+        size = batch_size(batch)
+        samples = min(size, samples or max(1 if size < 2 * SLICES else 2, size // SHARE))
+        starts = range(0, size - samples + 1, samples)[:SLICES]
+        self.slices = [select(batch, slice(start, start + samples), size) for start in starts]
+        self.share = samples / size
+        self.model, self.loss, self.seed = model, loss, seed
+        self.trial = Trial(model, self.share)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.device = str(self.parameters[0].device) if self.parameters else "cpu"
+        self.tags: dict[str, str] = {}
+
+    def measure(self) -> Sample:
+        """Measure the model as it stores now; `tags` are then those of the compressed layers, by name."""
+        if self.trial.is_new:
+            self._compressed(0)
+        sizes, errors, variances = [], [], []
+        before: Gradient | None = None
+        for index in range(len(self.slices)):
+            plain = self._plain(index)
+            sizes.append(squared(plain))
+            if before is not None:
+                variances.append(squared(plain, before) / 2)
+            before = None  # it is freed before the next gradient takes memory
+            errors.append(squared(self._compressed(index), plain))
+            before = plain
+            del plain
+        self.tags = self.trial.layers()
+        return Sample(self.share, tuple(sizes), tuple(errors), tuple(variances))
+
+    @cached_property
+    def alone(self) -> dict[str, float]:
+        """‖ĝ − g‖² on the first slice of each layer by itself, the others exact; the largest first.
+
+        `LOSS` stands for all layers of the loss. An error that is not finite is infinite.
+        """
+        plain = self._plain(0)
+        errors = {name: squared(self._compressed(0, (name,)), plain) for name in (*self.tags, LOSS)}
+        finite = {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
+        return dict(sorted(finite.items(), key=lambda item: -item[1]))
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the model."""
+        return self.trial.original.policy
+
+    def make_exact(self, layers: Iterable[str], *, seed: int) -> None:
+        """Convert the model again, with `layers` of `tags` stored exactly and this rounding seed."""
+        self.trial.make_exact({name: self.tags[name] for name in layers}, seed)
+
+    def _plain(self, index: int) -> Gradient:
+        with self.trial.plain():
+            return self._gradient(index)
+
+    def _compressed(self, index: int, only: Collection[str] | None = None) -> Gradient:
+        with self.trial.stored(mixed_seed(self.seed, index), only):
+            return self._gradient(index)
+
+    def _gradient(self, index: int) -> Gradient:
+        """Return the gradient of a slice, the same random numbers drawn whenever it is computed."""
+        seed = mixed_seed(self.seed, -1 - index)
+        with undisturbed(self.model, seed, self.device), torch.enable_grad(), _eager():
+            loss = self.loss(self.model, self.slices[index])
+            with _without_gradients([*self.parameters, *_leaves(loss)]):
+                loss.backward()
+                return [parameter.grad for parameter in self.parameters]
+
+
+def _eager() -> AbstractContextManager[object]:
+    """Return a context in which nothing is compiled, and compiled code is not run."""
+    is_compiler_loaded = "torch._dynamo" in sys.modules  # importing it takes seconds
+    return torch.compiler.set_stance("force_eager") if is_compiler_loaded else nullcontext()
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that a backward of `loss` gives gradients: also those outside of the model."""
+    nodes, seen = [loss.grad_fn], {loss.grad_fn, None}
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf
+        below = {function for function, _ in node.next_functions} - seen
+        seen |= below
+        nodes += below
+
+
+@contextmanager
+def _without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Set the gradients of `leaves` aside for the body, and the hooks that act on accumulated ones.
+
+    Such a hook may be an optimizer's step.
+    """
+    kept = {id(leaf): (leaf, leaf.grad, dict(leaf._post_accumulate_grad_hooks or {})) for leaf in leaves}
+    for leaf, _, hooks in kept.values():
+        leaf.grad = None
+        if hooks:
+            leaf._post_accumulate_grad_hooks.clear()
+    try:
+        yield
+    finally:
+        for leaf, gradient, hooks in kept.values():
+            leaf.grad = gradient
+            if hooks:
+                leaf._post_accumulate_grad_hooks.update(hooks)
