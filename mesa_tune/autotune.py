@@ -30,7 +30,7 @@ from mesa_tune.profiler.entries import fast_grid, full_grid
 from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.profiling import SEEDS, profile
-from mesa_tune.run_folder import DEFAULT_RUN, Origin, Run, digest
+from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.api import check_request
 from mesa_tune.search.restrictions import Pins, Restrictions

@@ -18,7 +18,7 @@ import typer
 from mesa_tune.commands.common import DEFAULT_RUN, Run, reserve_stdout
 from mesa_tune.commands.guide.state import state_of
 from mesa_tune.errors import MesaTuneError, RunError
-from mesa_tune.provenance import own_version, running
+from mesa_tune.runs.provenance import own_version, running
 
 # In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
 COMMANDS = ("init", "profile", "search", "verify", "report", "diff", "demo", "doctor")

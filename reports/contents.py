@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mesa_tune.policy.settings import LayerSettings
     from mesa_tune.profiler.verification import Verification
-    from mesa_tune.provenance import Made
+    from mesa_tune.runs.provenance import Made
     from mesa_tune.search.plan import Plan
 
 CAPTIONS = {

@@ -13,8 +13,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("errors", "compiling"),
     ("units", "notice", "files", "free_memory", "notebook"),
-    ("provenance",),
-    ("run_folder",),
+    ("runs",),
     ("ops", "policy"),
     ("codecs",),
     ("engine",),

@@ -15,7 +15,7 @@ import typer
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json, write_atomically
 from mesa_tune.notice import StatusLine
-from mesa_tune.run_folder import DEFAULT_RUN, Origin, Run, digest
+from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.units import Budget, counted, format_bytes, format_time, parse_bytes, shorten
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from itertools import count
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
-from mesa_tune.provenance import hardware
+from mesa_tune.runs.provenance import hardware
 from mesa_tune.search.fleet.workers import is_dead, worker_name
 
 BEAT = 15.0

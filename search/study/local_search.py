@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import Pair
-from mesa_tune.provenance import hardware
+from mesa_tune.runs.provenance import hardware
 from mesa_tune.search.fleet.trials import Standing, Trials
 from mesa_tune.search.plan import Measurement, TrialEntry
 from mesa_tune.search.problem import Limits

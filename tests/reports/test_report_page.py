@@ -14,10 +14,10 @@ import pytest
 from mesa_tune.cli import run
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
-from mesa_tune.provenance import hardware, running
 from mesa_tune.reports.contents import RunResults, make_frames
 from mesa_tune.reports.sentence import sentence
-from mesa_tune.run_folder import Run
+from mesa_tune.runs.folder import Run
+from mesa_tune.runs.provenance import hardware, running
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.units import format_bytes
 from tests.synthetic import COARSE, synthetic_profile

@@ -13,7 +13,7 @@ import pytest
 
 from mesa_tune.errors import RunError
 from mesa_tune.files import locked
-from mesa_tune.run_folder import Origin, Run, digest
+from mesa_tune.runs.folder import Origin, Run, digest
 
 INPUTS = digest("model", 1)
 OTHER = digest("model", 2)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mesa_tune.provenance import Made, running
-from mesa_tune.run_folder import Run
+from mesa_tune.runs.folder import Run
+from mesa_tune.runs.provenance import Made, running
 
 
 def test_names_the_command_the_date_and_the_versions() -> None:

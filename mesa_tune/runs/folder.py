@@ -19,7 +19,7 @@ from typing import Any
 
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json, locked, write_atomically
-from mesa_tune.provenance import Made
+from mesa_tune.runs.provenance import Made
 
 DEFAULT_RUN = Path("mesa-run")
 

@@ -1,0 +1,1 @@
+"""Run folders: their files, from what and how each was made."""
