@@ -83,14 +83,17 @@ def _curve(
         return
     least = min(cost for cost, _, _ in reached)
     plain = profile.timeline.at(size).needed_bytes({})
-    for peak in _between(least, plain, budgets, through):
+    best: list[tuple[tuple[float, float], Step, Solution]] = []
+    for peak in sorted(_between(least, plain, budgets, through)):
         found = [
             (costs(step, objective, solution), step, solution)
             for cost, step, smallest in reached
             if cost <= peak
             for solution in [_solved(step.program, objective, limits, peak) or smallest]
         ]
-        _, step, solution = min(found, key=operator.itemgetter(0))
+        # Where the time did not suffice, the plan of the smaller budget is the better one.
+        best = [min(found + best, key=operator.itemgetter(0))]
+        _, step, solution = best[0]
         assignment = step.program.space.assignment(solution.chosen)
         predicted = profile.predict_assignment(assignment, batch_size=size)
         yield _row(objective, f"{objective}, {peak / plain:.0%} of plain", peak, predicted)

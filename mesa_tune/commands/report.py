@@ -45,7 +45,7 @@ class Format(str, Enum):
 _FORMATS = "html: the page, and the figures as PNG and SVG. csv: all tables. md: the layer table."
 FormatOption = Annotated[Format, typer.Option("--format", help=_FORMATS)]
 RunsArgument = Annotated[
-    list[Path] | None, typer.Argument(metavar="[RUN…]", help="Run folders; several make one page.")
+    list[Path] | None, typer.Argument(metavar="RUN", help="Run folders; several make one page.")
 ]
 
 
@@ -58,7 +58,7 @@ def report(
     debug: DebugOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Write report.html and figures of what the run has so far; of several runs, comparison.html."""
+    """Write a page and figures of a run, or one page of several runs."""
     folders = [Run(path, force=force) for path in dict.fromkeys(runs or [run])]
     output = Output(json=as_json, quiet=quiet)
     loaded = [load_results(folder) for folder in folders]

@@ -71,9 +71,7 @@ def memory_by_tag(frame: pd.DataFrame) -> Figure:
             largest = max(values["before"], values.get("after", 0))
             axes.annotate(text, (largest / unit, row), xytext=(6, 0), textcoords="offset points", va="center",
                           fontsize=8.5, color=INK)  # fmt: skip
-        counts = zip(frame["tag"], frame["layers"].astype(int), strict=True)
-        nouns = ((tag, count, "module" if tag == "module" else "layer") for tag, count in counts)
-        axes.set_yticks(rows, [f"{tag}  ({counted(count, noun)})" for tag, count, noun in nouns])
+        axes.set_yticks(rows, map(_tag_label, frame["tag"], frame["layers"].astype(int)))
         axes.set_ylim(len(frame) - 0.4, -0.6)
         axes.set_xlim(0, 1.35 * max(frame["before"].max() if len(frame) else 1, 1) / unit)
         axes.grid(visible=False, axis="y")
@@ -173,6 +171,12 @@ def _layer_subtitle(saving: pd.DataFrame) -> str:
         return "no layer saves anything"
     share = 100 * by_tag.max() / max(int(by_tag.sum()), 1)
     return f"{len(saving)} layers save something, most of it in {by_tag.idxmax()} layers ({share:.0f} %)"
+
+
+def _tag_label(tag: str, count: int) -> str:
+    if tag == frames.NO_LAYER:
+        return tag
+    return f"{tag}  ({counted(count, 'module' if tag == 'module' else 'layer')})"
 
 
 def _tag_title(frame: pd.DataFrame) -> str:

@@ -80,8 +80,8 @@ def _page(context: BrowserContext, report: Path, faults: list[str]) -> Iterator[
 
 def column(page: Page, title: str) -> list[str]:
     """Texts of a column of the layer table, from top to bottom."""
-    titles = page.locator("#layers th").all_inner_texts()
-    return page.locator(f"#layers td:nth-child({titles.index(title) + 1})").all_inner_texts()
+    titles = page.locator("#layers th").all_text_contents()
+    return page.locator(f"#layers td:nth-child({titles.index(title) + 1})").all_text_contents()
 
 
 def overflow(page: Page) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import pytest
 
 from mesa_tune.policy import Policy
+from mesa_tune.search import frontier
 from mesa_tune.search.frontier import pareto
 from mesa_tune.search.objectives import MAX_NOISE_RATIO
 from tests.synthetic import COARSE, is_sorted, synthetic_profile
@@ -32,6 +35,19 @@ def test_more_memory_never_costs_time_or_error() -> None:
     budgets = table[table["kind"] == "error"]["budget"]
     assert budgets.diff().dropna().nunique() <= 2  # equal steps, of whole bytes
     assert budgets.max() < profile.predict(Policy.parse("")).peak_bytes
+
+
+def test_a_budget_for_which_the_time_is_too_short_has_the_plan_of_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profile, solved, calls = synthetic_profile(2, grid=COARSE, seed=1), frontier._solved, count()
+
+    def sometimes(*arguments: Any) -> Any:
+        return None if next(calls) == 3 else solved(*arguments)
+
+    monkeypatch.setattr(frontier, "_solved", sometimes)
+    errors = pareto(profile, objectives=["error"]).query("kind == 'error'")["gradient_error"].tolist()
+    assert errors[3] == errors[2] < errors[0]
 
 
 @pytest.mark.parametrize("batch_size", [8, 20])
