@@ -108,7 +108,7 @@ def _besides_activations(profile: Profile) -> str:
     """Return what fills the step of a batch of one, and the remedy if there is one."""
     peak = without_temporaries(profile, 1)
     if peak is None:
-        return "weights, gradients and optimizer state fill the step"
+        return "weights, gradients and optimizer state fill it"
     return f"with `fused=True` the optimizer has no temporaries, and one needs {format_bytes(peak)}"
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from mesa_tune import Policy, cli
+from mesa_tune.profiler.profile import Profile
 from mesa_tune.workload.workload import Workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -21,8 +24,9 @@ def digits_vit() -> Any:
     return sys.modules[Workload.load(EXAMPLES / "digits_vit.py", device="cpu").model.__module__]
 
 
-def test_both_examples_are_there() -> None:
-    assert {"digits_vit.py", "deit_tiny.py"} <= set(NAMES)
+def test_the_index_lists_every_example() -> None:
+    index = (EXAMPLES / "README.md").read_text("utf-8")
+    assert sorted(re.findall(r"^\| \[(\w+\.py)\]", index, re.MULTILINE)) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,11 +34,21 @@ def test_every_example_is_a_model_file_that_trains(name: str) -> None:
     workload = Workload.load(EXAMPLES / name, device="cpu")
     model, batch = workload.build(), workload.make_batch(2)
     optimizer = workload.make_optimizer(model)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in trained]
     workload.compute_loss(model, batch).backward()
     optimizer.step()
-    changed = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    changed = [not torch.equal(old, new) for old, new in zip(before, trained, strict=True)]
     assert sum(changed) > 0.9 * len(changed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bytes_of_every_example_are_traced(name: str, tmp_path: Path) -> None:
+    command = ["profile", str(EXAMPLES / name), "--bytes-only", "--batch-size", "2", "--run", str(tmp_path)]
+    assert cli.run([*command, "--quiet"]) == 0
+    profile = Profile.load(tmp_path / "profile.json")
+    at_4_bits = profile.predict(Policy.uniform(level=16))
+    assert at_4_bits.saved_bytes < profile.saved_bytes / 2
 
 
 def test_deit_has_its_published_size() -> None:
