@@ -100,7 +100,7 @@ def search_policy(
     `batch_size`: the size to plan for, default the profiled one. `max_batch`: plan for the largest size whose
     step fits the budget; a percentage is then of the profiled step. `max_saved`: limit on saved bytes.
     `max_slowdown`: limit on step time over the plain step's. `pins`: settings that layers (names or globs)
-    must have. `forbid`: what no other layer may use, of `derive`, `recompute`, `offload` and `tile`. `only`:
+    must have. `forbid`: what no other layer may use: derive, recompute, offload, tile, rows. `only`:
     the settings (keys of policy.txt) that may differ from their defaults. `storage`: path of a SQLite file,
     `journal:PATH` or a URL, in which the same call continues the study. `measure`: measures errors and times
     instead of the workload. `sharing`: called with the study's name; its context is entered while others may

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import drop, quantize
 from mesa_tune.codecs.spec import Memory, Spec
-from mesa_tune.ops.codecs import RAW
-from mesa_tune.ops.reference.sampling import as_rows
+from mesa_tune.ops.codecs import RAW, as_rows
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:

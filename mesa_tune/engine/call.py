@@ -150,8 +150,8 @@ class Call:
     def _stores_all_rows(self, formula: Formula, static: Static) -> bool:
         """Let the spec say which axis a row has; return whether rows would be left out if there was one."""
         axis = 0 if formula.row_axis is None else formula.row_axis(static)
-        without_effect = self.spec.rows < 1 and not (axis or formula.lossless)
-        if without_effect:
+        without_effect = self.spec.rows < 1 and not axis
+        if without_effect and not formula.lossless:
             warn_once(_ALL_ROWS.format(getattr(self.func, "__name__", formula.name)))
         self.spec = self.spec.along(axis)
         return without_effect

@@ -123,6 +123,7 @@ HEAD = Formula(
     "nothing lossy; exact: the input, which a tiled loss takes too, even for a frozen weight",
     lossless=True,
     views=True,
+    row_axis=last_axis,
     is_head=True,
 )
 

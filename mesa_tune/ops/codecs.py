@@ -1,9 +1,9 @@
 """The codecs' ops. Compilers cannot see inside them, so compiled code saves only their packed results.
 
 Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
-pack_windows, unpack_windows, quantize_samples, dequantize_samples, sample_rows}`. They are pure. Their
-default kernels are in `mesa_tune.ops.reference`: `codecs`, `windows` and `sampling`. The native library has
-CPU kernels for all but the last three, and CUDA kernels for the windows.
+pack_windows, unpack_windows, quantize_samples, dequantize_samples, choose_rows, sample_rows}`. They are pure.
+Their default kernels are in `mesa_tune.ops.reference`: `codecs`, `windows` and `sampling`. The native library
+has CPU kernels for all but those of samples and `sample_rows`, and CUDA kernels for the windows.
 """
 
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ _SCHEMAS = (
     "pack_windows(Tensor indices, SymInt[] windows) -> Tensor",
     "unpack_windows(Tensor data, SymInt[] windows, SymInt[] shape) -> Tensor",
     f"dequantize_samples({_SAMPLES[1:-1]}, SymInt[] shape, ScalarType dtype, {_GROUPS}) -> Tensor",
+    "choose_rows(Tensor norms, SymInt count, Tensor key) -> (Tensor index, Tensor inverse)",
     "sample_rows(Tensor x, int axis, SymInt count, Tensor key) -> (Tensor index, Tensor rows)",
 )
 
@@ -90,9 +91,35 @@ def _fake_dequantize_samples(
     return data.new_empty(shape, dtype=dtype)
 
 
+def as_rows(x: Tensor, axis: int) -> Tensor:
+    """Return a view of x, `(*, width)`, whose last dimension is a row; a vector is one row."""
+    return x.reshape(1, -1) if x.dim() < 2 else x.movedim(axis, -1)
+
+
+def sample_rows(x: Tensor, axis: int, count: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices (int32, ascending) of `count` rows of x, and the rows, each divided by its p_i.
+
+    The elements of a row lie along `axis` (below 0). The rows have shape `(count, width)` and the dtype of x.
+    A row with NaN or Inf is stored for certain, if `count` allows.
+    """
+    rows = as_rows(x.detach(), axis)
+    if count == 0:
+        return x.new_empty(0, dtype=torch.int32), x.new_empty(0, rows.shape[-1])
+    norms = torch.linalg.vector_norm(rows, dim=-1).reshape(-1).to(torch.float32)
+    index, inverse = RAW.choose_rows(norms, count, key.to(x.device, non_blocking=True))
+    if rows.is_contiguous():
+        values = rows.flatten(0, -2).index_select(0, index)
+    else:
+        values = rows[torch.unravel_index(index, rows.shape[:-1])]
+    return index, values.mul_(inverse[:, None])
+
+
+def _fake_choose_rows(norms: Tensor, count: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    return norms.new_empty(count, dtype=torch.int32), norms.new_empty(count)
+
+
 def _fake_sample_rows(x: Tensor, axis: int, count: int, key: Tensor) -> tuple[Tensor, Tensor]:
-    width = reference_sampling.as_rows(x, axis).shape[-1]
-    return x.new_empty(count, dtype=torch.int32), x.new_empty(count, width)
+    return x.new_empty(count, dtype=torch.int32), x.new_empty(count, as_rows(x, axis).shape[-1])
 
 
 _KERNELS: ops.Kernels = {
@@ -104,7 +131,8 @@ _KERNELS: ops.Kernels = {
     "unpack_windows": (reference_windows.unpack_windows, _fake_unpack_windows),
     "quantize_samples": (reference_codecs.quantize_samples, _fake_quantize_samples),
     "dequantize_samples": (reference_codecs.dequantize_samples, _fake_dequantize_samples),
-    "sample_rows": (reference_sampling.sample_rows, _fake_sample_rows),
+    "choose_rows": (reference_sampling.choose_rows, _fake_choose_rows),
+    "sample_rows": (sample_rows, _fake_sample_rows),
 }
 
 

@@ -358,11 +358,14 @@ def comparable_group_size(settings: LayerSettings) -> int:
 BITS = (1, 2, 3, 4, 6, 8)
 GROUP_SIZES = (64, 256, 1024)
 REFERENCE_GROUP = 256
+SAMPLED = ((3, 0.25), (2, 0.25), (2, 0.1))
+"""Bits and share of rows: 0.8, 0.5 and 0.2 bits per element. More rows err more than 2 bits of all rows."""
 
 
 def full_grid() -> list[LayerSettings]:
-    """Return every combination of `BITS` and `GROUP_SIZES`."""
-    return [LayerSettings(level=2**bits, group_size=size) for bits in BITS for size in GROUP_SIZES]
+    """Return every combination of `BITS` and `GROUP_SIZES`, and `SAMPLED`."""
+    every = [LayerSettings(level=2**bits, group_size=size) for bits in BITS for size in GROUP_SIZES]
+    return every + [LayerSettings(level=2**bits, rows=share) for bits, share in SAMPLED]
 
 
 def fast_grid() -> list[LayerSettings]:

@@ -210,6 +210,7 @@ OPS: dict[str, Callable[[Tensor], tuple[object, ...]]] = {
     "quantize_within": lambda x: (x, RAW.extents(x, 64, 0), 4, 10, 64, 0, True, KEY),
     "sparsify": lambda x: (x, 33),
     "densify": lambda x: (*RAW.sparsify(x, 33), (6, 50)),
+    "choose_rows": lambda x: (x[:, 0].abs(), 3, KEY),
     "sample_rows": lambda x: (x, -1, 3, KEY),
     "quantize_samples": lambda x: (x, 4, 64, 0, True, KEY, None),
     "dequantize_samples": lambda x: (

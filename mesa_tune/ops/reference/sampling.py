@@ -1,4 +1,4 @@
-"""Sampling of rows in proportion to their norms, in plain PyTorch: default kernel of `sample_rows`.
+"""Sampling of rows in proportion to their norms, in plain PyTorch: default kernel of `choose_rows`.
 
 Row i is stored with probability p_i = min(1, c · w_i), and divided by p_i, so that its expectation is the row
 itself. w_i is the row's norm and a tenth of the mean norm: a small row may meet a large gradient. c is such
@@ -25,24 +25,18 @@ FLOOR = 10
 """A tenth of the mean norm is added to each."""
 
 
-def sample_rows(x: Tensor, axis: int, count: int, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices (int32, ascending) of `count` rows of x, and the rows, each divided by its p_i.
+def choose_rows(norms: Tensor, count: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices (int32, ascending) of `count` of the rows with these norms, and 1 / p_i (float32).
 
-    The elements of a row lie along `axis` (below 0); a vector is one row. The rows have shape `(count,
-    width)` and the dtype of x. A row with NaN or Inf is stored for certain, if `count` allows.
+    `count` is at least 1. A norm that is not finite is chosen for certain, if `count` allows.
     """
-    rows = as_rows(x.detach(), axis)
-    if count == 0:
-        return x.new_empty(0, dtype=torch.int32), x.new_empty(0, rows.shape[-1])
-    norms = torch.linalg.vector_norm(rows, dim=-1).reshape(-1)
-    index, inverse = chosen(weights_of(norms), count, key)
-    values = rows[torch.unravel_index(index, rows.shape[:-1])]
-    return index.to(torch.int32), values.mul_(inverse[:, None])
-
-
-def as_rows(x: Tensor, axis: int) -> Tensor:
-    """Return a view of x, `(*, width)`, whose last dimension is a row."""
-    return x.reshape(1, -1) if x.dim() < 2 else x.movedim(axis, -1)
+    weights = weights_of(norms)
+    ordered, order = weights.sort(descending=True, stable=True)
+    parts = probabilities(ordered, count)
+    points = uniform(key, weights) + UNIT * torch.arange(count, device=weights.device)
+    position = torch.searchsorted(parts.cumsum(0), points, right=True)
+    index, by_index = order[position].sort()
+    return index.to(torch.int32), (UNIT / parts[position][by_index].double()).to(torch.float32)
 
 
 def weights_of(norms: Tensor) -> Tensor:
@@ -66,17 +60,7 @@ def probabilities(weights: Tensor, count: int) -> Tensor:
     certain = (left * weights[:count] > rest[:count]).sum()
     factor = (count - certain) / rest.gather(0, certain.view(1)).double()
     # Rounded up: no random number is then beyond the end of the line.
-    return (weights * (factor * UNIT)).to(torch.int64).add_(2).clamp_max_(UNIT)
-
-
-def chosen(weights: Tensor, count: int, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices (int64, ascending) of `count` of these rows, and their 1 / p_i (float32)."""
-    ordered, order = weights.sort(descending=True, stable=True)
-    parts = probabilities(ordered, count)
-    points = uniform(key, weights) + UNIT * torch.arange(count, device=weights.device)
-    position = torch.searchsorted(parts.cumsum(0), points, right=True)
-    index, by_index = order[position].sort()
-    return index, (UNIT / parts[position][by_index]).to(torch.float32)
+    return (weights * (factor * UNIT)).clamp_max_(UNIT).to(torch.int64).add_(2).clamp_max_(UNIT)
 
 
 def uniform(key: Tensor, weights: Tensor) -> Tensor:

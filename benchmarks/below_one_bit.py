@@ -1,0 +1,128 @@
+"""What does it cost to store a part of the rows, beside fewer bits and dropped elements, at equal bytes?
+
+    python benchmarks/below_one_bit.py [--steps 600] [--batches 8] [--seeds 4]
+
+The model is the digits ViT, trained for `--steps` steps. First all its linear layers have one of the
+settings, and all other layers are exact: bits per element that these layers store (measured), gradient
+error and noise ratio on batches that the profile has not seen. Then the least saved bytes at which a search
+finds a policy within noise ratio 0.1 and 1.3 times the plain step, without and with `rows`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from accuracy import load_example
+from common import append
+from search_vs_uniform import GradientError, copy_of, measured_bytes, train, unseen_batches
+
+import mesa_tune as mt
+from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler.entries import SAMPLED
+from mesa_tune.profiler.profile import Profile
+
+TAGS = ("fc", "conv")
+SETTINGS = (
+    *(LayerSettings(level=2**bits) for bits in (4, 2, 1)),
+    *(LayerSettings(level=16, rows=share) for share in (0.5, 0.25, 0.1, 0.05)),
+    *(LayerSettings(level=2**bits, rows=share) for bits, share in SAMPLED),
+    *(LayerSettings(level=16, drop=share) for share in (0.75, 0.9, 0.97)),
+)
+SHARES = (0.05, 0.045, 0.04, 0.035, 0.03, 0.025, 0.02)
+RATIO, SLOWDOWN = 0.1, 1.3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=600, help="training steps before anything is measured")
+    parser.add_argument("--batches", type=int, default=8, help="unseen batches for the gradient errors")
+    parser.add_argument("--seeds", type=int, default=4, help="rounding seeds per batch")
+    arguments = parser.parse_args()
+    example = load_example()
+    trained = train(example, arguments.steps)
+    workload = mt.Workload(
+        lambda: copy_of(example, trained),
+        example.batch,
+        example.loss,
+        example.optimizer,
+        batch_size=example.BATCH_SIZE,
+    )
+    profile = mt.profile(workload, seeds=arguments.seeds)
+    unseen = GradientError(workload, unseen_batches(example, workload.batch_size, arguments.batches))
+    subject = {"subject": "digits ViT", "steps": arguments.steps}
+    for settings in SETTINGS:
+        result = uniform(workload, profile, unseen, settings, arguments.seeds)
+        print(
+            f"{settings.label:24s} {result['bits']:5.2f} bits  error {result['error']:.1e}  "
+            f"noise ratio {result['noise_ratio']:.1e}",
+            flush=True,
+        )
+        append("below_one_bit", {**subject, **result})
+    for forbid in (["recompute", "rows"], ["recompute"]):
+        result = smallest(profile, forbid)
+        print(f"without {' and '.join(forbid)}: {result['share']} of the plain saved bytes")
+        append("below_one_bit", {**subject, **result})
+
+
+def uniform(
+    workload: mt.Workload, profile: Profile, unseen: GradientError, settings: LayerSettings, seeds: int
+) -> dict[str, Any]:
+    """Measure one setting of all linear layers and convolutions, with all other layers exact."""
+    policy = mt.Policy.from_assignments(
+        (layer.tag, layer.index, layer.name, settings) for layer in profile.layers if layer.tag in TAGS
+    )
+    predicted, (saved, _) = profile.predict(policy).saved_bytes, measured_bytes(workload, policy)
+    if predicted != saved:
+        raise SystemExit(f"{settings.label}: {predicted} bytes predicted, but {saved} measured")
+    error = unseen.error(policy, seeds)
+    assert profile.noise is not None
+    return {
+        "settings": asdict(settings),
+        "bits": packed_bits(profile, settings),
+        "saved_bytes": saved,
+        "error": error,
+        "noise_ratio": profile.noise.ratio((error,)),
+    }
+
+
+def packed_bits(profile: Profile, settings: LayerSettings) -> float:
+    """Return the bits per element of what the large layers of `TAGS` store."""
+    names = [layer.name for layer in profile.layers if layer.tag in TAGS and len(layer.options) > 1]
+    sized = profile.timeline.at().once
+    stored = sized.under(dict.fromkeys(names, settings)).spans
+    coded = [
+        number
+        for number, span in enumerate(sized.spans)
+        if span.kind == "coded" and {*names} & {*span.layers}
+    ]
+    return 8 * int(stored[coded].sum()) / sum(sized.spans[number].size for number in coded)
+
+
+def smallest(profile: Profile, forbid: Sequence[str]) -> dict[str, Any]:
+    """Return the least of `SHARES` of the plain saved bytes that a search reaches within the limits."""
+    result: dict[str, Any] = {"forbid": list(forbid), "share": None}
+    for share in SHARES:
+        try:
+            plan = mt.search_policy(
+                profile,
+                "100%",
+                max_saved=int(share * profile.saved_bytes),
+                max_slowdown=SLOWDOWN,
+                max_noise_ratio=RATIO,
+                forbid=forbid,
+            )
+        except mt.BudgetError:
+            break
+        ratio = plan.predicted.gradient_noise_ratio
+        print(f"  {share:.1%}: noise ratio {ratio:.3g}, step {plan.predicted.step_ms:.1f} ms", flush=True)
+        if ratio is None or ratio > RATIO:
+            break
+        result |= {"share": share, "noise_ratio": ratio, "step_ms": plan.predicted.step_ms}
+    return result
+
+
+if __name__ == "__main__":
+    main()
