@@ -104,7 +104,9 @@ def own_gradient(path: Path) -> Gradients:
     return gradients(network)
 
 
-def trained(network: nn.Module, rank: int | None, turns: int = 20) -> list[float]:
+def trained(
+    network: nn.Module, rank: int | None, turns: int = 20, monitor: mt.Monitor | None = None
+) -> list[float]:
     """The loss of all samples before each of some steps of a training."""
     optimizer, losses = torch.optim.AdamW(network.parameters(), lr=1e-3), []
     for turn in range(turns):
@@ -112,12 +114,21 @@ def trained(network: nn.Module, rank: int | None, turns: int = 20) -> list[float
         value = loss(network, batch(turn % 4), rank)
         value.backward()
         optimizer.step()
+        if monitor is not None:
+            monitor.step(batch(turn % 4))
         losses.append(value.detach())
     whole = torch.stack(losses)
     if rank is not None:
         distributed.all_reduce(whole)
         whole /= WORLD
     return [float(each) for each in whole]
+
+
+def monitored(network: nn.Module, rank: int) -> tuple[list[float], int]:
+    """The losses of a training that only rank 0 monitors, and the number of its readings."""
+    monitor = mt.Monitor(network, lambda model, samples: loss(model, samples, None), every=5, limit=1e6)
+    losses = trained(network, rank, monitor=monitor if rank == 0 else None)
+    return losses, len(monitor.history)
 
 
 def run(rank: int, folder: Path) -> dict[str, Any]:
@@ -130,6 +141,7 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     fine = folder / "4 bits.txt"
     for how in WRAPPERS:
         results[f"{how} trained"] = trained(made(how, "wrap first", fine), rank)
+    results["DDP monitored by one"] = monitored(made("DDP", "wrap first", fine), rank)
     results["own gradient"] = own_gradient(fine)
     conversion = conversion_of(convert(model(), fine))
     assert conversion is not None

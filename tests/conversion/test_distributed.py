@@ -111,6 +111,12 @@ def test_training_goes_as_in_one_process(how: str, results: Results) -> None:
         assert found[-1] == pytest.approx(plain[-1], rel=0.05)
 
 
+def test_one_process_may_monitor_alone(results: Results) -> None:
+    assert [each["DDP monitored by one"][1] for each in results] == [4, 0]
+    for each in results:
+        assert each["DDP monitored by one"][0] == each["DDP trained"]
+
+
 def test_the_state_of_one_process_is_loaded_by_the_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,8 @@ from mesa_tune.profiler.errors.step_gradient import undisturbed
 from mesa_tune.workload.batches import batch_size, select
 from mesa_tune.workload.user_code import mixed_seed
 
-SLICES = 8
+SLICES, FEW_SLICES = 8, 4
+"""The noise is measured on so many slices, the error on every second one, or on all if there are few."""
 SHARE = 32
 """A slice is 1/32 of the batch, and at least two samples of a batch of 16 or more: batch norm needs two."""
 
@@ -45,8 +46,8 @@ class Estimate(NamedTuple):
 class Sample:
     """Squared norms of gradients of slices, each a `share` of the batch.
 
-    `sizes`: ‖g_i‖² of the plain gradients; `errors`: ‖ĝ_i − g_i‖²; `variances`: ‖g_i − g_j‖² / 2 of
-    consecutive slices.
+    `sizes`: ‖g_i‖² of the plain gradients; `errors`: ‖ĝ_i − g_i‖², of some slices; `variances`:
+    ‖g_i − g_j‖² / 2 of consecutive slices.
     """
 
     share: float
@@ -150,7 +151,8 @@ class SampledError:
             if before is not None:
                 variances.append(squared(plain, before) / 2)
             before = None  # it is freed before the next gradient takes memory
-            errors.append(squared(self._compressed(index), plain))
+            if index % 2 == 0 or len(self.slices) < FEW_SLICES:
+                errors.append(squared(self._compressed(index), plain))
             before = plain
             del plain
         self.tags = self.trial.layers()
