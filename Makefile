@@ -26,7 +26,7 @@ ops := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops
 	formulas/test_fused*.py codecs/test_codecs.py codecs/test_codec_drop.py codecs/test_codec_mixed.py codecs/test_codec_running.py))
 preloaded = $(shell $(or $(CXX),c++) -print-file-name=libasan.so) $(shell $(or $(CXX),c++) -print-file-name=libstdc++.so)
 
-.PHONY: help demo test sweep lint cuda-check bench gpu sanitize wheel-check format install
+.PHONY: help demo docs test sweep lint cuda-check bench gpu sanitize wheel-check format install
 
 help:
 	@echo 'make demo         profiles, searches, verifies, trains and reports on real data; writes mesa-run/report.html'
@@ -34,6 +34,7 @@ help:
 	@echo 'make sweep        runs every operator, module and architecture, plain beside converted; a second run resumes'
 	@echo 'make lint         runs ruff, mypy, pyright and clang-format'
 	@echo 'make cuda-check   compiles the CUDA kernels if there is nvcc, and looks for spilled registers'
+	@echo 'make docs         writes the documentation site to build/site'
 	@echo 'make bench        runs every benchmark, and adds to benchmarks/results/'
 	@echo 'make gpu          tests and measures on one NVIDIA GPU, in 25 minutes; a second run goes on'
 	@echo 'make sanitize     runs the tests of the ops on kernels built with AddressSanitizer and UBSan (gcc)'
@@ -67,6 +68,9 @@ lint: .venv/.kernels
 
 cuda-check: .venv/.packages
 	$(bin)/python csrc/cuda/nvcc.py
+
+docs: .venv/.kernels
+	$(bin)/python -m sphinx -q -W --keep-going docs build/site
 
 format: .venv/.packages
 	$(bin)/ruff format .

@@ -1,7 +1,7 @@
 """Is the batch that is promised the largest that trains under a real limit?
 
     python benchmarks/largest_batch.py [--models deit_s,resnet_50,gpt2] [--limit 1GB]
-    python benchmarks/largest_batch.py --models deit_s --policies searched --limit 2GB
+    python benchmarks/largest_batch.py --models ../examples/deit_tiny.py --policies searched --limit 4GB
 
 `mt.estimate` promises it for plain steps and uniform 16; `search_policy(…, max_batch=True)` for its plan.
 The kernel sets the limit (`RLIMIT_DATA`): a process of its own takes one step with one sample, in which
@@ -17,9 +17,9 @@ import gc
 import json
 import resource
 
+import zoo
 from common import append
 from meters import in_own_process, resident, train, trim
-from zoo import ZOO, workload
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import fast_grid
@@ -34,7 +34,9 @@ SEARCHED = "searched"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--models", default="deit_s,resnet_50,gpt2", help=f"of {', '.join(ZOO)}")
+    parser.add_argument(
+        "--models", default="deit_s,resnet_50,gpt2", help=f"of {', '.join(zoo.ZOO)}, or model files"
+    )
     parser.add_argument(
         "--policies", default=",".join(POLICIES), help=f"of {', '.join(POLICIES)}, {SEARCHED}"
     )
@@ -60,6 +62,13 @@ def main() -> None:
                 f"{name} {title}: promised {promised} ({verdict}), true {true}: {deviation:+.1%}",
                 flush=True,
             )
+
+
+def workload(name: str, batch_size: int) -> mt.Workload:
+    """Return the model of that name or in that file."""
+    if name.endswith(".py"):
+        return mt.Workload.load(name, batch_size=batch_size, device="cpu")
+    return zoo.workload(name, batch_size)
 
 
 def promise(name: str, title: str, limit: int) -> tuple[int, mt.Policy | None]:

@@ -1,7 +1,7 @@
 """Is any way that users have faster than a searched plan of the same peak?
 
     python benchmarks/search.py [--models digits_vit,gpt2] [--rounds 9] [--batches 16] [--timeout 120]
-    python benchmarks/search.py --docs    # writes docs/search.md from the results
+    python benchmarks/search.py --docs    # writes docs/rivals.md from the results
 
 Each model is trained for some steps on real data and profiled once. Then there are three limits on the peak:
 midway between that of plain and of checkpointing every block; that of checkpointing; the least that any rival
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=16, help="unseen batches for noise ratios")
     parser.add_argument("--timeout", type=float, default=120, help="seconds per study")
     parser.add_argument("--seed", type=int, default=0, help="of the studies")
-    parser.add_argument("--docs", action="store_true", help="write docs/search.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/rivals.md")
     arguments = parser.parse_args()
     if arguments.docs:
         print(f"wrote {write()}")

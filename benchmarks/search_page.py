@@ -1,4 +1,4 @@
-"""Write docs/search.md from the results of `search.py`."""
+"""Write docs/rivals.md from the results of `search.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from common import RESULTS, json_lines
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "search.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "rivals.md"
 MAX_NOISE_RATIO = 0.1
 FITS = 1.01
 """A rival that is up to this factor above the searched plan's limit still counts as fitting."""

@@ -351,3 +351,17 @@ def test_a_mask_for_packed_texts_is_made_where_a_real_step_makes_it(name: str, p
         estimated, real = mt.estimate(workload, policy), real_step(workload, policy)
         assert estimated.saved_bytes == real.saved_bytes
         assert estimated.peak_bytes == pytest.approx(real.peak_bytes, rel=0.003)
+
+
+def test_a_model_that_copies_its_layers_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    def encoder() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)  # a weight of 2¹⁷ elements is fake
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    work = mt.Workload(encoder, lambda n: torch.rand(n, 16, 256), lambda net, x: net(x).mean(), batch_size=2)
+    torch.set_warn_always(True)
+    try:
+        mt.estimate(work)
+    finally:
+        torch.set_warn_always(False)
+    assert not [str(warning.message) for warning in recwarn]

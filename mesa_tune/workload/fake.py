@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -52,12 +53,16 @@ class FakeWorkload(Workload):
 
     @contextmanager
     def faking(self) -> Iterator[None]:
-        """Make the tensors of the body fake. What exists before is no work for the garbage collector."""
+        """Make the tensors of the body fake. What exists before is no work for the garbage collector.
+
+        `copy.deepcopy` asks a parameter's address, and PyTorch warns that a fake one has none.
+        """
         unfrozen = not gc.get_freeze_count()
         if unfrozen:
             gc.freeze()
         try:
-            with self.mode:
+            with self.mode, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 yield
         finally:
             if unfrozen:

@@ -70,6 +70,13 @@ def estimates_names() -> dict[str, Any]:
     }
 
 
+def howto_names() -> dict[str, Any]:
+    """The names that docs/howto.md takes from the reader's program."""
+    batches = [torch.rand(BATCH, 48) for _ in range(2)]
+    given = {"model": small_model(), "batch": batches[0], "loader": batches, "loss": mean}
+    return {"mt": mt, "torch": torch, "policy": mt.Policy.uniform(level=16), **given}
+
+
 def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(batch).mean()
     return loss
@@ -79,6 +86,7 @@ NAMES: dict[str, Callable[[], dict[str, Any]]] = {
     "estimates.md": estimates_names,
     "migrating.md": migrating_names,
     "concepts.md": concepts_names,
+    "howto.md": howto_names,
 }
 
 

@@ -1,4 +1,4 @@
-"""docs/search.md: which ways count as answers, and which are faster than the searched plan."""
+"""docs/rivals.md: which ways count as answers, and which are faster than the searched plan."""
 
 from __future__ import annotations
 
