@@ -90,6 +90,11 @@ def batch_size(batch: Any) -> int:
     return size
 
 
+def copied_containers(batch: Any) -> Any:
+    """Return `batch` in new containers with the same tensors: a loss may pop its labels from a dict."""
+    return rebuilt(batch, copied_containers) if is_container(batch) else batch
+
+
 def select(batch: Any, index: Tensor | slice, size: int) -> Any:
     """Return `batch` with the samples at `index` of each tensor whose first dimension is `size`."""
     if isinstance(batch, Tensor):

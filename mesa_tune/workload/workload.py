@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from mesa_tune.errors import WorkloadError
-from mesa_tune.workload.batches import to_device
+from mesa_tune.workload.batches import copied_containers, to_device
 from mesa_tune.workload.instance.given_batches import drawn
 from mesa_tune.workload.model_file import read_model_file
 from mesa_tune.workload.step import FunctionStepper, LossStepper, StepFunction, Stepper, TrainingStep
@@ -155,12 +155,13 @@ class Workload:
     def compute_loss(self, model: nn.Module, batch: Any, *, check: bool = True) -> Tensor:
         """Return the loss of `model` on `batch`, a scalar that requires grad, under this autocast.
 
+        The loss may change the containers of its batch, such as a dict: they are copies.
         `check=False` does not read its value: for fake tensors, and where a synchronization would disturb
         times.
         """
         assert self.loss is not None
         with explaining("loss()", self.loss, self.path), self.autocasting():
-            loss = self.loss(model, batch)
+            loss = self.loss(model, copied_containers(batch))
         fault = _loss_fault(loss, check=check)
         if fault:
             raise self._error("loss", self.loss, *fault)

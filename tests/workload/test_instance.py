@@ -1,0 +1,253 @@
+"""Workloads around what a script has: batches by number, other optimizers of its class, fingerprints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from mesa_tune.errors import WorkloadError
+from mesa_tune.workload.instance.fingerprint import fingerprint
+from mesa_tune.workload.instance.given_batches import MOST_BATCHES, GivenBatches, preserved_generators
+from mesa_tune.workload.instance.instance import instance_workload
+from mesa_tune.workload.instance.optimizers import remade
+
+hf: Any = transformers
+ROOT = Path(__file__).parents[2]
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    scale: float = 2.0
+
+
+def numbered(count: int, samples: int = 4) -> list[dict[str, Tensor]]:
+    """Batches whose elements are the number of the batch."""
+    return [{"x": torch.full((samples, 2), index)} for index in range(count)]
+
+
+def numbers_of(batches: GivenBatches, count: int) -> list[int]:
+    return [int(batches.numbered(number, 4)["x"][0, 0]) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: x,
+        lambda x: [x, 3],
+        lambda x: (x, torch.zeros(3)),
+        lambda x: {"x": x, "n": "text"},
+        lambda x: Pair(x, None),
+        lambda x: hf.BatchEncoding({"x": x}),
+        Sample,
+    ],
+    ids=["tensor", "list", "tuple", "dict", "namedtuple", "BatchEncoding", "dataclass"],
+)
+def test_one_batch_has_its_samples_in_any_container(made: Callable[[Tensor], Any]) -> None:
+    x = torch.arange(12.0).view(6, 2)
+    batches = GivenBatches(made(x))
+    assert batches.size == 6
+    assert str(batches.numbered(0, 2)) == str(made(x[:2]))
+    assert str(batches.numbered(0, 8)) == str(made(torch.cat([x, x[:2]])))
+    drawn = batches.numbered(3, 6)
+    assert type(drawn) is type(made(x))
+    assert "one batch of 6 samples was given" in batches.notes[0]
+
+
+def test_further_batches_of_one_have_its_samples_with_replacement() -> None:
+    x = torch.arange(64)
+    batches = GivenBatches(x)
+    drawn = batches.numbered(1, 64)
+    assert set(drawn.tolist()) < set(x.tolist())
+    torch.manual_seed(3)
+    first = batches.numbered(2, 8)
+    torch.manual_seed(3)
+    assert torch.equal(batches.numbered(2, 8), first)
+    assert torch.equal(batches.numbered(0, 64), x)
+
+
+def test_batches_come_in_order_and_again_from_the_first() -> None:
+    batches = GivenBatches(iter(numbered(3)))
+    assert "".join(batches.notes) == ""
+    assert numbers_of(batches, 7) == [0, 1, 2, 0, 1, 2, 0]
+    assert batches.notes[0].startswith("3 batches were taken")
+    many = GivenBatches(iter(numbered(MOST_BATCHES + 9)))
+    assert numbers_of(many, MOST_BATCHES + 1)[MOST_BATCHES - 1 :] == [MOST_BATCHES - 1, 0]
+
+
+def test_smaller_batches_are_left_out_and_larger_ones_cut() -> None:
+    given = [*numbered(1), *numbered(1, samples=3), *({"x": x["x"] + 7} for x in numbered(1, samples=5))]
+    batches = GivenBatches(iter(given))
+    assert [numbers_of(batches, 2), batches.size] == [[0, 7], 4]
+    assert batches.numbered(1, 4)["x"].shape == (4, 2)
+
+
+def test_a_batch_can_be_changed() -> None:
+    batches = GivenBatches(iter(numbered(1)))
+    first = batches.numbered(0, 4)
+    first.pop("x").add_(1)
+    assert numbers_of(batches, 1) == [0]
+
+
+def test_generators_of_a_loader_are_restored() -> None:
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    samples: Any = list(range(8))
+    loader: Any = DataLoader(samples, batch_size=4, shuffle=True, generator=generator)
+    with preserved_generators(loader):
+        batches = GivenBatches(loader)
+        batches.numbered(1, 4)
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_dataset_that_raises_is_named() -> None:
+    class Broken(torch.utils.data.Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Tensor:
+            raise KeyError(index)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return squared(model(batch))
+
+    with pytest.raises(
+        WorkloadError, match=r"test_instance.py:\d+: an iteration over the batches raised KeyError"
+    ):
+        instance_workload(nn.Linear(2, 2), DataLoader(Broken(), batch_size=2), loss)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, amsgrad=True, foreach=False),
+    "Adafactor": lambda groups: hf.Adafactor(groups, scale_parameter=False, relative_step=False, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_another_optimizer_has_groups_and_options_but_no_state(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3))
+    groups = [{"params": model[0].parameters(), "weight_decay": 0.5}, {"params": model[2].weight}]
+    optimizer = OPTIMIZERS[name](groups)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    made = remade(optimizer, model)(filter(lambda each: each.requires_grad, model.parameters()))
+    assert type(made) is type(optimizer)
+    assert not made.state
+    assert str(made.param_groups) == str(optimizer.param_groups)
+
+
+def test_an_optimizer_of_another_model_is_an_error() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(WorkloadError, match="no trainable parameter of the model"):
+        remade(optimizer, nn.Linear(2, 2))([])
+
+
+class Net(nn.Module):
+    """A model whose fingerprint has options, ties and code."""
+
+    def __init__(self, scale: float = 1.0, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(dropout)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.drop(F.gelu(self.first(x)))) * self.scale
+        return result
+
+
+class Changed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def tied() -> Net:
+    net = Net()
+    net.second.weight = net.first.weight
+    return net
+
+
+def frozen() -> Net:
+    net = Net()
+    net.first.requires_grad_(False)
+    return net
+
+
+def evaluated() -> Net:
+    net = Net()
+    net.drop.eval()
+    return net
+
+
+def squared(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def loss(model: nn.Module, batch: Tensor, scale: float = 1.0) -> Tensor:
+    return squared(model(batch)) * scale
+
+
+def other_loss(model: nn.Module, batch: Tensor, scale: float = 1.0) -> Tensor:
+    return squared(model(batch)) + scale
+
+
+def bound(scale: float) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda model, batch: loss(model, batch, scale)
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "model": Net,
+    "class": Changed,
+    "attribute": partial(Net, scale=2.0),
+    "dropout": partial(Net, dropout=0.2),
+    "ties": tied,
+    "frozen": frozen,
+    "mode": evaluated,
+    "shape": lambda: torch.zeros(2, 4),
+    "batch size": lambda: torch.zeros(3, 4),
+    "dtype": lambda: torch.zeros(2, 4, dtype=torch.float64),
+    "containers": lambda: {"x": torch.zeros(2, 4)},
+    "loss": lambda: loss,
+    "other loss": lambda: other_loss,
+    "partial": lambda: partial(loss, scale=2.0),
+    "closure": lambda: bound(1.0),
+    "other closure": lambda: bound(2.0),
+}
+
+
+def made(name: str) -> Any:
+    return PARTS[name]()
+
+
+def test_fingerprints_differ_in_what_a_profile_depends_on() -> None:
+    fingerprints = {name: fingerprint(made(name)) for name in PARTS}
+    assert len(set(fingerprints.values())) == len(PARTS)
+    again = {name: fingerprint(made(name)) for name in PARTS}  # weights have other values
+    assert fingerprints == again
+
+
+def test_the_code_of_a_called_function_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(loss)
+    monkeypatch.setattr(sys.modules[__name__], "squared", other_loss)
+    assert fingerprint(loss) != before
+
+
+def test_fingerprints_are_equal_in_another_process() -> None:
+    code = "from tests.workload.test_instance import *; print(fingerprint(*map(made, PARTS)))"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == fingerprint(*map(made, PARTS))
