@@ -9,7 +9,7 @@ those of the module: this is how a checkpointed function that is no module looks
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -202,6 +202,14 @@ class Opened(NamedTuple):
     body: Callable[..., Any]
 
 
+def _compute_themselves(kinds: Iterable[type]) -> bool:
+    """Return whether tensors of classes with a `__torch_function__` have functions of their own.
+
+    Those are wrapper subclasses, such as torchao's quantized weights: no formula can take their values.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in kinds)
+
+
 class RoutingMode(TorchFunctionMode):
     """Runs torch calls by their formulas while a module of a conversion runs.
 
@@ -214,6 +222,8 @@ class RoutingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and _compute_themselves(types):
+            return _passed(func, args, kwargs)
         if torch.compiler.is_compiling() and state.frames:
             return self._traced(func, args, kwargs)
         route = self.routes.get(func)

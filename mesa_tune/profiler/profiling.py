@@ -32,7 +32,7 @@ from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
 from mesa_tune.profiler.errors.joint_error import JointError, representatives
 from mesa_tune.profiler.errors.noise import Noise
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
-from mesa_tune.profiler.memory.meter import unless_out_of_memory
+from mesa_tune.profiler.memory.meter import parts_of, unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
@@ -344,8 +344,11 @@ def _rebuilding(workload: Workload, model: nn.Module) -> Callable[[], nn.Module]
     if workload.device != "cpu":
         return None
     other = workload.build()
-    pairs = list(zip(model.parameters(), other.parameters(), strict=False))
-    equal = all(torch.equal(ours, again) and ours.data_ptr() != again.data_ptr() for ours, again in pairs)
+    ours, others = (
+        [part for each in built.parameters() for part in parts_of(each)] for built in (model, other)
+    )
+    pairs = list(zip(ours, others, strict=False))
+    equal = all(torch.equal(one, again) and one.data_ptr() != again.data_ptr() for one, again in pairs)
     return workload.build if equal and other is not model else None
 
 

@@ -262,7 +262,7 @@ def storages(tree: Any) -> list[UntypedStorage]:
     waiting = [tree]
     for item in waiting:
         if isinstance(item, Tensor):
-            found += [part.untyped_storage() for part in _parts(item)]
+            found += [part.untyped_storage() for part in parts_of(item)]
         elif isinstance(item, (tuple, list)):
             waiting += item
         elif isinstance(item, dict):
@@ -295,11 +295,12 @@ def _contents(item: Any) -> list[Any]:
     return [] if isinstance(item, type) else list(getattr(item, "__dict__", {}).values())
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a wrapper subclass or a sparse tensor consists of; else `tensor`."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         inner = [getattr(tensor, name) for name in flatten()[0]]
-        return [part for each in inner if isinstance(each, Tensor) for part in _parts(each)]
+        return [part for each in inner if isinstance(each, Tensor) for part in parts_of(each)]
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:
