@@ -102,7 +102,12 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     install_requires=["torch>=2.10", "numpy", "scipy", "optuna", "pandas", "matplotlib", "typer", "jinja2"],
-    extras_require={"postgresql": ["psycopg[binary]"]},
+    extras_require={
+        "postgresql": ["psycopg[binary]"],
+        "transformers": ["transformers", "accelerate"],
+        "lightning": ["lightning"],
+        "accelerate": ["accelerate"],
+    },
     packages=packages(),
     package_dir=package_dir(),
     package_data={"mesa_tune": ["py.typed", "templates/*"], "mesa_tune.reports": ["templates/*"]},

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import mesa_tune as mt
 from mesa_tune.cli import application
 from mesa_tune.policy.settings import STORES
+from tests.integrations.conftest import forget_accelerators
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -70,6 +71,29 @@ def estimates_names() -> dict[str, Any]:
     }
 
 
+def integrations_names() -> dict[str, Any]:
+    """The names that docs/integrations.md takes from the reader's program; writes policy.txt."""
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
+
+    from tests.integrations.test_lightning import Classifier, loader
+    from tests.integrations.test_transformers import Texts, text_model
+
+    policy, model = mt.Policy.uniform(level=16), text_model()
+    policy.save("policy.txt", force=True)
+    return {
+        "mt": mt,
+        "policy": policy,
+        "model": model,
+        "arguments": TrainingArguments("run", max_steps=1, report_to=[], use_cpu=True),
+        "dataset": Texts(),
+        "module": Classifier(),
+        "loader": loader(),
+        "accelerator": Accelerator(cpu=True),
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+    }
+
+
 def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(batch).mean()
     return loss
@@ -77,6 +101,7 @@ def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 NAMES: dict[str, Callable[[], dict[str, Any]]] = {
     "estimates.md": estimates_names,
+    "integrations.md": integrations_names,
     "migrating.md": migrating_names,
     "concepts.md": concepts_names,
 }
@@ -92,6 +117,8 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pyt
     for block in blocks(page, "python"):
         names |= NAMES.get(page.name, dict)()
         exec(compile(block, f"{page.name}", "exec"), names)
+    if "accelerator" in names:
+        forget_accelerators()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,6 +16,18 @@ from mesa_tune.profiler.memory.meter import Meter, gradients_of, tensors_in
 def _short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a small model are timed for 15 s otherwise."""
     monkeypatch.setattr("mesa_tune.profiler.profiling.SECONDS", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_is_left() -> Iterator[None]:
+    yield
+    forget_accelerators()
+
+
+def forget_accelerators() -> None:
+    """Forget what all Accelerators of a process share, those inside of Trainers included."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 class PeakMeter:

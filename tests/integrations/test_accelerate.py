@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker, on_main_process
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,18 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.integrations.accelerate import convert
-from tests.integrations.conftest import PeakMeter
+from tests.integrations.conftest import PeakMeter, forget_accelerators
 from tests.models import ViT
 
 FOUR_BITS = mt.Policy.uniform(level=16)
 EXACT = mt.Policy.parse("# mesa-tune policy 1\n")
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_is_left() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Notes(GeneralTracker):  # type: ignore[misc]
@@ -44,7 +35,7 @@ class Notes(GeneralTracker):  # type: ignore[misc]
         self.logged: list[dict[str, Any]] = []
 
     @on_main_process  # type: ignore[untyped-decorator]
-    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.logged.append(values)
 
 
@@ -56,7 +47,7 @@ class Loop:
     """A training loop as Accelerate's documentation writes it; `losses` of all micro-batches."""
 
     def __init__(self, mixed_precision: str = "no", accumulation: int = 1) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_accelerators()
         torch.manual_seed(5)
         self.notes, self.peaks, self.losses = Notes(), PeakMeter(), [0.0][:0]
         self.accelerator = Accelerator(
