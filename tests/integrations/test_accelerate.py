@@ -35,7 +35,7 @@ class Notes(GeneralTracker):  # type: ignore[misc]
         self.logged: list[dict[str, Any]] = []
 
     @on_main_process  # type: ignore[untyped-decorator]
-    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.logged.append(values)
 
 

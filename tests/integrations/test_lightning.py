@@ -74,7 +74,9 @@ class Policies(Callback):
     def __init__(self) -> None:
         self.policies: list[mt.Policy | None] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         conversion = conversion_of(pl_module)
         self.policies.append(None if conversion is None else conversion.policy)
 
@@ -227,7 +229,9 @@ class Peaks(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.meter.begin(pl_module, trainer.optimizers[0], batch)
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.meter.end()
 
 
