@@ -55,6 +55,8 @@ def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int
 
 refuses = drop.refuses
 
+_MILLION = 1_000_000
+
 
 def _axis(spec: Spec) -> int:
     return spec.axis or -1
@@ -66,8 +68,6 @@ def _stored(shape: Sequence[int], spec: Spec) -> tuple[int, int]:
     width = numel if len(shape) < 2 else shape[_axis(spec)]
     if numel == 0:
         return 0, width
-    return max(1, int(numel // width * spec.rows + _ALMOST_1)), width
-
-
-_ALMOST_1 = 1 - 1e-6
-"""Added before rounding down: rounds up, except from the rounding error of a product."""
+    # Of integers: compiled code takes no float of a symbolic size.
+    share = max(1, round(spec.rows * _MILLION))
+    return (numel // width * share + _MILLION - 1) // _MILLION, width
