@@ -56,10 +56,11 @@ class Reading:
 class Monitor:
     """Measure the converted `model` in its training, and warn where its policy does harm.
 
-    `loss(model, batch)`: the loss of the training, autocast included. If it uses `compress_saved`, these
-    layers are measured, too. Call `step(batch)` after each optimizer step: every `every`-th measures. It runs
-    8 slices of the batch, each of 1/32 of it (at least two samples of 16 or more; `samples` sets their
-    number), plain and compressed. The samples of a batch must be in random order. `history`: all readings.
+    `loss(model, batch)`: the loss of the training, autocast included, without a GradScaler. If it uses
+    `compress_saved`, these layers are measured, too. Call `step(batch)` after each optimizer step: every
+    `every`-th measures. It runs 8 slices of the batch plain, and every second one compressed: each is 1/32 of
+    the batch, and at least 2 samples, with batch norm 8. `samples`: another number. The order of the samples
+    must be random, and the loss a mean over them. `history`: all readings.
 
     A warning is given once each time that
 

@@ -142,6 +142,10 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     for how in WRAPPERS:
         results[f"{how} trained"] = trained(made(how, "wrap first", fine), rank)
     results["DDP monitored by one"] = monitored(made("DDP", "wrap first", fine), rank)
+    try:
+        mt.Monitor(made("FSDP2", "wrap first", fine), lambda model, samples: loss(model, samples, None))
+    except mt.RunError as error:
+        results["FSDP2 monitored"] = str(error)
     results["own gradient"] = own_gradient(fine)
     conversion = conversion_of(convert(model(), fine))
     assert conversion is not None

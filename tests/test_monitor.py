@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.codecs import Spec, quantize
 from mesa_tune.conversion.model import conversion_of
+from mesa_tune.profiler.errors.sampled import slice_size
 
 Batch = tuple[Tensor, Tensor]
 SIZE, TOKENS, WIDTH, CLASSES = 32, 16, 32, 10
@@ -285,6 +286,23 @@ def test_one_sample_has_an_error_and_no_noise() -> None:
     assert reading.gradient_error > 0
     assert reading.noise_ratio is None
     assert (reading.gradient_error_interval, reading.noise_ratio_interval) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "expected"),
+    [
+        (Plain, 128, 4),
+        (Plain, 32, 2),
+        (Plain, 5, 1),
+        (Plain, 1, 1),
+        (Net, 512, 16),
+        (Net, 64, 8),
+        (Net, 16, 4),
+    ],
+)
+def test_slices_are_a_small_share_of_the_batch(kind: type[nn.Module], size: int, expected: int) -> None:
+    assert slice_size(kind(), size) == expected
+    assert slice_size(kind().eval(), size) <= expected
 
 
 def test_bad_arguments() -> None:

@@ -115,6 +115,7 @@ def test_one_process_may_monitor_alone(results: Results) -> None:
     assert [each["DDP monitored by one"][1] for each in results] == [4, 0]
     for each in results:
         assert each["DDP monitored by one"][0] == each["DDP trained"]
+        assert "the parameters are sharded" in each["FSDP2 monitored"]
 
 
 def test_the_state_of_one_process_is_loaded_by_the_other(

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from mesa_tune.conversion import compress_saved, convert, revert
@@ -34,6 +35,7 @@ Pair = tuple[int, int]
 Gradient = list[Tensor | None]
 
 _CACHED_DRAWS = 4
+_PIECE = 1 << 20
 _SEEDS_PER_DRAW = 1_000_003
 _SEEDS_PER_BATCH = 1_000_000_007
 NOISE_STEPS, FEWEST_NOISE_STEPS, _NOISE_ERROR = 64, 16, 0.05
@@ -217,11 +219,19 @@ def squared(gradient: Sequence[Tensor | None], other: Sequence[Tensor | None] | 
     """Return ‖gradient − other‖² over all parameters; a gradient that is None counts as zero."""
     total = 0.0
     for pair in zip(gradient, [None] * len(gradient) if other is None else other, strict=True):
-        tensors = [as_real(tensor).double() for tensor in pair if tensor is not None]
-        if tensors:
-            difference = tensors[0] - tensors[1] if len(tensors) == 2 else tensors[0]
+        tensors = [as_real(tensor) for tensor in pair if tensor is not None]
+        for parts in zip(*_pieces(tensors), strict=True):
+            wide = [part.double() for part in parts]
+            difference = wide[0] - wide[1] if len(wide) == 2 else wide[0]
             total += float(difference.square().sum())
     return total
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Return the tensors in equal pieces: copies in 64 bits of a large one would take much memory."""
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return [[tensor] for tensor in tensors]
+    return [tensor.reshape(-1).split(_PIECE) for tensor in tensors]
 
 
 def representatives(norms: Sequence[float], count: int) -> list[int]:
