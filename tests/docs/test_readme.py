@@ -176,6 +176,14 @@ def test_the_training_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert torch.isfinite(model.weight.grad).all()
 
 
+def test_the_one_call_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mesa_tune.profiler.timing.step_time.SECONDS", 0.0)
+    names = {**howto_names(), "optimizer": None}
+    exec(blocks(PAGES[0], "python")[3], names)
+    assert Path("mesa-run/policy.txt").is_file()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page: Path) -> None:
     program = typer.main.get_command(application())
