@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mesa_tune.conversion.trial import LOSS
 from mesa_tune.errors import RunError
@@ -100,12 +99,12 @@ class Monitor:
             raise ValueError(f"`limit > 0` must hold, but got (limit={limit})")
         if remedy not in (None, "exact") and not isinstance(remedy, Retune):
             raise ValueError(f'`remedy` must be None, "exact" or a Retune, but got {remedy!r}')
-        self.model = model.module if isinstance(model, DistributedDataParallel) else model
-        if any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
+        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
             raise RunError(
                 "monitor: the parameters are sharded, so one process has no whole gradient\n"
                 "measure with mt.verify before training, or monitor a run with DistributedDataParallel"
             )
+        self.model = model
         self.loss = loss
         self.every = every
         self.limit = limit

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import typer
@@ -60,7 +61,19 @@ def migrating_names() -> dict[str, Any]:
 
 def concepts_names() -> dict[str, Any]:
     """The names that docs/concepts.md takes from the reader's program."""
-    return {"mt": mt, "torch": torch, "make_model": small_model, "policy": mt.Policy.uniform(level=16)}
+    policy = mt.Policy.uniform(level=16)
+    model = mt.convert(small_model(), policy)
+    return {
+        "mt": mt,
+        "torch": torch,
+        "F": F,
+        "pd": pd,
+        "make_model": small_model,
+        "policy": policy,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "loader": [(torch.randn(128, 48), torch.randint(0, 10, (128,)))] * 100,
+    }
 
 
 def estimates_names() -> dict[str, Any]:

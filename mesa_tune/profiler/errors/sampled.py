@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from mesa_tune.conversion.trial import LOSS, Trial
 from mesa_tune.policy import Policy
@@ -134,8 +135,10 @@ class SampledError:
         starts = range(0, size - samples + 1, samples)[:SLICES]
         self.slices = [select(batch, slice(start, start + samples), size) for start in starts]
         self.share = samples / size
-        self.model, self.loss, self.seed = model, loss, seed
         self.trial = Trial(model, self.share)
+        # A forward of the wrapper would synchronize buffers and gradients.
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        self.loss, self.seed = loss, seed
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.device = str(self.parameters[0].device) if self.parameters else "cpu"
         self.tags: dict[str, str] = {}
