@@ -20,10 +20,8 @@ from mesa_tune.notice import warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.sampled import Estimate, Sample, SampledError
 from mesa_tune.retune import Retune
+from mesa_tune.search.objectives import MAX_NOISE_RATIO
 from mesa_tune.workload.user_code import mixed_seed
-
-INVISIBLE = 0.1
-"""Largest noise ratio at which rounding is invisible beside the choice of the batch."""
 
 _AIM = 0.5
 """Share of the limit that the fallback aims for: the ratio goes on changing."""
@@ -63,8 +61,8 @@ class Monitor:
 
     A warning is given once each time that
 
-    * the noise ratio, by all of its interval, passes `limit`: by default what the header of the policy
-      predicts, or 0.1 if it predicts nothing;
+    * the noise ratio, by all of its interval, passes `limit`: by default that of a search, 0.03, or
+      what the header of the policy predicts if that is more;
     * the compressed gradient is not finite: the warning names the layers whose codec did it;
     * the plain gradient is not finite either: then it is the model.
 
@@ -128,7 +126,7 @@ class Monitor:
         sampled, sample = self._measured(batch)
         self._read(sample, faulty=_infinite(sampled.alone) if self._trouble == "codec" else ())
         if self._trouble not in (None, before):
-            text = self._described(self.history[-1], sampled.policy)
+            text = self._described(self.history[-1], self._limit(sampled.policy))
             warn_once(f"mesa-tune: at step {self.steps} {text}\n{self._remedied(batch, sampled, sample)}")
         return self.history[-1]
 
@@ -141,7 +139,7 @@ class Monitor:
         return sampled, sample
 
     def _limit(self, policy: Policy) -> float:
-        return self.limit or policy.header.noise_ratio or INVISIBLE
+        return self.limit or max(MAX_NOISE_RATIO, policy.header.noise_ratio or 0.0)
 
     def _read(self, sample: Sample, faulty: tuple[str, ...] = (), exact: tuple[str, ...] = ()) -> None:
         """Append a reading to `history`."""
@@ -150,17 +148,16 @@ class Monitor:
         ratio, ratio_ends = (sample.noise_ratio() if sample.is_finite else unknown) or _UNKNOWN
         self.history.append(Reading(self.steps, error, error_ends, ratio, ratio_ends, faulty, exact))
 
-    def _described(self, reading: Reading, policy: Policy) -> str:
+    def _described(self, reading: Reading, limit: float) -> str:
         """Return what is wrong."""
         if self._trouble == "model":
             return "the gradient of the plain model is not finite either: it is the model, not a codec"
         if self._trouble == "codec":
             return f"the gradient is not finite because of what these layers store: {_listed(reading.faulty)}"
         low, high = reading.noise_ratio_interval or (math.nan, math.nan)
-        whose = "limit" if self.limit or not policy.header.noise_ratio else "policy's prediction"
         return (
             f"the gradient noise ratio is {reading.noise_ratio:.2g} ({low:.2g} to {high:.2g}), "
-            f"above the {whose} of {self._limit(policy):.2g}"
+            f"above the limit of {limit:.2g}"
         )
 
     def _remedied(self, batch: Any, sampled: SampledError, sample: Sample) -> str:

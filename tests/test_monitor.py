@@ -189,11 +189,12 @@ def test_a_high_ratio_warns_once_per_crossing() -> None:
         monitor.step(draw())
 
 
-def test_the_limit_is_what_the_policy_promised() -> None:
-    model = made(level=4)
-    text = "# mesa-tune policy 1\n# predicted: peak 1.0 MB, noise ratio 1.0e-05, step 1.1x\n"
-    mt.convert(model, mt.Policy.parse(text + "on fc:\n    by_index: all\n    level: 4\n"))
-    with pytest.warns(UserWarning, match="above the policy's prediction of 1e-05"):
+@pytest.mark.parametrize(("promised", "limit"), [("1.0e-05", "0.03"), ("3.5e-02", "0.035")])
+def test_the_limit_is_that_of_a_search_or_what_the_policy_promised(promised: str, limit: str) -> None:
+    model = made(level=2)
+    header = f"# mesa-tune policy 1\n# predicted: peak 1.0 MB, noise ratio {promised}, step 1.1x\n"
+    mt.convert(model, mt.Policy.parse(header + mt.Policy.uniform(level=2).dumps().split("\n", 1)[1]))
+    with pytest.warns(UserWarning, match=f"above the limit of {limit}"):
         mt.Monitor(model, loss, every=1).step(draw())
 
 
