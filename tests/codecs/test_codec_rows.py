@@ -227,14 +227,16 @@ def test_products_of_computed_matrices_are_unbiased() -> None:
 def test_compiled_code_of_any_batch_size_stores_the_same_rows() -> None:
     made = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
     model = mt.convert(made, mt.Policy.uniform(16, rows=0.25), seed=1)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=True)
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager", dynamic=True)
     for size in (512, 300):
         x = torch.randn(size, 64).requires_grad_()
         found = [
-            torch.autograd.grad(run(x).square().mean(), list(run.parameters())) for run in (model, compiled)
+            torch.autograd.grad(run(x).square().mean(), list(owner.parameters()))
+            for run, owner in ((model, model), (compiled, other))
         ]
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)
+        for eager, traced in zip(*found, strict=True):
+            torch.testing.assert_close(eager, traced)
 
 
 def test_functions_that_are_not_linear_store_all_rows_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
