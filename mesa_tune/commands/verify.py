@@ -75,6 +75,7 @@ def verify(
     from mesa_tune.policy import Policy
     from mesa_tune.policy.policy import Header
     from mesa_tune.profiler.profile import Profile
+    from mesa_tune.profiler.verification import most_steps
     from mesa_tune.profiler.verification import verify as measure
 
     folder, output = Run(run, force=force), Output(json=as_json, quiet=quiet)
@@ -91,7 +92,8 @@ def verify(
     chosen.require_model(profile.layers_fingerprint, _FOREIGN)
     folder.check(folder.verify, origin)
     output.device(workload.device)
-    for line in _first_lines(path, chosen, workload.batch_size, steps, foreign):
+    seconds = most_steps(steps, seeds) * profile.plain_ms(workload.batch_size) / 1000
+    for line in _first_lines(path, chosen, workload.batch_size, steps, seconds, foreign):
         output.line(line)
     if expected is None:
         output.line(f"nothing is predicted: {profile.unpredictable(chosen)}")
@@ -114,10 +116,17 @@ def _origin(profile: Profile, policy: Policy, batch_size: int, own: bool) -> Ori
     return Origin(digest("verify", profile.fingerprint, batch_size, text), about, derived=own)
 
 
-def _first_lines(path: Path, policy: Policy, batch_size: int, steps: int, foreign: bool) -> list[str]:
+def _first_lines(
+    path: Path, policy: Policy, batch_size: int, steps: int, seconds: float, foreign: bool
+) -> list[str]:
     budget = f"for a budget of {policy.header.budget}, " if policy.header.budget else ""
     note = ["of another model: applied because of --force, where it fits"] if foreign else []
-    return [f"policy {path}", *note, f"{budget}batch {batch_size}: {counted(steps, 'step')} of each, in turn"]
+    return [
+        f"policy {path}",
+        *note,
+        f"{budget}batch {batch_size}: {counted(steps, 'step')} of each, in turn",
+        f"at most about {format_time(seconds)} of steps, with those for errors and noise",
+    ]
 
 
 def _expectation(

@@ -207,6 +207,11 @@ class Verification:
         return read_document(path, "verify", cls.from_dict, _REMEDY)
 
 
+def most_steps(steps: int = 5, seeds: int = 3) -> int:
+    """Return about how many steps `verify` takes at most: for memory, times, errors, and noise."""
+    return 4 + 2 * (steps + 1) + BATCHES * (1 + seeds) + NOISE_STEPS * 3 // 2
+
+
 def verify(
     workload: Workload,
     policy: Policy,
