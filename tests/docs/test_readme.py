@@ -59,7 +59,11 @@ def migrating_names() -> dict[str, Any]:
 
 def concepts_names() -> dict[str, Any]:
     """The names that docs/concepts.md takes from the reader's program."""
-    return {"mt": mt, "torch": torch, "make_model": small_model, "policy": mt.Policy.uniform(level=16)}
+    model = small_model()
+    names = {"mt": mt, "torch": torch, "make_model": small_model, "policy": mt.Policy.uniform(level=16)}
+    training = {"optimizer": torch.optim.SGD(model.parameters(), 0.1), "train_step": train_step}
+    batches = iter([torch.rand(BATCH, 48) for _ in range(9)])
+    return {**names, **training, "model": model, "loader": batches, "loss": mean}
 
 
 def estimates_names() -> dict[str, Any]:
@@ -75,6 +79,12 @@ def howto_names() -> dict[str, Any]:
     batches = [torch.rand(BATCH, 48) for _ in range(2)]
     given = {"model": small_model(), "batch": batches[0], "loader": batches, "loss": mean}
     return {"mt": mt, "torch": torch, "policy": mt.Policy.uniform(level=16), **given}
+
+
+def train_step(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    mean(model, batch).backward()
+    optimizer.step()
 
 
 def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
