@@ -177,11 +177,11 @@ class _Measured:
         """Return the plan of an earlier call, or make and write one."""
         source = digest(_WRITER, self.workload.fingerprint)
         origin = _origin(digest(source, self.request.identity))
+        for path in (self.run.profile, self.run.plan, self.run.policy):
+            _require_ours(self.run, path)
         budget = self._budget()
         plan = self._earlier_plan(origin, budget)
         if plan is None:
-            for path in (self.run.profile, self.run.plan, self.run.policy):
-                _require_ours(self.run, path)
             plan = self._searched(self._profile(_origin(source), budget), budget).at(self.run.policy)
             self.run.write(self.run.policy, plan.policy.dumps(), origin)
             self.run.write(self.run.plan, dump_json(plan.to_dict()), origin)
@@ -296,6 +296,8 @@ def _pins_of_loss(measured: Profile, pins: Pins) -> Pins:
 
 def _summary(plan: Plan) -> str:
     predicted, before = plan.predicted, format_bytes(plan.baseline.peak_bytes)
+    if not plan.policy.rules and plan.budget_bytes is None:
+        return f"no policy has a lower peak than the plain step, {before}: nothing is compressed"
     if not plan.policy.rules:
         budget = format_bytes(plan.budget_bytes or 0)
         return f"the plain step fits the budget: {before} of {budget}; nothing is compressed"
