@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.profiling import SEEDS, profile
 from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
-from mesa_tune.search.api import check_request
+from mesa_tune.search.api import check_request, plain_fits
 from mesa_tune.search.restrictions import Pins, Restrictions
 from mesa_tune.units import format_bytes
 from mesa_tune.workload.instance.fingerprint import fingerprint
@@ -98,6 +98,7 @@ def auto(
     def planned() -> str:
         plain = _unwrapped(model)
         require_alone(plain)
+        held = _held(plain, optimizer)
         with ExitStack() as stack:
             stack.enter_context(preserved_generators(batch))
             stack.enter_context(set_aside(plain))
@@ -113,7 +114,7 @@ def auto(
             stack.enter_context(seeded(workload.seed, workload.device))
             if isinstance(workload.batch, GivenBatches):
                 stack.callback(workload.batch.close)
-            measured = _Measured(workload, plain, Run(Path(run), force=True), request, fast)
+            measured = _Measured(workload, plain, Run(Path(run), force=True), request, fast, held)
             return measured.identified(loss, optimizer).plan().policy.dumps()
 
     policy = Policy.parse(text_of_rank_zero(planned), source=_WRITER)
@@ -155,14 +156,14 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A model that is profiled and planned for, once per folder."""
+    """A model that is profiled and planned for, once per folder. `held`: bytes that its training has."""
 
     workload: Workload
     model: nn.Module
     run: Run
     request: _Request
     fast: bool
-    optimizer: Optimizer | None = field(default=None)
+    held: int
 
     def identified(self, loss: Any, optimizer: Any) -> _Measured:
         """Return the same with the fingerprint of everything that is measured."""
@@ -171,19 +172,18 @@ class _Measured:
         device = torch.cuda.get_device_name(workload.device) if workload.device.startswith("cuda") else None
         described = {**workload.description, "versions": versions, "name": device}
         parts = [self.model, workload.make_batch(), loss, _options(optimizer), described]
-        given = optimizer if isinstance(optimizer, Optimizer) else None
-        return replace(self, workload=replace(workload, fingerprint=fingerprint(*parts)), optimizer=given)
+        return replace(self, workload=replace(workload, fingerprint=fingerprint(*parts)))
 
     def plan(self) -> Plan:
         """Return the plan of an earlier call, or make and write one."""
         source = digest(_WRITER, self.workload.fingerprint)
         origin = _origin(digest(source, self.request.identity))
+        for path in (self.run.profile, self.run.plan, self.run.policy):
+            _require_ours(self.run, path)
         budget = self._budget()
         plan = self._earlier_plan(origin, budget)
         if plan is None:
-            for path in (self.run.profile, self.run.plan, self.run.policy):
-                _require_ours(self.run, path)
-            plan = self._searched(self._profile(_origin(source)), budget).at(self.run.policy)
+            plan = self._searched(self._profile(_origin(source), budget), budget).at(self.run.policy)
             self.run.write(self.run.policy, plan.policy.dumps(), origin)
             self.run.write(self.run.plan, dump_json(plan.to_dict()), origin)
         say(_summary(plan))
@@ -200,19 +200,19 @@ class _Measured:
         return plan if fits else None
 
     def _budget(self) -> int | str | None:
-        """Return the budget; for `auto`, what is free and what the model and its optimizer hold already."""
+        """Return the budget; for `auto`, what is free and what the training has already."""
         if self.request.budget != AUTO:
             return self.request.budget
-        state = tensors_in(unwrapped(self.optimizer).state) if self.optimizer else []
-        held = bytes_of([*self.model.parameters(), *self.model.buffers(), *gradients_of(self.model), *state])
-        return int((free_memory(self.workload.device)[0] + held) * (1 - MARGIN))
+        return int((free_memory(self.workload.device)[0] + self.held) * (1 - MARGIN))
 
-    def _profile(self, origin: Origin) -> Profile:
+    def _profile(self, origin: Origin, budget: int | str | None) -> Profile:
+        """Return the profile in the folder, or measure it: its bytes alone if the plain step fits."""
         noted = self.run.origin(self.run.profile)
         if noted is not None and noted.inputs == origin.inputs:
             earlier = Profile.load(self.run.profile)
             if not earlier.partial:
                 return earlier
+        search = self._options()
         say(f"profiling at batch size {self.workload.batch_size} on {self.workload.device}")
         options, seeds = (fast_grid(), 1) if self.fast else (full_grid(), SEEDS)
         try:
@@ -221,6 +221,7 @@ class _Measured:
                 options=options,
                 seeds=seeds,
                 path=self.run.profile,
+                enough=lambda traced: not search.get("max_batch") and plain_fits(traced, budget, **search),
                 progress=lambda text, share: self.request.progress(f"{share:4.0%} {text}"),
                 save=lambda each: self.run.write(
                     self.run.profile, dump_json(self._noted(each).to_dict()), origin
@@ -229,7 +230,7 @@ class _Measured:
         finally:
             self.request.progress("")
         measured = self._noted(measured)
-        for note in measured.notes:
+        for note in () if measured.partial else measured.notes:
             say(f"note: {note}")
         return measured
 
@@ -239,16 +240,27 @@ class _Measured:
         notes = batch.notes if isinstance(batch, GivenBatches) else ()
         return replace(measured, notes=(*measured.notes, *notes))
 
-    def _searched(self, measured: Profile, budget: int | str | None) -> Plan:
+    def _options(self) -> dict[str, Any]:
+        """Return the options of the search, for the batches that the training has."""
         search = dict(self.request.search)
         if not search.get("max_batch"):
             search.setdefault("batch_size", self.workload.batch_size)
+        return search
+
+    def _searched(self, measured: Profile, budget: int | str | None) -> Plan:
+        search = self._options()
         search["pins"] = {**_pins_of_loss(measured, self.request.pins), **self.request.pins}
         search["progress"] = self.request.progress
         try:
             return search_policy(measured, budget, workload=self.workload, **search)
         finally:
             self.request.progress("")
+
+
+def _held(model: nn.Module, optimizer: Any) -> int:
+    """Return the bytes of weights, buffers, gradients and optimizer state that there are."""
+    state = tensors_in(unwrapped(optimizer).state) if isinstance(optimizer, Optimizer) else []
+    return bytes_of([*model.parameters(), *model.buffers(), *gradients_of(model), *state])
 
 
 def _options(optimizer: Any) -> Any:
@@ -285,6 +297,8 @@ def _pins_of_loss(measured: Profile, pins: Pins) -> Pins:
 
 def _summary(plan: Plan) -> str:
     predicted, before = plan.predicted, format_bytes(plan.baseline.peak_bytes)
+    if not plan.policy.rules and plan.budget_bytes is None:
+        return f"no policy has a lower peak than the plain step, {before}: nothing is compressed"
     if not plan.policy.rules:
         budget = format_bytes(plan.budget_bytes or 0)
         return f"the plain step fits the budget: {before} of {budget}; nothing is compressed"

@@ -138,8 +138,9 @@ def search_policy(
     size = batch_size or profile.batch_size
     asked = (pins or {}, restrictions, objective, max_noise_ratio, seed)
     request = Request(profile, size, limits.peak, baseline, limits, *asked, requested)
-    stays_exact = all(settings.exact for settings in pinned_settings(profile, request.pins).values())
-    if stays_exact and objective != "memory" and _plain_fits(request):
+    if plain_fits(
+        profile, limits.peak, batch_size=size, max_saved=limits.saved, objective=objective, pins=pins
+    ):
         return _exact_plan(request)
     profile.require_prices()
     possible = steps(profile, size, request.pins, restrictions)
@@ -207,12 +208,27 @@ def _limits(
     return baseline, limits, amount
 
 
-def _plain_fits(request: Request) -> bool:
-    limits, plain = request.limits, request.baseline
-    needed = request.profile.timeline.at(request.batch_size).needed_bytes({})
-    return (limits.peak is None or needed <= limits.peak) and (
+def plain_fits(
+    profile: Profile,
+    budget: int | str | None,
+    *,
+    batch_size: int | None = None,
+    max_saved: int | str | None = None,
+    objective: str = "auto",
+    pins: Pins | None = None,
+    **_: object,
+) -> bool:
+    """Return whether `search_policy` leaves the model plain: its step fits, and no pin compresses.
+
+    Prices are not needed.
+    """
+    pinned = pinned_settings(profile, pins or {}).values()
+    plain, limits, _amount = _limits(profile, budget, batch_size, max_saved, None)
+    needed = profile.timeline.at(batch_size or profile.batch_size).needed_bytes({})
+    fits = (limits.peak is None or needed <= limits.peak) and (
         limits.saved is None or plain.saved_bytes <= limits.saved
     )
+    return fits and objective != "memory" and all(settings.exact for settings in pinned)
 
 
 def _exact_plan(request: Request) -> Plan:

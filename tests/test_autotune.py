@@ -205,11 +205,17 @@ def test_a_second_call_measures_nothing(profiled: list[Profile], capsys: pytest.
     assert [profile.batch_size for profile in profiled] == [16, 24, 16]
 
 
-def test_a_plain_step_that_fits_stays_plain(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Frozen()
-    assert auto(model, images(16), image_loss, "10GB") is model
+def test_a_plain_step_that_fits_stays_plain(
+    profiled: list[Profile], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, batch = Frozen(), images(16)
+    assert auto(model, batch, image_loss, "10GB") is model
     assert conversion_of(model) is None
     assert "the plain step fits the budget" in capsys.readouterr().err.splitlines()[-1]
+    assert not any(layer.options for layer in profiled[0].layers)  # no price is measured
+    auto(model, batch, image_loss)
+    assert conversion_of(model) is not None
+    assert any(layer.options for layer in profiled[1].layers)
 
 
 def test_the_budget_is_what_is_free_and_what_the_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +299,9 @@ def test_files_of_the_user_are_not_overwritten(profiled: list[Profile]) -> None:
     auto(Frozen(), images(16), image_loss)
     policy = Path("mesa-run/policy.txt")
     policy.write_text(policy.read_text() + "# mine\n")
-    with pytest.raises(mt.RunError, match="edited"):
-        auto(Frozen(), images(16), image_loss, "95%")
+    for budget in ("90%", "95%"):  # of the plan that is there, and of another one
+        with pytest.raises(mt.RunError, match="edited"):
+            auto(Frozen(), images(16), image_loss, budget)
     assert policy.read_text().endswith("# mine\n")
 
 

@@ -144,6 +144,22 @@ def test_an_instance_is_estimated_and_stays_as_it_is() -> None:
     assert all(type(parameter) is nn.Parameter and parameter.grad is None for parameter in model.parameters())
 
 
+def test_an_instance_is_estimated_with_what_a_training_script_has() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = ViT(), of_vit(batch_size=20).make_batch()
+    samples: Any = list(zip(x, y, strict=True))
+    loader = torch.utils.data.DataLoader(samples, batch_size=8)  # the last batch has four samples
+    state = torch.get_rng_state()
+    parameters: Any = [{"params": model.blocks.parameters(), "lr": 0.1}, {"params": model.head.parameters()}]
+    estimated = mt.estimate(model, loader, vit_loss, optimizer=torch.optim.AdamW(parameters))
+    assert torch.equal(torch.get_rng_state(), state)
+    whole = mt.estimate(of_vit())
+    assert estimated.saved_bytes == whole.saved_bytes
+    others = sum(each.nbytes for part in (model.embed, model.norm) for each in part.parameters())
+    # No moments and steps of these, but their gradients, which no optimizer frees.
+    assert whole.static_bytes - estimated.static_bytes == 2 * others + 4 * 4 - others
+
+
 def test_a_model_on_the_meta_device_needs_no_memory() -> None:
     with torch.device("meta"):
         model = ViT()

@@ -66,6 +66,7 @@ def profile(
     path: str | Path | None = None,
     progress: bool | Progress = False,
     save: Callable[[Profile], object] | None = None,
+    enough: Callable[[Profile], bool] | None = None,
 ) -> Profile:
     """Measure what a step of `workload` saves for backward, and what each option to store it costs.
 
@@ -75,7 +76,9 @@ def profile(
     `path`, or by `save`, as it grows; a partial one of the same workload and options is resumed. A batch that
     does not fit in memory is halved until it does, and `notes` say so. Where batches differ in length, the
     bytes are those of the longest of `DRAWS` draws, and `notes` say so; they also say if `batch` makes no
-    equal batches under one seed. The model, its optimizer and the random generators are restored bit for bit.
+    equal batches under one seed. `enough`: asked about the bytes, before options are priced; if it returns
+    True, they are the profile, which stays partial. The model, its optimizer and the random generators are
+    restored bit for bit.
 
     Raise WorkloadError for a workload that cannot be trained, RunError for a file that cannot be written.
     """
@@ -85,7 +88,7 @@ def profile(
     show = progress if callable(progress) else (_print_progress if progress else _ignored)
     model = workload.build()
     optimizer = workload.make_optimizer(model)
-    return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show).run()
+    return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show, enough).run()
 
 
 @dataclass
@@ -98,6 +101,7 @@ class _Profiling:
     path: str | Path | None
     save: Callable[[Profile], object] | None
     show: Progress
+    enough: Callable[[Profile], bool] | None
     pricing: Pricing = field(init=False)
     watch: BlockWatch = field(init=False)
     noise: Noise = field(init=False)
@@ -122,6 +126,9 @@ class _Profiling:
         with preserved(self.model, self.optimizer, self.again) as restore:
             traced = self._traced_profile(restore)
         del restore  # it refers to copies of the parameters
+        if self.enough is not None and self.enough(traced):
+            self._save(traced)
+            return traced
         self.measured = self._resumed(traced)
         self.derivations: tuple[Derivation, ...] = ()
         begin = time.monotonic()

@@ -126,7 +126,7 @@ class Run:
     def origin(self, path: Path) -> Origin | None:
         """Return from what `path` was made; None if it is not there, not ours, or was edited since."""
         note = self._notes().get(self._key(path)) if path.is_file() else None
-        if note is None or note["sha256"] != _hash(path):
+        if note is None or note["sha256"] not in (None, _hash(path)):
             return None
         about = note.get("about")
         return Origin(note["inputs"], about if isinstance(about, dict) else {})

@@ -72,6 +72,8 @@ def concepts_names() -> dict[str, Any]:
         "policy": policy,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "loss": classified,
+        "train_step": train_step,
         "loader": [(torch.randn(128, 48), torch.randint(0, 10, (128,)))] * 100,
     }
 
@@ -112,6 +114,19 @@ def integrations_names() -> dict[str, Any]:
         "accelerator": Accelerator(cpu=True),
         "optimizer": torch.optim.SGD(model.parameters(), 0.1),
     }
+
+
+def classified(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def train_step(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    optimizer.zero_grad()
+    classified(model, batch).backward()
+    optimizer.step()
 
 
 def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

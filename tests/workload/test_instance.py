@@ -209,6 +209,16 @@ def bound(scale: float) -> Callable[[nn.Module, Tensor], Tensor]:
     return lambda model, batch: loss(model, batch, scale)
 
 
+class Objective:
+    """A loss with an attribute, which a method uses."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return loss(model, batch, self.scale)
+
+
 PARTS: dict[str, Callable[[], Any]] = {
     "model": Net,
     "class": Changed,
@@ -226,6 +236,8 @@ PARTS: dict[str, Callable[[], Any]] = {
     "partial": lambda: partial(loss, scale=2.0),
     "closure": lambda: bound(1.0),
     "other closure": lambda: bound(2.0),
+    "method": lambda: Objective(1.0).loss,
+    "other method": lambda: Objective(2.0).loss,
 }
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from mesa_tune.workload.batches import is_container, values_of
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+_MOST = 1000
+"""Containers of more values count by their class and length alone."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -40,14 +42,21 @@ def _described(value: Any, seen: set[Any]) -> Any:
         return [list(value.shape), str(value.dtype)]
     if isinstance(value, nn.Module):
         return _of_module(value, seen)
-    if isinstance(value, Mapping):
-        return {str(key): _described(each, seen) for key, each in value.items()}
     if is_container(value):
-        described = [_described(each, seen) for each in values_of(value)]
-        return sorted(map(json.dumps, described)) if isinstance(value, (set, frozenset)) else described
+        return _of_container(value, seen)
     if callable(value):
         return _of_function(value, seen)
     return _shown(value)
+
+
+def _of_container(container: Any, seen: set[Any]) -> Any:
+    values = list(values_of(container))
+    if len(values) > _MOST:
+        return [type(container).__name__, len(values)]
+    if isinstance(container, Mapping):
+        return {str(key): _described(each, seen) for key, each in container.items()}
+    described = [_described(each, seen) for each in values]
+    return sorted(map(json.dumps, described)) if isinstance(container, (set, frozenset)) else described
 
 
 def _shown(value: Any) -> str:
@@ -91,13 +100,13 @@ def _of_class(kind: type, seen: set[Any]) -> list[Any]:
 def _of_function(function: Callable[..., Any], seen: set[Any]) -> Any:
     if isinstance(function, functools.partial):
         return [_described(each, seen) for each in (function.func, function.args, function.keywords)]
-    plain = getattr(function, "__func__", function)
+    plain, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
     if not isinstance(plain, FunctionType):
         return _of_callable_object(plain, seen)
     if plain in seen:
         return plain.__qualname__
     seen.add(plain)
-    bound = [_described(each, seen) for each in (plain.__defaults__, _cells(plain))]
+    bound = [_described(each, seen) for each in (plain.__defaults__, _cells(plain), _settings(owner))]
     called = [_of_function(each, seen) for each in _called(plain)]
     return [_of_code(plain.__code__), bound, called]
 
