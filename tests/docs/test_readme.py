@@ -14,6 +14,7 @@ import torch
 import typer
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import mesa_tune as mt
 from mesa_tune.cli import application
@@ -74,7 +75,7 @@ def concepts_names() -> dict[str, Any]:
         "optimizer": torch.optim.SGD(model.parameters(), 0.1),
         "loss": classified,
         "train_step": train_step,
-        "loader": [(torch.randn(128, 48), torch.randint(0, 10, (128,)))] * 100,
+        "loader": DataLoader(TensorDataset(torch.randn(12800, 48), torch.randint(0, 10, (12800,))), 128),
     }
 
 
@@ -207,7 +208,8 @@ def test_the_training_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_one_call_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mesa_tune.profiler.timing.step_time.SECONDS", 0.0)
-    names = {**howto_names(), "optimizer": None}
+    loader: DataLoader[torch.Tensor] = DataLoader(torch.rand(2 * BATCH, 48), BATCH)  # type: ignore[arg-type]
+    names = {**howto_names(), "optimizer": None, "loader": loader}
     exec(blocks(PAGES[0], "python")[3], names)
     assert Path("mesa-run/policy.txt").is_file()
 
