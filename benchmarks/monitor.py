@@ -12,19 +12,18 @@ And of the readings on different batches with the same weights it counts those w
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import ROOT, append, spread
+from accuracy import load_example
+from common import append, spread
 from torch import nn
 
 import mesa_tune as mt
 
-sys.path.insert(0, str(ROOT / "examples"))
-import digits_vit
+digits_vit = load_example()
 
 EVERY = 100
 NO_LIMIT = 1e9
@@ -63,7 +62,7 @@ def trained(level: int, steps: int, every: int | None = None) -> tuple[nn.Module
     return model, losses
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: digits_vit.Batch) -> float:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> float:
     optimizer.zero_grad()
     loss = digits_vit.loss(model, batch)
     loss.backward()

@@ -8,6 +8,8 @@ adapters, and for what lies between them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import gpt2_text
 import torch
 from torch import Tensor, nn
@@ -38,7 +40,7 @@ class Adapted(nn.Module):
 
 
 def model() -> nn.Module:
-    network = gpt2_text.model().requires_grad_(False)
+    network: Any = gpt2_text.model().requires_grad_(False)
     for block in network.transformer.h:
         for parent, name in ((block.attn, "c_attn"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
             base = getattr(parent, name)

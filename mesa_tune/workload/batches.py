@@ -66,7 +66,7 @@ def rebuilt(container: Any, change: Callable[[Any], Any]) -> Any:
             object.__setattr__(result, field.name, change(getattr(container, field.name)))
         return result
     kind: Any = type(container)
-    values = [change(value) for value in container]
+    values = [change(value) for value in values_of(container)]
     return kind(*values) if hasattr(container, "_fields") else kind(values)
 
 

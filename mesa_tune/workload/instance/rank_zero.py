@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -27,7 +28,7 @@ def text_of_rank_zero(make: Callable[[], str]) -> str:
     """
     if processes() == 1:
         return make()
-    group = distributed.new_group(backend="gloo", timeout=_PATIENCE)
+    group: Any = distributed.new_group(backend="gloo", timeout=_PATIENCE)
     try:
         return _made(make, group) if distributed.get_rank() == 0 else _received(group)
     finally:
