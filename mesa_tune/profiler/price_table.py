@@ -183,12 +183,12 @@ class PriceTable:
     def _overlap(self, numbers: Ints) -> float:
         """Return what layers with the settings of these numbers add beyond the sum of their prices.
 
-        The first layers that compress add more than the last. A price is a layer's mean over steps in which
-        all compress and steps in which a half does. A parabola meets what was measured: it is 0 where none
-        compresses, a quarter of the overlap where a half does, and takes away half of it where all do.
+        The first layers that compress add more than the last. Prices add up to what all layers add; a half of
+        them adds half of `overlap_ms` more than half of that, and a parabola is between. So sums of prices,
+        which a solver minimizes, are never above what is predicted.
         """
         share = float(self.shares[numbers > 0].sum())
-        return self.overlap_ms * share * (1.5 - 2 * share)
+        return 2 * self.overlap_ms * share * (1 - share)
 
     def errors(self, name: str, settings: LayerSettings) -> Errors | None:
         """Return the errors of one layer under `settings`, which compress, by batch; None if unknown."""

@@ -209,7 +209,10 @@ def test_a_layer_that_costs_its_neighbours_time_adds_it() -> None:
     }
     whole = {Kind.PLAIN: 14.0, **{kind: sum(one.values()) for kind, one in spans.items()}}
     times = summarized([Turn([whole], spans)])
-    assert times.added == {"fc": pytest.approx(1.0), "act": pytest.approx((2.0 + 3.0 + 2.0) / 2)}
+    shares = {"fc": 1.0, "act": (2.0 + 3.0 + 2.0) / 2}  # of the 3 ms that both add to one step
+    assert times.added == pytest.approx(
+        {name: 3.0 * ms / sum(shares.values()) for name, ms in shares.items()}
+    )
 
     assert times.overlap == pytest.approx((4.0 + 2.0) - 3.0 - 1.5)
 

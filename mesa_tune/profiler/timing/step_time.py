@@ -5,8 +5,9 @@ routed call returns, or where the backward of one begins. Spans of the same laye
 stores exactly, and of steps that compress. All spans together are the step, so what a layer costs its
 surroundings (caches, memory, Python) counts, too. That depends on its neighbours: a step that compresses half
 of its layers takes longer than the mean of those that compress all and none. So there are steps that
-compress either half, besides one that compresses all. Other work on the machine only makes spans longer, and
-a short span often escapes it: so all kinds of steps are taken in turn, and the first quartile of each time
+compress either half, besides one that compresses all: layers share what all add, and the `overlap` says what
+half of them adds beyond half of that. Other work on the machine only makes spans longer, and a short span
+often escapes it: so all kinds of steps are taken in turn, and the first quartile of each time
 counts. For seconds the whole machine may be slower: so a turn's times count relative to its plain steps.
 Quartiles of spans add up to less than a step (to 0.28 of a plain step where 0.37 was measured): so whole
 steps are timed, too, and the layers share what is missing.
@@ -172,12 +173,19 @@ def summarized(turns: Sequence[Turn]) -> StepTimes:
     return StepTimes(
         plain,
         whole[Kind.EXACT] - plain,
-        {name: ms / TIMES_COMPRESSED for name, ms in packed.items()},
+        _together({name: ms / TIMES_COMPRESSED for name, ms in packed.items()}, more.get(Kind.ALL)),
         added(Kind.DERIVING) if Kind.DERIVING in whole else {},
         more.get(Kind.TILED),
         more.get(Kind.RERUN),
         _overlap(more),
     )
+
+
+def _together(added: Mapping[str, float], every: float | None) -> Mapping[str, float]:
+    """Return `added` in the same proportions with the sum `every`: what all layers add to one step."""
+    total = sum(added.values())
+    factor = every / total if every is not None and every > 0 < total else 1.0
+    return {name: factor * ms for name, ms in added.items()}
 
 
 def _overlap(more: Mapping[Kind, float]) -> float:
