@@ -215,7 +215,7 @@ class TestCommand:
         assert self.verify(folder) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "device: cpu"
-        table = [line for line in lines if not line.startswith(("policy", "wrote"))]
+        table = [line for line in lines if not line.startswith(("policy", "wrote", "next"))]
         assert max(map(len, table)) <= 80
         assert any("predicted" in line and "measured" in line for line in lines)
         assert Verification.load(folder / "verify.json").batch_size == 128

@@ -86,6 +86,7 @@ def test_plans_have_the_bytes_and_the_time_of_predictions(
     predicted = profile.predict_assignment(assignment)
     summed = replace(profile, overlap_ms=0.0).predict_assignment(assignment).step_ms
     assert predicted.step_ms is not None
+    assert summed is not None
     assert predicted.step_ms + 1e-6 >= summed == pytest.approx(space.ms(chosen))
     if predicted.gradient_error:
         assert predicted.gradient_noise_ratio == pytest.approx(space.noise(chosen))
