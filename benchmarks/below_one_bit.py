@@ -17,7 +17,7 @@ from typing import Any
 
 from accuracy import load_example
 from common import append
-from search_vs_uniform import GradientError, copy_of, measured_bytes, train, unseen_batches
+from search_vs_uniform import GradientError, measured_bytes, trained_workload, unseen_batches
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import LayerSettings
@@ -41,14 +41,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4, help="rounding seeds per batch")
     arguments = parser.parse_args()
     example = load_example()
-    trained = train(example, arguments.steps)
-    workload = mt.Workload(
-        lambda: copy_of(example, trained),
-        example.batch,
-        example.loss,
-        example.optimizer,
-        batch_size=example.BATCH_SIZE,
-    )
+    workload = trained_workload(example, arguments.steps)
     profile = mt.profile(workload, seeds=arguments.seeds)
     unseen = GradientError(workload, unseen_batches(example, workload.batch_size, arguments.batches))
     subject = {"subject": "digits ViT", "steps": arguments.steps}

@@ -37,20 +37,25 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8, help="unseen batches for the gradient errors")
     arguments = parser.parse_args()
     example = load_example()
-    trained = train(example, arguments.steps)
-    workload = mt.Workload(
-        lambda: copy_of(example, trained),
-        example.batch,
-        example.loss,
-        example.optimizer,
-        batch_size=example.BATCH_SIZE,
-    )
+    workload = trained_workload(example, arguments.steps)
     profile = mt.profile(workload, seeds=4)
     for bits, promised in PROMISED.items():
         result = compare(workload, profile, example, bits, arguments)
         result["promised"] = promised
         report(result)
         append("search_vs_uniform", {"subject": "digits ViT, converged", "steps": arguments.steps, **result})
+
+
+def trained_workload(example: ModuleType, steps: int) -> mt.Workload:
+    """Return the example as a workload whose models have the weights of a plain training of so many steps."""
+    trained = train(example, steps)
+    return mt.Workload(
+        lambda: copy_of(example, trained),
+        example.batch,
+        example.loss,
+        example.optimizer,
+        batch_size=example.BATCH_SIZE,
+    )
 
 
 def train(example: ModuleType, steps: int) -> nn.Module:
