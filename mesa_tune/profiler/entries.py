@@ -66,7 +66,8 @@ class Option:
     the options that have more, and is no part of their price. `bias`: the squared norm of the mean of ĝ − g
     over rounding seeds, a part of the error like them; None where it was not measured. `measured`: True if a
     change of the layer's input gradients went through the graph, False if the error was inferred from such a
-    change under other settings. Storing exactly is an option, too.
+    change under other settings. `decode_ms`: of an option that leaves out rows, with what its backward takes
+    longer than that of all rows; below zero if less. Storing exactly is an option, too.
     """
 
     settings: LayerSettings

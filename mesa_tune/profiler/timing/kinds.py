@@ -7,10 +7,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.profiler.entries import REFERENCE_GROUP, comparable_group_size
+from mesa_tune.profiler.entries import REFERENCE_GROUP, LayerEntry, comparable_group_size
 from mesa_tune.profiler.profile import Profile
 
 TIMES_COMPRESSED = 2
@@ -26,6 +27,8 @@ class Kind(Enum):
     HALF = "a half of the layers compresses"
     OTHER_HALF = "the other half compresses"
     DERIVING = "all layers compress, and derive what they can"
+    MOST_ROWS = "all layers compress, and leave out the fewest rows of any option, where they can"
+    FEWEST_ROWS = "all layers compress, and leave out the most rows of any option, where they can"
     TILED = "everything exactly, and losses have slices"
     RERUN = "everything exactly, and all blocks run again"
 
@@ -46,6 +49,17 @@ def _distance(option: LayerSettings) -> tuple[float, int]:
     return abs(math.log2(comparable_group_size(option) / REFERENCE_GROUP)), abs(option.bits - 4)
 
 
+def sampled_settings(profile: Profile) -> dict[Kind, LayerSettings]:
+    """Return the options of the largest and of the smallest share of rows, each under its kind of step."""
+    options = dict.fromkeys(option.settings for layer in profile.layers for option in layer.options)
+    shares = {settings.rows: settings for settings in reversed(options) if settings.rows < 1}
+    if not shares:
+        return {}
+    most, fewest = max(shares), min(shares)
+    kinds = {Kind.MOST_ROWS: shares[most]}
+    return kinds if most == fewest else {**kinds, Kind.FEWEST_ROWS: shares[fewest]}
+
+
 def timed_policies(profile: Profile, settings: LayerSettings) -> dict[Kind, Policy]:
     """Return the policy of each kind of step that is timed besides plain ones.
 
@@ -56,12 +70,15 @@ def timed_policies(profile: Profile, settings: LayerSettings) -> dict[Kind, Poli
     half = {name for group in random.Random(0).sample(groups, len(groups) // 2) for name in group}
     policies = {
         Kind.EXACT: Policy(()),
-        Kind.ALL: _compressing(profile, settings, lambda _: True),
-        Kind.HALF: _compressing(profile, settings, half.__contains__),
-        Kind.OTHER_HALF: _compressing(profile, settings, lambda name: name not in half),
+        Kind.ALL: _compressing(profile, lambda _: settings),
+        Kind.HALF: _compressing(profile, lambda layer: settings if layer.name in half else EXACT),
+        Kind.OTHER_HALF: _compressing(profile, lambda layer: EXACT if layer.name in half else settings),
     }
     if profile.derivations:
-        policies[Kind.DERIVING] = _compressing(profile, replace(settings, store="derive"), lambda _: True)
+        deriving = replace(settings, store="derive")
+        policies[Kind.DERIVING] = _compressing(profile, lambda _: deriving)
+    for kind, sampled in sampled_settings(profile).items():
+        policies[kind] = _compressing(profile, partial(_nearest, (sampled, settings)))
     if profile.tiled is not None:
         policies[Kind.TILED] = profile.tiled.policy(Policy(()))
     if profile.modules:
@@ -70,15 +87,15 @@ def timed_policies(profile: Profile, settings: LayerSettings) -> dict[Kind, Poli
     return policies
 
 
-def _compressing(profile: Profile, settings: LayerSettings, chosen: Callable[[str], bool]) -> Policy:
-    """Return the policy that gives `settings` to the `chosen` layers but those stored by hooks."""
+def _nearest(wanted: Sequence[LayerSettings], layer: LayerEntry) -> LayerSettings:
+    """Return the first of these settings that `layer` has as an option; else the last."""
+    return next((settings for settings in wanted if settings in layer.positions), wanted[-1])
+
+
+def _compressing(profile: Profile, settings: Callable[[LayerEntry], LayerSettings]) -> Policy:
+    """Return the policy that gives layers these `settings`, but stores exactly what hooks store."""
     hooked = profile.timeline.hooked
     return Policy.from_assignments(
-        (
-            layer.tag,
-            layer.index,
-            layer.name,
-            settings if chosen(layer.name) and layer.name not in hooked else EXACT,
-        )
+        (layer.tag, layer.index, layer.name, EXACT if layer.name in hooked else settings(layer))
         for layer in profile.layers
     )

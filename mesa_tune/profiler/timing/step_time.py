@@ -38,8 +38,9 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.entry import with_rerun_times
 from mesa_tune.profiler.timing.deriving import with_deriving_times
 from mesa_tune.profiler.timing.heap import steady_heap
-from mesa_tune.profiler.timing.kinds import PACKED, TIMES_COMPRESSED, Kind
+from mesa_tune.profiler.timing.kinds import PACKED, TIMES_COMPRESSED, Kind, sampled_settings
 from mesa_tune.profiler.timing.option_times import form, means, smoothed
+from mesa_tune.profiler.timing.sampling import with_sampled_times
 from mesa_tune.workload.boundaries import StepEvents
 from mesa_tune.workload.clock import Clock, Mark
 from mesa_tune.workload.session import Session
@@ -60,7 +61,8 @@ They take less and more as `FEWEST` and `MOST` demand.
 Spans = dict[str | None, float]
 """Milliseconds of one step by layer. None: the rest of the step."""
 
-_CUT = (Kind.EXACT, *PACKED, Kind.DERIVING)
+_SAMPLED = (Kind.MOST_ROWS, Kind.FEWEST_ROWS)
+_CUT = (Kind.EXACT, *PACKED, Kind.DERIVING, *_SAMPLED)
 _UNOBSERVED = StepEvents()
 
 
@@ -75,7 +77,8 @@ class StepTimes(NamedTuple):
     """Milliseconds of the plain step, and what is added to it.
 
     `routing`: by converting the model, with every layer exact; `added`: by each layer that compresses;
-    `deriving`: likewise, where all derive what they can, empty if none can; `slices`: by losses that have
+    `deriving`: likewise, where all derive what they can, empty if none can; `sampled`: likewise, by kinds of
+    steps that leave out rows; `slices`: by losses that have
     slices; `rerun`: by all blocks that run again. These two: None if there are none. `overlap`: what two
     halves of the layers add to steps of their own beyond what all add to one.
     """
@@ -87,6 +90,7 @@ class StepTimes(NamedTuple):
     slices: float | None = None
     rerun: float | None = None
     overlap: float = 0.0
+    sampled: Mapping[Kind, Mapping[str, float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,7 @@ def summarized(turns: Sequence[Turn]) -> StepTimes:
         more.get(Kind.TILED),
         more.get(Kind.RERUN),
         _overlap(more),
+        {kind: added(kind) for kind in _SAMPLED if kind in whole},
     )
 
 
@@ -294,6 +299,8 @@ def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> P
     # A search must not choose among equal blocks by what other work on the machine did to some of them.
     alike = means([_call_ms(one, times, settings, hooked) for one in layers], map(form, layers))
     layers = [replace(one, call_ms=ms) for one, ms in zip(layers, alike, strict=True)]
+    shares = sampled_settings(profile)
+    layers = with_sampled_times(layers, {shares[kind]: ms for kind, ms in times.sampled.items()})
     return replace(
         profile,
         step_ms=times.plain,
