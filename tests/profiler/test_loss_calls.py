@@ -25,12 +25,13 @@ def in_place(output: dict[str, Tensor]) -> Tensor:
 def detached(output: dict[str, Tensor]) -> Tensor:
     with torch.no_grad():
         weight = output["x"].softmax(1)
-    return torch.sum(weight * output["x"])
+    return (weight * output["x"]).sum()
 
 
 def several_results(output: dict[str, Tensor]) -> Tensor:
     largest, _ = output["x"].max(dim=1)
-    return torch.sum((largest - output["x"][..., 0]).square()) / output["x"].T.norm()
+    loss: Tensor = (largest - output["x"][..., 0]).square().sum() / output["x"].T.norm()
+    return loss
 
 
 LOSSES: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
