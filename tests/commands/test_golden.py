@@ -18,7 +18,7 @@ from mesa_tune.commands import bytes_only, demo, diff, plan_text, verify
 from mesa_tune.commands import profile as profile_command
 from mesa_tune.commands.common import Run
 from mesa_tune.commands.memory import advising
-from mesa_tune.errors import MesaTuneError, RunError
+from mesa_tune.errors import MesaTuneError, RunError, typed_options
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
@@ -91,7 +91,8 @@ def without_memory() -> list[str]:
 
 def refused(budget: str, batch_size: int | None = None) -> list[str]:
     try:
-        search_policy(profiled(), budget, batch_size=batch_size)
+        with typed_options():
+            search_policy(profiled(), budget, batch_size=batch_size)
     except MesaTuneError as error:
         return str(error).splitlines()
     raise AssertionError(budget)
