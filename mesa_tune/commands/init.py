@@ -43,7 +43,7 @@ def init(
     debug: DebugOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Write a model file with comments, to put your own model into, or with --from that of a script."""
+    """Write a model file: one to put your model into, or a script's."""
     if path.exists() and not force:
         raise RunError(
             f"{path}: exists already\n--force overwrites it; `mesa-tune init other.py` writes another"
