@@ -17,7 +17,7 @@ import typer
 
 from mesa_tune.commands.common import DEFAULT_RUN, Run, reserve_stdout
 from mesa_tune.commands.guide.state import state_of
-from mesa_tune.errors import MesaTuneError, RunError
+from mesa_tune.errors import MesaTuneError, RunError, typed_options
 from mesa_tune.runs.provenance import own_version, running
 
 # In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run `mesa-tune` with `arguments`, print any error on standard error, and return the exit status."""
     try:
-        with running(arguments):
+        with running(arguments), typed_options():
             return _dispatch(list(arguments))
     except (MesaTuneError, OSError) as error:
         if "--debug" in arguments:

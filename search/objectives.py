@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mesa_tune.errors import BudgetError, RunError
+from mesa_tune.errors import BudgetError, RunError, options
 from mesa_tune.policy.rules import suggestion
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.linear.highs import TimeUpError
@@ -52,9 +52,9 @@ def check_objective(objective: str, budget: object) -> None:
             f"objective {objective!r}: unknown\n{suggestion(objective, OBJECTIVES, 'objectives are')}"
         )
     if budget is None and objective != "memory":
+        smallest = options(objective="memory")
         raise BudgetError(
-            "budget: missing\ngive one such as 6GB or 40%; "
-            "--smallest (objective memory) finds the lowest peak without one"
+            f"budget: missing\ngive one such as 6GB or 40%; {smallest} finds the lowest peak without one"
         )
 
 
@@ -83,7 +83,10 @@ def solve(profile: Profile, program: Program, limits: Limits, objective: str, ra
     quiet = noise_limits(profile, program.space.batch_size, limits, ratio)
     if isinstance(quiet, str):
         if objective != "auto":
-            raise RunError(f"objective {objective}: {quiet}\n--objective error, or --max-noise-ratio inf")
+            raise RunError(
+                f"objective {objective}: {quiet}\n{options(objective='error')}, or without a limit: "
+                f"{options(max_noise_ratio=math.inf)}"
+            )
         return _least_error(program, limits, quiet)
     found = _lowest_peak(program, quiet) if objective == "memory" else _fastest(program, quiet)
     if found is not None or quiet.noise is None:
@@ -94,8 +97,8 @@ def solve(profile: Profile, program: Program, limits: Limits, objective: str, ra
     reached = program.space.noise(least.solution.chosen)
     raise BudgetError(
         f"noise ratio {ratio:g}: no plan within the other limits reaches it\n"
-        f"the plan of least error has {reached:.2g}: raise --max-noise-ratio, the budget or --max-slowdown, "
-        "or --objective error"
+        f"the plan of least error has {reached:.2g}: raise {options('max_noise_ratio')}, the budget or "
+        f"{options('max_slowdown')}, or {options(objective='error')}"
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mesa_tune.errors import BudgetError
+from mesa_tune.errors import BudgetError, options
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.reach import without_temporaries
@@ -26,7 +26,7 @@ def unreachable(
     if limits.saved is not None and (least := _smallest_saved(possible)) > limits.saved:
         return BudgetError(
             f"max-saved {format_bytes(limits.saved)}: unreachable at batch size {size}\n"
-            f"the fewest saved bytes are {_exactly(least)}: --max-saved {least}, or a smaller batch"
+            f"the fewest saved bytes are {_exactly(least)}: {options(max_saved=least)}, or a smaller batch"
         )
     untimed = replace(limits, ms=None)
     lowest = _smallest_peak(possible, untimed)
@@ -55,7 +55,7 @@ def _time_text(profile: Profile, possible: Sequence[Step], untimed: Limits) -> s
     slowdown = math.ceil(100 * min(times) / plain) / 100
     return (
         "max-slowdown: no policy within the other limits is that fast\n"
-        f"the fastest takes {slowdown:g} times the plain step: --max-slowdown {slowdown:g}"
+        f"the fastest takes {slowdown:g} times the plain step: {options(max_slowdown=slowdown)}"
     )
 
 
@@ -68,15 +68,15 @@ def _peak_text(
         f"budget {format_bytes(limits.peak)}: not reachable at batch size {batch_size}; "
         f"static bytes are {format_bytes(sized.static)}\n"
         f"the smallest reachable peak is {_exactly(lowest)}: "
-        f"--budget {_as_requested(lowest, sized.peak_bytes({}), requested)}\n"
+        f"{options(budget=_as_requested(lowest, sized.peak_bytes({}), requested))}\n"
         f"{_meant(requested) or _batch_advice(profile, limits, pins, batch_size)}"
     )
 
 
-def _as_requested(lowest: int, plain: int, requested: Budget) -> str:
+def _as_requested(lowest: int, plain: int, requested: Budget) -> int | str:
     """Return the least reachable budget, as a percentage if the user wrote one."""
     if requested.fraction is None:
-        return str(lowest)
+        return lowest
     tenths = math.ceil(1000 * lowest / plain)
     while int(tenths / 10 / 100 * plain) < lowest:
         tenths += 1
@@ -91,7 +91,8 @@ def _meant(requested: Budget) -> str:
         return ""
     if number > 100:
         return ""
-    return f"a bare number is bytes; did you mean --budget {100 * number if number < 1 else number:g}%?"
+    percentage = f"{100 * number if number < 1 else number:g}%"
+    return f"a bare number is bytes; did you mean {options(budget=percentage)}?"
 
 
 def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int) -> str:
@@ -101,7 +102,7 @@ def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int)
     if fits == 0:
         return f"not even a batch of one fits: {_besides_activations(profile)}"
     # In bytes: a percentage would be of the smaller batch's peak.
-    return f"batch size {fits} would fit: --budget {limits.peak} --batch-size {fits}"
+    return f"batch size {fits} would fit: {options(budget=limits.peak, batch_size=fits)}"
 
 
 def _besides_activations(profile: Profile) -> str:
@@ -128,7 +129,8 @@ def most_samples(profile: Profile, limits: Limits, pins: Pins, restrictions: Res
     fits = largest_batch(profile, limits, pins, most - 1, restrictions)
     if not fits:
         lowest = _smallest_peak(steps(profile, 1, pins, restrictions), replace(limits, ms=None))
-        remedy = "raise it or --max-saved" if lowest is None else f"a batch of one needs --budget {lowest}"
+        needed = "" if lowest is None else f"a batch of one needs {options(budget=lowest)}"
+        remedy = needed or f"raise it or {options('max_saved')}"
         raise BudgetError(f"budget {format_bytes(limits.peak or 0)}: not even a batch of one fits\n{remedy}")
     return fits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -85,6 +86,7 @@ def profile(
     from mesa_tune.profiler.entries import fast_grid, full_grid
     from mesa_tune.profiler.profiling import SEEDS
     from mesa_tune.profiler.profiling import profile as measure
+    from mesa_tune.profiler.timing.duration import remaining_text
     from mesa_tune.workload.workload import Workload
 
     output = Output(json=as_json, quiet=quiet)
@@ -108,6 +110,14 @@ def profile(
     inputs = digest("profile", workload.description, fast)
     origin = replacing_bytes(folder, inputs)
     folder.check(folder.profile, origin)
+    begin = time.monotonic()
+
+    def announce(_: Profile) -> bool:
+        """Say how long the rest takes; called when the steps have been traced."""
+        if not output.json:
+            output.line(remaining_text(time.monotonic() - begin, seeds, len(options)))
+        return False
+
     try:
         profiled = measure(
             workload,
@@ -115,6 +125,7 @@ def profile(
             seeds=seeds,
             path=folder.profile,
             progress=lambda text, share: output.status(f"{share:4.0%} {text}"),
+            enough=announce,
             save=lambda partial: folder.write(folder.profile, dump_json(partial.to_dict()), origin),
         )
     finally:

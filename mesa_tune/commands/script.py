@@ -1,4 +1,4 @@
-"""Run somebody's training script as it is, and take the profile of the step that is observed inside it.
+"""Run somebody's training script as it is, and take what is observed inside it: a profile, or a model file.
 
 What is hard: the script may be started by others (torchrun, accelerate), and may train for hours. So a folder
 at the front of PYTHONPATH starts the watcher in every Python process. The result is shown as soon as it is
@@ -13,15 +13,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
+
+T = TypeVar("T")
 
 _POLL_S = 0.1
 _PATIENCE_S = 20.0
@@ -37,18 +40,53 @@ def observe(
     """
     if steps < 2:
         raise RunError(f"--steps {steps}: must be 2 or more\nthe first step shows what the script does")
+
+    def result(folder: Path) -> Profile | None:
+        from mesa_tune.profiler.profile import Profile
+        from mesa_tune.profiler.recording.starting import RESULT
+
+        return Profile.load(folder / RESULT) if (folder / RESULT).exists() else None
+
+    with _shared_folder(shlex.join(command), steps, None) as folder:
+        _Script(folder, command, quiet_stdout).run(result, show, stop)
+
+
+def record(
+    command: list[str],
+    about: str,
+    *,
+    name: str,
+    batches: int,
+    take: Callable[[Path], None],
+    quiet_stdout: bool,
+) -> None:
+    """Run `command` until `batches` steps after the first are recorded, and end it.
+
+    Call `take` with the folder of the model file `name`, which names the script as `about`, and the files
+    beside it. Raise RunError as `observe` does, and for a step that no model file can describe.
+    """
+
+    def result(folder: Path) -> Path | None:
+        from mesa_tune.profiler.recording.starting import RECORDED
+
+        return folder if (folder / RECORDED).exists() else None
+
+    with _shared_folder(about, batches, name) as folder:
+        _Script(folder, command, quiet_stdout).run(result, take, stop=True)
+
+
+@contextmanager
+def _shared_folder(script: str, steps: int, model: str | None) -> Iterator[Path]:
+    """Yield a folder at the front of the script's PYTHONPATH. `model`: name of the model file to record."""
+    from mesa_tune.profiler.recording.starting import SETTINGS
+    from mesa_tune.profiler.watching import bootstrap
+
     with tempfile.TemporaryDirectory(prefix="mesa-tune-") as name:
         folder = Path(name)
-        _prepare(folder, command, steps)
-        _Script(folder, command, quiet_stdout).run(show, stop)
-
-
-def _prepare(folder: Path, command: list[str], steps: int) -> None:
-    from mesa_tune.profiler.watching import bootstrap, watcher
-
-    shutil.copyfile(bootstrap.__file__, folder / "sitecustomize.py")
-    settings = dump_json({"script": shlex.join(command), "steps": steps})
-    (folder / watcher.SETTINGS).write_text(settings, "utf-8")
+        shutil.copyfile(bootstrap.__file__, folder / "sitecustomize.py")
+        settings = dump_json({"script": script, "steps": steps, "model": model})
+        (folder / SETTINGS).write_text(settings, "utf-8")
+        yield folder
 
 
 class _Script:
@@ -66,15 +104,15 @@ class _Script:
                 "write the command as in a shell: mesa-tune profile -- python train.py"
             ) from error
 
-    def run(self, show: Callable[[Profile], None], stop: bool) -> None:
-        """Wait for the command; call `show` once."""
-        profile: Profile | None = None
+    def run(self, result: Callable[[Path], T | None], show: Callable[[T], None], stop: bool) -> None:
+        """Wait for the command; call `show` once, with the result in the folder when there is one."""
+        found: T | None = None
         status: int | None = None
         try:
             while status is None:
                 status = self._waited(_POLL_S)
-                if profile is None and (profile := self._result()) is not None:
-                    show(profile)
+                if found is None and (found := result(self.folder)) is not None:
+                    show(found)
                     if stop and status is None:
                         self._end()
                         status = 0
@@ -86,7 +124,7 @@ class _Script:
             raise RunError(
                 f"`{shlex.join(self.command)}` ended with status {status}\nits own output says why"
             )
-        if profile is None:
+        if found is None:
             raise RunError(self._fault())
 
     def _waited(self, seconds: float) -> int | None:
@@ -102,17 +140,10 @@ class _Script:
             self.process.kill()
             self.process.wait()
 
-    def _result(self) -> Profile | None:
-        from mesa_tune.profiler.profile import Profile
-        from mesa_tune.profiler.watching import watcher
-
-        path = self.folder / watcher.RESULT
-        return Profile.load(path) if path.exists() else None
-
     def _fault(self) -> str:
-        from mesa_tune.profiler.watching import watcher
+        from mesa_tune.profiler.recording.starting import FAULT
 
-        path = self.folder / watcher.FAULT
+        path = self.folder / FAULT
         if path.exists():
             return path.read_text("utf-8")
         return (

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mesa_tune.conversion import compress_saved, convert
-from mesa_tune.errors import RunError
+from mesa_tune.errors import RunError, options
 from mesa_tune.files import read_document, schema, typed, write_document
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.draws import longest_batch
@@ -246,7 +246,8 @@ def verify(
         if packed is None:
             raise RunError(
                 f"out of memory on {workload.device}: a step of batch size {workload.batch_size} does not "
-                "fit under this policy\nsearch again with a smaller --budget or --batch-size"
+                "fit under this policy\n"
+                f"search again with a smaller {options('budget')} or {options('batch_size')}"
             ) from MemoryError()
         times = _times(workload, policy, draw, steps, plain_fits=plain is not None)
         if plain is None:

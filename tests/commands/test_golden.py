@@ -18,9 +18,10 @@ from mesa_tune.commands import bytes_only, demo, diff, plan_text, verify
 from mesa_tune.commands import profile as profile_command
 from mesa_tune.commands.common import Run
 from mesa_tune.commands.memory import advising
-from mesa_tune.errors import MesaTuneError, RunError
+from mesa_tune.errors import MesaTuneError, RunError, typed_options
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.timing.duration import remaining_text
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
 from mesa_tune.search import Plan, search_policy
 from tests.synthetic import synthetic_profile
@@ -91,13 +92,15 @@ def without_memory() -> list[str]:
 
 def refused(budget: str, batch_size: int | None = None) -> list[str]:
     try:
-        search_policy(profiled(), budget, batch_size=batch_size)
+        with typed_options():
+            search_policy(profiled(), budget, batch_size=batch_size)
     except MesaTuneError as error:
         return str(error).splitlines()
     raise AssertionError(budget)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "profile-duration": lambda: [remaining_text(11.0, 1, 6), remaining_text(120.0, 7, 21)],
     "profile": lambda: profile_command._lines(profiled(), RUN),
     "profile-optimizer": lambda: profile_command._lines(of_optimizer(), RUN),
     "profile-bytes-only": lambda: bytes_only._lines(

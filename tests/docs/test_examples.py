@@ -89,6 +89,22 @@ def test_a_few_steps_learn_and_repeat() -> None:
     assert names.train(steps=2, seed=3) == names.train(steps=2, seed=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "length"), [("trainer_text.py", {"steps": 2}), ("lightning_digits.py", {"epochs": 1})]
+)
+def test_examples_of_frameworks_train_plain_and_with_a_policy(
+    name: str, length: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    workload = Workload.load(EXAMPLES / name, device="cpu")
+    train = sys.modules[workload.model.__module__].train
+    Policy.uniform(level=4).save("policy.txt")
+    plain, compressed = train(**length), train("policy.txt", **length)
+    assert 0 < plain < 6
+    assert compressed == pytest.approx(plain, rel=0.1)
+    assert compressed != plain
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_script_trains() -> None:

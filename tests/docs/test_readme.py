@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import mesa_tune as mt
 from mesa_tune.cli import application
 from mesa_tune.policy.settings import STORES
+from mesa_tune.units import format_bytes
 from tests.integrations.conftest import forget_accelerators
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +96,15 @@ def howto_names() -> dict[str, Any]:
     return {"mt": mt, "torch": torch, "policy": mt.Policy.uniform(level=16), **given}
 
 
+def tutorial_names() -> dict[str, Any]:
+    """Write model.py as on docs/tutorial.md, but for one step of training, and the policy of the page."""
+    page = ROOT / "docs" / "tutorial.md"
+    Path("model.py").write_text(blocks(page, "python")[0].replace("STEPS = 300", "STEPS = 1"))
+    Path("mesa-run").mkdir(exist_ok=True)
+    mt.Policy.parse(blocks(page, "policy")[0]).save("mesa-run/policy.txt", force=True)
+    return {}
+
+
 def integrations_names() -> dict[str, Any]:
     """The names that docs/integrations.md takes from the reader's program; writes policy.txt."""
     from accelerate import Accelerator
@@ -141,6 +152,7 @@ NAMES: dict[str, Callable[[], dict[str, Any]]] = {
     "migrating.md": migrating_names,
     "concepts.md": concepts_names,
     "howto.md": howto_names,
+    "tutorial.md": tutorial_names,
 }
 
 
@@ -150,12 +162,34 @@ NAMES: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "model", raising=False)
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
         names |= NAMES.get(page.name, dict)()
         exec(compile(block, f"{page.name}", "exec"), names)
     if "accelerator" in names:
         forget_accelerators()
+    sys.modules.pop("model", None)
+
+
+def test_the_tutorial_profiles_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
+    Path("model.py").write_text(blocks(ROOT / "docs" / "tutorial.md", "python")[0])
+    estimate = mt.estimate(mt.Workload.load("model.py", device="cpu"))
+    saved = {row["layer"]: row for row in estimate.frame().to_dict("records")}
+    assert f"peak of a step     {format_bytes(estimate.peak_bytes)} " in page
+    assert f"saved activations  {format_bytes(estimate.saved_bytes)} " in page
+    for row in (
+        "self_attn  attention",
+        "gelu.0          gelu",
+        "dropout      dropout",
+        "linear2           fc",
+    ):
+        name, tag = f"layers.layers.0.{row}".split()
+        assert saved[name]["tag"] == tag
+        assert f"{row}  {format_bytes(saved[name]['bytes'])} " in page
 
 
 @pytest.mark.parametrize(

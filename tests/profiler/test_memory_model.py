@@ -157,7 +157,7 @@ def test_sizes_never_fall_below_zero() -> None:
 def test_one_traced_size_cannot_be_stretched() -> None:
     single = replace(timeline(), batch_sizes=(8, 8), static={"weights": (100, 100)})
     assert single.at(8).static == 100
-    with pytest.raises(BudgetError, match=r"batch size 16.*\n.*--batch-size 16"):
+    with pytest.raises(BudgetError, match=r"batch size 16.*\n.*batch_size=16"):
         single.live({}, 16)
 
 

@@ -194,7 +194,7 @@ def test_the_policy_and_the_document_say_the_objective(profile: Profile, tmp_pat
 def test_unknown_objectives_and_missing_budgets_are_refused(profile: Profile) -> None:
     with pytest.raises(BudgetError, match=r"'tme': unknown\n.*'time'"):
         search_policy(profile, "60%", objective="tme")
-    with pytest.raises(BudgetError, match=r"budget: missing\n.*--smallest"):
+    with pytest.raises(BudgetError, match=r'budget: missing\n.*objective="memory"'):
         search_policy(profile)
     with pytest.raises(BudgetError, match="max-noise-ratio"):
         search_policy(profile, "60%", max_noise_ratio=0.0)

@@ -118,7 +118,7 @@ def test_an_unreachable_budget_says_what_is_reachable(profile: Profile) -> None:
 def test_the_least_budget_is_in_the_unit_that_was_typed(profile: Profile, budget: int | str) -> None:
     with pytest.raises(BudgetError) as caught:
         search_policy(profile, budget)
-    advised = re.findall(r": --budget (\S+)", str(caught.value))[0]
+    advised = re.findall(r": budget=\"?([^\s\"]+)", str(caught.value))[0]
     assert advised.endswith("%") == str(budget).endswith("%")
     plan = search_policy(profile, advised)
     assert plan.predicted.peak_bytes <= (plan.budget_bytes or 0)
@@ -129,7 +129,7 @@ def test_the_least_budget_is_in_the_unit_that_was_typed(profile: Profile, budget
 
 @pytest.mark.parametrize(("typed", "meant"), [("40", "40%"), ("0.4", "40%"), (60, "60%")])
 def test_a_forgotten_percent_sign_is_noticed(profile: Profile, typed: str | int, meant: str) -> None:
-    with pytest.raises(BudgetError, match=f"did you mean --budget {meant}"):
+    with pytest.raises(BudgetError, match=f'did you mean budget="{meant}"'):
         search_policy(profile, typed)
 
 
@@ -137,7 +137,7 @@ def test_the_batch_size_that_would_fit_fits_and_no_larger_one_does(profile: Prof
     budget = 700_000
     with pytest.raises(BudgetError) as caught:
         search_policy(profile, budget, batch_size=64)
-    fits = int(str(caught.value).split("--batch-size ")[1])
+    fits = int(str(caught.value).split("batch_size=")[1])
     assert 1 <= fits < 64
     assert search_policy(profile, budget, batch_size=fits).predicted.peak_bytes <= budget
     with pytest.raises(BudgetError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,7 @@ def next_command(profile: Profile, reach: Reach | None, run: Run) -> str:
     from mesa_tune.search.reach import LARGE_SHARE
 
     if profile.script is not None:
-        return "mesa-tune init, for a model.py"
+        return f"mesa-tune init --from {shlex.quote(profile.script)}"
     if reach is None or not (reach.is_worth_it or reach.batch_size):
         return f"mesa-tune report{run.option}"
     budget = f"--budget {reach.budget}"

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from mesa_tune.errors import BudgetError
+from mesa_tune.errors import BudgetError, options
 from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.packed_sizes import LayerTraits
@@ -164,7 +164,7 @@ class Timeline:
         if low == high:
             raise BudgetError(
                 f"batch size {batch_size}: the profile was traced at batch size {low} alone, so it cannot be "
-                f"planned for\nprofile again with --batch-size {batch_size}, or plan for {low}"
+                f"planned for\nprofile again with {options(batch_size=batch_size)}, or plan for {low}"
             )
         return max(0, pair[0] + round((pair[1] - pair[0]) * (batch_size - low) / (high - low)))
 

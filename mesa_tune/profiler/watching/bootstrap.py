@@ -55,7 +55,7 @@ def wait_for_forward() -> None:
             return
         handle.remove()
         try:
-            from mesa_tune.profiler.watching.watcher import start
+            from mesa_tune.profiler.recording.starting import start
         except ImportError as error:
             fault = (
                 f"the script's Python ({sys.executable}) cannot import mesa_tune: {error}\ninstall it there"

@@ -64,7 +64,7 @@ class ObservedStep:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        _require_plain(model)
+        require_plain(model)
         self.model, self.optimizers = model, optimizers
         self.conversion, self.losses = (
             Conversion(Policy.parse(""), catalog, 0, 0) for catalog in (Catalog.of(model), Catalog.empty())
@@ -83,7 +83,7 @@ class ObservedStep:
 
     def begin(self) -> None:
         """Note that the forward begins."""
-        _require_no_modes()
+        require_no_modes()
         self.forward = True
         self.recorder = _StepRecorder(gradients_of(self.model))
         self.static = [*self.model.parameters(), *self.model.buffers()]
@@ -187,7 +187,8 @@ def _in_nodes(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
         waiting.extend(below for below, _ in node.next_functions)
 
 
-def _require_plain(model: nn.Module) -> None:
+def require_plain(model: nn.Module) -> None:
+    """Raise RunError for a model that is compiled or converted."""
     compiled = any(
         "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
@@ -204,7 +205,7 @@ def _require_plain(model: nn.Module) -> None:
         )
 
 
-def _require_no_modes() -> None:
+def require_no_modes() -> None:
     """Raise RunError if the script is inside contexts that would end before the step does."""
     modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
     if modes or top_hooks() is not None or torch._C._len_torch_dispatch_stack():

@@ -8,13 +8,11 @@ goes wrong here, the script goes on.
 from __future__ import annotations
 
 import gc
-import json
 import threading
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
-from pathlib import Path
 from typing import Any, ParamSpec
 
 import torch
@@ -23,30 +21,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 
 from mesa_tune.errors import MesaTuneError, RunError
-from mesa_tune.files import dump_json, write_atomically
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.watching.observed_step import ObservedStep, now_ms
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents, watch_optimizers, watching_backwards
 
-SETTINGS, RESULT, FAULT = "settings.json", "profile.json", "fault.txt"
-"""Files in the folder that a command and its script share."""
-
 Arguments = ParamSpec("Arguments")
 
 
-def start(folder: Path, module: nn.Module) -> None:
-    """Watch this process, in which a call of `module` has begun, and write what is found to `folder`."""
-    settings = json.loads((folder / SETTINGS).read_text("utf-8"))
-
-    def finish(result: Profile | str) -> None:
-        if not (folder / RESULT).exists():
-            text = result if isinstance(result, str) else dump_json(result.to_dict())
-            write_atomically(folder / (FAULT if isinstance(result, str) else RESULT), text)
-
-    Watcher(settings["script"], settings["steps"], finish).start(module)
-
-
-def _harmless(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+def harmless(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """Return a method of the watcher that does nothing after the end, and whose errors end the watching."""
 
     @wraps(method)
@@ -109,7 +91,7 @@ class Watcher(StepEvents):
         self.called.clear()
         self.optimizers.clear()
 
-    @_harmless
+    @harmless
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         self.depth += 1
         if self.depth > 1 or self.going_backward or not torch.is_grad_enabled():
@@ -122,7 +104,7 @@ class Watcher(StepEvents):
         else:  # more backwards than in the step before: observe another step
             self._drop()
 
-    @_harmless
+    @harmless
     def _after_forward(self, module: nn.Module, *given: Any) -> None:
         # After an error torch leaves the keyword arguments out; the last value is the output.
         self.depth = max(0, self.depth - 1)
@@ -135,13 +117,13 @@ class Watcher(StepEvents):
         assert self.observed is not None
         return any(module is part for part in self.observed.model.modules())
 
-    @_harmless
+    @harmless
     def backward_begins(self, call: BackwardCall) -> None:
         self.going_backward = True
         if self.observed is not None and self.observed.forward:
             self.observed.begin_backward(call.outputs)
 
-    @_harmless
+    @harmless
     def backward_ended(self) -> None:
         self.going_backward = False
         self.backwards += 1
@@ -151,7 +133,7 @@ class Watcher(StepEvents):
         elif observed is None and self.step == self.steps - 1 and self.backwards == self.expected - 1:
             self._prepare()
 
-    @_harmless
+    @harmless
     def step_ended(self, optimizer: Optimizer, /) -> None:
         self.optimizers[optimizer] = None
         if optimizer is not next(iter(self.optimizers)):

@@ -1,0 +1,1 @@
+"""Recording a training step inside a script, for a model file."""

@@ -1,0 +1,123 @@
+"""`mesa-tune init --from train.py`: the written file has the step of the script, by the real command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import mesa_tune as mt
+from mesa_tune import cli
+from tests.commands.test_script import END, MODEL, SCRIPTS, START
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+# Its own class, which uses a function, a constant and parsed arguments; flattened labels, class weights,
+# micro-batches, autocast in the forward alone, clipping, a schedule.
+OWN = """
+from __future__ import annotations
+import argparse
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 32
+parser = argparse.ArgumentParser()
+parser.add_argument("--classes", type=int)
+args = parser.parse_args()
+x = lambda: None  # a name that the forward has, too
+
+def double(x: Tensor) -> Tensor:
+    return WIDTH * x
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, args.classes)
+    def forward(self, x):
+        x = F.gelu(double(self.a(x)))
+        return self.b(x).view(len(x), -1, args.classes)
+
+if __name__ == "__main__":
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    criterion = nn.CrossEntropyLoss(weight=torch.rand(args.classes))
+    for _ in range(4):
+        for _ in range(2):
+            images, labels = torch.randn(12, 16), torch.randint(args.classes, (12, 1))
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = net(images)
+            loss = criterion(logits.float().view(-1, args.classes), labels.view(-1))
+            (loss / 2).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    return tmp_path
+
+
+def rows(path: str) -> list[tuple[str, str, int, int]]:
+    return [(layer.name, layer.tag, layer.index, layer.own_bytes) for layer in mt.Profile.load(path).layers]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_file_has_the_layers_of_the_script(name: str, folder: Path) -> None:
+    (folder / "model.py").write_text(MODEL)
+    (folder / "train.py").write_text(START + SCRIPTS[name] + END)
+    assert cli.run(["init", "mine.py", "--from", "train.py", "--quiet"]) == 0
+    for model in ("mine", "model"):  # `profile -- python train.py` has the layers of model.py: test_script.py
+        assert cli.run(["profile", f"{model}.py", "--bytes-only", "--device", "cpu", "--run", model]) == 0
+    assert rows("mine/profile.json") == rows("model/profile.json")
+
+
+def test_a_script_with_classes_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").write_text(OWN)
+    command = ["init", "mine.py", "--from", "train.py --classes 7"]
+    assert cli.run(command) == 0
+    assert capfd.readouterr().out.endswith("next: mesa-tune profile mine.py\n")
+    work = mt.Workload.load("mine.py", device="cpu")
+    assert (work.batch_size, work.autocast, work.accumulation, work.clip_norm) == (12, "bfloat16", 2, 1.0)
+    options = work.make_optimizer(work.build()).param_groups[0]
+    assert (options["lr"], options["momentum"]) == (0.1, 0.9)
+    assert cli.run(["profile", "mine.py", "--bytes-only", "--device", "cpu", "--run", "file"]) == 0
+    script = [sys.executable, "train.py", "--classes", "7"]
+    assert cli.run(["profile", "--run", "script", "--", *script]) == 0
+    assert rows("file/profile.json") == rows("script/profile.json")
+    assert "next: mesa-tune init --from " in capfd.readouterr().out
+    assert cli.run(command) == 1
+    assert "mine.py: exists already" in capfd.readouterr().err
+    (folder / "mine-model.pt").write_bytes(b"")
+    with pytest.raises(mt.WorkloadError, match="not those that were recorded"):
+        mt.Workload.load("mine.py")
+
+
+def test_a_loss_that_computes_with_the_batch_size(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").write_text(
+        "import torch\n"
+        "net = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "for _ in range(3):\n"
+        "    net(torch.randn(6, 4)).view(12, 2).square().mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    assert cli.run(["init", "--from", "train.py"]) == 1
+    error = capfd.readouterr().err
+    assert "model.py: was written, but loss() fails at batch size 3" in error
+    assert len(error.splitlines()) == 3
+
+
+def test_a_file_name_without_its_ending(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["init", "model", "--from", "train.py"]) == 1
+    assert "that ends in .py" in capfd.readouterr().err
