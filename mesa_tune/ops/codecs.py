@@ -1,9 +1,10 @@
 """The codecs' ops. Compilers cannot see inside them, so compiled code saves only their packed results.
 
 Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
-pack_windows, unpack_windows, quantize_samples, dequantize_samples, choose_rows, sample_rows}`. They are pure.
-Their default kernels are in `mesa_tune.ops.reference`: `codecs`, `windows` and `sampling`. The native library
-has CPU kernels for all but those of samples and `sample_rows`, and CUDA kernels for the windows.
+pack_windows, unpack_windows, quantize_samples, dequantize_samples, choose_rows, sample_rows, pack_levels,
+unpack_levels}`. They are pure. Their default kernels are in `mesa_tune.ops.reference`: `codecs`, `windows`,
+`sampling` and `levels`. The native library has CPU kernels for all but those of samples and `sample_rows`,
+and CUDA kernels for the windows.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.ops import reference
 from mesa_tune.ops.reference import codecs as reference_codecs
+from mesa_tune.ops.reference import levels as reference_levels
 from mesa_tune.ops.reference import sampling as reference_sampling
 from mesa_tune.ops.reference import windows as reference_windows
 
@@ -32,6 +34,8 @@ _SCHEMAS = (
     f"dequantize_samples({_SAMPLES[1:-1]}, SymInt[] shape, ScalarType dtype, {_GROUPS}) -> Tensor",
     "choose_rows(Tensor norms, SymInt count, Tensor key) -> (Tensor index, Tensor inverse)",
     "sample_rows(Tensor x, int axis, SymInt count, Tensor key) -> (Tensor index, Tensor rows)",
+    "pack_levels(Tensor x, float[] boundaries, int map) -> (Tensor data, Tensor offset)",
+    "unpack_levels(Tensor data, Tensor offset, float[] values, SymInt[] shape) -> Tensor",
 )
 
 
@@ -122,6 +126,17 @@ def _fake_sample_rows(x: Tensor, axis: int, count: int, key: Tensor) -> tuple[Te
     return x.new_empty(count, dtype=torch.int32), x.new_empty(count, as_rows(x, axis).shape[-1])
 
 
+def _fake_pack_levels(x: Tensor, boundaries: Sequence[float], map: int) -> tuple[Tensor, Tensor]:
+    size = reference_levels.level_bits(len(boundaries) + 1) * reference.plane_bytes(x.numel())
+    return x.new_empty(size, dtype=torch.uint8), x.new_empty(1, dtype=torch.float32)
+
+
+def _fake_unpack_levels(
+    data: Tensor, offset: Tensor, values: Sequence[float], shape: Sequence[int]
+) -> Tensor:
+    return data.new_empty(shape, dtype=torch.float32)
+
+
 _KERNELS: ops.Kernels = {
     "extents": (reference_codecs.extents, _fake_extents),
     "quantize_within": (reference_codecs.quantize_within, _fake_quantize_within),
@@ -133,6 +148,8 @@ _KERNELS: ops.Kernels = {
     "dequantize_samples": (reference_codecs.dequantize_samples, _fake_dequantize_samples),
     "choose_rows": (reference_sampling.choose_rows, _fake_choose_rows),
     "sample_rows": (sample_rows, _fake_sample_rows),
+    "pack_levels": (reference_levels.pack_levels, _fake_pack_levels),
+    "unpack_levels": (reference_levels.unpack_levels, _fake_unpack_levels),
 }
 
 
