@@ -2,9 +2,9 @@
 
 Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
 pack_windows, unpack_windows, quantize_samples, dequantize_samples, choose_rows, sample_rows, pack_levels,
-unpack_levels}`. They are pure. Their default kernels are in `mesa_tune.ops.reference`: `codecs`, `windows`,
-`sampling` and `levels`. The native library has CPU kernels for all but those of samples and `sample_rows`,
-and CUDA kernels for the windows.
+unpack_levels, pack_positions, unpack_positions}`. They are pure. Their default kernels are in
+`mesa_tune.ops.reference`: `codecs`, `windows`, `sampling`, `levels` and `positions`. The native library has
+CPU kernels for all but those of samples and `sample_rows`, and CUDA kernels for the windows.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from mesa_tune import ops
 from mesa_tune.ops import reference
 from mesa_tune.ops.reference import codecs as reference_codecs
 from mesa_tune.ops.reference import levels as reference_levels
+from mesa_tune.ops.reference import positions as reference_positions
 from mesa_tune.ops.reference import sampling as reference_sampling
 from mesa_tune.ops.reference import windows as reference_windows
 
@@ -36,6 +37,8 @@ _SCHEMAS = (
     "sample_rows(Tensor x, int axis, SymInt count, Tensor key) -> (Tensor index, Tensor rows)",
     "pack_levels(Tensor x, float[] boundaries, int map) -> (Tensor data, Tensor offset)",
     "unpack_levels(Tensor data, Tensor offset, float[] values, SymInt[] shape) -> Tensor",
+    "pack_positions(Tensor bitmap, SymInt numel, SymInt count, int low) -> Tensor",
+    "unpack_positions(Tensor data, SymInt numel, SymInt count, int low) -> Tensor",
 )
 
 
@@ -137,6 +140,14 @@ def _fake_unpack_levels(
     return data.new_empty(shape, dtype=torch.float32)
 
 
+def _fake_pack_positions(bitmap: Tensor, numel: int, count: int, low: int) -> Tensor:
+    return bitmap.new_empty(reference_positions.position_bytes(numel, count, low))
+
+
+def _fake_unpack_positions(data: Tensor, numel: int, count: int, low: int) -> Tensor:
+    return data.new_empty(reference.plane_bytes(numel))
+
+
 _KERNELS: ops.Kernels = {
     "extents": (reference_codecs.extents, _fake_extents),
     "quantize_within": (reference_codecs.quantize_within, _fake_quantize_within),
@@ -150,6 +161,8 @@ _KERNELS: ops.Kernels = {
     "sample_rows": (sample_rows, _fake_sample_rows),
     "pack_levels": (reference_levels.pack_levels, _fake_pack_levels),
     "unpack_levels": (reference_levels.unpack_levels, _fake_unpack_levels),
+    "pack_positions": (reference_positions.pack_positions, _fake_pack_positions),
+    "unpack_positions": (reference_positions.unpack_positions, _fake_unpack_positions),
 }
 
 
