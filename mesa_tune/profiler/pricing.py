@@ -256,7 +256,13 @@ def _exact(entry: LayerEntry) -> Option:
 
 
 def candidates(options: Sequence[Option]) -> frozenset[LayerSettings]:
-    """Return the settings that a solver could choose: the lower convex hull of bytes and log of error.
+    """Return the settings that a solver could choose, with and without fixed levels (`--forbid levels`)."""
+    quantized = [option for option in options if option.settings.store != "levels"]
+    return _hull(options) | _hull(quantized)
+
+
+def _hull(options: Sequence[Option]) -> frozenset[LayerSettings]:
+    """Return the lower convex hull of bytes and log of error.
 
     Errors are those of the first batch, so that a resumed profile has the same. Exact storage is left out.
     """

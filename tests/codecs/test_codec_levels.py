@@ -176,7 +176,7 @@ def workload() -> mt.Workload:
 @pytest.fixture(scope="module")
 def profile() -> mt.Profile:
     options = [LayerSettings(level=level) for level in (2, 4, 16)]
-    options += [LayerSettings(level=level, store="levels") for level in (2, 4)]
+    options += [LayerSettings(level=level, store="levels") for level in (2, 4, 16)]
     return mt.profile(workload(), options=options, seeds=2)
 
 
@@ -185,7 +185,7 @@ def test_a_profile_prices_them_for_activations_that_share_nothing(profile: mt.Pr
         layer.name: {option.settings.level for option in layer.options if option.settings.store == "levels"}
         for layer in profile.layers
     }
-    assert {name: levels for name, levels in priced.items() if levels} == {"1": {2, 4}}
+    assert {name: levels for name, levels in priced.items() if levels} == {"1": {2, 4, 16}}
     two = profile.layer("1").options[profile.layer("1").positions[LayerSettings(level=4, store="levels")]]
     assert two.bias is not None
     assert two.gradient_error is not None
