@@ -16,7 +16,7 @@
 namespace mesa_tune::cpu {
 namespace {
 
-constexpr int64_t kBlock = 1024;   // elements in the first-level cache
+constexpr int64_t kBlock = 1024;    // elements in the first-level cache
 constexpr int64_t kGrain = 1 << 5;  // grain size of parallel_for: fewest blocks per thread
 
 struct PackTask {
@@ -42,7 +42,7 @@ MESA_TUNE_INLINE bool find_codes(const float* values, int64_t n, const float* bo
   return odd == 0;
 }
 
-// Blocks [from, to). Returns whether all of their elements are finite.
+// Blocks [from, to). Clears `finite` if one of their elements is not.
 MESA_TUNE_INLINE void pack_blocks(const PackTask& task, int64_t from, int64_t to, bool* finite) {
   alignas(64) float buffer[kBlock];
   alignas(64) uint8_t codes[kBlock];
@@ -122,9 +122,8 @@ void unpack_levels(const uint8_t* data, int64_t numel, const std::vector<float>&
   std::vector<float> table = values;
   table.resize(kMostLevels, values.back());
   const UnpackTask task{data, numel, table.data(), level_bits(values.size()), out};
-  torch::stable::parallel_for(0, blocks_of(numel), kGrain, [&](int64_t from, int64_t to) {
-    unpack_blocks_paths[path()](task, from, to);
-  });
+  torch::stable::parallel_for(0, blocks_of(numel), kGrain,
+                              [&](int64_t from, int64_t to) { unpack_blocks_paths[path()](task, from, to); });
 }
 
 }  // namespace mesa_tune::cpu

@@ -3,7 +3,8 @@
 #include "positions.h"
 
 #include <algorithm>
-#include <bit>
+
+#include "bits.h"
 
 namespace mesa_tune::cpu {
 namespace {
@@ -14,13 +15,6 @@ void set_bit(uint8_t* plane, int64_t index) {
 
 bool has_bit(const uint8_t* plane, int64_t index) {
   return (plane[index / 8] >> index % 8 & 1) != 0;
-}
-
-// Calls visit(i) for each bit i that is set, in order.
-template <class Visit>
-void for_each_bit(const uint8_t* plane, int64_t bytes, const Visit& visit) {
-  for (int64_t byte = 0; byte < bytes; ++byte)
-    for (unsigned bits = plane[byte]; bits != 0; bits &= bits - 1) visit(8 * byte + std::countr_zero(bits));
 }
 
 }  // namespace
