@@ -62,8 +62,8 @@ def _fixed_levels(kind: str, parameters: tuple[Any, ...], levels: int) -> Codebo
         x = torch.linspace(-6, 6, 1001, dtype=torch.float64, device="cpu")
         saved = curve.saved(x, curve.value(x, *parameters), *parameters)
         derivative = curve.back(torch.ones_like(x), saved)
-        order = saved.argsort(stable=True)
-    points, slopes, weight = ((v[order]).numpy() for v in (saved, derivative, (-x * x / 2).exp()))
+        columns = torch.stack([saved, derivative, (-x * x / 2).exp()])
+        points, slopes, weight = columns[:, saved.argsort(stable=True)].numpy()
     return optimal_codebook(points, points if np.array_equal(points, slopes) else slopes, weight, levels)
 
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mesa_tune as mt
 from mesa_tune import notice
 from mesa_tune.codecs import levels
-from mesa_tune.formulas.activation import fixed_levels
+from mesa_tune.formulas.activation import _fixed_levels, fixed_levels
 from mesa_tune.formulas.curves import BOUNDED, CURVES
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.maps import KINDS
@@ -75,6 +76,13 @@ def test_each_value_is_the_mean_derivative_of_its_interval(kind: str, count: int
         assert curve.back(torch.ones(1, dtype=torch.float64), stored[code : code + 1]) == pytest.approx(
             mean.item(), abs=0.02
         )
+
+
+def test_fake_tensors_have_the_same_codebook() -> None:
+    with FakeTensorMode():
+        book = fixed_levels("softplus", (2.0, 20.0), 7)
+    _fixed_levels.cache_clear()
+    assert fixed_levels("softplus", (2.0, 20.0), 7) == book
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 16])
