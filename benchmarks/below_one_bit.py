@@ -5,7 +5,8 @@
 The model is the digits ViT, trained for `--steps` steps. First all its linear layers have one of the
 settings, and all other layers are exact: bits per element that these layers store (measured), gradient
 error and noise ratio on batches that the profile has not seen. Then the predicted noise ratio of the policy
-with the least error at a few shares of the plain step's saved bytes, without and with `rows`.
+with the least error at a few shares of the plain step's saved bytes: without `rows` and fixed levels, with
+`rows`, and with both.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SETTINGS = (
     *(LayerSettings(level=2**bits) for bits in (4, 2, 1)),
     *(LayerSettings(level=16, rows=share) for share in (0.5, 0.25, 0.1, 0.05)),
     *(LayerSettings(level=2**bits, rows=share) for bits, share in SAMPLED),
-    *(LayerSettings(level=16, drop=share) for share in (0.75, 0.9, 0.97)),
+    *(LayerSettings(level=4, drop=share) for share in (0.75, 0.9, 0.97)),
 )
 SHARES = (0.08, 0.05, 0.04, 0.035, 0.03, 0.025)
 
@@ -54,7 +55,7 @@ def main() -> None:
         )
         append("below_one_bit", {**subject, **result})
     for share in SHARES:
-        for forbid in (["recompute", "rows"], ["recompute"]):
+        for forbid in (["recompute", "rows", "levels"], ["recompute", "levels"], ["recompute"]):
             result = searched(profile, share, forbid)
             print(
                 f"{share:.1%} of the plain saved bytes without {forbid}: {result['noise_ratio']}", flush=True

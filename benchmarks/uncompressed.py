@@ -142,6 +142,7 @@ class SavedTensorObserver(Observer):
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
         row: int,
+        valued: bool = False,
     ) -> None:
         # Exact uint8 tensors are packed masks and window offsets; other exact tensors are PyTorch's own.
         packed = [tensor for tensor in exact if tensor.dtype is torch.uint8]

@@ -17,7 +17,7 @@ from mesa_tune.profiler.profile import Profile
 Pins = Mapping[str, LayerSettings]
 """Layer name or glob -> the settings that it must have; later pins win."""
 
-FORBIDDEN: Final = ("derive", "recompute", "offload", "tile", "rows")
+FORBIDDEN: Final = ("derive", "recompute", "offload", "tile", "rows", "levels")
 """What can be forbidden: values of `store`, slices, and leaving out rows."""
 VARIED: Final = tuple(key for key in KEYS if key != "enable")
 """The settings that a search can be restricted to."""

@@ -237,7 +237,9 @@ def _between(settings: Collection[LayerSettings]) -> set[LayerSettings]:
     return {
         replace(lower, level=2 * lower.level)
         for lower in settings
-        if lower.level in (16, 64) and replace(lower, level=4 * lower.level) in settings
+        if lower.level in (16, 64)
+        and lower.store != "levels"
+        and replace(lower, level=4 * lower.level) in settings
     }
 
 

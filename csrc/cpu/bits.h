@@ -2,6 +2,7 @@
 // the lowest bit.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -31,6 +32,13 @@ MESA_TUNE_INLINE void pack(const uint8_t* __restrict mask, uint8_t* __restrict d
 
 MESA_TUNE_INLINE void unpack(const uint8_t* __restrict data, uint8_t* __restrict mask, int64_t bytes) {
   for (int64_t i = 0; i < bytes; ++i) spread_bits(data[i], mask + 8 * i);
+}
+
+// Calls visit(i) for each bit i that is set, in order.
+template <class Visit>
+MESA_TUNE_INLINE void for_each_bit(const uint8_t* bitmap, int64_t bytes, const Visit& visit) {
+  for (int64_t byte = 0; byte < bytes; ++byte)
+    for (unsigned bits = bitmap[byte]; bits != 0; bits &= bits - 1) visit(8 * byte + std::countr_zero(bits));
 }
 
 }  // namespace mesa_tune::cpu

@@ -126,13 +126,6 @@ void clear_surplus(const U* x, int64_t n, const Threshold& threshold, int64_t eq
   }
 }
 
-// Calls visit(i) for each bit i that is set, in order.
-template <class Visit>
-MESA_TUNE_INLINE void for_each_bit(const uint8_t* bitmap, int64_t bytes, const Visit& visit) {
-  for (int64_t byte = 0; byte < bytes; ++byte)
-    for (unsigned bits = bitmap[byte]; bits != 0; bits &= bits - 1) visit(8 * byte + std::countr_zero(bits));
-}
-
 // The survivors of one block: how many are above the threshold, how many equal to it, and the index of the
 // first one among all survivors.
 struct BlockSurvivors {

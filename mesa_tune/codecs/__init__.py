@@ -6,20 +6,21 @@ by which policies choose it.
 
 from collections.abc import Sequence
 
-from mesa_tune.codecs import drop, mixed, offload, quantize, rows, running, vrandom
-from mesa_tune.codecs.spec import STATEFUL, Codec, Memory, Spec, fitting_size
+from mesa_tune.codecs import drop, levels, mixed, offload, quantize, rows, running, vrandom
+from mesa_tune.codecs.spec import STATEFUL, Codebook, Codec, Memory, Spec, fitting_size
 
 CODECS: dict[str, Codec] = {
     "quantize": quantize,
     "running": running,
     "drop": drop,
     "rows": rows,
+    "levels": levels,
     "mixed": mixed,
     "offload": offload,
     "vrandom": vrandom,
 }
 
-__all__ = ["CODECS", "STATEFUL", "Codec", "Memory", "Spec", "fitting_size", "memory_bytes"]
+__all__ = ["CODECS", "STATEFUL", "Codebook", "Codec", "Memory", "Spec", "fitting_size", "memory_bytes"]
 
 
 def memory_bytes(shape: Sequence[int], spec: Spec) -> int:

@@ -1,12 +1,14 @@
 """Store only the largest magnitudes: DropIT (arXiv 2202.13808), min-k over the whole tensor.
 
 `drop: γ` in policy.txt. The fraction γ of the elements with the smallest magnitudes is not stored and decodes
-to zero. The others, the survivors, are marked in a bitmap of one bit per element (DropIT stores a 32-bit
-index per survivor). Their values follow in order: exact (`store: exact`), or quantized in groups of their
-own. Dropping is biased, in DropIT as well: the input that a linear layer or a convolution saves enters only
-the gradient of its weight.
+to zero. The others, the survivors, are marked in a bitmap of one bit per element, as in Back Razor (NeurIPS
+2022); DropIT stores a 32-bit index per survivor. Above γ = 0.75 the Elias-Fano code of the bitmap is smaller
+and is stored instead: about 2 + log2(1 / (1 - γ)) bits per survivor. Their values follow in order: exact
+(`store: exact`), or quantized in groups of their own. Dropping is biased, in DropIT as well: the input that a
+linear layer or a convolution saves enters only the gradient of its weight.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +19,7 @@ from mesa_tune.codecs import quantize
 from mesa_tune.codecs.spec import Memory, Spec
 from mesa_tune.ops import reference
 from mesa_tune.ops.codecs import RAW
+from mesa_tune.ops.reference.positions import position_bytes
 
 
 def survivors(numel: int, drop: float) -> int:
@@ -25,32 +28,52 @@ def survivors(numel: int, drop: float) -> int:
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
-    """Return the bitmap (uint8), then the survivors in the dtype of x, or their packed codes and ranges."""
+    """Return the marks (uint8), then the survivors in the dtype of x, or their packed codes and ranges."""
     bitmap, values = RAW.sparsify(x, survivors(x.numel(), spec.drop))
+    marks = marks_of(bitmap, x.numel(), spec.drop)
     if spec.exact:
-        return [bitmap, values]
-    return [bitmap, *quantize.encode(values, _grouped(spec, values.numel()), key)]
+        return [marks, values]
+    return [marks, *quantize.encode(values, _grouped(spec, values.numel()), key)]
 
 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
     """Return the tensor with its survivors, zero elsewhere."""
-    bitmap, *stored = parts
-    values = stored[0]
+    marks, *stored = parts
+    values, numel = stored[0], _numel(shape)
     if not spec.exact:
-        count = survivors(_numel(shape), spec.drop)
+        count = survivors(numel, spec.drop)
         values = quantize.decode(stored, (count,), dtype, _grouped(spec, count))
+    low = _low_bits(spec.drop)
+    bitmap = RAW.unpack_positions(marks, numel, survivors(numel, spec.drop), low) if low else marks
     result: Tensor = RAW.densify(bitmap, values, shape)
     return result
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-    """Return the bytes of bitmap and survivors; `element_size`: bytes per element of the tensor."""
+    """Return the bytes of marks and survivors; `element_size`: bytes per element of the tensor."""
     numel = _numel(shape)
     count = survivors(numel, spec.drop)
     stored = count * element_size
     if not spec.exact:
         stored = quantize.packed_bytes((count,), _grouped(spec, count), element_size)
-    return reference.plane_bytes(numel) + stored
+    low = _low_bits(spec.drop)
+    return (position_bytes(numel, count, low) if low else reference.plane_bytes(numel)) + stored
+
+
+def marks_of(bitmap: Tensor, numel: int, drop: float) -> Tensor:
+    """Return how the survivors that the bitmap marks are stored: as it is, or as their positions."""
+    low = _low_bits(drop)
+    marks: Tensor = RAW.pack_positions(bitmap, numel, survivors(numel, drop), low) if low else bitmap
+    return marks
+
+
+def _low_bits(drop: float) -> int:
+    """Return the low bits of each survivor's position; 0 where a bitmap is not larger than positions."""
+    return math.floor(-math.log2(1 - drop)) if drop > _BITMAP else 0
+
+
+_BITMAP = 0.75
+"""Up to this fraction a bitmap is stored: (1 - γ) (1 + 2) + 1 / 4 bits per element are 1 there."""
 
 
 def refuses(tensor: Tensor, spec: Spec) -> str | None:

@@ -13,6 +13,13 @@ STATEFUL = {"running", "mixed"}
 """Codecs that need a memory from step to step."""
 
 
+class Codebook(NamedTuple):
+    """Fixed values of a tensor's elements, ascending, and the boundaries between them."""
+
+    boundaries: tuple[float, ...]
+    values: tuple[float, ...]
+
+
 class Spec(NamedTuple):
     """How one layer stores the tensors it saves. `levels` 0 stores them exactly (the profiler's exact run).
 
@@ -21,7 +28,8 @@ class Spec(NamedTuple):
     slices in which a loss goes backward. `feeds_tiled`: a tiled loss may go backward past the layer's output.
     `rows`: fraction of rows that are stored. `axis`: the axis along which the elements of a row lie, counted
     from the end, where the backward is linear in the saved tensors; 0: it is not, or this is unknown.
-    `row`: a group never crosses the end of a row of so many elements (0: groups ignore rows).
+    `row`: a group never crosses the end of a row of so many elements (0: groups ignore rows). `codebook`: the
+    values that elements of the saved tensor may have (`store: levels`).
     """
 
     codec: str
@@ -41,6 +49,7 @@ class Spec(NamedTuple):
     rows: float = 1.0
     axis: int = 0
     row: int = 0
+    codebook: Codebook | None = None
 
     @property
     def alone(self) -> "Spec":
@@ -84,7 +93,7 @@ class Spec(NamedTuple):
         `_replace` cannot be traced, so this calls the constructor.
         """
         size = fitting_size(self.group_size, row)
-        return Spec(*self[:3], size, *self[4:-1], row)  # type: ignore[arg-type] # `_replace` cannot be traced
+        return Spec(*self[:3], size, *self[4:-2], row, self.codebook)  # type: ignore[arg-type] # `_replace` cannot be traced
 
     def along(self, axis: int) -> "Spec":
         """Return this spec for a function whose saved rows lie along `axis`; 0: it stores all rows."""
@@ -92,12 +101,18 @@ class Spec(NamedTuple):
             return self
         if self.rows < 1 and not axis:
             return self._of_all_rows()
-        return Spec(*self[:-2], axis, self.row)  # `_replace` cannot be traced
+        return Spec(*self[:-3], axis, self.row, self.codebook)  # `_replace` cannot be traced
+
+    def valued(self, codebook: Codebook | None) -> "Spec":
+        """Return this spec for a function whose saved tensor has this codebook; None: it is quantized."""
+        if self.codec != "levels":
+            return self
+        return Spec("quantize" if codebook is None else "levels", *self[1:-1], codebook)
 
     def _of_all_rows(self) -> "Spec":
         if self.exact:
             return Spec.plain(self.min_elements, self.tile)
-        return Spec("quantize", *self[1:-3], 1.0, 0, self.row)
+        return Spec("quantize", *self[1:-4], 1.0, 0, self.row)
 
     @property
     def hooked(self) -> "Spec | None":
@@ -105,7 +120,13 @@ class Spec(NamedTuple):
         if self.exact:
             return self if self.codec == "offload" else None
         return self._replace(
-            codec="quantize", bits=8, levels=HOOKED_LEVELS, drop=0.0, ema_decay=0.0, rows=1.0
+            codec="quantize",
+            bits=8,
+            levels=HOOKED_LEVELS,
+            drop=0.0,
+            ema_decay=0.0,
+            rows=1.0,
+            codebook=None,
         )
 
 

@@ -1,8 +1,8 @@
 """Store randomly chosen elements: DropIT's `vrandom`, the baseline for its choice by magnitude.
 
-As many elements as `drop` would store are chosen, all equally likely. A bitmap marks them, and their values
-are stored exactly; DropIT stores the zeros, too. The choice depends on the key alone, so encoding twice gives
-the same result.
+As many elements as `drop` would store are chosen, all equally likely. They are marked as `drop` marks
+survivors, and their values are stored exactly; DropIT stores the zeros, too. The choice depends on the key
+alone, so encoding twice gives the same result.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from mesa_tune.ops import reference
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
-    """Return the bitmap (uint8), then the chosen elements in the dtype of x, in order."""
+    """Return the marks (uint8), then the chosen elements in the dtype of x, in order."""
     chosen = _chosen(x.numel(), drop.survivors(x.numel(), spec.drop), key.to(x.device))
     mask = torch.zeros(x.numel(), dtype=torch.bool, device=x.device).index_fill(0, chosen, True)
-    return [ops.pack_bits(mask), x.reshape(-1)[chosen]]
+    return [drop.marks_of(ops.pack_bits(mask), x.numel(), spec.drop), x.reshape(-1)[chosen]]
 
 
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
@@ -29,7 +29,7 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:
-    """Return the bytes of bitmap and elements."""
+    """Return the bytes of marks and elements."""
     return drop.packed_bytes(shape, spec, element_size)
 
 

@@ -42,6 +42,11 @@ _ALL_ROWS = (
     "Its layers store all rows; set `rows` only for linear layers, convolutions and matrix products."
 )
 
+_QUANTIZES = (
+    "mesa-tune: `store: levels` has no effect on {!r}, which is no activation with a bounded derivative.\n"
+    "Its layers quantize to `level` levels; set it only for activations such as GELU, SiLU and tanh."
+)
+
 _USUAL_GROUPS = 1024
 """Groups of this size, or of a smaller power of two, end with rows whose length is a multiple of it."""
 
@@ -131,6 +136,7 @@ class Call:
             return self.plain()
         if odd:
             return self.refuse("complex, sparse and nested tensors have no formula")
+        self._finds_levels(formula, static)
         exact = self._stores_all_rows(formula, static) and self.spec.levels == 0
         if exact or not (self.worth or formula.lossless or self._pays(_without_parameters(tensors))):
             return self.plain()
@@ -155,6 +161,14 @@ class Call:
             warn_once(_ALL_ROWS.format(getattr(self.func, "__name__", formula.name)))
         self.spec = self.spec.along(axis)
         return without_effect
+
+    def _finds_levels(self, formula: Formula, static: Static) -> None:
+        """Let the spec say which values elements may have, if its settings want fixed ones."""
+        if self.spec.codec == "levels":
+            codebook = formula.codebook(static, self.spec.levels)
+            if codebook is None and not formula.lossless:
+                warn_once(_QUANTIZES.format(getattr(self.func, "__name__", formula.name)))
+            self.spec = self.spec.valued(codebook)
 
     def _deriving(self, plan: CallPlan, tensors: Tensors) -> tuple[CallPlan, Sources]:
         """Return the plan of a call that rematerializes inputs or exposes its output, and the sources."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mesa_tune.codecs import Codebook
 from mesa_tune.engine.rebuild import Rebuild
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.ops.maps import Deferred
@@ -47,6 +48,10 @@ class Saved(NamedTuple):
     exact: tuple[Any, ...]
 
 
+def _no_codebook(static: Static, levels: int) -> Codebook | None:
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class Formula:
     """One function, `name`: `forward(static, needs, *tensors)` and `backward(saved, grad)`.
@@ -55,9 +60,10 @@ class Formula:
     the lossy tensors as long as the other inputs are parameters (a linear layer's input); the profiler skips
     these. `lossless`: nothing is lossy, whatever the settings. `views`: the forward may return a view.
     `row_axis`: the axis, from the end, along which the elements of a row of every lossy tensor lie, if each
-    gradient is linear in one of them (the setting `rows`); None: no rows are left out. `rebuild`: how other
-    layers rematerialize the output; None if they cannot. `is_head`: a tiled loss may go backward past the
-    output, to the inputs (`engine/head.py`); `static` begins with the dtype of autocast.
+    gradient is linear in one of them (the setting `rows`); None: no rows are left out. `codebook(static,
+    levels)`: fixed values of the only lossy tensor (`store: levels`), None if it has none. `rebuild`:
+    how other layers rematerialize the output; None if they cannot. `is_head`: a tiled loss may go backward
+    past the output, to the inputs (`engine/head.py`); `static` begins with the dtype of autocast.
     """
 
     name: str
@@ -69,6 +75,7 @@ class Formula:
     views: bool = False
     rebuild: Rebuild | None = None
     row_axis: Callable[[Static], int] | None = None
+    codebook: Callable[[Static, int], Codebook | None] = _no_codebook
     is_head: bool = False
 
 

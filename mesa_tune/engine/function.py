@@ -193,7 +193,8 @@ def _show(
     assert watch.observer is not None
     assert plan.stored is not None
     others = [tensor for tensor in exact if tensor is not None]
-    watch.observer.stored(plan.layer, tuple(lossy), plan.stored, tuple(saved), others, plan.spec.row)
+    valued = plan.formula.codebook(plan.static, 2) is not None
+    watch.observer.stored(plan.layer, tuple(lossy), plan.stored, tuple(saved), others, plan.spec.row, valued)
     never = tuple([plan.leaves_exact(tensor, inputs) for tensor in lossy])
     ctx.seen = never, tuple([tensor is not None for tensor in inputs])
 

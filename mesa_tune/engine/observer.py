@@ -59,8 +59,12 @@ class Observer:
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
         row: int,
+        valued: bool = False,
     ) -> None:
-        """Note that a call has stored `lossy` as `parts`, as `how` says, and `exact` as they are."""
+        """Note that a call has stored `lossy` as `parts`, as `how` says, and `exact` as they are.
+
+        `valued`: elements may be stored as fixed values, whether they are or not.
+        """
 
     def saved(self, layer: str, tensor: Tensor) -> None:
         """Note that autograd itself saves `tensor` during a call of `layer`."""

@@ -1,18 +1,23 @@
 """Functions of one tensor. Saved: the derivative at the input, or what `curves` says instead."""
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from mesa_tune.codecs import Codebook
+from mesa_tune.codecs.levels import optimal_codebook
+from mesa_tune.compiling import constant_result
 from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.rebuild import Ingredients, Rebuild
 from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.arithmetic import times
-from mesa_tune.formulas.curves import CURVES
+from mesa_tune.formulas.curves import BOUNDED, CURVES
 from mesa_tune.formulas.norms.composed import aligned
 from mesa_tune.ops import maps
 
@@ -39,8 +44,35 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
     return (cast(times(tensor, grad) if back is torch.mul else back(grad, tensor.whole()), dtype),)
 
 
+def codebook(static: Static, levels: int) -> Codebook | None:
+    """Return the fixed values of what is saved; None if the derivative has no bound."""
+    return fixed_levels(static[0], static[2], levels) if static[0] in BOUNDED else None
+
+
+@constant_result
+def fixed_levels(kind: str, parameters: tuple[Any, ...], levels: int) -> Codebook:
+    """Return the codebook of a curve of `BOUNDED` for inputs that are standard normal."""
+    return _fixed_levels(kind, parameters, levels)
+
+
+@lru_cache(maxsize=256)
+def _fixed_levels(kind: str, parameters: tuple[Any, ...], levels: int) -> Codebook:
+    curve = CURVES[kind]
+    with _disable_current_modes(), torch.no_grad():
+        x = torch.linspace(-6, 6, 1001, dtype=torch.float64, device="cpu")
+        saved = curve.saved(x, curve.value(x, *parameters), *parameters)
+        derivative = curve.back(torch.ones_like(x), saved)
+        columns = torch.stack([saved, derivative, (-x * x / 2).exp()])
+        points, slopes, weight = columns[:, saved.argsort(stable=True)].numpy()
+    return optimal_codebook(points, points if np.array_equal(points, slopes) else slopes, weight, levels)
+
+
 POINTWISE = Formula(
-    "pointwise", forward, backward, "the derivative at the input; the output of sigmoid, tanh and exp"
+    "pointwise",
+    forward,
+    backward,
+    "the derivative at the input; the output of sigmoid, tanh and exp",
+    codebook=codebook,
 )
 
 
@@ -81,7 +113,7 @@ def serve(call: Call, kind: str, x: Tensor, parameters: tuple[Any, ...] = (), in
     if in_place and not call.may_change(x):
         return call.plain()
     call = aligned(call, x) if kind == "square" else call
-    if call.spec.exposes and not (in_place or of_output):
+    if call.spec.exposes and not (in_place or of_output or call.spec.codec == "levels"):
         return call.apply(POINTWISE_INPUT, (kind, parameters, x.dtype), x)
     return call.apply(POINTWISE, (kind, in_place, parameters, x.dtype), x)
 

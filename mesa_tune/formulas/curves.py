@@ -112,3 +112,6 @@ CURVES: dict[str, Curve] = {
     "cos": Curve(torch.cos, None, lambda x, y: x.sin().neg_()),
     "erf": Curve(torch.erf, None, lambda x, y: x.square().neg_().exp_().mul_(2 / sqrt(pi))),
 }
+
+BOUNDED = frozenset(CURVES) - {"exp", "expm1", "square", "pow", "base", "sin", "cos"}
+"""Activations, whose derivative is bounded and not periodic: a few fixed values can stand for it."""

@@ -1,9 +1,10 @@
 """The codecs' ops. Compilers cannot see inside them, so compiled code saves only their packed results.
 
 Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sparsify, densify,
-pack_windows, unpack_windows, quantize_samples, dequantize_samples, choose_rows, sample_rows}`. They are pure.
-Their default kernels are in `mesa_tune.ops.reference`: `codecs`, `windows` and `sampling`. The native library
-has CPU kernels for all but those of samples and `sample_rows`, and CUDA kernels for the windows.
+pack_windows, unpack_windows, quantize_samples, dequantize_samples, choose_rows, sample_rows, pack_levels,
+unpack_levels, pack_positions, unpack_positions}`. They are pure. Their default kernels are in
+`mesa_tune.ops.reference`: `codecs`, `windows`, `sampling`, `levels` and `positions`. The native library has
+CPU kernels for all but those of samples and `sample_rows`, and CUDA kernels for the windows.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.ops import reference
 from mesa_tune.ops.reference import codecs as reference_codecs
+from mesa_tune.ops.reference import levels as reference_levels
+from mesa_tune.ops.reference import positions as reference_positions
 from mesa_tune.ops.reference import sampling as reference_sampling
 from mesa_tune.ops.reference import windows as reference_windows
 
@@ -32,6 +35,10 @@ _SCHEMAS = (
     f"dequantize_samples({_SAMPLES[1:-1]}, SymInt[] shape, ScalarType dtype, {_GROUPS}) -> Tensor",
     "choose_rows(Tensor norms, SymInt count, Tensor key) -> (Tensor index, Tensor inverse)",
     "sample_rows(Tensor x, int axis, SymInt count, Tensor key) -> (Tensor index, Tensor rows)",
+    "pack_levels(Tensor x, float[] boundaries, int map) -> (Tensor data, Tensor offset)",
+    "unpack_levels(Tensor data, Tensor offset, float[] values, SymInt[] shape) -> Tensor",
+    "pack_positions(Tensor bitmap, SymInt numel, SymInt count, int low) -> Tensor",
+    "unpack_positions(Tensor data, SymInt numel, SymInt count, int low) -> Tensor",
 )
 
 
@@ -122,6 +129,25 @@ def _fake_sample_rows(x: Tensor, axis: int, count: int, key: Tensor) -> tuple[Te
     return x.new_empty(count, dtype=torch.int32), x.new_empty(count, as_rows(x, axis).shape[-1])
 
 
+def _fake_pack_levels(x: Tensor, boundaries: Sequence[float], map: int) -> tuple[Tensor, Tensor]:
+    size = reference_levels.level_bits(len(boundaries) + 1) * reference.plane_bytes(x.numel())
+    return x.new_empty(size, dtype=torch.uint8), x.new_empty(1, dtype=torch.float32)
+
+
+def _fake_unpack_levels(
+    data: Tensor, offset: Tensor, values: Sequence[float], shape: Sequence[int]
+) -> Tensor:
+    return data.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_pack_positions(bitmap: Tensor, numel: int, count: int, low: int) -> Tensor:
+    return bitmap.new_empty(reference_positions.position_bytes(numel, count, low))
+
+
+def _fake_unpack_positions(data: Tensor, numel: int, count: int, low: int) -> Tensor:
+    return data.new_empty(reference.plane_bytes(numel))
+
+
 _KERNELS: ops.Kernels = {
     "extents": (reference_codecs.extents, _fake_extents),
     "quantize_within": (reference_codecs.quantize_within, _fake_quantize_within),
@@ -133,6 +159,10 @@ _KERNELS: ops.Kernels = {
     "dequantize_samples": (reference_codecs.dequantize_samples, _fake_dequantize_samples),
     "choose_rows": (reference_sampling.choose_rows, _fake_choose_rows),
     "sample_rows": (sample_rows, _fake_sample_rows),
+    "pack_levels": (reference_levels.pack_levels, _fake_pack_levels),
+    "unpack_levels": (reference_levels.unpack_levels, _fake_unpack_levels),
+    "pack_positions": (reference_positions.pack_positions, _fake_pack_positions),
+    "unpack_positions": (reference_positions.unpack_positions, _fake_unpack_positions),
 }
 
 

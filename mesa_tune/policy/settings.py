@@ -15,11 +15,13 @@ TAGS: Final = (*MESA_TAGS, *_MODULE_TAGS, *_FUNCTION_TAGS)
 
 ROUNDINGS: Final = ("stochastic", "nearest")
 ALLOCATIONS: Final = ("uniform", "sample")
-STORES = ["quantize", "exact", "derive", "recompute", "offload"]
+STORES = ["quantize", "exact", "derive", "recompute", "offload", "levels"]
 """Values of `store`. The codecs that a policy chooses by name add theirs to this list."""
 
 MIN_ELEMENTS: Final = 4096
 """Tensors of at most 4096 elements stay exact: compressing them saves little and errs most."""
+MOST_FIXED_LEVELS: Final = 16
+"""Most levels of `store: levels`: 4 bits per element."""
 HOOKED_LEVELS: Final = 256
 """Hooks have no formula to apply Rule 7, so they always store 8 bits per element."""
 
@@ -37,7 +39,8 @@ class LayerSettings:
     where the backward is linear in the saved tensor; these, too, are quantized or stored
     exactly. With `allocation` sample each sample has its own number of bits per element, `bits` on average.
     `tile` is the number of slices in which a loss goes backward together with the layer that made its
-    logits; it then stores nothing lossy. Raise ValueError for a value outside its range, and for `rows`
+    logits; it then stores nothing lossy. With `store` levels an activation's derivative is one of `level`
+    (2 to 16) fixed values. Raise ValueError for a value outside its range, and for `rows`
     beside a setting that it does not go with.
     """
 
@@ -63,6 +66,10 @@ class LayerSettings:
             value = getattr(self, key)
             if value is not None or key not in ("group_size", "quant_groups"):
                 check_value(key, value)
+        if self.enable and self.store == "levels" and self.level > MOST_FIXED_LEVELS:
+            raise ValueError(
+                f"`store: levels` has 2 to {MOST_FIXED_LEVELS} levels, but got level {self.level}"
+            )
         if others := beside_rows({key: getattr(self, key) for key in KEYS}):
             raise ValueError(f"`rows` {self.rows:g} does not go with {', '.join(others)}: leave one out")
 
@@ -87,6 +94,11 @@ class LayerSettings:
         return self if self.rows == 1 else replace(self, rows=1.0)
 
     @property
+    def without_levels(self) -> LayerSettings:
+        """These settings for a layer that is no activation with fixed levels: it quantizes."""
+        return replace(self, store="quantize") if self.store == "levels" else self
+
+    @property
     def hooked(self) -> LayerSettings:
         """These settings for a layer stored by hooks: no formula bounds its error, so 8 bits per element.
 
@@ -98,7 +110,9 @@ class LayerSettings:
             return self
         if self.store == "exact":
             return replace(self, drop=0.0, rows=1.0)
-        return replace(self, level=HOOKED_LEVELS, drop=0.0, rows=1.0, ema_decay=0.0, allocation="uniform")
+        return replace(
+            self.without_levels, level=HOOKED_LEVELS, drop=0.0, rows=1.0, ema_decay=0.0, allocation="uniform"
+        )
 
     @property
     def label(self) -> str:
@@ -111,6 +125,8 @@ class LayerSettings:
             return " ".join(["exact", *self._omitted()])
         if self.store == "offload":
             return "offload"
+        if self.store == "levels":
+            return f"{self.level} fixed levels"
         width = f"{self.bits} bit{'s' if self.bits > 1 else ''}"
         width = width if self.level == 1 << self.bits else f"{self.level} levels"
         groups = str(self.group_size) if self.quant_groups is None else f"{self.quant_groups} groups"

@@ -362,10 +362,14 @@ REFERENCE_GROUP = 256
 SAMPLED = ((3, 0.25), (2, 0.25), (2, 0.1))
 """Bits and share of rows: 0.8, 0.5 and 0.2 bits per element. More rows err more than 2 bits of all rows."""
 
+FIXED_BITS = (1, 2, 3, 4)
+"""Bits per element of the derivative of an activation as one of a few fixed values."""
+
 
 def full_grid() -> list[LayerSettings]:
-    """Return every combination of `BITS` and `GROUP_SIZES`, and `SAMPLED`."""
+    """Return every combination of `BITS` and `GROUP_SIZES`, `SAMPLED`, and fixed levels in `FIXED_BITS`."""
     every = [LayerSettings(level=2**bits, group_size=size) for bits in BITS for size in GROUP_SIZES]
+    every += [LayerSettings(level=2**bits, store="levels") for bits in FIXED_BITS]
     return every + [LayerSettings(level=2**bits, rows=share) for bits, share in SAMPLED]
 
 
@@ -379,6 +383,7 @@ def above_one_bit(grid: list[LayerSettings], *, all_groups: bool) -> list[LayerS
 
     Pricing derivations with all options took 100 s of a profile of 263 s on DeiT-Ti.
     """
-    grid = [option for option in grid if option.rows == 1]  # what others derive from has all rows
+    # What others derive from has all rows, and is no derivative.
+    grid = [option for option in grid if option.rows == 1 and option.store != "levels"]
     chosen = [option for option in grid if all_groups or option.group_size == REFERENCE_GROUP]
     return [option for option in chosen if option.bits > 1] or grid

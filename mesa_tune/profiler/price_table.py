@@ -100,7 +100,9 @@ class DerivationTable:
 
 
 class PriceTable:
-    """Prices of `layers`: hooks store `hooked`, `samplers` may leave out rows, `exact` only store exactly.
+    """Prices of `layers`: hooks store `hooked`, `exact` can only be stored exactly.
+
+    `samplers` may leave out rows, and `valued` may store fixed levels.
 
     `interaction`: see `interaction_of`. `overlap_ms`: milliseconds that two halves of the layers add to steps
     of their own beyond what all layers add to one. `prices` has the shape [settings, 2, rows, batches + 3].
@@ -118,6 +120,7 @@ class PriceTable:
         interaction: Mapping[int, float],
         overlap_ms: float = 0.0,
         samplers: Collection[str] = (),
+        valued: Collection[str] = (),
     ) -> None:
         self.interaction, self.overlap_ms = interaction, overlap_ms
         self.names = [layer.name for layer in layers]
@@ -136,7 +139,7 @@ class PriceTable:
         of_layer = {name: tie for tie in ties for name in tie.layers}
         rows: list[tuple[HasOptions, Tie]] = [(layer, of_layer.get(layer.name, _NO_TIE)) for layer in layers]
         rows += [(derivation, _NO_TIE) for derivation in derivations]
-        self.kinds = self._kinds(rows, tuple(map(frozenset, (hooked, exact, samplers))))
+        self.kinds = self._kinds(rows, tuple(map(frozenset, (hooked, exact, samplers, valued))))
         self.numbers = {EXACT: 0}
         self.prices = np.zeros((1, 2, len(rows), self.batches + _COLUMNS))
 
@@ -250,12 +253,13 @@ class _Kind:
     hooked: bool
     exact: bool
     samples: bool
+    valued: bool
 
     @staticmethod
     def of(
         rows: Sequence[tuple[HasOptions, Tie]], numbers: Sequence[int], batches: int, flags: tuple[bool, ...]
     ) -> _Kind:
-        """Return the kind of `rows`, each with its tie; `flags`: whether hooked, exact, or sampling rows."""
+        """Return the kind of `rows`, each with its tie; `flags`: whether hooked, exact, sampling, valued."""
         example = rows[0][0]
         values = np.full((len(rows), len(example.options) + 1, batches + _COLUMNS), np.nan)
         for target, (row, tie) in zip(values, rows, strict=True):
@@ -267,7 +271,7 @@ class _Kind:
 
     def under(self, settings: LayerSettings, interaction: Mapping[int, float]) -> Floats:
         """Return errors by batch, milliseconds, milliseconds of encoding, and weights; shape [2, rows, …]."""
-        settings = possible(settings, LayerTraits(self.hooked, False, 0, self.samples))
+        settings = possible(settings, LayerTraits(self.hooked, False, 0, self.samples, self.valued))
         stored = stored_as(settings)
         position = self.example.nearest(stored)
         values = np.stack([self.options[:, -1 if position is None else position]] * 2)

@@ -200,9 +200,11 @@ class Pricing:
         options = [option for option in self.options if not (on_cpu and option.store == "offload")]
         if all(name in self.timeline.hooked for name in group):
             return [option for option in options if option.bits == 8 and not option.omits]
-        if self.rows.may_leave_out_rows(group):
-            return options
-        return [option for option in options if option.rows == 1]
+        if not self.rows.may_leave_out_rows(group):
+            options = [option for option in options if option.rows == 1]
+        if not self.rows.may_have_levels(group):
+            options = [option for option in options if option.store != "levels"]
+        return options
 
     def _options(self, entry: LayerEntry, grid: list[LayerSettings], prices: list[Price]) -> Iterator[Option]:
         for settings, price in zip(grid, prices, strict=True):
@@ -254,7 +256,13 @@ def _exact(entry: LayerEntry) -> Option:
 
 
 def candidates(options: Sequence[Option]) -> frozenset[LayerSettings]:
-    """Return the settings that a solver could choose: the lower convex hull of bytes and log of error.
+    """Return the settings that a solver could choose, with and without fixed levels (`--forbid levels`)."""
+    quantized = [option for option in options if option.settings.store != "levels"]
+    return _hull(options) | _hull(quantized)
+
+
+def _hull(options: Sequence[Option]) -> frozenset[LayerSettings]:
+    """Return the lower convex hull of bytes and log of error.
 
     Errors are those of the first batch, so that a resumed profile has the same. Exact storage is left out.
     """

@@ -380,6 +380,7 @@ class Profile:
             self.derivations,
             hooked=self.timeline.hooked,
             samplers=self.timeline.samplers,
+            valued=self.timeline.valued,
             exact=frozenset(only_exact if self._has_errors else ()),
             interaction=dict(self.interaction),
             overlap_ms=self.overlap_ms,

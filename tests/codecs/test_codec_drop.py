@@ -147,3 +147,16 @@ def test_gradients_are_dropits(name: str, gamma: float) -> None:
     assert found is not None
     error = (found.double() - exact).norm() / exact.norm()
     assert error < 1e-6
+
+
+@pytest.mark.parametrize(("share", "bits"), [(0.75, 1.0), (0.9, 0.525), (0.97, 0.212), (0.99, 0.086)])
+def test_few_survivors_are_marked_in_less_than_a_bit(share: float, bits: float) -> None:
+    spec = Spec.of(LayerSettings(store="exact", drop=share), 0)
+    assert spec is not None
+    x = torch.randn(64, 1000)
+    marks, values = drop.encode(x, spec, torch.tensor([0]))
+    assert 8 * marks.numel() / x.numel() == pytest.approx(bits, rel=0.01)
+    assert values.numel() == drop.survivors(x.numel(), share)
+    least = x.abs().flatten().sort(descending=True).values[values.numel() - 1]
+    decoded = drop.decode([marks, values], x.shape, x.dtype, spec)
+    assert torch.equal(decoded, torch.where(x.abs() >= least, x, 0))

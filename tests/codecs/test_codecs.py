@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.codecs import CODECS, Memory, Spec, quantize
 from mesa_tune.engine.storage import refusal
+from mesa_tune.formulas.activation import fixed_levels
 from mesa_tune.ops import DTYPES
 from mesa_tune.ops.codecs import RAW
-from mesa_tune.policy.settings import LayerSettings, beside_rows
+from mesa_tune.policy.settings import MOST_FIXED_LEVELS, LayerSettings, beside_rows
 
 KEY = torch.tensor([7], dtype=torch.int64)
 
@@ -37,6 +38,7 @@ BY_NAME = {
     "vrandom": LayerSettings(drop=0.5, store="exact"),
     "rows": LayerSettings(level=16, rows=0.5),
     "rows-exact": LayerSettings(rows=0.5, store="exact"),
+    "levels": LayerSettings(level=4, store="levels"),
     "mixed": LayerSettings(level=16, allocation="sample"),
     "offload": LayerSettings(store="offload"),
 }
@@ -44,9 +46,10 @@ SHAPES = [(), (0,), (1,), (3, 0, 2), (13,), (7, 11), (2, 3, 5), (4, 6, 3, 5), (2
 
 
 def layer_of(groups: dict[str, Any], **others: Any) -> LayerSettings:
-    """The settings, without `rows` where it does not go with them."""
+    """The settings, without `rows` where it does not go with them, and with few levels if they are fixed."""
     rows = 1.0 if beside_rows({**groups, **others}) else others["rows"]
-    return LayerSettings(**{**groups, **others, "rows": rows})
+    level = min(others["level"], MOST_FIXED_LEVELS) if others["store"] == "levels" else others["level"]
+    return LayerSettings(**{**groups, **others, "rows": rows, "level": level})
 
 
 layer_settings = st.builds(
@@ -61,13 +64,14 @@ layer_settings = st.builds(
     drop=st.sampled_from([0.0, 0.0, 0.3, 0.9, 0.999]),
     rows=st.sampled_from([1.0, 1.0, 0.7, 0.1, 0.001]),
     allocation=st.sampled_from(["uniform", "sample"]),
-    store=st.sampled_from(["quantize", "quantize", "exact", "offload"]),
+    store=st.sampled_from(["quantize", "quantize", "exact", "offload", "levels"]),
 ).filter(lambda layer: not layer.exact)
 
 
 def spec_of(layer: LayerSettings, codec: str | None = None) -> Spec:
     spec = Spec.of(layer, 0)
     assert spec is not None
+    spec = spec.valued(fixed_levels("gelu", ("none",), spec.levels)) if spec.codec == "levels" else spec
     return spec if codec is None else spec._replace(codec=codec)
 
 
@@ -130,7 +134,7 @@ def test_shape_dtype_bytes_and_values(
     again, same = round_trip(other, spec, {} if remembers else None)
     assert torch.equal(decoded, same)
     assert all(torch.equal(one, other) for one, other in zip(parts, again, strict=True))
-    if x.numel() and spec.rows == 1:
+    if x.numel() and spec.rows == 1 and spec.codebook is None:
         span = (x.max() - x.min()).float()
         kept = decoded != 0 if spec.drop else torch.ones_like(decoded, dtype=torch.bool)
         assert ((decoded - x).abs().float()[kept] <= span * 1.01 + 1e-6).all()
@@ -212,6 +216,10 @@ OPS: dict[str, Callable[[Tensor], tuple[object, ...]]] = {
     "densify": lambda x: (*RAW.sparsify(x, 33), (6, 50)),
     "choose_rows": lambda x: (x[:, 0].abs(), 3, KEY),
     "sample_rows": lambda x: (x, -1, 3, KEY),
+    "pack_positions": lambda x: (RAW.sparsify(x, 33)[0], 300, 33, 3),
+    "unpack_positions": lambda x: (RAW.pack_positions(RAW.sparsify(x, 33)[0], 300, 33, 3), 300, 33, 3),
+    "pack_levels": lambda x: (x, [-0.5, 0.0, 0.5], 2),
+    "unpack_levels": lambda x: (*RAW.pack_levels(x, [0.0, 0.5], 0), [-1.0, 0.25, 1.0], (6, 50)),
     "quantize_samples": lambda x: (x, 4, 64, 0, True, KEY, None),
     "dequantize_samples": lambda x: (
         *RAW.quantize_samples(x, 4, 64, 0, True, KEY, None),
@@ -235,10 +243,11 @@ POLICIES = {
     "drop-exact": mt.Policy.uniform(drop=0.9, store="exact"),
     "mixed": mt.Policy.uniform(16, allocation="sample"),
     "rows": mt.Policy.uniform(16, rows=0.5),
+    "levels": mt.Policy.uniform(4, store="levels"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:mesa-tune. under torch.compile", "ignore:mesa-tune. `rows` has no effect")
+@pytest.mark.filterwarnings("ignore:mesa-tune. under torch.compile", "ignore:mesa-tune. `.*` has no effect")
 @pytest.mark.parametrize("name", POLICIES)
 def test_compiled_models_train_as_eager_ones_do(name: str) -> None:
     """Running ranges are the tensors' own there. (Of GELU, `quantize` has a derivative of its own.)"""
@@ -257,7 +266,7 @@ def test_compiled_models_train_as_eager_ones_do(name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:mesa-tune. `rows` has no effect")
+@pytest.mark.filterwarnings("ignore:mesa-tune. `.*` has no effect")
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_second_backward_gives_the_same_gradient(name: str) -> None:
     model = mt.convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), POLICIES[name])

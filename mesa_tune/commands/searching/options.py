@@ -41,7 +41,8 @@ PinOption = Annotated[
     typer.Option("--pin", metavar="GLOB: SETTINGS", help="Settings of layers: 'blocks.0.*: level 16'."),
 ]
 ForbidOption = Annotated[
-    str | None, typer.Option("--forbid", metavar="WORDS", help="Some of derive,recompute,offload,tile.")
+    str | None,
+    typer.Option("--forbid", metavar="WORDS", help="Some of derive,recompute,offload,tile,rows,levels."),
 ]
 OnlyOption = Annotated[
     str | None, typer.Option("--only", metavar="KEYS", help="Settings that may vary: level,group_size.")

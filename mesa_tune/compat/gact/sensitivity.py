@@ -46,7 +46,14 @@ class Estimate(Observer):
     wants_tensors = True
 
     def stored(
-        self, layer: str, lossy: Any, how: Any, parts: tuple[list[Tensor], ...], exact: Any, row: int
+        self,
+        layer: str,
+        lossy: Any,
+        how: Any,
+        parts: tuple[list[Tensor], ...],
+        exact: Any,
+        row: int,
+        valued: bool = False,
     ) -> None:
         """Record which copies a call has stored; calls with the same storage share a copy."""
         for tensor, stored in zip(lossy, parts, strict=True):

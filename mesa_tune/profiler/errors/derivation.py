@@ -80,6 +80,7 @@ class DerivationObserver(Observer):
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
         row: int,
+        valued: bool = False,
     ) -> None:
         for key, packing, stored in zip(self.saving_calls.keys(layer, len(how)), how, parts, strict=True):
             if isinstance(packing, Recipe):

@@ -104,7 +104,7 @@ class CopyCache:
     def copy(self, tensor: Tensor, spec: Spec, seed: Tensor) -> DecodedCopy:
         """Return the decoded copy of `tensor`; one from the cache takes no time (Rule 3)."""
         place = tensor.data_ptr(), tensor.shape, tensor.stride()
-        key = place, spec.group_size, spec.axis
+        key = place, spec.group_size, spec.axis, spec.codebook
         if key in self.copies:
             return replace(self.copies[key], encode_ms=0.0, decode_ms=0.0)
         if place not in self.sizes:
@@ -160,7 +160,8 @@ class RecordedCall:
         self, position: int, spec: Spec, seed: Tensor, cache: CopyCache, draw: Draw
     ) -> tuple[float, float]:
         """Store one saved tensor; return the squared norms of its change and of itself."""
-        spec = spec.within(self.replay.row).along(self.replay.axis)
+        codebook = self.replay.formula.codebook(self.replay.saved.static, spec.levels)
+        spec = spec.within(self.replay.row).along(self.replay.axis).valued(codebook)
         copy = cache.copy(self.replay.lossy[position], spec, seed)
         self.lossy[position] = copy.tensor
         draw.encode_ms, draw.decode_ms = draw.encode_ms + copy.encode_ms, draw.decode_ms + copy.decode_ms

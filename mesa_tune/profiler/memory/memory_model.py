@@ -92,10 +92,10 @@ class Timeline:
     `static`: bytes alive when the step begins, by kind (`STATIC` in kinds.py). `hooked`: layers stored by
     hooks, which have 256 levels at least. `serving`: layers that derive what they save only if others derive
     from them, too; else they save something else (GELU saves its derivative). `rows`: for layers whose groups
-    end where rows end, the elements per row. `samplers`: layers that may leave out rows. `modules`:
-    those that can run again in backward. Settings by their names, with `store: recompute`, are those of their
-    inputs. `libraries`: bytes that oneDNN and MKL keep besides, under every policy and about the same for
-    every batch.
+    end where rows end, the elements per row. `samplers`: layers that may leave out rows. `valued`:
+    layers that may store fixed levels. `modules`: those that can run again in backward. Settings by their
+    names, with `store: recompute`, are those of their inputs. `libraries`: bytes that oneDNN and MKL keep
+    besides, under every policy and about the same for every batch.
     """
 
     batch_sizes: SizePair
@@ -109,6 +109,7 @@ class Timeline:
     modules: tuple[str, ...] = ()
     libraries: int = 0
     samplers: tuple[str, ...] = ()
+    valued: tuple[str, ...] = ()
 
     def saved_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
         """Return the bytes of all spans that are alive when the forward ends."""
@@ -182,6 +183,7 @@ class Timeline:
             "modules": self.modules,
             "libraries": self.libraries,
             "samplers": self.samplers,
+            "valued": self.valued,
         }
 
     @staticmethod
@@ -199,6 +201,7 @@ class Timeline:
             modules=tuple(values.get("modules", ())),
             libraries=int(values.get("libraries", 0)),
             samplers=tuple(values.get("samplers", ())),
+            valued=tuple(values.get("valued", ())),
         )
 
 
@@ -241,9 +244,11 @@ class _Sizing:
         # Every policy leaves a layer exact whose calls are all too small to compress.
         small = {name for name, count in largest.items() if count <= source.min_elements}
         small -= set(source.modules)  # these save small inputs as they are
-        samplers, rows = frozenset(source.samplers), source.rows
+        samplers, valued = frozenset(source.samplers), frozenset(source.valued)
         return {
-            name: LayerTraits(name in hooked, name in small, rows.get(name, 0), name in samplers)
+            name: LayerTraits(
+                name in hooked, name in small, source.rows.get(name, 0), name in samplers, name in valued
+            )
             for name in names
         }
 

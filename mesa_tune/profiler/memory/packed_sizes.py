@@ -34,20 +34,22 @@ _SAME = {EXACT: EXACT}
 class LayerTraits(NamedTuple):
     """What changes a layer's settings: stored by hooks, all calls too small, elements per row of groups.
 
-    `samples`: it may leave out rows.
+    `samples`: it may leave out rows. `valued`: it may store fixed levels.
     """
 
     hooked: bool
     small: bool
     row: int
     samples: bool = False
+    valued: bool = False
 
 
 def possible(settings: LayerSettings, traits: LayerTraits) -> LayerSettings:
     """Return the settings that such a layer has if it is asked for `settings`."""
     if traits.hooked:
         return settings.hooked
-    return settings if traits.samples else settings.of_all_rows
+    settings = settings if traits.samples else settings.of_all_rows
+    return settings if traits.valued else settings.without_levels
 
 
 @lru_cache(maxsize=1 << 14)

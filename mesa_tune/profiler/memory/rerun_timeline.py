@@ -48,7 +48,17 @@ def rerun_timeline(
     spans = tuple(span.saved for span in (*moved, *inside))
     rows = again.large.packed.rows | dict(timeline.rows)
     samplers = tuple(sorted(again.large.packed.samplers.union(timeline.samplers)))
-    return replace(timeline, slots=tuple(slots), kept=spans, rows=rows, modules=modules, samplers=samplers)
+    valued = tuple(sorted(again.large.packed.valued.union(timeline.valued)))
+    slots_again = tuple(slots)
+    return replace(
+        timeline,
+        slots=slots_again,
+        kept=spans,
+        rows=rows,
+        modules=modules,
+        samplers=samplers,
+        valued=valued,
+    )
 
 
 def _keys(slots: Sequence[SlotTrace]) -> list[tuple[str | None, str]]:

@@ -107,6 +107,10 @@ class Rows:
         """Return whether all of these layers may leave out rows."""
         return self.packed.samplers.issuperset(group)
 
+    def may_have_levels(self, group: Sequence[str]) -> bool:
+        """Return whether all of these layers may store fixed levels."""
+        return self.packed.valued.issuperset(group)
+
     def can_be_stored(self, group: Sequence[str]) -> bool:
         """Return whether anything that these layers save can be compressed."""
         coded = any(set(item.layers) & set(group) for item in self.packed.coded.values())

@@ -129,7 +129,9 @@ class StepBytes:
         sized = self.sized
         if not self.asks.any():
             return np.zeros(len(sized.coded.rows), dtype=np.bool_)
-        missing = sized.sources.any_pair(~self.used[sized.sources.layers] | ~self._runs(sized.sources))
+        saves_levels = self.distinct.flags(lambda settings: settings.store == "levels")
+        rebuilds = self.used & ~saves_levels
+        missing = sized.sources.any_pair(~rebuilds[sized.sources.layers] | ~self._runs(sized.sources))
         deriving = (
             sized.can_derive
             & self.asks[sized.coded.layers]

@@ -107,10 +107,10 @@ class StepTrace:
     `saved_extents`: of the largest autograd saves.
     `views`: for a call and a storage, the fewest elements that the call stores in parts without a copy.
     `rows`: for layers whose groups end where rows end, the elements per row. `samplers`: layers that may
-    leave out rows. `saves`: for each layer, what autograd itself saves, in order (None: older than the step).
-    `first_parts`: for each tensor stored in parts, the storage of the first part. `derived`: for each tensor
-    that is derived instead, the layers that this needs. `serving`: layers that save their input only because
-    others derive from it.
+    leave out rows. `valued`: layers that may store fixed levels. `saves`: for each layer, what autograd
+    itself saves, in order (None: older than the step). `first_parts`: for each tensor stored in parts, the
+    storage of the first part. `derived`: for each tensor that is derived instead, the layers that this needs.
+    `serving`: layers that save their input only because others derive from it.
     `forwards`: each that ends with a backward; a step may have several. `losses`: what their backwards start
     from. `gradients`: the storages of the parameters' gradients, as far as they die in the step or were born
     in it; `static_gradients`: bytes of the others. `variables`: storages that are alive when a forward ends,
@@ -131,6 +131,7 @@ class StepTrace:
     encoded: set[tuple[int, str]] = field(default_factory=set)
     rows: dict[str, int] = field(default_factory=dict)
     samplers: set[str] = field(default_factory=set)
+    valued: set[str] = field(default_factory=set)
     saves: dict[str, list[tuple[int | None, ShapeDtype]]] = field(default_factory=dict)
     first_parts: dict[TensorKey, int] = field(default_factory=dict)
     derived: dict[TensorKey, tuple[str, ...]] = field(default_factory=dict)

@@ -112,6 +112,7 @@ def timeline_of(traced: TracedPair, hooked: tuple[str, ...]) -> Timeline:
         serving=tuple(sorted(large.derived.serving)),
         rows=large.packed.rows,
         samplers=tuple(sorted(large.packed.samplers)),
+        valued=tuple(sorted(large.packed.valued)),
         libraries=max(trace.libraries.nbytes for trace in (large.plain, large.packed, large.derived)),
     )
 

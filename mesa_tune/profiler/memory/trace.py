@@ -161,9 +161,11 @@ class Tracer(Observer):
         parts: tuple[list[Tensor], ...],
         exact: list[Tensor],
         row: int,
+        valued: bool = False,
     ) -> None:
         saved_exactly = list(exact)
         self.trace.rows.update({layer: row} if row else {})
+        self.trace.valued.update({layer} if valued else ())
         keys = self.saving_calls.keys(layer, len(how))
         for key, tensor, packing, stored in zip(keys, lossy, how, parts, strict=True):
             if isinstance(packing, Recipe):
