@@ -35,7 +35,12 @@ def times(tensor: SavedTensor, factor: Tensor) -> Tensor:
     product: Tensor | None = None
     if tensor.dtype == factor.dtype:
         product = tensor.by_rows(DEQUANTIZE_MUL, factor)
-    return factor * tensor.whole() if product is None else product
+    if product is not None:
+        return product
+    whole = tensor.whole()
+    if tensor.codec is None or (whole.shape, whole.dtype) != (factor.shape, factor.dtype):
+        return factor * whole
+    return whole.mul_(factor)  # a copy of its own
 
 
 def forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
