@@ -27,26 +27,28 @@ std::tuple<Tensor, Tensor> pack_levels(Tensor x, std::vector<double> boundaries,
   check_levels(boundaries.size() + 1);
   STD_TORCH_CHECK(map == Map::kNone || (map >= Map::kGelu && map <= Map::kExp),
                   "expected a map without statistics, but got ", map);
-  const float* source = float_data(x, x, x.numel(), "elements");
+  const Dtype dtype = dtype_of(x.scalar_type());
+  const void* source = dense_data(x, x, x.scalar_type(), x.numel(), "elements");
   const int64_t bits = level_bits(boundaries.size() + 1);
   Tensor data = empty_tensor(x, {bits * plane_bytes(x.numel())}, ScalarType::Byte);
   Tensor offset = empty_tensor(x, {1}, ScalarType::Float);
   *static_cast<float*>(offset.mutable_data_ptr()) =
-      cpu::pack_levels(source, x.numel(), {static_cast<Map::Kind>(map)}, in_single(boundaries),
+      cpu::pack_levels(source, dtype, x.numel(), {static_cast<Map::Kind>(map)}, in_single(boundaries),
                        static_cast<uint8_t*>(data.mutable_data_ptr()));
   return {data, offset};
 }
 
-Tensor unpack_levels(Tensor data, Tensor offset, std::vector<double> values, std::vector<int64_t> shape) {
+Tensor unpack_levels(Tensor data, Tensor offset, std::vector<double> values, std::vector<int64_t> shape,
+                     ScalarType dtype) {
   check_on_cpu(data);
   check_levels(values.size());
-  Tensor out = empty_tensor(data, shape, ScalarType::Float);
+  Tensor out = empty_tensor(data, shape, dtype);
   const int64_t size = level_bits(values.size()) * plane_bytes(out.numel());
   const auto* source = static_cast<const uint8_t*>(dense_data(data, out, ScalarType::Byte, size, "data"));
-  const float shift = *float_data(offset, out, 1, "offset");
+  const float shift = *float_data(offset, data, 1, "offset");
   std::vector<float> table = in_single(values);
   for (float& value : table) value += shift;
-  cpu::unpack_levels(source, out.numel(), table, static_cast<float*>(out.mutable_data_ptr()));
+  cpu::unpack_levels(source, out.numel(), table, dtype_of(dtype), out.mutable_data_ptr());
   return out;
 }
 

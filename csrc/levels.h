@@ -21,11 +21,12 @@ namespace cpu {
 
 // Writes the bit planes of the number of boundaries below each mapped element. Returns 0, or NaN if one of
 // the mapped elements is not finite.
-float pack_levels(const float* x, int64_t numel, const Map& map, const std::vector<float>& boundaries,
-                  uint8_t* data);
+float pack_levels(const void* x, Dtype dtype, int64_t numel, const Map& map,
+                  const std::vector<float>& boundaries, uint8_t* data);
 
-// Writes the value of each element's level.
-void unpack_levels(const uint8_t* data, int64_t numel, const std::vector<float>& values, float* out);
+// Writes the value of each element's level, rounded to `dtype`.
+void unpack_levels(const uint8_t* data, int64_t numel, const std::vector<float>& values, Dtype dtype,
+                   void* out);
 
 }  // namespace cpu
 }  // namespace mesa_tune

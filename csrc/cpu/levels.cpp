@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "bits.h"
+#include "convert.h"
 #include "map.h"
 
 namespace mesa_tune::cpu {
@@ -20,13 +21,30 @@ constexpr int64_t kBlock = 1024;    // elements in the first-level cache
 constexpr int64_t kGrain = 1 << 5;  // grain size of parallel_for: fewest blocks per thread
 
 struct PackTask {
-  const float* x;
+  const void* x;
+  Dtype dtype;
   int64_t numel;
   const Map& map;
   const float* boundaries;
   int64_t count, bits;
   uint8_t* data;
 };
+
+template <class Type>
+MESA_TUNE_INLINE void widen(const void* x, int64_t first, int64_t n, float* out) {
+  const auto* data = static_cast<const typename Type::Storage*>(x) + first;
+  for (int64_t i = 0; i < n; ++i) out[i] = Type::load(data[i]);
+}
+
+// Elements [first, first + n) in float32: the tensor's own memory, or a copy in `buffer`.
+MESA_TUNE_INLINE const float* loaded(const PackTask& task, int64_t first, int64_t n, float* buffer) {
+  if (task.dtype == Dtype::kFloat) return static_cast<const float*>(task.x) + first;
+  if (task.dtype == Dtype::kHalf)
+    widen<Half>(task.x, first, n, buffer);
+  else
+    widen<BFloat16>(task.x, first, n, buffer);
+  return buffer;
+}
 
 // The codes of `n` values. Returns whether all values are finite.
 MESA_TUNE_INLINE bool find_codes(const float* values, int64_t n, const float* boundaries, int64_t count,
@@ -44,12 +62,12 @@ MESA_TUNE_INLINE bool find_codes(const float* values, int64_t n, const float* bo
 
 // Blocks [from, to). Clears `finite` if one of their elements is not.
 MESA_TUNE_INLINE void pack_blocks(const PackTask& task, int64_t from, int64_t to, bool* finite) {
-  alignas(64) float buffer[kBlock];
+  alignas(64) float source[kBlock], buffer[kBlock];
   alignas(64) uint8_t codes[kBlock];
   constexpr uint64_t lowest = 0x0101010101010101, gather = 0x0102040810204080;
   for (int64_t block = from; block < to; ++block) {
     const int64_t first = block * kBlock, n = std::min(kBlock, task.numel - first);
-    const float* values = mapped(task.map, task.x + first, first, n, buffer);
+    const float* values = mapped(task.map, loaded(task, first, n, source), first, n, buffer);
     *finite &= find_codes(values, n, task.boundaries, task.count, codes);
     std::fill(codes + n, codes + kBlock, uint8_t{0});
     for (int64_t plane = 0; plane < task.bits; ++plane) {
@@ -65,15 +83,17 @@ MESA_TUNE_INLINE void pack_blocks(const PackTask& task, int64_t from, int64_t to
 MESA_TUNE_PATHS(pack_blocks, (const PackTask& task, int64_t from, int64_t to, bool* finite),
                 (task, from, to, finite))
 
+// `values`: a table of elements of the output, all in its type.
+template <class Element>
 struct UnpackTask {
   const uint8_t* data;
-  int64_t numel;
-  const float* values;
-  int64_t bits;
-  float* out;
+  int64_t numel, bits;
+  const Element* values;
+  Element* out;
 };
 
-MESA_TUNE_INLINE void unpack_blocks(const UnpackTask& task, int64_t from, int64_t to) {
+template <class Element>
+MESA_TUNE_INLINE void unpack_blocks(const UnpackTask<Element>& task, int64_t from, int64_t to) {
   alignas(64) uint8_t codes[kBlock];
   for (int64_t block = from; block < to; ++block) {
     const int64_t first = block * kBlock, n = std::min(kBlock, task.numel - first);
@@ -88,11 +108,19 @@ MESA_TUNE_INLINE void unpack_blocks(const UnpackTask& task, int64_t from, int64_
       }
       std::memcpy(codes + 8 * byte, &word, 8);
     }
-    float* __restrict out = task.out + first;
+    Element* __restrict out = task.out + first;
     for (int64_t i = 0; i < n; ++i) out[i] = task.values[codes[i]];
   }
 }
-MESA_TUNE_PATHS(unpack_blocks, (const UnpackTask& task, int64_t from, int64_t to), (task, from, to))
+MESA_TUNE_INLINE void unpack_single(const UnpackTask<float>& task, int64_t from, int64_t to) {
+  unpack_blocks(task, from, to);
+}
+MESA_TUNE_PATHS(unpack_single, (const UnpackTask<float>& task, int64_t from, int64_t to), (task, from, to))
+
+MESA_TUNE_INLINE void unpack_short(const UnpackTask<uint16_t>& task, int64_t from, int64_t to) {
+  unpack_blocks(task, from, to);
+}
+MESA_TUNE_PATHS(unpack_short, (const UnpackTask<uint16_t>& task, int64_t from, int64_t to), (task, from, to))
 
 int64_t blocks_of(int64_t numel) {
   return (numel + kBlock - 1) / kBlock;
@@ -100,9 +128,10 @@ int64_t blocks_of(int64_t numel) {
 
 }  // namespace
 
-float pack_levels(const float* x, int64_t numel, const Map& map, const std::vector<float>& boundaries,
-                  uint8_t* data) {
+float pack_levels(const void* x, Dtype dtype, int64_t numel, const Map& map,
+                  const std::vector<float>& boundaries, uint8_t* data) {
   const PackTask task{x,
+                      dtype,
                       numel,
                       map,
                       boundaries.data(),
@@ -118,12 +147,24 @@ float pack_levels(const float* x, int64_t numel, const Map& map, const std::vect
   return all_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
 }
 
-void unpack_levels(const uint8_t* data, int64_t numel, const std::vector<float>& values, float* out) {
+void unpack_levels(const uint8_t* data, int64_t numel, const std::vector<float>& values, Dtype dtype,
+                   void* out) {
   std::vector<float> table = values;
   table.resize(kMostLevels, values.back());
-  const UnpackTask task{data, numel, table.data(), level_bits(values.size()), out};
+  const int64_t bits = level_bits(values.size());
+  if (dtype == Dtype::kFloat) {
+    const UnpackTask<float> task{data, numel, bits, table.data(), static_cast<float*>(out)};
+    torch::stable::parallel_for(0, blocks_of(numel), kGrain, [&](int64_t from, int64_t to) {
+      unpack_single_paths[path()](task, from, to);
+    });
+    return;
+  }
+  std::vector<uint16_t> narrow;
+  for (const float value : table)
+    narrow.push_back(dtype == Dtype::kHalf ? Half::store(value) : BFloat16::store(value));
+  const UnpackTask<uint16_t> task{data, numel, bits, narrow.data(), static_cast<uint16_t*>(out)};
   torch::stable::parallel_for(0, blocks_of(numel), kGrain,
-                              [&](int64_t from, int64_t to) { unpack_blocks_paths[path()](task, from, to); });
+                              [&](int64_t from, int64_t to) { unpack_short_paths[path()](task, from, to); });
 }
 
 }  // namespace mesa_tune::cpu

@@ -32,8 +32,7 @@ Floats = NDArray[np.float64]
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
     """Return the bit planes of the codes (uint8), and 0 or NaN (float32, one element)."""
     assert spec.codebook is not None
-    values = x.detach().to(torch.float32).contiguous()
-    return [*RAW.pack_levels(values, spec.codebook.boundaries, 0)]
+    return [*RAW.pack_levels(x.detach().contiguous(), spec.codebook.boundaries, 0)]
 
 
 def encode_deferred(deferred: Deferred, spec: Spec, key: Tensor) -> list[Tensor]:
@@ -47,8 +46,8 @@ def encode_deferred(deferred: Deferred, spec: Spec, key: Tensor) -> list[Tensor]
 def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
     """Return the value of each element's level; all are NaN if an element was NaN or Inf."""
     assert spec.codebook is not None
-    values: Tensor = RAW.unpack_levels(*parts, spec.codebook.values, shape)
-    return values.to(dtype)
+    values: Tensor = RAW.unpack_levels(*parts, spec.codebook.values, shape, dtype)
+    return values
 
 
 def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int:

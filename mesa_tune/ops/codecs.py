@@ -36,7 +36,7 @@ _SCHEMAS = (
     "choose_rows(Tensor norms, SymInt count, Tensor key) -> (Tensor index, Tensor inverse)",
     "sample_rows(Tensor x, int axis, SymInt count, Tensor key) -> (Tensor index, Tensor rows)",
     "pack_levels(Tensor x, float[] boundaries, int map) -> (Tensor data, Tensor offset)",
-    "unpack_levels(Tensor data, Tensor offset, float[] values, SymInt[] shape) -> Tensor",
+    "unpack_levels(Tensor data, Tensor offset, float[] values, SymInt[] shape, ScalarType dtype) -> Tensor",
     "pack_positions(Tensor bitmap, SymInt numel, SymInt count, int low) -> Tensor",
     "unpack_positions(Tensor data, SymInt numel, SymInt count, int low) -> Tensor",
 )
@@ -135,9 +135,9 @@ def _fake_pack_levels(x: Tensor, boundaries: Sequence[float], map: int) -> tuple
 
 
 def _fake_unpack_levels(
-    data: Tensor, offset: Tensor, values: Sequence[float], shape: Sequence[int]
+    data: Tensor, offset: Tensor, values: Sequence[float], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    return data.new_empty(shape, dtype=torch.float32)
+    return data.new_empty(shape, dtype=dtype)
 
 
 def _fake_pack_positions(bitmap: Tensor, numel: int, count: int, low: int) -> Tensor:

@@ -17,6 +17,7 @@ from mesa_tune import notice
 from mesa_tune.codecs import levels
 from mesa_tune.formulas.activation import _fixed_levels, fixed_levels
 from mesa_tune.formulas.curves import BOUNDED, CURVES
+from mesa_tune.ops import DTYPES
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.maps import KINDS
 from mesa_tune.ops.reference import levels as reference
@@ -86,18 +87,20 @@ def test_fake_tensors_have_the_same_codebook() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["", "gelu", "silu"])
-def test_native_kernels_give_the_bytes_of_the_reference(kind: str, count: int) -> None:
+def test_native_kernels_give_the_bytes_of_the_reference(kind: str, dtype: torch.dtype, count: int) -> None:
     values = torch.linspace(-1, 1, count).tolist()
     boundaries = [(low + high) / 2 for low, high in pairwise(values)]
     for size in (0, 1, 7, 8, 9, 1023, 1024, 1025, 5000):
-        x = torch.randn(size)
+        x = torch.randn(size).to(dtype)
         packed = RAW.pack_levels(x, boundaries, KINDS.get(kind, 0))
         for one, other in zip(packed, reference.pack_levels(x, boundaries, KINDS.get(kind, 0)), strict=True):
             assert torch.equal(one, other)
         data, offset = packed
-        decoded = RAW.unpack_levels(data, offset, values, x.shape)
-        assert torch.equal(decoded, reference.unpack_levels(data, offset, values, x.shape))
+        decoded = RAW.unpack_levels(data, offset, values, x.shape, dtype)
+        assert decoded.dtype == dtype
+        assert torch.equal(decoded, reference.unpack_levels(data, offset, values, x.shape, dtype))
         assert data.numel() == (count - 1).bit_length() * math.ceil(size / 8)
 
 
@@ -110,7 +113,7 @@ def test_one_element_that_is_not_finite_makes_all_nan(bad: float) -> None:
         (reference.pack_levels, reference.unpack_levels),
     ):
         data, offset = pack(x, [0.0], 0)
-        assert unpack(data, offset, [-1.0, 1.0], (3000,)).isnan().all()
+        assert unpack(data, offset, [-1.0, 1.0], (3000,), torch.float32).isnan().all()
 
 
 def gradient(made: nn.Module, x: Tensor, policy: mt.Policy | None, seed: int = 1) -> Tensor:

@@ -219,7 +219,12 @@ OPS: dict[str, Callable[[Tensor], tuple[object, ...]]] = {
     "pack_positions": lambda x: (RAW.sparsify(x, 33)[0], 300, 33, 3),
     "unpack_positions": lambda x: (RAW.pack_positions(RAW.sparsify(x, 33)[0], 300, 33, 3), 300, 33, 3),
     "pack_levels": lambda x: (x, [-0.5, 0.0, 0.5], 2),
-    "unpack_levels": lambda x: (*RAW.pack_levels(x, [0.0, 0.5], 0), [-1.0, 0.25, 1.0], (6, 50)),
+    "unpack_levels": lambda x: (
+        *RAW.pack_levels(x, [0.0, 0.5], 0),
+        [-1.0, 0.25, 1.0],
+        (6, 50),
+        torch.float32,
+    ),
     "quantize_samples": lambda x: (x, 4, 64, 0, True, KEY, None),
     "dequantize_samples": lambda x: (
         *RAW.quantize_samples(x, 4, 64, 0, True, KEY, None),

@@ -22,7 +22,7 @@ def pack_levels(x: Tensor, boundaries: Sequence[float], map: int) -> tuple[Tenso
 
     The second result, `offset`, is 0, or NaN if an element is not finite.
     """
-    values = maps.apply(x, map, None, None, 1) if map else x.detach()
+    values = maps.apply(x, map, None, None, 1) if map else x.detach().to(torch.float32)
     codes = torch.zeros(values.shape, dtype=torch.uint8, device=x.device)
     for boundary in boundaries:
         codes += values > boundary
@@ -32,8 +32,10 @@ def pack_levels(x: Tensor, boundaries: Sequence[float], map: int) -> tuple[Tenso
     return torch.cat(planes), offset.to(torch.float32).view(1)
 
 
-def unpack_levels(data: Tensor, offset: Tensor, values: Sequence[float], shape: Sequence[int]) -> Tensor:
-    """Return the value of each element's level, in float32; NaN if `offset` is."""
+def unpack_levels(
+    data: Tensor, offset: Tensor, values: Sequence[float], shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Return the value of each element's level, rounded to `dtype`; NaN if `offset` is."""
     codes = torch.zeros(tuple(shape), dtype=torch.uint8, device=data.device)
     planes = data.view(level_bits(len(values)), reference.plane_bytes(codes.numel()))
     for bit, plane in enumerate(planes):
@@ -41,4 +43,4 @@ def unpack_levels(data: Tensor, offset: Tensor, values: Sequence[float], shape: 
     out = torch.full_like(codes, values[0], dtype=torch.float32)
     for code, value in enumerate(values[1:], 1):
         out.masked_fill_(codes == code, value)
-    return out + offset
+    return (out + offset).to(dtype)
