@@ -53,6 +53,11 @@ def packed_bytes(shape: Sequence[int], spec: Spec, element_size: int = 4) -> int
     return 4 * count + stored
 
 
+def stored_count(shape: Sequence[int], spec: Spec) -> int:
+    """Return how many rows of a tensor of this shape are stored."""
+    return _stored(shape, spec)[0]
+
+
 refuses = drop.refuses
 
 _MILLION = 1_000_000

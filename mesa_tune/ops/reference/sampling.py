@@ -39,6 +39,12 @@ def choose_rows(norms: Tensor, count: int, key: Tensor) -> tuple[Tensor, Tensor]
     return index.to(torch.int32), (UNIT / parts[position][by_index].double()).to(torch.float32)
 
 
+def choose_probabilities(norms: Tensor, count: int) -> Tensor:
+    """Return p_i · `UNIT` (int64) of each of the rows of which `choose_rows` stores `count`."""
+    ordered, order = weights_of(norms).sort(descending=True, stable=True)
+    return torch.empty_like(ordered).scatter_(0, order, probabilities(ordered, count))
+
+
 def weights_of(norms: Tensor) -> Tensor:
     """Return the weights w_i (int64, 1 or more) of rows with these norms.
 

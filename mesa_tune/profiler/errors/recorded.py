@@ -5,7 +5,9 @@ What is hard: tensors that several calls save must be stored once, and their tim
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.engine.observer import Replay
 from mesa_tune.engine.storage import decided, registry, restore, store
 from mesa_tune.policy.settings import MIN_ELEMENTS
+from mesa_tune.profiler.errors.expected_rows import expected_square
 
 Difference = dict[nn.Parameter, Tensor]
 """Changes of parameter gradients."""
@@ -145,9 +148,26 @@ class RecordedCall:
             if self.exact is None:
                 self.exact = self.replay.run(self.replay.lossy, self.needs)
             changed = self.replay.run(self.lossy, self.needs)
-            for edge, new, old in zip(self.edges, changed, self.exact, strict=True):
-                if edge is not None and edge[0] is not None and new is not None and old is not None:
-                    _add_or_send(edge, new - old, changes, self.replay.layer)
+            pairs = zip(self.edges, changed, self.exact, strict=True)
+            deltas = [
+                (edge, new - old)
+                for edge, new, old in pairs
+                if edge is not None and edge[0] is not None and new is not None and old is not None
+            ]
+            scale = self._expected_scale(spec, [delta for _, delta in deltas])
+            for edge, delta in deltas:
+                _add_or_send(edge, delta if scale == 1 else delta * scale, changes, self.replay.layer)
+
+    def _expected_scale(self, spec: Spec, deltas: Sequence[Tensor]) -> float:
+        """Return what makes the change by one sample of rows as large as it is expected to be; else 1."""
+        spec = spec.along(self.replay.axis)
+        x, grad = self.lossy[0], self.replay.grad
+        rows_meet = x.dim() > 1 and grad.shape[:-1] == x.shape[:-1] and not any(self.coded[1:])
+        size = squared_norm(*deltas) if spec.rows < 1 and spec.axis == -1 and rows_meet else 0.0
+        if not 0 < size < math.inf:
+            return 1.0
+        expected = expected_square(self.replay.lossy[0], x, grad, spec)
+        return math.sqrt(expected / size) if math.isfinite(expected) else 1.0
 
     def _store(self, spec: Spec, seed: Tensor, cache: CopyCache, draw: Draw) -> None:
         """Put the decoded copies of saved tensors into `lossy`; small and raw ones stay exact."""
