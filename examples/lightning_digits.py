@@ -85,25 +85,27 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def train(policy: str | None = None, epochs: int = EPOCHS) -> float:
     """Train from scratch, and return the loss of all images."""
     lightning.seed_everything(0, verbose=False)
-    callbacks = []
+    callbacks: list[lightning.Callback] = []
     if policy is not None:
         from mesa_tune.integrations.lightning import MesaTuneCallback
 
         callbacks = [MesaTuneCallback(policy)]
     module = Digits()
     loader = DataLoader(digits(), BATCH_SIZE, shuffle=True, drop_last=True)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(
         max_epochs=epochs,
         accelerator="auto",
         devices=1,
         callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
-        **quiet,
     )
     trainer.fit(module, loader)
     with torch.no_grad():
-        return loss(module.cpu(), digits().tensors).item()
+        images, labels = digits().tensors
+        return loss(module.cpu(), (images, labels)).item()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tempfile
 import gpt2_text
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
+from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments
 
 BATCH_SIZE = 16
 LENGTH = 128
@@ -55,7 +55,7 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def train(policy: str | None = None, steps: int = STEPS) -> float:
     """Train from scratch, and return the mean loss of the training."""
     torch.manual_seed(0)
-    callbacks = []
+    callbacks: list[TrainerCallback] = []
     if policy is not None:
         from mesa_tune.integrations.transformers import MesaTuneCallback
 

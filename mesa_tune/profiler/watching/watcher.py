@@ -92,7 +92,7 @@ class Watcher(StepEvents):
         self.optimizers.clear()
 
     @harmless
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
+    def _before_forward(self, module: nn.Module, given: Any) -> None:
         self.depth += 1
         if self.depth > 1 or self.going_backward or not torch.is_grad_enabled():
             return
