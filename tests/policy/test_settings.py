@@ -12,6 +12,7 @@ from mesa_tune.policy.settings import (
     EXACT,
     KEYS,
     MESA_TAGS,
+    MOST_FIXED_LEVELS,
     ROUNDINGS,
     STORES,
     TAGS,
@@ -32,16 +33,19 @@ sampled = st.builds(
     rows=st.floats(0, 1, exclude_min=True),
     store=st.sampled_from(["quantize", "exact", "derive"]),
 )
+stores: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.builds(dict, store=st.sampled_from(STORES), level=st.integers(2, MOST_FIXED_LEVELS)),
+    st.builds(dict, store=st.sampled_from([s for s in STORES if s != "levels"]), level=st.integers(2, 256)),
+)
 settings = sampled | st.builds(
-    lambda grouping, **others: LayerSettings(**grouping, **others),
+    lambda grouping, stored, **others: LayerSettings(**grouping, **stored, **others),
     groupings,
+    stores,
     enable=st.booleans(),
-    level=st.integers(2, 256),
     ema_decay=fractions,
     rounding=st.sampled_from(ROUNDINGS),
     drop=fractions,
     allocation=st.sampled_from(ALLOCATIONS),
-    store=st.sampled_from(STORES),
     tile=st.integers(1, 64),
 )
 
