@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mesa_tune.errors import RunError
+from mesa_tune.notice import unnoticed
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.draws import longest_batch
@@ -291,7 +292,8 @@ class _Profiling:
         if settings is None:
             return profile
         self.show("step times", 1.0)
-        times = self._timer(restore).times(timed_policies(profile, settings), seconds)
+        with unnoticed():  # a layer may have calls for which the timed settings have no effect
+            times = self._timer(restore).times(timed_policies(profile, settings), seconds)
         return with_times(profile, times, settings)
 
     def _timer(self, restore: Callable[[], None]) -> StepTimer:

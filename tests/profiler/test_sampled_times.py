@@ -94,3 +94,15 @@ def test_a_real_profile_prices_rows_of_a_linear_layer_by_steps() -> None:
     )
     assert [layer.name for layer in profile.layers if TENTH in layer.positions] == ["2"]
     assert profile.predict(sampled).step_ms is not None
+
+
+def test_timing_does_not_warn_of_calls_that_store_all_rows(recwarn: pytest.WarningsRecorder) -> None:
+    workload = mt.Workload(
+        lambda: nn.TransformerEncoderLayer(64, 4, 128, batch_first=True),
+        lambda size: torch.randn(size, 32, 64),
+        lambda model, batch: model(batch).square().mean() + model(batch).mean(),
+        batch_size=8,
+    )
+    profile = mt.profile(workload, options=[FOUR, TENTH], seeds=1)
+    assert any(TENTH in layer.positions for layer in profile.layers if layer.tag == "attention")
+    assert [str(each.message) for each in recwarn if "rows" in str(each.message)] == []
