@@ -35,12 +35,24 @@ SETTINGS = (
 SHARES = (0.08, 0.05, 0.04, 0.035, 0.03, 0.025)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def parsed(doc: str | None) -> argparse.Namespace:
+    """Return the arguments of a benchmark with this docstring."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
     parser.add_argument("--steps", type=int, default=600, help="training steps before anything is measured")
     parser.add_argument("--batches", type=int, default=8, help="unseen batches for the gradient errors")
     parser.add_argument("--seeds", type=int, default=4, help="rounding seeds per batch")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def policy_of(profile: Profile, settings: LayerSettings, tags: Sequence[str] = TAGS) -> mt.Policy:
+    """Return the policy that gives all layers of these tags the same settings; all others are exact."""
+    return mt.Policy.from_assignments(
+        (layer.tag, layer.index, layer.name, settings) for layer in profile.layers if layer.tag in tags
+    )
+
+
+def main() -> None:
+    arguments = parsed(__doc__)
     example = load_example()
     workload = trained_workload(example, arguments.steps)
     profile = mt.profile(workload, seeds=arguments.seeds)
@@ -67,9 +79,7 @@ def uniform(
     workload: mt.Workload, profile: Profile, unseen: GradientError, settings: LayerSettings, seeds: int
 ) -> dict[str, Any]:
     """Measure one setting of all linear layers and convolutions, with all other layers exact."""
-    policy = mt.Policy.from_assignments(
-        (layer.tag, layer.index, layer.name, settings) for layer in profile.layers if layer.tag in TAGS
-    )
+    policy = policy_of(profile, settings)
     predicted, (saved, _) = profile.predict(policy).saved_bytes, measured_bytes(workload, policy)
     if predicted != saved:
         raise SystemExit(f"{settings.label}: {predicted} bytes predicted, but {saved} measured")

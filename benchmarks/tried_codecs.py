@@ -10,13 +10,13 @@ of its layers save. Codecs of this file count the bytes of their format, and pac
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from accuracy import load_example
+from below_one_bit import TAGS, parsed, policy_of
 from common import append
 from search_vs_uniform import GradientError, trained_workload, unseen_batches
 from torch import Tensor
@@ -26,7 +26,7 @@ import mesa_tune as mt
 from mesa_tune.codecs import CODECS, Memory, Spec, quantize
 from mesa_tune.policy.settings import STORES, LayerSettings
 
-LINEAR, GELU = ("fc", "conv"), ("gelu",)
+GELU = ("gelu",)
 
 
 @dataclass(frozen=True)
@@ -195,22 +195,14 @@ def bits_per_element(settings: LayerSettings) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--steps", type=int, default=600, help="training steps before anything is measured")
-    parser.add_argument("--batches", type=int, default=8, help="unseen batches for the gradient errors")
-    parser.add_argument("--seeds", type=int, default=4, help="rounding seeds per batch")
-    arguments = parser.parse_args()
+    arguments = parsed(__doc__)
     example = load_example()
     workload = trained_workload(example, arguments.steps)
     profile = mt.profile(workload, options=[])
     unseen = GradientError(workload, unseen_batches(example, workload.batch_size, arguments.batches))
-    for tags, every in ((LINEAR, linear_settings()), (GELU, gelu_settings())):
+    for tags, every in ((TAGS, linear_settings()), (GELU, gelu_settings())):
         for name, settings in every.items():
-            policy = mt.Policy.from_assignments(
-                (layer.tag, layer.index, layer.name, settings)
-                for layer in profile.layers
-                if layer.tag in tags
-            )
+            policy = policy_of(profile, settings, tags)
             error, bits = unseen.error(policy, arguments.seeds), bits_per_element(settings)
             print(f"{name:32s} {bits:6.3f} bits  error {error:.2g}", flush=True)
             result = {"subject": "digits ViT", "steps": arguments.steps, "setting": name}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,7 +86,6 @@ def profile(
     from mesa_tune.profiler.entries import fast_grid, full_grid
     from mesa_tune.profiler.profiling import SEEDS
     from mesa_tune.profiler.profiling import profile as measure
-    from mesa_tune.profiler.timing.duration import remaining_text
     from mesa_tune.workload.workload import Workload
 
     output = Output(json=as_json, quiet=quiet)
@@ -110,14 +109,6 @@ def profile(
     inputs = digest("profile", workload.description, fast)
     origin = replacing_bytes(folder, inputs)
     folder.check(folder.profile, origin)
-    begin = time.monotonic()
-
-    def announce(_: Profile) -> bool:
-        """Say how long the rest takes; called when the steps have been traced."""
-        if not output.json:
-            output.line(remaining_text(time.monotonic() - begin, seeds, len(options)))
-        return False
-
     try:
         profiled = measure(
             workload,
@@ -125,7 +116,7 @@ def profile(
             seeds=seeds,
             path=folder.profile,
             progress=lambda text, share: output.status(f"{share:4.0%} {text}"),
-            enough=announce,
+            enough=_announcing(output, seeds, len(options)),
             save=lambda partial: folder.write(folder.profile, dump_json(partial.to_dict()), origin),
         )
     finally:
@@ -133,6 +124,20 @@ def profile(
     for line in _lines(profiled, folder):
         output.line(line)
     output.document("profile", profiled.to_dict())
+
+
+def _announcing(output: Output, batches: int, options: int) -> Callable[[Profile], bool]:
+    """Return what says how long the rest of a profile takes, to be called when its steps have been traced."""
+    from mesa_tune.profiler.timing.duration import remaining_text
+
+    begin = time.monotonic()
+
+    def announce(_: Profile) -> bool:
+        if not output.json:
+            output.line(remaining_text(time.monotonic() - begin, batches, options))
+        return False
+
+    return announce
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:

@@ -47,12 +47,17 @@ def advice(profile: Profile, reach: Reach | None) -> list[str]:
     ]
 
 
+def recording(script: str) -> str:
+    """Return the command that writes a model file of the step of `script`, a command as typed."""
+    return f"mesa-tune init --from {shlex.quote(script)}"
+
+
 def next_command(profile: Profile, reach: Reach | None, run: Run) -> str:
     """Return the command that follows this profile; it succeeds."""
     from mesa_tune.search.reach import LARGE_SHARE
 
     if profile.script is not None:
-        return f"mesa-tune init --from {shlex.quote(profile.script)}"
+        return recording(profile.script)
     if reach is None or not (reach.is_worth_it or reach.batch_size):
         return f"mesa-tune report{run.option}"
     budget = f"--budget {reach.budget}"

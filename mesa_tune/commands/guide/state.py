@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mesa_tune.commands.common import Run, format_bytes
-from mesa_tune.commands.guide.advice import find_reach, has_prices, next_command
+from mesa_tune.commands.guide.advice import find_reach, has_prices, next_command, recording
 from mesa_tune.errors import MesaTuneError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _unfinished(run: Run, profile: Profile) -> str | None:
     from mesa_tune.workload.model_file import file_fingerprint
 
     if profile.script is not None:
-        return f"mesa-tune init --from {shlex.quote(profile.script)}"
+        return recording(profile.script)
     if profile.partial:
         return f"{_profile(run, profile.model)}, which resumes it"
     if profile.layers and not has_prices(profile):

@@ -39,7 +39,7 @@ def choose_rows(norms: Tensor, count: int, key: Tensor) -> tuple[Tensor, Tensor]
     return index.to(torch.int32), (UNIT / parts[position][by_index].double()).to(torch.float32)
 
 
-def choose_probabilities(norms: Tensor, count: int) -> Tensor:
+def row_probabilities(norms: Tensor, count: int) -> Tensor:
     """Return p_i · `UNIT` (int64) of each of the rows of which `choose_rows` stores `count`."""
     ordered, order = weights_of(norms).sort(descending=True, stable=True)
     return torch.empty_like(ordered).scatter_(0, order, probabilities(ordered, count))

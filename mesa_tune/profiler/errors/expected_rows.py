@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mesa_tune.codecs import Spec, rows
-from mesa_tune.ops.reference.sampling import UNIT, choose_probabilities
+from mesa_tune.ops.reference.sampling import UNIT, row_probabilities
 
 
 def expected_square(x: Tensor, decoded: Tensor, grad: Tensor, spec: Spec) -> float:
@@ -23,7 +23,7 @@ def expected_square(x: Tensor, decoded: Tensor, grad: Tensor, spec: Spec) -> flo
     """
     given, made, gradients = (tensor.detach().flatten(0, -2).float() for tensor in (x, decoded, grad))
     norms = torch.linalg.vector_norm(given, dim=-1)
-    parts = choose_probabilities(norms, rows.stored_count(x.shape, spec)).double() / UNIT
+    parts = row_probabilities(norms, rows.stored_count(x.shape, spec)).double() / UNIT
     whole = (norms.square() * gradients.square().sum(-1)).double()
     kept = made.any(-1)
     exact = given[kept] / parts[kept, None].float()

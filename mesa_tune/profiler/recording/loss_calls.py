@@ -21,6 +21,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from mesa_tune.errors import RunError
 
+INSTEAD = "`mesa-tune init` writes a file to put it into; `mesa-tune profile -- COMMAND` observes the step"
+"""What helps where a step cannot be recorded."""
+
 _WRITTEN = (torch.dtype, torch.layout, torch.memory_format)
 _DIVISIONS = ("torch.Tensor.div", "torch.Tensor.__truediv__", "torch.div")
 _PRODUCTS = ("torch.Tensor.mul", "torch.Tensor.mul_")
@@ -236,7 +239,4 @@ def quoted(value: object) -> str:
 
 
 def _unwritable(what: str) -> RunError:
-    return RunError(
-        f"the loss of the script has {what}, which cannot be written as source\n"
-        "`mesa-tune init` writes a file to put it into; `mesa-tune profile -- COMMAND` observes the step"
-    )
+    return RunError(f"the loss of the script has {what}, which cannot be written as source\n{INSTEAD}")

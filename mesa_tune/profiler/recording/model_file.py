@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from mesa_tune.errors import RunError
 from mesa_tune.profiler.recording.definitions import Definitions, definitions
-from mesa_tune.profiler.recording.loss_calls import LossSource, quoted
+from mesa_tune.profiler.recording.loss_calls import INSTEAD, LossSource, quoted
 from mesa_tune.workload.batches import batch_size
 from mesa_tune.workload.instance.optimizers import unwrapped
 from mesa_tune.workload.instance.recorded import BATCHES, SCRIPT, VALUES, digest_of
@@ -154,8 +154,7 @@ def _pickle(value: Any, path: Path) -> None:
         torch.save(value, path)
     except Exception as error:
         raise RunError(
-            f"the model of the script, or a name that its classes use, cannot be pickled: {error}\n"
-            "`mesa-tune init` writes a file to put it into; `mesa-tune profile -- COMMAND` observes the step"
+            f"the model of the script, or a name that its classes use, cannot be pickled: {error}\n{INSTEAD}"
         ) from error
 
 
