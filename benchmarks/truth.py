@@ -52,6 +52,19 @@ BUILD = ROOT / "build" / "truth"
 RESULTS = BUILD / "results.jsonl"
 UNITS = ROOT / "benchmarks" / "results" / "truth.jsonl"
 RANDOM = 10
+CODECS: list[dict[str, Any]] = [
+    *[{"store": "quantize"}] * 4,
+    *[{"store": "derive"}] * 2,
+    {"rows": 0.5},
+    {"rows": 0.1},
+    {"store": "levels"},
+    {"drop": 0.6},
+    {"drop": 0.9},
+    {"ema_decay": 0.9},
+    {"allocation": "sample"},
+    {"group_size": None, "quant_groups": 4},
+]
+"""How a layer of a random policy stores, each as likely as the others."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"accumulation": 4},
@@ -87,8 +100,9 @@ def random_policy(profile: mt.Profile, seed: int) -> mt.Policy:
     def settings() -> LayerSettings:
         if draw.random() < 0.2:
             return EXACT
-        level, size = 2 ** draw.randint(1, 8), draw.choice((64, 256, 1024))
-        return LayerSettings(level=level, group_size=size, store=draw.choice(("quantize",) * 3 + ("derive",)))
+        codec, size = draw.choice(CODECS), draw.choice((64, 256, 1024))
+        level = 2 ** draw.randint(1, 4 if codec.get("store") == "levels" else 8)
+        return LayerSettings(level=level, **{"group_size": size, **codec})
 
     return mt.Policy.from_assignments(
         (layer.tag, layer.index, layer.name, settings()) for layer in profile.layers

@@ -96,9 +96,8 @@ def without_temporaries(profile: Profile, batch_size: int | None = None) -> int 
     """
     sized = profile.timeline.at(batch_size).with_workspaces
     step = sized.under({})
-    gradients = np.array([slot.gradients for slot in sized.slots], dtype=np.int64)
     in_step = np.array([slot.phase == "step" for slot in sized.slots], dtype=np.bool_)
-    working = np.where(in_step, step.work - np.minimum(gradients, step.work), 0)
+    working = np.where(in_step, step.work - np.minimum(sized.once.gradients, step.work), 0)
     peak = int((step.live - working).max(initial=sized.static))
     return peak if peak <= (1 - _TEMPORARIES) * step.peak_bytes else None
 

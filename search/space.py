@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mesa_tune.errors import RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
+from mesa_tune.profiler.memory.packed_sizes import case_shares, mixed
 from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline
 from mesa_tune.profiler.price_table import NO_DERIVATIONS
 from mesa_tune.profiler.profile import Profile
@@ -88,6 +89,7 @@ class _Builder:
         self.owned: dict[int, list[int]] = {}
         self.slots: dict[int, list[int]] = {}
         self.all_names = tuple(sized.names)
+        self.temporaries: dict[tuple[LayerSettings, bool], NDArray[np.int64]] = {}
         self.span_bytes: dict[tuple[LayerSettings, tuple[str, ...]], NDArray[np.int64]] = {}
         self.base = np.full(len(profile.timeline.slots), sized.static, dtype=np.int64)
         self.base_saved = 0
@@ -95,7 +97,7 @@ class _Builder:
             if slot.layer is not None and slot.layer in unit_of:
                 self.slots.setdefault(unit_of[slot.layer], []).append(index)
             else:
-                self.base[index] += sized.exact[index]
+                self.base[index] += sized.once.live[index, 0]
         for number, item in enumerate(sized.spans):
             if not item.again:
                 self._assign(number, item, unit_of)
@@ -186,7 +188,8 @@ class _Builder:
             live[item.first : item.last + 1] += count
         saved = sum(count for span, count in zip(owned, counts, strict=True) if self.sized.saved[span])
         for slot in self.slots.get(number, []):
-            live[slot] += self._temporary_bytes(slot, settings, linked)
+            derives = self.profile.timeline.slots[slot].layer in linked
+            live[slot] += self._temporary_bytes(settings, derives)[slot]
         cost = self.profile.cost_of(layers, assignment, active)
         if cost.error is None or cost.ms is None:
             raise RunError(f"{layers[0].name}: the profile has no price of {settings.label}\n{_REMEDY}")
@@ -210,11 +213,12 @@ class _Builder:
             self.span_bytes[settings, names] = self.sized.under(dict.fromkeys(names, settings)).spans
         return self.span_bytes[settings, names]
 
-    def _temporary_bytes(self, slot: int, settings: LayerSettings, linked: Collection[str]) -> int:
-        if settings.exact:
-            return int(self.sized.exact[slot])
-        derives = self.profile.timeline.slots[slot].layer in linked
-        return int((self.sized.derived if derives else self.sized.packed)[slot])
+    def _temporary_bytes(self, settings: LayerSettings, derives: bool) -> NDArray[np.int64]:
+        """Return the bytes of each slot, if its layer has `settings`, without static ones and spans."""
+        if (settings, derives) not in self.temporaries:
+            shares = case_shares(settings, derives=derives)
+            self.temporaries[settings, derives] = mixed(self.sized.once.live, shares)
+        return self.temporaries[settings, derives]
 
 
 def _bias(layers: Sequence[LayerEntry], settings: LayerSettings) -> float:

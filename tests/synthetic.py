@@ -17,7 +17,7 @@ import numpy as np
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import Derivation, LayerEntry, Option, TensorEntry, Tie
-from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline
+from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline, Work
 from mesa_tune.profiler.memory.packed_sizes import settings_bytes
 from mesa_tune.profiler.profile import Profile
 
@@ -118,13 +118,13 @@ def _timeline(layers: list[_Layer], batch_size: int) -> Timeline:
         def decode(batch: int) -> int:
             return work(batch) + ITEM * _elements(layer, batch) // (16 if phase == "forward" else 8)
 
-        return Slot(layer.name, phase, pair(work), pair(decode))
+        return Slot(layer.name, phase, Work.of(pair(work), pair(decode)))
 
     order = {layer.name: place for place, layer in enumerate(layers)}
     last = 2 * len(layers)
     slots = [slot(layer, "forward") for layer in layers]
     slots += [slot(layer, "backward") for layer in reversed(layers)]
-    slots.append(Slot(None, "step", (50_000, 50_000), (50_000, 50_000)))
+    slots.append(Slot(None, "step", Work.of((50_000, 50_000), (50_000, 50_000))))
     kept = [SavedSpan("always", (), (64, 64), 1, len(layers) - 1, len(layers))]
     for keepers in _keepers(layers).values():
         names = tuple(layer.name for layer in keepers)
@@ -216,6 +216,7 @@ def _linked(timeline: Timeline) -> Timeline:
         return replace(item, sources=(NORM,)) if item.kind == "coded" and item.layers == DERIVING else item
 
     def slot(one: Slot) -> Slot:
-        return replace(one, derived=(one.packed[0] + 3000, one.packed[1] + 1500))
+        exact, (large, small) = one.once.live[:2]
+        return replace(one, once=Work.of(exact, (large, small), (large + 3000, small + 1500)))
 
     return replace(timeline, kept=tuple(map(kept, timeline.kept)), slots=tuple(map(slot, timeline.slots)))

@@ -7,7 +7,7 @@ by which policies choose it.
 from collections.abc import Sequence
 
 from mesa_tune.codecs import drop, levels, mixed, offload, quantize, rows, running, vrandom
-from mesa_tune.codecs.spec import STATEFUL, Codebook, Codec, Memory, Spec, fitting_size
+from mesa_tune.codecs.spec import STATEFUL, Codebook, Codec, Memory, Spec, codec_of, fitting_size
 
 CODECS: dict[str, Codec] = {
     "quantize": quantize,
@@ -20,7 +20,17 @@ CODECS: dict[str, Codec] = {
     "vrandom": vrandom,
 }
 
-__all__ = ["CODECS", "STATEFUL", "Codebook", "Codec", "Memory", "Spec", "fitting_size", "memory_bytes"]
+__all__ = [
+    "CODECS",
+    "STATEFUL",
+    "Codebook",
+    "Codec",
+    "Memory",
+    "Spec",
+    "codec_of",
+    "fitting_size",
+    "memory_bytes",
+]
 
 
 def memory_bytes(shape: Sequence[int], spec: Spec) -> int:

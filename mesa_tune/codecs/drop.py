@@ -29,8 +29,8 @@ def survivors(numel: int, drop: float) -> int:
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
     """Return the marks (uint8), then the survivors in the dtype of x, or their packed codes and ranges."""
-    bitmap, values = RAW.sparsify(x, survivors(x.numel(), spec.drop))
-    marks = marks_of(bitmap, x.numel(), spec.drop)
+    marks, values = RAW.sparsify(x, survivors(x.numel(), spec.drop))
+    marks = marks_of(marks, x.numel(), spec.drop)  # the bitmap is not needed any more
     if spec.exact:
         return [marks, values]
     return [marks, *quantize.encode(values, _grouped(spec, values.numel()), key)]
@@ -67,9 +67,14 @@ def marks_of(bitmap: Tensor, numel: int, drop: float) -> Tensor:
     return marks
 
 
+def has_positions(drop: float) -> bool:
+    """Return whether the positions of survivors are stored: a bitmap would be larger."""
+    return drop > _BITMAP
+
+
 def _low_bits(drop: float) -> int:
-    """Return the low bits of each survivor's position; 0 where a bitmap is not larger than positions."""
-    return math.floor(-math.log2(1 - drop)) if drop > _BITMAP else 0
+    """Return the low bits of each survivor's position; 0 where a bitmap is stored."""
+    return math.floor(-math.log2(1 - drop)) if has_positions(drop) else 0
 
 
 _BITMAP = 0.75

@@ -23,6 +23,7 @@ from mesa_tune.engine.tensors import views_large_storage
 from mesa_tune.notice import warn_once
 from mesa_tune.ops.flags import none_set
 from mesa_tune.ops.maps import Deferred
+from mesa_tune.ops.reference import channels_of
 
 _FIRST_LIMIT = 1024
 
@@ -201,7 +202,7 @@ def refusal(tensor: Tensor, spec: Spec) -> str | None:
     if tensor.dtype not in ops.DTYPES:
         return f"its dtype is {tensor.dtype}"
     if spec.quant_groups:
-        extent = (tensor.shape or (1,))[1 if tensor.dim() in (4, 5) else -1]
+        _, extent = channels_of(tensor.shape)
         if extent % spec.quant_groups:
             return f"quant_groups {spec.quant_groups} does not divide {extent}"
     return None

@@ -183,8 +183,7 @@ def _check_groups(shape: Sequence[int], group_size: int, quant_groups: int | Non
         if group_size < 1:
             raise ValueError(f"`group_size >= 1` must hold, but got group_size={group_size}.")
         return
-    axis = 1 if len(shape) in (4, 5) else -1
-    extent = (shape or (1,))[axis]
+    axis, extent = reference.channels_of(shape)
     if operator.index(quant_groups) < 1 or extent % quant_groups:
         raise ValueError(
             f"`quant_groups` must be positive and divide dimension {axis} of shape {list(shape)}, but got"

@@ -161,7 +161,7 @@ class Profile:
             }
         sized = self.timeline.at(batch_size or self.batch_size)
         runs_again = any(settings.store == "recompute" for settings in distinct)
-        step = (sized if runs_again else sized.once).under(assignment)
+        step = (sized if runs_again else sized.without_reruns).under(assignment)
         plan = step if sized is self.timeline.at() else self.timeline.at().under(assignment)
         cost = self.cost_of(None, assignment, self._derivations.active(plan))
         for name in step.reruns:

@@ -42,6 +42,10 @@ Change = Callable[[Policy], Policy]
 """What is done to the policy of each traced step."""
 
 
+_NEARLY_NONE = 1e-6
+"""Share of elements or rows that a traced step leaves out, to show what this takes at most."""
+
+
 def _unchanged(policy: Policy) -> Policy:
     return policy
 
@@ -60,9 +64,13 @@ class StepTracer:
         plain, _ = self.trace(batch, change(Policy.parse("")))
         packed, tags = self.trace(batch, change(Policy.uniform(level=16)))
         derived, _ = self.trace(batch, change(Policy.uniform(level=16, store="derive")), second=True)
+        with unnoticed():  # on some layers they have no effect
+            whole, _ = self.trace(batch, change(Policy.uniform(level=16, quant_groups=1)))
+            dropped, _ = self.trace(batch, change(Policy.uniform(level=16, drop=_NEARLY_NONE)))
+            sampled, _ = self.trace(batch, change(Policy.uniform(level=16, rows=1 - _NEARLY_NONE)))
         static = self.static_bytes(batch)
         static[GRADIENTS] += plain.static_gradients
-        return TracedSteps(batch_size, static, plain, packed, derived), tags
+        return TracedSteps(batch_size, static, plain, packed, derived, whole, dropped, sampled), tags
 
     def trace(
         self, batch: Any, policy: Policy, *, second: bool = False, min_elements: int = 0

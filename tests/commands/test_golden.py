@@ -20,6 +20,7 @@ from mesa_tune.commands.common import Run
 from mesa_tune.commands.memory import advising
 from mesa_tune.errors import MesaTuneError, RunError, typed_options
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint
+from mesa_tune.profiler.memory.memory_model import Work
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timing.duration import remaining_text
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
@@ -48,7 +49,7 @@ def of_optimizer() -> Profile:
     """The same profile with a peak in the optimizer's step."""
     profile = profiled()
     large = (9_000_000, 9_000_000)
-    slots = (*profile.timeline.slots[:-1], replace(profile.timeline.slots[-1], exact=large, packed=large))
+    slots = (*profile.timeline.slots[:-1], replace(profile.timeline.slots[-1], once=Work.of(large, large)))
     timeline = replace(profile.timeline, slots=slots)
     return replace(profile, timeline=timeline, peak_bytes=timeline.peak_bytes({}), notes=(), checkpoints=())
 

@@ -10,7 +10,7 @@ from mesa_tune import ops
 from mesa_tune.errors import BudgetError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.memory.kinds import Peak
-from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline
+from mesa_tune.profiler.memory.memory_model import SavedSpan, Slot, Timeline, Work
 from tests.synthetic import synthetic_profile
 
 FOUR = LayerSettings(level=16)
@@ -21,7 +21,7 @@ BIG = 8192
 def timeline(*kept: SavedSpan, hooked: tuple[str, ...] = (), static: tuple[int, int] = (100, 80)) -> Timeline:
     """Four slots (forward a b, backward b a), working memory 10 (exact) or 30 (packed), batches 8 and 4."""
     slots = [
-        Slot(layer, phase, (10, 5), (30, 15))
+        Slot(layer, phase, Work.of((10, 5), (30, 15)))
         for layer, phase in (("a", "forward"), ("b", "forward"), ("b", "backward"), ("a", "backward"))
     ]
     return Timeline((8, 4), {"weights": static}, tuple(slots), kept, hooked)
@@ -225,7 +225,7 @@ def test_a_producer_of_small_tensors_stores_exactly_so_nothing_is_derived() -> N
 
 def test_layers_that_derive_and_their_producers_have_temporaries_of_their_own() -> None:
     traced = timeline(derivable("b"), coded("a"))
-    slots = tuple(replace(slot, derived=(50, 25)) for slot in traced.slots)
+    slots = tuple(replace(slot, once=Work.of((10, 5), (30, 15), (50, 25))) for slot in traced.slots)
     traced = replace(traced, slots=slots)
     assert traced.at().under({"a": FOUR, "b": DERIVE}).work.tolist() == [50] * 4
     assert traced.at().under({"a": FOUR, "b": FOUR}).work.tolist() == [30] * 4

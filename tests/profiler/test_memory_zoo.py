@@ -45,7 +45,27 @@ IMAGE: dict[str, Any] = {
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "intermediate_size": 128}
 STAGES: dict[str, Any] = {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 2], "num_labels": 10}
 GPT: dict[str, Any] = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
-CHOICES = (EXACT, *(LayerSettings(level=level) for level in (4, 16, 256)))
+CHOICES = [EXACT, *(LayerSettings(level=level) for level in (4, 16, 256))]
+OTHERS = [
+    LayerSettings(level=16, drop=0.3),
+    LayerSettings(level=16, drop=0.9),
+    LayerSettings(store="exact", drop=0.8),
+    LayerSettings(level=16, group_size=None, quant_groups=8),
+    LayerSettings(level=16, group_size=None, quant_groups=2),
+    LayerSettings(level=16, allocation="sample"),
+    LayerSettings(level=16, rows=0.4),
+    LayerSettings(level=4, store="levels"),
+]
+KINDS = {
+    "plain": [EXACT],
+    "4 bits": [LayerSettings(level=16)],
+    "mixed": CHOICES,
+    "dropping": [LayerSettings(level=16, drop=0.3)],
+    "by channel": [LayerSettings(level=16, group_size=None, quant_groups=2)],
+    "by sample": [LayerSettings(level=16, allocation="sample")],
+    "few rows": [LayerSettings(level=16, rows=0.4)],
+    "all codecs": [*CHOICES, *OTHERS],
+}
 
 
 def bert() -> nn.Module:
@@ -129,7 +149,13 @@ def test_the_timeline_has_the_bytes_of_the_traced_steps(traced: tuple[mt.Workloa
     # Without the limit below which tensors stay exact, as the steps were traced.
     sized = replace(timeline, min_elements=0).at()
     assert timeline.excess() == (0, None)
-    for trace, settings in ((steps.plain, EXACT), (steps.packed, LayerSettings(level=16))):
+    for trace, settings in (
+        (steps.plain, EXACT),
+        (steps.packed, LayerSettings(level=16)),
+        (steps.whole, LayerSettings(level=16, group_size=None, quant_groups=1)),
+        (steps.dropped, LayerSettings(level=16, drop=1e-6)),
+        (steps.sampled, LayerSettings(level=16, rows=1 - 1e-6)),
+    ):
         assert len(trace.slots) == len(sized.slots)
         live = sized.live(dict.fromkeys(sized.names, settings)).tolist()
         # A slot without a layer has the bytes of the plain step.
@@ -139,16 +165,17 @@ def test_the_timeline_has_the_bytes_of_the_traced_steps(traced: tuple[mt.Workloa
         assert not [pair for pair in differ if pair[1] and pair[0] is not None]
 
 
-@pytest.mark.parametrize("kind", ["plain", "4 bits", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_bytes_are_predicted(kind: str, traced: tuple[mt.Workload, Traced]) -> None:
     work, (_, timeline, layers) = traced
     chance = random.Random(5)
-    settings = list({"plain": CHOICES[:1], "4 bits": CHOICES[2:3], "mixed": CHOICES}[kind])
+    settings = KINDS[kind]
     policy = mt.Policy.from_assignments((*layer, chance.choice(settings)) for layer in layers)
     step = timeline.at().under(policy.assignment(layers))
     model = mt.convert(work.build(), policy, seed=0)
     found = measure_step(model, work.make_batch(), own_loss, work.make_optimizer(model), work.training_step)
     assert abs(step.saved_bytes - found.saved_bytes) <= 64
-    # The measurement also holds the loss.
-    assert -0.003 * found.peak_bytes <= step.peak_bytes - found.peak_bytes <= 0.01 * found.peak_bytes
+    # The measurement also holds the loss. What few survivors and rows add is an upper bound.
+    most = 0.03 if any(one.omits for one in settings) else 0.01
+    assert -0.003 * found.peak_bytes <= step.peak_bytes - found.peak_bytes <= most * found.peak_bytes
     assert sum(step.peak.bytes.values()) == step.peak_bytes

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mesa_tune as mt
+from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json
 from mesa_tune.profiler.memory.workspaces import UntouchedBytes
 
@@ -322,13 +324,16 @@ def test_an_lstm_reserves_less_than_its_tensors_have() -> None:
     assert predicted.reserved_bytes < 0.9 * predicted.peak_bytes
 
 
-def test_a_timeline_of_before_does_not_know_workspaces() -> None:
-    profile = mt.profile(convolutions(4), options=[])
-    document = json.loads(dump_json(profile.to_dict()))
-    assert mt.Profile.from_dict(document).predict(POLICIES[1]) == profile.predict(POLICIES[1])
+def test_a_loaded_profile_predicts_as_before_and_an_older_one_is_refused(tmp_path: Path) -> None:
+    profile, path = mt.profile(convolutions(4), options=[]), tmp_path / "profile.json"
+    profile.save(path)
+    assert mt.Profile.load(path).predict(POLICIES[1]) == profile.predict(POLICIES[1])
+    document = json.loads(path.read_text())
     for slot in document["timeline"]["slots"]:
-        del slot["workspaces"]
-    assert mt.Profile.from_dict(document).predict(POLICIES[1]).reserved_bytes is None
+        slot.update(slot.pop("once"))  # as it was before
+    path.write_text(json.dumps(document))
+    with pytest.raises(RunError, match="profile"):
+        mt.Profile.load(path)
 
 
 def test_a_budget_limits_the_bytes_with_workspaces() -> None:

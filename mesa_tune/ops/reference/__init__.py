@@ -60,15 +60,20 @@ def data_bytes(numel: int, bits: int, group_size: int, quant_groups: int) -> int
     return bits * (whole * plane_bytes(size) + plane_bytes(rest))
 
 
-def grouped_shape(shape: Sequence[int], quant_groups: int) -> tuple[int, int, int]:
-    """Return the shape (outer, quant_groups, inner) in which the middle dimension counts the groups.
+def channels_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the dimension along which `quant_groups` groups, and its extent.
 
     Tensors of 4 and 5 dimensions are grouped along dimension 1, others along the last (Mesa's rule).
     """
-    if len(shape) in (4, 5):
-        return shape[0], quant_groups, shape[1] // quant_groups * math.prod(shape[2:])
-    *outer, last = shape or (1,)
-    return math.prod(outer), quant_groups, last // quant_groups
+    axis = 1 if len(shape) in (4, 5) else -1
+    return axis, (shape or (1,))[axis]
+
+
+def grouped_shape(shape: Sequence[int], quant_groups: int) -> tuple[int, int, int]:
+    """Return the shape (outer, quant_groups, inner) in which the middle dimension counts the groups."""
+    axis, channels = channels_of(shape)
+    outer, inner = (shape[:1], shape[2:]) if axis == 1 else (shape[:-1], ())
+    return math.prod(outer), quant_groups, channels // quant_groups * math.prod(inner)
 
 
 def mix(h: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ from mesa_tune.ops.reference import (
 )
 
 MOST_BITS = 8
+_SAMPLES_BLOCK = CPU_BLOCK >> 2
+"""Elements that are encoded at a time on the CPU: no tensor's bytes say what their temporaries take."""
+
 _MAGNITUDES = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF), 8: (torch.int64, 0x7FFFFFFFFFFFFFFF)}
 
 
@@ -142,9 +145,11 @@ def quantize_samples(
             rows.new_full((samples,), bits, dtype=torch.uint8),
         )
     parts = list(_parts(x.shape, group_size, quant_groups))
-    costs = sample_costs(rows, parts)
+    costs = torch.cat([sample_costs(rows[block], parts) for block in _blocks(rows)])
     widths = sample_bits(costs if sensitivity is None else costs * sensitivity.to(costs), bits)
-    planes = rows.new_empty(samples, MOST_BITS, plane_bytes(elements), dtype=torch.uint8)
+    starts = widths.cumsum(0, dtype=torch.int32) - widths
+    plane = torch.arange(MOST_BITS, dtype=torch.int32, device=rows.device)
+    data = rows.new_empty(samples * bits, plane_bytes(elements), dtype=torch.uint8)
     for block in _blocks(rows):
         codes = rows.new_empty(rows[block].shape, dtype=torch.uint8)
         for columns, size, first in parts:
@@ -157,12 +162,12 @@ def quantize_samples(
             part_codes = reference.round_rows(values, measured, levels[:, None], noise_seed, group)
             ranges[group : group + measured.shape[0]] = measured
             codes[:, columns] = part_codes.view(-1, count * size)
-        planes[block] = reference.pack_rows(codes, MOST_BITS).view(-1, MOST_BITS, plane_bytes(elements))
-    ends = widths.cumsum(0, dtype=torch.int32)
-    row = torch.arange(samples * bits, dtype=torch.int32, device=rows.device)
-    sample = torch.searchsorted(ends, row, right=True)
-    plane = row - (ends - widths)[sample]
-    return planes[sample, plane].view(-1), ranges, widths
+        planes = reference.pack_rows(codes, MOST_BITS).view(-1, MOST_BITS, plane_bytes(elements))
+        # A plane above a sample's bits is its last one once more: no count of planes is read on the host.
+        used = torch.minimum(plane, widths[block, None] - 1)
+        planes = planes.take_along_dim(used[:, :, None].long(), dim=1)
+        data[starts[block, None] + used] = planes
+    return data.view(-1), ranges, widths
 
 
 def dequantize_samples(
@@ -222,7 +227,7 @@ def _parts(shape: Sequence[int], group_size: int, quant_groups: int) -> Iterator
 
 def _blocks(rows: Tensor) -> Iterator[slice]:
     """Yield slices of samples that are processed at a time."""
-    step = max(1, (CPU_BLOCK if rows.device.type == "cpu" else DEVICE_BLOCK) // rows.shape[1])
+    step = max(1, (_SAMPLES_BLOCK if rows.device.type == "cpu" else DEVICE_BLOCK) // rows.shape[1])
     for first in range(0, rows.shape[0], step):
         yield slice(first, min(first + step, rows.shape[0]))
 

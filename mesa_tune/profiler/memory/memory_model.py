@@ -9,8 +9,8 @@ two batch sizes, and linear in the batch size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from mesa_tune.errors import BudgetError, options
 from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.memory.distinct import Assignment
-from mesa_tune.profiler.memory.packed_sizes import LayerTraits
-from mesa_tune.profiler.memory.sized_timeline import SizedSlot, SizedSpan, SizedTimeline
+from mesa_tune.profiler.memory.packed_sizes import CASES, LayerTraits
+from mesa_tune.profiler.memory.sized_timeline import SizedSpan, SizedTimeline, SizedWork, SlotName
 
 SizePair = tuple[int, int]
 PHASES: Final = ("forward", "backward", "step")
@@ -29,25 +29,40 @@ KINDS: Final = ("coded", "side", "plain", "always")
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A part of the step: the most bytes alive in it, without static ones and spans, at the two batch sizes.
+class Work:
+    """The most bytes alive in a slot without static ones and spans, at the two batch sizes.
 
-    `exact`: if `layer` is stored exactly. `packed`: if it is compressed, with temporaries of encoding and
-    decoded copies; the same where there is no layer. `derived`: if the layer derives from what others save,
-    or others derive from what it saves; None: as `packed`. `gradients`: those of parameters, among them.
-    `workspaces`: what kernels take besides tensors, in each of these three cases; empty: unknown. `again`:
-    exact, packed, derived, gradients and workspaces where all `modules` of the timeline run again in
-    backward; empty: no module can.
+    `live`: in each of `CASES` of the slot's layer, with temporaries of encoding and decoded copies; all equal
+    where there is no layer. `workspaces`: what kernels take besides tensors, in each case. `gradients`: those
+    of parameters, among them.
+    """
+
+    live: tuple[SizePair, ...]
+    workspaces: tuple[SizePair, ...]
+    gradients: SizePair = (0, 0)
+
+    @staticmethod
+    def of(exact: SizePair, packed: SizePair, derived: SizePair | None = None) -> Work:
+        """Return the work of a layer that takes the same bytes in all other cases, without workspaces."""
+        live = {"exact": exact, "derived": derived or packed}
+        return Work(tuple(live.get(case, packed) for case in CASES), (NOTHING,) * len(CASES))
+
+
+NOTHING: Final = (0, 0)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A part of the step that begins with a call of `layer`; None: it is between calls.
+
+    `once`: its work where no module runs again in backward; `again`: where all `modules` of the timeline do;
+    None: no module can.
     """
 
     layer: str | None
     phase: str
-    exact: SizePair
-    packed: SizePair
-    derived: SizePair | None = None
-    gradients: SizePair = (0, 0)
-    workspaces: tuple[SizePair, ...] = ()
-    again: tuple[SizePair, ...] = ()
+    once: Work
+    again: Work | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,8 @@ class Timeline:
     `static`: bytes alive when the step begins, by kind (`STATIC` in kinds.py). `hooked`: layers stored by
     hooks, which have 256 levels at least. `serving`: layers that derive what they save only if others derive
     from them, too; else they save something else (GELU saves its derivative). `rows`: for layers whose groups
-    end where rows end, the elements per row. `samplers`: layers that may leave out rows. `valued`:
+    end where rows end, the elements per row. `channels`: for each layer, the number that `quant_groups` must
+    divide; else it stores exactly. `samplers`: layers that may leave out rows. `valued`:
     layers that may store fixed levels. `modules`: those that can run again in backward. Settings by their
     names, with `store: recompute`, are those of their inputs. `libraries`: bytes that oneDNN and MKL keep
     besides, under every policy and about the same for every batch.
@@ -110,6 +126,7 @@ class Timeline:
     libraries: int = 0
     samplers: tuple[str, ...] = ()
     valued: tuple[str, ...] = ()
+    channels: Mapping[str, int] = field(default_factory=dict)
 
     def saved_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
         """Return the bytes of all spans that are alive when the forward ends."""
@@ -150,10 +167,7 @@ class Timeline:
 
         Where they do, the bytes of other policies than the traced ones are estimates. (0, None): nowhere.
         """
-        least = (
-            (min(slot.exact[0], slot.packed[0], (slot.derived or slot.packed)[0]), slot)
-            for slot in self.slots
-        )
+        least = ((min(size for size, _ in slot.once.live), slot) for slot in self.slots)
         worst, slot = min(least, key=lambda pair: pair[0], default=(0, None))
         return (0, None) if worst >= 0 or slot is None else (-worst, slot.layer)
 
@@ -174,7 +188,7 @@ class Timeline:
         return {
             "batch_sizes": self.batch_sizes,
             "static": self.static,
-            "slots": [vars(slot) for slot in self.slots],
+            "slots": [asdict(slot) for slot in self.slots],
             "kept": [vars(span) for span in self.kept],
             "hooked": self.hooked,
             "min_elements": self.min_elements,
@@ -184,6 +198,7 @@ class Timeline:
             "libraries": self.libraries,
             "samplers": self.samplers,
             "valued": self.valued,
+            "channels": self.channels,
         }
 
     @staticmethod
@@ -202,6 +217,7 @@ class Timeline:
             libraries=int(values.get("libraries", 0)),
             samplers=tuple(values.get("samplers", ())),
             valued=tuple(values.get("valued", ())),
+            channels={layer: int(count) for layer, count in values.get("channels", {}).items()},
         )
 
 
@@ -214,26 +230,24 @@ class _Sizing:
 
     def timeline(self) -> SizedTimeline:
         source = self.source
-        slots = [
-            SizedSlot(
-                slot.layer,
-                slot.phase,
-                exact=self._size(slot.exact),
-                packed=self._size(slot.packed),
-                derived=self._size(slot.derived or slot.packed),
-                gradients=self._size(slot.gradients),
-                workspaces=tuple(map(self._size, slot.workspaces)),
-                again=tuple(map(self._size, slot.again)),
-            )
-            for slot in source.slots
-        ]
+        slots = [SlotName(slot.layer, slot.phase) for slot in source.slots]
+        once = self._work([slot.once for slot in source.slots])
+        again = self._work([slot.again for slot in source.slots if slot.again]) if source.modules else None
         spans = [self._span(span) for span in source.kept]
         static = {kind: self._size(pair) for kind, pair in source.static.items()}
         serving = frozenset(source.serving)
-        return SizedTimeline(self.batch_size, static, slots, spans, self._traits(), serving, source.modules)
+        traits = self._traits()
+        return SizedTimeline(
+            self.batch_size, static, slots, (once, again), spans, traits, serving, source.modules
+        )
 
     def _size(self, pair: SizePair) -> int:
         return self.source.scaled(pair, self.batch_size)
+
+    def _work(self, works: Sequence[Work]) -> SizedWork:
+        rows = [tuple(map(self._size, (*work.live, *work.workspaces, work.gradients))) for work in works]
+        sizes = np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(CASES) + 1)
+        return SizedWork(sizes[:, : len(CASES)], sizes[:, len(CASES) : -1], sizes[:, -1])
 
     def _traits(self) -> dict[str, LayerTraits]:
         source, largest = self.source, dict(self._largest_calls())
@@ -247,7 +261,12 @@ class _Sizing:
         samplers, valued = frozenset(source.samplers), frozenset(source.valued)
         return {
             name: LayerTraits(
-                name in hooked, name in small, source.rows.get(name, 0), name in samplers, name in valued
+                name in hooked,
+                name in small,
+                source.rows.get(name, 0),
+                name in samplers,
+                name in valued,
+                source.channels.get(name, 0),
             )
             for name in names
         }
@@ -289,10 +308,15 @@ def _pair(values: Any) -> SizePair:
 
 
 def _slot(values: Mapping[str, Any]) -> Slot:
-    sizes = {name: _pair(values[name]) for name in ("exact", "packed", "gradients")}
-    lists = {name: tuple(map(_pair, values.get(name, ()))) for name in ("workspaces", "again")}
-    derived = values.get("derived")
-    return Slot(**{**values, **sizes, **lists, "derived": None if derived is None else _pair(derived)})
+    again = values["again"]
+    return Slot(
+        values["layer"], values["phase"], _work(values["once"]), None if again is None else _work(again)
+    )
+
+
+def _work(values: Mapping[str, Any]) -> Work:
+    live, workspaces = (tuple(map(_pair, values[name])) for name in ("live", "workspaces"))
+    return Work(live, workspaces, _pair(values["gradients"]))
 
 
 def _span(values: Mapping[str, Any]) -> SavedSpan:

@@ -1,16 +1,17 @@
-"""Bytes of packed tensors under any settings, without packing them."""
+"""What packing takes under any settings, without packing: bytes of packed tensors, and temporaries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesa_tune.codecs import CODECS, Spec, fitting_size, memory_bytes
+from mesa_tune.codecs import CODECS, Spec, codec_of, fitting_size, memory_bytes
+from mesa_tune.codecs.drop import has_positions
 from mesa_tune.policy.settings import EXACT, LayerSettings
 
 
@@ -34,7 +35,8 @@ _SAME = {EXACT: EXACT}
 class LayerTraits(NamedTuple):
     """What changes a layer's settings: stored by hooks, all calls too small, elements per row of groups.
 
-    `samples`: it may leave out rows. `valued`: it may store fixed levels.
+    `samples`: it may leave out rows. `valued`: it may store fixed levels. `channels`: the number that
+    `quant_groups` must divide; 0: any.
     """
 
     hooked: bool
@@ -42,10 +44,13 @@ class LayerTraits(NamedTuple):
     row: int
     samples: bool = False
     valued: bool = False
+    channels: int = 0
 
 
 def possible(settings: LayerSettings, traits: LayerTraits) -> LayerSettings:
     """Return the settings that such a layer has if it is asked for `settings`."""
+    if settings.quant_groups and traits.channels % settings.quant_groups and not settings.drop:
+        return EXACT
     if traits.hooked:
         return settings.hooked
     settings = settings if traits.samples else settings.of_all_rows
@@ -78,6 +83,46 @@ def settings_bytes(
     shape = (samples, elements // samples) if samples and elements % samples == 0 else (1, elements)
     shape = (elements // width, width) if settings.rows < 1 else shape
     return CODECS[spec.codec].packed_bytes(shape, spec, itemsize) + memory_bytes(shape, spec)
+
+
+CASES: Final = ("exact", "packed", "derived", "whole", "dropped", "sampled")
+"""The ways to store that are traced: as PyTorch does; in groups of elements; deriving; by a codec that
+decodes only whole tensors; dropping a millionth of the elements; leaving out a millionth of the rows."""
+
+
+@lru_cache(maxsize=1 << 12)
+def case_shares(settings: LayerSettings, *, derives: bool = False) -> NDArray[np.float64]:
+    """Return the share of each of `CASES` in the temporaries of a layer with such settings; they sum to 1.
+
+    `derives`: it derives, or others derive from what it saves. Survivors of `drop` and the rows of `rows` are
+    copied before they are quantized: what this adds is proportional to how many there are.
+    """
+    shares = dict(_shares(settings))
+    if derives and not settings.exact:  # what this adds to storing in groups, it adds to all
+        shares |= {"packed": shares.get("packed", 0.0) - 1, "derived": 1.0}
+    return np.array([shares.get(case, 0.0) for case in CASES])
+
+
+def mixed(sizes: NDArray[Any], shares: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return for each slot the sum of its sizes in `CASES` times their shares, rounded up.
+
+    `sizes`: [slots, cases]. `shares`: the same, or [cases].
+    """
+    rounding = 1e-3  # of sums of shares
+    return np.asarray(np.ceil((shares * sizes).sum(axis=1) - rounding), dtype=np.int64)
+
+
+def _shares(settings: LayerSettings) -> dict[str, float]:
+    if settings.exact:
+        return {"exact": 1.0}
+    codec = codec_of(settings)
+    if codec == "drop":
+        bitmap = 1 / 32 if has_positions(settings.drop) else 0.0  # of a float32 tensor, beside the positions
+        copied = 0.0 if settings.store == "exact" else min(1.0, 1 - settings.drop + bitmap)
+        return {"whole": 1 - copied, "dropped": copied}
+    if codec == "rows":
+        return {"packed": 1 - settings.rows, "sampled": settings.rows}
+    return {"whole" if codec in ("mixed", "running") or settings.quant_groups else "packed": 1.0}
 
 
 class PackedSizes:

@@ -11,17 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mesa_tune.profiler.memory.memory_model import SizePair, Slot, Timeline
+from mesa_tune.profiler.memory.memory_model import NOTHING, Slot, Timeline, Work
 from mesa_tune.profiler.memory.step_trace import SlotTrace, block_of
-from mesa_tune.profiler.memory.timeline_builder import (
-    TracedPair,
-    TracedSpan,
-    slot_of,
-    slot_works,
-    timeline_of,
-)
-
-_NOTHING: SizePair = (0, 0)
+from mesa_tune.profiler.memory.timeline_builder import TracedPair, TracedSpan, slot_works, timeline_of
 
 
 def rerun_timeline(
@@ -43,22 +35,19 @@ def rerun_timeline(
     # In the step in which all run again, what layers inside save is alive in second runs alone.
     outside = [span for span in moved if not span.saved.layers or not _all_inside(span, modules)]
     works = slot_works(again, [*outside, *inside])
-    once = {first_runs[index]: slot for index, slot in enumerate(timeline.slots)}
-    slots = [_slot(slot, once.get(index), work) for index, (slot, work) in enumerate(works)]
-    spans = tuple(span.saved for span in (*moved, *inside))
-    rows = again.large.packed.rows | dict(timeline.rows)
-    samplers = tuple(sorted(again.large.packed.samplers.union(timeline.samplers)))
-    valued = tuple(sorted(again.large.packed.valued.union(timeline.valued)))
-    slots_again = tuple(slots)
-    return replace(
-        timeline,
-        slots=slots_again,
-        kept=spans,
-        rows=rows,
-        modules=modules,
-        samplers=samplers,
-        valued=valued,
+    once = {first_runs[index]: slot.once for index, slot in enumerate(timeline.slots)}
+    nothing = Work.of(NOTHING, NOTHING)  # of a second run
+    slots = tuple(
+        Slot(slot.layer, slot.phase, once.get(index, nothing), work)
+        for index, (slot, work) in enumerate(works)
     )
+    spans = tuple(span.saved for span in (*moved, *inside))
+    packed = again.large.packed
+    rows, channels = packed.rows | dict(timeline.rows), packed.channels | dict(timeline.channels)
+    samplers = tuple(sorted(packed.samplers.union(timeline.samplers)))
+    valued = tuple(sorted(packed.valued.union(timeline.valued)))
+    timeline = replace(timeline, slots=slots, kept=spans, modules=modules)
+    return replace(timeline, rows=rows, channels=channels, samplers=samplers, valued=valued)
 
 
 def _keys(slots: Sequence[SlotTrace]) -> list[tuple[str | None, str]]:
@@ -75,7 +64,7 @@ def _of_modules(spans: Sequence[TracedSpan], modules: Sequence[str]) -> Iterator
     """Yield the inputs of modules, and what layers inside modules save in the second run."""
     for span in spans:
         if span.saved.layers and set(span.saved.layers) <= set(modules):
-            yield replace(span, of_module=True)
+            yield span
         elif span.saved.layers and _all_inside(span, modules):
             yield replace(span, saved=replace(span.saved, again=True))
 
@@ -99,9 +88,3 @@ def _without_copies(
 
 def _all_inside(span: TracedSpan, modules: Sequence[str]) -> bool:
     return all(block_of(layer, modules) is not None for layer in span.saved.layers)
-
-
-def _slot(slot: SlotTrace, once: Slot | None, work: Sequence[SizePair]) -> Slot:
-    """Return a slot of both steps; `once`: that of the step without second runs, if it has this slot."""
-    nothing = slot_of(slot, [_NOTHING] * len(work))
-    return replace(once or nothing, again=tuple(work))

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.memory.distinct import Assignment, DistinctSettings, Incidence
 from mesa_tune.profiler.memory.kinds import GRADIENTS, SAVED, STATIC, WORKING, Peak
-from mesa_tune.profiler.memory.packed_sizes import in_effect
-from mesa_tune.profiler.memory.step_arrays import Bytes, Flags, SizedSlot, SizedSpan, StepArrays
+from mesa_tune.profiler.memory.packed_sizes import case_shares, in_effect, mixed
+from mesa_tune.profiler.memory.step_arrays import Bytes, Flags, SizedSpan, SizedWork, SlotName, StepArrays
 
-__all__ = ["SizedSlot", "SizedSpan", "SizedTimeline", "StepBytes"]
+__all__ = ["SizedSpan", "SizedTimeline", "SizedWork", "SlotName", "StepBytes"]
 
 
 class SizedTimeline(StepArrays):
@@ -26,22 +26,26 @@ class SizedTimeline(StepArrays):
 
     @cached_property
     def with_workspaces(self) -> SizedTimeline:
-        """The same step in which workspaces count as live bytes; where they are unknown, this timeline."""
-        if self.workspaces is None:
-            return self
-        slots = [slot.with_workspaces() for slot in self.slots]
-        return SizedTimeline(
-            self.batch_size, self.static_kinds, slots, self.spans, self.traits, self.serving, self.modules
-        )
+        """The same step in which workspaces count as live bytes."""
+        work = self.once.with_workspaces, self.again and self.again.with_workspaces
+        return self._changed(work, self.spans, self.modules)
 
     @cached_property
-    def once(self) -> SizedTimeline:
+    def without_reruns(self) -> SizedTimeline:
         """The same step, in which no module runs again: with half of the spans, so in less time."""
-        spans = [span for span in self.spans if not span.again]
-        return SizedTimeline(self.batch_size, self.static_kinds, self.slots, spans, self.traits, self.serving)
+        return self._changed((self.once, None), [span for span in self.spans if not span.again], ())
+
+    def _changed(
+        self,
+        work: tuple[SizedWork, SizedWork | None],
+        spans: Sequence[SizedSpan],
+        modules: tuple[str, ...],
+    ) -> SizedTimeline:
+        sizes = self.batch_size, self.static_kinds
+        return SizedTimeline(*sizes, self.slots, work, spans, self.traits, self.serving, modules)
 
     def needed_bytes(self, assignment: Assignment) -> int:
-        """Return the peak, workspaces included where they are known."""
+        """Return the peak, workspaces included."""
         return self.with_workspaces.peak_bytes(assignment)
 
     def under(self, assignment: Assignment) -> StepBytes:
@@ -167,27 +171,27 @@ class StepBytes:
         return frozenset(self.sized.names[layer] for layer in np.flatnonzero(self.links).tolist())
 
     @cached_property
-    def cases(self) -> Bytes:
-        """For each slot: 0 where its layer stores exactly, 1 where it compresses, 2 where it derives."""
+    def shares(self) -> NDArray[np.float64]:
+        """The share of each of `CASES` in the work of each slot; shape [slots, cases]."""
         # By the settings asked for, not those in effect: a small layer's slot covers calls of hooks after it.
-        packs = self.distinct.flags(lambda settings: not settings.exact)
-        packs, derives = (np.append(flags, False)[self.sized.slot_layers] for flags in (packs, self.links))
-        return np.where(derives, 2, packs)
+        values = self.distinct.values
+        shares = np.stack(
+            [case_shares(settings, derives=linked) for linked in (False, True) for settings in values]
+        )
+        rows = np.append(self.distinct.positions + len(values) * self.links, 0)  # the first one is EXACT
+        return np.asarray(shares[rows[self.sized.slot_layers]])
 
     @cached_property
     def work(self) -> Bytes:
         """The bytes alive in each slot without static ones and spans; shape [slots]."""
-        sized = self.sized
-        return self._chosen((sized.exact, sized.packed, sized.derived), slice(0, 3))
+        return self._mixed(self.sized.once.live, self.sized.again and self.sized.again.live)
 
-    def _chosen(self, once: Sequence[Bytes] | Bytes, rows: slice) -> Bytes:
-        """Return for each slot the bytes of its case; `rows`: those of the same cases in `again`."""
-        work: Bytes = np.choose(self.cases, once)
-        again = self.sized.again
-        if again is None or not self.inside.any():
-            return work
-        more = np.choose(self.cases, again[rows]) - work
-        return np.asarray(work + np.ceil(self.again * more), dtype=np.int64)
+    def _mixed(self, once: Bytes, again: Bytes | None) -> Bytes:
+        """Return for each slot the bytes of its cases; `once`, `again`: those of each; [slots, cases]."""
+        sizes = (
+            once if again is None or not self.inside.any() else once + self.again[:, None] * (again - once)
+        )
+        return mixed(sizes, self.shares)
 
     @cached_property
     def again(self) -> NDArray[np.float64]:
@@ -215,13 +219,11 @@ class StepBytes:
         return int(self.live.max(initial=self.sized.static))
 
     @property
-    def reserved_bytes(self) -> int | None:
-        """The most bytes at once with the workspaces of kernels; None if these are unknown."""
+    def reserved_bytes(self) -> int:
+        """The most bytes at once with the workspaces of kernels."""
         sized = self.sized
-        if sized.workspaces is None:
-            return None
-        reserved = self.live + self._chosen(sized.workspaces, slice(4, 7))
-        return int(reserved.max(initial=sized.static))
+        workspaces = self._mixed(sized.once.workspaces, sized.again and sized.again.workspaces)
+        return int((self.live + workspaces).max(initial=sized.static))
 
     @property
     def peak(self) -> Peak:
@@ -232,8 +234,8 @@ class StepBytes:
         index = int(self.live.argmax())
         slot, (births, deaths) = sized.slots[index], sized.edges
         saved = int(self.spans[(births <= index) & (index < deaths)].sum())
-        gradients = slot.again[3] if self.again[index] == 1 and slot.again else slot.gradients
-        gradients = min(gradients, int(self.work[index]))
+        work = sized.again if sized.again and self.again[index] == 1 else sized.once
+        gradients = min(int(work.gradients[index]), int(self.work[index]))
         born = {GRADIENTS: gradients, SAVED: saved, WORKING: int(self.work[index]) - gradients}
         kinds = {
             kind: sized.static_kinds.get(kind, 0) + born.get(kind, 0) for kind in (*STATIC, SAVED, WORKING)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,34 +15,28 @@ from mesa_tune.profiler.memory.distinct import Assignment, Incidence
 from mesa_tune.profiler.memory.packed_sizes import LayerTraits, PackedSizes, possible
 from mesa_tune.profiler.memory.step_trace import block_of, last_of_forwards
 
-_NOTHING = (0, 0, 0)
-
 Bytes = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class SizedSlot:
-    """A slot at one batch size; see `Slot`."""
+class SlotName(NamedTuple):
+    """The layer whose call begins a slot, None between calls, and its phase."""
 
     layer: str | None
     phase: str
-    exact: int
-    packed: int
-    derived: int
-    gradients: int
-    workspaces: tuple[int, ...] = ()
-    again: tuple[int, ...] = ()
 
-    def with_workspaces(self) -> SizedSlot:
-        """Return the slot in which workspaces count as live bytes."""
-        exact, packed, derived = map(operator.add, (self.exact, self.packed, self.derived), self.workspaces)
-        again = (
-            *map(operator.add, self.again[:3], self.again[4:]),
-            *self.again[3:4],
-            *_NOTHING[: len(self.again)],
-        )
-        return replace(self, exact=exact, packed=packed, derived=derived, workspaces=(), again=again)
+
+class SizedWork(NamedTuple):
+    """The `Work` of all slots at one batch size: live and workspaces [slots, cases], gradients [slots]."""
+
+    live: Bytes
+    workspaces: Bytes
+    gradients: Bytes
+
+    @property
+    def with_workspaces(self) -> SizedWork:
+        """The work in which workspaces count as live bytes."""
+        return SizedWork(self.live + self.workspaces, np.zeros_like(self.workspaces), self.gradients)
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,8 @@ class SizedSpan:
 class StepArrays:
     """What a timeline at one batch size knows before the policy, as arrays.
 
-    `traits`: of every layer; `serving`, `modules`: see `Timeline`.
+    `work`: where no module runs again, and where all do. `traits`: of every layer. `serving`, `modules`: see
+    `Timeline`.
 
     `saved_after`: whether each span is alive when each forward ends; shape [forwards, spans]. `saved`: the
     same for the forward that saves the most in the plain step.
@@ -78,7 +73,8 @@ class StepArrays:
         self,
         batch_size: int,
         static: Mapping[str, int],
-        slots: Sequence[SizedSlot],
+        slots: Sequence[SlotName],
+        work: tuple[SizedWork, SizedWork | None],
         spans: Sequence[SizedSpan],
         traits: Mapping[str, LayerTraits],
         serving: frozenset[str],
@@ -86,15 +82,10 @@ class StepArrays:
     ) -> None:
         self.batch_size, self.static_kinds, self.static = batch_size, static, sum(static.values())
         self.slots, self.spans = tuple(slots), tuple(spans)
+        self.once, self.again = work
         self.traits, self.serving, self.modules = traits, serving, modules
         self.names = list(traits)
         self.small = frozenset(name for name, trait in traits.items() if trait.small)
-        self.exact, self.packed, self.derived = (
-            _array(getattr(slot, name) for slot in slots) for name in ("exact", "packed", "derived")
-        )
-        known = all(slot.workspaces for slot in slots)
-        self.workspaces = np.array([slot.workspaces for slot in slots], dtype=np.int64).T if known else None
-        self.again = np.array([slot.again for slot in slots], dtype=np.int64).T if modules else None
         self.saved_after = np.array(
             [[span.first <= end < span.last for span in spans] for end in last_of_forwards(slots)],
             dtype=np.bool_,

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mesa_tune.ops.reference import channels_of
 from mesa_tune.profiler.memory.workspaces import LibraryMemory
 
 NEVER = 1 << 62
@@ -148,6 +150,12 @@ class StepTrace:
         """Bytes alive when the forward ended that saves the most."""
         return self.forwards[self.fullest].saved_bytes if self.forwards else 0
 
+    def packed_bytes(self, key: TensorKey) -> int:
+        """Return the bytes of a tensor that is stored in parts; 0 where it is not."""
+        first = self.first_parts.get(key)
+        parts = self.coded[first].parts if first in self.coded else ()
+        return sum(self.lifetimes[number].bytes for number in parts)
+
     @property
     def fullest(self) -> int:
         """Index of the first of the forwards that save the most."""
@@ -203,6 +211,14 @@ class StepTrace:
     def forward_ends(self) -> list[int]:
         """Indices of the last slots of the forwards, in a finished step."""
         return last_of_forwards(self.slots)
+
+    @cached_property
+    def channels(self) -> dict[str, int]:
+        """For each layer, the greatest common divisor of the channels of what it stores in parts."""
+        found: dict[str, int] = {}
+        for item in self.coded.values():
+            found |= {layer: gcd(found.get(layer, 0), channels_of(item.shape)[1]) for layer in item.layers}
+        return found
 
     @cached_property
     def parts(self) -> frozenset[int]:

@@ -2,16 +2,15 @@
 
 What is hard: no step is traced under the policy itself. A plain and a compressed step are, each at two batch
 sizes. The compressed one shows how long tensors live that are not saved, and what encoding and decoding add.
-The plain one shows what is saved where nothing is compressed. A third step, compressed with `store: derive`,
-shows what is derived instead of stored, and what deriving adds.
+The plain one shows what is saved where nothing is compressed. Further steps, compressed in other ways
+(`CASES`), show what is derived instead of stored, and what deriving and other codecs add.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -19,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import MIN_ELEMENTS
-from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline
+from mesa_tune.profiler.memory.memory_model import SavedSpan, SizePair, Slot, Timeline, Work
+from mesa_tune.profiler.memory.packed_sizes import CASES
 from mesa_tune.profiler.memory.step_trace import NEVER, CallKey, PlainTrace, SlotTrace, StepTrace
 from mesa_tune.profiler.memory.traced_steps import (
     TracedSteps,
@@ -33,14 +33,14 @@ from mesa_tune.profiler.memory.traced_steps import (
 
 @dataclass(frozen=True)
 class _TracedSpan:
-    """The fields of a `SavedSpan` at one batch size, and the bytes that it has in the traced step."""
+    """The fields of a `SavedSpan` at one batch size, and the bytes that it has in the step of each case."""
 
     kind: str
     layers: tuple[str, ...]
     size: int
     itemsize: int
     slots: tuple[int, int]
-    traced_bytes: int
+    traced_bytes: tuple[int, ...]
     samples: int = 1
     sources: tuple[str, ...] = ()
     extents: tuple[int, ...] = ()
@@ -50,24 +50,10 @@ class _TracedSpan:
 
 @dataclass(frozen=True)
 class TracedSpan:
-    """A saved span, and the bytes that it has in the traced compressed step, at two batch sizes.
-
-    `of_module`: it is an input of a module that runs again, which is packed in every traced step.
-    """
+    """A saved span, and the bytes that it has in the traced step of each case, at two batch sizes."""
 
     saved: SavedSpan
-    traced_bytes: SizePair
-    of_module: bool = False
-
-    @property
-    def plain_bytes(self) -> SizePair:
-        """The bytes in the traced plain step, where the span is alive in it."""
-        return self.traced_bytes if self.of_module else self.saved.size
-
-    @property
-    def is_derived(self) -> bool:
-        """Whether the deriving step derives it, instead of saving it."""
-        return bool(self.saved.sources) and not set(self.saved.layers) & set(self.saved.sources)
+    traced_bytes: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class TracedPair:
@@ -106,21 +92,16 @@ def timeline_of(traced: TracedPair, hooked: tuple[str, ...]) -> Timeline:
     return Timeline(
         batch_sizes=traced.batch_sizes,
         static={kind: (count, traced.small.static[kind]) for kind, count in large.static.items()},
-        slots=tuple(slot_of(slot, work) for slot, work in slot_works(traced, traced.spans)),
+        slots=tuple(Slot(slot.layer, slot.phase, work) for slot, work in slot_works(traced, traced.spans)),
         kept=tuple(span.saved for span in traced.spans),
         hooked=hooked,
         serving=tuple(sorted(large.derived.serving)),
         rows=large.packed.rows,
+        channels=large.packed.channels,
         samplers=tuple(sorted(large.packed.samplers)),
         valued=tuple(sorted(large.packed.valued)),
-        libraries=max(trace.libraries.nbytes for trace in (large.plain, large.packed, large.derived)),
+        libraries=max(trace.libraries.nbytes for trace in large.cases),
     )
-
-
-def slot_of(slot: SlotTrace, work: Sequence[SizePair]) -> Slot:
-    """Return the slot with its `slot_works`."""
-    exact, packed, derived, gradients, *workspaces = work
-    return Slot(slot.layer, slot.phase, exact, packed, derived, gradients, tuple(workspaces))
 
 
 def _parts(span: _TracedSpan, other: _TracedSpan, trace: StepTrace) -> Iterator[TracedSpan]:
@@ -171,53 +152,47 @@ def _extent_pair(first: int, second: int) -> tuple[int, int]:
     return (first, first) if NEVER in (first, second) else (first, second)
 
 
-def slot_works(
-    traced: TracedPair, spans: Sequence[TracedSpan]
-) -> list[tuple[SlotTrace, tuple[SizePair, ...]]]:
-    """Return each slot with its live bytes outside spans in the plain, compressed and deriving step.
+def slot_works(traced: TracedPair, spans: Sequence[TracedSpan]) -> list[tuple[SlotTrace, Work]]:
+    """Return each slot with its work.
 
-    Then come those of gradients among them, and what workspaces add in each of the three steps. So the
-    timeline has the bytes of the traced steps in every slot, to the byte. Below zero: spans cover a slot in
-    which their storage is not alive.
+    The timeline has the bytes of the traced steps in every slot, to the byte. Below zero: spans cover a slot
+    in which their storage is not alive.
     """
-    columns = zip(
-        *(_works(steps, spans, which) for which, steps in enumerate((traced.large, traced.small))),
-        strict=True,
-    )
+    sizes = zip(_works(traced.large, spans, 0), _works(traced.small, spans, 1), strict=True)
+    works = [tuple(map(_pairs, large, small)) for large, small in sizes]
     return [
-        (slot, tuple(zip(large, small, strict=True)))
-        for slot, (large, small) in zip(traced.slots, columns, strict=True)
+        (slot, Work(live, workspaces, *gradients))
+        for slot, (live, workspaces, gradients) in zip(traced.slots, works, strict=True)
     ]
 
 
-def _works(steps: TracedSteps, spans: Sequence[TracedSpan], which: int) -> Iterator[tuple[int, ...]]:
-    """Yield for each slot its live bytes outside spans; `which`: position of the batch size."""
-    packed = steps.packed.slots
-    plain, derived = _aligned(steps.plain, steps.packed), _aligned(steps.derived, steps.packed)
-    stored = [span for span in spans if span.saved.kind != "plain"]
-    in_plain = [span for span in spans if span.saved.kind in ("plain", "always") or span.of_module]
-    in_derived = [span for span in stored if not span.is_derived]
-    exact_bytes = _summed(in_plain, len(packed), lambda span: span.plain_bytes[which])
-    packed_bytes = _summed(stored, len(packed), lambda span: span.traced_bytes[which])
-    derived_bytes = _summed(in_derived, len(packed), lambda span: span.traced_bytes[which])
-    gradient_bytes = steps.packed.gradient_bytes().tolist()
-    for index, slot in enumerate(packed):
-        yield (
-            plain[index].high - exact_bytes[index],
-            slot.high - packed_bytes[index],
-            derived[index].high - derived_bytes[index],
-            gradient_bytes[index],
-            *(case.workspaces for case in (plain[index], slot, derived[index])),
-        )
+def _pairs(large: Sequence[int], small: Sequence[int]) -> tuple[SizePair, ...]:
+    return tuple(zip(large, small, strict=True))
 
 
-def _summed(spans: Iterable[TracedSpan], count: int, size: Callable[[TracedSpan], int]) -> list[int]:
-    """Return for each of `count` slots the sum of the sizes of the spans that cover it."""
-    changes = [0] * (count + 1)
+def _works(
+    steps: TracedSteps, spans: Sequence[TracedSpan], which: int
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield for each slot its live bytes outside spans and its workspaces in each case, and its gradients.
+
+    `which`: position of the batch size.
+    """
+    saved = _saved(spans, len(steps.packed.slots), which)
+    cases = zip(*(_aligned(trace, steps.packed) for trace in steps.cases), strict=True)
+    gradients = steps.packed.gradient_bytes().tolist()
+    for slots, sizes, gradient in zip(cases, saved, gradients, strict=True):
+        live = tuple(slot.high - size for slot, size in zip(slots, sizes, strict=True))
+        yield live, tuple(slot.workspaces for slot in slots), (gradient,)
+
+
+def _saved(spans: Iterable[TracedSpan], count: int, which: int) -> list[list[int]]:
+    """Return for each of `count` slots, and each case, the bytes of the spans that cover it."""
+    changes = np.zeros((count + 1, len(CASES)), dtype=np.int64)
     for span in spans:
-        changes[span.saved.first] += size(span)
-        changes[span.saved.last + 1] -= size(span)
-    return list(accumulate(changes[:-1]))
+        changes[span.saved.first] += span.traced_bytes[which]
+        changes[span.saved.last + 1] -= span.traced_bytes[which]
+    sums: list[list[int]] = changes[:-1].cumsum(axis=0).tolist()
+    return sums
 
 
 def _aligned(trace: StepTrace, packed: StepTrace) -> list[SlotTrace]:
@@ -245,22 +220,37 @@ def _spans(steps: TracedSteps) -> Iterator[_TracedSpan]:
             continue
         size, layers = packed.lifetimes[number].bytes, tuple(dict.fromkeys(layer for layer, _ in calls))
         extents = _largest(steps, layers, calls)
-        yield _TracedSpan("side", layers, size, 1, _alive(packed, number), size, extents=extents)
+        yield _TracedSpan("side", layers, size, 1, _alive(packed, number), _compressed(size), extents=extents)
     aligned = np.array([slot.moment for slot in _aligned(plain, packed)], dtype=np.int64)
     for number, item in plain.plain.items():
         size, counterpart = plain.lifetimes[number].bytes, counterparts.get(number)
         if counterpart in always:
             slots = _alive(packed, counterpart)
-            yield _TracedSpan("always", tuple(item.layers), size, 1, slots, size)
+            yield _TracedSpan("always", tuple(item.layers), size, 1, slots, _always(size))
         else:
             extension = _extension(steps, number, counterpart, aligned)
             size = 0 if extension is None else size
             itemsize = getattr(torch, item.dtype).itemsize
             extents = _smallest(steps, item, counterpart)
-            slots = extension or (0, 0)
-            yield _TracedSpan("plain", tuple(item.layers), size, itemsize, slots, size, extents=extents)
+            slots, layers, traced = extension or (0, 0), tuple(item.layers), _exact(size)
+            yield _TracedSpan("plain", layers, size, itemsize, slots, traced, extents=extents)
     yield from _unattributed(steps, counterparts, always)
     yield from _compressed_only(steps, counterparts)
+
+
+def _exact(size: int) -> tuple[int, ...]:
+    """Return the bytes in each case of what is alive in the plain step alone."""
+    return (size, *[0] * (len(CASES) - 1))
+
+
+def _compressed(size: int) -> tuple[int, ...]:
+    """Return the bytes in each case of what is alive in all steps but the plain one."""
+    return (0, *[size] * (len(CASES) - 1))
+
+
+def _always(size: int) -> tuple[int, ...]:
+    """Return the bytes in each case of what is alive in all steps."""
+    return (size,) * len(CASES)
 
 
 def _coded(steps: TracedSteps, counterparts: Mapping[int, int]) -> Iterator[_TracedSpan]:
@@ -269,6 +259,7 @@ def _coded(steps: TracedSteps, counterparts: Mapping[int, int]) -> Iterator[_Tra
     plain = [(counterparts.get(number), item) for number, item in steps.plain.plain.items()]
     also_plain = {(new, layer) for new, item in plain if new is not None for layer in item.layers}
     shares = Counter(item.source for item in packed.coded.values() if prod(item.shape) <= MIN_ELEMENTS)
+    keys = {number: key for key, number in packed.first_parts.items()}
     for first_part, coded in packed.coded.items():
         whole = prod(coded.shape) * coded.itemsize
         if any((coded.source, layer) in also_plain for layer in coded.layers):
@@ -281,7 +272,7 @@ def _coded(steps: TracedSteps, counterparts: Mapping[int, int]) -> Iterator[_Tra
             prod(coded.shape),
             coded.itemsize,
             _alive(packed, coded.parts[0]),
-            sum(packed.lifetimes[number].bytes for number in coded.parts),
+            tuple(trace.packed_bytes(keys[first_part]) for trace in steps.cases),
             coded.shape[0] if len(coded.shape) > 1 else 1,
             sources.get(first_part, ()),
             _largest(steps, coded.layers, coded.calls),
@@ -331,11 +322,11 @@ def _unattributed(
     for number, lifetime in plain.lifetimes.items():
         new = counterparts.get(number)
         if is_unattributed(plain, number) and new is not None and (new in always or packed.stays_whole(new)):
-            yield _TracedSpan("always", (), lifetime.bytes, 1, _alive(packed, new), lifetime.bytes)
+            yield _TracedSpan("always", (), lifetime.bytes, 1, _alive(packed, new), _always(lifetime.bytes))
             unexplained -= lifetime.bytes * plain.is_counted(number)
     if unexplained > 0:
         end = packed.forward_ends[plain.fullest]
-        yield _TracedSpan("always", (), unexplained, 1, (end, end + 1), unexplained)
+        yield _TracedSpan("always", (), unexplained, 1, (end, end + 1), _always(unexplained))
 
 
 def _compressed_only(steps: TracedSteps, counterparts: Mapping[int, int]) -> Iterator[_TracedSpan]:
@@ -346,7 +337,8 @@ def _compressed_only(steps: TracedSteps, counterparts: Mapping[int, int]) -> Ite
         if number not in explained and packed.is_saved(number) and packed.stays_whole(number):
             layer, slots = packed.slots[_birth_slot(packed, number)].layer, _alive(packed, number)
             if layer is not None:
-                yield _TracedSpan("side", (layer,), lifetime.bytes, 1, slots, lifetime.bytes)
+                traced = _compressed(lifetime.bytes)
+                yield _TracedSpan("side", (layer,), lifetime.bytes, 1, slots, traced)
 
 
 def _alive(trace: StepTrace, number: int) -> tuple[int, int]:

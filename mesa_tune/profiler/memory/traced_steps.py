@@ -1,4 +1,4 @@
-"""Traces of one step under three policies: which storages are the same tensor, and which layers save them.
+"""Traces of one step under several policies: which storages are the same tensor, and which layers save them.
 
 What is hard: the same tensor has another storage in each trace. All steps make the same torch calls in the
 same order, so it is found by the call that takes, returns or saves it.
@@ -22,13 +22,24 @@ UNATTRIBUTED = "unattributed"
 
 @dataclass(frozen=True)
 class TracedSteps:
-    """The plain, the compressed and the deriving step at one batch size; `static`: bytes before, by kind."""
+    """The plain step and those that store in other ways (`CASES`) at one batch size.
+
+    `static`: bytes before the step, by kind.
+    """
 
     batch_size: int
     static: Mapping[str, int]
     plain: StepTrace
     packed: StepTrace
     derived: StepTrace
+    whole: StepTrace
+    dropped: StepTrace
+    sampled: StepTrace
+
+    @property
+    def cases(self) -> tuple[StepTrace, ...]:
+        """The steps in the order of `CASES`."""
+        return self.plain, self.packed, self.derived, self.whole, self.dropped, self.sampled
 
     def matches(self, other: TracedSteps) -> bool:
         """Return whether in `other` the same layers save the same tensors in the same order."""

@@ -29,6 +29,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.profiler.entries import REACHED_BY_NONE
 from mesa_tune.profiler.memory.kinds import BATCH, GRADIENTS, OPTIMIZER_STATE, WEIGHTS
 from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, storages, tensors_in
+from mesa_tune.profiler.memory.packed_sizes import CASES
 from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import StepTrace
 from mesa_tune.profiler.memory.timeline_builder import build_timeline
@@ -171,7 +172,7 @@ class ObservedStep:
 
 def _alone(plain: StepTrace, batch_size: int, static: dict[str, int]) -> TracedSteps:
     """Return a plain step as traced steps: no step was compressed."""
-    return TracedSteps(batch_size, static, plain, plain, plain)
+    return TracedSteps(batch_size, static, *[plain] * len(CASES))
 
 
 def _in_nodes(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
