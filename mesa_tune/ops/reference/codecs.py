@@ -152,16 +152,14 @@ def quantize_samples(
     data = rows.new_empty(samples * bits, plane_bytes(elements), dtype=torch.uint8)
     for block in _blocks(rows):
         codes = rows.new_empty(rows[block].shape, dtype=torch.uint8)
-        for columns, size, first in parts:
-            count = (columns.stop - columns.start) // size
+        for columns, size, group in _pieces(parts, block):
             values = rows[block, columns].reshape(-1, size).to(torch.float32)
-            levels = 2.0 ** widths[block].repeat_interleave(count)
+            levels = 2.0 ** widths[block].repeat_interleave(values.shape[0] // codes.shape[0])
             measured = reference.measure(values, levels)
-            group = first + block.start * count
             noise_seed = seed if stochastic else None
             part_codes = reference.round_rows(values, measured, levels[:, None], noise_seed, group)
             ranges[group : group + measured.shape[0]] = measured
-            codes[:, columns] = part_codes.view(-1, count * size)
+            codes[:, columns] = part_codes.view(codes.shape[0], -1)
         planes = reference.pack_rows(codes, MOST_BITS).view(-1, MOST_BITS, plane_bytes(elements))
         # A plane above a sample's bits is its last one once more: no count of planes is read on the host.
         used = torch.minimum(plane, widths[block, None] - 1)
@@ -192,13 +190,13 @@ def dequantize_samples(
         planes = stored[(starts[block] + plane).clamp_max(stored.shape[0] - 1)]
         planes = planes * (plane < widths[block, None])[:, :, None]
         codes = reference.unpack_rows(planes.view(planes.shape[0], -1), MOST_BITS, elements)
-        for columns, size, first in parts:
-            count = (columns.stop - columns.start) // size
-            group = first + block.start * count
-            group_ranges = ranges[group : group + codes.shape[0] * count]
+        for columns, size, group in _pieces(parts, block):
+            part_codes = codes[:, columns].reshape(-1, size)
+            group_ranges = ranges[group : group + part_codes.shape[0]]
+            count = part_codes.shape[0] // codes.shape[0]
             levels = 2 ** widths[block].to(torch.int32).repeat_interleave(count)[:, None]
-            values = reference.values_of(codes[:, columns].reshape(-1, size), group_ranges, levels)
-            rows[block, columns] = values.view(-1, count * size).to(dtype)
+            values = reference.values_of(part_codes, group_ranges, levels)
+            rows[block, columns] = values.view(codes.shape[0], -1).to(dtype)
     return _from_samples(rows, shape, quant_groups)
 
 
@@ -223,6 +221,16 @@ def _parts(shape: Sequence[int], group_size: int, quant_groups: int) -> Iterator
         yield slice(0, whole * size), size, 0
     if rest:
         yield slice(whole * size, whole * size + rest), rest, sample_shape(shape)[0] * whole
+
+
+def _pieces(parts: Sequence[tuple[slice, int, int]], block: slice) -> Iterator[tuple[slice, int, int]]:
+    """Yield the parts of a block of samples, each with its first group; of one large sample in pieces."""
+    for columns, size, first in parts:
+        width = columns.stop - columns.start
+        step = width if block.stop - block.start > 1 else max(1, _SAMPLES_BLOCK // size) * size
+        for start in range(columns.start, columns.stop, step):
+            group = first + block.start * (width // size) + (start - columns.start) // size
+            yield slice(start, min(start + step, columns.stop)), size, group
 
 
 def _blocks(rows: Tensor) -> Iterator[slice]:
