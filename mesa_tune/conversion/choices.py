@@ -6,6 +6,7 @@ device. So only the functions that the module calls are looked at.
 """
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class ChoiceDetector(TorchFunctionMode):
 
     def __init__(self, exact: list[Tensor]) -> None:
         super().__init__()
-        self.exact = {id(tensor): tensor for tensor in exact}
+        self.exact = {id(tensor): ref(tensor) for tensor in exact}  # weak: the module may free them
         self.detected = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -33,7 +34,8 @@ class ChoiceDetector(TorchFunctionMode):
         if self.detected:
             return output
         if not self._changes(args, kwargs):
-            self.exact.update((id(leaf), leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            self.exact.update((id(leaf), ref(leaf)) for leaf in leaves)
         elif _may_choose(func, output):
             self.detected = True
         elif func in IN_PLACE or kwargs:
@@ -41,7 +43,7 @@ class ChoiceDetector(TorchFunctionMode):
         return output
 
     def __exit__(self, *error: Any) -> None:
-        self.exact.clear()  # keep no tensor alive after the run
+        self.exact.clear()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _changes(self, args: Any, kwargs: Any) -> bool:
@@ -51,7 +53,10 @@ class ChoiceDetector(TorchFunctionMode):
 
     def _is_rounded(self, leaf: Any) -> bool:
         floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return floating and id(leaf) not in self.exact and not isinstance(leaf, nn.Parameter)
+        if not floating or isinstance(leaf, nn.Parameter):
+            return False
+        known = self.exact.get(id(leaf))
+        return known is None or known() is not leaf
 
 
 _VALUES = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__int__}

@@ -8,6 +8,7 @@ wait for a backward.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from mesa_tune.engine.storage import StaticTensors, registry
 from mesa_tune.notice import warn_once
 from mesa_tune.ops import NOISE_STEP, as_int64
 from mesa_tune.policy import Policy
+from mesa_tune.policy.rules import MODULE
 
 _CPU = torch.device("cpu")
 
@@ -64,7 +66,7 @@ class Conversion:
         self.calls = CallCache()
         self.static = StaticTensors()
         self.derives = any(dict(rule.keys).get("store") == "derive" for rule in policy.rules)
-        self.tiles = any(dict(rule.keys).get("tile", 1) != 1 for rule in policy.rules)
+        self.tiles = any(rule.tag != MODULE and rule.tiles for rule in policy.rules)
         self.producers: set[str] = set()
         self.memories: dict[str, Memories] = {}
         self.first = True
@@ -122,6 +124,15 @@ class Conversion:
             self.unseen = self.waits = True
         else:
             self.owed += 1
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Note no module that the body runs without gradients: nobody runs it again in backward."""
+        before = self.unseen, self.waits, self.owed
+        try:
+            yield
+        finally:
+            self.unseen, self.waits, self.owed = before
 
     def spec(self, layer: str, tag: str, module: str) -> Spec | None:
         """Return how `layer` stores what it saves; None: as PyTorch does."""

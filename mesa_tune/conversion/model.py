@@ -84,9 +84,22 @@ class ConvertedForward(entering.Entrant):
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         spec, frame = self.recompute, state.frames[-1]
         assert spec is not None
-        run, packs = partial(entering.enter, self, self.plain), not HOOKS.runs_twice(frame)
-        job = Job(self.name, self.module, spec, self.plain, run, packs, frame.is_static, self.conversion.key)
+        job = Job(
+            self.name,
+            self.module,
+            spec,
+            plain=self.plain,
+            run=partial(entering.enter, self, self.plain),
+            packs=not HOOKS.runs_twice(frame),
+            is_static=frame.is_static,
+            key=self.conversion.key,
+            probe=self._probe,
+        )
         return recomputed(job, args, kwargs)
+
+    def _probe(self, *args: Any, **kwargs: Any) -> Any:
+        with self.conversion.unnoted():
+            return self.plain(*args, **kwargs)
 
 
 def _blank() -> ConvertedForward:

@@ -1,4 +1,5 @@
-"""Modules that save only their packed inputs, and run again in backward: `store: recompute` (`on module:`).
+"""Modules that save only their packed inputs, and run again in backward: `store: recompute` (`on module:`),
+and `tile`, in slices.
 
 PyTorch's non-reentrant checkpoint runs a module again, under the random and autocast states of the first run.
 The saved-tensor hooks through which it saves its inputs pack them. What is hard is that the second run must
@@ -19,12 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.choices import ChoiceDetector
+from mesa_tune.conversion.sliced import slices_of
 from mesa_tune.engine.function import saving_in_vain
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.routing import inside_backward
 from mesa_tune.engine.storage import as_is, decided, restore, store
 from mesa_tune.errors import RunError
 from mesa_tune.notice import warn_once
+from mesa_tune.ops import as_int64
 
 Run = Callable[..., Any]
 
@@ -33,7 +36,8 @@ class Job(NamedTuple):
     """How to run a module: `plain(*args, **kwargs)` where it cannot run twice, else `run(args, kwargs)`.
 
     `packs`: its inputs are packed; else the surrounding hooks save them. `is_static` tells which tensors are
-    never encoded; `key` returns the noise key of the others.
+    never encoded; `key` returns the noise key of the others. `probe`: as `plain`, without gradients, for a
+    run that is none of the model's.
     """
 
     name: str
@@ -44,16 +48,38 @@ class Job(NamedTuple):
     packs: bool
     is_static: Callable[[Tensor], bool]
     key: Callable[[torch.device], Tensor]
+    probe: Run
 
 
 def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
-    """Return the module's output; of all tensors in the module, autograd saves only its inputs."""
+    """Return the module's output; of all tensors in the module, autograd saves only its inputs.
+
+    With `tile`, it runs on slices of its input, each of which saves its own.
+    """
     if torch.compiler.is_compiling():
         warn_once(
             f"mesa-tune: `store: recompute` of {job.name!r} has no effect in compiled code, "
             "where its layers store by their own settings."
         )
         return job.plain(*args, **kwargs)
+    slices = None
+    if job.spec.tile > 1:
+        slices = slices_of(job.module, job.name, job.spec.tile, job.probe, args, kwargs)
+    if slices is None:
+        return _recomputed(job, args, kwargs)
+    outputs = []
+    for number, part in enumerate(slices.parts):
+        own_key = partial(_key_of_slice, job.key, number)
+        outputs.append(_recomputed(job._replace(key=own_key), (part, *args[1:]), kwargs))
+    return torch.cat(outputs, slices.dim)
+
+
+def _key_of_slice(key: Callable[[torch.device], Tensor], number: int, device: torch.device) -> Tensor:
+    """Return a key of its own for each slice, none of which is another forward's."""
+    return key(device) + as_int64(number * 0xD6E8FEB86659FD93)
+
+
+def _recomputed(job: Job, args: Any, kwargs: Any) -> Any:
     leaves, form = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     detector = ChoiceDetector([tensor for tensor in tensors if not tensor.requires_grad])

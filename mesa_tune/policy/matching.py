@@ -19,7 +19,7 @@ Layer = tuple[str, int | None, str]
 
 _REMEDY: Final = "remove it, or make a policy for this model with mesa-tune search"
 _OF_MODULES: Final = ("recompute",)
-_TILED: Final = ("loss",)
+_TILED: Final = ("loss", MODULE)
 _LOSS: Final = "loss."
 # The name of a call: module, function, and position among that function's calls.
 _CALL: Final = re.compile(r"(?:(?P<module>.+)\.)?[^.]+\.[0-9]+")
@@ -178,5 +178,7 @@ def _misplaced(tag: str, key: str, value: object) -> tuple[str, str] | None:
             "name the module in a section `on module:` with `by_name`"
         )
     if key == "tile" and value != 1 and tag not in _TILED:
-        return f"`{key}: {value}` is for losses", "write it in a section `on loss:`"
+        return f"`{key}: {value}` is for losses and whole modules", (
+            "write it in a section `on loss:`, or name the module in `on module:` with `by_name`"
+        )
     return None

@@ -43,7 +43,7 @@ class Policy:
     def uniform(level: int = 256, **settings: Any) -> Policy:
         """Return a policy with one rule for all layers of each tag. `settings`: more keys of policy.txt.
 
-        `tile` is for losses only, and is in no other rule.
+        `tile` is for losses, and is in no other rule.
         Raise PolicyError for an unknown key or a value outside its range.
         """
         for key in settings:
@@ -166,14 +166,14 @@ class Policy:
         return fold(rules, mesa=False) if rules else None
 
     def recomputed(self, name: str) -> LayerSettings | None:
-        """Return the settings of the module `name` if it runs again in backward (`store: recompute`).
+        """Return the settings of the module `name` if it runs again in backward (`store: recompute`, `tile`).
 
         Of the modules that one glob matches, only the outermost run again.
         """
         settings = self.module_settings(name)
-        if settings is None or not settings.enable or settings.store != "recompute":
+        if settings is None or not settings.enable or (settings.store != "recompute" and settings.tile == 1):
             return None
-        rules = [rule for rule in self.module_rules() if dict(rule.keys).get("store") == "recompute"]
+        rules = (rule for rule in self.module_rules() if rule.reruns)
         return settings if any(rule.starts_at(name) for rule in rules) else None
 
     def reruns(self, layers: Iterable[str]) -> list[str]:

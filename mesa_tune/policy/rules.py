@@ -85,6 +85,16 @@ class Rule:
         """The settings in one line: `enable: True, level: 16`."""
         return ", ".join(f"{key}: {value}" for key, value in self.keys)
 
+    @property
+    def tiles(self) -> bool:
+        """Whether the rule sets slices."""
+        return dict(self.keys).get("tile", 1) != 1
+
+    @property
+    def reruns(self) -> bool:
+        """Whether modules of the rule run again in backward."""
+        return dict(self.keys).get("store") == "recompute" or self.tiles
+
     def binds(self, index: int | None, name: str) -> bool:
         """Return True if the rule is for the layer of its tag with this index and name."""
         if self.names is not None:

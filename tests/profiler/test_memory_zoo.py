@@ -77,6 +77,12 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT, **ends, use_cache=False))
 
 
+def llama() -> nn.Module:
+    """Of two heads for queries, and one for keys and values."""
+    heads: dict[str, Any] = {"num_key_value_heads": 1, "intermediate_size": 128, "use_cache": False}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, **heads))
+
+
 def resnet() -> nn.Module:
     return transformers.ResNetForImageClassification(transformers.ResNetConfig(**STAGES))
 
@@ -116,6 +122,7 @@ class Case(NamedTuple):
 ZOO = {
     "BERT": Case(bert, text),
     "GPT-2, accumulated": Case(gpt2, text, {"accumulation": 3}),
+    "Llama": Case(llama, text),
     "GPT-2, SGD": Case(gpt2, text, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}),
     "ResNet": Case(resnet, images),
     "ViT, checkpointed": Case(checkpointed_vit, images),

@@ -78,7 +78,8 @@ class SavedSpan:
     `extents`: for each layer, the number of elements that decides whether its call compresses, or frees a
     plain span: up to `min_elements` it does not. `whole`: the bytes that a small coded tensor keeps alive,
     maybe as a view; 0 where a plain span stays alive for it; None: `size * itemsize`.
-    `width`: elements per row of a coded tensor, where rows may be left out; else 0.
+    `width`: elements per row of a coded tensor, where rows may be left out; else 0. `channels`: the number
+    that `quant_groups` must divide; else it is stored exactly. 0: any does.
     `again`: only layers inside modules that run again in backward save it; else only the other layers do.
     """
 
@@ -94,6 +95,7 @@ class SavedSpan:
     whole: SizePair | None = None
     again: bool = False
     width: SizePair = (0, 0)
+    channels: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -107,11 +109,11 @@ class Timeline:
     `static`: bytes alive when the step begins, by kind (`STATIC` in kinds.py). `hooked`: layers stored by
     hooks, which have 256 levels at least. `serving`: layers that derive what they save only if others derive
     from them, too; else they save something else (GELU saves its derivative). `rows`: for layers whose groups
-    end where rows end, the elements per row. `channels`: for each layer, the number that `quant_groups` must
-    divide; else it stores exactly. `samplers`: layers that may leave out rows. `valued`:
-    layers that may store fixed levels. `modules`: those that can run again in backward. Settings by their
-    names, with `store: recompute`, are those of their inputs. `libraries`: bytes that oneDNN and MKL keep
-    besides, under every policy and about the same for every batch.
+    end where rows end, the elements per row. `channels`: for each layer, the numbers of channels of what it
+    stores in parts; it stores exactly where `quant_groups` divides none. `samplers`: layers that may leave
+    out rows. `valued`: layers that may store fixed levels. `modules`: those that can run again in backward.
+    Settings by their names, with `store: recompute`, are those of their inputs. `libraries`: bytes that
+    oneDNN and MKL keep besides, under every policy and about the same for every batch.
     """
 
     batch_sizes: SizePair
@@ -126,7 +128,7 @@ class Timeline:
     libraries: int = 0
     samplers: tuple[str, ...] = ()
     valued: tuple[str, ...] = ()
-    channels: Mapping[str, int] = field(default_factory=dict)
+    channels: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def saved_bytes(self, assignment: Assignment, batch_size: int | None = None) -> int:
         """Return the bytes of all spans that are alive when the forward ends."""
@@ -217,7 +219,7 @@ class Timeline:
             libraries=int(values.get("libraries", 0)),
             samplers=tuple(values.get("samplers", ())),
             valued=tuple(values.get("valued", ())),
-            channels={layer: int(count) for layer, count in values.get("channels", {}).items()},
+            channels={layer: tuple(counts) for layer, counts in values["channels"].items()},
         )
 
 
@@ -266,7 +268,7 @@ class _Sizing:
                 source.rows.get(name, 0),
                 name in samplers,
                 name in valued,
-                source.channels.get(name, 0),
+                source.channels.get(name, ()),
             )
             for name in names
         }
@@ -296,9 +298,18 @@ class _Sizing:
         if kind == "coded" and size <= self.source.min_elements:
             size = size * span.itemsize if span.whole is None else self._size(span.whole)
             kind, sources = "small", ()
-        samples, width = self._size(span.samples), self._size(span.width)
         return SizedSpan(
-            kind, layers, size, span.itemsize, span.first, span.last, samples, sources, span.again, width
+            kind,
+            layers,
+            size,
+            span.itemsize,
+            span.first,
+            span.last,
+            self._size(span.samples),
+            sources,
+            span.again,
+            self._size(span.width),
+            span.channels,
         )
 
 

@@ -35,8 +35,8 @@ _SAME = {EXACT: EXACT}
 class LayerTraits(NamedTuple):
     """What changes a layer's settings: stored by hooks, all calls too small, elements per row of groups.
 
-    `samples`: it may leave out rows. `valued`: it may store fixed levels. `channels`: the number that
-    `quant_groups` must divide; 0: any.
+    `samples`: it may leave out rows. `valued`: it may store fixed levels. `channels`: the numbers of
+    channels of what it stores; empty: unknown.
     """
 
     hooked: bool
@@ -44,17 +44,22 @@ class LayerTraits(NamedTuple):
     row: int
     samples: bool = False
     valued: bool = False
-    channels: int = 0
+    channels: tuple[int, ...] = ()
 
 
 def possible(settings: LayerSettings, traits: LayerTraits) -> LayerSettings:
     """Return the settings that such a layer has if it is asked for `settings`."""
-    if settings.quant_groups and traits.channels % settings.quant_groups and not settings.drop:
+    if traits.channels and not any(divides(settings, count) for count in traits.channels):
         return EXACT
     if traits.hooked:
         return settings.hooked
     settings = settings if traits.samples else settings.of_all_rows
     return settings if traits.valued else settings.without_levels
+
+
+def divides(settings: LayerSettings, channels: int) -> bool:
+    """Return whether `quant_groups`, if it is set and takes channels, divides their number."""
+    return not settings.quant_groups or settings.drop > 0 or channels % settings.quant_groups == 0
 
 
 @lru_cache(maxsize=1 << 14)
@@ -70,15 +75,21 @@ def in_effect(settings: LayerSettings, traits: LayerTraits) -> LayerSettings:
 
 @lru_cache(maxsize=1 << 16)
 def settings_bytes(
-    elements: int, settings: LayerSettings, itemsize: int = 4, samples: int = 1, width: int = 0
+    elements: int,
+    settings: LayerSettings,
+    itemsize: int = 4,
+    samples: int = 1,
+    width: int = 0,
+    channels: int = 0,
 ) -> int:
     """Return the bytes on the device of a packed tensor whose first dimension has size `samples`.
 
     What its codec saves from step to step counts, too. `width`: elements per row; 0: no row is left out.
+    `channels`: the number that `quant_groups` must divide, else it is stored exactly.
     """
     settings = settings if width else settings.of_all_rows
     spec = Spec.of(settings, 0)
-    if spec is None:
+    if spec is None or not divides(settings, channels):
         return elements * itemsize
     shape = (samples, elements // samples) if samples and elements % samples == 0 else (1, elements)
     shape = (elements // width, width) if settings.rows < 1 else shape
@@ -128,10 +139,10 @@ def _shares(settings: LayerSettings) -> dict[str, float]:
 class PackedSizes:
     """Bytes of several tensors under any settings.
 
-    `tensors`: elements, bytes per element, samples, elements per row.
+    `tensors`: elements, bytes per element, samples, elements per row, channels.
     """
 
-    def __init__(self, tensors: Sequence[tuple[int, int, int, int]]) -> None:
+    def __init__(self, tensors: Sequence[tuple[int, int, int, int, int]]) -> None:
         self.distinct = list(dict.fromkeys(tensors))
         position = {tensor: number for number, tensor in enumerate(self.distinct)}
         self.positions = np.array([position[tensor] for tensor in tensors], dtype=np.int64)

@@ -57,6 +57,7 @@ class SizedSpan:
     sources: tuple[str, ...] = ()
     again: bool = False
     width: int = 0
+    channels: int = 0
 
 
 class StepArrays:
@@ -173,7 +174,9 @@ class StepArrays:
     @cached_property
     def packed_sizes(self) -> PackedSizes:
         """The bytes of the packed spans, under any settings."""
-        return PackedSizes([(span.size, span.itemsize, span.samples, span.width) for span in self.spans])
+        return PackedSizes(
+            [(span.size, span.itemsize, span.samples, span.width, span.channels) for span in self.spans]
+        )
 
     @cached_property
     def can_derive(self) -> Flags:

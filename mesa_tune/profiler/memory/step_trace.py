@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -75,6 +74,11 @@ class CodedTrace:
     source: int | None = None
     calls: list[CallKey] = field(default_factory=list)
     width: int = 0
+
+    @property
+    def channels(self) -> int:
+        """The number that `quant_groups` must divide."""
+        return channels_of(self.shape)[1]
 
 
 @dataclass
@@ -213,12 +217,13 @@ class StepTrace:
         return last_of_forwards(self.slots)
 
     @cached_property
-    def channels(self) -> dict[str, int]:
-        """For each layer, the greatest common divisor of the channels of what it stores in parts."""
-        found: dict[str, int] = {}
+    def channels(self) -> dict[str, tuple[int, ...]]:
+        """For each layer, the numbers of channels of what it stores in parts, ascending."""
+        found: dict[str, set[int]] = {}
         for item in self.coded.values():
-            found |= {layer: gcd(found.get(layer, 0), channels_of(item.shape)[1]) for layer in item.layers}
-        return found
+            for layer in item.layers:
+                found.setdefault(layer, set()).add(item.channels)
+        return {layer: tuple(sorted(counts)) for layer, counts in found.items()}
 
     @cached_property
     def parts(self) -> frozenset[int]:

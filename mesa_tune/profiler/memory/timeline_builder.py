@@ -46,6 +46,7 @@ class _TracedSpan:
     extents: tuple[int, ...] = ()
     whole: int = 0
     width: int = 0
+    channels: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def _paired(span: _TracedSpan, other: _TracedSpan) -> SavedSpan:
         tuple(map(_extent_pair, span.extents, other.extents)),
         (span.whole, other.whole),
         width=(span.width, other.width),
+        channels=span.channels,
     )
 
 
@@ -278,6 +280,7 @@ def _coded(steps: TracedSteps, counterparts: Mapping[int, int]) -> Iterator[_Tra
             _largest(steps, coded.layers, coded.calls),
             whole,
             coded.width,
+            coded.channels,
         )
 
 

@@ -1,0 +1,225 @@
+"""`tile` of modules (`on module:`): an MLP runs in slices of its rows, and nothing inside is ever whole."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mesa_tune as mt
+from mesa_tune import notice
+from mesa_tune.policy import Policy
+from mesa_tune.profiler.memory.meter import measure_step
+
+WIDTH, HIDDEN = 32, 512
+SHAPES = [(8, 48, WIDTH), (2, 48, WIDTH), (1, 7, WIDTH), (40, WIDTH)]
+
+
+class Mlp(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.dropout(F.gelu(self.up(x)), self.dropout, training=self.training))
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    def __init__(self, *mlps: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(mlp) for mlp in mlps or (Mlp(), Mlp()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def policy(*lines: str, names: str = "blocks.*.mlp", tile: int = 4) -> Policy:
+    text = "\n".join(f"    {line}" for line in (f"by_name: {names}", f"tile: {tile}", *lines))
+    return Policy.parse(f"# mesa-tune policy 1\non module:\n{text}\n")
+
+
+def converted(model: nn.Module, chosen: Policy) -> Any:
+    return mt.convert(copy.deepcopy(model), chosen, seed=1, min_elements=64)
+
+
+def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output, and the gradients of parameters and input as one tensor."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    found = torch.autograd.grad(y.square().sum(), (*model.parameters(), x))
+    return y.detach(), torch.cat([each.flatten() for each in found])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tile", [2, 3, 16])
+def test_from_exact_inputs_the_step_is_plains(shape: tuple[int, ...], tile: int) -> None:
+    model, x = Model(), torch.randn(shape)
+    network = converted(model, policy("store: exact", tile=tile))
+    for _ in range(2):
+        (expected, plain), (y, found) = gradients(model, x), gradients(network, x)
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["alone", "in blocks that run again"])
+def test_the_hidden_layer_is_never_whole(again: bool) -> None:
+    rows = (16, 128)
+    whole = 16 * 128 * HIDDEN * 4
+    blocks = "    by_name: blocks.*\n    store: recompute\n\n" if again else ""
+    text = f"on module:\n{blocks}    by_name: blocks.*.mlp\n    store: exact\n    tile: 8\n"
+    network = mt.convert(Model(), Policy.parse(text), seed=0)
+    optimizer = torch.optim.SGD(network.parameters())
+    step = measure_step(network, torch.randn(*rows, WIDTH), lambda f, x: f(x).square().mean(), optimizer)
+    assert step.peak_bytes - step.static_bytes - step.saved_bytes < whole
+
+
+def test_packed_slices_round_differently() -> None:
+    """Linear layers have no bias. Of equal rows, only the mean error matters."""
+    model = Model(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)))
+    x = torch.randn(WIDTH).expand(8, 64, WIDTH)
+    _, exact = gradients(model, x)
+
+    def error(tile: int) -> tuple[float, float]:
+        network = converted(model, policy("store: recompute", "level: 4", tile=tile))
+        found = torch.stack([gradients(network, x)[1] for _ in range(64)])
+        squares = (found - exact).square().sum(1).mean()
+        return float(squares), float((found.mean(0) - exact).square().sum() / squares)
+
+    (sliced, bias), (whole, _) = error(8), error(1)
+    assert 0.5 * whole < sliced < 2 * whole  # 8 times as much if all slices had the same noise
+    assert 0 < bias < 3 / 64
+
+
+def test_dropout_is_drawn_again_as_it_was() -> None:
+    network = converted(Model(Mlp(dropout=0.5)), policy("store: exact"))
+    x = torch.randn(8, 16, WIDTH)
+    torch.manual_seed(3)
+    y, found = gradients(network, x)
+    weights = [weight.detach().clone() for weight in network.parameters()]
+    step = 1e-3
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(1 + step)
+    torch.manual_seed(3)
+    moved, _ = gradients(network, x)
+    change = (moved.square().sum() - y.square().sum()) / step
+    slope = torch.dot(found[: -x.numel()], torch.cat([each.flatten() for each in weights]))
+    assert change == pytest.approx(float(slope), rel=0.05)
+
+
+class OverRows(nn.Module):
+    """Subtracts the mean of all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.flatten(0, -2).mean(0)
+
+
+class Shifted(nn.Module):
+    """Adds to each token the one before: samples are independent, tokens are not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x + F.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x, x.detach())
+        return y
+
+
+class BatchNorm(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, -2)).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("mlp", "names", "shape", "why"),
+    [
+        (OverRows(), "blocks.0.mlp", (8, 6, WIDTH), "act on each row"),
+        (Shifted(), "blocks.0.mlp", (2, 16, WIDTH), "act on each row"),
+        (BatchNorm(WIDTH), "blocks.0.mlp", (8, 6, WIDTH), "act on each row"),
+        (TwoInputs(), "blocks.0.mlp.inner", (8, 6, WIDTH), "more than one tensor"),
+    ],
+    ids=["mean", "shift", "batch norm", "two inputs"],
+)
+def test_what_cannot_be_cut_runs_again_as_a_whole(
+    mlp: nn.Module, names: str, shape: tuple[int, ...], why: str
+) -> None:
+    model, x = Model(mlp), torch.randn(shape)
+    network = converted(model, policy("store: exact", names=names))
+    notice._given.clear()
+    with pytest.warns(UserWarning, match=rf"`tile` of '{names}' has no effect: .*{why}"):
+        y, found = gradients(network, x)
+    expected, plain = gradients(model, x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_samples_are_cut_where_tokens_depend_on_each_other() -> None:
+    model, x = Model(Shifted()), torch.randn(8, 16, WIDTH)
+    network = converted(model, policy("store: exact"))
+    torch.testing.assert_close(gradients(network, x), gradients(model, x))
+
+
+def test_the_check_changes_neither_random_numbers_nor_modes() -> None:
+    network = converted(Model(Mlp(dropout=0.5)), policy("store: exact"))
+    network.blocks[0].norm.eval()
+    modes, x = [module.training for module in network.modules()], torch.randn(8, 16, WIDTH)
+    outputs = []
+    for _ in range(2):  # with the check, and without
+        torch.manual_seed(5)
+        outputs.append(network(x))
+    assert torch.equal(*outputs)
+    assert [module.training for module in network.modules()] == modes
+
+
+def test_with_a_checkpoint_around_and_under_autocast() -> None:
+    model, x = Model(), torch.randn(8, 48, WIDTH)
+    network = converted(model, policy("store: exact"))
+
+    def step(f: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = checkpoint(f, x.clone().requires_grad_(), use_reentrant=False)
+        found = torch.autograd.grad(y.float().square().sum(), list(f.parameters()))
+        return torch.cat([each.flatten() for each in found])
+
+    expected = step(model)
+    assert (step(network) - expected).norm() < 0.01 * expected.norm()
+
+
+def test_the_mlps_of_transformers_models() -> None:
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+    llama = transformers.LlamaConfig(vocab_size=64, intermediate_size=128, **sizes)
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, **ends)
+    models = (transformers.LlamaForCausalLM(llama), transformers.GPT2LMHeadModel(gpt2))
+    ids = torch.randint(64, (4, 24))
+    for model in models:
+        model.train(mode=False)
+        network = converted(model, policy("store: exact", names="*.mlp"))
+        grads = []
+        for each in (model, network):
+            each.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+            grads.append(torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None]))
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
