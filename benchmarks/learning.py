@@ -1,6 +1,6 @@
 """Is training under a policy within a noise ratio as good as plain training? Several seeds, paired.
 
-    python benchmarks/learning.py [--tasks digits,text] [--seeds 5] [--ratios 0.1,0.3] [--untrained]
+    python benchmarks/learning.py [--tasks digits,text] [--seeds 5] [--policies plain,fastest] [--ratios 0.1,0.3] [--untrained]
     python benchmarks/learning.py --docs    # writes docs/learning.md from results/learning.jsonl
 
 Plain, uniform 2 bits, and two policies of the search: the fastest within 40 % of the plain peak, and the
@@ -45,6 +45,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", type=int, default=5, help="trainings under each policy (at least 2)")
+    every = ",".join((PLAIN, FASTEST, SMALLEST, UNIFORM))
+    parser.add_argument("--policies", default=every, help=f"of {every}")
     parser.add_argument("--ratios", default="", help="noise ratios of further smallest policies")
     parser.add_argument("--untrained", action="store_true", help="also the smallest of the untrained model")
     parser.add_argument("--docs", action="store_true", help="write docs/learning.md from the results")
@@ -54,7 +56,7 @@ def main() -> None:
         return
     if arguments.seeds < 2:
         parser.error("--seeds must be at least 2: one training has no spread")
-    names = [PLAIN, FASTEST, SMALLEST, UNIFORM]
+    names = [name for name in (PLAIN, FASTEST, SMALLEST, UNIFORM) if name in arguments.policies.split(",")]
     names += [f"{SMALLEST}{RATIO}{ratio}" for ratio in arguments.ratios.split(",") if ratio]
     names += [f"{SMALLEST}{UNTRAINED}"] * arguments.untrained
     for task in arguments.tasks.split(","):
