@@ -1,6 +1,7 @@
 """Is training under a policy within a noise ratio as good as plain training? Several seeds, paired.
 
-    python benchmarks/learning.py [--tasks digits,text] [--seeds 5] [--policies plain,fastest] [--ratios 0.1,0.3] [--untrained]
+    python benchmarks/learning.py [--tasks digits,text] [--seeds 5] [--policies plain,fastest]
+        [--ratios 0.1,0.3] [--untrained]
     python benchmarks/learning.py --docs    # writes docs/learning.md from results/learning.jsonl
 
 Plain, uniform 2 bits, and two policies of the search: the fastest within 40 % of the plain peak, and the
@@ -45,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", type=int, default=5, help="trainings under each policy (at least 2)")
-    every = ",".join((PLAIN, FASTEST, SMALLEST, UNIFORM))
+    every = f"{PLAIN},{FASTEST},{SMALLEST},{UNIFORM}"
     parser.add_argument("--policies", default=every, help=f"of {every}")
     parser.add_argument("--ratios", default="", help="noise ratios of further smallest policies")
     parser.add_argument("--untrained", action="store_true", help="also the smallest of the untrained model")

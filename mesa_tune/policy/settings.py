@@ -39,9 +39,9 @@ class LayerSettings:
     where the backward is linear in the saved tensor; these, too, are quantized or stored
     exactly. With `allocation` sample each sample has its own number of bits per element, `bits` on average.
     `tile` is the number of slices in which a loss goes backward together with the layer that made its
-    logits, and then stores nothing lossy, or in which a whole module runs. With `store` levels an activation's derivative is one of `level`
-    (2 to 16) fixed values. Raise ValueError for a value outside its range, and for `rows`
-    beside a setting that it does not go with.
+    logits, and then stores nothing lossy, or in which a whole module runs. With `store` levels an
+    activation's derivative is one of `level` (2 to 16) fixed values. Raise ValueError for a value outside its
+    range, and for `rows` beside a setting that it does not go with.
     """
 
     enable: bool = True
