@@ -131,12 +131,11 @@ class Profile:
     def unpredictable(self, policy: Policy, assignment: Assignment | None = None) -> str | None:
         """Return for which setting of `policy` the profile has no data; None if it can predict it."""
         assignment = self.assignment(policy) if assignment is None else assignment
-        sliced = any(settings.tile > 1 for settings in assignment.values())
-        again = set(policy.reruns(layer.name for layer in self.layers))
-        again -= set((self.in_slices if sliced else self).timeline.modules)
+        known = self.in_slices if any(one.tile > 1 for one in assignment.values()) else self
+        again = set(policy.reruns(layer.name for layer in self.layers)).difference(known.timeline.modules)
         if again:
-            what = f"{', '.join(map(repr, sorted(again)))}"
-            return f"{what}: the profile does not tell what these modules save if they run again in backward"
+            names = ", ".join(map(repr, sorted(again)))
+            return f"{names}: the profile does not tell what these modules save if they run again in backward"
         return other_slices(self.tiled, assignment)
 
     @property
@@ -162,11 +161,8 @@ class Profile:
         if any(not settings.exact for settings in distinct):
             self.require_prices()
         if self.device == "cpu" and any(settings.store == "offload" for settings in distinct):
-            # It has nowhere to offload to.
-            assignment = {
-                name: EXACT if settings.store == "offload" else settings
-                for name, settings in assignment.items()
-            }
+            there = {name for name, settings in assignment.items() if settings.store == "offload"}
+            assignment = {**assignment, **dict.fromkeys(there, EXACT)}  # it has nowhere to offload to
         sized = self.timeline.at(batch_size or self.batch_size)
         runs_again = any(settings.store == "recompute" for settings in distinct)
         step = (sized if runs_again else sized.without_reruns).under(assignment)
