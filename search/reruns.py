@@ -64,7 +64,8 @@ class RerunModules:
         layers = [layer for unit in inside for layer in self.units[unit].layers]
         known = [option.settings for option in entry.options if option.errors]
         for settings in filter(self.restrictions.allows, known):
-            for stored in filter(self.restrictions.allows, INSIDE):
+            # In slices, what layers inside save is gone with each.
+            for stored in filter(self.restrictions.allows, INSIDE if settings.tile == 1 else INSIDE[:1]):
                 assignment = {entry.name: settings}
                 assignment |= {} if stored.exact else dict.fromkeys(layers, stored)
                 own = self.profile.cost_of(map(self.profile.layer, layers), assignment, NO_DERIVATIONS)

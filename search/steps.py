@@ -39,9 +39,9 @@ def _possible(profile: Profile, pins: Pins, restrictions: Restrictions) -> list[
     """Return whether the step has slices, for each that is allowed."""
     tiled, pinned = profile.tiled, pinned_settings(profile, pins)
     slices = [name for name, settings in pinned.items() if settings.tile > 1]
-    if other_slices(tiled, pinned) is not None:
-        traced = "none" if tiled is None else f"`tile {tiled.slices}` of {', '.join(tiled.losses)}"
-        raise PolicyError(f"pin of slices of {', '.join(slices)}: the profile has traced {traced}\npin that")
+    why = other_slices(tiled, pinned)
+    if why is not None:
+        raise PolicyError(f"pin of slices: {why}\npin what the profile has traced, or nothing of it")
     if slices:
         return [True]
     if tiled is None or profile.in_slices.exact_ms is None or not restrictions.tile:

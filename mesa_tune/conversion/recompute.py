@@ -71,7 +71,7 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
     for number, part in enumerate(slices.parts):
         own_key = partial(_key_of_slice, job.key, number)
         outputs.append(_recomputed(job._replace(key=own_key), (part, *args[1:]), kwargs))
-    return torch.cat(outputs, slices.dim)
+    return slices.joined(outputs)
 
 
 def _key_of_slice(key: Callable[[torch.device], Tensor], number: int, device: torch.device) -> Tensor:

@@ -24,10 +24,16 @@ _by_rows: WeakKeyDictionary[nn.Module, dict[int, bool]] = WeakKeyDictionary()
 
 
 class Slices(NamedTuple):
-    """A tensor cut along `dim`."""
+    """The rows of a tensor in `parts` along `dim`, each dense in memory; `sizes`: dimensions of all rows."""
 
     parts: Sequence[Tensor]
     dim: int
+    sizes: Sequence[int]
+
+    def joined(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return the output of all rows from those of the parts."""
+        output = torch.cat(list(outputs), self.dim)
+        return output.view(*self.sizes, *output.shape[self.dim + 1 :]) if self.dim else output
 
 
 def slices_of(
@@ -36,23 +42,31 @@ def slices_of(
     """Return the input of `module` in `count` slices; None with a warning where it cannot be cut.
 
     The input, `(*, features)`, is the first of `args`, and the only tensor. It is cut along its first
-    dimension of at least `count`, else along the longest. `run` runs the module, and saves nothing.
+    dimension, or, where that is less than `count`, as one sample of all rows. `run` runs the module, and
+    saves nothing.
     """
     if not _takes_rows(args, kwargs):
         _warn_of_effect(name, "it takes more than one tensor (*, features)")
         return None
     x: Tensor = args[0]
-    sizes = x.shape[:-1]
-    dim = next((dim for dim, size in enumerate(sizes) if size >= count), sizes.index(max(sizes)))
-    if sizes[dim] < 2:
+    rows, dim = x, 0
+    if x.shape[0] < count and x.dim() > 2:
+        dim = x.dim() - 2
+        rows = x.reshape(*[1] * dim, -1, x.shape[-1])
+    if rows.shape[dim] < 2:
         return None
     answers = _by_rows.setdefault(module, {})
     if dim not in answers:
-        answers[dim] = _acts_on_rows(module, lambda part: run(part, *args[1:], **kwargs), x, dim)
+        answers[dim] = _acts_on_rows(module, lambda part: run(part, *args[1:], **kwargs), rows, dim)
     if not answers[dim]:
         _warn_of_effect(name, "it does not act on each row of its input by itself")
         return None
-    return Slices(x.tensor_split(min(count, sizes[dim]), dim), dim)
+    return Slices(rows.tensor_split(min(count, rows.shape[dim]), dim), dim, x.shape[:-1])
+
+
+def has_slices(module: nn.Module) -> bool:
+    """Return whether the module has run in slices, or could have."""
+    return any(_by_rows.get(module, {}).values())
 
 
 def _takes_rows(args: Any, kwargs: Any) -> bool:

@@ -131,34 +131,38 @@ class Profile:
     def unpredictable(self, policy: Policy, assignment: Assignment | None = None) -> str | None:
         """Return for which setting of `policy` the profile has no data; None if it can predict it."""
         assignment = self.assignment(policy) if assignment is None else assignment
-        again = set(policy.reruns(layer.name for layer in self.layers)) - set(self.timeline.modules)
+        known = self.in_slices if any(one.tile > 1 for one in assignment.values()) else self
+        again = set(policy.reruns(layer.name for layer in self.layers)).difference(known.timeline.modules)
         if again:
-            what = f"`store: recompute` of {', '.join(map(repr, sorted(again)))}"
-            return f"{what}: no profile tells what modules save that run again in backward"
+            names = ", ".join(map(repr, sorted(again)))
+            return f"{names}: the profile does not tell what these modules save if they run again in backward"
         return other_slices(self.tiled, assignment)
+
+    @property
+    def mlps(self) -> tuple[str, ...]:
+        """The modules that can run in slices."""
+        return () if self.tiled is None else self.tiled.mlps
 
     @cached_property
     def in_slices(self) -> Profile:
-        """The same profile of the step in which losses have slices; without such a step, this one."""
+        """The same profile of the step with slices of losses and MLPs; without such a step, this one."""
         tiled = self.tiled
         if tiled is None:
             return self
         routing, layers = tiled.routing_ms(self.routing_ms), tiled.layers(self.layers)
-        return replace(self, timeline=tiled.timeline, layers=layers, routing_ms=routing, tiled=None)
+        sliced = replace(self, timeline=tiled.timeline, layers=layers, routing_ms=routing, tiled=None)
+        return replace(sliced, modules=tiled.modules) if tiled.mlps else sliced
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
         """Return what `predict` does, for settings by layer name; a layer without settings stores exactly."""
         distinct = {id(settings): settings for settings in assignment.values()}.values()
-        if any(settings.tile > 1 for settings in distinct):
+        if self.tiled is not None and any(settings.tile > 1 for settings in distinct):
             return self.in_slices.predict_assignment(without_slices(assignment), batch_size=batch_size)
         if any(not settings.exact for settings in distinct):
             self.require_prices()
         if self.device == "cpu" and any(settings.store == "offload" for settings in distinct):
-            # It has nowhere to offload to.
-            assignment = {
-                name: EXACT if settings.store == "offload" else settings
-                for name, settings in assignment.items()
-            }
+            there = {name for name, settings in assignment.items() if settings.store == "offload"}
+            assignment = {**assignment, **dict.fromkeys(there, EXACT)}  # it has nowhere to offload to
         sized = self.timeline.at(batch_size or self.batch_size)
         runs_again = any(settings.store == "recompute" for settings in distinct)
         step = (sized if runs_again else sized.without_reruns).under(assignment)
@@ -190,7 +194,7 @@ class Profile:
     def assignment(self, policy: Policy) -> dict[str, LayerSettings]:
         """Return the settings that `policy` gives each layer, and each module that runs again, by name."""
         chosen = policy.assignment(self._tagged)
-        for name in self.timeline.modules if policy.module_rules() else ():
+        for name in (*self.timeline.modules, *self.mlps) if policy.module_rules() else ():
             settings = policy.recomputed(name)
             if settings is not None:
                 chosen[name] = settings

@@ -37,6 +37,7 @@ from mesa_tune.profiler.memory.meter import parts_of, unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
+from mesa_tune.profiler.tiled_step import MLP_SLICES
 from mesa_tune.profiler.timing.kinds import timed_policies, timed_settings
 from mesa_tune.profiler.timing.step_time import SECONDS, SHARE, StepTimer, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
@@ -164,7 +165,7 @@ class _Profiling:
     def _with_noise(self, traced: Profile) -> Profile:
         """Return the profile with the noise of the batches; let those that stand for all make the prices."""
         self.show("gradient noise of the batches", 1.0)
-        clock, names = clock_of(self.workload.device), traced.timeline.modules
+        clock, names = clock_of(self.workload.device), (*traced.timeline.modules, *traced.mlps)
         self.watch = BlockWatch(self.model, names, clock, module_options(self.options))
         with self.watch.watching():
             policy = next(self._uniform(_WHOLE_BITS), None)
@@ -181,18 +182,22 @@ class _Profiling:
         floor = JointError(self.workload, self.model).floor(self._price_draws[0])
         policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
-        modules = ModulePricing(self.watch)
+        modules = ModulePricing(self.watch, traced.timeline.modules)
+        tiled, forwards = traced.tiled, self.workload.accumulation
+        mlps = ModulePricing(self.watch, traced.mlps, tile=MLP_SLICES)
         for number, draw in enumerate(self._price_draws[:_INTERACTION_DRAWS]):
             self.show(f"errors of whole policies, batch {draw}", 1.0)
             joint = JointError(self.workload, self.model)  # caches one exact gradient, that of this draw
             for bits, policy in policies.items():
                 measured[bits] += joint.errors(policy, [(draw, 0)])
             modules.measure(joint, draw, number)
+            mlps.measure(joint, draw, number)
         priced = self._assembled(traced, partial=True)
         return replace(
             self._with_measured_noise(traced, priced),
             error_floor=floor,
-            modules=tuple(modules.entries(priced, self.workload.accumulation)),
+            modules=tuple(modules.entries(priced, forwards)),
+            tiled=None if tiled is None else replace(tiled, modules=tuple(mlps.entries(priced, forwards))),
             interaction=tuple(_interaction(priced, policies, measured)),
         )
 

@@ -1,8 +1,9 @@
-"""The step in which losses on large logits go backward in slices (`tile` of a loss): its bytes and its time.
+"""The step in which losses on large logits go backward in slices, and MLPs may run in slices (`tile`).
 
 What is hard: such a loss saves no probabilities and makes no whole gradient of the logits, so the peak is
 elsewhere. So there is a second timeline, of traced steps in which these losses are tiled, and what a policy
-with `tile` does follows from it as everything else follows from the first.
+with `tile` does follows from it as everything else follows from the first. Its modules that can run again are
+the MLPs, in slices, where the model has any; else blocks.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from mesa_tune.profiler.entries import LayerEntry
 from mesa_tune.profiler.memory.distinct import Assignment
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.step_trace import StepTrace
+from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 
 SLICES = 8
 """Slices of the traced step. What is whole in none of them is then an eighth of it."""
+
+MLP_SLICES = 4
+"""Slices of MLPs: each takes about half a millisecond on the CPU, however small."""
 
 LARGE, LEAST = 0.02, 1 << 20
 """Least share of the plain step's saved bytes, and least bytes, that make a loss large."""
@@ -27,10 +32,11 @@ LARGE, LEAST = 0.02, 1 << 20
 
 @dataclass(frozen=True)
 class TiledStep:
-    """The step in which each of `losses` has `slices`.
+    """The step in which each of `losses` has `slices`, and MLPs may run in `MLP_SLICES`.
 
-    `heads`: the layers that made the logits. `timeline`: of that step. `added_ms`: what slices add to the
-    time of a converted step; None: unknown.
+    `heads`: the layers that made the logits. `timeline`: of that step. `added_ms`: what slices of losses add
+    to the time of a converted step; None: unknown. `mlps`: the modules of the timeline, if they run in
+    slices; `modules`: their prices.
     """
 
     losses: tuple[str, ...]
@@ -38,6 +44,8 @@ class TiledStep:
     slices: int
     timeline: Timeline
     added_ms: float | None = None
+    mlps: tuple[str, ...] = ()
+    modules: tuple[ModuleEntry, ...] = ()
 
     @property
     def settings(self) -> dict[str, LayerSettings]:
@@ -62,7 +70,8 @@ class TiledStep:
         return tiling(policy, self.losses, self.slices)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "timeline": self.timeline.to_dict()}
+        modules = [module.to_dict() for module in self.modules]
+        return {**vars(self), "timeline": self.timeline.to_dict(), "modules": modules}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> TiledStep:
@@ -73,6 +82,8 @@ class TiledStep:
             int(values["slices"]),
             Timeline.from_dict(values["timeline"]),
             None if added is None else float(added),
+            tuple(map(str, values["mlps"])),
+            tuple(map(ModuleEntry.from_dict, values["modules"])),
         )
 
 
@@ -88,17 +99,26 @@ def _sliced(slices: int) -> LayerSettings:
 def other_slices(tiled: TiledStep | None, assignment: Assignment) -> str | None:
     """Return, in words, which slices of `assignment` are not those of `tiled`; None if all are."""
     slices = {name: settings.tile for name, settings in assignment.items() if settings.tile > 1}
-    if not slices or (tiled is not None and slices == dict.fromkeys(tiled.losses, tiled.slices)):
+    if not slices:
         return None
+    if tiled is not None:
+        wanted = dict.fromkeys(tiled.losses, tiled.slices)
+        if slices == wanted | dict.fromkeys(set(tiled.mlps) & slices.keys(), MLP_SLICES):
+            return None
     what = ", ".join(f"`tile: {count}` of {name!r}" for name, count in slices.items())
     if tiled is None:
         return f"{what}: the profile has traced no step with slices"
-    return f"{what}: the profile has traced `tile: {tiled.slices}` of {', '.join(map(repr, tiled.losses))}"
+    kinds = ((tiled.slices, tiled.losses), (MLP_SLICES, tiled.mlps))
+    traced = (f"`tile: {count}` of {', '.join(map(repr, names))}" for count, names in kinds if names)
+    return f"{what}: the profile has traced {' and '.join(traced)}"
 
 
 def without_slices(assignment: Assignment) -> dict[str, LayerSettings]:
     """Return `assignment` in which tiled losses are exact: nothing that they save is lossy."""
-    return {name: EXACT if settings.tile > 1 else settings for name, settings in assignment.items()}
+    return {
+        name: EXACT if settings.tile > 1 and settings.store != "recompute" else settings
+        for name, settings in assignment.items()
+    }
 
 
 def heads_of(losses: Sequence[str], tiled: StepTrace) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointError
 
 from mesa_tune.conversion.layers import Catalog
+from mesa_tune.conversion.sliced import has_slices
 from mesa_tune.errors import MesaTuneError
 from mesa_tune.notice import unnoticed
 from mesa_tune.policy import Policy
@@ -30,7 +31,8 @@ from mesa_tune.profiler.memory.trace import trace_step
 from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.blocks import all_run_again, block_levels, rerunning
-from mesa_tune.profiler.tiled_step import SLICES, TiledStep, heads_of, large_losses, tiling
+from mesa_tune.profiler.rerun_modules.mlps import possible_mlps
+from mesa_tune.profiler.tiled_step import MLP_SLICES, SLICES, TiledStep, heads_of, large_losses, tiling
 from mesa_tune.workload.session import session
 from mesa_tune.workload.step import Stepper
 from mesa_tune.workload.workload import Workload
@@ -115,10 +117,17 @@ class StepTracer:
         still_large = large_losses(trace, tags)
         return tuple(name for name in losses if name not in still_large)
 
-    def _peak_again(self, batch: Any, modules: tuple[str, ...]) -> int | None:
+    def mlps(self, batch: Any, plain: StepTrace, tags: Tags) -> tuple[str, ...]:
+        """Return the MLPs that can run in slices."""
+        found = possible_mlps(self.model, plain, tags)
+        if not found or self._peak_again(batch, found, tile=MLP_SLICES) is None:
+            return ()
+        return tuple(name for name in found if has_slices(self.model.get_submodule(name)))
+
+    def _peak_again(self, batch: Any, modules: tuple[str, ...], *, tile: int = 1) -> int | None:
         """Return the peak of the step in which `modules` run again; None if one of them cannot."""
         try:
-            trace, _ = self.trace(batch, rerunning(Policy.parse(""), modules))
+            trace, _ = self.trace(batch, rerunning(Policy.parse(""), modules, tile=tile))
         except (MesaTuneError, CheckpointError):  # such as a module that changes its input in place
             return None
         return trace.peak() if all_run_again(trace, modules) else None
@@ -174,28 +183,39 @@ class TracedWorkload:
         self.rows = Rows(self.large, tags, self.catalog.modules)
         plain = self.large.plain
         self.modules = tracer.rerun_modules(longest.batch, plain) if variants else ()
-        self.timeline = self._timeline(TracedPair(self.large, self.small), _unchanged)
+        self.timeline = self._timeline(TracedPair(self.large, self.small), _unchanged, self.modules)
         with unnoticed():  # slices may fail or have no effect
             self.tiled = unless_out_of_memory(lambda: self._tiled(tags)) if variants else None
 
-    def _timeline(self, traced: TracedPair, change: Change) -> Timeline:
+    def _timeline(
+        self, traced: TracedPair, change: Change, modules: tuple[str, ...], tile: int = 1
+    ) -> Timeline:
         """Return the timeline, with modules that can run again if there are any and memory suffices."""
-        modules, hooked = self.modules, self.rows.hooked
+        hooked = self.rows.hooked
 
         def again(policy: Policy) -> Policy:
-            return rerunning(change(policy), modules)
+            return rerunning(change(policy), modules, tile=tile)
 
         pair = unless_out_of_memory(lambda: self._pair(again)) if modules else None
         return timeline_of(traced, hooked) if pair is None else rerun_timeline(traced, pair, modules, hooked)
 
     def _tiled(self, tags: Tags) -> TiledStep | None:
-        """Return the step in which large losses have slices; None if there is no such loss."""
-        losses = self.tracer.tiled_losses(self.longest.batch, self.large.plain, tags)
-        if not losses:
+        """Return the step in which large losses and MLPs have slices; None if there are none."""
+        batch, plain = self.longest.batch, self.large.plain
+        losses, mlps = self.tracer.tiled_losses(batch, plain, tags), self.tracer.mlps(batch, plain, tags)
+        if not losses and not mlps:
             return None
-        change = partial(tiling, losses=losses, slices=SLICES)
-        pair = self._pair(change)
-        return TiledStep(losses, heads_of(losses, pair.large.plain), SLICES, self._timeline(pair, change))
+        change: Change = _unchanged
+        pair, heads = TracedPair(self.large, self.small), tuple[str, ...]()
+        if losses:
+            change = partial(tiling, losses=losses, slices=SLICES)
+            pair = self._pair(change)
+            heads = heads_of(losses, pair.large.plain)
+        timeline = self._timeline(pair, change, mlps or self.modules, MLP_SLICES if mlps else 1)
+        mlps = timeline.modules if mlps else ()
+        if not losses and not mlps:
+            return None
+        return TiledStep(losses, heads, SLICES, timeline, mlps=mlps)
 
     def _pair(self, change: Change) -> TracedPair:
         """Return the traced steps at both batch sizes."""

@@ -227,7 +227,7 @@ class TestCommand:
         (folder / "policy.txt").write_text(rule)
         assert self.verify(folder) == 0
         out = capsys.readouterr().out
-        assert "nothing is predicted: `store: recompute` of 'blocks" in out
+        assert "nothing is predicted: 'blocks" in out
         (saved,) = [line for line in out.splitlines() if line.startswith("saved bytes")]
         assert "–" in saved
         assert Verification.load(folder / "verify.json").predicted is None

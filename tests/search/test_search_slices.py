@@ -56,7 +56,7 @@ def test_a_pin_can_ask_for_the_slices_that_were_traced(profile: Profile) -> None
     pinned = {LOSS: mt.LayerSettings(store="exact", tile=8)}
     plan = mt.search_policy(profile, "100%", trials=0, objective="error", pins=pinned)
     assert slices(plan.policy) == 8
-    with pytest.raises(mt.PolicyError, match=r"the profile has traced `tile 8` of loss.cross_entropy.0"):
+    with pytest.raises(mt.PolicyError, match=r"the profile has traced `tile: 8` of 'loss.cross_entropy.0'"):
         mt.search_policy(profile, "100%", trials=0, pins={LOSS: mt.LayerSettings(store="exact", tile=3)})
 
 

@@ -227,7 +227,7 @@ class _Sizing:
     """Makes the timeline at one batch size."""
 
     def __init__(self, timeline: Timeline, batch_size: int) -> None:
-        self.source = timeline
+        self.source, self.modules = timeline, frozenset(timeline.modules)
         self.batch_size = batch_size
 
     def timeline(self) -> SizedTimeline:
@@ -259,7 +259,7 @@ class _Sizing:
         hooked = frozenset(source.hooked)
         # Every policy leaves a layer exact whose calls are all too small to compress.
         small = {name for name, count in largest.items() if count <= source.min_elements}
-        small -= set(source.modules)  # these save small inputs as they are
+        small -= self.modules
         samplers, valued = frozenset(source.samplers), frozenset(source.valued)
         return {
             name: LayerTraits(
@@ -293,7 +293,7 @@ class _Sizing:
         large = [self._size(pair) > self.source.min_elements for pair in span.extents]
         if kind == "plain":
             kind = "plain" if all(large) else "always"
-        elif large:
+        elif large and not self.modules.issuperset(layers):  # these save small inputs as they are
             layers = tuple(name for name, flag in zip(layers, large, strict=True) if flag)
         if kind == "coded" and size <= self.source.min_elements:
             size = size * span.itemsize if span.whole is None else self._size(span.whole)

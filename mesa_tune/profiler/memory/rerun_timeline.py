@@ -24,10 +24,8 @@ def rerun_timeline(
     Without `modules` where the steps differ in more than the second runs. `hooked`: layers stored by hooks.
     """
     timeline = timeline_of(traced, hooked)
-    first_runs = [index for index, slot in enumerate(again.slots) if not slot.again]
-    if _keys(traced.slots) != _keys([again.slots[index] for index in first_runs]) or (
-        traced.batch_sizes != again.batch_sizes
-    ):
+    first_runs = _first_runs(traced.slots, again.slots)
+    if len(first_runs) != len(traced.slots) or traced.batch_sizes != again.batch_sizes:
         return timeline
     moved = [_moved(span, first_runs) for span in traced.spans]
     inside = list(_of_modules(again.spans, modules))
@@ -50,8 +48,18 @@ def rerun_timeline(
     return replace(timeline, rows=rows, channels=channels, samplers=samplers, valued=valued)
 
 
-def _keys(slots: Sequence[SlotTrace]) -> list[tuple[str | None, str]]:
-    return [(slot.layer, slot.phase) for slot in slots]
+def _first_runs(once: Sequence[SlotTrace], again: Sequence[SlotTrace]) -> list[int]:
+    """Return the positions in `again` of the slots `once`, in order; fewer if some have no counterpart.
+
+    Between them are those of second runs, and of all slices of a module but the first.
+    """
+    found: list[int] = []
+    for index, slot in enumerate(again):
+        if len(found) < len(once) and not slot.again:
+            expected = once[len(found)]
+            if (slot.layer, slot.phase) == (expected.layer, expected.phase):
+                found.append(index)
+    return found
 
 
 def _moved(span: TracedSpan, positions: Sequence[int]) -> TracedSpan:

@@ -7,6 +7,7 @@ and the largest are whole again for a moment. So each level is traced, and that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -18,9 +19,9 @@ REFERENCE = LayerSettings(level=256, store="recompute")
 """Settings of the inputs of modules in the traced steps."""
 
 
-def rerunning(policy: Policy, modules: Sequence[str]) -> Policy:
-    """Return `policy` under which `modules` also run again in backward."""
-    return policy.rerunning(dict.fromkeys(modules, REFERENCE))
+def rerunning(policy: Policy, modules: Sequence[str], *, tile: int = 1) -> Policy:
+    """Return `policy` under which `modules` also run again in backward, in `tile` slices."""
+    return policy.rerunning(dict.fromkeys(modules, replace(REFERENCE, tile=tile)))
 
 
 def all_run_again(trace: StepTrace, modules: Sequence[str]) -> bool:

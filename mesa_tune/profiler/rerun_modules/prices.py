@@ -11,7 +11,7 @@ that are taken anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -149,14 +149,17 @@ def module_options(options: Sequence[LayerSettings]) -> list[LayerSettings]:
 
 
 class ModulePricing:
-    """Prices of the blocks that `watch` saw; their errors are measured on fewer batches if they are many."""
+    """Prices of those of `modules` that `watch` saw; errors are measured on fewer batches if they are many.
 
-    def __init__(self, watch: BlockWatch) -> None:
-        self.watch = watch
+    `tile`: they run again in so many slices. Their errors are those of one.
+    """
+
+    def __init__(self, watch: BlockWatch, modules: Collection[str], *, tile: int = 1) -> None:
+        self.watch, self.tile = watch, tile
         reference = min(watch.options, key=lambda option: abs(option.bits - _MEASURED_BITS), default=None)
         finest = max(watch.options, key=lambda option: option.level, default=None)
         self.tried = tuple(filter(None, (reference, finest)))
-        names = list(watch.rerunnable()) if watch.options else []
+        names = [name for name in watch.rerunnable() if name in modules] if watch.options else []
         every = max(1, len(names) // _AT_TWO_LEVELS)
         self.errors: dict[str, dict[LayerSettings, list[float]]] = {
             name: {option: [] for option in self.tried[: 1 if number % every else 2]}
@@ -213,7 +216,7 @@ class ModulePricing:
         # Inputs whose packing changes nothing stayed exact: the module computes indices from them.
         packed = any(errors)
         return Option(
-            settings=settings,
+            settings=replace(settings, tile=self.tile),
             bytes=_input_bytes(seen, settings if packed else None),
             tensor_error=tensor_error if packed else 0.0,
             errors=errors,

@@ -31,6 +31,7 @@ class Kind(Enum):
     FEWEST_ROWS = "all layers compress, and leave out the most rows of any option, where they can"
     TILED = "everything exactly, and losses have slices"
     RERUN = "everything exactly, and all blocks run again"
+    SLICED = "everything exactly, and all MLPs run again in slices"
 
 
 PACKED = (Kind.ALL, Kind.HALF, Kind.OTHER_HALF)
@@ -79,11 +80,13 @@ def timed_policies(profile: Profile, settings: LayerSettings) -> dict[Kind, Poli
         policies[Kind.DERIVING] = _compressing(profile, lambda _: deriving)
     for kind, sampled in sampled_settings(profile).items():
         policies[kind] = _compressing(profile, partial(_nearest, (sampled, settings)))
-    if profile.tiled is not None:
+    if profile.tiled is not None and profile.tiled.losses:
         policies[Kind.TILED] = profile.tiled.policy(Policy(()))
-    if profile.modules:
-        inputs = {module.name: module.near(settings.bits).settings for module in profile.modules}
-        policies[Kind.RERUN] = Policy(()).rerunning(inputs)
+    mlps = profile.tiled.modules if profile.tiled is not None else ()
+    for kind, modules in ((Kind.RERUN, profile.modules), (Kind.SLICED, mlps)):
+        if modules:
+            inputs = {module.name: module.near(settings.bits).settings for module in modules}
+            policies[kind] = Policy(()).rerunning(inputs)
     return policies
 
 

@@ -78,9 +78,9 @@ class StepTimes(NamedTuple):
 
     `routing`: by converting the model, with every layer exact; `added`: by each layer that compresses;
     `deriving`: likewise, where all derive what they can, empty if none can; `sampled`: likewise, by kinds of
-    steps that leave out rows; `slices`: by losses that have
-    slices; `rerun`: by all blocks that run again. These two: None if there are none. `overlap`: what two
-    halves of the layers add to steps of their own beyond what all add to one.
+    steps that leave out rows; `slices`: by losses that have slices; `rerun`: by all blocks that run again;
+    `mlps`: by all MLPs that run in slices. These three: None if there are none. `overlap`: what two halves of
+    the layers add to steps of their own beyond what all add to one.
     """
 
     plain: float
@@ -91,6 +91,7 @@ class StepTimes(NamedTuple):
     rerun: float | None = None
     overlap: float = 0.0
     sampled: Mapping[Kind, Mapping[str, float]] = MappingProxyType({})
+    mlps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ def summarized(turns: Sequence[Turn]) -> StepTimes:
         more.get(Kind.RERUN),
         _overlap(more),
         {kind: added(kind) for kind in _SAMPLED if kind in whole},
+        more.get(Kind.SLICED),
     )
 
 
@@ -299,14 +301,17 @@ def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> P
     # A search must not choose among equal blocks by what other work on the machine did to some of them.
     alike = means([_call_ms(one, times, settings, hooked) for one in layers], map(form, layers))
     layers = [replace(one, call_ms=ms) for one, ms in zip(layers, alike, strict=True)]
-    shares = sampled_settings(profile)
+    shares, tiled = sampled_settings(profile), profile.tiled
+    if tiled is not None:
+        mlps = with_rerun_times(tiled.modules, times.mlps, settings.bits)
+        tiled = replace(tiled, added_ms=times.slices if tiled.losses else 0.0, modules=mlps)
     layers = with_sampled_times(layers, {shares[kind]: ms for kind, ms in times.sampled.items()})
     return replace(
         profile,
         step_ms=times.plain,
         routing_ms=times.routing,
         overlap_ms=times.overlap,
-        tiled=None if profile.tiled is None else replace(profile.tiled, added_ms=times.slices),
+        tiled=tiled,
         layers=tuple(layers),
         derivations=tuple(with_deriving_times(profile, layers, times.deriving, settings)),
         modules=with_rerun_times(profile.modules, times.rerun, settings.bits),
