@@ -97,7 +97,7 @@ def uniform(
 def packed_bits(profile: Profile, settings: LayerSettings) -> float:
     """Return the bits per element of what the large layers of `TAGS` store."""
     names = [layer.name for layer in profile.layers if layer.tag in TAGS and len(layer.options) > 1]
-    sized = profile.timeline.at().once
+    sized = profile.timeline.at().without_reruns
     stored = sized.under(dict.fromkeys(names, settings)).spans
     coded = [
         number

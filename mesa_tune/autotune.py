@@ -34,7 +34,7 @@ from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.api import check_request, plain_fits
 from mesa_tune.search.restrictions import Pins, Restrictions
-from mesa_tune.units import format_bytes
+from mesa_tune.units import counted, format_bytes
 from mesa_tune.workload.instance.fingerprint import fingerprint
 from mesa_tune.workload.instance.given_batches import GivenBatches, preserved_generators
 from mesa_tune.workload.instance.instance import instance_workload
@@ -213,8 +213,12 @@ class _Measured:
             if not earlier.partial:
                 return earlier
         search = self._options()
-        say(f"profiling at batch size {self.workload.batch_size} on {self.workload.device}")
         options, seeds = (fast_grid(), 1) if self.fast else (full_grid(), SEEDS)
+        faster = "" if self.fast else "; fast=True measures 6 on one"
+        say(
+            f"profiling at batch size {self.workload.batch_size} on {self.workload.device}: minutes, for"
+            f" {len(options)} settings of each layer on {counted(seeds, 'batch')}{faster}"
+        )
         try:
             measured = profile(
                 self.workload,
@@ -227,6 +231,10 @@ class _Measured:
                     self.run.profile, dump_json(self._noted(each).to_dict()), origin
                 ),
             )
+        except KeyboardInterrupt:
+            self.request.progress("")
+            say(f"stopped: the same call goes on from what {self.run.profile} has")
+            raise
         finally:
             self.request.progress("")
         measured = self._noted(measured)

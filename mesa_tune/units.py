@@ -84,8 +84,9 @@ def format_error(error: float | None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return `1 trial`, `2 trials`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Return `1 trial`, `2 trials`, `2 batches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
 
 
 def shorten(name: str, longest: int) -> str:

@@ -97,6 +97,9 @@ def replacing_bytes(folder: Run, inputs: str) -> Origin:
     return Origin(inputs, derived=known is not None and known.step_ms is None)
 
 
+_FITS = 'a card needs more: mt.estimate(workload, device="cuda").fits("24GB")'
+
+
 def _lines(profiled: Profile, request: Request, folder: Run) -> list[str]:
     owners = sorted(profiled.layers, key=lambda layer: -layer.own_bytes)
     rows = [[layer.name, layer.tag, format_bytes(layer.own_bytes)] for layer in owners[:_MAX_ROWS]]
@@ -108,6 +111,7 @@ def _lines(profiled: Profile, request: Request, folder: Run) -> list[str]:
         *(f"note: {note}" for note in profiled.notes),
         f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
         *below(profiled.predict_assignment({}).workspaces_text),
+        *below(_FITS if profiled.device == "cuda" else ""),
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_under_policies(profiled),
         *advice(profiled, None),

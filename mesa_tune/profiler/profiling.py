@@ -264,7 +264,8 @@ class _Profiling:
             for name, fresh in self.pricing.of_group(traced, group, sensitivity, earlier).items():
                 self.measured[name] = self._prices(name).extended(fresh)
             left = (time.monotonic() - start) / count * (len(todo) - count)
-            self.show(f"gradient errors, layer {count} of {len(todo)}, {left:.0f} s left", count / len(todo))
+            part = f"batch {number} of {numbers[-1]}" if number else "first batch"
+            self.show(f"gradient errors on {part}, {left:.0f} s left of these", count / len(todo))
             if time.monotonic() - saved > SAVE_EVERY_S:
                 self._save(self._assembled(traced, partial=True))
                 saved = time.monotonic()

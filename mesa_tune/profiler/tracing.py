@@ -46,6 +46,12 @@ Change = Callable[[Policy], Policy]
 
 _NEARLY_NONE = 1e-6
 """Share of elements or rows that a traced step leaves out, to show what this takes at most."""
+_OTHERS: tuple[dict[str, Any], ...] = (
+    {"quant_groups": 1},
+    {"drop": _NEARLY_NONE},
+    {"rows": 1 - _NEARLY_NONE},
+)
+"""Settings of the steps `whole`, `dropped` and `sampled`."""
 
 
 def _unchanged(policy: Policy) -> Policy:
@@ -61,18 +67,29 @@ class StepTracer:
     optimizer: Optimizer
     restore: Callable[[], None]
 
-    def traced(self, batch: Any, batch_size: int, change: Change = _unchanged) -> tuple[TracedSteps, Tags]:
-        """Return the traced steps on `batch`, of `batch_size` samples, and tag and index of each layer."""
+    def traced(
+        self, batch: Any, batch_size: int, change: Change = _unchanged, *, few: bool = False
+    ) -> tuple[TracedSteps, Tags]:
+        """Return the traced steps on `batch`, of `batch_size` samples, and tag and index of each layer.
+
+        `few`: other codecs take what the packed step does.
+        """
         plain, _ = self.trace(batch, change(Policy.parse("")))
         packed, tags = self.trace(batch, change(Policy.uniform(level=16)))
         derived, _ = self.trace(batch, change(Policy.uniform(level=16, store="derive")), second=True)
-        with unnoticed():  # on some layers they have no effect
-            whole, _ = self.trace(batch, change(Policy.uniform(level=16, quant_groups=1)))
-            dropped, _ = self.trace(batch, change(Policy.uniform(level=16, drop=_NEARLY_NONE)))
-            sampled, _ = self.trace(batch, change(Policy.uniform(level=16, rows=1 - _NEARLY_NONE)))
+        others: list[dict[str, Any]] = [
+            {"quant_groups": 1},
+            {"drop": _NEARLY_NONE},
+            {"rows": 1 - _NEARLY_NONE},
+        ]
+        traces = [packed] * len(others)
+        if not few:
+            with unnoticed():  # on some layers they have no effect
+                policies = [change(Policy.uniform(level=16, **settings)) for settings in others]
+                traces = [self.trace(batch, policy)[0] for policy in policies]
         static = self.static_bytes(batch)
         static[GRADIENTS] += plain.static_gradients
-        return TracedSteps(batch_size, static, plain, packed, derived, whole, dropped, sampled), tags
+        return TracedSteps(batch_size, static, plain, packed, derived, *traces), tags
 
     def trace(
         self, batch: Any, policy: Policy, *, second: bool = False, min_elements: int = 0
@@ -196,7 +213,7 @@ class TracedWorkload:
         def again(policy: Policy) -> Policy:
             return rerunning(change(policy), modules, tile=tile)
 
-        pair = unless_out_of_memory(lambda: self._pair(again)) if modules else None
+        pair = unless_out_of_memory(lambda: self._pair(again, few=True)) if modules else None
         return timeline_of(traced, hooked) if pair is None else rerun_timeline(traced, pair, modules, hooked)
 
     def _tiled(self, tags: Tags) -> TiledStep | None:
@@ -217,13 +234,13 @@ class TracedWorkload:
             return None
         return TiledStep(losses, heads, SLICES, timeline, mlps=mlps)
 
-    def _pair(self, change: Change) -> TracedPair:
+    def _pair(self, change: Change, *, few: bool = False) -> TracedPair:
         """Return the traced steps at both batch sizes."""
-        large, _ = self.tracer.traced(self.longest.batch, self.large.batch_size, change)
+        large, _ = self.tracer.traced(self.longest.batch, self.large.batch_size, change, few=few)
         if self.small.batch_size == large.batch_size:
             return TracedPair(large, large)
         batch = self.workload.make_batch(self.small.batch_size, draw=self.longest.draw)
-        return TracedPair(large, self.tracer.traced(batch, self.small.batch_size, change)[0])
+        return TracedPair(large, self.tracer.traced(batch, self.small.batch_size, change, few=few)[0])
 
     def _smaller(self, size: int) -> TracedSteps:
         """Return the traced steps of the same draw at another batch size."""

@@ -148,8 +148,8 @@ class TwoInputs(nn.Module):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(0, -2)).view(x.shape)
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(0, -2)).view(input.shape)
 
 
 @pytest.mark.parametrize(

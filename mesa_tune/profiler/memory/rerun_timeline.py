@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mesa_tune.profiler.memory.memory_model import NOTHING, Slot, Timeline, Work
+from mesa_tune.profiler.memory.memory_model import NOTHING, SizePair, Slot, Timeline, Work
+from mesa_tune.profiler.memory.packed_sizes import CASES
 from mesa_tune.profiler.memory.step_trace import SlotTrace, block_of
 from mesa_tune.profiler.memory.timeline_builder import TracedPair, TracedSpan, slot_works, timeline_of
 
@@ -36,7 +37,7 @@ def rerun_timeline(
     once = {first_runs[index]: slot.once for index, slot in enumerate(timeline.slots)}
     nothing = Work.of(NOTHING, NOTHING)  # of a second run
     slots = tuple(
-        Slot(slot.layer, slot.phase, once.get(index, nothing), work)
+        Slot(slot.layer, slot.phase, once.get(index, nothing), _with_others(work, once.get(index, nothing)))
         for index, (slot, work) in enumerate(works)
     )
     spans = tuple(span.saved for span in (*moved, *inside))
@@ -46,6 +47,24 @@ def rerun_timeline(
     valued = tuple(sorted(packed.valued.union(timeline.valued)))
     timeline = replace(timeline, slots=slots, kept=spans, modules=modules)
     return replace(timeline, rows=rows, channels=channels, samplers=samplers, valued=valued)
+
+
+def _with_others(again: Work, once: Work) -> Work:
+    """Return the work `again` in which other codecs add to the packed case what they add `once`."""
+    return replace(
+        again,
+        live=_added(again.live, once.live),
+        workspaces=_added(again.workspaces, once.workspaces),
+    )
+
+
+def _added(again: Sequence[SizePair], once: Sequence[SizePair]) -> tuple[SizePair, ...]:
+    packed = CASES.index("packed")
+    large, small = again[packed]
+    own_large, own_small = once[packed]
+    others = (once[CASES.index(case)] for case in ("whole", "dropped", "sampled"))
+    more = ((large + one[0] - own_large, small + one[1] - own_small) for one in others)
+    return (*again[: CASES.index("whole")], *more)
 
 
 def _first_runs(once: Sequence[SlotTrace], again: Sequence[SlotTrace]) -> list[int]:

@@ -6,12 +6,14 @@ like those that are traced at first, as many in every profile; so the time of th
 
 from __future__ import annotations
 
-_LEAST_S, _SHARE, _SHARE_PER_BATCH = 30.0, 3.0, 0.5
+from mesa_tune.units import counted
+
+_LEAST_S, _SHARE, _SHARE_PER_BATCH = 30.0, 1.5, 0.25
 """Seconds that any profile takes, and multiples of the tracing: for the first batch, and for each further.
 
-Fitted to `profile --fast` on one core of a busy machine: tracing and the rest of the digits ViT took 10 s and
-70 s (at another time the rest took 33 s), of a small GPT 28 s and 126 s, of ResNet 17 s and 97 s, of LoRA 59
-s and 218 s; a full profile of the digits ViT took 13 s and 118 s.
+Fitted to `profile --fast` on one core of a busy machine, when half as many steps were traced: tracing and the
+rest of the digits ViT took 10 s and 70 s (at another time the rest took 33 s), of a small GPT 28 s and 126 s,
+of ResNet 17 s and 97 s, of LoRA 59 s and 218 s; a full profile of the digits ViT took 13 s and 118 s.
 """
 
 
@@ -25,5 +27,5 @@ def remaining_text(traced_s: float, batches: int, options: int) -> str:
     seconds = remaining_s(traced_s, batches)
     minutes = round(seconds / 60)
     amount = f"{round(seconds, -1):.0f} s" if seconds < 100 else f"{minutes} min"
-    counted = "1 batch" if batches == 1 else f"{batches} batches"
-    return f"about {amount} to go, for {options} settings of each layer on {counted}, noise and times"
+    on = counted(batches, "batch")
+    return f"about {amount} to go, for {options} settings of each layer on {on}, noise and times"
