@@ -47,6 +47,7 @@ Does training under a policy within a noise ratio end as plain training does?
   paired differences, with its 95 % interval by Student's t. Accuracies differ in percentage points, losses in
   percent of the plain loss.
 * An interval that contains zero only because it is wide shows nothing: it must also be **within ±1 %**.
+* With an asterisk: trained by earlier code, as the plain runs that it is compared with.
 """
 
 
@@ -57,7 +58,7 @@ def write(lines: Sequence[Line]) -> Path:
 
 
 def page(lines: Sequence[Line]) -> str:
-    """Return the page of the latest code's lines of each task."""
+    """Return the page of each policy's latest lines."""
     tasks = dict.fromkeys(line["task"] for line in lines)
     claims = [_claim(*entry) for task in tasks for entry in _trained(lines, task)]
     sections = [part for task in tasks for part in _section(lines, task)]
@@ -75,15 +76,24 @@ def table(lines: Sequence[Line], task: str) -> list[str]:
 
 
 def _trained(lines: Sequence[Line], task: str) -> list[tuple[Line, dict[int, Line], dict[int, Line]]]:
-    """Return the line of each policy that at least two seeds trained, and the plain and its runs by seed."""
-    code = [line["code"] for line in lines if line["task"] == task][-1]
-    latest = [line for line in lines if line["task"] == task and line["code"] == code]
-    runs: dict[str, dict[int, Line]] = {line["policy"]: {} for line in latest}
-    for line in latest:
-        if line["seed"] is not None:
-            runs[line["policy"]][line["seed"]] = line
-    policies = [line for line in latest if line["seed"] is None and len(runs[line["policy"]]) > 1]
-    return [(line, runs[PLAIN], runs[line["policy"]]) for line in policies]
+    """Return the line of each policy that at least two seeds trained, and the plain and its runs by seed.
+
+    All three are of the latest code that trained the policy; `earlier` says whether there is a later one.
+    """
+    own = [line for line in lines if line["task"] == task]
+    codes = list(dict.fromkeys(line["code"] for line in reversed(own)))
+    found: dict[str, tuple[Line, dict[int, Line], dict[int, Line]]] = {}
+    for code in codes:
+        runs: dict[str, dict[int, Line]] = {}
+        for line in own:
+            if line["code"] == code and line["seed"] is not None:
+                runs.setdefault(line["policy"], {})[line["seed"]] = line
+        policies = (line for line in own if line["code"] == code and line["seed"] is None)
+        for line in policies if len(runs.get(PLAIN, ())) > 1 else ():
+            if len(runs.get(line["policy"], ())) > 1 and line["policy"] not in found:
+                entry = {**line, "earlier": code != codes[0]}
+                found[line["policy"]] = entry, runs[PLAIN], runs[line["policy"]]
+    return list(found.values())
 
 
 def difference(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> Interval:
@@ -115,7 +125,7 @@ def _row(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> lis
     ]
     found = difference(line, plain, runs)
     change = f"{_percent(found.mean)} ({_percent(found.low)} … {_percent(found.high)})"
-    label = line["policy"] + (f" in {line['budget']}" if line["budget"] else "")
+    label = line["policy"] + (f" in {line['budget']}" if line["budget"] else "") + "*" * line["earlier"]
     verdicts = [_yes(contains_zero(found)), _yes(is_within(found))]
     return [label, *bytes_, *ratios, str(len(runs)), score, change, *verdicts]
 
