@@ -97,7 +97,7 @@ def replacing_bytes(folder: Run, inputs: str) -> Origin:
     return Origin(inputs, derived=known is not None and known.step_ms is None)
 
 
-_FITS = 'a card needs more: mt.estimate(workload, device="cuda").fits("24GB")'
+_FITS = 'on a card: mt.estimate(workload, device="cuda").fits("24GB")'
 
 
 def _lines(profiled: Profile, request: Request, folder: Run) -> list[str]:
