@@ -77,15 +77,10 @@ class StepTracer:
         plain, _ = self.trace(batch, change(Policy.parse("")))
         packed, tags = self.trace(batch, change(Policy.uniform(level=16)))
         derived, _ = self.trace(batch, change(Policy.uniform(level=16, store="derive")), second=True)
-        others: list[dict[str, Any]] = [
-            {"quant_groups": 1},
-            {"drop": _NEARLY_NONE},
-            {"rows": 1 - _NEARLY_NONE},
-        ]
-        traces = [packed] * len(others)
+        traces = [packed] * len(_OTHERS)
         if not few:
             with unnoticed():  # on some layers they have no effect
-                policies = [change(Policy.uniform(level=16, **settings)) for settings in others]
+                policies = [change(Policy.uniform(level=16, **settings)) for settings in _OTHERS]
                 traces = [self.trace(batch, policy)[0] for policy in policies]
         static = self.static_bytes(batch)
         static[GRADIENTS] += plain.static_gradients
