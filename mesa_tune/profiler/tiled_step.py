@@ -102,14 +102,16 @@ def other_slices(tiled: TiledStep | None, assignment: Assignment) -> str | None:
     if not slices:
         return None
     if tiled is not None:
-        wanted = dict.fromkeys(tiled.losses, tiled.slices)
-        if slices == wanted | dict.fromkeys(set(tiled.mlps) & slices.keys(), MLP_SLICES):
+        packed = (name for name in tiled.mlps if name in slices and assignment[name].store == "recompute")
+        if slices == dict.fromkeys(tiled.losses, tiled.slices) | dict.fromkeys(packed, MLP_SLICES):
             return None
     what = ", ".join(f"`tile: {count}` of {name!r}" for name, count in slices.items())
     if tiled is None:
         return f"{what}: the profile has traced no step with slices"
-    kinds = ((tiled.slices, tiled.losses), (MLP_SLICES, tiled.mlps))
-    traced = (f"`tile: {count}` of {', '.join(map(repr, names))}" for count, names in kinds if names)
+    kinds = ((tiled.slices, tiled.losses, ""), (MLP_SLICES, tiled.mlps, " (`store: recompute`)"))
+    traced = (
+        f"`tile: {count}` of {', '.join(map(repr, names))}{how}" for count, names, how in kinds if names
+    )
     return f"{what}: the profile has traced {' and '.join(traced)}"
 
 

@@ -124,6 +124,9 @@ def test_the_least_memory_takes_slices(profile: mt.Profile) -> None:
 def test_other_slices_are_not_predicted(profile: mt.Profile) -> None:
     with pytest.raises(RunError, match=r"`tile: 2` of 'blocks.0.mlp'.*traced `tile: 4` of 'blocks.0.mlp'"):
         profile.predict(sliced(["blocks.0.mlp"], tile=2))
+    exact = mt.LayerSettings(store="exact", tile=MLP_SLICES)
+    with pytest.raises(RunError, match=r"`tile: 4` of 'blocks.0.mlp'.*`store: recompute`"):
+        profile.predict(mt.Policy.parse("").rerunning({"blocks.0.mlp": exact}))
     both = sliced(["blocks.0.mlp"]).rerunning({"blocks.1": mt.LayerSettings(level=16, store="recompute")})
     with pytest.raises(RunError, match=r"'blocks.1': the profile does not tell"):
         profile.predict(both)
