@@ -257,7 +257,7 @@ def test_an_interrupted_profile_has_the_same_prices(full: Profile, tmp_path: Pat
     path = tmp_path / "profile.json"
 
     def stop(text: str, share: float) -> None:
-        if 0.7 < share < 1 and "layer" in text:
+        if 0.7 < share < 1 and "first batch" in text:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
