@@ -10,7 +10,7 @@ code).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ _COMPILED = (
     "Train eagerly for running ranges, or leave `ema_decay` out."
 )
 
+GROUPS_AT_ONCE = 16384
+"""Ranges are made for so many groups at a time: the arithmetic has about ten temporaries of their size."""
+
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
     """Return the parts that `quantize` returns: the packed codes, and the ranges in use.
@@ -39,11 +42,11 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
         if torch.compiler.is_compiling():
             warn_once(_COMPILED)
         return quantize.encode_with_ranges(x, spec, key)
-    extents = RAW.extents(x, spec.group_size, spec.quant_groups)
-    ends = _ends_of_forward(extents, memory) if _in_backward() else _updated(extents, spec.ema_decay, memory)
-    ranges = reference.ranges_of(ends[:, 0], ends[:, 1], spec.levels)
-    gaps = reference.with_gaps(reference.ranges_of(ends[:, 0], ends[:, 1], spec.levels - 1), spec.levels)
-    ranges = torch.where(_finite(extents)[:, None], ranges, gaps)
+    ranges = RAW.extents(x, spec.group_size, spec.quant_groups)
+    for extents, ends in _ends(ranges, spec.ema_decay, memory):
+        within = reference.ranges_of(ends[:, 0], ends[:, 1], spec.levels)
+        gaps = reference.with_gaps(reference.ranges_of(ends[:, 0], ends[:, 1], spec.levels - 1), spec.levels)
+        extents.copy_(torch.where(_finite(extents)[:, None], within, gaps))
     sizes = (spec.bits, spec.levels, spec.group_size, spec.quant_groups)
     return [RAW.quantize_within(x, ranges, *sizes, spec.stochastic, key), ranges]
 
@@ -71,26 +74,40 @@ def _finite(extents: Tensor) -> Tensor:
     return torch.isfinite(extents).all(1)
 
 
-def _updated(extents: Tensor, decay: float, memory: Memory) -> Tensor:
-    """Update the averages in `memory` by the tensor's extents; return minima and maxima of the new ranges."""
-    state = _state(extents, memory)
-    state = torch.where(memory["iteration"].to(extents.device) == 0, math.nan, state)
-    current = torch.stack([extents[:, 1] - extents[:, 0], extents[:, 0]])
-    updated = torch.where(torch.isnan(state), current, state - (1 - decay) * (state - current))
-    updated = torch.where(_finite(extents), updated, state)
-    memory["clip_val"][: extents.shape[0]] = updated[0]
-    memory["shift"][: extents.shape[0]] = updated[1]
-    memory["iteration"].add_(1)
-    return _ends(updated, extents)
+def _ends(extents: Tensor, decay: float, memory: Memory) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the extents of some groups, a view, and minima and maxima of the ranges to store them in.
 
-
-def _ends_of_forward(extents: Tensor, memory: Memory) -> Tensor:
-    """Return minima and maxima that the forward used; the tensor's extents where no forward made any."""
-    if not _checkpoint_runs_again() or "shift" not in memory or memory["shift"].shape[0] < extents.shape[0]:
-        return extents
+    A forward updates the averages. One that runs again uses those of the forward; the tensor's extents where
+    no forward made any.
+    """
+    updates = not _in_backward()
+    if not updates and not (_checkpoint_runs_again() and _knows(memory, len(extents))):
+        yield from ((piece, piece) for piece in extents.split(GROUPS_AT_ONCE))
+        return
+    pieces = [rows.split(GROUPS_AT_ONCE) for rows in (extents, *_averages(extents, memory))]
     # Before the first update a memory may contain the initial values of Mesa's buffers: 0 and 1.
     initial = memory["iteration"].to(extents.device) == 0
-    return torch.where(initial, extents, _ends(_state(extents, memory), extents))
+    for own, width, minimum in zip(*pieces, strict=True):
+        state = torch.where(initial, math.nan, torch.stack([width, minimum]))
+        if updates:
+            state = _updated(state, own, decay)
+            width.copy_(state[0])
+            minimum.copy_(state[1])
+        ends = torch.stack([state[1], state[1] + state[0]], 1)
+        yield own, torch.where(torch.isnan(ends), own, ends)
+    if updates:
+        memory["iteration"].add_(1)
+
+
+def _updated(state: Tensor, extents: Tensor, decay: float) -> Tensor:
+    """Return the averages after a step with these extents, `[2, groups]`."""
+    current = torch.stack([extents[:, 1] - extents[:, 0], extents[:, 0]])
+    updated = torch.where(torch.isnan(state), current, state - (1 - decay) * (state - current))
+    return torch.where(_finite(extents), updated, state)
+
+
+def _knows(memory: Memory, groups: int) -> bool:
+    return "shift" in memory and memory["shift"].shape[0] >= groups
 
 
 def _checkpoint_runs_again() -> bool:
@@ -98,14 +115,8 @@ def _checkpoint_runs_again() -> bool:
     return _autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _ends(state: Tensor, extents: Tensor) -> Tensor:
-    """Return minimum and maximum of each group, `[groups, 2]`; the tensor's extents where `state` has NaN."""
-    ends = torch.stack([state[1], state[1] + state[0]], 1)
-    return torch.where(torch.isnan(ends), extents, ends)
-
-
-def _state(extents: Tensor, memory: Memory) -> Tensor:
-    """Return the running widths (max − min) and minima of this batch's groups, `[2, groups]`.
+def _averages(extents: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Return the running widths (max − min) and minima of this batch's groups, views of the memory.
 
     Groups that the memory does not have yet are added to it, as NaN. A smaller batch uses the first groups.
     """
@@ -117,4 +128,4 @@ def _state(extents: Tensor, memory: Memory) -> Tensor:
             missing = extents.new_full((max(0, groups - saved.shape[0]),), math.nan)
             memory[name] = torch.cat([saved, missing])
     memory.setdefault("iteration", extents.new_zeros(1))
-    return torch.stack([memory["clip_val"][:groups], memory["shift"][:groups]])
+    return memory["clip_val"][:groups], memory["shift"][:groups]
