@@ -8,8 +8,9 @@ steps, on the wall clock and in processor time. There are two models, because of
 would find its weights in the cache. `--work N` does all of this beside N other processes
 that multiply matrices. Errors are predicted minus measured ratios; `noise` is the standard error of a
 measured ratio. The same policy takes up to 0.03 of a step more or less in other models of the same weights,
-which lie elsewhere in memory: so a policy is measured in `PLACES` pairs of models. Before timing, the loss
-under each policy must be bitwise the plain one.
+which lie elsewhere in memory: so a policy is measured in `PLACES` pairs of models. Meanwhile no freed memory
+goes back to the system: else a plain step gets back page by page what one that compresses has returned.
+Before timing, the loss under each policy must be bitwise the plain one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import mesa_tune as mt
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import fast_grid, full_grid
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.timing.heap import steady_heap
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 POLICIES, PLACES = 20, 3
@@ -155,6 +157,7 @@ Pairs = list[tuple[Times, Times]]
 """Times of a plain step and of one under a policy."""
 
 
+@steady_heap()
 def measure(workload: mt.Workload, candidates: Sequence[Candidate], rounds: int) -> list[Pairs]:
     """Return for each candidate pairs of times, after three steps, of models in several places."""
     found: list[Pairs] = []

@@ -69,14 +69,14 @@ class Estimate:
 
     def fits(self, limit: str | int) -> bool:
         """Return whether the step fits into `limit`: bytes, or text such as `24GB` or `24GiB`."""
-        return self.needed_bytes <= _limit(limit)
+        return self.needed_bytes <= parse_limit(limit)
 
     def largest_batch(self, limit: str | int) -> int:
         """Return the largest batch size whose step fits into `limit`, at most 2²⁰; 0 if none does.
 
         Steps are traced at sizes close to it, so it is exact where the bytes grow with the batch.
         """
-        return _largest(lambda size: _needed(self._steps, size), _limit(limit), self.batch_size)
+        return _largest(lambda size: _needed(self._steps, size), parse_limit(limit), self.batch_size)
 
     def frame(self) -> pd.DataFrame:
         """Return a table with one row for each layer: the tensors and bytes that it owns for backward.
@@ -141,10 +141,17 @@ def estimate(
     nothing communicates. A group that exists stays as it is, but no other thread may use it meanwhile.
 
     Raise WorkloadError for a step whose shapes or branches depend on the values of tensors, for a
-    `parallelize` that raises or returns something else, and for a `world_size` below 1.
+    `parallelize` that raises or returns something else, for a `world_size` below 1, and for anything but a
+    workload or a model.
     """
-    of_workload = "workload" in options or isinstance(next(iter(arguments), None), Workload)
-    make = _of_workload if of_workload else _of_instance
+    subject = next(iter(arguments), options.get("workload", options.get("model")))
+    if not isinstance(subject, (Workload, nn.Module)):
+        raise WorkloadError(
+            f"{subject!r}: is neither a Workload nor an nn.Module\n"
+            'read a file by mt.Workload.load("model.py", device="cpu"); for hf:CONFIG.json use the command:\n'
+            "mesa-tune profile hf:CONFIG.json --bytes-only --fits 24GB"
+        )
+    make = _of_workload if isinstance(subject, Workload) else _of_instance
     fake, policy, own_device = make(*arguments, **options)
     device = device or own_device
     cuda = _is_cuda(device)
@@ -207,7 +214,8 @@ def _is_cuda(device: str) -> bool:
     return kind == "cuda"
 
 
-def _limit(limit: str | int) -> int:
+def parse_limit(limit: str | int) -> int:
+    """Return the bytes of `limit`; raise BudgetError for anything but an amount of memory."""
     parsed = parse_bytes(limit, "limit")
     if parsed.bytes is None:
         raise BudgetError(
@@ -227,14 +235,17 @@ def _largest(needed: Callable[[int], int], limit: int, start: int) -> int:
     """Return the largest batch size that needs at most `limit` bytes.
 
     The next size to try is where the line through the last two meets the limit, between what fits and what
-    does not.
+    does not; halfway between these, where the last size did not halve that range: a caching allocator's bytes
+    grow in stairs.
     """
     fits, fails, size = 0, _LARGEST_BATCH + 1, start
     last = (0, 0)
     while fails - fits > 1:
-        bytes_now = needed(size)
+        between, bytes_now = fails - fits, needed(size)
         fits, fails = (size, fails) if bytes_now <= limit else (fits, size)
         slope = (bytes_now - last[1]) / (size - last[0]) if size != last[0] else 0
         guess = size + int((limit - bytes_now) / slope) if slope > 0 else 2 * size
+        if fails <= _LARGEST_BATCH and 2 * (fails - fits) > between:
+            guess = (fits + fails) // 2
         last, size = (size, bytes_now), min(max(guess, fits + 1), fails - 1)
     return fits

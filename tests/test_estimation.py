@@ -330,6 +330,11 @@ def test_an_unknown_device_is_an_error() -> None:
         mt.estimate(of_vit(), device="tpu")
 
 
+def test_a_file_is_not_a_workload() -> None:
+    with pytest.raises(WorkloadError, match=r"'hf:config\.json': is neither a Workload"):
+        mt.estimate("hf:config.json")  # type: ignore[call-overload]
+
+
 def test_on_cuda_a_policy_holds_from_the_first_step() -> None:
     plain, four = (
         mt.estimate(of_vit(), policy, device="cuda") for policy in (None, mt.Policy.uniform(level=16))

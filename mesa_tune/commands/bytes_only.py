@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from mesa_tune.commands.guide.advice import advice
 from mesa_tune.errors import WorkloadError
 
 if TYPE_CHECKING:
+    from mesa_tune.policy import Policy
     from mesa_tune.profiler.profile import Profile
     from mesa_tune.workload.workload import Workload
 
@@ -36,6 +38,7 @@ class Request:
     length: int | None
     device: str | None
     autocast: str | None
+    fits: str | None = None
 
     def check(self, *, bytes_only: bool, fast: bool) -> None:
         """Raise WorkloadError for arguments that exclude each other."""
@@ -45,6 +48,10 @@ class Request:
             )
         if self.length is not None and not self.is_configuration:
             raise WorkloadError(f"--length {self.length}: is for hf:CONFIG.json\nleave it out")
+        if self.fits is not None and not bytes_only:
+            raise WorkloadError(
+                f"--fits {self.fits}: is for --bytes-only\nadd it, or search with --budget {self.fits}"
+            )
         if bytes_only and fast:
             raise WorkloadError("--fast and --bytes-only: exclude each other\nleave one of them out")
 
@@ -68,9 +75,12 @@ class Request:
 
 def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     """Trace the step on fake tensors, write the profile, and print its bytes."""
+    from mesa_tune.estimation import parse_limit
     from mesa_tune.profiler.bytes_only import bytes_only_profile
     from mesa_tune.workload.workload import default_device
 
+    if request.fits is not None:
+        parse_limit(request.fits)
     device = request.device or default_device()
     cuda = device.partition(":")[0] == "cuda"
     workload, about = request.workload()
@@ -80,9 +90,36 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     folder.check(folder.profile, inputs)
     profiled = bytes_only_profile(workload, cuda=cuda)
     folder.write(folder.profile, dump_json(profiled.to_dict()), inputs)
-    for line in _lines(profiled, request, folder):
+    try:
+        fitting = [] if request.fits is None else _fitting(workload, device, request.fits, output)
+    finally:
+        output.status("")
+    for line in _lines(profiled, request, folder, fitting):
         output.line(line)
     output.document("profile", profiled.to_dict())
+
+
+def _fitting(workload: Workload, device: str, limit: str, output: Output) -> list[str]:
+    """Return a table: whether the step fits into `limit` on the device, and up to which batch size."""
+    from mesa_tune.estimation import estimate
+
+    rows = []
+    for name, policy in _policies().items():
+        output.status(f"{name}: which batch sizes fit into {limit}")
+        fit = estimate(workload, policy, device=device)
+        fits = "yes" if fit.fits(limit) else "no"
+        rows.append([name, format_bytes(fit.needed_bytes), fits, str(fit.largest_batch(limit))])
+    return ["", *format_table([f"on {device}", "needs", f"fits {limit}", "largest batch"], rows)]
+
+
+def _policies() -> dict[str, Policy]:
+    """Return the policies whose bytes are shown, by name."""
+    from mesa_tune.policy import Policy
+
+    return {
+        "plain": Policy(()),
+        **{f"at {bits} bits": Policy.uniform(level=2**bits) for bits in (8, 4)},
+    }
 
 
 def replacing_bytes(folder: Run, inputs: str) -> Origin:
@@ -97,24 +134,26 @@ def replacing_bytes(folder: Run, inputs: str) -> Origin:
     return Origin(inputs, derived=known is not None and known.step_ms is None)
 
 
-_FITS = 'on a card: mt.estimate(workload, device="cuda").fits("24GB")'
+_FITS = "with the allocator's share: --fits 24GB"
 
 
-def _lines(profiled: Profile, request: Request, folder: Run) -> list[str]:
+def _lines(profiled: Profile, request: Request, folder: Run, fitting: Sequence[str]) -> list[str]:
     owners = sorted(profiled.layers, key=lambda layer: -layer.own_bytes)
     rows = [[layer.name, layer.tag, format_bytes(layer.own_bytes)] for layer in owners[:_MAX_ROWS]]
     rest = sum(layer.own_bytes for layer in owners[_MAX_ROWS:])
     if rest:
         rows.append([f"{len(owners) - _MAX_ROWS} further layers", "", format_bytes(rest)])
-    static = format_bytes(profiled.static_bytes)
+    static, plain = format_bytes(profiled.static_bytes), profiled.predict_assignment({})
     return [
         *(f"note: {note}" for note in profiled.notes),
         f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
-        *below(profiled.predict_assignment({}).workspaces_text),
-        *below(_FITS if profiled.device == "cuda" else ""),
+        *below("" if plain.peak is None else plain.peak.text),
+        *below(plain.workspaces_text),
+        *below(_FITS if profiled.device == "cuda" and not fitting else ""),
         f"saved activations {format_bytes(profiled.saved_bytes):>7}   in {len(profiled.layers)} layers",
         *_under_policies(profiled),
         *advice(profiled, None),
+        *fitting,
         "",
         *format_table(["layer", "tag", "saves"], rows),
         "",
@@ -132,12 +171,10 @@ def _next(request: Request, folder: Run) -> str:
 
 def _under_policies(profiled: Profile) -> list[str]:
     """Return the bytes under 8 and 4 bits everywhere."""
-    from mesa_tune.policy import Policy
-
     lines = []
-    for level, bits in ((256, 8), (16, 4)):
-        predicted = profiled.predict(Policy.uniform(level=level))
+    for name, policy in list(_policies().items())[1:]:
+        predicted = profiled.predict(policy)
         saved, peak = format_bytes(predicted.saved_bytes), format_bytes(predicted.peak_bytes)
-        lines.append(f"at {bits} bits         {peak:>8}   (saved activations: {saved})")
+        lines.append(f"{name:<17}{peak:>8}   (saved activations: {saved})")
         lines += below(predicted.workspaces_text)
     return lines

@@ -61,6 +61,12 @@ BytesOnlyOption = Annotated[
 LengthOption = Annotated[
     int | None, typer.Option("--length", metavar="L", min=1, help="Tokens per sample, for hf:CONFIG.json.")
 ]
+FitsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--fits", metavar="24GB", help="With --bytes-only: does the step fit, at which batch sizes."
+    ),
+]
 
 _MAX_ROWS = 12
 
@@ -74,6 +80,7 @@ def profile(
     fast: FastOption = False,
     bytes_only: BytesOnlyOption = False,
     length: LengthOption = None,
+    fits: FitsOption = None,
     steps: StepsOption = None,
     stop: StopOption = False,
     run: RunOption = Path("mesa-run"),
@@ -92,12 +99,12 @@ def profile(
     folder = Run(run, force=force)
     if command:
         measured = {"--batch-size": batch_size, "--device": device, "--autocast": autocast, "--fast": fast}
-        measured |= {"--bytes-only": bytes_only, "--length": length}
+        measured |= {"--bytes-only": bytes_only, "--length": length, "--fits": fits}
         _refuse(measured, "the script itself says that: leave it out, or change it there")
         _profile_script([model, *command], 3 if steps is None else steps, stop, folder, output)
         return
     _refuse({"--steps": steps, "--stop": stop}, "only a script has it: mesa-tune profile -- python train.py")
-    request = Request(model, batch_size, length, device, autocast)
+    request = Request(model, batch_size, length, device, autocast, fits)
     request.check(bytes_only=bytes_only, fast=fast)
     if bytes_only:
         profile_bytes(request, folder, output)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+import mesa_tune as mt
 from mesa_tune import cli
+from mesa_tune.commands.common import format_bytes
 
 LLAMA = {
     "model_type": "llama",
@@ -125,10 +127,24 @@ def test_cuda_is_modelled_where_there_is_none(capsys: pytest.CaptureFixture[str]
     assert "few GPUs have checked" in shown
 
 
+def test_which_batch_sizes_fit_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.py").write_text(MODEL)
+    plain, limit = mt.estimate(mt.Workload.load("model.py", device="cpu"), device="cuda"), "700MB"
+    _, shown = profiled(capsys, "model.py", "--device", "cuda", "--fits", limit)
+    rows = {line[:9].strip(): line[9:].split() for line in shown.splitlines()}
+    assert rows["on cuda"] == ["needs", "fits", "700MB", "largest", "batch"]
+    needed, unit, fits, largest = rows["plain"]
+    assert (f"{needed} {unit}", fits) == (format_bytes(plain.needed_bytes), "yes")
+    assert int(largest) == plain.largest_batch(limit)
+    assert int(rows["at 4 bits"][-1]) >= int(rows["at 8 bits"][-1]) > int(largest) > 128
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
         (["hf:config.json"], "add --bytes-only"),
+        (["model.py", "--fits", "2GB"], "search with --budget 2GB"),
+        (["model.py", "--fits", "40%", "--bytes-only"], "not a share"),
         (["model.py", "--length", "8", "--bytes-only"], "--length 8"),
         (["model.py", "--fast", "--bytes-only"], "exclude each other"),
         (["hf:none.json", "--bytes-only"], "cannot be read"),

@@ -105,7 +105,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "profile": lambda: profile_command._lines(profiled(), RUN),
     "profile-optimizer": lambda: profile_command._lines(of_optimizer(), RUN),
     "profile-bytes-only": lambda: bytes_only._lines(
-        profiled(), bytes_only.Request("model.py", None, None, None, None), RUN
+        profiled(), bytes_only.Request("model.py", None, None, None, None), RUN, []
     ),
     "search": lambda: plan_text.summary(planned("60%"), profiled(), RUN),
     "search-exact": lambda: plan_text.summary(planned("110%"), profiled(), RUN),
