@@ -80,7 +80,7 @@ def deit() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    config = GPT2Config(n_layer=4, use_cache=False)
+    config = GPT2Config(n_layer=4, n_embd=256, n_head=4, use_cache=False)
     config.update({"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0})
     return GPT2LMHeadModel(config)
 
@@ -103,7 +103,7 @@ SUBJECTS = {
     "digits_vit": Subject("digits ViT", DIGITS.model, DIGITS.batch, DIGITS.loss, 64, "Block", 3e-3),
     "deit_ti": Subject("DeiT-Ti, 224 px", deit, PHOTOGRAPHS.batch, image_loss, 8, "DeiTLayer"),
     "gpt2": Subject(
-        "GPT-2, 4 layers, 50,257 words", gpt2, partial(text_batch, 50257, 256), text_loss, 2, "GPT2Block"
+        "GPT-2, 4 layers, 50,257 words", gpt2, partial(text_batch, 50257, 256), text_loss, 4, "GPT2Block"
     ),
     "resnet_50": Subject(
         "ResNet-50, 112 px", resnet, partial(small_crops, 112), image_loss, 8, "ResNetBottleNeckLayer"
