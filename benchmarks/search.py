@@ -250,6 +250,19 @@ class Running:
         return storages.peak
 
 
+def forward_bytes(subject: Subject) -> int:
+    """Return the most live bytes of a forward without gradients, besides weights and batch."""
+    torch.manual_seed(0)
+    model, batch = subject.build(), subject.batch(subject.batch_size)
+    with torch.no_grad(), LiveStorages() as storages:
+        for leaf in (*model.parameters(), *model.buffers(), *tree_leaves(batch)):
+            if isinstance(leaf, Tensor):
+                storages.see(leaf)
+        before = storages.alive
+        subject.loss(model, batch)
+    return storages.peak - before
+
+
 def changed(subject: Subject, method: Method, model: nn.Module) -> nn.Module:
     """Return the model with the first blocks checkpointed, as `method` says."""
     contexts = partial(create_selective_checkpoint_contexts, keeping_products)
@@ -334,12 +347,18 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=16, help="unseen batches for noise ratios")
     parser.add_argument("--timeout", type=float, default=120, help="seconds per study")
     parser.add_argument("--seed", type=int, default=0, help="of the studies")
+    parser.add_argument("--forward", action="store_true", help="only peaks of forwards without gradients")
     parser.add_argument("--docs", action="store_true", help="write docs/rivals.md")
     arguments = parser.parse_args()
     if arguments.docs:
         print(f"wrote {write()}")
         return
     for name in arguments.models.split(","):
+        if arguments.forward:
+            subject = SUBJECTS[name]
+            line = {"model": name, "title": subject.title, "bytes": forward_bytes(subject), "code": code()}
+            append("search", {"cell": "forward", **line})
+            continue
         model = Model(name)
         for cell, limit in itertools.chain(limits(model).items(), [("smallest", None)]):
             report(model, cell, limit, arguments)

@@ -46,8 +46,10 @@ def write() -> Path:
 
 
 def page(lines: Sequence[Line]) -> str:
-    """Return the page of `lines`, one for each model and limit."""
-    parts = [HEAD, *_summary(lines)]
+    """Return the page of `lines`: one for each model and limit, and forwards without gradients."""
+    forwards = {line["model"]: line["bytes"] for line in lines if line["cell"] == "forward"}
+    lines = [line for line in lines if line["cell"] != "forward"]
+    parts = [HEAD, *_summary(lines, forwards)]
     for line in lines:
         limit = "" if line["limit"] is None else f", {line['limit'] / 1e6:.1f} MB"
         parts.append(f"\n## {line['title']}, batch {line['batch size']}: {line['cell']}{limit}\n\n")
@@ -76,7 +78,7 @@ def _is_answer(line: Line, row: Mapping[str, Any]) -> bool:
     return fits and row["noise ratio"] <= MAX_NOISE_RATIO
 
 
-def _summary(lines: Sequence[Line]) -> list[str]:
+def _summary(lines: Sequence[Line], forwards: Mapping[str, int]) -> list[str]:
     limited = [line for line in lines if line["limit"] is not None]
     beaten = {
         f"{line['title']}, {line['cell']}: {', '.join(names)}" for line in limited if (names := faster(line))
@@ -87,9 +89,10 @@ def _summary(lines: Sequence[Line]) -> list[str]:
         if line["limit"] is None:
             own = line["rows"]["searched"]["peak"] - line["static"]
             best, name = min((row["peak"] - line["static"], name) for name, row in _answers(line).items())
-            parts.append(
-                f"* {line['title']}, smallest: {own / best:.2f} of the best rival's activations ({name}).\n"
-            )
+            forward = forwards.get(line["model"])
+            floor = "" if forward is None else f"; a forward without gradients: {forward / best:.2f}"
+            text = f"{own / best:.2f} of the best rival's activations ({name}){floor}"
+            parts.append(f"* {line['title']}, smallest: {text}.\n")
     return parts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     profiled = bytes_only_profile(workload, cuda=cuda)
     folder.write(folder.profile, dump_json(profiled.to_dict()), inputs)
     try:
-        fitting = [] if request.fits is None else _fitting(workload, device, request.fits, output)
+        fitting = [] if request.fits is None else _fitting(workload, profiled, device, request.fits, output)
     finally:
         output.status("")
     for line in _lines(profiled, request, folder, fitting):
@@ -99,17 +100,28 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     output.document("profile", profiled.to_dict())
 
 
-def _fitting(workload: Workload, device: str, limit: str, output: Output) -> list[str]:
+def _fitting(workload: Workload, profiled: Profile, device: str, limit: str, output: Output) -> list[str]:
     """Return a table: whether the step fits into `limit` on the device, and up to which batch size."""
     from mesa_tune.estimation import estimate
+    from mesa_tune.profiler.tiled_step import SLICES, tiling
 
-    rows = []
-    for name, policy in _policies().items():
+    policies = _policies()
+    losses = [layer.name for layer in profiled.layers if layer.tag == "loss"]
+    policies[_SLICED] = tiling(policies["at 4 bits"], losses, SLICES)
+    rows: list[list[str]] = []
+    for name, policy in policies.items():
         output.status(f"{name}: which batch sizes fit into {limit}")
-        fit = estimate(workload, policy, device=device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a loss that cannot have slices has no row
+            fit = estimate(workload, policy, device=device)
         fits = "yes" if fit.fits(limit) else "no"
         rows.append([name, format_bytes(fit.needed_bytes), fits, str(fit.largest_batch(limit))])
+    if rows[-1][1:] == rows[-2][1:]:
+        del rows[-1]
     return ["", *format_table([f"on {device}", "needs", f"fits {limit}", "largest batch"], rows)]
+
+
+_SLICED = "at 4 bits, loss in slices"
 
 
 def _policies() -> dict[str, Policy]:

@@ -19,6 +19,7 @@ from mesa_tune.engine.formula import Formula, Needs, Static
 from mesa_tune.engine.rebuild import Ingredients
 from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import Packing, as_is, registry
+from mesa_tune.engine.tensors import cast
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a tensor in its storage."""
@@ -84,9 +85,9 @@ class Rematerialized(SavedTensor):
         super().__init__(parts, as_is(recipe.view[0], recipe.dtype), None)
         self.recipe = recipe
 
-    def whole(self) -> Tensor:
-        """Return the rematerialized tensor."""
-        return rebuilt(self.recipe, self.parts)
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the rematerialized tensor; in `dtype` if one is given."""
+        return cast(rebuilt(self.recipe, self.parts), dtype)
 
 
 def saved_tensor(parts: Sequence[Tensor], how: Packing | Recipe, spec: Spec) -> SavedTensor:

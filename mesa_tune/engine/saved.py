@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.engine.storage import Packing, as_is, restore
+from mesa_tune.engine.tensors import cast
 
 LARGE, PIECES = 1 << 22, 4
 """A tensor of at least `LARGE` elements is decoded in `PIECES` pieces: it never exists as a whole."""
@@ -74,9 +75,22 @@ class SavedTensor:
         """The dtype of the tensor."""
         return self.packing.dtype
 
-    def whole(self) -> Tensor:
-        """Return the tensor, decoded."""
-        return self.parts[0] if self.spec is None else restore(self.parts, self.packing, self.spec)
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor, decoded; in `dtype` if one is given."""
+        made = self.narrowed(dtype)
+        return cast(
+            made.parts[0] if made.spec is None else restore(made.parts, made.packing, made.spec), dtype
+        )
+
+    def narrowed(self, dtype: torch.dtype | None) -> "SavedTensor":
+        """Return a tensor that is decoded in `dtype` without a copy in its own, as that copy cast would be.
+
+        Return itself where `dtype` has no fewer bits, or its codec has one dtype.
+        """
+        own = self.packing.dtype
+        if dtype is None or dtype.itemsize >= own.itemsize or not hasattr(self.codec, "decode_run"):
+            return self
+        return SavedTensor(self.parts, self.packing._replace(dtype=dtype), self.spec)
 
     def fused(self, op: Any, *arguments: Any) -> Any:
         """Return `op(data, ranges, *arguments, bits, levels, group_size)`, which decodes while it computes.

@@ -43,7 +43,7 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
     """Return the gradients; dW of a large x is a sum over samples, some of which are decoded at a time."""
     static, needs, lossy, _ = saved
     batched = needs[1] and len(static[0]) == len(static[1])
-    slices = lossy[0].slices(grad.dtype) if batched else None
+    slices = lossy[0].narrowed(static[6]).slices(grad.dtype) if batched else None
     if needs[1] and slices is None:
         return _gradients(static, needs, lossy, grad)
     dw = Total()
@@ -59,14 +59,14 @@ def _gradients(static: Static, needs: Needs, lossy: Sequence[SavedTensor], grad:
         return None, None, None
     shape, kernel, stride, padding, dilation, groups, dtype, layout, output_padding = static
     # Of what no gradient depends on, backward asks the shape alone.
-    weight = cast(lossy[-1].whole(), dtype) if needs[0] else grad.new_zeros(()).expand(kernel)
+    weight = lossy[-1].whole(dtype) if needs[0] else grad.new_zeros(()).expand(kernel)
     batched = len(shape) == len(kernel)
     sizes, grad = (shape, grad) if batched else ((1, *shape), grad.unsqueeze(0))
     both, more = _paddings(kernel, stride, padding, dilation)
     transposed = output_padding is not None
     options = (stride, both, dilation, transposed, output_padding or [0] * len(stride), groups)
     if needs[1]:
-        x = cast(lossy[0].whole(), dtype).contiguous(memory_format=layout)
+        x = lossy[0].whole(dtype).contiguous(memory_format=layout)
         x = x if batched else x.unsqueeze(0)
         x = F.pad(x, [part for extra in reversed(more) for part in (0, extra)]) if more else x
     else:

@@ -81,7 +81,7 @@ def _product(tensor: SavedTensor, factor: Tensor, dtype: torch.dtype | None = No
     """
     slices = tensor.slices(torch.float32)
     if slices is None:
-        return cast(tensor.whole(), dtype) * factor
+        return tensor.whole(dtype) * factor
     product = factor.new_empty(tensor.shape)
     for part, values in slices:
         torch.mul(values, factor[part] if factor.dim() else factor, out=product[part])

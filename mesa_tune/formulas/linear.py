@@ -57,7 +57,7 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
         if grads is not None:
             return wanted(grads, needs)
     dw = _weight_gradient(used, lossy[0], dtype) if needs[1] else None
-    dx = grad @ cast(lossy[-1].whole(), dtype) if needs[0] else None
+    dx = grad @ lossy[-1].whole(dtype) if needs[0] else None
     return dx, dw, rows.sum(0) if needs[2] else None
 
 
@@ -85,9 +85,9 @@ def _weight_gradient(rows: Tensor, x: SavedTensor, dtype: torch.dtype | None) ->
     if sampled is not None:
         indices, part = sampled
         return rows[indices].t() @ cast(part, dtype)
-    slices = x.rows(rows.dtype)
+    slices = x.narrowed(dtype).rows(rows.dtype)
     if slices is None:
-        return rows.t() @ _rows(cast(x.whole(), dtype))
+        return rows.t() @ _rows(x.whole(dtype))
     dw = Total()
     for first, part in slices:
         dw.add(rows[first : first + part.shape[0]].t() @ part)

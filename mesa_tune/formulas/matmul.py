@@ -39,7 +39,7 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
     grad = grad.unsqueeze(-2) if len(a_shape) == 1 else grad
     da = db = None
     if needs[0]:
-        b = cast(lossy[-1].whole(), dtype)
+        b = lossy[-1].whole(dtype)
         da = _shaped(_product(grad, b.unsqueeze(0) if b.dim() == 1 else b.mT), a_shape, (1, *a_shape))
         del b
     if needs[1]:
@@ -53,7 +53,7 @@ def _gradient_of_second(static: Static, first: SavedTensor, grad: Tensor) -> Ten
     if sampled is not None:
         indices, rows = sampled
         return cast(rows, dtype).mT @ grad.flatten(0, -2)[indices]
-    a = cast(first.whole(), dtype)
+    a = first.whole(dtype)
     a = a.unsqueeze(0) if a.dim() == 1 else a
     if len(b_shape) <= 2 and a.dim() == grad.dim():  # one product over all rows, not one a batch to sum
         a, grad = a.flatten(0, -2), grad.flatten(0, -2)

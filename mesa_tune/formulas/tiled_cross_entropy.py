@@ -25,7 +25,6 @@ from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Route
 from mesa_tune.engine.head import Logits, is_made_by_head, logits_of
 from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.cross_entropy import class_axis, cross_entropy, mean_divisor, soft_counts, wide_dtype
-from mesa_tune.ops.devices import on_cpu
 from mesa_tune.ops.fused import by_target
 
 _IGNORED = -100
@@ -38,7 +37,7 @@ def forward(
     """`head`: input, weight and bias of the linear layer, the rows, and the probe of `Logits`."""
     reduction, ignore, smoothing, tile, _ = static
     options: Any = {"ignore_index": ignore, "reduction": reduction}
-    sliceable = on_cpu(logits) and logits.dim() == 2 and weight is None
+    sliceable = logits.device.type in ("cpu", "cuda") and logits.dim() == 2 and weight is None
     if sliceable and smoothing == 0 and not target.is_floating_point():
         y = _in_slices(logits, target, tile, options)
     else:
@@ -49,9 +48,11 @@ def forward(
 def _in_slices(logits: Tensor, target: Tensor, tile: int, options: Any) -> Tensor:
     """Return the loss, bitwise PyTorch's, without all logarithms of probabilities at once.
 
-    PyTorch computes these row by row, and sums those of the targets as those of a single class.
+    PyTorch computes these row by row, and sums those of the targets as those of a single class. On CUDA the
+    order in which a row is summed depends on its alignment: slices of eight rows, also when copied or cast,
+    are aligned as the whole is.
     """
-    rows = max(1, -(-len(logits) // tile))
+    rows = max(1, -(-len(logits) // (8 * tile))) * 8
     ignore = options["ignore_index"]
     slices = zip(logits.split(rows), target.split(rows), strict=True)
     losses = [F.cross_entropy(z, t, ignore_index=ignore, reduction="none") for z, t in slices]

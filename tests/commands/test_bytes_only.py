@@ -139,6 +139,13 @@ def test_which_batch_sizes_fit_a_card(capsys: pytest.CaptureFixture[str]) -> Non
     assert int(rows["at 4 bits"][-1]) >= int(rows["at 8 bits"][-1]) > int(largest) > 128
 
 
+def test_slices_of_the_loss_are_among_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    name = config(model_type="llama", vocab_size=8192, **TINY)
+    _, shown = profiled(capsys, name, "--batch-size", "2", "--length", "64", "--fits", "40MB")
+    largest = {line[:27].strip(): line.split()[-1] for line in shown.splitlines() if line}
+    assert int(largest["at 4 bits, loss in slices"]) > 1.5 * int(largest["at 4 bits"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

@@ -15,7 +15,7 @@ import mesa_tune as mt
 from mesa_tune import notice
 from mesa_tune.conversion import model as conversion_model
 from mesa_tune.errors import RunError
-from mesa_tune.formulas.tiled_cross_entropy import TILED_CROSS_ENTROPY
+from mesa_tune.formulas.tiled_cross_entropy import TILED_CROSS_ENTROPY, _in_slices
 from mesa_tune.profiler.memory.meter import Meter
 
 CLASSES, WIDTH, BATCH, LENGTH = 512, 32, 4, 48
@@ -509,3 +509,24 @@ def test_compiled_code_says_that_tile_has_no_effect() -> None:
     value, plain = step(Words(), flat)
     torch.testing.assert_close(loss.detach(), value)
     assert distance(gradients(model), plain) < ROUNDING
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("classes", [500, 513, 32000, 50257])
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_on_cuda_slices_of_the_loss_are_bitwise_the_whole(
+    classes: int, dtype: torch.dtype, autocast: bool
+) -> None:
+    torch.manual_seed(0)
+    whole = (3 * torch.randn(203, classes, device="cuda")).to(dtype)
+    target = torch.randint(classes, (203,), device="cuda")
+    target[::7] = -100
+    for logits in (whole, whole[:, 1:], whole.t().contiguous().t()):
+        for reduction in ("mean", "sum"):
+            options: Any = {"ignore_index": -100, "reduction": reduction}
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                expected = F.cross_entropy(logits, target.clamp(max=logits.shape[1] - 1), **options)
+                found = _in_slices(logits, target.clamp(max=logits.shape[1] - 1), 4, options)
+            assert torch.equal(found, expected)

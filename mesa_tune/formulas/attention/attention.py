@@ -71,7 +71,7 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
     if samples is not None:
         return _all(needs, by_heads.gradients(scores, needs, shapes, samples, grad))
     state = exact[1]
-    q, k, v = (cast(tensor.whole(), dtype) for tensor in lossy)
+    q, k, v = (tensor.whole(dtype) for tensor in lossy)
     mask = scores.mask
     if torch.compiler.is_compiling():
         mask = _cast_mask(mask, dtype, False)

@@ -1,0 +1,82 @@
+"""Saved tensors that are decoded in another dtype than they had: under autocast, in that of the products."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mesa_tune as mt
+from mesa_tune.codecs import Spec
+from mesa_tune.engine.saved import LARGE, SavedTensor
+from mesa_tune.engine.storage import decided, store
+from mesa_tune.policy.settings import LayerSettings
+
+KEY = torch.tensor([5], dtype=torch.int64)
+
+
+def saved(x: Tensor, **settings: object) -> SavedTensor:
+    spec = Spec.of(LayerSettings.from_dict({"level": 16, **settings}), 0)
+    assert spec is not None
+    packing = decided(x, spec)
+    return SavedTensor(store(x, packing, spec, KEY), packing, spec)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"quant_groups": 4}, {"drop": 0.5}, {"allocation": "sample"}, {"store": "offload"}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None], ids=str)
+def test_a_tensor_in_another_dtype_is_the_decoded_copy_cast(
+    settings: dict[str, object], dtype: torch.dtype | None
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 200) * 3
+    x[3, 4], x[5] = float("inf"), 0.0
+    tensor = saved(x, **settings)
+    expected = tensor.whole() if dtype is None else tensor.whole().to(dtype)
+    for found in (tensor.whole(dtype), tensor.narrowed(dtype).whole(dtype)):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_a_wider_dtype_decodes_the_same_numbers() -> None:
+    tensor = saved(torch.randn(64, 200).bfloat16())
+    assert torch.equal(tensor.whole(torch.float32), tensor.whole().float())
+
+
+class Decoded(TorchDispatchMode):
+    """The tensors into which something is decoded."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.mesa_tune.dequantize_out.default:
+            self.tensors.append(args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_a_large_input_is_never_whole_under_autocast(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 8) if kind == "linear" else nn.Conv1d(256, 8, 1)
+    x = torch.randn(8, LARGE // (8 * 256), 256).requires_grad_()
+    model = nn.Sequential(layer)
+    gradients = []
+    for policy in (mt.Policy.parse(""), mt.Policy.uniform(256)):
+        mt.convert(model, policy)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(2 * (x if kind == "linear" else x.mT)).float().square().mean()
+        with Decoded() as decoded:
+            loss.backward()
+        gradients.append(cast(Tensor, layer.weight.grad))
+    assert {tensor.dtype for tensor in decoded.tensors} == {torch.bfloat16}
+    assert max(tensor.numel() for tensor in decoded.tensors) <= LARGE // 2
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=0.02 * float(gradients[0].abs().max()))
