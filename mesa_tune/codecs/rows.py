@@ -8,7 +8,7 @@ part of the terms, each divided by its probability, has the whole sum as expecta
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from mesa_tune.codecs import drop, quantize
 from mesa_tune.codecs.spec import Memory, Spec
 from mesa_tune.ops.codecs import RAW, as_rows
+from mesa_tune.ops.flags import counts_below
 
 
 def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> list[Tensor]:
@@ -33,6 +34,29 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
         rows = as_rows(result, _axis(spec))
         rows[torch.unravel_index(index, rows.shape[:-1])] = values
     return result
+
+
+def decode_samples(
+    parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec, size: int
+) -> Iterator[Tensor]:
+    """Yield what `decode` returns, `size` samples at a time; each piece overwrites the one before.
+
+    Samples lie along dimension 0, and rows along another. The number of rows stored of each is read, which
+    waits for a device.
+    """
+    index, values = stored_rows(parts, shape, dtype, spec)
+    samples, rows = shape[0], math.prod(shape) // (shape[0] * values.shape[-1])
+    ends = [min(first + size, samples) for first in range(0, samples, size)]
+    buffer, first, begin = values.new_empty(min(size, samples), *shape[1:]), 0, 0
+    for last, end in zip(
+        ends, counts_below(index, [rows * last for last in ends], rows * samples), strict=True
+    ):
+        part = buffer[: last - first].zero_()
+        positions = as_rows(part, _axis(spec))
+        places = index[begin:end] - rows * first
+        positions[torch.unravel_index(places, positions.shape[:-1])] = values[begin:end]
+        first, begin = last, end
+        yield part
 
 
 def stored_rows(

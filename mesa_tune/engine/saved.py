@@ -15,6 +15,7 @@ from torch import Tensor
 from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.engine.storage import Packing, as_is, restore
 from mesa_tune.engine.tensors import cast
+from mesa_tune.ops.devices import on_cpu
 
 LARGE, PIECES = 1 << 22, 4
 """A tensor of at least `LARGE` elements is decoded in `PIECES` pieces: it never exists as a whole."""
@@ -171,11 +172,23 @@ class SavedTensor:
 
         Return None if this is not possible, or not in `dtype`. Each piece overwrites the one before.
         """
-        size = _piece(self.packing.shape[0]) if self._is_large() and self.has_samples(dtype) else None
+        shape = self.packing.shape
+        size = _piece(shape[0]) if shape and self._is_large() else None
         if size is None:
             return None
-        parts = enumerate(self.samples(size))
-        return ((slice(index * size, (index + 1) * size), x) for index, x in parts)
+        if self.has_samples(dtype):
+            samples = self.samples(size)
+        elif self._has_sampled_rows(dtype):
+            samples = self.codec.decode_samples(self.parts, shape, dtype, self.spec, size)
+        else:
+            return None
+        return ((slice(index * size, (index + 1) * size), x) for index, x in enumerate(samples))
+
+    def _has_sampled_rows(self, dtype: torch.dtype) -> bool:
+        """Return whether rows within samples were left out, on the CPU, where their number is known."""
+        possible = hasattr(self.codec, "decode_samples") and self.packing.dtype == dtype
+        axis = -1 if self.spec is None else self.spec.axis
+        return possible and on_cpu(self.parts[0]) and len(self.packing.shape) + axis > 0
 
     def _is_large(self) -> bool:
         return math.prod(self.packing.shape) >= LARGE

@@ -18,9 +18,10 @@ from mesa_tune.policy.settings import LayerSettings
 KEY = torch.tensor([5], dtype=torch.int64)
 
 
-def saved(x: Tensor, **settings: object) -> SavedTensor:
+def saved(x: Tensor, axis: int = 0, **settings: Any) -> SavedTensor:
     spec = Spec.of(LayerSettings.from_dict({"level": 16, **settings}), 0)
     assert spec is not None
+    spec = spec.along(axis)
     packing = decided(x, spec)
     return SavedTensor(store(x, packing, spec, KEY), packing, spec)
 
@@ -32,7 +33,7 @@ def saved(x: Tensor, **settings: object) -> SavedTensor:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None], ids=str)
 def test_a_tensor_in_another_dtype_is_the_decoded_copy_cast(
-    settings: dict[str, object], dtype: torch.dtype | None
+    settings: dict[str, Any], dtype: torch.dtype | None
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 200) * 3
@@ -47,6 +48,24 @@ def test_a_tensor_in_another_dtype_is_the_decoded_copy_cast(
 def test_a_wider_dtype_decodes_the_same_numbers() -> None:
     tensor = saved(torch.randn(64, 200).bfloat16())
     assert torch.equal(tensor.whole(torch.float32), tensor.whole().float())
+
+
+@pytest.mark.parametrize("share", [1e-6, 0.1, 0.9])
+@pytest.mark.parametrize(
+    "shape", [(5, 8, LARGE // 40 + 1), (7, 16, 150, 250), (6, LARGE // 48 + 1, 8)], ids=str
+)
+def test_rows_are_decoded_some_samples_at_a_time(shape: tuple[int, ...], share: float) -> None:
+    torch.manual_seed(0)
+    axis = -1 if shape[-1] == 8 else 1 - len(shape)
+    tensor = saved(torch.randn(shape).exp(), axis, rows=share)
+    pieces = tensor.slices(torch.float32)
+    assert pieces is not None
+    found, largest = torch.full(shape, torch.nan), 0
+    for part, piece in pieces:
+        found[part] = piece
+        largest = max(largest, len(piece))
+    assert torch.equal(found, tensor.whole())
+    assert largest == 2  # of 5 to 7 samples
 
 
 class Decoded(TorchDispatchMode):

@@ -173,12 +173,13 @@ class StepBytes:
     @cached_property
     def shares(self) -> NDArray[np.float64]:
         """The share of each of `CASES` in the work of each slot; shape [slots, cases]."""
-        # By the settings asked for, not those in effect: a small layer's slot covers calls of hooks after it.
-        values = self.distinct.values
+        # By the settings asked for: a small layer's slot covers calls of hooks after it. But the layers whose
+        # channels `quant_groups` does not divide are exact.
+        values, used = self.distinct.values, self.used | self.sized.are_small
         shares = np.stack(
             [case_shares(settings, derives=linked) for linked in (False, True) for settings in values]
         )
-        rows = np.append(self.distinct.positions + len(values) * self.links, 0)  # the first one is EXACT
+        rows = np.append(self.distinct.positions * used + len(values) * self.links, 0)  # the first is EXACT
         return np.asarray(shares[rows[self.sized.slot_layers]])
 
     @cached_property

@@ -106,6 +106,11 @@ class StepArrays:
         return possible(settings, self.traits[name]) if name in self.traits else settings
 
     @cached_property
+    def are_small(self) -> Flags:
+        """Whether all calls of each layer are too small to compress; shape [layers]."""
+        return np.array([name in self.small for name in self.names], dtype=np.bool_)
+
+    @cached_property
     def layer_classes(self) -> tuple[list[LayerTraits], Bytes]:
         """The distinct traits, and the position of each layer's among them."""
         distinct = list(dict.fromkeys(self.traits.values()))
