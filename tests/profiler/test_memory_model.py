@@ -70,6 +70,15 @@ def test_quant_groups_count_their_own_ranges() -> None:
     assert timeline(coded("a")).saved_bytes({"a": settings}) == ops.packed_bytes(BIG, 4, quant_groups=2)
 
 
+def test_what_a_codec_keeps_from_step_to_step_is_alive_in_every_slot() -> None:
+    running = LayerSettings(level=16, ema_decay=0.9)
+    packed, kept = ops.packed_bytes(BIG, 4), 8 * -(-BIG // 256) + 4
+    traced = timeline(SavedSpan("coded", ("a",), (BIG, BIG), 4, 1, 1))
+    assert traced.live({"a": running}).tolist() == [130 + kept, 110 + kept + packed, 110 + kept, 130 + kept]
+    assert traced.saved_bytes({"a": running}) == packed + kept
+    assert sum(traced.at().under({"a": running}).peak.bytes.values()) == traced.peak_bytes({"a": running})
+
+
 @pytest.mark.parametrize(("elements", "expected"), [(4096, 4 * 4096), (4097, ops.packed_bytes(4097, 4))])
 def test_small_tensors_beside_large_ones_stay_raw(elements: int, expected: int) -> None:
     both = timeline(coded("a"), coded("a", size=(elements, elements)))

@@ -53,6 +53,7 @@ OTHERS = [
     LayerSettings(level=16, group_size=None, quant_groups=8),
     LayerSettings(level=16, group_size=None, quant_groups=2),
     LayerSettings(level=16, allocation="sample"),
+    LayerSettings(level=16, ema_decay=0.9),
     LayerSettings(level=16, rows=0.4),
     LayerSettings(level=4, store="levels"),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -91,9 +91,27 @@ def settings_bytes(
     spec = Spec.of(settings, 0)
     if spec is None or not divides(settings, channels):
         return elements * itemsize
-    shape = (samples, elements // samples) if samples and elements % samples == 0 else (1, elements)
-    shape = (elements // width, width) if settings.rows < 1 else shape
+    shape = _shape(elements, settings, samples, width)
     return CODECS[spec.codec].packed_bytes(shape, spec, itemsize) + memory_bytes(shape, spec)
+
+
+def _shape(elements: int, settings: LayerSettings, samples: int, width: int) -> tuple[int, int]:
+    if settings.rows < 1:
+        return elements // width, width
+    return (samples, elements // samples) if samples and elements % samples == 0 else (1, elements)
+
+
+def kept_bytes(
+    elements: int,
+    settings: LayerSettings,
+    itemsize: int = 4,
+    samples: int = 1,
+    width: int = 0,
+    channels: int = 0,
+) -> int:
+    """Return those of `settings_bytes` that stay from step to step."""
+    spec = Spec.of(settings, 0) if settings.ema_decay and divides(settings, channels) else None
+    return 0 if spec is None else memory_bytes(_shape(elements, settings, samples, width), spec)
 
 
 CASES: Final = ("exact", "packed", "derived", "whole", "dropped", "sampled")
@@ -146,17 +164,19 @@ class PackedSizes:
         self.distinct = list(dict.fromkeys(tensors))
         position = {tensor: number for number, tensor in enumerate(self.distinct)}
         self.positions = np.array([position[tensor] for tensor in tensors], dtype=np.int64)
-        self.columns: dict[LayerSettings, NDArray[np.int64]] = {}
+        self.columns: dict[tuple[Any, LayerSettings], NDArray[np.int64]] = {}
 
-    def under(self, settings: Sequence[LayerSettings]) -> NDArray[np.int64]:
+    def under(
+        self, settings: Sequence[LayerSettings], bytes_of: Callable[..., int] = settings_bytes
+    ) -> NDArray[np.int64]:
         """Return the bytes of each kind of tensors under each of `settings`; shape [settings, kinds].
 
-        `positions`: the kind of each tensor.
+        `positions`: the kind of each tensor. `bytes_of`: or `kept_bytes`.
         """
-        return np.stack([self._column(one) for one in settings])
+        return np.stack([self._column(bytes_of, one) for one in settings])
 
-    def _column(self, settings: LayerSettings) -> NDArray[np.int64]:
-        if settings not in self.columns:
-            sizes = [settings_bytes(size, settings, *form) for size, *form in self.distinct]
-            self.columns[settings] = np.array(sizes, dtype=np.int64)
-        return self.columns[settings]
+    def _column(self, bytes_of: Callable[..., int], settings: LayerSettings) -> NDArray[np.int64]:
+        if (bytes_of, settings) not in self.columns:
+            sizes = [bytes_of(size, settings, *form) for size, *form in self.distinct]
+            self.columns[bytes_of, settings] = np.array(sizes, dtype=np.int64)
+        return self.columns[bytes_of, settings]

@@ -6,7 +6,7 @@ is an array, prepared once, and a policy takes a few operations on whole arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.memory.distinct import Assignment, DistinctSettings, Incidence
 from mesa_tune.profiler.memory.kinds import GRADIENTS, SAVED, STATIC, WORKING, Peak
-from mesa_tune.profiler.memory.packed_sizes import case_shares, in_effect, mixed
+from mesa_tune.profiler.memory.packed_sizes import case_shares, in_effect, kept_bytes, mixed, settings_bytes
 from mesa_tune.profiler.memory.step_arrays import Bytes, Flags, SizedSpan, SizedWork, SlotName, StepArrays
 
 __all__ = ["SizedSpan", "SizedTimeline", "SizedWork", "SlotName", "StepBytes"]
@@ -88,14 +88,25 @@ class StepBytes:
     @cached_property
     def spans(self) -> Bytes:
         """The bytes of each span; 0 if it is never alive."""
-        sized, used, total = self.sized, self.used, self.sized.always.copy()
+        sized, used, total = self.sized, self.used, self.sized.always + self._coded(settings_bytes)
         alive = sized.plain.any_pair(~used[sized.plain.layers] & self._runs(sized.plain))
         alive |= sized.beside.any_pair(used[sized.beside.layers] & self._runs(sized.beside))
         alive |= sized.whole.any_pair(self._runs(sized.whole))
-        total += np.where(alive, sized.sizes, 0)
-        stores = used[sized.coded.layers] & self._runs(sized.coded) & ~self.deriving
+        return np.asarray(total + np.where(alive, sized.sizes, 0), dtype=np.int64)
+
+    @cached_property
+    def kept(self) -> Bytes:
+        """Those bytes of each span that stay from step to step."""
+        if not any(settings.ema_decay for settings in self.settings):
+            return np.zeros_like(self.sized.always)
+        return self._coded(kept_bytes)
+
+    def _coded(self, bytes_of: Callable[..., int]) -> Bytes:
+        """Return the sums of these bytes of all packed copies of each span."""
+        sized, total = self.sized, np.zeros_like(self.sized.always)
+        stores = self.used[sized.coded.layers] & self._runs(sized.coded) & ~self.deriving
         rows, stored = sized.coded.rows[stores], self.stored[sized.coded.layers[stores]]
-        sizes = sized.packed_sizes.under(self.settings)[stored, sized.packed_sizes.positions[rows]]
+        sizes = sized.packed_sizes.under(self.settings, bytes_of)[stored, sized.packed_sizes.positions[rows]]
         # Layers with equal settings share a copy.
         copies, first = np.unique(rows * len(self.settings) + stored, return_index=True)
         np.add.at(total, copies // len(self.settings), sizes[first])
@@ -210,9 +221,11 @@ class StepBytes:
         """The bytes alive in each slot, static ones included; shape [slots]."""
         changes = np.zeros(len(self.sized.slots) + 1, dtype=np.int64)
         births, deaths = self.sized.edges
-        np.add.at(changes, births, self.spans)
-        np.subtract.at(changes, deaths, self.spans)
-        return np.asarray(self.sized.static + self.work + np.cumsum(changes[:-1]), dtype=np.int64)
+        born = self.spans - self.kept
+        np.add.at(changes, births, born)
+        np.subtract.at(changes, deaths, born)
+        always = self.sized.static + int(self.kept.sum())
+        return np.asarray(always + self.work + np.cumsum(changes[:-1]), dtype=np.int64)
 
     @property
     def peak_bytes(self) -> int:
@@ -234,7 +247,8 @@ class StepBytes:
             return Peak(None, "forward", sized.static_kinds)
         index = int(self.live.argmax())
         slot, (births, deaths) = sized.slots[index], sized.edges
-        saved = int(self.spans[(births <= index) & (index < deaths)].sum())
+        alive = (births <= index) & (index < deaths)
+        saved = int(np.where(alive, self.spans, self.kept).sum())
         work = sized.again if sized.again and self.again[index] == 1 else sized.once
         gradients = min(int(work.gradients[index]), int(self.work[index]))
         born = {GRADIENTS: gradients, SAVED: saved, WORKING: int(self.work[index]) - gradients}
@@ -246,4 +260,4 @@ class StepBytes:
     @property
     def saved_bytes(self) -> int:
         """The bytes of all spans that are alive when the forward ends; of several, the most."""
-        return int((self.sized.saved_after @ self.spans).max())
+        return int((self.sized.saved_after @ (self.spans - self.kept)).max() + self.kept.sum())
