@@ -7,6 +7,7 @@ weights on its device, and a script that runs again must not measure again. Of s
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from mesa_tune.profiler.entries import fast_grid, full_grid
 from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.profiling import SEEDS, profile
+from mesa_tune.profiler.timing.duration import remaining_text
 from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.api import check_request, plain_fits
@@ -219,13 +221,22 @@ class _Measured:
             f"profiling at batch size {self.workload.batch_size} on {self.workload.device}: minutes, for"
             f" {len(options)} settings of each layer on {counted(seeds, 'batch')}{faster}"
         )
+        begin = time.monotonic()
+
+        def enough(traced: Profile) -> bool:
+            if not search.get("max_batch") and plain_fits(traced, budget, **search):
+                return True
+            say(remaining_text(time.monotonic() - begin, seeds, len(options)))
+            say(_unmeasured(traced))
+            return False
+
         try:
             measured = profile(
                 self.workload,
                 options=options,
                 seeds=seeds,
                 path=self.run.profile,
-                enough=lambda traced: not search.get("max_batch") and plain_fits(traced, budget, **search),
+                enough=enough,
                 progress=lambda text, share: self.request.progress(f"{share:4.0%} {text}"),
                 save=lambda each: self.run.write(
                     self.run.profile, dump_json(self._noted(each).to_dict()), origin
@@ -263,6 +274,15 @@ class _Measured:
             return search_policy(measured, budget, workload=self.workload, **search)
         finally:
             self.request.progress("")
+
+
+def _unmeasured(traced: Profile) -> str:
+    """Return what takes no measuring: the peak under 4 bits everywhere."""
+    four = traced.predict(Policy.uniform(level=16)).peak_bytes
+    return (
+        f"without measuring: mt.Policy.uniform(level=16), 4 bits everywhere, has a peak of"
+        f" {format_bytes(four)}, not {format_bytes(traced.peak_bytes)}"
+    )
 
 
 def _held(model: nn.Module, optimizer: Any) -> int:

@@ -24,7 +24,7 @@ from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.conversion.resume import load_state_dict, state_dict
 from mesa_tune.errors import PolicyError, RunError
-from mesa_tune.notice import warn_once
+from mesa_tune.notice import say, warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.retune import Retune
 from mesa_tune.units import parse_bytes
@@ -124,6 +124,7 @@ class Compression:
     def _convert(self, training: Training) -> None:
         if self.policy is not None:
             convert(training.model, self.policy)
+            say(f"activations are stored by {self.policy.source}")
         elif self._retuning is not None:
             self._retuning.step(_first(training))
         else:

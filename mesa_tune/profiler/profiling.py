@@ -164,12 +164,11 @@ class _Profiling:
 
     def _with_noise(self, traced: Profile) -> Profile:
         """Return the profile with the noise of the batches; let those that stand for all make the prices."""
-        self.show("gradient noise of the batches", 1.0)
         clock, names = clock_of(self.workload.device), (*traced.timeline.modules, *traced.mlps)
         self.watch = BlockWatch(self.model, names, clock, module_options(self.options))
         with self.watch.watching():
             policy = next(self._uniform(_WHOLE_BITS), None)
-            noise = JointError(self.workload, self.model).noise(policy, fewest=self.seeds)
+            noise = JointError(self.workload, self.model).noise(policy, fewest=self.seeds, show=self.show)
         if noise.norms and self.seeds > 1:
             chosen = [1 + position for position in representatives(noise.norms[1:], self.seeds - 1)]
             self.pricing = replace(self.pricing, draws=(0, *chosen))
@@ -185,8 +184,9 @@ class _Profiling:
         modules = ModulePricing(self.watch, traced.timeline.modules)
         tiled, forwards = traced.tiled, self.workload.accumulation
         mlps = ModulePricing(self.watch, traced.mlps, tile=MLP_SLICES)
-        for number, draw in enumerate(self._price_draws[:_INTERACTION_DRAWS]):
-            self.show(f"errors of whole policies, batch {draw}", 1.0)
+        draws = self._price_draws[:_INTERACTION_DRAWS]
+        for number, draw in enumerate(draws):
+            self.show(f"errors of whole policies, batch {number + 1} of {len(draws)}", number / len(draws))
             joint = JointError(self.workload, self.model)  # caches one exact gradient, that of this draw
             for bits, policy in policies.items():
                 measured[bits] += joint.errors(policy, [(draw, 0)])
@@ -264,9 +264,9 @@ class _Profiling:
             for name, fresh in self.pricing.of_group(traced, group, sensitivity, earlier).items():
                 self.measured[name] = self._prices(name).extended(fresh)
             left = (time.monotonic() - start) / count * (len(todo) - count)
-            part = f"batch {number} of {numbers[-1]}" if number else "first batch"
+            part = f"batch {number} of {numbers[-1]}" if number else "the first batch"
             self.show(f"gradient errors on {part}, {left:.0f} s left of these", count / len(todo))
-            if time.monotonic() - saved > SAVE_EVERY_S:
+            if time.monotonic() - saved > SAVE_EVERY_S or count == len(todo):
                 self._save(self._assembled(traced, partial=True))
                 saved = time.monotonic()
 
@@ -275,8 +275,8 @@ class _Profiling:
         prices: dict[Reach, LayerPrices] = {}
         possible = self.options and any(span.sources for span in traced.timeline.kept)
         batches = self.priced_on[:DERIVED_BATCHES]
-        for number in batches if possible else ():
-            self.show(f"errors of what is derived, batch {number} of {batches[-1]}", 1.0)
+        for count, number in enumerate(batches if possible else ()):
+            self.show(f"errors of what is derived, batch {count + 1} of {len(batches)}", count / len(batches))
             found = self.pricing.of_derived(traced, number, all_groups=number == batches[0])
             for reach, fresh in found.items():
                 prices[reach] = prices.get(reach, LayerPrices()).extended(fresh)
@@ -297,9 +297,8 @@ class _Profiling:
         settings = timed_settings(self.options)
         if settings is None:
             return profile
-        self.show("step times", 1.0)
         with unnoticed():  # a layer may have calls for which the timed settings have no effect
-            times = self._timer(restore).times(timed_policies(profile, settings), seconds)
+            times = self._timer(restore).times(timed_policies(profile, settings), seconds, self.show)
         return with_times(profile, times, settings)
 
     def _timer(self, restore: Callable[[], None]) -> StepTimer:

@@ -144,6 +144,16 @@ def test_turns_go_on_until_the_time_is_over(timer: StepTimer, monkeypatch: pytes
     assert counted == [FEWEST, MOST]
 
 
+def test_slow_steps_have_one_turn_of_one_round(timer: StepTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[Turn] = []
+    shown: list[str] = []
+    monkeypatch.setattr(step_time, "SLOW_MS", 0.0)
+    monkeypatch.setattr(step_time, "summarized", turns.extend)
+    timer.times({Kind.EXACT: mt.Policy(())}, 3600.0, lambda text, share: shown.append(text))
+    assert [len(turn.rounds) for turn in turns] == [1]
+    assert shown == ["step times, 2 kinds of steps", "step times, turn 1 of at most 1"]
+
+
 def turn(plain: float, exact: Spans, packed: Spans) -> Turn:
     """Return the turn of steps that take as long as their spans; both halves of the layers take the same."""
     spans = {Kind.EXACT: exact, **dict.fromkeys(HALVES, packed)}

@@ -136,16 +136,25 @@ class JointError:
             return squared(gradient, exact) / self._norms[draw]
 
     def noise(
-        self, policy: Policy | None = None, *, first: int = 0, fewest: int = 1, most: int = NOISE_STEPS
+        self,
+        policy: Policy | None = None,
+        *,
+        first: int = 0,
+        fewest: int = 1,
+        most: int = NOISE_STEPS,
+        show: Callable[[str, float], object] = lambda text, share: None,
     ) -> Noise:
         """Return the noise of steps from the `first` draw on; only the sum of their gradients is held.
 
-        On every second one the error of `policy` is measured, too, for `Noise.measured`.
+        On every second one the error of `policy` is measured, too, for `Noise.measured`. `show` is called
+        with what is measured, and the share of it that is done.
         """
         total: Gradient = [None] * len(self.parameters)
         sizes: list[float] = []
         errors: list[float] = []
-        for draw in range(first, first + max(fewest, most)):
+        most = max(fewest, most)
+        for draw in range(first, first + most):
+            show(f"gradient noise, batch {len(sizes) + 1} of at most {most}", len(sizes) / most)
             gradient = self._exact_gradient(draw)
             sizes.append(squared(gradient))
             if policy is not None and len(sizes) % 2 == 0:

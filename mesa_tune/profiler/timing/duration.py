@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from mesa_tune.units import counted
 
-_LEAST_S, _SHARE, _SHARE_PER_BATCH = 30.0, 1.5, 0.25
+_LEAST_S, _SHARE, _SHARE_PER_BATCH = 30.0, 2.2, 0.25
 """Seconds that any profile takes, and multiples of the tracing: for the first batch, and for each further.
 
-Fitted to `profile --fast` on one core of a busy machine, when half as many steps were traced: tracing and the
-rest of the digits ViT took 10 s and 70 s (at another time the rest took 33 s), of a small GPT 28 s and 126 s,
-of ResNet 17 s and 97 s, of LoRA 59 s and 218 s; a full profile of the digits ViT took 13 s and 118 s.
+Of `profile --fast` on one core of a busy machine, tracing and the rest of the digits ViT took 14 s and 58 s,
+of a GPT-2 on text 151 s and 401 s. The last number is of profiles that traced half as many steps: a full
+profile of the digits ViT took 13 s and 118 s.
 """
 
 

@@ -52,6 +52,9 @@ FEWEST, MOST = 2, 8
 ROUNDS = 2
 """How many rounds of whole steps a turn has: their times differ by little."""
 
+SLOW_MS = 1000.0
+"""Steps that take longer have one turn of one round: they last too long for short disturbances to count."""
+
 SHARE, SECONDS = 0.1, 15.0
 """Turns take this share of the profile's time, or these seconds if they are more.
 
@@ -120,16 +123,28 @@ class StepTimer:
         return times
 
     @steady_heap()
-    def times(self, policies: Mapping[Kind, Policy], seconds: float) -> StepTimes:
-        """Return the times of steps under `policies`; take about `seconds` for it."""
+    def times(
+        self,
+        policies: Mapping[Kind, Policy],
+        seconds: float,
+        show: Callable[[str, float], object] = lambda text, share: None,
+    ) -> StepTimes:
+        """Return the times of steps under `policies`; take about `seconds` for it.
+
+        `show` is called with what is measured, and the share of it that is done.
+        """
         batch = self.workload.make_batch()
         sessions = {kind: self._session(policy) for kind, policy in policies.items()}
         turns: list[Turn] = []
-        stop = time.monotonic() + seconds
-        self._round(batch, sessions)  # plans the calls
-        while len(turns) < FEWEST or (len(turns) < MOST and time.monotonic() < stop):
+        show(f"step times, {len(sessions) + 1} kinds of steps", 0.0)
+        begin = time.monotonic()
+        slow = self._round(batch, sessions)[Kind.PLAIN] > SLOW_MS  # this also plans the calls
+        fewest, most, count = (1, 1, 1) if slow else (FEWEST, MOST, ROUNDS)
+        while len(turns) < fewest or (len(turns) < most and time.monotonic() < begin + seconds):
+            share = max(len(turns) / most, (time.monotonic() - begin) / max(seconds, 1e-9))
+            show(f"step times, turn {len(turns) + 1} of at most {most}", min(1.0, share))
             self.restore()
-            rounds = [self._round(batch, sessions) for _ in range(ROUNDS)]
+            rounds = [self._round(batch, sessions) for _ in range(count)]
             turns.append(
                 Turn(rounds, {kind: self._spans(batch, sessions[kind]) for kind in _CUT if kind in sessions})
             )
