@@ -111,3 +111,36 @@ def test_everything_is_restored(rebuilt: bool) -> None:
     assert len(restored) == 4
     assert model.training
     assert not optimizer.state
+
+
+class _Patches(nn.Module):
+    """A convolution of images, and linear layers on images with the channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 64, 4, 4)
+        self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(self.patches(x).permute(0, 2, 3, 1)).mean((1, 2))
+        return y
+
+
+@pytest.mark.parametrize("groups", [3, 4, 7])
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_layers_whose_channels_are_not_divided_are_predicted(autocast: str | None, groups: int) -> None:
+    """Of images 3 channels, then 7 rows of pixels, of weights 64 or 256 columns: others divide each of them."""
+    work = mt.Workload(
+        _Patches,
+        lambda n: torch.randn(n, 3, 28, 28),
+        lambda model, x: model(x).square().mean(),
+        batch_size=16,
+        autocast=autocast,
+    )
+    policy = mt.Policy.uniform(level=16, group_size=None, quant_groups=groups)
+    predicted = mt.profile(work, options=[]).predict(policy)
+    measured = mt.verify(work, policy, steps=1, seeds=1).policy
+    assert measured.saved_bytes is not None
+    assert measured.peak_bytes is not None
+    assert abs(predicted.saved_bytes - measured.saved_bytes) <= 64
+    assert abs(predicted.peak_bytes - measured.peak_bytes) <= 0.003 * measured.peak_bytes

@@ -102,12 +102,7 @@ def _shape(elements: int, settings: LayerSettings, samples: int, width: int) -> 
 
 
 def kept_bytes(
-    elements: int,
-    settings: LayerSettings,
-    itemsize: int = 4,
-    samples: int = 1,
-    width: int = 0,
-    channels: int = 0,
+    elements: int, settings: LayerSettings, _: int, samples: int, width: int, channels: int
 ) -> int:
     """Return those of `settings_bytes` that stay from step to step."""
     spec = Spec.of(settings, 0) if settings.ema_decay and divides(settings, channels) else None

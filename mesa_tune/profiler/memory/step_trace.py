@@ -110,7 +110,8 @@ class StepTrace:
     layer saves exactly, with this layer. `plain`: storages that autograd saves exactly.
     `extents`: for each call, the elements of the largest tensor that it stores in parts, or that decides
     whether it stores any; `NEVER` if it has a small view of a large storage, which is always copied.
-    `saved_extents`: of the largest autograd saves.
+    `saved_extents`: of the largest autograd saves. `asked_channels`: for each layer, the channels of the
+    tensors of which one must be packed, or its calls are PyTorch's.
     `views`: for a call and a storage, the fewest elements that the call stores in parts without a copy.
     `rows`: for layers whose groups end where rows end, the elements per row. `samplers`: layers that may
     leave out rows. `valued`: layers that may store fixed levels. `saves`: for each layer, what autograd
@@ -132,6 +133,7 @@ class StepTrace:
     side_calls: dict[int, list[CallKey]] = field(default_factory=dict)
     extents: dict[CallKey, int] = field(default_factory=dict)
     saved_extents: dict[CallKey, int] = field(default_factory=dict)
+    asked_channels: dict[str, set[int]] = field(default_factory=dict)
     views: dict[tuple[CallKey, int], int] = field(default_factory=dict)
     plain: dict[int, PlainTrace] = field(default_factory=dict)
     encoded: set[tuple[int, str]] = field(default_factory=set)
@@ -218,8 +220,8 @@ class StepTrace:
 
     @cached_property
     def channels(self) -> dict[str, tuple[int, ...]]:
-        """For each layer, the numbers of channels of what it stores in parts, ascending."""
-        found: dict[str, set[int]] = {}
+        """For each layer, the numbers of channels of what it stores in parts or might pack, ascending."""
+        found = {layer: set(counts) for layer, counts in self.asked_channels.items()}
         for item in self.coded.values():
             for layer in item.layers:
                 found.setdefault(layer, set()).add(item.channels)

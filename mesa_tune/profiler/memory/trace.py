@@ -23,6 +23,8 @@ from mesa_tune.engine.storage import Packing
 from mesa_tune.engine.tensors import is_small_view
 from mesa_tune.formulas.activation import POINTWISE_INPUT
 from mesa_tune.ops.maps import Deferred
+from mesa_tune.ops.reference import channels_of
+from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.memory.meter import Meter, gradients_of, storages
 from mesa_tune.profiler.memory.step_trace import (
     NEVER,
@@ -150,6 +152,8 @@ class Tracer(Observer):
 
     def asked(self, layer: str, tensors: Sequence[Tensor]) -> None:
         floats = [tensor for tensor in _tensors(tensors) if tensor.is_floating_point()]
+        counts = {channels_of(tensor.shape)[1] for tensor in floats if tensor.numel() > MIN_ELEMENTS}
+        self.trace.asked_channels.setdefault(layer, set()).update(counts)
         sizes = [NEVER if self._is_small_view(tensor) else tensor.numel() for tensor in floats]
         self._extend(self._call(layer), max(sizes, default=0))
 
