@@ -129,7 +129,7 @@ class _Patches(nn.Module):
 @pytest.mark.parametrize("groups", [3, 4, 7])
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 def test_layers_whose_channels_are_not_divided_are_predicted(autocast: str | None, groups: int) -> None:
-    """Of images 3 channels, then 7 rows of pixels, of weights 64 or 256 columns: others divide each of them."""
+    """Images have 3 channels, then 7 rows of pixels, weights 64 or 256 columns: no number divides all."""
     work = mt.Workload(
         _Patches,
         lambda n: torch.randn(n, 3, 28, 28),
