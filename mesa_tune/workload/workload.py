@@ -326,5 +326,5 @@ def _require_device(device: str) -> None:
         count = torch.cuda.device_count()
         raise WorkloadError(
             f"device {device!r}: torch {torch.__version__} finds {count} CUDA devices\n"
-            "use the device cpu, see `mesa-tune doctor`, or ask for bytes alone: profile --bytes-only"
+            "use the device cpu (--device cpu), see `mesa-tune doctor`, or ask for bytes alone (--bytes-only)"
         )
