@@ -29,7 +29,6 @@ from search_page import write
 from search_subjects import SUBJECTS, Subject
 from step import checkpoint_blocks
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from truth import LiveStorages
 
@@ -242,9 +241,7 @@ class Running:
         with LiveStorages() as storages:
             self.optimizer.zero_grad()
             state = [value for values in self.optimizer.state.values() for value in values.values()]
-            for leaf in (*self.model.parameters(), *self.model.buffers(), *state, *tree_leaves(self.batch)):
-                if isinstance(leaf, Tensor):
-                    storages.see(leaf)
+            storages.see_all([*self.model.parameters(), *self.model.buffers(), state, self.batch])
             del state
             self.step()
         return storages.peak
@@ -255,9 +252,7 @@ def forward_bytes(subject: Subject) -> int:
     torch.manual_seed(0)
     model, batch = subject.build(), subject.batch(subject.batch_size)
     with torch.no_grad(), LiveStorages() as storages:
-        for leaf in (*model.parameters(), *model.buffers(), *tree_leaves(batch)):
-            if isinstance(leaf, Tensor):
-                storages.see(leaf)
+        storages.see_all([*model.parameters(), *model.buffers(), batch])
         before = storages.alive
         subject.loss(model, batch)
     return storages.peak - before

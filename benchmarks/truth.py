@@ -129,11 +129,15 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor):
-                self.see(leaf)
+        self.see_all((args, kwargs, result))
         self.peak = max(self.peak, self.alive)
         return result
+
+    def see_all(self, tree: Any) -> None:
+        """Count the storages of all tensors in `tree`."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
 
     def see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -204,8 +208,7 @@ def _live(training: Training) -> dict[str, int]:
     saved: list[int] = []
     with LiveStorages() as storages:
         training.optimizer.zero_grad()
-        for tensor in training.tensors():
-            storages.see(tensor)
+        storages.see_all(training.tensors())
         training.step(lambda loss: saved.append(storages.alive - loss.untyped_storage().nbytes()))
     return {"peak": storages.peak, "saved": saved[0] - _static(training)}
 

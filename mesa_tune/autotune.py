@@ -7,7 +7,6 @@ weights on its device, and a script that runs again must not measure again. Of s
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from mesa_tune.profiler.entries import fast_grid, full_grid
 from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.profiling import SEEDS, profile
-from mesa_tune.profiler.timing.duration import remaining_text
+from mesa_tune.profiler.timing.duration import announcing
 from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.api import check_request, plain_fits
@@ -221,12 +220,12 @@ class _Measured:
             f"profiling at batch size {self.workload.batch_size} on {self.workload.device}: minutes, for"
             f" {len(options)} settings of each layer on {counted(seeds, 'batch')}{faster}"
         )
-        begin = time.monotonic()
+        announce = announcing(say, seeds, len(options))
 
         def enough(traced: Profile) -> bool:
             if not search.get("max_batch") and plain_fits(traced, budget, **search):
                 return True
-            say(remaining_text(time.monotonic() - begin, seeds, len(options)))
+            announce()
             say(_unmeasured(traced))
             return False
 

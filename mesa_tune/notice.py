@@ -3,7 +3,7 @@
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mesa_tune.compiling import constant_result
@@ -31,6 +31,14 @@ def unnoticed() -> Iterator[None]:
             yield
         finally:
             _given.intersection_update(before)
+
+
+Progress = Callable[[str, float], None]
+"""What is called with what long work does at the moment, and the share of that which is done."""
+
+
+def unshown(text: str, share: float) -> None:
+    """The `Progress` that nobody sees."""
 
 
 STATUS_EVERY_S = 60.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +102,7 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
 def _fitting(workload: Workload, profiled: Profile, device: str, limit: str, output: Output) -> list[str]:
     """Return a table: whether the step fits into `limit` on the device, and up to which batch size."""
     from mesa_tune.estimation import estimate
+    from mesa_tune.notice import unnoticed
     from mesa_tune.profiler.tiled_step import SLICES, tiling
 
     policies = _policies()
@@ -111,8 +111,7 @@ def _fitting(workload: Workload, profiled: Profile, device: str, limit: str, out
     rows: list[list[str]] = []
     for name, policy in policies.items():
         output.status(f"{name}: which batch sizes fit into {limit}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a loss that cannot have slices has no row
+        with unnoticed():  # a loss that cannot have slices has no row
             fit = estimate(workload, policy, device=device)
         fits = "yes" if fit.fits(limit) else "no"
         rows.append([name, format_bytes(fit.needed_bytes), fits, str(fit.largest_batch(limit))])

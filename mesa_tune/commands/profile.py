@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -135,16 +134,16 @@ def profile(
 
 def _announcing(output: Output, batches: int, options: int) -> Callable[[Profile], bool]:
     """Return what says how long the rest of a profile takes, to be called when its steps have been traced."""
-    from mesa_tune.profiler.timing.duration import remaining_text
+    from mesa_tune.profiler.timing.duration import announcing
 
-    begin = time.monotonic()
+    announce = announcing(output.line, batches, options)
 
-    def announce(_: Profile) -> bool:
+    def enough(_: Profile) -> bool:
         if not output.json:
-            output.line(remaining_text(time.monotonic() - begin, batches, options))
+            announce()
         return False
 
-    return announce
+    return enough
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mesa_tune.errors import RunError
-from mesa_tune.notice import unnoticed
+from mesa_tune.notice import Progress, unnoticed, unshown
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.draws import longest_batch
@@ -56,7 +56,6 @@ _INTERACTION_DRAWS = 3
 _WHOLE_BITS = 4
 _CHECKPOINT_DRAWS = 3
 
-Progress = Callable[[str, float], None]
 """Called with a text about the current work, and the share of it that is done (0 to 1)."""
 
 
@@ -87,7 +86,7 @@ def profile(
     wanted = full_grid() if options is None else list(options)
     if seeds < 1:
         raise ValueError(f"`seeds >= 1` must hold, but got (seeds={seeds})")
-    show = progress if callable(progress) else (_print_progress if progress else _ignored)
+    show = progress if callable(progress) else (_print_progress if progress else unshown)
     model = workload.build()
     optimizer = workload.make_optimizer(model)
     return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show, enough).run()
@@ -387,10 +386,6 @@ def _interaction(
         factor = fitted_interaction(sums, statistics.fmean(measured[bits]))
         if factor:
             yield bits, factor
-
-
-def _ignored(*_: object) -> None:
-    return None
 
 
 def _print_progress(text: str, share: float) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.errors import WorkloadError
+from mesa_tune.notice import Progress, unshown
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.noise import Noise
 from mesa_tune.profiler.errors.recorded import as_real
@@ -142,12 +143,11 @@ class JointError:
         first: int = 0,
         fewest: int = 1,
         most: int = NOISE_STEPS,
-        show: Callable[[str, float], object] = lambda text, share: None,
+        show: Progress = unshown,
     ) -> Noise:
         """Return the noise of steps from the `first` draw on; only the sum of their gradients is held.
 
-        On every second one the error of `policy` is measured, too, for `Noise.measured`. `show` is called
-        with what is measured, and the share of it that is done.
+        On every second one the error of `policy` is measured, too, for `Noise.measured`.
         """
         total: Gradient = [None] * len(self.parameters)
         sizes: list[float] = []

@@ -6,6 +6,9 @@ like those that are traced at first, as many in every profile; so the time of th
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from mesa_tune.units import counted
 
 _LEAST_S, _SHARE, _SHARE_PER_BATCH = 30.0, 2.2, 0.25
@@ -29,3 +32,9 @@ def remaining_text(traced_s: float, batches: int, options: int) -> str:
     amount = f"{round(seconds, -1):.0f} s" if seconds < 100 else f"{minutes} min"
     on = counted(batches, "batch")
     return f"about {amount} to go, for {options} settings of each layer on {on}, noise and times"
+
+
+def announcing(say: Callable[[str], None], batches: int, options: int) -> Callable[[], None]:
+    """Return what says how long the rest takes, to be called at the end of a tracing that begins now."""
+    begin = time.monotonic()
+    return lambda: say(remaining_text(time.monotonic() - begin, batches, options))

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from mesa_tune.engine.observer import watch
+from mesa_tune.notice import Progress, unshown
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry
@@ -123,16 +124,8 @@ class StepTimer:
         return times
 
     @steady_heap()
-    def times(
-        self,
-        policies: Mapping[Kind, Policy],
-        seconds: float,
-        show: Callable[[str, float], object] = lambda text, share: None,
-    ) -> StepTimes:
-        """Return the times of steps under `policies`; take about `seconds` for it.
-
-        `show` is called with what is measured, and the share of it that is done.
-        """
+    def times(self, policies: Mapping[Kind, Policy], seconds: float, show: Progress = unshown) -> StepTimes:
+        """Return the times of steps under `policies`; take about `seconds` for it."""
         batch = self.workload.make_batch()
         sessions = {kind: self._session(policy) for kind, policy in policies.items()}
         turns: list[Turn] = []
