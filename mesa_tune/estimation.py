@@ -22,7 +22,7 @@ from mesa_tune.units import parse_bytes
 from mesa_tune.workload.fake import FakeWorkload, fake_copy
 from mesa_tune.workload.instance.given_batches import GivenBatches, preserved_generators
 from mesa_tune.workload.instance.instance import instance_workload
-from mesa_tune.workload.workload import Workload, default_device
+from mesa_tune.workload.workload import Workload, default_device, is_cuda
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -155,7 +155,7 @@ def estimate(
     make = _of_workload if isinstance(subject, Workload) else _of_instance
     fake, policy, own_device = make(*arguments, **options)
     device = device or own_device
-    cuda = _is_cuda(device)
+    cuda = is_cuda(device)
     parallel = _parallelization(parallelize, world_size)
     steps = FakeSteps(fake, policy or Policy.parse(""), cuda, parallel)
     batch_size = fake.batch_size if batch_size is None else batch_size
@@ -206,13 +206,6 @@ def _of_instance(
         workload = instance_workload(model, batch, loss, optimizer, device="cpu", **step)
     fake = FakeWorkload.of(workload)
     return replace(fake, model=lambda: fake_copy(fake.mode, model)), policy, default_device()
-
-
-def _is_cuda(device: str) -> bool:
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise WorkloadError(f"device {device!r}: must be cpu or cuda\nchoose with device= or --device")
-    return kind == "cuda"
 
 
 def parse_limit(limit: str | int) -> int:

@@ -210,3 +210,15 @@ def products() -> Iterator[Product]:
     yield 3e38 * randn(1024).clamp(-1, 1), (4, 16, 64, 0), factor[:-1]
     yield randn(700, 64), (4, 16, 64, 0), randn(700, 64, seed=1)
     yield torch.empty(0), (4, 16, 64, 0), torch.empty(0)
+
+
+def gates(size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, float, Tensor, float, int]]:
+    """A tensor with zeros, NaN and Inf, its limit, a gradient, its slope, and neighbours that share a bit."""
+    x, grad = randn(size).to(dtype), randn(size, seed=1).to(dtype)
+    x[::5] = 0
+    if size > 8:
+        x[3], x[4], grad[5] = math.nan, math.inf, math.inf
+    for limit, slope in ((0.0, 0.0), (0.1, 0.01), (0.25, -2.0)):
+        for inner in (1, 7, 1000):
+            if size % inner == 0:
+                yield x, limit, grad, slope, inner

@@ -325,9 +325,13 @@ def test_cuda_is_unverified_and_reserves_more_than_the_peak() -> None:
     assert mt.estimate(of_vit(), device="cpu").verified
 
 
-def test_an_unknown_device_is_an_error() -> None:
-    with pytest.raises(WorkloadError, match="must be cpu or cuda"):
-        mt.estimate(of_vit(), device="tpu")
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("tpu", "must be cpu, cuda or cuda:N"), ("mps", "not on MPS"), ("xpu", "not on XPU")],
+)
+def test_an_unknown_device_is_an_error(device: str, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        mt.estimate(of_vit(), device=device)
 
 
 def test_a_file_is_not_a_workload() -> None:

@@ -67,14 +67,14 @@ _DTYPE, _NONE = repeat("dtype"), repeat(None)
 def fused(op: Fused, parts: Sequence[Tensor], arguments: Sequence[Any], spec: Spec) -> Any:
     """Return `op` of the packed parts and these arguments; None if it does not take them.
 
-    It takes contiguous groups, and of floating-point numbers those of its `dtypes`. Ops that are not
-    `everywhere` take groups of up to `LARGEST_GROUP` elements, on the CPU.
+    It takes contiguous groups, and of floating-point numbers those of its `dtypes`. Ops that are not for
+    `any_size` take groups of up to `LARGEST_GROUP` elements; those that are not `everywhere` run on the CPU.
     """
     data, ranges = parts
     dtypes = map(getattr, (ranges, *arguments), _DTYPE, _NONE)
     if spec.quant_groups or not (_FLOATS - op.dtypes).isdisjoint(dtypes):
         return None
-    if not op.everywhere and not (on_cpu(data) and spec.group_size <= LARGEST_GROUP):
+    if not (op.any_size or spec.group_size <= LARGEST_GROUP) or not (op.everywhere or on_cpu(data)):
         return None
     return op.kernel(data, ranges, *arguments, spec.bits, spec.levels, spec.group_size)
 

@@ -77,12 +77,12 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     """Trace the step on fake tensors, write the profile, and print its bytes."""
     from mesa_tune.estimation import parse_limit
     from mesa_tune.profiler.bytes_only import bytes_only_profile
-    from mesa_tune.workload.workload import default_device
+    from mesa_tune.workload.workload import default_device, is_cuda
 
     if request.fits is not None:
         parse_limit(request.fits)
     device = request.device or default_device()
-    cuda = device.partition(":")[0] == "cuda"
+    cuda = is_cuda(device)
     workload, about = request.workload()
     output.device(device, "bytes only: nothing runs there")
     output.line(f"tracing {about} at batch size {workload.batch_size}")

@@ -22,6 +22,7 @@ from mesa_tune.codecs import CODECS, Memory, Spec
 from mesa_tune.engine.tensors import views_large_storage
 from mesa_tune.notice import warn_once
 from mesa_tune.ops.flags import none_set
+from mesa_tune.ops.fused import MASK_GRAD
 from mesa_tune.ops.maps import Deferred
 from mesa_tune.ops.reference import channels_of
 
@@ -343,6 +344,9 @@ def without_zero_rows(grad: Tensor, zero_rows: Tensor) -> Tensor:
     """Return `grad` with 0 in the rows that the packed bits mark; `grad` itself where they mark none."""
     if none_set(zero_rows):
         return grad
+    if grad.dtype in ops.DTYPES and grad.numel():
+        masked: Tensor = MASK_GRAD(grad, zero_rows, 0.0, grad.shape[-1])
+        return masked
     return grad.masked_fill(ops.unpack_bits(zero_rows, grad.shape[:-1]).unsqueeze(-1), 0)
 
 

@@ -60,7 +60,7 @@ FUNCTIONS: dict[str, Masked] = {
 def forward(static: Static, needs: Needs, x: Tensor) -> Result:
     kind, in_place, parameters = static
     function = FUNCTIONS[kind]
-    if kind in ("relu", "threshold") and x.dtype == torch.float32:
+    if kind in ("relu", "threshold") and x.dtype in ops.DTYPES:
         mask = PACK_AT_MOST(x, parameters[0] if parameters else 0.0)
     else:
         mask = ops.pack_bits(function.mask(x, *parameters))
@@ -74,8 +74,8 @@ def forward(static: Static, needs: Needs, x: Tensor) -> Result:
 def backward(saved: Saved, grad: Tensor) -> Grads:
     (kind, _, parameters), (bits,) = saved.static, saved.exact
     slope = parameters[0] if kind == "leaky_relu" else 0.0
-    if grad.dtype == torch.float32 and grad.is_contiguous():
-        return (MASK_GRAD(grad, bits, slope),)
+    if grad.dtype in ops.DTYPES and grad.is_contiguous():
+        return (MASK_GRAD(grad, bits, slope, 1),)
     mask = ops.unpack_bits(bits, grad.shape)
     return (torch.where(mask, grad * slope, grad) if slope else grad.masked_fill(mask, 0),)
 

@@ -4,8 +4,8 @@ Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul
 norm_backward, batch_norm_backward, softmax_backward, cross_entropy_backward, linear_backward,
 attention_backward}`. All but the last, which writes into existing memory, are pure. The functions here are
 their default kernels, in PyTorch. They give the same bytes as the native ones (the last six: the same numbers
-except for the order of sums). `quantize_map` and `dequantize_mul` have native kernels on the CPU and on CUDA,
-the others on the CPU. `sizes` are the bits, levels and group size of the packed tensor.
+except for the order of sums). All have native kernels on the CPU; batch norm, cross-entropy, linear layers
+and attention have none on CUDA. `sizes` are the bits, levels and group size of the packed tensor.
 """
 
 import math
@@ -33,7 +33,7 @@ _SCHEMAS = (
     f"quantize_map(Tensor x, {_MAP}, {_SIZES}, bool stochastic, Tensor? seed) -> (Tensor, Tensor)",
     f"dequantize_mul({_PARTS}, Tensor factor, {_SIZES}) -> Tensor",
     "pack_at_most(Tensor x, float limit) -> Tensor",
-    "gate(Tensor grad, Tensor data, float slope) -> Tensor",
+    "gate(Tensor grad, Tensor data, float slope, int inner) -> Tensor",
     f"attention_backward({_ATTENTION}, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv) -> ()",
     f"norm_backward({_PARTS}, {_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
     f"batch_norm_backward({_PARTS}, {_BATCH_NORM}, {_SIZES}) -> (Tensor dx, Tensor dw, Tensor db)",
@@ -68,14 +68,19 @@ def dequantize_mul(data: Tensor, ranges: Tensor, factor: Tensor, *sizes: int) ->
 
 
 def pack_at_most(x: Tensor, limit: float) -> Tensor:
-    """Return one bit per element of the float32 x: whether it is at most `limit`."""
+    """Return one bit per element of x, of 32 or 16 bits: whether it is at most `limit`."""
     return ops.pack_bits(x <= limit)
 
 
-def mask_grad(grad: Tensor, data: Tensor, slope: float) -> Tensor:
-    """Return the float32 `grad`, times `slope` where the bit is set; contiguous."""
-    mask, grad = ops.unpack_bits(data, grad.shape), grad.contiguous()
-    return torch.where(mask, grad * slope, grad) if slope else grad.masked_fill(mask, 0)
+def mask_grad(grad: Tensor, data: Tensor, slope: float, inner: int) -> Tensor:
+    """Return `grad`, of 32 or 16 bits, times `slope` where the bit is set; contiguous.
+
+    A bit is that of `inner` neighbours: of an element, or of a row.
+    """
+    grad = grad.contiguous()
+    mask = ops.unpack_bits(data, (grad.numel() // inner,)).view(-1, 1)
+    rows = grad.view(-1, inner)
+    return (torch.where(mask, rows * slope, rows) if slope else rows.masked_fill(mask, 0)).view(grad.shape)
 
 
 def norm_backward(
@@ -260,7 +265,7 @@ def _fake_pack(x: Tensor, limit: float) -> Tensor:
     return x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
 
 
-def _fake_mask_grad(grad: Tensor, data: Tensor, slope: float) -> Tensor:
+def _fake_mask_grad(grad: Tensor, data: Tensor, slope: float, inner: int) -> Tensor:
     return grad.new_empty(grad.shape)
 
 
@@ -314,12 +319,13 @@ ATTENTION_BACKWARD = torch.ops.mesa_tune.attention_backward.default
 class Fused(NamedTuple):
     """An op on a packed tensor: `kernel(data, ranges, *arguments, bits, levels, group_size)`.
 
-    `everywhere`: it has a kernel for every device and any group size; else only for the CPU and small groups.
-    `dtypes`: those of its arguments.
+    `everywhere`: it is worth calling on every device, else only on the CPU. `any_size`: it takes groups of
+    any size, else small ones. `dtypes`: those of its arguments.
     """
 
     kernel: Callable[..., Any]
     everywhere: bool = False
+    any_size: bool = False
     dtypes: Set[torch.dtype] = frozenset({torch.float32})
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -327,9 +333,12 @@ class Fused(NamedTuple):
         return self.kernel(*arguments, **keywords)
 
 
-DEQUANTIZE_MUL = Fused(torch.ops.mesa_tune.dequantize_mul.default, everywhere=True)
-NORM_BACKWARD = Fused(torch.ops.mesa_tune.norm_backward.default, dtypes=frozenset(ops.DTYPES))
+_ON_CUDA = ops.native("cuda")
+DEQUANTIZE_MUL = Fused(torch.ops.mesa_tune.dequantize_mul.default, everywhere=True, any_size=True)
+NORM_BACKWARD = Fused(
+    torch.ops.mesa_tune.norm_backward.default, everywhere=_ON_CUDA, dtypes=frozenset(ops.DTYPES)
+)
 BATCH_NORM_BACKWARD = Fused(torch.ops.mesa_tune.batch_norm_backward.default)
-SOFTMAX_BACKWARD = Fused(torch.ops.mesa_tune.softmax_backward.default)
+SOFTMAX_BACKWARD = Fused(torch.ops.mesa_tune.softmax_backward.default, everywhere=_ON_CUDA)
 CROSS_ENTROPY_BACKWARD = Fused(torch.ops.mesa_tune.cross_entropy_backward.default)
 LINEAR_BACKWARD = Fused(torch.ops.mesa_tune.linear_backward.default)

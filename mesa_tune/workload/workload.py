@@ -318,11 +318,21 @@ def _require_paths(checkpoints: Any) -> Sequence[str | Path]:
     )
 
 
-def _require_device(device: str) -> None:
+def is_cuda(device: str) -> bool:
+    """Return whether `device` is a CUDA device rather than the CPU; raise WorkloadError for any other one."""
     kind, _, index = device.partition(":")
-    if kind not in {"cpu", "cuda"} or (index and not index.isdecimal()):
+    if kind in ("mps", "xpu"):
+        raise WorkloadError(
+            f"device {device!r}: mesa-tune measures on the CPU and on CUDA, not on {kind.upper()}\n"
+            "profile with --device cpu: saved bytes and gradient errors are about the same, times are not"
+        )
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
         raise WorkloadError(f"device {device!r}: must be cpu, cuda or cuda:N\nchoose with --device")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+    return kind == "cuda"
+
+
+def _require_device(device: str) -> None:
+    if is_cuda(device) and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise WorkloadError(
             f"device {device!r}: torch {torch.__version__} finds {count} CUDA devices\n"

@@ -13,6 +13,8 @@ from mesa_tune import ops
 from mesa_tune.formulas.norms import layer_norm
 from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import maps
+from tests import cuda_cases
+from tests.ops.test_ops_kernels import same_numbers
 
 SEED = torch.tensor([5])
 RAW = torch.ops.mesa_tune
@@ -120,18 +122,16 @@ def test_decoding_and_multiplying_is_one(shape: tuple[int, ...], group_size: int
     assert torch.equal(found, turned * ops.dequantize(packed))
 
 
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_gates_pass_what_lies_above_the_limit(size: int) -> None:
-    x = tensor(size)
-    x[::5] = 0
-    if size > 8:
-        x[3], x[4] = torch.nan, torch.inf
-    for limit in (0.0, 0.25):
-        assert torch.equal(fused_ops.PACK_AT_MOST(x, limit), ops.pack_bits(x <= limit))
-    shut, grad = fused_ops.PACK_AT_MOST(x, 0.25), torch.randn(size)
-    for slope in (0.0, 0.01, -2.0):
-        expected = torch.where(x <= 0.25, grad * slope if slope else torch.zeros(()), grad)
-        assert torch.equal(fused_ops.MASK_GRAD(grad, shut, slope), expected)
+def test_gates_pass_what_lies_above_the_limit(size: int, dtype: torch.dtype) -> None:
+    for x, limit, grad, slope, inner in cuda_cases.gates(size, dtype):
+        shut = fused_ops.PACK_AT_MOST(x, limit)
+        assert torch.equal(shut, ops.pack_bits(x <= limit))
+        bits = ops.pack_bits(x.view(-1, inner)[:, 0] <= limit)
+        mask = (x.view(-1, inner)[:, :1] <= limit).expand(-1, inner).reshape(-1)
+        expected = torch.where(mask, grad * slope if slope else torch.zeros((), dtype=dtype), grad)
+        assert same_numbers(fused_ops.MASK_GRAD(grad, bits, slope, inner), expected)
 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
@@ -291,7 +291,7 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
         "quantize_map": (x, 2, None, None, 1, 4, 16, 64, True, SEED),
         "dequantize_mul": (packed.data, packed.ranges, x, 4, 16, 64),
         "pack_at_most": (x, 0.0),
-        "gate": (x, ops.pack_bits(x <= 0), 0.1),
+        "gate": (x, ops.pack_bits(x <= 0), 0.1, 1),
         "norm_backward": (packed.data, packed.ranges, x, x[:, 0].clone(), x[0], True, 0.5, 4, 16, 64),
         "batch_norm_backward": (packed.data, packed.ranges, x, x[0], x[1], True, False, 4, 16, 64),
         "softmax_backward": (packed.data, packed.ranges, x, 4, 16, 64),

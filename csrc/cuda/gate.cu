@@ -1,0 +1,63 @@
+// The ops of ReLU and its relatives on CUDA devices. Lanes with consecutive elements exchange their bits.
+
+#include "gate.h"
+
+#include "encode.cuh"
+
+namespace mesa_tune::cuda {
+namespace {
+
+// A warp compares 32 elements at a time, 32 times; each of its lanes writes one word of bits.
+template <class Type>
+__global__ void compare(const typename Type::Storage* x, int64_t numel, float limit, uint8_t* data) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int64_t turn = thread_number(); (turn & -kWarp) * kWarp < numel; turn += thread_count()) {
+    const int64_t first = (turn & -kWarp) * kWarp;
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < kWarp; ++i) {
+      const int64_t element = first + i * kWarp + lane;
+      const uint32_t bits =
+          __ballot_sync(kAllLanes, element < numel && Type::load(x[element < numel ? element : 0]) <= limit);
+      if (lane == i) word = bits;
+    }
+    const int64_t byte = turn * 4, bytes = plane_bytes(numel);
+    for (int i = 0; i < 4; ++i)
+      if (byte + i < bytes) data[byte + i] = static_cast<uint8_t>(word >> (8 * i));
+  }
+}
+
+template <class Type>
+__global__ void gate_elements(const typename Type::Storage* grad, const uint8_t* data, int64_t numel,
+                              float slope, int64_t inner, typename Type::Storage* out) {
+  for (int64_t i = thread_number(); i < numel; i += thread_count()) {
+    const int64_t bit = inner == 1 ? i : quotient(i, inner);
+    const bool shut = data[bit / 8] >> (bit % 8) & 1;
+    if (!shut) {
+      out[i] = grad[i];
+    } else {
+      out[i] = Type::store(slope == 0.0f ? 0.0f : Type::load(grad[i]) * slope);
+    }
+  }
+}
+
+}  // namespace
+
+void pack_at_most(const Strided& x, float limit, uint8_t* data, void* stream) {
+  with_type(x.dtype, [&](auto type) {
+    using Type = decltype(type);
+    launch(compare<Type>, (x.numel + kWarp - 1) / kWarp, stream,
+           static_cast<const typename Type::Storage*>(x.data), x.numel, limit, data);
+  });
+}
+
+void gate(const Gate& task, void* stream) {
+  with_type(task.grad.dtype, [&](auto type) {
+    using Type = decltype(type);
+    launch(gate_elements<Type>, task.grad.numel, stream,
+           static_cast<const typename Type::Storage*>(task.grad.data), task.data, task.grad.numel, task.slope,
+           task.inner, static_cast<typename Type::Storage*>(task.out.data));
+  });
+}
+
+}  // namespace mesa_tune::cuda
