@@ -73,6 +73,9 @@ void quantize(const Strided& x, const Settings& settings, const Noise& noise, co
 // Quantizes `map` of x, in groups of consecutive elements.
 void quantize_map(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
                   const Packed& packed, void* stream);
+void quantize_within(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
+                     void* stream);
+void extents(const Strided& x, const Settings& settings, float* ends, void* stream);
 void dequantize(const Packed& packed, const Settings& settings, const Strided& out, void* stream);
 // Multiplies the decoded elements by `factor`; `out` and `factor` are dense float32.
 void dequantize_mul(const Packed& packed, const Settings& settings, const Strided& out, const float* factor,

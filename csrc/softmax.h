@@ -1,4 +1,4 @@
-// Interface between the operator (softmax.cpp) and its CPU kernel (cpu/softmax.cpp).
+// Interface between the operator (softmax.cpp) and its kernels (cpu/softmax.cpp, cuda/softmax.cu).
 #pragma once
 
 #include "quantize.h"
@@ -19,4 +19,11 @@ namespace cpu {
 void softmax_backward(const SoftmaxBackward& task, const Packed& packed, const Settings& settings);
 
 }  // namespace cpu
+
+namespace cuda {
+
+void softmax_backward(const SoftmaxBackward& task, const Packed& packed, const Settings& settings,
+                      void* stream);
+
+}  // namespace cuda
 }  // namespace mesa_tune

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mesa_tune.ops import reference
 from mesa_tune.ops.maps import KINDS
 from mesa_tune.ops.reference.windows import Windows
 
@@ -222,3 +223,40 @@ def gates(size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, float, Tensor
         for inner in (1, 7, 1000):
             if size % inner == 0:
                 yield x, limit, grad, slope, inner
+
+
+Norm = tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor, bool, float, tuple[int, int, int]]
+
+
+def norms(dtype: torch.dtype) -> Iterator[Norm]:
+    """What `norm_backward` takes; the sixth row is constant."""
+    for shape in ((0, 8), (1, 1), (7, 10), (331, 48), (3, 5000), (100, 64)):
+        for bits, group_size, centered in ((3, 64, True), (8, 100, False), (4, 4096, True)):
+            sizes = bits, 2**bits, group_size
+            parts = reference.quantize(randn(*shape), *sizes, 0, True, torch.tensor([1]))
+            grad, weight = randn(*shape, seed=1).to(dtype), randn(shape[1], seed=2).to(dtype)
+            rstd = 0.5 + randn(shape[0], 1, seed=3).abs()
+            rstd[5:6] = 99.0
+            yield parts, grad, rstd.to(dtype), weight, centered, 50.0, sizes
+
+
+def exact_norm_backward(case: Norm) -> list[Tensor]:
+    """What `norm_backward` returns, in float64."""
+    parts, grad, rstd, weight, centered, limit, sizes = case
+    x = reference.dequantize(*parts, grad.shape, torch.float32, *sizes, 0).double()
+    x, r = x.masked_fill(rstd >= limit, 0), rstd.double()
+    scaled = grad.double() * weight.double()
+    dx = scaled - x * (scaled * x).mean(1, keepdim=True)
+    dx = (dx - scaled.mean(1, keepdim=True) if centered else dx) * r
+    return [dx, (grad.double() * x).sum(0), grad.double().sum(0)]
+
+
+def softmaxes() -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, tuple[int, int, int]]]:
+    """What `softmax_backward` takes."""
+    for shape in ((0, 8), (7, 10), (331, 48), (5, 3000)):
+        for sizes in ((3, 8, 64), (8, 256, 100)):
+            yield (
+                reference.quantize(randn(*shape).abs(), *sizes, 0, True, torch.tensor([1])),
+                randn(*shape),
+                sizes,
+            )

@@ -72,9 +72,8 @@ void pack_at_most(const Strided& x, float limit, uint8_t* data) {
 }
 
 void gate(const Gate& task) {
-  torch::stable::parallel_for(0, tiles(task.grad.numel), kGrain, [&](int64_t from, int64_t to) {
-    gate_tiles_paths[path()](task, from, to);
-  });
+  torch::stable::parallel_for(0, tiles(task.grad.numel), kGrain,
+                              [&](int64_t from, int64_t to) { gate_tiles_paths[path()](task, from, to); });
 }
 
 }  // namespace mesa_tune::cpu

@@ -20,7 +20,7 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
                                    const float* __restrict x, float* __restrict dx, float* __restrict dw,
                                    float* __restrict db) {
   const int64_t inner = task.inner, even = inner - inner % kLanes;
-  const float* __restrict weight = task.weight;
+  const float* __restrict weight = task.weight.floats();
   Lanes sums_u, sums_ux;
   for (int64_t i = 0; i < even; i += kLanes) {
     Lanes u = Lanes::read(grad + i);
@@ -35,7 +35,7 @@ MESA_TUNE_INLINE void row_backward(const NormBackward& task, int64_t row, const 
     sum += u;
     product += u * x[i];
   }
-  const float count = static_cast<float>(inner), rstd = task.rstd[row];
+  const float count = static_cast<float>(inner), rstd = task.rstd.floats()[row];
   const float mean = task.centered ? (sums_u.total() + sum) / count : 0.0f;
   const float slope = (sums_ux.total() + product) / count;
   for (int64_t i = 0; i < inner; ++i) {
@@ -60,7 +60,7 @@ struct Rows {
 MESA_TUNE_INLINE void any_row_backward(const NormBackward& task, int64_t row, const float* xhat, Rows& buffer,
                                        float* dw, float* db) {
   const int64_t first = row * task.inner;
-  const float* x = task.rstd[row] >= task.limit ? buffer.zeros() : xhat;
+  const float* x = task.rstd.floats()[row] >= task.limit ? buffer.zeros() : xhat;
   const float* grad = load(task.grad, 0, first, task.inner, buffer.grad());
   float* dx = direct(task.dx) ? address(task.dx, 0, first) : buffer.dx();
   row_backward(task, row, grad, x, dx, dw, db);
@@ -91,8 +91,8 @@ MESA_TUNE_PATHS(portions_backward,
 }  // namespace
 
 void norm_backward(const NormBackward& task, const Packed& packed, const Settings& settings) {
-  std::fill_n(task.dw, task.inner, 0.0f);
-  std::fill_n(task.db, task.inner, 0.0f);
+  std::fill_n(task.dw.floats(), task.inner, 0.0f);
+  std::fill_n(task.db.floats(), task.inner, 0.0f);
   if (task.rows * task.inner == 0) return;
   const int64_t rows = rows_per_portion(task.rows, 1, task.inner, settings);
   const int64_t portions = ceil_div(task.rows, rows);
@@ -103,7 +103,7 @@ void norm_backward(const NormBackward& task, const Packed& packed, const Setting
     Rows buffer(task.inner);
     portions_backward_paths[path()](task, packed, settings, sums.data(), values.get(), buffer, from, to);
   });
-  add_portions(sums, task.inner, task.dw, task.db);
+  add_portions(sums, task.inner, task.dw.floats(), task.db.floats());
 }
 
 }  // namespace mesa_tune::cpu

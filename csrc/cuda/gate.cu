@@ -1,8 +1,7 @@
 // The ops of ReLU and its relatives on CUDA devices. Lanes with consecutive elements exchange their bits.
 
-#include "gate.h"
-
 #include "encode.cuh"
+#include "gate.h"
 
 namespace mesa_tune::cuda {
 namespace {

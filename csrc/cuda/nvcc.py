@@ -75,8 +75,9 @@ def check(nvcc: str) -> None:
         "-DTORCH_TARGET_VERSION=0x020a000000000000",
         *includes,
     ]
-    run([os.environ.get("CXX", "c++"), *flags], CSRC / "quantize.cpp")
-    print("quantize.cpp: compiles with CUDA")
+    for source in sorted(path for path in CSRC.glob("*.cpp") if "MESA_TUNE_CUDA" in path.read_text("utf-8")):
+        run([os.environ.get("CXX", "c++"), *flags], source)
+        print(f"{source.name}: compiles with CUDA")
 
 
 def run(command: list[str], source: Path) -> str:

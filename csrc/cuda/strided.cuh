@@ -125,7 +125,15 @@ static __global__ void store_ranges(const __grid_constant__ Groups groups, const
   }
 }
 
-template <class Type, bool kMapped>
+// The position of a value in a given range, of which it may be outside; 0 in a range of one value. The top
+// code is not for finite values where it stands for gaps.
+__device__ inline float position_within(const Scale& scale, float value, bool has_gaps) {
+  const float top = has_gaps ? scale.top - 1.0f : scale.top;
+  return scale.inverse > 0 ? fminf(fmaxf((value - scale.base) * scale.inverse, 0.0f), top) : 0.0f;
+}
+
+// `kGiven`: the ranges were given, else they are those of the elements.
+template <class Type, bool kMapped, bool kGiven = false>
 __global__ void encode_columns(const typename Type::Storage* x, const Map map,
                                const __grid_constant__ Groups groups, const Noise noise,
                                const Packed packed) {
@@ -145,7 +153,12 @@ __global__ void encode_columns(const typename Type::Storage* x, const Map map,
       if (element >= span.size) break;
       const float value = load_mapped<Type, kMapped>(x, map, groups, group, element) * factor;
       // NaN and Inf get the top code; no finite element gets it, because kRoom raises the step.
-      const float position = scale.position(is_finite(value) ? value : fabsf(value));
+      const bool finite = is_finite(value);
+      float position = scale.position(finite ? value : fabsf(value));
+      if constexpr (kGiven) {
+        position = position_within(scale, value, stored.has_gaps());
+        if (!finite) position = stored.has_gaps() ? scale.top : 0.0f;
+      }
       const uint32_t code =
           noise.stochastic
               ? rounded(position, lift(counter_of(element, keys), keys.hash_key, noise_half(element)))

@@ -1,7 +1,12 @@
 // csrc/cuda for Python's ctypes.
 
+#include <vector>
+
+#include "gate.h"
+#include "norm.h"
 #include "pack_windows.h"
 #include "quantize.h"
+#include "softmax.h"
 
 namespace {
 
@@ -66,5 +71,36 @@ void pack_windows(const int64_t* indices, int64_t numel, const mesa_tune::cuda::
 void unpack_windows(const uint8_t* data, int64_t numel, const mesa_tune::cuda::FewWindows* windows,
                     int64_t* indices) {
   mesa_tune::cuda::unpack_windows(data, numel, *windows, indices, nullptr);
+}
+
+void extents(const Problem* p) {
+  mesa_tune::cuda::extents(strided(*p), p->settings, p->packed.ranges, nullptr);
+}
+
+void quantize_within(const Problem* p, bool stochastic, const int64_t* seed) {
+  mesa_tune::cuda::quantize_within(strided(*p), p->settings, {stochastic, 0, seed}, p->packed, nullptr);
+}
+
+void pack_at_most(const Problem* p, float limit) {
+  mesa_tune::cuda::pack_at_most(strided(*p), limit, p->packed.data, nullptr);
+}
+
+void gate(const Problem* grad, const Problem* out, float slope, int64_t inner) {
+  mesa_tune::cuda::gate({strided(*grad), grad->packed.data, slope, inner, strided(*out)}, nullptr);
+}
+
+// `others`: rstd, weight, dw and db, of the dtype of the gradient.
+void norm_backward(const Problem* grad, const Problem* dx, void* const* others, int64_t rows, int64_t inner,
+                   bool centered, float limit) {
+  std::vector<float> sums(static_cast<size_t>(2 * mesa_tune::cuda::norm_portions(rows, inner) * inner));
+  const auto numbers = [&](int i) { return mesa_tune::Numbers{others[i], grad->dtype}; };
+  mesa_tune::cuda::norm_backward({strided(*grad), numbers(0), numbers(1), limit, rows, inner, centered,
+                                  strided(*dx), numbers(2), numbers(3)},
+                                 grad->packed, grad->settings, sums.data(), nullptr);
+}
+
+void softmax_backward(const Problem* grad, float* dx, int64_t rows, int64_t width) {
+  mesa_tune::cuda::softmax_backward({static_cast<const float*>(grad->tensor), rows, width, dx}, grad->packed,
+                                    grad->settings, nullptr);
 }
 }

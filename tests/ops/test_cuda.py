@@ -19,6 +19,7 @@ from mesa_tune.ops.reference.windows import flattened
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
 from tests.ops.test_ops_kernels import same_bytes, same_numbers
+from tests.ops.test_quantize_within import ranges_near
 
 pytestmark = pytest.mark.gpu
 
@@ -153,6 +154,52 @@ def test_masks(numel: int) -> None:
     packed = ops.pack_bits(on_gpu(mask))
     assert torch.equal(packed.cpu(), ops.pack_bits(mask))
     assert torch.equal(ops.unpack_bits(packed, mask.shape).cpu(), mask)
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_gates(dtype: torch.dtype) -> None:
+    for size in (1, 1000, 7 * 10**5):
+        for x, limit, grad, slope, inner in cuda_cases.gates(size, dtype):
+            shut = fused_ops.PACK_AT_MOST(on_gpu(x), limit)
+            assert torch.equal(shut.cpu(), fused_ops.PACK_AT_MOST(x, limit))
+            bits = ops.pack_bits(x.view(-1, inner)[:, 0] <= limit)
+            gated = fused_ops.MASK_GRAD(on_gpu(grad), bits.cuda(), slope, inner)
+            assert same_numbers(gated.cpu(), fused_ops.MASK_GRAD(grad, bits, slope, inner))
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_norms_backward(dtype: torch.dtype) -> None:
+    rounding = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    for case in cuda_cases.norms(dtype):
+        parts, grad, rstd, weight, *rest, sizes = case
+        arguments = [each.cuda() for each in (*parts, grad, rstd, weight)]
+        found = fused_ops.NORM_BACKWARD(*arguments, *rest, *sizes)
+        again = fused_ops.NORM_BACKWARD(*arguments, *rest, *sizes)
+        for one, two, right in zip(found, again, cuda_cases.exact_norm_backward(case), strict=True):
+            assert same_numbers(one.cpu(), two.cpu())
+            assert (one.cpu() - right).norm() <= rounding * right.norm()
+
+
+def test_softmax_backward() -> None:
+    for parts, grad, sizes in cuda_cases.softmaxes():
+        found = fused_ops.SOFTMAX_BACKWARD(*(part.cuda() for part in parts), grad.cuda(), *sizes).cpu()
+        expected = fused_ops.SOFTMAX_BACKWARD(*parts, grad, *sizes)
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+@pytest.mark.parametrize(("group_size", "groups"), [(256, 0), (4097, 0), (10**6, 0), (1, 3)])
+def test_given_ranges(dtype: torch.dtype, group_size: int, groups: int) -> None:
+    x = randn(2, 6, 37, 41).to(dtype)
+    ends = torch.ops.mesa_tune.extents(on_gpu(x), group_size, groups)
+    assert same_numbers(ends.cpu(), torch.ops.mesa_tune.extents(x, group_size, groups))
+    ranges, sizes = ranges_near(x, 8, group_size, groups, 0.1), (3, 8, group_size, groups)
+    for seed in (None, torch.tensor([3])):
+        here = torch.ops.mesa_tune.quantize_within(x, ranges, *sizes, seed is not None, seed)
+        there = torch.ops.mesa_tune.quantize_within(
+            on_gpu(x), ranges.cuda(), *sizes, seed is not None, None if seed is None else seed.cuda()
+        )
+        assert same_bytes(there.cpu(), here)
 
 
 def test_windows() -> None:

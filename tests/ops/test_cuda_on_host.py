@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,18 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import maps, reference
+from mesa_tune.ops.reference import codecs as reference_codecs
 from mesa_tune.ops.reference import windows as reference_windows
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
 from tests.ops.test_ops_kernels import same_bytes, same_numbers, tensors
+from tests.ops.test_quantize_within import given_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = ("quantize", "quantize_map", "ends", "pack_bits", "pack_windows", "pack_zero_rows")
+KERNELS = (
+    *("ends", "gate", "norm", "pack_bits", "pack_windows", "pack_zero_rows"),
+    *("quantize", "quantize_map", "quantize_within", "softmax"),
+)
 SOURCES = (
     *(f"csrc/cuda/{name}.cu" for name in KERNELS),
     "tests/cuda_on_host/kernels.cpp",
@@ -45,6 +50,7 @@ pytestmark = [
 ]
 
 Kernels = ctypes.CDLL
+NO_SIZES = (1, 2, 1, 0)
 
 
 class Problem(ctypes.Structure):
@@ -261,3 +267,75 @@ def test_windows(kernels: Kernels) -> None:
         assert memory[-1] == 0xAA
         kernels.unpack_windows(c_void_p(packed.data_ptr()), c_int64(numel), few, c_void_p(back.data_ptr()))
         assert torch.equal(back, indices)
+
+
+def assert_gated(kernels: Kernels, x: Tensor, limit: float, grad: Tensor, slope: float, inner: int) -> None:
+    none, most = torch.empty(0), c_float(torch.tensor(limit).to(x.dtype).item())
+    shut = torch.full((reference.plane_bytes(x.numel()),), 0xAA, dtype=torch.uint8)
+    problem(x, NO_SIZES, shut, none, lambda p: kernels.pack_at_most(p, most))
+    assert torch.equal(shut, ops.pack_bits(x <= limit))
+    bits, out = ops.pack_bits(x.view(-1, inner)[:, 0] <= limit), torch.full_like(grad, 7)
+
+    def shutting(p: Any) -> None:
+        arguments = (c_float(slope), c_int64(inner))
+        problem(out, NO_SIZES, none, none, lambda to: kernels.gate(p, to, *arguments))
+
+    problem(grad, NO_SIZES, bits, none, shutting)
+    assert same_numbers(out, fused_ops.mask_grad(grad, bits, slope, inner))
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_gates(kernels: Kernels, dtype: torch.dtype) -> None:
+    for size in (0, 1, 8, 1000, 7000):
+        for case in cuda_cases.gates(size, dtype):
+            assert_gated(kernels, *case)
+
+
+def norm_backward(kernels: Kernels, case: cuda_cases.Norm) -> list[Tensor]:
+    parts, grad, rstd, weight, centered, limit, sizes = case
+    gradients = [torch.full_like(each, 7) for each in (grad, weight, weight)]
+    others = (c_void_p * 4)(*(each.data_ptr() for each in (rstd, weight, *gradients[1:])))
+    rest = (others, c_int64(rstd.numel()), c_int64(weight.numel()), centered, c_float(limit))
+
+    def backward(p: Any) -> None:
+        problem(gradients[0], NO_SIZES, *parts, lambda dx: kernels.norm_backward(p, dx, *rest))
+
+    problem(grad, (*sizes, 0), *parts, backward)
+    return gradients
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_norms_backward(kernels: Kernels, dtype: torch.dtype) -> None:
+    rounding = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    for case in cuda_cases.norms(dtype):
+        expected = cuda_cases.exact_norm_backward(case)
+        for found, right in zip(norm_backward(kernels, case), expected, strict=True):
+            assert (found - right).norm() <= rounding * right.norm()
+
+
+def softmax_backward(kernels: Kernels, dx: Tensor) -> Callable[[Any], None]:
+    shape = (c_int64(dx.shape[0]), c_int64(dx.shape[1]))
+    return lambda p: kernels.softmax_backward(p, c_void_p(dx.data_ptr()), *shape)
+
+
+def test_softmax_backward(kernels: Kernels) -> None:
+    for parts, grad, sizes in cuda_cases.softmaxes():
+        dx = torch.full_like(grad, 7.0)
+        problem(grad, (*sizes, 0), *parts, softmax_backward(kernels, dx))
+        expected = fused_ops.softmax_backward(*parts, grad, *sizes)
+        assert (dx - expected).norm() <= 1e-6 * expected.norm()
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=80)
+def test_given_ranges(kernels: Kernels, data: st.DataObject) -> None:
+    x, sizes, ranges, seed = data.draw(given_ranges())
+    packed, ends = memory(x, sizes)
+    problem(x, sizes, packed, ends, kernels.extents)
+    assert same_numbers(ends, reference_codecs.extents(x, *sizes[2:]))
+    number = ctypes.byref(c_int64(seed or 0))
+    problem(x, sizes, packed, ranges, lambda p: kernels.quantize_within(p, seed is not None, number))
+    expected = reference_codecs.quantize_within(
+        x, ranges, *sizes, seed is not None, torch.tensor([seed or 0])
+    )
+    assert same_bytes(packed, expected)

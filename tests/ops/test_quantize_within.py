@@ -9,32 +9,44 @@ from mesa_tune import ops
 from mesa_tune.ops import reference
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import codecs as reference_codecs
+from tests.cuda_cases import Sizes
 from tests.ops.test_ops_kernels import needs_library, same_bytes, same_numbers, tensors
 
 SEED = torch.tensor([3])
 
 
-def given_ranges(x: torch.Tensor, levels: int, group_size: int, groups: int, narrower: float) -> torch.Tensor:
+def ranges_near(x: torch.Tensor, levels: int, group_size: int, groups: int, narrower: float) -> torch.Tensor:
     own = reference_codecs.extents(x, group_size, groups)
     low, width = own[:, 0], (own[:, 1] - own[:, 0]).nan_to_num(1.0, 1.0, 1.0)
     low = low.nan_to_num(0.0, 0.0, 0.0) + narrower * width
     return reference.ranges_of(low, low + (1 - 2 * narrower) * width, levels)
 
 
-@needs_library
-@given(st.data())
-@settings(deadline=None, max_examples=150)
-def test_kernels_give_the_references_bytes(data: st.DataObject) -> None:
-    x = data.draw(tensors())
-    bits = data.draw(st.integers(1, 8))
-    levels = data.draw(st.integers(2, 2**bits))
+Within = tuple[torch.Tensor, Sizes, torch.Tensor, int | None]
+
+
+@st.composite
+def given_ranges(draw: st.DrawFn) -> Within:
+    """A finite tensor, its settings, ranges near those of its groups, and a seed or None."""
+    x = draw(tensors()).nan_to_num(0.0, 0.0, 0.0)  # what is not finite is stored with ranges that are not
+    bits = draw(st.integers(1, 8))
+    levels = draw(st.integers(2, 2**bits))
     extent = (x.shape or (1,))[1 if x.dim() in (4, 5) else -1]
-    groups = data.draw(st.sampled_from([0, *(d for d in range(1, extent + 1) if extent % d == 0)]))
-    group_size = data.draw(st.sampled_from([1, 7, 64, 256, 5000, 10**6]))
-    assert same_numbers(RAW.extents(x, group_size, groups), reference_codecs.extents(x, group_size, groups))
-    x = x.nan_to_num(0.0, 0.0, 0.0)  # what is not finite is stored with ranges that are not
-    ranges = given_ranges(x, levels, group_size, groups, data.draw(st.sampled_from([-0.3, 0.0, 0.2])))
-    arguments = (x, ranges, bits, levels, group_size, groups, data.draw(st.booleans()), SEED)
+    groups = draw(st.sampled_from([0, *(d for d in range(1, extent + 1) if extent % d == 0)]))
+    group_size = draw(st.sampled_from([1, 7, 64, 256, 5000, 10**6]))
+    ranges = ranges_near(x, levels, group_size, groups, draw(st.sampled_from([-0.3, 0.0, 0.2])))
+    return x, (bits, levels, group_size, groups), ranges, draw(st.none() | st.integers(0, 2**63 - 1))
+
+
+@needs_library
+@given(given_ranges())
+@settings(deadline=None, max_examples=150)
+def test_kernels_give_the_references_bytes(
+    case: tuple[torch.Tensor, Sizes, torch.Tensor, int | None],
+) -> None:
+    x, sizes, ranges, seed = case
+    assert same_numbers(RAW.extents(x, *sizes[2:]), reference_codecs.extents(x, *sizes[2:]))
+    arguments = (x, ranges, *sizes, seed is not None, torch.tensor([seed or 0]))
     assert same_bytes(RAW.quantize_within(*arguments), reference_codecs.quantize_within(*arguments))
 
 
@@ -48,7 +60,7 @@ def test_kernels_on_groups_of_every_kind(dtype: torch.dtype, group_size: int, gr
         own = RAW.extents(layout, group_size, groups)
         assert same_numbers(own, reference_codecs.extents(layout, group_size, groups))
         finite = layout.nan_to_num(0.0, 0.0, 0.0)
-        ranges = given_ranges(finite, 8, group_size, groups, 0.1)
+        ranges = ranges_near(finite, 8, group_size, groups, 0.1)
         ranges[0] = torch.nan
         arguments = (finite, ranges, 3, 8, group_size, groups, True, SEED)
         assert same_bytes(RAW.quantize_within(*arguments), reference_codecs.quantize_within(*arguments))

@@ -1,0 +1,62 @@
+// Decodes single elements of groups of consecutive elements, for kernels that use each as soon as it is
+// decoded. Neighbouring lanes read neighbouring bytes.
+#pragma once
+
+#include "launch.cuh"
+#include "quantize.h"
+#include "rounding.cuh"
+
+namespace mesa_tune::cuda {
+
+// What was packed.
+struct Elements {
+  Packed packed;
+  Settings settings;
+  Split parts;
+};
+
+// Reads elements at a fixed distance from each other.
+class Reader {
+ public:
+  __device__ Reader(const Elements& elements, int64_t first, int64_t distance)
+      : elements_(elements),
+        group_(quotient(first, elements.settings.group_size)),
+        groups_(quotient(distance, elements.settings.group_size)) {
+    index_ = first - group_ * elements.settings.group_size;
+    rest_ = distance - groups_ * elements.settings.group_size;
+  }
+
+  __device__ void advance() {
+    group_ += groups_;
+    index_ += rest_;
+    if (index_ < elements_.settings.group_size) return;
+    index_ -= elements_.settings.group_size;
+    ++group_;
+  }
+
+  __device__ float value() const {
+    const Settings& s = elements_.settings;
+    const Span& span = group_ < elements_.parts.whole.count ? elements_.parts.whole : elements_.parts.rest;
+    const int64_t plane = span.plane(), run = quotient(index_, plane);
+    const uint8_t* byte =
+        elements_.packed.data + span.byte + (group_ - span.first) * s.bits * plane + (index_ - run * plane);
+    uint32_t code = 0;
+    for (int i = 0; i < s.bits; ++i, byte += plane) code |= (*byte >> run & 1u) << i;
+    const Range stored{elements_.packed.ranges[2 * group_], elements_.packed.ranges[2 * group_ + 1]};
+    if (stored.has_gaps() && code == static_cast<uint32_t>(s.levels - 1)) return bit_cast<float>(kNan);
+    return Values(stored)(code);
+  }
+
+ private:
+  const Elements& elements_;
+  int64_t group_, index_, groups_, rest_;
+};
+
+// The sum of the lanes' values, in each lane: always added in the same order.
+__device__ inline float warp_sum(float value) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2)
+    value += bit_cast<float>(__shfl_xor_sync(kAllLanes, bit_cast<uint32_t>(value), distance));
+  return value;
+}
+
+}  // namespace mesa_tune::cuda
