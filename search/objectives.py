@@ -35,14 +35,30 @@ MEMORY_SLOWDOWN = 1.5
 
 @dataclass(frozen=True)
 class Solved:
-    """A solution, and the objective that it is for. `limits`: within which it was solved. See `Plan`."""
+    """A solution, and the objective that it is for. `limits`: within which it was solved.
+
+    `cost`: what was minimised. For `time` it is the step's milliseconds and the price of error, of which no
+    plan can do without `floor`. `least`: a proven lower bound on the cost of any plan.
+    """
 
     objective: str
     solution: Solution
     limits: Limits
-    bound: float
-    gap: float
+    cost: float
+    least: float
+    floor: float = 0.0
+    allowance: float = 0.0
     why: str = ""
+
+    @property
+    def bound(self) -> float:
+        """A lower bound on the objective: what error costs the fastest plan is not its time. See `Plan`."""
+        return max(self.floor, self.least - self.allowance)
+
+    @property
+    def gap(self) -> float:
+        """Largest fraction of the cost above `floor` that a better solution could save."""
+        return max(0.0, self.cost - self.least) / max(self.cost - self.floor, 1e-12)
 
 
 def check_objective(objective: str, budget: object) -> None:
@@ -106,14 +122,13 @@ def _fastest(program: Program, limits: Limits) -> Solved | None:
     found = program.solve(limits, program.quiet_times(limits), further=program.errors)
     if found is None:
         return None
-    allowance = 0.0 if limits.noise is None else program.allowance_ms
-    bound = max(0.0, found.bound - allowance)  # what error costs the fastest plan is not its time
-    return Solved("time", found, limits, program.space.base_ms + bound, found.gap)
+    base, allowance = program.space.base_ms, 0.0 if limits.noise is None else program.allowance_ms
+    return Solved("time", found, limits, base + found.cost, base + found.bound, base, allowance)
 
 
 def _least_error(program: Program, limits: Limits, why: str = "") -> Solved | None:
     found = program.solve(limits)
-    return None if found is None else Solved("error", found, limits, found.bound, found.gap, why)
+    return None if found is None else Solved("error", found, limits, found.cost, found.bound, why=why)
 
 
 def _lowest_peak(program: Program, limits: Limits) -> Solved | None:
@@ -126,4 +141,4 @@ def _lowest_peak(program: Program, limits: Limits) -> Solved | None:
         fastest = program.solve(inside, program.quiet_times(limits), further=program.errors)
     except TimeUpError:
         fastest = None
-    return Solved("memory", fastest or lowest, inside, lowest.bound, lowest.gap)
+    return Solved("memory", fastest or lowest, inside, lowest.cost, lowest.bound)

@@ -68,13 +68,11 @@ def solved_best(
     # Where one step is within the noise ratio, the least error of another is not asked for.
     wanted = min((solved.objective for _, solved in pairs), key=lambda name: name == "error")
     pairs = [(step, solved) for step, solved in pairs if solved.objective == wanted]
-    step, best = min(pairs, key=lambda pair: costs(pair[0], wanted, pair[1].solution))
-    floor = min(step.program.space.base_ms for step in possible) if wanted == "time" else 0.0
-    bound = min(solved.bound for _, solved in pairs)
-    if bound == best.bound:
-        return step, best
-    cost = costs(step, wanted, best.solution)[0]
-    return step, replace(best, bound=bound, gap=max(0.0, cost - bound) / max(cost - floor, 1e-12))
+    step, best = min(
+        pairs, key=lambda pair: (pair[1].cost, pair[0].program.space.ms(pair[1].solution.chosen))
+    )
+    least, floor = (min(values) for values in zip(*[(one.least, one.floor) for _, one in pairs], strict=True))
+    return step, replace(best, least=least, floor=floor)
 
 
 def _solved(
@@ -84,6 +82,10 @@ def _solved(
         return solve(profile, step.program, limits, objective, ratio)
     except BudgetError as error:
         return error
+
+
+def _ms(step: Step, solved: Solved) -> float:
+    return step.program.space.ms(solved.solution.chosen)
 
 
 def costs(step: Step, objective: str, solution: Solution) -> tuple[float, float]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.frontier import pareto
+from mesa_tune.search.solver import AS_FAST
 from tests.language_model import language_workload
 
 LOSS = "loss.cross_entropy.0"
@@ -82,6 +85,15 @@ def test_the_plan_is_the_better_one_of_both_steps(profile: Profile, budget: str,
     sliced = {"pins": {LOSS: mt.LayerSettings(store="exact", tile=8)}}
     both = solved()
     assert cost(both) == pytest.approx(min(cost(solved(forbid=["tile"])), cost(solved(**sliced))))
+
+
+def test_what_error_costs_is_no_gap_between_the_better_of_both_steps_and_the_bound(profile: Profile) -> None:
+    summed = replace(profile, overlap_ms=0.0)
+    plan = mt.search_policy(summed, "85%", objective="time", trials=0, max_noise_ratio=0.5)
+    assert plan.gap < 2e-3, "both steps are solved to the end"
+    step_ms = plan.predicted.step_ms
+    assert step_ms is not None
+    assert plan.bound <= step_ms <= 1.002 * plan.bound + AS_FAST * step_ms
 
 
 def test_the_frontier_reaches_below_the_lowest_peak_without_slices(profile: Profile) -> None:
