@@ -77,7 +77,7 @@ def auto(
     not communicate with other processes. `optimizer`: that of the training, which is not touched, or
     `callable(parameters)`; default AdamW. `budget`: as in `search_policy`, or `auto`, what the device has
     free and the model has already, less 10 %; None with `objective="memory"`. `autocast`, `accumulation`: as
-    in `Workload`. `fast`: measure 6 settings instead of 18, on one batch. `search`: further options of
+    in `Workload`. `fast`: measure 6 settings instead of 25, on one batch. `search`: further options of
     `search_policy`, such as `trials=0`, without a study.
 
     Layers of the loss outside the model (`loss.*`) stay exact, because `convert` does not reach them, unless

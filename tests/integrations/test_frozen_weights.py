@@ -21,7 +21,7 @@ import mesa_tune as mt
 from mesa_tune.conversion.layers import Catalog
 from mesa_tune.integrations.transformers import MesaTuneCallback
 from tests.conformance.running import relative_error
-from tests.integrations.test_transformers import losses, text_model, trained
+from tests.integrations.test_transformers import assert_within_a_budget, losses, text_model, trained
 
 FOUR_BITS = mt.Policy.uniform(level=16)
 X = torch.randn(8, 32, 64, generator=torch.Generator().manual_seed(1))
@@ -161,6 +161,11 @@ def test_a_trainer_with_adapters(tmp_path: Path, checkpoints: bool) -> None:
     ]
     assert norms[0] != norms[1]
     assert norms[0] == pytest.approx(norms[1], rel=0.1)
+
+
+@pytest.mark.usefixtures("short_timing")
+def test_adapters_train_within_a_budget(tmp_path: Path) -> None:
+    assert_within_a_budget(tmp_path, lambda: adapted(text_model()))
 
 
 def test_frozen_layers_store_nothing_and_names_have_no_prefix() -> None:

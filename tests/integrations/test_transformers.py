@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,28 @@ class Peaks(TrainerCallback):
 FAST: dict[str, Any] = {"fast": True, "trials": 0}
 
 
+def assert_within_a_budget(folder: Path, model: Callable[[], Any], **options: Any) -> None:
+    """A training within 3/4 of plain's peak takes no more, says so, begins as plain does, and can resume."""
+    plain, run = Peaks(), Peaks()
+    options = {"save_strategy": "steps", "save_steps": 2, **options}
+    before = trained(folder / "plain", plain, model=model(), **options)
+    budget = int(0.75 * max(plain.meter.peaks))
+
+    def callback() -> MesaTuneCallback:
+        return MesaTuneCallback(budget=budget, run=folder / "mesa-run", **FAST)
+
+    after = trained(folder, callback(), run, model=model(), **options)
+    assert losses(after)[0] == losses(before)[0]
+    assert max(run.meter.peaks) <= budget
+    (entry,) = [entry for entry in after.state.log_history if "mesa/policy" in entry]
+    assert 0 < entry["mesa/saved_bytes"] < entry["mesa/peak_bytes"] <= 1.01 * budget
+    assert entry["mesa/noise_ratio"] > 0
+    checkpoint = str(folder / "checkpoint-2")
+    resumed = trained(folder, callback(), model=model(), resume=checkpoint, **options)
+    assert losses(resumed) == losses(after)
+    assert_equal(weights(resumed), weights(after))
+
+
 @pytest.mark.usefixtures("short_timing")
 @pytest.mark.parametrize(
     "options",
@@ -235,16 +258,7 @@ FAST: dict[str, Any] = {"fast": True, "trials": 0}
     ids=["", "checkpointing", "accumulation"],
 )
 def test_steps_under_a_budget_take_no_more(tmp_path: Path, options: dict[str, Any]) -> None:
-    plain, run = Peaks(), Peaks()
-    before = trained(tmp_path, plain, **options)
-    budget = int(0.75 * max(plain.meter.peaks))
-    callback = MesaTuneCallback(budget=budget, run=tmp_path / "mesa-run", **FAST)
-    after = trained(tmp_path, callback, run, **options)
-    assert losses(after)[0] == losses(before)[0]
-    assert max(run.meter.peaks) <= budget
-    (entry,) = [entry for entry in after.state.log_history if "mesa/policy" in entry]
-    assert 0 < entry["mesa/saved_bytes"] < entry["mesa/peak_bytes"] <= 1.01 * budget
-    assert entry["mesa/noise_ratio"] > 0
+    assert_within_a_budget(tmp_path, text_model, **options)
 
 
 @pytest.mark.usefixtures("short_timing")
