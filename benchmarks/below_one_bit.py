@@ -56,7 +56,7 @@ def main() -> None:
     example = load_example()
     workload = trained_workload(example, arguments.steps)
     profile = mt.profile(workload, seeds=arguments.seeds)
-    unseen = GradientError(workload, unseen_batches(example, workload.batch_size, arguments.batches))
+    unseen = GradientError(workload, unseen_batches(workload, arguments.batches))
     subject = {"subject": "digits ViT", "steps": arguments.steps}
     for settings in SETTINGS:
         result = uniform(workload, profile, unseen, settings, arguments.seeds)

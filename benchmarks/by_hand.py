@@ -59,7 +59,7 @@ def layer_norm_forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Ten
 
 def layer_norm_backward(ctx: Any, grad: Tensor) -> Any:
     weight, rstd, data, ranges = ctx.saved_tensors
-    return fused_ops.NORM_BACKWARD(data, ranges, grad, rstd, weight, True, *SIZES)
+    return fused_ops.NORM_BACKWARD(data, ranges, grad, rstd, weight, True, math.inf, *SIZES)
 
 
 def gelu_forward(ctx: Any, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def relu_forward(ctx: Any, x: Tensor) -> Tensor:
 
 
 def relu_backward(ctx: Any, grad: Tensor) -> Any:
-    return fused_ops.MASK_GRAD(grad, ctx.saved_tensors[0], 0.0)
+    return fused_ops.MASK_GRAD(grad, ctx.saved_tensors[0], 0.0, 1)
 
 
 def mul_forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:

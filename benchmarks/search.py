@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import append, code_of, in_turn, ratios
+from greedy import BITS, greedy
 from search_page import write
 from search_subjects import SUBJECTS, Subject
 from step import checkpoint_blocks
@@ -43,7 +44,6 @@ MAX_NOISE_RATIO, ASKED = 0.1, 0.08
 UNSEEN = 700_000
 PLACES = 3
 """Models of each method that are timed: the same step takes up to 0.06 more or less elsewhere in memory."""
-BITS = (8, 4, 3, 2, 1)
 _ATEN = torch.ops.aten
 PRODUCTS = {
     _ATEN.mm.default,
@@ -162,43 +162,12 @@ def rivals(model: Model, limit: int) -> dict[str, Method]:
     policies: dict[str, mt.Policy | None] = {f"uniform {bits} bits": uniform(bits) for bits in BITS}
     fits = [title for title, policy in policies.items() if policy and model.bytes(policy) <= limit]
     policies = {title: policies[title] for title in fits[:1]}
-    policies["greedy by errors"] = greedy(model, limit, law=False)
-    policies["greedy by the law of noise"] = greedy(model, limit, law=True)
+    policies["greedy by errors"] = greedy(model.profile, model.bytes, limit, law=False)
+    policies["greedy by the law of noise"] = greedy(model.profile, model.bytes, limit, law=True)
     policies["checkpoint with 4 bits"] = (
         model.four_bits() if model.bytes(model.four_bits()) <= limit else None
     )
     return {**found, **{title: Method(policy) for title, policy in policies.items() if policy is not None}}
-
-
-def greedy(model: Model, limit: int, *, law: bool) -> mt.Policy | None:
-    """Return bits by layer that fit: where an error per byte is least, they are reduced first.
-
-    `law`: errors are those at 4 bits by the law of quantization noise, not measured ones.
-    """
-    layers = model.profile.layers
-    options = [LayerSettings(level=2**bits) for bits in BITS]
-    errors = [[model.profile.layer_error(layer, option) or 0.0 for option in options] for layer in layers]
-    if law:
-        steps = [(15 / (2**bits - 1)) ** 2 for bits in BITS]
-        errors = [[row[BITS.index(4)] * step for step in steps] for row in errors]
-    chosen = [0] * len(layers)
-
-    def policy() -> mt.Policy:
-        settings = (options[step] for step in chosen)
-        rules = zip(layers, settings, strict=True)
-        return mt.Policy.from_assignments((one.tag, one.index, one.name, each) for one, each in rules)
-
-    def price(number: int) -> float:
-        step = chosen[number]
-        saved = layers[number].own_bytes * (BITS[step] - BITS[step + 1])
-        return (errors[number][step + 1] - errors[number][step]) / max(1, saved)
-
-    while model.bytes(policy()) > limit:
-        left = [number for number, step in enumerate(chosen) if step + 1 < len(BITS)]
-        if not left:
-            return None
-        chosen[min(left, key=price)] += 1
-    return policy()
 
 
 class Running:

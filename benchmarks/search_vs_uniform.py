@@ -1,17 +1,22 @@
-"""How much lower is the gradient error of a searched policy than that of uniform bits, at the same bytes?
+"""How much lower is the gradient error of a searched policy than that of a rival, at the rival's bytes?
 
-    python benchmarks/search_vs_uniform.py [--seeds 5] [--trials 100] [--steps 600] [--batches 8]
+    python benchmarks/search_vs_uniform.py [--tasks digits,text] [--seeds 5] [--trials 100] [--batches 8]
 
-The model is the digits ViT, trained to convergence. For uniform 4, 3 and 2 bits, the search gets the uniform
-policy's peak and saved bytes as limits. The gradient errors of both policies are then computed by the code of
-this file, on batches and rounding seeds that the search has not seen. The result also has the solver's bound,
-the solution without a study, and the gain of the study over `--seeds` studies. The bytes of both policies are
-measured before any error.
+The models are the digits ViT, trained to convergence, and the GPT of learning.py after its training.
+Rivals, at 4, 3 and 2 bits: uniform bits; uniform with the loss and the classifier exact; by layer within the
+bytes of uniform ones, reduced where an error per byte is least, by measured errors (GACT) or by the law of
+quantization noise (ActNN). The search gets a rival's peak and saved bytes as limits, and is solved without a
+study. The errors of both are then computed by the code of this file, on batches and rounding seeds that the
+search has not seen. `--seeds`: at the bytes of uniform bits, so many studies, and what they gain. The bytes
+of both policies are measured before any error.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
+from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -19,31 +24,74 @@ from typing import Any
 import torch
 from accuracy import load_example
 from common import append, mean_interval
+from greedy import greedy
+from learning_tasks import TASKS, text_batch
+from learning_tasks import train as trained_task
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.memory.meter import measure_step
 
-PROMISED = {4: 30.0, 3: 20.0, 2: 8.0}
-UNSEEN = 50_000
+PROMISED = {"digits": {4: 100.0, 3: 60.0, 2: 30.0}, "text": dict.fromkeys((4, 3, 2), 5.0)}
+"""How many times lower than uniform bits'."""
+UNIFORM = "uniform"
+STEPS, UNSEEN = 600, 50_000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seeds", type=int, default=5, help="studies of each kind (at least 2)")
+    parser.add_argument("--tasks", default="digits,text")
+    parser.add_argument("--seeds", type=int, default=0, help="studies of each kind (none, or at least 2)")
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--timeout", type=float, default=None, help="seconds per study")
-    parser.add_argument("--steps", type=int, default=600, help="training steps before anything is measured")
     parser.add_argument("--batches", type=int, default=8, help="unseen batches for the gradient errors")
     arguments = parser.parse_args()
-    example = load_example()
-    workload = trained_workload(example, arguments.steps)
-    profile = mt.profile(workload, seeds=4)
-    for bits, promised in PROMISED.items():
-        result = compare(workload, profile, example, bits, arguments)
-        result["promised"] = promised
-        report(result)
-        append("search_vs_uniform", {"subject": "digits ViT, converged", "steps": arguments.steps, **result})
+    for task in arguments.tasks.split(","):
+        workload = trained_workload(load_example(), STEPS) if task == "digits" else trained_text()
+        profile = mt.profile(workload, seeds=4)
+        unseen = GradientError(workload, unseen_batches(workload, arguments.batches))
+        for bits in (4, 3, 2):
+            for rival, policy in rivals(profile, bits):
+                result = compare(workload, profile, unseen, policy)
+                if rival == UNIFORM:
+                    result["promised"] = PROMISED[task][bits]
+                    result |= studied(workload, profile, unseen, result, policy, arguments)
+                print(describe(f"{task}, {rival}, {bits} bits", result), flush=True)
+                append("search_vs_uniform", {"task": task, "rival": rival, "bits": bits, **result})
+
+
+def rivals(profile: mt.Profile, bits: int) -> Iterator[tuple[str, mt.Policy]]:
+    """Yield the rivals at so many bits."""
+    uniform, settings = mt.Policy.uniform(level=2**bits), LayerSettings(level=2**bits)
+    yield UNIFORM, uniform
+    classifier = [layer.name for layer in profile.layers if layer.tag == "fc"][-1]
+    rules = ((one.tag, one.index, one.name) for one in profile.layers)
+    exact = {name for _, _, name in rules if name == classifier or name.startswith("loss")}
+    yield (
+        "loss and classifier exact",
+        mt.Policy.from_assignments(
+            (one.tag, one.index, one.name, EXACT if one.name in exact else settings) for one in profile.layers
+        ),
+    )
+    limit = profile.predict(uniform).saved_bytes
+    for law, name in ((False, "greedy by errors"), (True, "greedy by the law of noise")):
+        policy = greedy(profile, lambda each: profile.predict(each).saved_bytes, limit, law=law)
+        if policy is not None:
+            yield name, policy
+
+
+def trained_text() -> mt.Workload:
+    """Return the GPT as a workload whose models have the weights of a plain training."""
+    task = TASKS["text"]
+    weights = trained_task(task, None, 0).model.state_dict()
+
+    def model() -> nn.Module:
+        built = task.workload.model()
+        built.load_state_dict(weights)
+        return built.train()
+
+    return mt.Workload(model, text_batch, task.workload.loss, batch_size=task.workload.batch_size)
 
 
 def trained_workload(example: ModuleType, steps: int) -> mt.Workload:
@@ -88,38 +136,57 @@ def copy_of(example: ModuleType, trained: nn.Module) -> nn.Module:
 
 
 def compare(
-    workload: mt.Workload, profile: mt.Profile, example: ModuleType, bits: int, arguments: argparse.Namespace
+    workload: mt.Workload, profile: mt.Profile, unseen: GradientError, rival: mt.Policy
 ) -> dict[str, Any]:
-    """Compare uniform `bits` with the solved and the studied policies at the uniform policy's bytes."""
-    uniform = mt.Policy.uniform(level=2**bits)
-    limits = profile.predict(uniform)
-    search = partial(
-        mt.search_policy, profile, limits.peak_bytes, max_saved=limits.saved_bytes, objective="error"
+    """Compare `rival` with the policy that is solved for its bytes."""
+    limits = profile.predict(rival)
+    solved = mt.search_policy(
+        profile, limits.peak_bytes, max_saved=limits.saved_bytes, objective="error", trials=0
     )
-    solved = search(trials=0)
-    studies = [
-        search(workload=workload, trials=arguments.trials, timeout=arguments.timeout, seed=seed)
-        for seed in range(arguments.seeds)
-    ]
-    require_no_larger(workload, uniform, [solved.policy, *(plan.policy for plan in studies)])
-    unseen = GradientError(workload, unseen_batches(example, workload.batch_size, arguments.batches))
-    profiled = GradientError(workload, [workload.make_batch()])
-    errors = {"uniform": unseen.error(uniform), "solved": unseen.error(solved.policy)}
-    searched = [unseen.error(plan.policy) for plan in studies]
-    gains = [1 - error / errors["solved"] for error in searched]
+    require_no_larger(workload, rival, [solved.policy])
+    errors = {"rival": unseen.errors(rival), "solved": unseen.errors(solved.policy)}
+    lower = [one - other for one, other in zip(errors["rival"], errors["solved"], strict=True)]
+    means = {name: statistics.fmean(values) for name, values in errors.items()}
     return {
-        "bits": bits,
         "peak_bytes": limits.peak_bytes,
         "saved_bytes": limits.saved_bytes,
-        "uniform_error": errors["uniform"],
+        "rival_error": means["rival"],
         "bound": solved.bound,
         "solved_predicted": solved.predicted.gradient_error,
-        "solved_on_profiled_batch": profiled.error(solved.policy, seeds=8),
-        "solved_error": errors["solved"],
-        "solved_times_lower": errors["uniform"] / errors["solved"],
+        "solved_error": means["solved"],
+        "times_lower": means["rival"] / means["solved"],
+        # Of the paired difference, in its standard errors: below -2, the rival is better.
+        "standard_errors": statistics.fmean(lower) / (statistics.stdev(lower) / math.sqrt(len(lower))),
+    }
+
+
+def studied(
+    workload: mt.Workload,
+    profile: mt.Profile,
+    unseen: GradientError,
+    solved: dict[str, Any],
+    uniform: mt.Policy,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return what studies gain over the solved policy; nothing without studies."""
+    if not arguments.seeds:
+        return {}
+    search = partial(mt.search_policy, profile, solved["peak_bytes"], max_saved=solved["saved_bytes"])
+    studies = [
+        search(
+            objective="error",
+            workload=workload,
+            trials=arguments.trials,
+            timeout=arguments.timeout,
+            seed=seed,
+        )
+        for seed in range(arguments.seeds)
+    ]
+    require_no_larger(workload, uniform, [plan.policy for plan in studies])
+    searched = [statistics.fmean(unseen.errors(plan.policy)) for plan in studies]
+    return {
         "searched_errors": searched,
-        "searched_times_lower": [errors["uniform"] / error for error in searched],
-        "study_gain": mean_interval(gains)._asdict(),
+        "study_gain": mean_interval([1 - error / solved["solved_error"] for error in searched])._asdict(),
         "study_won": [plan.won for plan in studies],
         "trials": [plan.trials for plan in studies],
     }
@@ -148,30 +215,34 @@ def measured_bytes(workload: mt.Workload, policy: mt.Policy) -> tuple[int, int]:
     return memory.saved_bytes, memory.peak_bytes
 
 
-def unseen_batches(example: ModuleType, size: int, count: int) -> list[Any]:
+def unseen_batches(workload: mt.Workload, count: int) -> list[Any]:
     """Return batches that no profile and no study draws."""
     batches = []
     for draw in range(count):
         torch.manual_seed(UNSEEN + draw)
-        batches.append(example.batch(size))
+        batches.append(workload.batch(workload.batch_size))
     return batches
 
 
 class GradientError:
-    """Gradient errors on `batches`: ‖ĝ − g‖² / ‖g‖² over all parameters, mean over batches and seeds."""
+    """Gradient errors on `batches`: ‖ĝ − g‖² / ‖g‖² over all parameters."""
 
     def __init__(self, workload: mt.Workload, batches: list[Any]) -> None:
         self.workload, self.batches = workload, batches
         self.exact = [self.gradient(batch, None, 0) for batch in self.batches]
 
-    def error(self, policy: mt.Policy, seeds: int = 4) -> float:
-        """Return the mean error of `policy`."""
+    def errors(self, policy: mt.Policy, seeds: int = 4) -> list[float]:
+        """Return the errors of `policy`, by batch and rounding seed."""
         errors = []
         for batch, exact in zip(self.batches, self.exact, strict=True):
             for seed in range(seeds):
                 change = self.gradient(batch, policy, 7_000 + seed) - exact
                 errors.append((change.square().sum() / exact.square().sum()).item())
-        return sum(errors) / len(errors)
+        return errors
+
+    def error(self, policy: mt.Policy, seeds: int = 4) -> float:
+        """Return the mean error of `policy`."""
+        return statistics.fmean(self.errors(policy, seeds))
 
     def gradient(self, batch: Any, policy: mt.Policy | None, seed: int) -> Tensor:
         """Return the gradients of all parameters in one float64 vector."""
@@ -186,22 +257,18 @@ class GradientError:
         return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
-def report(result: dict[str, Any]) -> None:
-    """Print the result of one number of bits."""
-    gain = result["study_gain"]
-    least = min(result["searched_times_lower"])
-    print(f"\nuniform {result['bits']} bits: error {result['uniform_error']:.2e}")
-    print(f"  lower bound of the sum  {result['bound']:.2e}")
-    lower = result["solved_times_lower"]
-    ratio = result["solved_on_profiled_batch"] / result["solved_predicted"]
-    print(f"  --trials 0              {result['solved_error']:.2e}  {lower:6.1f} times lower,", end=" ")
-    print(f"{ratio:.2f} times its prediction on the profiled batch")
-    print(f"  searched, the worst     {max(result['searched_errors']):.2e}  {least:6.1f} times lower")
-    print(f"  the study adds          {gain['mean']:.1%} [{gain['low']:.1%}, {gain['high']:.1%}]")
-    print(
-        f"  at least {result['promised']:.0f} times: {'yes' if least >= result['promised'] else 'NO'}",
-        flush=True,
+def describe(title: str, result: dict[str, Any]) -> str:
+    """Return a line about one rival."""
+    text = (
+        f"{title}: error {result['rival_error']:.2e}, solved {result['solved_error']:.2e}, "
+        f"{result['times_lower']:.1f} times lower ({result['standard_errors']:+.1f} standard errors)"
     )
+    if "promised" in result:
+        text += f"; {result['promised']:g} promised"
+    if "study_gain" in result:
+        gain = result["study_gain"]
+        text += f"; studies gain {gain['mean']:.1%} [{gain['low']:.1%}, {gain['high']:.1%}]"
+    return text
 
 
 if __name__ == "__main__":

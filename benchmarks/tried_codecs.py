@@ -199,7 +199,7 @@ def main() -> None:
     example = load_example()
     workload = trained_workload(example, arguments.steps)
     profile = mt.profile(workload, options=[])
-    unseen = GradientError(workload, unseen_batches(example, workload.batch_size, arguments.batches))
+    unseen = GradientError(workload, unseen_batches(workload, arguments.batches))
     for tags, every in ((TAGS, linear_settings()), (GELU, gelu_settings())):
         for name, settings in every.items():
             policy = policy_of(profile, settings, tags)
