@@ -1,0 +1,110 @@
+"""What does a compiled step take: plain, converted, and under `torch.compile`'s memory budget?
+
+    python benchmarks/compiled.py [--model deit_ti] [--batch 8] [--rounds 9]
+
+The whole model is compiled in each way, and whole steps are timed in turn, in one process. Peaks are growths of
+resident memory in a step, each in a process of its own after two others. Results are appended to
+`results/compiled.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import append, in_turn, ratios
+from meters import resident, trim
+from zoo import workload
+
+import mesa_tune as mt
+
+WAYS: dict[str, tuple[mt.Policy | None, float | None]] = {
+    "plain": (None, None),
+    "4 bits": (mt.Policy.uniform(level=16), None),
+    "activation_memory_budget 0.5": (None, 0.5),
+    "activation_memory_budget 0.2": (None, 0.2),
+}
+"""Policy, and memory budget of the compiler; None: neither."""
+
+
+class Training:
+    """A compiled model in training."""
+
+    def __init__(self, name: str, batch: int, way: str) -> None:
+        policy, self.budget = WAYS[way]
+        torch.manual_seed(0)
+        self.work = workload(name, batch)
+        self.model = self.work.build()
+        if policy is not None:
+            mt.convert(self.model, policy, seed=0)
+        self.optimizer, self.batch = self.work.make_optimizer(self.model), self.work.make_batch()
+        self.compiled = torch.compile(self.model)
+
+    def step(self) -> None:
+        """Take a whole step; the first one compiles."""
+        with nullcontext() if self.budget is None else _within(self.budget):
+            self.optimizer.zero_grad()
+            assert self.work.loss is not None
+            self.work.loss(self.compiled, self.batch).backward()
+            self.optimizer.step()
+
+
+def _within(budget: float) -> Any:
+    from torch._functorch import config
+
+    return config.patch(activation_memory_budget=budget)  # type: ignore[attr-defined]
+
+
+def peak(training: Training) -> int:
+    """Return by how much resident memory grows in a step, over what is resident between steps."""
+    for _ in range(2):
+        training.step()
+    gc.collect()
+    trim()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    training.step()
+    return resident("VmHWM") - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default="deit_ti")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    asked = arguments.model, arguments.batch
+    if arguments.peak is not None:
+        print(json.dumps(peak(Training(*asked, arguments.peak))))
+        return
+    command = [sys.executable, __file__, "--model", arguments.model, "--batch", str(arguments.batch)]
+    peaks = {
+        way: json.loads(subprocess.run([*command, "--peak", way], check=True, stdout=subprocess.PIPE).stdout)
+        for way in WAYS
+    }
+    steps = {}
+    for way in WAYS:
+        training = Training(*asked, way)
+        training.step()
+        steps[way] = training.step
+    times = in_turn(steps, arguments.rounds)
+    rows = {way: {"peak": peaks[way], "step": ratios(times["plain"], times[way])._asdict()} for way in WAYS}
+    append("compiled", {"model": arguments.model, "batch": arguments.batch, "rows": rows})
+    for way, row in rows.items():
+        step = row["step"]
+        print(
+            f"{way:30} {row['peak'] / 1e6:7.1f} MB, step {step['median']:.3f} times plain compiled "
+            f"({step['low']:.3f} to {step['high']:.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
