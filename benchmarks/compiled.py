@@ -2,8 +2,8 @@
 
     python benchmarks/compiled.py [--model deit_ti] [--batch 8] [--rounds 9]
 
-The whole model is compiled in each way, and whole steps are timed in turn, in one process. Peaks are growths of
-resident memory in a step, each in a process of its own after two others. Results are appended to
+The whole model is compiled in each way, and whole steps are timed in turn, in one process. Peaks are growths
+of resident memory in a step, each in a process of its own after two others. Results are appended to
 `results/compiled.jsonl`.
 """
 

@@ -30,10 +30,16 @@ from mesa_tune.search.study.moves import Moves
 # once: errors differ far more from batch to batch than from seed to seed.
 FULL: tuple[Pair, ...] = tuple((draw, 0) for draw in range(8))
 SCREEN = FULL[:4]
-FRESH: tuple[Pair, ...] = tuple((draw, 100) for draw in range(1000, 1016))
+_FRESH, _LOOKS, _FIRST_FRESH = 16, 8, 1_000_000
 _PAUSE = 0.5
 
 Chosen = tuple[int, ...]
+
+
+def fresh(trials: int, look: int = 0) -> tuple[Pair, ...]:
+    """Return pairs for one look at the result of so many trials; no other look, and no trial, has them."""
+    first = _FIRST_FRESH + _FRESH * (_LOOKS * trials + look)
+    return tuple([(draw, 100) for draw in range(first, first + _FRESH)])
 
 
 @dataclass(frozen=True)
@@ -179,16 +185,21 @@ class LocalSearch(ABC):
 
     def confirmed(self, trials: Sequence[Finished]) -> Outcome:
         """Measure afresh. Return the first candidate that beats the exact solution there, else this."""
-        before = self.meter.errors(self.policy_of(self.solved), FRESH)
-        solved, history = measurement(before, before, self.ratio(before, FRESH)), self._history(trials)
-        for chosen in self.candidates(trials, solved):
+        solved, history = self._afresh(self.solved, fresh(len(trials))), self._history(trials)
+        for look, chosen in enumerate(self.candidates(trials, solved), 1):
             if chosen != self.solved:
-                errors = self.meter.errors(self.policy_of(chosen), FRESH)
-                found = measurement(errors, before, self.ratio(errors, FRESH))
+                found = self._afresh(chosen, fresh(len(trials), look))
                 won = self.gain(chosen, found, solved)
                 if won:
                     return Outcome(chosen, found, history, won)
         return Outcome(self.solved, solved, history)
+
+    def _afresh(self, chosen: Chosen, pairs: Sequence[Pair]) -> Measurement:
+        """Measure a plan and the exact solution at the same pairs."""
+        before = errors = self.meter.errors(self.policy_of(self.solved), pairs)
+        if chosen != self.solved:
+            errors = self.meter.errors(self.policy_of(chosen), pairs)
+        return measurement(errors, before, self.ratio(errors, pairs))
 
     def _history(self, trials: Sequence[Finished]) -> tuple[TrialEntry, ...]:
         return tuple(

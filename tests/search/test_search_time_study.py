@@ -17,7 +17,7 @@ from mesa_tune.search import Plan, search_policy, solver
 from mesa_tune.search.fleet import trials
 from mesa_tune.search.study import local_search
 from mesa_tune.search.study.fitting import drawn_factors
-from mesa_tune.search.study.local_search import FRESH
+from mesa_tune.search.study.local_search import fresh
 from tests.search.test_search_objectives import noisy
 from tests.search.test_search_study import Weighted
 from tests.synthetic import COARSE, synthetic_profile
@@ -129,7 +129,7 @@ def test_batches_with_large_gradients_count_more_in_the_ratio(profile: Profile) 
     meter.noise = 0.0
     plan = study(profile, meter, 1, max_noise_ratio=RATIO)
     assert plan.measured is not None
-    errors, norms = meter.errors(plan.policy, FRESH), meter.norms([draw for draw, _ in FRESH])
+    errors, norms = meter.errors(plan.policy, fresh(1)), meter.norms([draw for draw, _ in fresh(1)])
     expected = np.dot(errors, norms) / sum(norms) / RELATIVE
     assert expected > 1.3 * statistics.fmean(errors) / RELATIVE
     assert plan.measured.noise_ratio == pytest.approx(expected)
