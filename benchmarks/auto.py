@@ -52,7 +52,12 @@ def gpt2() -> Any:
 
 
 def llama() -> Any:
-    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1376}
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "intermediate_size": 1376,
+    }
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8192, **sizes))
     for layer in model.requires_grad_(False).model.layers:
         for name in ("q_proj", "v_proj"):
@@ -72,7 +77,8 @@ def timed(name: str, budget: str, run: str, fast: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = MODELS[name]().train()
     ids = torch.randint(model.config.vocab_size, (TEXTS, LENGTH))
-    loader = DataLoader([{"input_ids": each, "labels": each} for each in ids], BATCH, shuffle=True)
+    texts: Any = [{"input_ids": each, "labels": each} for each in ids]
+    loader = DataLoader(texts, BATCH, shuffle=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     batch = next(iter(loader))
 

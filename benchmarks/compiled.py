@@ -45,7 +45,7 @@ class Training:
         if policy is not None:
             mt.convert(self.model, policy, seed=0)
         self.optimizer, self.batch = self.work.make_optimizer(self.model), self.work.make_batch()
-        self.compiled = torch.compile(self.model)
+        self.compiled: Any = torch.compile(self.model)
 
     def step(self) -> None:
         """Take a whole step; the first one compiles."""
