@@ -122,7 +122,7 @@ def _spread(values: Sequence[float]) -> str:
 
 def _bound(line: Line) -> str:
     """Return what was proven of the solved plan, by the profile's prices of single layers."""
-    best = "peak" if line["limit"] is None else "added time with 2% of a step for its error"
+    best = "peak" if line["limit"] is None else "added time, of which error is up to 2% of a step,"
     predicted = line["predicted ms"][0] / line["plain ms"]
     return (
         f"By prices of single layers, the solved plan's step takes {predicted:.3f} times plain's, "
