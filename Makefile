@@ -18,7 +18,7 @@ sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
 # Tests that run a second time without the native kernels: those that call them.
 core := $(wildcard $(addprefix tests/,ops/test_quantize*.py ops/test_pack*.py ops/test_sparsify.py ops/test_ops*.py ops/test_fused*.py \
-	formulas/test_fused*.py formulas/test_functional*.py formulas/test_conformance.py nn/test_nn.py conversion/test_conversion.py \
+	formulas/test_fused*.py formulas/test_functional*.py nn/test_nn.py conversion/test_conversion.py \
 	engine/test_keeping.py engine/test_sharing.py))
 
 # The tests of the ops, and the two libraries that must be loaded before a sanitized extension.
