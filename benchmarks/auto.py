@@ -3,9 +3,9 @@
     python benchmarks/auto.py [--models gpt2,llama] [--budget 60%] [--fast]
 
 A GPT-2 of 4 layers and 256 channels with 50,257 words, and a Llama of 4 layers and 512 channels whose
-attention has LoRA adapters; 8 texts of 128 random tokens. Without a study (`trials=0`). Every call is in a
-process of its own; its time begins when model, loader and optimizer exist. The loss must be bitwise that of
-before. Results are appended to `results/auto.jsonl`.
+attention has PEFT's LoRA adapters; 8 texts of 128 random tokens. Without a study (`trials=0`). Every call is
+in a process of its own; its time begins when model, loader and optimizer exist. The loss must be bitwise that
+of before. Results are appended to `results/auto.jsonl`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import torch
 import transformers
 from common import append
@@ -28,21 +29,6 @@ from torch.utils.data import DataLoader
 import mesa_tune as mt
 
 LENGTH, BATCH, TEXTS, RANK = 128, 8, 400, 8
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer, and a trained one of rank `RANK` beside it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, RANK, bias=False)
-        self.up = nn.Linear(RANK, base.out_features, bias=False)
-        nn.init.normal_(self.up.weight, std=1e-2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x) + self.up(self.down(x))
-        return y
 
 
 def gpt2() -> Any:
@@ -58,11 +44,9 @@ def llama() -> Any:
         "num_attention_heads": 8,
         "intermediate_size": 1376,
     }
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8192, **sizes))
-    for layer in model.requires_grad_(False).model.layers:
-        for name in ("q_proj", "v_proj"):
-            setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
-    return model
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8192, **sizes))
+    lora = peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, lora)
 
 
 MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama}
@@ -73,7 +57,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def timed(name: str, budget: str, run: str, fast: bool) -> dict[str, Any]:
-    """Call `mt.auto` once; return its seconds and how the plan was made."""
+    """Call `mt.auto` once; return its seconds."""
     torch.manual_seed(0)
     model = MODELS[name]().train()
     ids = torch.randint(model.config.vocab_size, (TEXTS, LENGTH))

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from accuracy import load_example
 from common import append
 from search_vs_uniform import GradientError, measured_bytes, trained_workload, unseen_batches
 
@@ -53,8 +52,7 @@ def policy_of(profile: Profile, settings: LayerSettings, tags: Sequence[str] = T
 
 def main() -> None:
     arguments = parsed(__doc__)
-    example = load_example()
-    workload = trained_workload(example, arguments.steps)
+    workload = trained_workload("digits", arguments.steps)
     profile = mt.profile(workload, seeds=arguments.seeds)
     unseen = GradientError(workload, unseen_batches(workload, arguments.batches))
     subject = {"subject": "digits ViT", "steps": arguments.steps}

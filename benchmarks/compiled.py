@@ -10,17 +10,14 @@ of resident memory in a step, each in a process of its own after two others. Res
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from common import append, in_turn, ratios
-from meters import resident, trim
+from meters import model_under, peak_growth, within_memory_budget
 from zoo import workload
 
 import mesa_tune as mt
@@ -41,37 +38,24 @@ class Training:
         policy, self.budget = WAYS[way]
         torch.manual_seed(0)
         self.work = workload(name, batch)
-        self.model = self.work.build()
-        if policy is not None:
-            mt.convert(self.model, policy, seed=0)
+        self.model = model_under(self.work, policy)
         self.optimizer, self.batch = self.work.make_optimizer(self.model), self.work.make_batch()
         self.compiled: Any = torch.compile(self.model)
 
     def step(self) -> None:
         """Take a whole step; the first one compiles."""
-        with nullcontext() if self.budget is None else _within(self.budget):
+        with within_memory_budget(self.budget):
             self.optimizer.zero_grad()
             assert self.work.loss is not None
             self.work.loss(self.compiled, self.batch).backward()
             self.optimizer.step()
 
 
-def _within(budget: float) -> Any:
-    from torch._functorch import config
-
-    return config.patch(activation_memory_budget=budget)  # type: ignore[attr-defined]
-
-
 def peak(training: Training) -> int:
     """Return by how much resident memory grows in a step, over what is resident between steps."""
     for _ in range(2):
         training.step()
-    gc.collect()
-    trim()
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    training.step()
-    return resident("VmHWM") - before
+    return peak_growth(training.step)
 
 
 def main() -> None:

@@ -10,12 +10,10 @@ Weights and batches are random. Results are appended to `results/estimate.jsonl`
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-from pathlib import Path
 
 from common import append
-from meters import in_own_process, resident, train, trim
+from meters import in_own_process, peak_growth, train
 from zoo import ZOO, workload
 
 import mesa_tune as mt
@@ -49,12 +47,7 @@ def main() -> None:
 def resident_peak(chosen: mt.Workload, policy: mt.Policy | None) -> int:
     """Return the growth of resident memory over two steps, the model included, after a step to warm up."""
     train(chosen, policy, 1)  # libraries allocate once
-    gc.collect()
-    trim()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    train(chosen, policy, 2)
-    return resident("VmHWM") - before
+    return peak_growth(lambda: train(chosen, policy, 2))
 
 
 if __name__ == "__main__":

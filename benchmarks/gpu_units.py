@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from common import ROOT, spread
+from meters import within_memory_budget
 from step import KINDS, Kind, Stepper, Subject
 from zoo import ZOO, ZooModel, configured, workload
 
@@ -237,8 +238,7 @@ def one_step(name: str, kind: Kind, compiled: bool, budget: float | None, settin
     if compiled:
         torch._dynamo.reset()
         stepper.model = torch.compile(stepper.model)  # type: ignore[assignment]
-    around = nullcontext() if budget is None else _memory_budget(budget)
-    with around:
+    with within_memory_budget(budget):
         milliseconds = 1e3 * seconds(stepper.step, setting, 3 if setting.small else 10)
         if setting.device == "cpu":
             memory = {"allocated": None if compiled else stepper.bytes().peak_bytes, "reserved": None}
@@ -250,12 +250,6 @@ def one_step(name: str, kind: Kind, compiled: bool, budget: float | None, settin
                 "reserved": torch.cuda.max_memory_reserved() - libraries,
             }
     return {"ms": milliseconds, **memory}
-
-
-def _memory_budget(budget: float) -> Any:
-    from torch._functorch import config
-
-    return config.patch(activation_memory_budget=budget)  # type: ignore[attr-defined]
 
 
 def guarded(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

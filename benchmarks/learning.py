@@ -122,14 +122,19 @@ def profile_of(name: str, *, trained: bool) -> mt.Profile:
     task = TASKS[name]
     if not trained:
         return mt.profile(task.workload)
-    weights = train(task, None, PROFILED_SEED).model.state_dict()
+    return mt.profile(with_weights(task.workload, train(task, None, PROFILED_SEED).model))
+
+
+def with_weights(workload: mt.Workload, trained: nn.Module) -> mt.Workload:
+    """Return the workload with models that have the weights of `trained`."""
+    weights = trained.state_dict()
 
     def model() -> nn.Module:
-        built = task.workload.model()
+        built = workload.model()
         built.load_state_dict(weights)
         return built
 
-    return mt.profile(replace(task.workload, model=model))
+    return replace(workload, model=model)
 
 
 def searched(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | None]:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,6 +159,23 @@ def resident_growth(workload: mt.Workload, path: str) -> dict[str, int]:
     saved = resident("VmRSS") - before
     loss.backward()
     return {"saved": saved, "peak": resident("VmHWM") - before}
+
+
+def peak_growth(run: Callable[[], object]) -> int:
+    """Return by how many bytes resident memory grows to its peak while `run` runs."""
+    gc.collect()
+    trim()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    run()
+    return resident("VmHWM") - before
+
+
+def within_memory_budget(budget: float | None) -> Any:
+    """Return a context in which `torch.compile` has this `activation_memory_budget`; None: its default."""
+    from torch._functorch import config
+
+    return nullcontext() if budget is None else config.patch(activation_memory_budget=budget)  # type: ignore[attr-defined]
 
 
 def trim() -> None:

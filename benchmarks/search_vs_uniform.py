@@ -18,15 +18,13 @@ import math
 import statistics
 from collections.abc import Iterator
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
-from accuracy import load_example
 from common import append, mean_interval
 from greedy import greedy
-from learning_tasks import TASKS, text_batch
-from learning_tasks import train as trained_task
+from learning import with_weights
+from learning_tasks import TASKS, train
 from torch import Tensor, nn
 
 import mesa_tune as mt
@@ -36,7 +34,7 @@ from mesa_tune.profiler.memory.meter import measure_step
 PROMISED = {"digits": {4: 100.0, 3: 60.0, 2: 30.0}, "text": dict.fromkeys((4, 3, 2), 5.0)}
 """How many times lower than uniform bits'."""
 UNIFORM = "uniform"
-STEPS, UNSEEN = 600, 50_000
+STEPS, UNSEEN = {"digits": 600}, 50_000
 
 
 def main() -> None:
@@ -48,7 +46,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8, help="unseen batches for the gradient errors")
     arguments = parser.parse_args()
     for task in arguments.tasks.split(","):
-        workload = trained_workload(load_example(), STEPS) if task == "digits" else trained_text()
+        workload = trained_workload(task, STEPS.get(task))
         profile = mt.profile(workload, seeds=4)
         unseen = GradientError(workload, unseen_batches(workload, arguments.batches))
         for bits in (4, 3, 2):
@@ -66,14 +64,11 @@ def rivals(profile: mt.Profile, bits: int) -> Iterator[tuple[str, mt.Policy]]:
     uniform, settings = mt.Policy.uniform(level=2**bits), LayerSettings(level=2**bits)
     yield UNIFORM, uniform
     classifier = [layer.name for layer in profile.layers if layer.tag == "fc"][-1]
-    rules = ((one.tag, one.index, one.name) for one in profile.layers)
-    exact = {name for _, _, name in rules if name == classifier or name.startswith("loss")}
-    yield (
-        "loss and classifier exact",
-        mt.Policy.from_assignments(
-            (one.tag, one.index, one.name, EXACT if one.name in exact else settings) for one in profile.layers
-        ),
+    exact = {classifier, *(layer.name for layer in profile.layers if layer.name.startswith("loss"))}
+    rules = (
+        (one.tag, one.index, one.name, EXACT if one.name in exact else settings) for one in profile.layers
     )
+    yield "loss and classifier exact", mt.Policy.from_assignments(rules)
     limit = profile.predict(uniform).saved_bytes
     for law, name in ((False, "greedy by errors"), (True, "greedy by the law of noise")):
         policy = greedy(profile, lambda each: profile.predict(each).saved_bytes, limit, law=law)
@@ -81,58 +76,13 @@ def rivals(profile: mt.Profile, bits: int) -> Iterator[tuple[str, mt.Policy]]:
             yield name, policy
 
 
-def trained_text() -> mt.Workload:
-    """Return the GPT as a workload whose models have the weights of a plain training."""
-    task = TASKS["text"]
-    weights = trained_task(task, None, 0).model.state_dict()
-
-    def model() -> nn.Module:
-        built = task.workload.model()
-        built.load_state_dict(weights)
-        return built.train()
-
-    return mt.Workload(model, text_batch, task.workload.loss, batch_size=task.workload.batch_size)
-
-
-def trained_workload(example: ModuleType, steps: int) -> mt.Workload:
-    """Return the example as a workload whose models have the weights of a plain training of so many steps."""
-    trained = train(example, steps)
-    return mt.Workload(
-        lambda: copy_of(example, trained),
-        example.batch,
-        example.loss,
-        example.optimizer,
-        batch_size=example.BATCH_SIZE,
-    )
-
-
-def train(example: ModuleType, steps: int) -> nn.Module:
-    """Return the example's model after plain training."""
-    torch.manual_seed(0)
-    model: nn.Module = example.model()
-    optimizer = example.optimizer(list(model.parameters()))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, example.LEARNING_RATE, total_steps=steps, pct_start=example.WARMUP
-    )
-    value = torch.zeros(())
-    for _ in range(steps):
-        value = example.loss(model, example.batch(example.BATCH_SIZE))
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        schedule.step()
-    print(
-        f"trained {steps} steps: loss {value.item():.4f}, test accuracy {example.accuracy(model):.3f}",
-        flush=True,
-    )
-    return model.train()
-
-
-def copy_of(example: ModuleType, trained: nn.Module) -> nn.Module:
-    """Return a new model with the trained weights."""
-    model: nn.Module = example.model()
-    model.load_state_dict(trained.state_dict())
-    return model
+def trained_workload(name: str, steps: int | None = None) -> mt.Workload:
+    """Return a task of learning.py with the weights of a plain training of so many steps; None: its own."""
+    task = TASKS[name]
+    task = task._replace(steps=steps or task.steps)
+    model = train(task, None, 0).model
+    print(f"trained {task.steps} steps: {task.metric} {task.score(model):.3f}", flush=True)
+    return with_weights(task.workload, model)
 
 
 def compare(

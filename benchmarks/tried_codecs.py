@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from accuracy import load_example
 from below_one_bit import TAGS, parsed, policy_of
 from common import append
 from search_vs_uniform import GradientError, trained_workload, unseen_batches
@@ -196,8 +195,7 @@ def bits_per_element(settings: LayerSettings) -> float:
 
 def main() -> None:
     arguments = parsed(__doc__)
-    example = load_example()
-    workload = trained_workload(example, arguments.steps)
+    workload = trained_workload("digits", arguments.steps)
     profile = mt.profile(workload, options=[])
     unseen = GradientError(workload, unseen_batches(workload, arguments.batches))
     for tags, every in ((TAGS, linear_settings()), (GELU, gelu_settings())):

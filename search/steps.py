@@ -84,10 +84,6 @@ def _solved(
         return error
 
 
-def _ms(step: Step, solved: Solved) -> float:
-    return step.program.space.ms(solved.solution.chosen)
-
-
 def costs(step: Step, objective: str, solution: Solution) -> tuple[float, float]:
     """Return what `objective` minimises, then the time."""
     space, chosen = step.program.space, solution.chosen

@@ -37,7 +37,7 @@ void encode_strided(const Strided& x, const Map& map, const Settings& s, const S
                     const Packed& packed, void* stream) {
   const auto* data = static_cast<const typename Type::Storage*>(x.data);
   const Groups groups{x.layout, s, span};
-  const int64_t pieces = (span.size + kPiece - 1) / kPiece, merged = pieces > 1 ? span.count : 0;
+  const int64_t pieces = pieces_of(span), merged = pieces > 1 ? span.count : 0;
   launch(clear_extremes, merged, stream, groups, packed);
   launch(measure_pieces<Type, kMapped>, span.count * pieces * kWarp, stream, data, map, groups, packed);
   launch(store_ranges, merged, stream, groups, packed);

@@ -1,29 +1,15 @@
-// The ops of ReLU and its relatives on CUDA devices. Lanes with consecutive elements exchange their bits.
+// The ops of ReLU and its relatives on CUDA devices.
 
+#include "bits.cuh"
 #include "encode.cuh"
 #include "gate.h"
 
 namespace mesa_tune::cuda {
 namespace {
 
-// A warp compares 32 elements at a time, 32 times; each of its lanes writes one word of bits.
 template <class Type>
 __global__ void compare(const typename Type::Storage* x, int64_t numel, float limit, uint8_t* data) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for (int64_t turn = thread_number(); (turn & -kWarp) * kWarp < numel; turn += thread_count()) {
-    const int64_t first = (turn & -kWarp) * kWarp;
-    uint32_t word = 0;
-#pragma unroll
-    for (int i = 0; i < kWarp; ++i) {
-      const int64_t element = first + i * kWarp + lane;
-      const uint32_t bits =
-          __ballot_sync(kAllLanes, element < numel && Type::load(x[element < numel ? element : 0]) <= limit);
-      if (lane == i) word = bits;
-    }
-    const int64_t byte = turn * 4, bytes = plane_bytes(numel);
-    for (int i = 0; i < 4; ++i)
-      if (byte + i < bytes) data[byte + i] = static_cast<uint8_t>(word >> (8 * i));
-  }
+  pack_elements(numel, data, [&](int64_t element) { return Type::load(x[element]) <= limit; });
 }
 
 template <class Type>

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "launch.cuh"
+#include "bits.cuh"
 #include "quantize.h"
 
 namespace mesa_tune::cuda {
@@ -11,22 +11,8 @@ namespace {
 constexpr uint64_t kSpread = 0x0101010101010101;    // copies a byte into all eight bytes
 constexpr uint64_t kDiagonal = 0x8040201008040201;  // bit i of byte i
 
-// A warp gathers 32 words of 32 elements each; each of its lanes writes one word.
 __global__ void pack(const uint8_t* mask, int64_t numel, uint8_t* data) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for (int64_t turn = thread_number(); (turn & -kWarp) * kWarp < numel; turn += thread_count()) {
-    const int64_t first = (turn & -kWarp) * kWarp;
-    uint32_t lane_bits = 0;
-#pragma unroll
-    for (int word = 0; word < kWarp; ++word) {
-      const int64_t element = first + word * kWarp + lane;
-      const uint32_t bits = __ballot_sync(kAllLanes, element < numel && mask[element] != 0);
-      if (lane == word) lane_bits = bits;
-    }
-    const int64_t byte = turn * 4, bytes = (numel + 7) / 8;
-    for (int i = 0; i < 4; ++i)
-      if (byte + i < bytes) data[byte + i] = static_cast<uint8_t>(lane_bits >> (8 * i));
-  }
+  pack_elements(numel, data, [&](int64_t element) { return mask[element] != 0; });
 }
 
 // One thread per byte.

@@ -16,23 +16,18 @@ __device__ inline void store_ends_of(const Packed& packed, int64_t group, const 
   packed.ranges[2 * group + 1] = extremes.maximum();
 }
 
-// One warp per piece of a group.
 template <class Type>
 __global__ void measure_ends(const typename Type::Storage* x, const __grid_constant__ Groups groups,
                              const Packed packed) {
-  const Span& span = groups.span;
-  const int64_t pieces = (span.size + kPiece - 1) / kPiece;
-  for (int64_t turn = thread_number(); turn / kWarp < span.count * pieces; turn += thread_count()) {
-    const int64_t piece = turn / kWarp, number = quotient(piece, pieces), group = span.first + number;
-    const int64_t begin = (piece - number * pieces) * kPiece, end = std::min(begin + kPiece, span.size);
+  for_each_piece(groups.span, [&](int64_t group, int64_t begin, int64_t end, bool whole) {
     const Extremes all = measured<Type, false, false>(x, Map{}, groups, group, begin, end);
-    if (turn % kWarp > 0) continue;
-    if (pieces == 1) {
+    if (!is_first_lane()) return;
+    if (whole) {
       store_ends_of(packed, group, all);
     } else {
       merge(extremes_of(packed, group), all);
     }
-  }
+  });
 }
 
 // Replaces merged extremes by the ends.
@@ -46,7 +41,7 @@ __global__ void store_merged(const __grid_constant__ Groups groups, const Packed
 template <class Type>
 void measure_span(const Strided& x, const Settings& s, const Span& span, const Packed& ends, void* stream) {
   const Groups groups{x.layout, s, span};
-  const int64_t pieces = (span.size + kPiece - 1) / kPiece, merged = pieces > 1 ? span.count : 0;
+  const int64_t pieces = pieces_of(span), merged = pieces > 1 ? span.count : 0;
   launch(clear_ends, merged, stream, groups, ends);
   launch(measure_ends<Type>, span.count * pieces * kWarp, stream,
          static_cast<const typename Type::Storage*>(x.data), groups, ends);

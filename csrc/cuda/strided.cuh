@@ -94,26 +94,41 @@ __device__ inline Extremes measured(const typename Type::Storage* x, const Map& 
   return extremes;
 }
 
-// One warp per piece.
+constexpr int64_t pieces_of(const Span& span) {
+  return (span.size + kPiece - 1) / kPiece;
+}
+
+// Calls visit(group, begin, end, whole) for the pieces of all groups, one warp per piece; `whole`: it is the
+// only one of its group.
+template <class Visit>
+__device__ inline void for_each_piece(const Span& span, const Visit& visit) {
+  const int64_t pieces = pieces_of(span);
+  for (int64_t turn = thread_number(); turn / kWarp < span.count * pieces; turn += thread_count()) {
+    const int64_t piece = turn / kWarp, number = quotient(piece, pieces);
+    const int64_t begin = (piece - number * pieces) * kPiece, end = std::min(begin + kPiece, span.size);
+    visit(span.first + number, begin, end, pieces == 1);
+  }
+}
+
+__device__ inline bool is_first_lane() {
+  return threadIdx.x % kWarp == 0;
+}
+
 template <class Type, bool kMapped>
 __global__ void measure_pieces(const typename Type::Storage* x, const Map map,
                                const __grid_constant__ Groups groups, const Packed packed) {
-  const Span& span = groups.span;
-  const int64_t pieces = (span.size + kPiece - 1) / kPiece;
-  for (int64_t turn = thread_number(); turn / kWarp < span.count * pieces; turn += thread_count()) {
-    const int64_t piece = turn / kWarp, number = quotient(piece, pieces), group = span.first + number;
-    const int64_t begin = (piece - number * pieces) * kPiece, end = std::min(begin + kPiece, span.size);
+  for_each_piece(groups.span, [&](int64_t group, int64_t begin, int64_t end, bool whole) {
     const Extremes all = measured<Type, kMapped, false>(x, map, groups, group, begin, end);
     Extremes finite = all;
     if (!all.finite()) finite = measured<Type, kMapped, true>(x, map, groups, group, begin, end);
-    if (turn % kWarp > 0) continue;
-    if (pieces == 1) {
+    if (!is_first_lane()) return;
+    if (whole) {
       store_range(packed, group, all, finite, groups.settings.levels);
     } else {
       merge(extremes_of(packed, group), all);
       merge(finite_of(groups, packed, group), finite);
     }
-  }
+  });
 }
 
 // Stores the ranges of groups of several pieces.

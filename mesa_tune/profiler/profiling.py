@@ -56,8 +56,6 @@ _INTERACTION_DRAWS = 3
 _WHOLE_BITS = 4
 _CHECKPOINT_DRAWS = 3
 
-"""Called with a text about the current work, and the share of it that is done (0 to 1)."""
-
 
 def profile(
     workload: Workload,

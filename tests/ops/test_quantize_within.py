@@ -41,9 +41,7 @@ def given_ranges(draw: st.DrawFn) -> Within:
 @needs_library
 @given(given_ranges())
 @settings(deadline=None, max_examples=150)
-def test_kernels_give_the_references_bytes(
-    case: tuple[torch.Tensor, Sizes, torch.Tensor, int | None],
-) -> None:
+def test_kernels_give_the_references_bytes(case: Within) -> None:
     x, sizes, ranges, seed = case
     assert same_numbers(RAW.extents(x, *sizes[2:]), reference_codecs.extents(x, *sizes[2:]))
     arguments = (x, ranges, *sizes, seed is not None, torch.tensor([seed or 0]))
