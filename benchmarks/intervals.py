@@ -1,6 +1,7 @@
 """How often does a predicted interval cover the gradient error that is measured on unseen batches?
 
-    python benchmarks/intervals.py [--models vit,gpt,resnet] [--profiles 10] [--random 4] [--run FOLDER]
+    python benchmarks/intervals.py [--models vit,gpt,resnet] [--profiles 10] [--random 4] [--batches 7]
+        [--run FOLDER]
     python benchmarks/intervals.py --summary [--run FOLDER]
 
 Each profile of a small, briefly trained model has another seed, so other batches and other rounding. For each
@@ -34,6 +35,7 @@ from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.entries import full_grid
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.profiling import SEEDS as SEEDS_OF_PROFILE
 
 UNSEEN, BATCHES, SEEDS = 5000, 16, 3
 STEPS, LEARNING_RATE = 30, 3e-3
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(SUBJECTS))
     parser.add_argument("--profiles", type=int, default=10, help="profiles of each model")
     parser.add_argument("--random", type=int, default=4, help="random policies of each profile")
+    parser.add_argument("--batches", type=int, default=SEEDS_OF_PROFILE, help="of each profile")
     parser.add_argument("--run", type=Path, default=Path("intervals-run"))
     parser.add_argument("--summary", action="store_true", help="only print what --run has")
     arguments = parser.parse_args()
@@ -113,7 +116,9 @@ def main() -> None:
             path = arguments.run / f"{name}-{seed}.json"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                content = measured(name, seed, arguments.random, path.with_suffix(".profile.json"))
+                content = measured(
+                    name, seed, arguments.random, path.with_suffix(".profile.json"), arguments.batches
+                )
                 path.write_text(json.dumps(content), "utf-8")
                 print(f"{path}: measured", flush=True)
     for name in names:
@@ -148,10 +153,10 @@ def workload_of(name: str, seed: int) -> mt.Workload:
     return mt.Workload(model, subject.batch, subject.loss, batch_size=subject.batch_size, seed=seed)
 
 
-def measured(name: str, seed: int, count: int, profile_path: Path) -> list[dict[str, Any]]:
+def measured(name: str, seed: int, count: int, profile_path: Path, batches: int) -> list[dict[str, Any]]:
     """Return the policies of one profile, and the truth of each."""
     workload = workload_of(name, seed)
-    profile = mt.profile(workload, path=profile_path)
+    profile = mt.profile(workload, seeds=batches, path=profile_path)
     policies = [*solved(profile), *drawn(profile, seed, count)]
     errors: list[list[float]] = [[] for _ in policies]
     joint = JointError(workload)

@@ -67,9 +67,7 @@ def priced(profile: mt.Profile, chance: random.Random) -> mt.Profile:
         replace(layer, options=(exact, *options(full_grid())), call_ms=0.01) for layer in profile.layers
     )
     derivations = tuple(
-        Derivation(
-            group, span.layers, span.sources, tuple(options(above_one_bit(full_grid(), all_groups=True)))
-        )
+        Derivation(group, span.layers, span.sources, tuple(options(above_one_bit(full_grid()))))
         for span in profile.timeline.kept
         for group in dict.fromkeys(group for group in profile.groups if set(group) & set(span.sources))
     )

@@ -7,6 +7,7 @@ weights on its device, and a script that runs again must not measure again. Of s
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from mesa_tune.policy.settings import EXACT
 from mesa_tune.profiler.entries import fast_grid, full_grid
 from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.profiling import SEEDS, profile
+from mesa_tune.profiler.profiling import profile
 from mesa_tune.profiler.timing.duration import announcing
 from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
@@ -46,6 +47,8 @@ from mesa_tune.workload.user_code import seeded
 from mesa_tune.workload.workload import Workload, in_training_mode
 
 _WRITER = "mt.auto"
+BATCHES = 4
+"""Batches of a profile: one screens, three price. A script waits for it; `mt.profile` takes three more."""
 _RATES = ("lr", "initial_lr", "params")
 """What changes from step to step in the options of an optimizer."""
 
@@ -61,6 +64,7 @@ def auto(
     autocast: str | None = None,
     accumulation: int = 1,
     fast: bool = False,
+    timeout: float | None = None,
     **search: Any,
 ) -> nn.Module:
     """Convert `model`, in place, with the best policy whose training step fits `budget`; return `model`.
@@ -77,8 +81,9 @@ def auto(
     not communicate with other processes. `optimizer`: that of the training, which is not touched, or
     `callable(parameters)`; default AdamW. `budget`: as in `search_policy`, or `auto`, what the device has
     free and the model has already, less 10 %; None with `objective="memory"`. `autocast`, `accumulation`: as
-    in `Workload`. `fast`: measure 6 settings instead of 25, on one batch. `search`: further options of
-    `search_policy`, such as `trials=0`, without a study.
+    in `Workload`. `fast`: measure 6 settings instead of 25, on one batch. `timeout`: after so many seconds,
+    measure nothing further that a plan can do without, and say so; the study has what the profile leaves.
+    `search`: further options of `search_policy`, such as `trials=0`, without a study.
 
     Layers of the loss outside the model (`loss.*`) stay exact, because `convert` does not reach them, unless
     `pins` has settings for them; then put the loss into `mt.compress_saved`. The state of the model, its
@@ -92,9 +97,9 @@ def auto(
         WorkloadError: `batch`, `loss` or `optimizer` fail or return something unusable.
         RunError: files in `run` that `auto` did not write, a model whose steps need all processes.
     """
-    inspect.signature(search_policy).bind(None, budget, workload=None, **search)
-    check_request("1" if budget == AUTO else budget, **search)
-    request = _Request(budget, search)
+    inspect.signature(search_policy).bind(None, budget, workload=None, timeout=timeout, **search)
+    check_request("1" if budget == AUTO else budget, timeout=timeout, **search)
+    request = _Request(budget, search, timeout)
 
     def planned() -> str:
         plain = _unwrapped(model)
@@ -134,6 +139,8 @@ class _Request:
 
     budget: int | str | None
     search: Mapping[str, Any]
+    timeout: float | None
+    begin: float = field(default_factory=time.monotonic)
     status: StatusLine = field(default_factory=StatusLine)
     _silent = ("progress", "storage", "sharing", "measure")
 
@@ -145,6 +152,11 @@ class _Request:
         restrictions = Restrictions.of(self.search.get("forbid"), self.search.get("only"))
         pins = {glob: settings.to_dict() for glob, settings in self.pins.items()}
         return digest(str(self.budget), asked, restrictions.to_dict(), pins)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the time is up, at least one; None without a timeout."""
+        return None if self.timeout is None else max(1.0, self.begin + self.timeout - time.monotonic())
 
     @property
     def pins(self) -> Pins:
@@ -169,7 +181,7 @@ class _Measured:
     def identified(self, loss: Any, optimizer: Any) -> _Measured:
         """Return the same with the fingerprint of everything that is measured."""
         workload = self.workload
-        versions = [torch.__version__, self.fast]
+        versions = [torch.__version__, self.fast, self.request.timeout]
         device = torch.cuda.get_device_name(workload.device) if workload.device.startswith("cuda") else None
         described = {**workload.description, "versions": versions, "name": device}
         parts = [self.model, workload.make_batch(), loss, _options(optimizer), described]
@@ -214,8 +226,8 @@ class _Measured:
             if not earlier.partial:
                 return earlier
         search = self._options()
-        options, seeds = (fast_grid(), 1) if self.fast else (full_grid(), SEEDS)
-        faster = "" if self.fast else "; fast=True measures 6 on one"
+        options, seeds = (fast_grid(), 1) if self.fast else (full_grid(), BATCHES)
+        faster = "" if self.fast else "; fast=True measures 6 on one, timeout= takes so many seconds"
         say(
             f"profiling at batch size {self.workload.batch_size} on {self.workload.device}: minutes, for"
             f" {len(options)} settings of each layer on {counted(seeds, 'batch')}{faster}"
@@ -225,7 +237,7 @@ class _Measured:
         def enough(traced: Profile) -> bool:
             if not search.get("max_batch") and plain_fits(traced, budget, **search):
                 return True
-            announce()
+            announce(traced.step_ms or 0.0)
             say(_unmeasured(traced))
             return False
 
@@ -235,6 +247,7 @@ class _Measured:
                 options=options,
                 seeds=seeds,
                 path=self.run.profile,
+                timeout=self.request.seconds_left,
                 enough=enough,
                 progress=lambda text, share: self.request.progress(f"{share:4.0%} {text}"),
                 save=lambda each: self.run.write(
@@ -268,7 +281,7 @@ class _Measured:
     def _searched(self, measured: Profile, budget: int | str | None) -> Plan:
         search = self._options()
         search["pins"] = {**_pins_of_loss(measured, self.request.pins), **self.request.pins}
-        search["progress"] = self.request.progress
+        search |= {"progress": self.request.progress, "timeout": self.request.seconds_left}
         try:
             return search_policy(measured, budget, workload=self.workload, **search)
         finally:

@@ -339,6 +339,29 @@ def test_tied_weights_and_batches_of_an_iterator() -> None:
     assert Profile.load("mesa-run/profile.json").notes == ()
 
 
+def test_a_timeout_ends_what_a_plan_can_do_without(
+    profiled: list[Profile], capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Frozen(), images(16)
+    auto(model, batch, image_loss, fast=False, timeout=1e-3)
+    short = profiled[0]
+    assert short.notes[-1] == "time was up: errors were measured on 1 batch"
+    assert short.notes[-1] in capsys.readouterr().err
+    assert short.predict(mt.Policy.uniform(level=16)).gradient_noise_ratio is not None
+    assert short.exact_ms is not None
+    assert not short.derivations
+    conversion = conversion_of(model)
+    assert conversion is not None
+    assert conversion.policy == mt.Policy.load("mesa-run/policy.txt")
+    auto(model, batch, image_loss, fast=False, timeout=3600)
+    assert len(profiled) == 2, "a profile with more time is another one"
+    assert not any("time was up" in note for note in profiled[1].notes)
+    assert {option.batches for option in profiled[1].layer("hidden").priced} == {autotune.BATCHES}
+    with pytest.raises(mt.BudgetError, match="timeout"):
+        auto(model, batch, image_loss, timeout=0)
+
+
 def test_a_study_leaves_no_trace_either() -> None:
     torch.manual_seed(0)
     model = Frozen()

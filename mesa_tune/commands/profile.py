@@ -138,9 +138,9 @@ def _announcing(output: Output, batches: int, options: int) -> Callable[[Profile
 
     announce = announcing(output.line, batches, options)
 
-    def enough(_: Profile) -> bool:
+    def enough(traced: Profile) -> bool:
         if not output.json:
-            announce()
+            announce(traced.step_ms or 0.0)
         return False
 
     return enough

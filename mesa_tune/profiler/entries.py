@@ -310,6 +310,7 @@ class Derivation(HasOptions):
         return Derivation(**names, options=options, call_ms=float(values.get("call_ms", 0.0)))
 
 
+_PROPORTIONAL_BITS = 3
 _KIND = ("quant_groups", "ema_decay", "rounding", "drop", "rows", "allocation", "store")
 
 
@@ -324,7 +325,7 @@ def _following(option: Option, priced: Sequence[Option]) -> Errors:
     They are proportional to the errors of the tensors, which are sums over many elements and hardly vary. The
     option's own error on the first batch varies, and it may have been left out because that was high.
     """
-    same = [other for other in priced if _proportional(other.settings, option.settings)]
+    same = [other for other in priced if in_proportion(other.settings) == in_proportion(option.settings)]
     nearest = min(same or priced, key=lambda other: _levels_apart(other.settings, option.settings))
     if same and nearest.tensor_error:
         scale = option.tensor_error / nearest.tensor_error
@@ -333,8 +334,9 @@ def _following(option: Option, priced: Sequence[Option]) -> Errors:
     return tuple([error * scale for error in nearest.price_errors])
 
 
-def _proportional(option: LayerSettings, wanted: LayerSettings) -> bool:
-    return bool(kind(option) == kind(wanted)) and (option.bits == 1) == (wanted.bits == 1)
+def in_proportion(settings: LayerSettings) -> Any:
+    """Return what options have in common whose errors are in proportion to those of the stored tensors."""
+    return kind(settings), min(settings.bits, _PROPORTIONAL_BITS)
 
 
 def _levels_apart(option: LayerSettings, wanted: LayerSettings) -> tuple[float, float]:
@@ -378,12 +380,8 @@ def fast_grid() -> list[LayerSettings]:
     return [LayerSettings(level=2**bits, group_size=REFERENCE_GROUP) for bits in BITS]
 
 
-def above_one_bit(grid: list[LayerSettings], *, all_groups: bool) -> list[LayerSettings]:
-    """Return the options of more than 1 bit, in reference groups unless `all_groups`; the grid if none.
-
-    Pricing derivations with all options took 100 s of a profile of 263 s on DeiT-Ti.
-    """
+def above_one_bit(grid: list[LayerSettings]) -> list[LayerSettings]:
+    """Return the options of more than 1 bit; the grid if there are none."""
     # What others derive from has all rows, and is no derivative.
     grid = [option for option in grid if option.rows == 1 and option.store != "levels"]
-    chosen = [option for option in grid if all_groups or option.group_size == REFERENCE_GROUP]
-    return [option for option in chosen if option.bits > 1] or grid
+    return [option for option in grid if option.bits > 1] or grid

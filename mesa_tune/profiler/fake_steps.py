@@ -8,23 +8,31 @@ that no size depends on which others were asked before.
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from mesa_tune.errors import WorkloadError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.cuda.allocator import AllocatorMeter
 from mesa_tune.profiler.cuda.cuda_model import cuda_functions, update_all_at_once
-from mesa_tune.profiler.draws import longest_batch
+from mesa_tune.profiler.draws import LongestBatch, longest_batch
 from mesa_tune.profiler.memory.meter import Meter, tensors_in
 from mesa_tune.profiler.memory.step_trace import StepTrace
 from mesa_tune.profiler.memory.traced_steps import UNATTRIBUTED
 from mesa_tune.profiler.memory.workspaces import WorkspaceMeter
 from mesa_tune.profiler.parallel import Parallelization
-from mesa_tune.profiler.tracing import StepTracer, Tags
-from mesa_tune.workload.fake import FakeWorkload
+from mesa_tune.profiler.tracing import StepTracer, Tags, TracedWorkload
+from mesa_tune.workload.fake import FakeWorkload, fake_copy, faked
 from mesa_tune.workload.session import session
+
+SLOW_MS = 300.0
+"""Real steps that take longer are traced without memory, unless fake ones take longer still."""
 
 
 @dataclass(frozen=True)
@@ -109,3 +117,36 @@ class FakeSteps:
             peak = static + trace.peak()
             return FakeStep(static, peak, max(peak, outer.most), trace.libraries.nbytes, trace, tags)
         return FakeStep(static, outer.allocator.peak_allocated, outer.allocator.reserved, 0, trace, tags)
+
+
+def traced_without_memory(tracer: StepTracer, longest: LongestBatch, step_ms: float) -> TracedWorkload | None:
+    """Return the traced steps of a workload on the CPU from fake tensors; None where these are no help.
+
+    That is where a real step, of `step_ms`, is faster than a fake one, and where two steps that are traced
+    for real, a plain one and one at 4 bits, take other bytes at any moment.
+    """
+    if tracer.workload.device != "cpu" or step_ms < SLOW_MS:
+        return None
+    fake = FakeWorkload.of(tracer.workload)
+    try:
+        with fake.faking():
+            model = fake_copy(fake.mode, tracer.model)
+            optimizer = fake.make_optimizer(model)
+            batch = tree_map_only(Tensor, lambda tensor: faked(fake.mode, tensor), longest.batch)
+            fake.take_step(model, batch, optimizer)
+            begin = time.thread_time()
+            fake.take_step(model, batch, optimizer)
+            if 1e3 * (time.thread_time() - begin) > step_ms:
+                return None
+            fakes = StepTracer(fake, model, optimizer, model.zero_grad)
+            traced = TracedWorkload(fakes, replace(longest, batch=batch))
+    except WorkloadError:
+        return None
+    pairs = ((traced.large.plain, Policy.parse("")), (traced.large.packed, Policy.uniform(level=16)))
+    equal = (_bytes(trace) == _bytes(tracer.trace(longest.batch, policy)[0]) for trace, policy in pairs)
+    return traced if all(equal) else None
+
+
+def _bytes(trace: StepTrace) -> list[tuple[str | None, str, int, int]]:
+    """Return what a traced step takes, from moment to moment."""
+    return [(slot.layer, slot.phase, slot.high, slot.reserved) for slot in trace.slots]

@@ -8,6 +8,7 @@ for it. So the first batch chooses, and only the others make the price.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -20,8 +21,10 @@ from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.entries import LayerEntry, Option, above_one_bit
 from mesa_tune.profiler.errors.amplification import Amplifications, Amplified, is_measured
 from mesa_tune.profiler.errors.derivation import DerivableStep, DerivationObserver, DerivedTensor, Reach
+from mesa_tune.profiler.errors.intervals import fitted_interaction
+from mesa_tune.profiler.errors.prices import Price
 from mesa_tune.profiler.errors.recorded import TRIES
-from mesa_tune.profiler.errors.sensitivity import Price, Sensitivity
+from mesa_tune.profiler.errors.sensitivity import Sensitivity
 from mesa_tune.profiler.memory.memory_model import Timeline
 from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import TensorKey
@@ -171,11 +174,10 @@ class Pricing:
         due = is_measured(number, traced.groups.index(group), len(traced.groups))
         return self.amplifications.inferred(number, group, due=due)
 
-    def of_derived(self, traced: Profile, number: int, *, all_groups: bool) -> dict[Reach, LayerPrices]:
-        """Return the prices of what is stored while others derive from it, on the batch of this number.
+    def of_derived(self, traced: Profile, number: int) -> dict[Reach, list[Option]]:
+        """Return the options for what is stored while others derive from it, on the batch of this number.
 
-        All other layers store exactly. `all_groups`: price all group sizes. One batch is enough for those
-        that are no reference: their errors follow it.
+        All other layers store exactly.
         """
         batch = self.workload.make_batch(draw=self._micro_batches(number)[0])
         derived = self._derived_tensors(batch)
@@ -183,13 +185,13 @@ class Pricing:
         sensitivity = self.record(number, producers, batch)
         sensitivity.amplifications.update(self.amplifications.at(number))
         step = DerivableStep(sensitivity.recording.replays, derived)
-        prices: dict[Reach, LayerPrices] = {}
+        prices: dict[Reach, list[Option]] = {}
         for reach in step.reaches(traced.groups):
-            grid = above_one_bit(self._grid(reach.layers), all_groups=all_groups)
+            grid = above_one_bit(self._grid(reach.layers))
             entry = traced.layer(reach.layers[0])
             found = sensitivity.together(step.calls(reach), grid)
             options = self._options(entry, grid, found)
-            prices[reach] = LayerPrices(tuple([replace(option, screened=False) for option in options]))
+            prices[reach] = [replace(option, screened=False) for option in options]
         return prices
 
     def _grid(self, group: tuple[str, ...]) -> list[LayerSettings]:
@@ -288,3 +290,16 @@ def _is_above(first: Any, middle: Any, last: Any) -> bool:
     """Return whether the middle point lies on the chord of its neighbours, or above it."""
     chord = (last[1] - first[1]) * (middle[0] - first[0])
     return bool((middle[1] - first[1]) * (last[0] - first[0]) >= chord)
+
+
+def interactions(
+    priced: Profile, policies: Mapping[int, Policy], measured: Mapping[int, Sequence[float]]
+) -> Iterator[tuple[int, float]]:
+    """Yield bits and the interaction at them: the error of a policy, by batch, beside the sum of prices."""
+    for bits, policy in policies.items():
+        units = priced.unit_errors(priced.assignment(policy))
+        draws = len(measured[bits])
+        sums = [] if units is None else [statistics.fmean(unit[:draws]) for unit in units]
+        factor = fitted_interaction(sums, statistics.fmean(measured[bits]))
+        if factor:
+            yield bits, factor

@@ -12,8 +12,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,19 +29,22 @@ from mesa_tune.profiler.draws import longest_batch
 from mesa_tune.profiler.entries import REFERENCE_GROUP, Derivation, Option, full_grid, kind
 from mesa_tune.profiler.errors.amplification import Amplifications
 from mesa_tune.profiler.errors.at_checkpoints import AtCheckpoint, at_checkpoints
-from mesa_tune.profiler.errors.derivation import DERIVED_BATCHES, Reach, continued
-from mesa_tune.profiler.errors.intervals import LOW_BITS, fitted_interaction
+from mesa_tune.profiler.errors.derivation import Reach, continued
+from mesa_tune.profiler.errors.intervals import LOW_BITS
 from mesa_tune.profiler.errors.joint_error import JointError, representatives
 from mesa_tune.profiler.errors.noise import Noise
 from mesa_tune.profiler.errors.sensitivity import Sensitivity
-from mesa_tune.profiler.memory.meter import parts_of, unless_out_of_memory
-from mesa_tune.profiler.pricing import LayerPrices, Pricing
+from mesa_tune.profiler.fake_steps import traced_without_memory
+from mesa_tune.profiler.memory.meter import unless_out_of_memory
+from mesa_tune.profiler.pricing import LayerPrices, Pricing, interactions
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
 from mesa_tune.profiler.tiled_step import MLP_SLICES
+from mesa_tune.profiler.timing.heap import roomy_heap
 from mesa_tune.profiler.timing.kinds import timed_policies, timed_settings
 from mesa_tune.profiler.timing.step_time import SECONDS, SHARE, StepTimer, with_times
-from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
+from mesa_tune.profiler.tracing import StepTracer, TracedWorkload, rebuilding
+from mesa_tune.units import counted
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
 from mesa_tune.workload.workload import Workload
@@ -51,10 +55,13 @@ SEEDS = 7
 With four of the latter, the upper end of the median interval of a small GPT was 3.7 times the lower, with six
 2.6 times (`benchmarks/intervals.py`).
 """
-SAVE_EVERY_S = 10.0
+SAVE_EVERY_S, SAVE_SHARE = 10.0, 0.02
+"""A partial profile is saved after so many seconds, or more seldom: saving takes this share of the time."""
 _INTERACTION_DRAWS = 3
 _WHOLE_BITS = 4
 _CHECKPOINT_DRAWS = 3
+_TIMED_STEPS = 30
+"""About so many steps are timed, of models whose steps are slow."""
 
 
 def profile(
@@ -63,6 +70,7 @@ def profile(
     options: Sequence[LayerSettings] | None = None,
     seeds: int = SEEDS,
     path: str | Path | None = None,
+    timeout: float | None = None,
     progress: bool | Progress = False,
     save: Callable[[Profile], object] | None = None,
     enough: Callable[[Profile], bool] | None = None,
@@ -75,9 +83,10 @@ def profile(
     `path`, or by `save`, as it grows; a partial one of the same workload and options is resumed. A batch that
     does not fit in memory is halved until it does, and `notes` say so. Where batches differ in length, the
     bytes are those of the longest of `DRAWS` draws, and `notes` say so; they also say if `batch` makes no
-    equal batches under one seed. `enough`: asked about the bytes, before options are priced; if it returns
-    True, they are the profile, which stays partial. The model, its optimizer and the random generators are
-    restored bit for bit.
+    equal batches under one seed. `timeout`: after so many seconds nothing further is measured that a profile
+    can do without, and `notes` say so; a trace, one batch and the times of steps are always measured.
+    `enough`: asked about the bytes, before options are priced; if it returns True, they are the profile,
+    which stays partial. The model, its optimizer and the random generators are restored bit for bit.
 
     Raise WorkloadError for a workload that cannot be trained, RunError for a file that cannot be written.
     """
@@ -87,7 +96,8 @@ def profile(
     show = progress if callable(progress) else (_print_progress if progress else unshown)
     model = workload.build()
     optimizer = workload.make_optimizer(model)
-    return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show, enough).run()
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show, enough, end).run()
 
 
 @dataclass
@@ -101,6 +111,7 @@ class _Profiling:
     save: Callable[[Profile], object] | None
     show: Progress
     enough: Callable[[Profile], bool] | None
+    end: float
     pricing: Pricing = field(init=False)
     watch: BlockWatch = field(init=False)
     noise: Noise = field(init=False)
@@ -108,7 +119,7 @@ class _Profiling:
     def run(self) -> Profile:
         """Return the profile at the wanted batch size, halved until memory suffices for every measurement."""
         self.wanted_batch_size = self.workload.batch_size
-        self.again = _rebuilding(self.workload, self.model)
+        self.again = rebuilding(self.workload, self.model)
         while True:
             profile = unless_out_of_memory(self._profiled)
             if profile is not None:
@@ -133,22 +144,43 @@ class _Profiling:
         begin = time.monotonic()
         try:
             with preserved(self.model, self.optimizer, self.again) as restore:
-                if self.options:
-                    traced = replace(traced, checkpoints=tuple(self._at_checkpoints()))
-                self._measure_options(traced, range(1))
-                if self.options:
-                    traced = self._with_noise(traced)
-                    self._measure_options(traced, range(1, self.seeds))
-                self.derivations = tuple(self._derivations(traced))
-                if self.options:
-                    traced = self._with_whole_steps(traced)
-                complete = self._assembled(traced, partial=False)
-                complete = self._timed(complete, restore, max(SECONDS, SHARE * (time.monotonic() - begin)))
+                with roomy_heap(traced.peak_bytes, self.workload.device):
+                    complete = self._with_errors(traced)
+                complete = self._timed(complete, restore, self._timed_s(begin))
         except KeyboardInterrupt:
             self._save(self._assembled(traced, partial=True))
             raise
         self._save(complete)
         return complete
+
+    def _timed_s(self, begin: float) -> float:
+        """Return the seconds that times of steps take, if errors were measured from `begin` on."""
+        now = time.monotonic()
+        return min(max(SECONDS, SHARE * (now - begin)), self.end - now)
+
+    def _with_errors(self, traced: Profile) -> Profile:
+        """Return the profile with the options of all layers; times of steps are still missing."""
+        if not self.options:
+            self._measure_options(traced, range(1))
+            return self._assembled(traced, partial=False)
+        traced = replace(traced, checkpoints=tuple(self._at_checkpoints()))
+        self._measure_options(traced, range(1))
+        traced = self._with_noise(traced)
+        self._measure_options(traced, range(1, self.seeds))
+        traced = self._with_measured_noise(traced)
+        if self._has_time(traced):
+            self.derivations = tuple(self._derivations(traced))
+        if self._has_time(traced):
+            traced = self._with_whole_steps(traced)
+        if not self._has_time(traced):
+            note = f"time was up: errors were measured on {counted(self.seeds, 'batch')}"
+            traced = replace(traced, notes=(*traced.notes, note))
+        return self._assembled(traced, partial=False)
+
+    def _has_time(self, traced: Profile) -> bool:
+        """Return whether there is time left besides that which the times of steps take."""
+        assert traced.step_ms is not None
+        return time.monotonic() + _TIMED_STEPS * traced.step_ms / 1e3 < self.end
 
     @property
     def priced_on(self) -> range:
@@ -165,7 +197,9 @@ class _Profiling:
         self.watch = BlockWatch(self.model, names, clock, module_options(self.options))
         with self.watch.watching():
             policy = next(self._uniform(_WHOLE_BITS), None)
-            noise = JointError(self.workload, self.model).noise(policy, fewest=self.seeds, show=self.show)
+            joint = JointError(self.workload, self.model)
+            goes_on = partial(self._has_time, traced)
+            noise = joint.noise(policy, fewest=self.seeds, show=self.show, goes_on=goes_on)
         if noise.norms and self.seeds > 1:
             chosen = [1 + position for position in representatives(noise.norms[1:], self.seeds - 1)]
             self.pricing = replace(self.pricing, draws=(0, *chosen))
@@ -187,23 +221,25 @@ class _Profiling:
             joint = JointError(self.workload, self.model)  # caches one exact gradient, that of this draw
             for bits, policy in policies.items():
                 measured[bits] += joint.errors(policy, [(draw, 0)])
-            modules.measure(joint, draw, number)
-            mlps.measure(joint, draw, number)
+            if number == 0:
+                modules.measure(joint, draw)
+                mlps.measure(joint, draw)
         priced = self._assembled(traced, partial=True)
         return replace(
-            self._with_measured_noise(traced, priced),
+            traced,
             error_floor=floor,
             modules=tuple(modules.entries(priced, forwards)),
             tiled=None if tiled is None else replace(tiled, modules=tuple(mlps.entries(priced, forwards))),
-            interaction=tuple(_interaction(priced, policies, measured)),
+            interaction=tuple(interactions(priced, policies, measured)),
         )
 
-    def _with_measured_noise(self, traced: Profile, priced: Profile) -> Profile:
+    def _with_measured_noise(self, traced: Profile) -> Profile:
         """Return the profile with norms that predict of a whole policy the mean error that was measured.
 
         Few batches make the prices: the norms, by which errors count, also bear how far they miss the others.
         """
         noise, policy = self.noise, next(self._uniform(_WHOLE_BITS), None)
+        priced = self._assembled(traced, partial=True)
         predicted = None if policy is None else priced.predict(policy).gradient_noise_ratio
         factor = (noise.measured_ratio or 0.0) / predicted if predicted else 0.0
         if not 0 < factor < math.inf:  # also NaN
@@ -230,11 +266,12 @@ class _Profiling:
         self.show("tracing a step", 0.0)
         longest = longest_batch(self.workload)
         self.workload.take_step(self.model, longest.batch, self.optimizer)
-        traced = TracedWorkload(StepTracer(self.workload, self.model, self.optimizer, restore), longest)
+        step_ms = self._timer(restore).plain_ms(longest.batch, 3)
+        tracer = StepTracer(self.workload, self.model, self.optimizer, restore)
+        traced = traced_without_memory(tracer, longest, step_ms) or TracedWorkload(tracer, longest)
         self.pricing = Pricing(
             self.workload, self.model, self.options, traced.rows, traced.timeline, range(self.seeds)
         )
-        step_ms = self._timer(restore).plain_ms(longest.batch, 3)
         return traced.profile(step_ms, notes=self._notes(), resume=self._request())
 
     def _notes(self) -> tuple[str, ...]:
@@ -252,42 +289,41 @@ class _Profiling:
             if any(self._prices(name).batches <= number for name in group)
         ]
         sensitivity: Sensitivity | None = None
-        saved, start = time.monotonic(), time.monotonic()
+        saved = start = time.monotonic()
+        wait = SAVE_EVERY_S
         for count, (number, group) in enumerate(todo, 1):
             if self.options and (sensitivity is None or sensitivity.seed != number):
+                if number and not self._has_time(traced):
+                    self.seeds = number
+                    break
                 sensitivity = None  # frees the graph of the batch before
                 sensitivity = self.pricing.record(number)
             earlier = {name: self.measured[name] for name in group if name in self.measured}
             for name, fresh in self.pricing.of_group(traced, group, sensitivity, earlier).items():
                 self.measured[name] = self._prices(name).extended(fresh)
-            left = (time.monotonic() - start) / count * (len(todo) - count)
+            now = time.monotonic()
+            left = (now - start) / count * (len(todo) - count)
             part = f"batch {number} of {numbers[-1]}" if number else "the first batch"
             self.show(f"gradient errors on {part}, {left:.0f} s left of these", count / len(todo))
-            if time.monotonic() - saved > SAVE_EVERY_S or count == len(todo):
+            if now - saved > wait or count == len(todo):
                 self._save(self._assembled(traced, partial=True))
                 saved = time.monotonic()
+                wait = max(SAVE_EVERY_S, (saved - now) / SAVE_SHARE)
 
     def _derivations(self, traced: Profile) -> Iterator[Derivation]:
         """Yield the prices of what is stored while others derive from it."""
-        prices: dict[Reach, LayerPrices] = {}
-        possible = self.options and any(span.sources for span in traced.timeline.kept)
-        batches = self.priced_on[:DERIVED_BATCHES]
-        for count, number in enumerate(batches if possible else ()):
-            self.show(f"errors of what is derived, batch {count + 1} of {len(batches)}", count / len(batches))
-            found = self.pricing.of_derived(traced, number, all_groups=number == batches[0])
-            for reach, fresh in found.items():
-                prices[reach] = prices.get(reach, LayerPrices()).extended(fresh)
+        if not any(span.sources for span in traced.timeline.kept):
+            return
+        self.show("errors of what is derived", 0.0)
         priced = self._assembled(traced, partial=True)
-        for reach, known in prices.items():
-            options = tuple([self._continued(option, priced, reach) for option in known.options])
-            yield Derivation(reach.layers, reach.takers, reach.sources, options)
+        for reach, options in self.pricing.of_derived(traced, self.priced_on[0]).items():
+            continued_ = tuple([self._continued(option, priced, reach) for option in options])
+            yield Derivation(reach.layers, reach.takers, reach.sources, continued_)
 
     def _continued(self, option: Option, priced: Profile, reach: Reach) -> Option:
-        """Return an option of a derivation with errors on all batches, if several measured it."""
+        """Return an option of a derivation with errors on all batches."""
         own = [errors for name in reach.names if (errors := priced.layer(name).errors(option.settings))]
-        if len(option.errors) < DERIVED_BATCHES or not own:
-            return option
-        return replace(option, errors=continued(option.errors, own))
+        return replace(option, errors=continued(option.errors, own)) if own and option.errors else option
 
     def _timed(self, profile: Profile, restore: Callable[[], None], seconds: float) -> Profile:
         """Return the profile with the times of steps, if options were priced; take about `seconds`."""
@@ -346,23 +382,6 @@ class _Profiling:
             profile.save(self.path)
 
 
-def _rebuilding(workload: Workload, model: nn.Module) -> Callable[[], nn.Module] | None:
-    """Return what builds a model with the parameters of `model`, to restore them without copies.
-
-    None if `model()` does not: it may return one model again and again, or parameters of no seed. None on a
-    GPU, too: copies are then on the host.
-    """
-    if workload.device != "cpu":
-        return None
-    other = workload.build()
-    ours, others = (
-        [part for each in built.parameters() for part in parts_of(each)] for built in (model, other)
-    )
-    pairs = list(zip(ours, others, strict=False))
-    equal = all(torch.equal(one, again) and one.data_ptr() != again.data_ptr() for one, again in pairs)
-    return workload.build if equal and other is not model else None
-
-
 def _with(profile: Profile, noise: Noise) -> Profile:
     """Return the profile with this noise."""
     relative, scale, norms = noise.relative, noise.scale, noise.norms
@@ -371,19 +390,6 @@ def _with(profile: Profile, noise: Noise) -> Profile:
 
 def _is_plain(option: LayerSettings) -> bool:
     return bool(kind(option) == kind(LayerSettings()))
-
-
-def _interaction(
-    priced: Profile, policies: Mapping[int, Policy], measured: Mapping[int, Sequence[float]]
-) -> Iterator[tuple[int, float]]:
-    """Yield bits and the interaction at them: the error of a policy, by batch, beside the sum of prices."""
-    for bits, policy in policies.items():
-        units = priced.unit_errors(priced.assignment(policy))
-        draws = len(measured[bits])
-        sums = [] if units is None else [statistics.fmean(unit[:draws]) for unit in units]
-        factor = fitted_interaction(sums, statistics.fmean(measured[bits]))
-        if factor:
-            yield bits, factor
 
 
 def _print_progress(text: str, share: float) -> None:

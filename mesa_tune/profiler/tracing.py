@@ -22,7 +22,13 @@ from mesa_tune.profiler.draws import LongestBatch
 from mesa_tune.profiler.entries import Tie
 from mesa_tune.profiler.memory.kinds import BATCH, GRADIENTS, OPTIMIZER_STATE, WEIGHTS
 from mesa_tune.profiler.memory.memory_model import Timeline
-from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in, unless_out_of_memory
+from mesa_tune.profiler.memory.meter import (
+    bytes_of,
+    gradients_of,
+    parts_of,
+    tensors_in,
+    unless_out_of_memory,
+)
 from mesa_tune.profiler.memory.rerun_timeline import rerun_timeline
 from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.step_trace import StepTrace
@@ -280,3 +286,20 @@ class TracedWorkload:
         if excess:
             where = "peaks between layers" if layer is None else f"peaks near {layer!r}"
             yield f"{where} are estimates: saved tensors exceed the traced step by {excess} bytes"
+
+
+def rebuilding(workload: Workload, model: nn.Module) -> Callable[[], nn.Module] | None:
+    """Return what builds a model with the parameters of `model`, to restore them without copies.
+
+    None if `model()` does not: it may return one model again and again, or parameters of no seed. None on a
+    GPU, too: copies are then on the host.
+    """
+    if workload.device != "cpu":
+        return None
+    other = workload.build()
+    ours, others = (
+        [part for each in built.parameters() for part in parts_of(each)] for built in (model, other)
+    )
+    pairs = list(zip(ours, others, strict=False))
+    equal = all(torch.equal(one, again) and one.data_ptr() != again.data_ptr() for one, again in pairs)
+    return workload.build if equal and other is not model else None

@@ -101,7 +101,11 @@ def refused(budget: str, batch_size: int | None = None) -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "profile-duration": lambda: [remaining_text(11.0, 1, 6), remaining_text(120.0, 7, 21)],
+    "profile-duration": lambda: [
+        remaining_text(11.0, 40.0, 1, 6),
+        remaining_text(12.0, 850.0, 4, 25),
+        remaining_text(120.0, 900.0, 7, 21),
+    ],
     "profile": lambda: profile_command._lines(profiled(), RUN),
     "profile-optimizer": lambda: profile_command._lines(of_optimizer(), RUN),
     "profile-bytes-only": lambda: bytes_only._lines(

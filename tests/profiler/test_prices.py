@@ -17,7 +17,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import EXACT
-from mesa_tune.profiler.entries import REFERENCE_GROUP, Option
+from mesa_tune.profiler.entries import Option
 from mesa_tune.profiler.errors.intervals import interval
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.price_table import NO_DERIVATIONS, PriceTable
@@ -88,7 +88,7 @@ def test_derivations_are_priced_on_the_batches_that_make_prices(full: Profile) -
     assert options
     for option in options:
         assert option.price_errors == option.errors
-        assert option.batches == (BATCHES - 1 if option.settings.group_size == REFERENCE_GROUP else 1)
+        assert option.batches == BATCHES - 1
     assert {len(errors) for derivation in full.derivations for errors in derivation.all_errors} == {
         BATCHES - 1
     }

@@ -4,8 +4,9 @@ A consumer's noise is then its producer's: one rounded tensor reaches the produc
 γ x̂ + β or f(x), those of all layers that derive from it. So a price belongs to what is *stored*, and counts
 all backwards that it reaches.
 
-Such a price is in proportion to the sum of the layers' own errors (measured on a small ViT, with the ratio of
-two batches: the mean over six is 8 % off at most settings). So a few batches measure the ratio.
+Such a price is in proportion to the sum of the layers' own errors (measured on a digits ViT: from batch to
+batch the standard deviation of the ratio is 12 % of it, where errors vary by 45 %). So one batch measures
+the ratio.
 
 What is hard: the exact, recorded step does not show from which saved tensors each output can be derived.
 A second step that does derive shows it, by layer, call and position.
@@ -29,9 +30,6 @@ from mesa_tune.profiler.errors.intervals import Errors
 from mesa_tune.profiler.errors.recorded import CopyCache, Draw, RecordedCall, now
 from mesa_tune.profiler.memory.step_trace import CallKey, TensorKey
 from mesa_tune.profiler.memory.trace import CallCounter
-
-DERIVED_BATCHES = 2
-"""Batches on which derivations are measured."""
 
 
 def continued(errors: Errors, own: Sequence[Errors]) -> Errors:

@@ -144,10 +144,12 @@ class JointError:
         fewest: int = 1,
         most: int = NOISE_STEPS,
         show: Progress = unshown,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> Noise:
         """Return the noise of steps from the `first` draw on; only the sum of their gradients is held.
 
-        On every second one the error of `policy` is measured, too, for `Noise.measured`.
+        On every second one the error of `policy` is measured, too, for `Noise.measured`. `goes_on`: asked
+        whether there is time for more than `fewest` steps, and more than one.
         """
         total: Gradient = [None] * len(self.parameters)
         sizes: list[float] = []
@@ -163,7 +165,7 @@ class JointError:
                 if part is not None:  # the clone, because the gradient may be cached
                     total[index] = part.clone() if sum_ is None else sum_.add_(part)
             del gradient  # before the next one takes memory
-            if len(sizes) >= fewest and _is_known(sizes):
+            if len(sizes) >= max(fewest, 2) and (_is_known(sizes) or not goes_on()):
                 break
         mean = statistics.fmean(sizes)
         if not 0 < mean < math.inf:

@@ -143,7 +143,7 @@ class RecordedCall:
         """Add the changes of parameter gradients and of input gradients to `changes`."""
         if not any(self.coded):
             return
-        self._store(spec, seed, cache, changes.draw)
+        self.store(spec, seed, cache, changes.draw)
         with torch.no_grad():
             if self.exact is None:
                 self.exact = self.replay.run(self.replay.lossy, self.needs)
@@ -169,7 +169,7 @@ class RecordedCall:
         expected = expected_square(self.replay.lossy[0], x, grad, spec)
         return math.sqrt(expected / size) if math.isfinite(expected) else 1.0
 
-    def _store(self, spec: Spec, seed: Tensor, cache: CopyCache, draw: Draw) -> None:
+    def store(self, spec: Spec, seed: Tensor, cache: CopyCache, draw: Draw) -> None:
         """Put the decoded copies of saved tensors into `lossy`; small and raw ones stay exact."""
         positions = [position for position, coded in enumerate(self.coded) if coded]
         squares = [self._store_at(position, spec, seed, cache, draw) for position in positions]

@@ -18,11 +18,10 @@ is alive at a time, and a further backward records the next part.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -32,8 +31,16 @@ from torch import Tensor, nn
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.observer import Observer, Replay
 from mesa_tune.policy.settings import MIN_ELEMENTS, LayerSettings
-from mesa_tune.profiler.entries import REFERENCE_GROUP, comparable_group_size, kind
+from mesa_tune.profiler.entries import REFERENCE_GROUP, kind
 from mesa_tune.profiler.errors.amplification import Amplified
+from mesa_tune.profiler.errors.prices import (
+    Price,
+    can_follow,
+    filled,
+    joint_ratio,
+    leaders,
+    nearest,
+)
 from mesa_tune.profiler.errors.recorded import (
     TRIES,
     Changes,
@@ -48,8 +55,8 @@ from mesa_tune.profiler.errors.recorded import (
 from mesa_tune.profiler.memory.trace import observing
 
 REFERENCE_BITS = (4, 2, 3, 6)
-"""Bits, by batch in turn, of which one option's changes of input gradients go through the graph, in groups of
-`REFERENCE_GROUP` elements; besides those of 1 bit. Where no option has these bits, the nearest does."""
+"""Bits, by batch in turn, of the option whose changes go through the graph, in groups of `REFERENCE_GROUP`
+elements; besides those of 1 bit. Where no option has these bits, the nearest does."""
 
 _SECOND_SEED = 1_000_003
 
@@ -57,18 +64,6 @@ PARTS = 4
 """Incoming gradients are recorded in parts of a quarter of their bytes at most, or of one group of layers."""
 
 _FREED = torch.empty(0)
-
-
-@dataclass
-class Price:
-    """Price of an option: relative squared errors and milliseconds. `bias`: see `Option`."""
-
-    tensor_error: float
-    gradient_error: float
-    measured: bool
-    encode_ms: float
-    decode_ms: float
-    bias: float | None = None
 
 
 @dataclass
@@ -150,6 +145,7 @@ class Sensitivity:
         self.exact: Difference = {}
         self.norm = 0.0
         self.references: frozenset[LayerSettings] = frozenset()
+        self.leaders: dict[LayerSettings, LayerSettings] = {}
         self.amplifications: dict[Amplified, float] = {}
 
     def record(
@@ -191,14 +187,13 @@ class Sensitivity:
             layer: [RecordedCall(replay) for replay in self.recording.replays.get(layer, [])]
             for layer in routed
         }
-        self.references = self._references(options)
-        draws = {option: self._draw(calls, option) for option in options}
-        joint = [_joint(list(draws[option].values())) for option in options]
+        draws = self._draws(calls, options)
+        joint = [joint_ratio(list(draws[option].values())) for option in options]
         prices = hooked | {
             layer: self._prices({option: draws[option][layer] for option in draws}, options)
             for layer in routed
         }
-        return prices, _filled(joint, options)
+        return prices, filled(joint, options)
 
     def together(self, calls: Sequence[RecordedCall], options: Sequence[LayerSettings]) -> list[Price]:
         """Return the price of each option for all `calls`, as if they were of one layer.
@@ -206,8 +201,8 @@ class Sensitivity:
         If the input gradients of only one layer change, its amplification is taken where it is known.
         """
         self._require([call.replay.layer for call in calls])
-        self.references = self._references(options)
-        return self._prices({option: self._draw({"": calls}, option)[""] for option in options}, options)
+        draws = self._draws({"": calls}, options)
+        return self._prices({option: draws[option][""] for option in options}, options)
 
     def _require(self, layers: Iterable[str]) -> None:
         """Record the incoming gradients of the calls of `layers`, unless they are recorded."""
@@ -217,6 +212,33 @@ class Sensitivity:
         self.recording.want(recorded)
         with observing(self.recording):
             self._backward(self.outputs, self.gradients)
+
+    def _draws(
+        self, calls: Mapping[str, Sequence[RecordedCall]], options: Sequence[LayerSettings]
+    ) -> dict[LayerSettings, dict[str, Draw]]:
+        """Return the draws of each layer under `options`: those of options that follow are only stored."""
+        self.references = self._references(options)
+        self.leaders = leaders(options, self._bits)
+        draws = {option: self._draw(calls, option) for option in dict.fromkeys(self.leaders.values())}
+        for option in options:
+            if option in draws:
+                continue
+            draws[option] = self._stored(calls, option)
+            of_leader = draws[self.leaders[option]]
+            if not all(can_follow(draw, of_leader[layer]) for layer, draw in draws[option].items()):
+                self.leaders[option] = option
+                draws[option] = self._draw(calls, option)
+        return draws
+
+    def _stored(self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings) -> dict[str, Draw]:
+        """Return the draws of an option of which only tensor errors and times are measured."""
+        spec, seed = _spec(option), torch.tensor([self.seed], dtype=torch.int64)
+        cache = CopyCache(self.tries, self.sizes)
+        draws = {layer: Draw() for layer in calls}
+        for layer, layer_calls in calls.items():
+            for call in layer_calls:
+                call.store(spec, seed, cache, draws[layer])
+        return draws
 
     def _draw(self, calls: Mapping[str, Sequence[RecordedCall]], option: LayerSettings) -> dict[str, Draw]:
         changes = self._changes(calls, option, self.seed, self.tries)
@@ -261,34 +283,41 @@ class Sensitivity:
             draw.total = squared_norm(*change.final.values())
 
     def _prices(self, draws: Mapping[LayerSettings, Draw], options: Sequence[LayerSettings]) -> list[Price]:
-        """Return the prices of options, all with the amplification of their kind."""
-        prices = []
-        for option in options:
-            draw = draws[option]
-            amplification = self._known(draw, option) or self._amplification(draws, option)
-            if draw.sender is not None and not option.omits:
-                self.amplifications[draw.sender, self._pool(option)] = amplification
-            error = max(0.0, draw.local + draw.sent * amplification)
-            price = self._price(draw, error, draw.total is not None)
-            if draw.bias is not None:
-                bias = draw.bias[0] + draw.bias[1] * amplification
-                price.bias = min(max(0.0, bias / self.norm), price.gradient_error)
-            prices.append(price)
-        return prices
+        """Return the prices of options: of the leaders, and of those that follow them."""
+        measured = {leader: self._measured(draws, leader) for leader in dict.fromkeys(self.leaders.values())}
+        return [
+            measured[option] if option in measured else measured[leader].followed_by(draws[option])
+            for option in options
+            for leader in [self.leaders[option]]
+        ]
+
+    def _measured(self, draws: Mapping[LayerSettings, Draw], option: LayerSettings) -> Price:
+        """Return the price of an option whose changes were measured, with the amplification of its kind."""
+        draw = draws[option]
+        amplification = self._known(draw, option) or self._amplification(draws, option)
+        if draw.sender is not None and not option.omits:
+            self.amplifications[draw.sender, self._pool(option)] = amplification
+        error = max(0.0, draw.local + draw.sent * amplification)
+        price = self._price(draw, error, draw.total is not None)
+        if draw.bias is None:
+            return price
+        bias = draw.bias[0] + draw.bias[1] * amplification
+        return replace(price, bias=min(max(0.0, bias / self.norm), price.gradient_error))
 
     def _references(self, options: Sequence[LayerSettings]) -> frozenset[LayerSettings]:
         """Return the options whose changes of input gradients go through the graph.
 
         These are all that leave out elements, because no other option's error is similar. Of each other kind,
-        those with the group size nearest to `REFERENCE_GROUP`, and of these that of 1 bit and the one with
-        the bits nearest to `REFERENCE_BITS`. A batch that screens has only the latter: it makes no price.
+        that of 1 bit and the one nearest to `REFERENCE_BITS`. A batch that screens has only the latter: it
+        makes no price.
         """
-        kinds: dict[Any, list[LayerSettings]] = {}
-        for option in options:
-            kinds.setdefault(self._pool(option), []).append(option)
-        wanted = REFERENCE_BITS[self.seed % len(REFERENCE_BITS)]
-        nearest = (min(same, key=lambda option: _from_reference(option, wanted)) for same in kinds.values())
-        return frozenset([*nearest, *(option for option in options if option.omits)])
+        found = nearest(options, self._bits, self._pool)
+        return frozenset([*found.values(), *(option for option in options if option.omits)])
+
+    @property
+    def _bits(self) -> int:
+        """Bits of the options that are measured on this batch."""
+        return REFERENCE_BITS[self.seed % len(REFERENCE_BITS)]
 
     def _pool(self, option: LayerSettings) -> Any:
         """Return what options must have in common for the amplification of one to be that of the others."""
@@ -329,12 +358,8 @@ class Sensitivity:
         reference = next(
             (option for option in effective if option.group_size == REFERENCE_GROUP), effective[0]
         )
-        error, scale = self._hooked_error(layer, reference), draws[reference].tensor_error
-        ratios = [draws[option].tensor_error / scale if scale else 1.0 for option in effective]
-        return [
-            self._price(draws[option], error * ratio, option == reference)
-            for option, ratio in zip(effective, ratios, strict=True)
-        ]
+        price = self._price(draws[reference], self._hooked_error(layer, reference), True)
+        return [price if option == reference else price.followed_by(draws[option]) for option in effective]
 
     def _stored_alone(self, tensors: list[Tensor], option: LayerSettings) -> Draw:
         draw, change, size = Draw(), 0.0, 0.0
@@ -363,31 +388,6 @@ class Sensitivity:
         for parameter in self.parameters:
             parameter.grad = None
         return result
-
-
-def _from_reference(option: LayerSettings, bits: int) -> tuple[float, int]:
-    return abs(math.log2(comparable_group_size(option) / REFERENCE_GROUP)), abs(option.bits - bits)
-
-
-def _joint(draws: Sequence[Draw]) -> float | None:
-    """Return the layers' joint error over the sum of their own errors; None if not measured."""
-    own = [draw.total for draw in draws if draw.total is not None]
-    joint = draws[0].joint
-    if joint is None or len(own) < len(draws):
-        return None if len(draws) > 1 else 1.0
-    return joint / sum(own) if sum(own) else 1.0
-
-
-def _filled(joint: Sequence[float | None], options: Sequence[LayerSettings]) -> list[float]:
-    """Return `joint` with each None replaced by the ratio of the measured option with the nearest bits."""
-    pairs = list(zip(options, joint, strict=True))
-    measured = [(option.bits, ratio) for option, ratio in pairs if ratio is not None]
-    if not measured:
-        return []
-    return [
-        min(measured, key=lambda pair: abs(pair[0] - option.bits))[1] if ratio is None else ratio
-        for option, ratio in pairs
-    ]
 
 
 def _spec(option: LayerSettings) -> Spec:

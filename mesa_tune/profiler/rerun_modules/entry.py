@@ -19,7 +19,7 @@ class ModuleEntry(HasOptions):
     `input_bytes`: of the inputs as they are, from which the gradient is exact. `rerun_ms`: milliseconds that
     running again adds to a step besides packing the inputs. Options have `store` "recompute"; their bytes are
     those of the packed inputs, and their error is that of the gradient if this module alone runs again. The
-    first batches that price measured it for one option; the other errors are inferred.
+    first batch that prices measured it for one option or two; the other errors are inferred.
     """
 
     name: str

@@ -11,29 +11,44 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from mesa_tune.free_memory import free_memory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, -1
 _TRIM, _MMAP = 64 << 20, 32 << 20
 """Where glibc's own thresholds end up in a process that frees large blocks. Once set, they move no more."""
+_LARGEST, _ROOM = 1 << 30, 4
 _CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
+def roomy_heap(peak: int, device: str) -> AbstractContextManager[None]:
+    """Return a context in which also large tensors find the memory that others have freed.
+
+    They fill it less well: of a GPT-2 with 50,257 words, steps take 1.3 times the memory, and 0.8 times the
+    time of the processor. So do nothing unless there is room for four times the `peak` of a step.
+    """
+    has_room = device == "cpu" and free_memory(device)[0] > _ROOM * peak
+    return steady_heap(_LARGEST) if has_room else nullcontext()
+
+
 @contextmanager
-def steady_heap() -> Iterator[None]:
+def steady_heap(largest: int = _MMAP) -> Iterator[None]:
     """Let no freed memory go back to the system in the body, but after it.
 
-    Do nothing without glibc, or where the user has set its thresholds: then steps are timed as they train.
+    Blocks of `largest` bytes or more are mapped one by one, and always go back. Do nothing without glibc, or
+    where the user has set its thresholds: then steps are timed as they train.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(libc, "mallopt") or any(name in os.environ for name in _CHOSEN):
         yield
         return
     assert libc is not None
-    libc.mallopt(_M_MMAP_THRESHOLD, _MMAP)
+    libc.mallopt(_M_MMAP_THRESHOLD, largest)
     libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
     try:
         yield
     finally:
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP)
         libc.mallopt(_M_TRIM_THRESHOLD, _TRIM)
         libc.malloc_trim(0)

@@ -1,0 +1,79 @@
+"""Options whose errors follow that of another one, in proportion to the errors of the stored tensors."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune.profiler.entries import full_grid
+from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.errors.prices import Price, can_follow, leaders
+from mesa_tune.profiler.errors.recorded import Draw
+
+FOUR, COARSE = mt.LayerSettings(level=16), mt.LayerSettings(level=16, group_size=1024)
+THREE, TWO, ONE = (mt.LayerSettings(level=level) for level in (8, 4, 2))
+EIGHT = mt.LayerSettings(level=256, group_size=64)
+ROWS = [mt.LayerSettings(level=4, rows=share) for share in (0.25, 0.1)]
+LEVELS = [mt.LayerSettings(level=level, store="levels") for level in (8, 16)]
+
+
+def test_one_option_of_each_kind_leads_and_those_of_few_bits_and_of_some_rows_follow_none() -> None:
+    options = [ONE, TWO, THREE, FOUR, COARSE, EIGHT, *ROWS, *LEVELS]
+    followed = leaders(options, 4)
+    assert {option: followed[option] for option in (THREE, FOUR, COARSE, EIGHT)} == dict.fromkeys(
+        (THREE, FOUR, COARSE, EIGHT), FOUR
+    )
+    for option in (ONE, TWO, *ROWS):
+        assert followed[option] == option
+    assert [followed[option] for option in LEVELS] == [LEVELS[1]] * 2
+    assert leaders([ONE, TWO, THREE, FOUR], 2)[FOUR] == THREE
+    assert len(set(leaders(full_grid(), 4).values())) == 9
+
+
+def test_a_follower_has_its_own_tensor_error_and_times() -> None:
+    leader = Price(0.1, 2.0, True, 5.0, 6.0, 0.5)
+    assert leader.followed_by(Draw(tensor_error=0.2, encode_ms=1.0, decode_ms=3.0)) == Price(
+        0.2, 4.0, False, 1.0, 3.0, 1.0
+    )
+    assert leader.followed_by(Draw()).gradient_error == 0.0
+
+
+def test_nothing_follows_a_tensor_that_is_stored_without_error() -> None:
+    assert can_follow(Draw(), Draw())
+    assert can_follow(Draw(), Draw(tensor_error=0.1))
+    assert not can_follow(Draw(tensor_error=0.1), Draw())
+
+
+class Whole(nn.Module):
+    """A layer whose input is 0 to 15 in each group: 4 bits store it exactly, 3 bits do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 512), nn.Linear(512, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        whole = (9 * hidden.detach() + 7).round().clamp(0, 15)
+        whole[:, ::256], whole[:, 1::256] = 0, 15
+        out: Tensor = self.second(whole + (hidden - hidden.detach()))
+        return out
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    value: Tensor = model(x).square().mean()
+    return value
+
+
+@pytest.mark.parametrize("options", [[FOUR, THREE], [THREE, FOUR]])
+def test_an_option_that_errs_where_its_leader_does_not_is_measured(options: list[mt.LayerSettings]) -> None:
+    work = mt.Workload(Whole, lambda n: torch.randn(n, 16), loss, batch_size=64)
+    layer = mt.profile(work, options=options, seeds=1).layer("second")
+    errors = {option.settings: option.gradient_error for option in layer.options}
+    pairs = [(0, seed) for seed in range(8)]
+    policy = mt.Policy.from_assignments([(layer.tag, layer.index, layer.name, THREE)])
+    assert errors[FOUR] == pytest.approx(0.0, abs=1e-9)
+    assert errors[THREE] == pytest.approx(statistics.fmean(JointError(work).errors(policy, pairs)), rel=0.3)

@@ -1,0 +1,106 @@
+"""Slow steps are traced from fake tensors, where these take the bytes of real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mesa_tune as mt
+from mesa_tune.profiler import fake_steps, profiling
+from mesa_tune.profiler.tracing import TracedWorkload
+from tests.models import ViT
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which saves less on fake tensors than on real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.lstm(x)[0])
+        return out
+
+
+class ByValue(nn.Module):
+    """Reads values: no fake step has any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x[x.sum(-1) > 0])
+        return out
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 24, 16), torch.randint(0, 10, (count,))
+
+
+def classified(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def squared(model: nn.Module, x: Tensor) -> Tensor:
+    value: Tensor = model(x).square().mean()
+    return value
+
+
+VIT = mt.Workload(ViT, images, classified, batch_size=8)
+RECURRENT, BY_VALUE = (
+    mt.Workload(model, lambda n: torch.randn(n, 16, 8), squared, batch_size=64)
+    for model in (Recurrent, ByValue)
+)
+
+
+@pytest.fixture(name="found")
+def _found(monkeypatch: pytest.MonkeyPatch) -> list[TracedWorkload | None]:
+    """What tracing without memory has returned; real steps count as slow."""
+    found: list[TracedWorkload | None] = []
+
+    def traced(tracer: Any, longest: Any, _: float) -> TracedWorkload | None:
+        found.append(fake_steps.traced_without_memory(tracer, longest, 1e9))
+        return found[-1]
+
+    monkeypatch.setattr(profiling, "traced_without_memory", traced)
+    return found
+
+
+def test_a_profile_has_the_bytes_of_real_steps(
+    found: list[TracedWorkload | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = mt.profile(VIT, options=[])
+    assert found[0] is not None
+    monkeypatch.setattr(profiling, "traced_without_memory", lambda *_: None)
+    real = mt.profile(VIT, options=[])
+    for name in (
+        "timeline",
+        "layers",
+        "tiled",
+        "exact",
+        "notes",
+        "static_bytes",
+        "saved_bytes",
+        "peak_bytes",
+    ):
+        assert getattr(without, name) == getattr(real, name)
+
+
+@pytest.mark.parametrize("work", [RECURRENT, BY_VALUE], ids=["lstm", "values"])
+def test_where_fake_steps_differ_real_ones_are_traced(
+    work: mt.Workload, found: list[TracedWorkload | None]
+) -> None:
+    profile = mt.profile(work, options=[])
+    assert found == [None]
+    assert profile.saved_bytes > 0
+
+
+def test_fast_steps_are_traced_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_steps, "fake_copy", None)  # it would raise
+    assert mt.profile(VIT, options=[]).saved_bytes > 0
