@@ -16,7 +16,7 @@ from itertools import chain
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from mesa_tune.errors import WorkloadError
+from mesa_tune.errors import MesaTuneError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.cuda.allocator import AllocatorMeter
@@ -30,6 +30,7 @@ from mesa_tune.profiler.parallel import Parallelization
 from mesa_tune.profiler.tracing import StepTracer, Tags, TracedWorkload
 from mesa_tune.workload.fake import FakeWorkload, fake_copy, faked
 from mesa_tune.workload.session import session
+from mesa_tune.workload.user_code import explaining
 
 SLOW_MS = 300.0
 """Real steps that take longer are traced without memory, unless fake ones take longer still."""
@@ -130,7 +131,8 @@ def traced_without_memory(tracer: StepTracer, longest: LongestBatch, step_ms: fl
     fake = FakeWorkload.of(tracer.workload)
     try:
         with fake.faking():
-            model = fake_copy(fake.mode, tracer.model)
+            with explaining("copy.deepcopy(model)"):
+                model = fake_copy(fake.mode, tracer.model)
             optimizer = fake.make_optimizer(model)
             batch = tree_map_only(Tensor, lambda tensor: faked(fake.mode, tensor), longest.batch)
             fake.take_step(model, batch, optimizer)
@@ -140,7 +142,7 @@ def traced_without_memory(tracer: StepTracer, longest: LongestBatch, step_ms: fl
                 return None
             fakes = StepTracer(fake, model, optimizer, model.zero_grad)
             traced = TracedWorkload(fakes, replace(longest, batch=batch))
-    except WorkloadError:
+    except MesaTuneError:
         return None
     pairs = ((traced.large.plain, Policy.parse("")), (traced.large.packed, Policy.uniform(level=16)))
     equal = (_bytes(trace) == _bytes(tracer.trace(longest.batch, policy)[0]) for trace, policy in pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ class ByValue(nn.Module):
         return out
 
 
+class Locked(nn.Linear):
+    """Has a lock, of which there is no copy."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 512)
+        self.lock = Lock()
+
+
 def images(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 24, 16), torch.randint(0, 10, (count,))
 
@@ -53,9 +62,9 @@ def squared(model: nn.Module, x: Tensor) -> Tensor:
 
 
 VIT = mt.Workload(ViT, images, classified, batch_size=8)
-RECURRENT, BY_VALUE = (
+RECURRENT, BY_VALUE, LOCKED = (
     mt.Workload(model, lambda n: torch.randn(n, 16, 8), squared, batch_size=64)
-    for model in (Recurrent, ByValue)
+    for model in (Recurrent, ByValue, Locked)
 )
 
 
@@ -92,7 +101,7 @@ def test_a_profile_has_the_bytes_of_real_steps(
         assert getattr(without, name) == getattr(real, name)
 
 
-@pytest.mark.parametrize("work", [RECURRENT, BY_VALUE], ids=["lstm", "values"])
+@pytest.mark.parametrize("work", [RECURRENT, BY_VALUE, LOCKED], ids=["lstm", "values", "lock"])
 def test_where_fake_steps_differ_real_ones_are_traced(
     work: mt.Workload, found: list[TracedWorkload | None]
 ) -> None:
