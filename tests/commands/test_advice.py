@@ -135,6 +135,72 @@ def loss(model, batch):
 BATCH_SIZE = 16
 """
 
+VAE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 16))
+        self.decoder = nn.Sequential(nn.Linear(8, 256), nn.SiLU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        mean, log_variance = self.encoder(x).chunk(2, -1)
+        sample = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        distance = 0.5 * (mean.square() + log_variance.exp() - log_variance - 1).sum(-1).mean()
+        return self.decoder(sample), distance
+
+def model():
+    return Net()
+
+def batch(n):
+    return torch.randn(n, 64)
+
+def loss(model, batch):
+    output, distance = model(batch)
+    return F.mse_loss(output, batch) + 0.1 * distance
+
+BATCH_SIZE = 256
+"""
+
+PAIRS = """
+def model():
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.LayerNorm(128), nn.Linear(128, 32))
+
+def batch(n):
+    x = torch.randn(n, 64)
+    return x, x + 0.1 * torch.randn(n, 64)
+
+def loss(model, batch):
+    first, second = (F.normalize(model(x), dim=-1) for x in batch)
+    return F.cross_entropy(10 * first @ second.T, torch.arange(len(first)))
+
+BATCH_SIZE = 128
+"""
+
+EXPERTS = """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(32, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        output = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(-1)
+            output = output.index_add(0, rows, weights[rows, None] * expert(x[rows]))
+        return x + output
+""" + classifier("nn.Sequential(nn.Linear(32, 32), Experts(), nn.Linear(32, 4))", "torch.randn(n, 32)", 512)
+
+DEPTHWISE = classifier(
+    "nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.Hardswish(), nn.Conv2d(16, 16, 3, groups=16), "
+    "nn.BatchNorm2d(16), nn.Hardswish(), nn.Conv2d(16, 32, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), "
+    "nn.Linear(32, 4))",
+    "torch.randn(n, 3, 16, 16)",
+)
+
 MODELS = {
     "readme": readme(),
     "mlp": classifier(
@@ -149,6 +215,16 @@ MODELS = {
     "lora": LORA,
     "gpt": GPT,
     "unet": UNET,
+    "gru": LSTM.replace("LSTM", "GRU"),
+    "vae": VAE,
+    "pairs": PAIRS,
+    "experts": EXPERTS,
+    "depthwise": DEPTHWISE,
+    "encoder": classifier(
+        "nn.Sequential(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), nn.Flatten(), "
+        "nn.Linear(512, 4))",
+        "torch.randn(n, 16, 32)",
+    ),
     "embedding bag": classifier(
         "nn.Sequential(nn.EmbeddingBag(2000, 32), nn.Linear(32, 4))", "torch.randint(2000, (n, 20))"
     ),
