@@ -48,7 +48,7 @@ def linear_forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def linear_backward(ctx: Any, grad: Tensor) -> Any:
     weight, data, ranges = ctx.saved_tensors
-    return fused_ops.LINEAR_BACKWARD(data, ranges, grad, weight, weight.shape[1], False, True, *SIZES)
+    return fused_ops.LINEAR_BACKWARD(data, ranges, grad, weight, None, weight.shape[1], False, True, *SIZES)
 
 
 def layer_norm_forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def matmul_forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
 def matmul_backward(ctx: Any, grad: Tensor) -> Any:
     weight, data, ranges = ctx.saved_tensors
     width = weight.shape[0]
-    dx, dw, _ = fused_ops.LINEAR_BACKWARD(data, ranges, grad, weight, width, True, False, *SIZES)
+    dx, dw, _ = fused_ops.LINEAR_BACKWARD(data, ranges, grad, weight, None, width, True, False, *SIZES)
     return dx, dw
 
 

@@ -123,9 +123,10 @@ inline torch::stable::Tensor narrowed(const torch::stable::Tensor& wide, const t
   return x;
 }
 
-// The ranges of the groups of `out`: themselves, or, if they are ends in 16 bits, those between these.
-torch::stable::Tensor ranges_of(const torch::stable::Tensor& stored, const Settings& s,
-                                const torch::stable::Tensor& out);
+// The ranges of the groups of `numel` elements on the device of `like`: themselves, or, if they are ends in
+// 16 bits, those between these.
+torch::stable::Tensor ranges_of(const torch::stable::Tensor& stored, const torch::stable::Tensor& like,
+                                int64_t numel, const Settings& s);
 
 // The packed form of `numel` elements, on the device of `like`, for kernels that decode some rows at a time.
 inline Packed read_packed(const torch::stable::Tensor& data, const torch::stable::Tensor& ranges,

@@ -52,15 +52,15 @@ Packed packed_of(const Tensor& data, const Tensor& ranges, const Settings& s, co
 
 }  // namespace
 
-Tensor ranges_of(const Tensor& stored, const Settings& s, const Tensor& out) {
+Tensor ranges_of(const Tensor& stored, const Tensor& like, int64_t numel, const Settings& s) {
   const ScalarType type = stored.scalar_type();
   if (type == ScalarType::Float) return stored;
-  const int64_t groups = split(out.numel(), s).groups();
-  const auto* ends = static_cast<const uint16_t*>(dense_data(stored, out, type, 2 * groups, "ends"));
-  Tensor ranges = empty_tensor(out, {groups, 2}, ScalarType::Float);
+  const int64_t groups = split(numel, s).groups();
+  const auto* ends = static_cast<const uint16_t*>(dense_data(stored, like, type, 2 * groups, "ends"));
+  Tensor ranges = empty_tensor(like, {groups, 2}, ScalarType::Float);
   auto* target = static_cast<float*>(ranges.mutable_data_ptr());
   dispatch(
-      out, [&] { cpu::read_ends(ends, groups, s.levels, dtype_of(type), target); },
+      like, [&] { cpu::read_ends(ends, groups, s.levels, dtype_of(type), target); },
       [&](auto stream) { cuda::read_ends(ends, groups, s.levels, dtype_of(type), target, stream); });
   return ranges;
 }
@@ -68,7 +68,7 @@ Tensor ranges_of(const Tensor& stored, const Settings& s, const Tensor& out) {
 namespace {
 
 void decode(const Tensor& data, const Tensor& stored, const Settings& s, const Tensor& out) {
-  const Tensor ranges = ranges_of(stored, s, out);
+  const Tensor ranges = ranges_of(stored, out, out.numel(), s);
   const Packed packed = packed_of(data, ranges, s, out);
   const Strided target = strided(out, out.mutable_data_ptr(), s);
   dispatch(

@@ -54,8 +54,8 @@ inline void add_portions(const std::vector<float>& sums, int64_t n, float* dw, f
 }
 
 // Decodes the groups of elements [first, first + n) into `values`; returns the address of element `first`.
-MESA_TUNE_INLINE const float* decode_slice(const Packed& packed, const Settings& s, const Split& parts,
-                                           int64_t first, int64_t n, float* values) {
+MESA_TUNE_INLINE float* decode_slice(const Packed& packed, const Settings& s, const Split& parts,
+                                     int64_t first, int64_t n, float* values) {
   alignas(64) uint8_t codes[kMaxGroupSize + 8];
   const int64_t first_group = first / s.group_size, last_group = (first + n - 1) / s.group_size;
   for (int64_t group = first_group; group <= last_group; ++group) {
@@ -66,6 +66,13 @@ MESA_TUNE_INLINE const float* decode_slice(const Packed& packed, const Settings&
     decode(range_of(packed, group), s.levels, codes, span.size, out);
   }
   return values + (first - first_group * s.group_size);
+}
+
+// Writes 0 to those of rows [first, first + count) that the bits mark. `x`: the first of these rows.
+MESA_TUNE_INLINE void clear_rows(const uint8_t* bits, int64_t first, int64_t count, int64_t width, float* x) {
+  for (int64_t i = 0; bits != nullptr && i < count; ++i) {
+    if (bits[(first + i) >> 3] >> ((first + i) & 7) & 1) std::fill_n(x + i * width, width, 0.0f);
+  }
 }
 
 }  // namespace mesa_tune::cpu

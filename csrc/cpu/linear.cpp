@@ -15,11 +15,13 @@
 namespace mesa_tune::cpu {
 namespace {
 
+using Task = LinearBackward<float>;
+
 constexpr int64_t kChunk = 1 << 17;               // elements of x and of the gradient together in one chunk
 constexpr int64_t kMinRows = 64, kMaxRows = 256;  // rows of one chunk
 constexpr int64_t kGrain = 1 << 18;               // fewest multiplications per thread
 
-int64_t rows_per_chunk(const LinearBackward& task, const Settings& s) {
+int64_t rows_per_chunk(const Task& task, const Settings& s) {
   return rows_to_group(std::clamp(kChunk / (task.in + task.out), kMinRows, kMaxRows), task.in, s);
 }
 
@@ -30,7 +32,7 @@ struct Division {
   int64_t columns;
 };
 
-Division divide(const LinearBackward& task) {
+Division divide(const Task& task) {
   const int64_t threads =
       std::clamp<int64_t>(task.rows * task.in * task.out / kGrain, 1, torch::stable::get_num_threads());
   int64_t rows = threads;
@@ -60,9 +62,11 @@ struct Chunk {
 };
 
 // Decodes the chunk's x and computes its sums.
-MESA_TUNE_INLINE void load_chunk(const LinearBackward& task, const Packed& packed, const Settings& s,
+MESA_TUNE_INLINE void load_chunk(const Task& task, const Packed& packed, const Settings& s,
                                  const Split& parts, Chunk& chunk) {
-  chunk.x = decode_slice(packed, s, parts, chunk.first * task.in, chunk.count * task.in, chunk.values);
+  float* x = decode_slice(packed, s, parts, chunk.first * task.in, chunk.count * task.in, chunk.values);
+  clear_rows(task.zero_rows, chunk.first, chunk.count, task.in, x);
+  chunk.x = x;
   float* __restrict sums = chunk.sums;
   const int64_t n = chunk.columns.size;
   std::fill_n(sums, task.db == nullptr ? 0 : n, 0.0f);
@@ -72,19 +76,18 @@ MESA_TUNE_INLINE void load_chunk(const LinearBackward& task, const Packed& packe
   }
 }
 MESA_TUNE_PATHS(load_chunk,
-                (const LinearBackward& task, const Packed& packed, const Settings& s, const Split& parts,
-                 Chunk& chunk),
+                (const Task& task, const Packed& packed, const Settings& s, const Split& parts, Chunk& chunk),
                 (task, packed, s, parts, chunk))
 
 // The rows and columns of one thread: their part of dx, and their sums in the dw and db of `task`.
-void backward(const LinearBackward& task, const Packed& packed, const Settings& s, const Part& rows,
-              const Part& outs, const Part& ins) {
+void backward(const Task& task, const Packed& packed, const Settings& s, const Part& rows, const Part& outs,
+              const Part& ins) {
   const Split parts = split(task.rows * task.in, s);
   const int64_t chunk_rows = rows_per_chunk(task, s);
   const auto values = decode_buffer(std::min(chunk_rows, rows.size) * task.in, s);
   std::vector<float> sums(static_cast<size_t>(outs.size));
-  const auto dw = matrix(task.dw.data + outs.first * task.dw.row_stride, outs.size, task.in,
-                         task.dw.row_stride, task.dw.column_stride);
+  const int64_t row_stride = task.transposed ? 1 : task.in, column_stride = task.transposed ? task.out : 1;
+  const auto dw = matrix(task.dw + outs.first * row_stride, outs.size, task.in, row_stride, column_stride);
   for (int64_t first = rows.first; first < rows.first + rows.size; first += chunk_rows) {
     const int64_t count = std::min(chunk_rows, rows.first + rows.size - first);
     Chunk chunk{first, count, values.get(), outs, sums.data()};
@@ -110,11 +113,11 @@ void backward(const LinearBackward& task, const Packed& packed, const Settings& 
 
 }  // namespace
 
-void linear_backward(const LinearBackward& task, const Packed& packed, const Settings& s) {
+void linear_backward(const Task& task, const Packed& packed, const Settings& s) {
   const int64_t numel = task.out * task.in;
   if (task.db != nullptr) std::fill_n(task.db, task.out, 0.0f);
   if (task.rows == 0) {
-    std::fill_n(task.dw.data, numel, 0.0f);
+    std::fill_n(task.dw, numel, 0.0f);
     return;
   }
   const Division parts = divide(task);
@@ -124,9 +127,9 @@ void linear_backward(const LinearBackward& task, const Packed& packed, const Set
   torch::stable::parallel_for(0, parts.rows * parts.columns, 1, [&](int64_t from, int64_t to) {
     for (int64_t part = from; part < to; ++part) {
       const int64_t row = part / parts.columns, column = part % parts.columns;
-      LinearBackward part_task = task;
+      Task part_task = task;
       if (row > 0) {
-        part_task.dw.data = dw.data() + (row - 1) * numel;
+        part_task.dw = dw.data() + (row - 1) * numel;
         part_task.db = task.db == nullptr ? nullptr : db.data() + (row - 1) * task.out;
       }
       backward(part_task, packed, s, Part(task.rows, row, parts.rows, step),
@@ -135,7 +138,7 @@ void linear_backward(const LinearBackward& task, const Packed& packed, const Set
   });
   parallel(numel, 1, [&](int64_t from, int64_t to) {
     for (int64_t row = 0; row < copies; ++row)
-      for (int64_t i = from; i < to; ++i) task.dw.data[i] += dw[row * numel + i];
+      for (int64_t i = from; i < to; ++i) task.dw[i] += dw[row * numel + i];
   });
   for (int64_t row = 0; task.db != nullptr && row < copies; ++row)
     for (int64_t i = 0; i < task.out; ++i) task.db[i] += db[row * task.out + i];

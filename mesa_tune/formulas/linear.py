@@ -50,29 +50,39 @@ def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tenso
 def backward(saved: Saved, grad: Tensor) -> Grads:
     """In one pass where that is possible; else x, a large one in slices, is gone before dx is made."""
     (dtype, _), needs, lossy, zeros = saved
-    rows = _rows(grad)
-    used = without_zero_rows(rows, zeros[0]) if zeros and needs[1] else rows  # 0 where the rows of x are
-    if needs[1] and dtype is None and used is rows:
-        grads = fused_backward(lossy[0], grad, lossy[1] if needs[0] else None, bias=needs[2])
+    zero_rows = zeros[0] if zeros else None
+    if needs[1]:
+        weight = lossy[1] if needs[0] else None
+        grads = fused_backward(lossy[0], grad, weight, zero_rows=zero_rows, bias=needs[2])
         if grads is not None:
             return wanted(grads, needs)
-    dw = _weight_gradient(used, lossy[0], dtype) if needs[1] else None
+    rows = _rows(grad)
+    dw = None
+    if needs[1]:
+        used = rows if zero_rows is None else without_zero_rows(rows, zero_rows)  # 0 where rows of x are
+        dw = _weight_gradient(used, lossy[0], dtype)
     dx = grad @ lossy[-1].whole(dtype) if needs[0] else None
     return dx, dw, rows.sum(0) if needs[2] else None
 
 
 def fused_backward(
-    x: SavedTensor, grad: Tensor, weight: SavedTensor | None, bias: bool = False, transposed: bool = False
+    x: SavedTensor,
+    grad: Tensor,
+    weight: SavedTensor | None,
+    *,
+    zero_rows: Tensor | None = None,
+    bias: bool = False,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the gradients of the input `(*, in)`, the weight `(out, in)`, or, `transposed`, `(in, out)`, and
-    the bias, made in one pass over the packed input; None where that is not possible.
+    the bias, in the dtype of `grad`, made in one pass over the packed input; None where that is not possible.
     """
-    possible = x.packing.packed and on_cpu(grad) and grad.dtype == torch.float32 and x.is_row_major()
+    possible = x.packing.packed and on_cpu(grad) and x.is_row_major()
     if not possible or grad.shape[-1] * x.shape[-1] > LARGEST_WEIGHT:
         return None
     factor = None if weight is None else weight.whole()
     grads: tuple[Tensor, Tensor, Tensor] | None
-    grads = x.fused(LINEAR_BACKWARD, grad, factor, x.shape[-1], transposed, bias)
+    grads = x.fused(LINEAR_BACKWARD, grad, factor, zero_rows, x.shape[-1], transposed, bias)
     return grads
 
 

@@ -29,7 +29,7 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
     """In one pass for rows times a matrix; large batches of matrices in slices; else of whole tensors."""
     (a_shape, b_shape, dtype), needs, lossy, _ = saved
     grads: Grads | None = None
-    if dtype is None and len(a_shape) > 1 and len(b_shape) == 2 and needs[1]:
+    if len(a_shape) > 1 and len(b_shape) == 2 and needs[1]:
         grads = fused_backward(lossy[0], grad, lossy[1] if needs[0] else None, transposed=True)
     elif dtype is None and len(a_shape) > 2 and a_shape[:-2] == b_shape[:-2]:
         grads = _by_matrices(saved, grad)

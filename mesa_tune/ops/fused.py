@@ -26,7 +26,7 @@ _BATCH_NORM = "Tensor grad, Tensor rstd, Tensor? weight, bool last, bool fixed"
 _CROSS_ENTROPY = (
     "Tensor target, Tensor surplus, Tensor? weight, Tensor grad, int classes, int ignore, bool mean"
 )
-_LINEAR = "Tensor grad, Tensor? weight, int width, bool transposed, bool bias"
+_LINEAR = "Tensor grad, Tensor? weight, Tensor? zero_rows, int width, bool transposed, bool bias"
 _DROPPED = "Tensor? bits, int first_bit, float scale, bool causal, float raised"
 _ATTENTION = f"Tensor q, Tensor k, Tensor v, Tensor grad, Tensor? bias, {_DROPPED}"
 _SCHEMAS = (
@@ -196,22 +196,26 @@ def linear_backward(
     ranges: Tensor,
     grad: Tensor,
     weight: Tensor | None,
+    zero_rows: Tensor | None,
     width: int,
     transposed: bool,
     bias: bool,
     *sizes: int,
 ) -> _Gradients:
-    """The backward of `y = x weightᵀ + b`, whose x `(*, width)` was quantized; all float32.
+    """The backward of `y = x weightᵀ + b`, whose x `(*, width)` was quantized.
 
-    grad is `(*, out)`, weight `(out, width)`, or `(width, out)` if `transposed`. Return, contiguous, dx in
-    the shape of x, dw in the shape of the weight, db `(out,)`; dx is empty, `(0,)`, without a weight, db
-    without a bias.
+    grad is `(*, out)`, weight `(out, width)`, or `(width, out)` if `transposed`; each is float32, float16 or
+    bfloat16. `zero_rows` has one bit per row of x: it is zero, whatever it is decoded as. Return, contiguous
+    and in the dtype of grad, dx in the shape of x, dw in the shape of the weight, db `(out,)`; dx is empty,
+    `(0,)`, without a weight, db without a bias.
     """
     rows = grad.reshape(-1, grad.shape[-1])
     x = _decoded(data, ranges, (rows.shape[0], width), grad.dtype, *sizes)
+    if zero_rows is not None:
+        x = x.masked_fill_(ops.unpack_bits(zero_rows, (rows.shape[0], 1)), 0)
     dx = grad.new_empty(0)
     if weight is not None:
-        dx = grad.contiguous() @ (weight.t() if transposed else weight)
+        dx = grad.contiguous() @ (weight.t() if transposed else weight).to(grad.dtype)
     dw = x.t() @ rows if transposed else rows.t() @ x
     return dx, dw, rows.sum(0) if bias else grad.new_empty(0)
 
@@ -286,7 +290,7 @@ def _fake_cross_entropy(data: Tensor, ranges: Tensor, target: Tensor, *arguments
 
 
 def _fake_linear(data: Tensor, ranges: Tensor, grad: Tensor, *arguments: Any) -> _Gradients:
-    weight, width, transposed, bias, *_ = arguments
+    weight, _, width, transposed, bias, *_ = arguments
     out = grad.shape[-1]
     dx = grad.new_empty(0 if weight is None else (*grad.shape[:-1], width))
     dw = grad.new_empty(width, out) if transposed else grad.new_empty(out, width)
@@ -341,4 +345,4 @@ NORM_BACKWARD = Fused(
 BATCH_NORM_BACKWARD = Fused(torch.ops.mesa_tune.batch_norm_backward.default)
 SOFTMAX_BACKWARD = Fused(torch.ops.mesa_tune.softmax_backward.default, everywhere=_ON_CUDA)
 CROSS_ENTROPY_BACKWARD = Fused(torch.ops.mesa_tune.cross_entropy_backward.default)
-LINEAR_BACKWARD = Fused(torch.ops.mesa_tune.linear_backward.default)
+LINEAR_BACKWARD = Fused(torch.ops.mesa_tune.linear_backward.default, dtypes=frozenset(ops.DTYPES))

@@ -36,7 +36,7 @@ def given(name: str, group_size: int) -> tuple[ops.Quantized, Tensor, Tensor]:
 def backward(packed: ops.Quantized, grad: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     sizes = (packed.bits, packed.levels, packed.group_size)
     found: tuple[Tensor, Tensor, Tensor] = fused_ops.LINEAR_BACKWARD(
-        packed.data, packed.ranges, grad, weight, packed.shape[-1], False, weight is not None, *sizes
+        packed.data, packed.ranges, grad, weight, None, packed.shape[-1], False, weight is not None, *sizes
     )
     return found
 
@@ -80,10 +80,50 @@ def test_a_weight_may_be_transposed(count: int, threads: None) -> None:
     packed, grad, weight = given("groups across rows", 64)
     torch.set_num_threads(count)
     dx, dw, db = fused_ops.LINEAR_BACKWARD(
-        packed.data, packed.ranges, grad, weight.t().contiguous(), 37, True, True, 4, 16, 64
+        packed.data, packed.ranges, grad, weight.t().contiguous(), None, 37, True, True, 4, 16, 64
     )
     assert dw.is_contiguous()
     assert same((dx, dw.t(), db), products(packed, grad, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("name", [*SHAPES, "more rows than are decoded at a time"])
+def test_tensors_of_16_bits_are_added_in_32(
+    name: str, transposed: bool, dtype: torch.dtype, threads: None
+) -> None:
+    rows, width, out = SHAPES.get(name, (5000, 250, 3))
+    torch.manual_seed(0)
+    x, grad, weight = torch.randn(rows, width), torch.randn(rows, out), torch.randn(out, width)
+    zeros = torch.rand(rows) < 0.1
+    parts = torch.ops.mesa_tune.quantize_ends(x.to(dtype), 4, 16, 64, 0, True, torch.tensor([1]))
+    decoded = torch.ops.mesa_tune.dequantize(*parts, x.shape, dtype, 4, 16, 64, 0).double()
+    given = weight.t().contiguous() if transposed else weight
+    grad = grad.to(dtype)
+    wide, near = grad.double(), weight.to(dtype).double()
+    right = wide @ near, wide.t() @ decoded.masked_fill(zeros[:, None], 0), wide.sum(0)
+    for count in THREADS:
+        torch.set_num_threads(count)
+        for factor in (given, given.to(dtype)):
+            dx, dw, db = fused_ops.LINEAR_BACKWARD(
+                *parts, grad, factor, ops.pack_bits(zeros), width, transposed, True, 4, 16, 64
+            )
+            assert [each.dtype for each in (dx, dw, db)] == [dtype] * 3
+            assert dw.is_contiguous()
+            for own, exact in zip((dx, dw.t() if transposed else dw, db), right, strict=True):
+                assert (own - exact).norm() <= torch.finfo(dtype).eps / 2 * exact.norm()
+
+
+@pytest.mark.parametrize("group_size", [64, 100, 4096])
+def test_a_row_that_is_marked_counts_as_zero(group_size: int) -> None:
+    packed, grad, weight = given("groups across rows", group_size)
+    zeros = torch.arange(333) % 7 == 3
+    sizes = (packed.bits, packed.levels, packed.group_size)
+    found = fused_ops.LINEAR_BACKWARD(
+        packed.data, packed.ranges, grad, weight, ops.pack_bits(zeros), 37, False, True, *sizes
+    )
+    dx, _, db = products(packed, grad, weight)
+    assert same(found, (dx, products(packed, grad.masked_fill(zeros[:, None], 0), weight)[1], db))
 
 
 @pytest.mark.parametrize("rows", [0, 200])
@@ -115,6 +155,7 @@ def test_what_does_not_fit_is_refused() -> None:
         arguments: dict[str, Any] = {"data": packed.data, "ranges": packed.ranges, "grad": grad}
         arguments |= {
             "weight": weight,
+            "zero_rows": None,
             "width": 37,
             "transposed": False,
             "bias": True,
@@ -125,14 +166,16 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(RuntimeError, match=match):
             fused_ops.LINEAR_BACKWARD(**{**arguments, **other})
 
-    refused("expected contiguous float32 gradient", grad=grad.double())
+    refused("expected float32, float16 or bfloat16", grad=grad.double())
     refused("expected a gradient of rows", grad=torch.tensor(1.0))
     refused("expected .* an input of a width", width=0)
-    refused(r"expected a float32 weight of shape \(50, 37\)", weight=weight[:, 1:])
-    refused(r"expected a float32 weight of shape \(50, 37\)", weight=weight.double())
-    refused(r"expected a float32 weight of shape \(37, 50\)", transposed=True)
+    refused(r"expected a weight of shape \(50, 37\)", weight=weight[:, 1:])
+    refused("expected float32, float16 or bfloat16", weight=weight.double())
+    refused(r"expected a weight of shape \(37, 50\)", transposed=True)
+    refused("expected contiguous bits of zero rows of 42", zero_rows=packed.data[:41])
     refused("expected contiguous data", data=packed.data[1:])
-    refused("expected contiguous ranges", ranges=packed.ranges.double())
+    refused("expected contiguous ranges", ranges=packed.ranges[1:])
+    refused("expected float32, float16 or bfloat16", ranges=packed.ranges.double())
     refused("expected groups of at most 4096 elements", group_size=5000)
 
 

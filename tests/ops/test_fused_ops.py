@@ -309,7 +309,7 @@ def test_ops_are_what_they_say_to_compilers(name: str) -> None:
             16,
             64,
         ),
-        "linear_backward": (packed.data, packed.ranges, x, tensor(50, 50), 50, False, True, 4, 16, 64),
+        "linear_backward": (packed.data, packed.ranges, x, tensor(50, 50), None, 50, False, True, 4, 16, 64),
         "attention_backward": (
             *[heads] * 4,
             None,
