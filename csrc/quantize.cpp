@@ -85,9 +85,8 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int6
   return {data, ranges};
 }
 
-std::tuple<Tensor, Tensor> quantize_ends(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
-                                         int64_t quant_groups, bool stochastic, std::optional<Tensor> seed) {
-  const auto [data, ranges] = quantize(x, bits, levels, group_size, quant_groups, stochastic, seed);
+// The ends, in the dtype of `x`, of these ranges of its groups.
+Tensor ends_of(const Tensor& ranges, const Tensor& x, int64_t levels) {
   const Dtype dtype = dtype_of(x.scalar_type());
   STD_TORCH_CHECK(dtype != Dtype::kFloat, "expected a tensor of 16 bits");
   const int64_t groups = ranges.size(0);
@@ -97,7 +96,13 @@ std::tuple<Tensor, Tensor> quantize_ends(Tensor x, int64_t bits, int64_t levels,
   dispatch(
       x, [&] { cpu::store_ends(source, groups, levels, dtype, target); },
       [&](auto stream) { cuda::store_ends(source, groups, levels, dtype, target, stream); });
-  return {data, ends};
+  return ends;
+}
+
+std::tuple<Tensor, Tensor> quantize_ends(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
+                                         int64_t quant_groups, bool stochastic, std::optional<Tensor> seed) {
+  const auto [data, ranges] = quantize(x, bits, levels, group_size, quant_groups, stochastic, seed);
+  return {data, ends_of(ranges, x, levels)};
 }
 
 const float* statistics(const Tensor& x, const std::optional<Tensor>& values, int64_t count) {
@@ -130,7 +135,7 @@ std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Ten
   dispatch(
       x, [&] { cpu::quantize(source, mapping, s, noise, packed); },
       [&](auto stream) { cuda::quantize_map(source, mapping, s, noise, packed, stream); });
-  return {data, ranges};
+  return {data, x.scalar_type() == ScalarType::Float ? ranges : ends_of(ranges, x, levels)};
 }
 
 void quantize_out(Tensor x, int64_t bits, int64_t levels, int64_t group_size, int64_t quant_groups,

@@ -59,10 +59,13 @@ __attribute__((noinline)) void encode_with_gaps(const Encode& task, const Range&
     if (buffer[i] == infinity) codes[i] = static_cast<uint8_t>(gap);
 }
 
-// Elements [index, index + n) of a group of the Layout, with the map applied.
+// Elements [index, index + n) of a group of the Layout, with the map applied. Its results are numbers of the
+// dtype of x, so that 16 bits are enough for the ends of a range.
 MESA_TUNE_INLINE const float* load_mapped(const Encode& task, int64_t group, int64_t index, int64_t n,
                                           float* buffer) {
-  return mapped(task.map, load(task.x, group, index, n, buffer), index, n, buffer);
+  const float* values = mapped(task.map, load(task.x, group, index, n, buffer), index, n, buffer);
+  if (task.map.kind != Map::kNone) round_to(task.x.dtype, buffer, n);
+  return values;
 }
 
 // Ranges and keys of several groups, so that their computation vectorizes over groups. For a single group it

@@ -68,6 +68,15 @@ MESA_TUNE_INLINE const float* load(const Strided& x, int64_t group, int64_t inde
   return buffer;
 }
 
+// Rounds values to those that this dtype has.
+MESA_TUNE_INLINE void round_to(Dtype dtype, float* values, int64_t n) {
+  if (dtype == Dtype::kHalf) {
+    for (int64_t i = 0; i < n; ++i) values[i] = Half::load(Half::store(values[i]));
+  } else if (dtype == Dtype::kBFloat16) {
+    for (int64_t i = 0; i < n; ++i) values[i] = BFloat16::load(BFloat16::store(values[i]));
+  }
+}
+
 MESA_TUNE_INLINE void store(const float* values, int64_t group, int64_t index, int64_t n,
                             const Strided& out) {
   switch (out.dtype) {

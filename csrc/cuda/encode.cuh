@@ -44,7 +44,7 @@ void encode_strided(const Strided& x, const Map& map, const Settings& s, const S
   launch(encode_columns<Type, kMapped>, span.count * span.plane(), stream, data, map, groups, noise, packed);
 }
 
-// A map of 16-bit elements has 32-bit results, which the kernels of dense.cuh do not support.
+// The kernels of dense.cuh hold 16-bit elements in pairs, to which they apply no map.
 template <class Type, Map::Kind kKind>
 void encode(const Strided& x, const Map& map, const Settings& s, const Noise& noise, const Packed& packed,
             void* stream) {

@@ -62,7 +62,11 @@ template <class Type, bool kMapped>
 __device__ inline float load_mapped(const typename Type::Storage* x, const Map& map, const Groups& groups,
                                     int64_t group, int64_t index) {
   const float value = Type::load(x[groups.offset(group, index)]);
-  return kMapped ? mapped(map, groups.element(group, index), value) : value;
+  if constexpr (kMapped) {
+    return Type::load(Type::store(mapped(map, groups.element(group, index), value)));
+  } else {
+    return value;
+  }
 }
 
 static __global__ void clear_extremes(const __grid_constant__ Groups groups, const Packed packed) {

@@ -18,6 +18,7 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.ops import maps
 
+RAW = torch.ops.mesa_tune
 _PARTS = "Tensor data, Tensor ranges"
 _SIZES = "int bits, int levels, int group_size"
 _MAP = "int map, Tensor? mean, Tensor? rstd, int inner"
@@ -49,11 +50,13 @@ _Gradients = tuple[Tensor, Tensor, Tensor]
 def quantize_map(
     x: Tensor, map: int, mean: Tensor | None, rstd: Tensor | None, inner: int, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """Quantize map number `map` of x (`maps.apply`); `settings`: sizes, stochastic or not, seed."""
-    mapped = maps.apply(x, map, mean, rstd, inner)
-    parts: tuple[Tensor, Tensor] = torch.ops.mesa_tune.quantize.default(
-        mapped, *settings[:3], 0, *settings[3:]
-    )
+    """Quantize map number `map` of x (`maps.apply`); `settings`: sizes, stochastic or not, seed.
+
+    Of 16 bits, results are rounded to the dtype of x, and the second tensor has the ends of ranges.
+    """
+    mapped = maps.apply(x, map, mean, rstd, inner).to(x.dtype)
+    quantize = RAW.quantize if x.dtype == torch.float32 else RAW.quantize_ends
+    parts: tuple[Tensor, Tensor] = quantize.default(mapped, *settings[:3], 0, *settings[3:])
     return parts
 
 
@@ -258,7 +261,8 @@ def attention_backward(
 
 def _fake_quantize_map(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     bits, levels, group_size, *noise = arguments[4:]
-    return ops.fake_quantize(x, bits, levels, group_size, 0, *noise)
+    data, ranges = ops.fake_quantize(x, bits, levels, group_size, 0, *noise)
+    return data, ranges.to(x.dtype)
 
 
 def _fake_like_factor(data: Tensor, ranges: Tensor, factor: Tensor, *sizes: int) -> Tensor:

@@ -3,7 +3,8 @@
 Nobody else needs the result, and to write it to memory would cost more than the arithmetic. A kernel computes
 each piece in the first-level cache, or in registers, and encodes it there. These are the same functions in
 plain PyTorch, for devices without such a kernel. What is hard is that kernel and reference must give the same
-bytes: every operation is rounded to float32, in the same order (no fused multiply-add).
+bytes: every operation is rounded to float32, in the same order (no fused multiply-add), and the result to the
+dtype of the tensor.
 """
 
 from collections.abc import Callable
@@ -37,13 +38,13 @@ class Deferred(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether a kernel can compute it while encoding."""
+        """Whether a kernel can compute it while encoding; of 16 bits, the statistics still have 32."""
         source, _, _, mean, rstd, _ = self
         if not source.is_cpu and not (_ON_CUDA and source.is_cuda):
             return False
         single = torch.float32
         means_fit = (mean is None or mean.dtype is single) and (rstd is None or rstd.dtype is single)
-        return source.dtype is single and means_fit and source.is_contiguous() and source.numel() > 0
+        return source.dtype in ops.DTYPES and means_fit and source.is_contiguous() and source.numel() > 0
 
     def if_dense(self) -> "Tensor | Deferred":
         """Return what to save: this if a kernel can compute it while encoding, else the computed tensor."""

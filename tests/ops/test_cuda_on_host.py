@@ -154,7 +154,7 @@ def assert_mapped(kernels: Kernels, case: Mapped) -> None:
     made = ctypes.byref(Map(maps.KINDS[case.kind], mean, deviation, case.inner, count))
     number = ctypes.byref(c_int64(case.seed or 0))
     problem(x, sizes, data, ranges, lambda p: kernels.quantize_map(p, made, case.seed is not None, number))
-    mapped = maps.apply(x, maps.KINDS[case.kind], case.mean, rstd, case.inner)
+    mapped = maps.apply(x, maps.KINDS[case.kind], case.mean, rstd, case.inner).to(x.dtype)
     expected = reference.quantize(mapped, *sizes, case.seed is not None, torch.tensor([case.seed or 0]))
     assert same_bytes(ranges, expected[1])
     assert same_bytes(data, expected[0])

@@ -62,6 +62,7 @@ def test_derivatives_are_encoded_as_they_are_made(kind: str, dtype: torch.dtype,
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize("group_size", [100, 256, 6000])
 @pytest.mark.parametrize("centred", [True, False], ids=["mean", "no-mean"])
 @pytest.mark.parametrize(
@@ -70,15 +71,26 @@ def test_derivatives_are_encoded_as_they_are_made(kind: str, dtype: torch.dtype,
     ids=["rows", "last-dimension", "channels", "each"],
 )
 def test_normalized_inputs_are_encoded_as_they_are_made(
-    shape: tuple[int, ...], count: int, inner: int, centred: bool, group_size: int
+    shape: tuple[int, ...], count: int, inner: int, centred: bool, group_size: int, dtype: torch.dtype
 ) -> None:
-    x, rstd = tensor(*shape), 0.5 + torch.rand(count)
+    x, rstd = tensor(*shape).to(dtype), 0.5 + torch.rand(count)
     mean = tensor(count) if centred else None
     arguments = (maps.KINDS["normalize"], mean, rstd, inner, 4, 16, group_size, True, SEED)
     for found, expected in zip(
         fused_ops.QUANTIZE_MAP(x, *arguments), fused_ops.quantize_map(x, *arguments), strict=True
     ):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_derivative_of_16_bits_is_stored_as_one_that_was_computed_before(dtype: torch.dtype) -> None:
+    x = (3 * tensor(20_011)).to(dtype)
+    derivative = maps.apply(x, maps.KINDS["gelu"], None, None, 1).to(dtype)
+    settings = (4, 16, 64)
+    found = fused_ops.QUANTIZE_MAP(x, maps.KINDS["gelu"], None, None, 1, *settings, True, SEED)
+    expected = RAW.quantize_ends(derivative, *settings, 0, True, SEED)
+    assert found[1].dtype == dtype
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(

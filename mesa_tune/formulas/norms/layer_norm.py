@@ -74,10 +74,12 @@ def normalized_input(
 ) -> Tensor | maps.Deferred:
     """Return x̂ in the dtype of x: `deferred` where x is what its kernel reads, else what `make` returns.
 
-    Of 16 bits, PyTorch's kernels make x̂ without a copy in float32.
+    Of 16 bits, PyTorch's kernels make x̂ without a copy in float32, and from statistics that are not rounded.
     """
     if x.dtype == deferred.source.dtype == torch.float32:
         return deferred.if_dense()
+    if x.dtype == deferred.source.dtype and deferred.is_dense:
+        return deferred._replace(make=lambda: make().to(x.dtype))
     return make().to(x.dtype)
 
 
