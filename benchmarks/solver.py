@@ -24,7 +24,7 @@ from common import append
 from numpy.typing import NDArray
 
 from mesa_tune.policy.settings import EXACT, LayerSettings
-from mesa_tune.search.linear.highs import TimeUpError
+from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.problem import Choice, Limits, Link, Module, Space, Unit
 from mesa_tune.search.solver import Program, Solution
 
@@ -108,13 +108,15 @@ def measure(layers: int, options: int, seconds: float) -> dict[str, Any]:
     space = step(layers, options)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     program = Program(space)
-    lowest = _timed(lambda: program.smallest_peak(Limits(noise=NOISE), seconds=seconds))
+    lowest = _timed(lambda: program.smallest_peak(Limits(noise=NOISE), deadline=Deadline(seconds)))
     plain = int(program.rows.plain_live.max())
     limits = Limits(int(SHARE * plain), noise=NOISE)
     solved = {
         "memory": lowest,
-        "time": _timed(lambda: program.solve(limits, program.times, further=program.errors, seconds=seconds)),
-        "error": _timed(lambda: program.solve(Limits(limits.peak), seconds=seconds)),
+        "time": _timed(
+            lambda: program.solve(limits, program.times, further=program.errors, deadline=Deadline(seconds))
+        ),
+        "error": _timed(lambda: program.solve(Limits(limits.peak), deadline=Deadline(seconds))),
     }
     found = {name: _result(space, limits, entry) for name, entry in solved.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -14,6 +14,7 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.search.fleet.studies import Sharing, Task, Work, improved, policy_at
+from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved, check_objective
 from mesa_tune.search.plan import Baseline, Plan
 from mesa_tune.search.problem import Limits
@@ -132,7 +133,7 @@ def search_policy(
     restrictions = Restrictions.of(forbid, only)
     if max_batch:
         limits = _limits(profile, budget, None, max_saved, None)[1]
-        batch_size = most_samples(profile, limits, pins or {}, restrictions)
+        batch_size = most_samples(profile, limits, pins or {}, restrictions, Deadline())
         budget, max_saved = limits.peak, limits.saved
     baseline, limits, requested = _limits(profile, budget, batch_size, max_saved, max_slowdown)
     size = batch_size or profile.batch_size
@@ -144,9 +145,9 @@ def search_policy(
         return _exact_plan(request)
     profile.require_prices()
     possible = steps(profile, size, request.pins, restrictions)
-    best = solved_best(profile, possible, limits, objective, max_noise_ratio)
+    best = solved_best(profile, possible, limits, objective, max_noise_ratio, Deadline())
     if best is None:
-        raise unreachable(profile, possible, limits, request.pins, requested)
+        raise unreachable(profile, possible, limits, request.pins, requested, Deadline())
     step, solved = best
     program = step.program
     measure = measure or _measure(profile, workload)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Prediction, Profile
 from mesa_tune.profiler.rerun_modules.blocks import REFERENCE
-from mesa_tune.search.linear.highs import TimeUpError
+from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, noise_limits
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
@@ -109,14 +109,14 @@ def _between(least: int, plain: int, count: int, through: int | None) -> list[in
 
 
 def _lowest(step: Step, limits: Limits) -> Solution | None:
-    return step.program.smallest_peak(limits, gap=_GAP, seconds=2 * _SECONDS)
+    return step.program.smallest_peak(limits, gap=_GAP, deadline=Deadline(2 * _SECONDS))
 
 
 def _solved(program: Program, objective: str, limits: Limits, peak: int) -> Solution | None:
     inside = replace(limits, peak=peak)
     costs, further = (program.times, program.errors) if objective == "time" else (program.errors, None)
     try:
-        return program.solve(inside, costs, gap=_GAP, further=further, seconds=_SECONDS)
+        return program.solve(inside, costs, gap=_GAP, further=further, deadline=Deadline(_SECONDS))
     except TimeUpError:
         return None
 

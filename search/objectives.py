@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from mesa_tune.errors import BudgetError, RunError, options
 from mesa_tune.policy.rules import suggestion
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.linear.highs import TimeUpError
+from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.solver import Program, Solution
 
@@ -31,6 +31,8 @@ MAX_BIAS = 0.01
 """Largest squared bias over the squared norm of the mean gradient."""
 MEMORY_SLOWDOWN = 1.5
 """Largest step time over the plain one, if the objective is memory and the user set no other."""
+_TO_LOWEST = 0.75
+"""Share of the time that finding the lowest peak may take; the rest is for the fastest step within it."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,16 @@ def noise_limits(profile: Profile, batch_size: int, limits: Limits, ratio: float
     return replace(limits, noise=ratio, bias=MAX_BIAS * mean if mean > 0 else None)
 
 
-def solve(profile: Profile, program: Program, limits: Limits, objective: str, ratio: float) -> Solved | None:
+def solve(
+    profile: Profile, program: Program, limits: Limits, objective: str, ratio: float, deadline: Deadline
+) -> Solved | None:
     """Return the best solution; None if no policy meets `limits`, which are without noise ratio and bias.
 
     Raise RunError if the ratio is unknown and the objective needs it, BudgetError if only the ratio `ratio`
     is out of reach.
     """
     if objective == "error":
-        return _least_error(program, limits)
+        return _least_error(program, limits, deadline)
     quiet = noise_limits(profile, program.space.batch_size, limits, ratio)
     if isinstance(quiet, str):
         if objective != "auto":
@@ -103,11 +107,12 @@ def solve(profile: Profile, program: Program, limits: Limits, objective: str, ra
                 f"objective {objective}: {quiet}\n{options(objective='error')}, or without a limit: "
                 f"{options(max_noise_ratio=math.inf)}"
             )
-        return _least_error(program, limits, quiet)
-    found = _lowest_peak(program, quiet) if objective == "memory" else _fastest(program, quiet)
+        return _least_error(program, limits, deadline, quiet)
+    within = _lowest_peak if objective == "memory" else _fastest
+    found = within(program, quiet, deadline)
     if found is not None or quiet.noise is None:
         return found
-    least = _least_error(program, limits, f"no plan was found within the noise ratio {ratio:g}")
+    least = _least_error(program, limits, deadline, f"no plan was found within the noise ratio {ratio:g}")
     if objective == "auto" or least is None:
         return least
     reached = program.space.noise(least.solution.chosen)
@@ -118,27 +123,29 @@ def solve(profile: Profile, program: Program, limits: Limits, objective: str, ra
     )
 
 
-def _fastest(program: Program, limits: Limits) -> Solved | None:
-    found = program.solve(limits, program.quiet_times(limits), further=program.errors)
+def _fastest(program: Program, limits: Limits, deadline: Deadline) -> Solved | None:
+    times = program.quiet_times(limits)
+    found = program.solve(limits, times, further=program.errors, deadline=deadline)
     if found is None:
         return None
     base, allowance = program.space.base_ms, 0.0 if limits.noise is None else program.allowance_ms
     return Solved("time", found, limits, base + found.cost, base + found.bound, base, allowance)
 
 
-def _least_error(program: Program, limits: Limits, why: str = "") -> Solved | None:
-    found = program.solve(limits)
+def _least_error(program: Program, limits: Limits, deadline: Deadline, why: str = "") -> Solved | None:
+    found = program.solve(limits, deadline=deadline)
     return None if found is None else Solved("error", found, limits, found.cost, found.bound, why=why)
 
 
-def _lowest_peak(program: Program, limits: Limits) -> Solved | None:
+def _lowest_peak(program: Program, limits: Limits, deadline: Deadline) -> Solved | None:
     """Return the fastest solution of the lowest peak."""
-    lowest = program.smallest_peak(limits)
+    lowest = program.smallest_peak(limits, deadline=deadline.part(_TO_LOWEST))
     if lowest is None or (limits.peak is not None and lowest.cost > limits.peak):
         return None
     inside = replace(limits, peak=int(lowest.cost))
     try:
-        fastest = program.solve(inside, program.quiet_times(limits), further=program.errors)
+        times = program.quiet_times(limits)
+        fastest = program.solve(inside, times, further=program.errors, deadline=deadline)
     except TimeUpError:
         fastest = None
     return Solved("memory", fastest or lowest, inside, lowest.cost, lowest.bound)

@@ -14,7 +14,7 @@ import numpy as np
 
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.linear.highs import TimeUpError
+from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, noise_limits
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
@@ -83,7 +83,7 @@ def _lowest(possible: Sequence[Step], limits: Limits) -> int | None:
 
 def _lowest_of(step: Step, limits: Limits) -> int | None:
     try:
-        solution = step.program.smallest_peak(limits, gap=_GAP, seconds=_SECONDS)
+        solution = step.program.smallest_peak(limits, gap=_GAP, deadline=Deadline(_SECONDS))
     except TimeUpError:
         return None
     return None if solution is None else int(solution.cost)

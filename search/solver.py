@@ -25,7 +25,6 @@ from mesa_tune.search.problem import Floats, Limits, Space
 GAP, LARGE_GAP = 1e-6, 1e-4
 """The gap at which the solver stops; the second for more than `_LARGE` choices."""
 _LARGE = 500
-SECONDS = 60.0
 AS_FAST = 0.02
 """Plans are equally fast that differ by this share of a step's time."""
 _ACCURACY = 1e-6
@@ -95,17 +94,18 @@ class Program:
         gap: float | None = None,
         allowed: NDArray[np.bool_] | None = None,
         further: Floats | None = None,
-        seconds: float = SECONDS,
+        deadline: Deadline | None = None,
     ) -> Solution | None:
         """Return the cheapest solution within `limits`, or None. Of equal costs, fewer saved bytes win.
 
         `costs`: one per choice, default the errors. `allowed`: mask of choices, default all. `further`: costs
-        that decide among equal ones before saved bytes do. If `seconds` are up, return the best solution so
-        far with its proven bound; raise TimeUpError if there is none.
+        that decide among equal ones before saved bytes do. `deadline`: default in a minute. If the time is
+        up, return the best solution so far with its proven bound; raise TimeUpError if there is none.
         """
         costs = self.errors if costs is None else costs
         allowed = np.ones(len(costs), dtype=bool) if allowed is None else allowed
-        best = self._cheapest(_Relaxed(self.rows, limits, self._gap(gap), Deadline(seconds)), costs, allowed)
+        relaxed = _Relaxed(self.rows, limits, self._gap(gap), deadline or Deadline())
+        best = self._cheapest(relaxed, costs, allowed)
         if best is None:
             return None
         chosen = polished(self.space, limits, best.chosen, costs, allowed, further)
@@ -141,13 +141,14 @@ class Program:
         return GAP if len(self.rows.choices) <= _LARGE else LARGE_GAP
 
     def smallest_peak(
-        self, limits: Limits, *, gap: float | None = None, seconds: float = SECONDS
+        self, limits: Limits, *, gap: float | None = None, deadline: Deadline | None = None
     ) -> Solution | None:
         """Return the solution with the lowest peak within the other limits; its cost is the peak in bytes.
 
         Time that is up: as in `solve`.
         """
-        relaxed = _LowestPeak(self.rows, replace(limits, peak=None), self._gap(gap), Deadline(seconds))
+        within = replace(limits, peak=None)
+        relaxed = _LowestPeak(self.rows, within, self._gap(gap), deadline or Deadline())
         nothing = np.zeros(len(self.rows.choices))
         solution = relaxed.solve(nothing, np.ones(len(nothing), dtype=bool))
         if solution is None:
@@ -155,10 +156,10 @@ class Program:
         peak = float(self.space.live(solution.chosen).max())
         return Solution(solution.chosen, peak, min(peak, solution.bound * relaxed.scale))
 
-    def smallest_saved(self, *, seconds: float = SECONDS) -> int:
+    def smallest_saved(self, *, deadline: Deadline | None = None) -> int:
         """Return the fewest possible saved bytes. Raise TimeUpError if the time is up first."""
         saved = np.array([float(part.saved) for part in self.rows.parts])
-        relaxed = _Relaxed(self.rows, Limits(), GAP, Deadline(seconds))
+        relaxed = _Relaxed(self.rows, Limits(), GAP, deadline or Deadline())
         answer = relaxed.minimise(saved / max(1.0, saved.max(initial=0.0)), np.ones(len(saved)), GAP)
         if answer.values is None:
             raise RunError("the units of this profile have no choices that go together\nprofile it again")

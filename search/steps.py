@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mesa_tune.errors import BudgetError, PolicyError
+from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tiled_step import other_slices
+from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import Solved, solve
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
@@ -50,20 +51,29 @@ def _possible(profile: Profile, pins: Pins, restrictions: Restrictions) -> list[
 
 
 def solved_best(
-    profile: Profile, possible: Sequence[Step], limits: Limits, objective: str, ratio: float
+    profile: Profile,
+    possible: Sequence[Step],
+    limits: Limits,
+    objective: str,
+    ratio: float,
+    deadline: Deadline,
 ) -> tuple[Step, Solved] | None:
     """Return the best solution of all steps, with its bound over all; None if no policy meets `limits`.
 
-    Raise what `solve` raises, if it does for every step.
+    Raise what `solve` raises, if no step has a solution.
     """
-    results = [_solved(profile, step, limits, objective, ratio) for step in possible]
+    results = [
+        _solved(profile, step, limits, objective, ratio, deadline.part(1 / (len(possible) - number)))
+        for number, step in enumerate(possible)
+    ]
     pairs = [
         (step, result) for step, result in zip(possible, results, strict=True) if isinstance(result, Solved)
     ]
-    errors = [result for result in results if isinstance(result, BudgetError)]
-    if not pairs and errors:
-        raise errors[0]
     if not pairs:
+        # That no policy is within the noise ratio is proven only where the time of no step was up.
+        errors = [result for result in results if isinstance(result, MesaTuneError)]
+        for error in sorted(errors, key=lambda error: not isinstance(error, TimeUpError)):
+            raise error
         return None
     # Where one step is within the noise ratio, the least error of another is not asked for.
     wanted = min((solved.objective for _, solved in pairs), key=lambda name: name == "error")
@@ -71,16 +81,22 @@ def solved_best(
     step, best = min(
         pairs, key=lambda pair: (pair[1].cost, pair[0].program.space.ms(pair[1].solution.chosen))
     )
-    least, floor = (min(values) for values in zip(*[(one.least, one.floor) for _, one in pairs], strict=True))
+    proven = [(one.least, one.floor) for _, one in pairs]
+    # Nothing is known of a step whose time was up but that its plain step is no faster.
+    for unsolved, result in zip(possible, results, strict=True):
+        if isinstance(result, TimeUpError):
+            floor = unsolved.program.space.base_ms if wanted == "time" else 0.0
+            proven.append((floor, floor))
+    least, floor = (min(values) for values in zip(*proven, strict=True))
     return step, replace(best, least=least, floor=floor)
 
 
 def _solved(
-    profile: Profile, step: Step, limits: Limits, objective: str, ratio: float
-) -> Solved | BudgetError | None:
+    profile: Profile, step: Step, limits: Limits, objective: str, ratio: float, deadline: Deadline
+) -> Solved | MesaTuneError | None:
     try:
-        return solve(profile, step.program, limits, objective, ratio)
-    except BudgetError as error:
+        return solve(profile, step.program, limits, objective, ratio, deadline)
+    except (BudgetError, TimeUpError) as error:
         return error
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+
+import numpy as np
 
 from mesa_tune.errors import BudgetError, options
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.reach import without_temporaries
 from mesa_tune.search.restrictions import NO_RESTRICTIONS, Pins, Restrictions
@@ -16,39 +20,47 @@ from mesa_tune.units import Budget, format_bytes
 
 
 def unreachable(
-    profile: Profile, possible: Sequence[Step], limits: Limits, pins: Pins, requested: Budget | None
+    profile: Profile,
+    possible: Sequence[Step],
+    limits: Limits,
+    pins: Pins,
+    requested: Budget | None,
+    deadline: Deadline,
 ) -> BudgetError:
     """Return the error for limits that no plan meets, with the smallest reachable peak and what would fit.
 
-    `requested`: the budget as the user wrote it, for an answer in the same unit.
+    `requested`: the budget as the user wrote it, for an answer in the same unit. Raise TimeUpError if the
+    time is up before the smallest peak is known.
     """
     size = possible[0].program.space.batch_size
-    if limits.saved is not None and (least := _smallest_saved(possible)) > limits.saved:
+    if limits.saved is not None and (least := _smallest_saved(possible, deadline)) > limits.saved:
         return BudgetError(
             f"max-saved {format_bytes(limits.saved)}: unreachable at batch size {size}\n"
             f"the fewest saved bytes are {_exactly(least)}: {options(max_saved=least)}, or a smaller batch"
         )
     untimed = replace(limits, ms=None)
-    lowest = _smallest_peak(possible, untimed)
+    lowest = _smallest_peak(possible, untimed, deadline)
     if lowest is not None and limits.peak is not None and requested is not None and lowest > limits.peak:
-        return BudgetError(_peak_text(profile, size, limits, pins, lowest, requested))
-    return BudgetError(_time_text(profile, possible, untimed))
+        return BudgetError(_peak_text(profile, size, limits, pins, lowest, requested, deadline))
+    return BudgetError(_time_text(profile, possible, untimed, deadline))
 
 
-def _smallest_saved(possible: Sequence[Step]) -> int:
-    return min(step.program.smallest_saved() for step in possible)
+def _smallest_saved(possible: Sequence[Step], deadline: Deadline) -> int:
+    return min(step.program.smallest_saved(deadline=deadline) for step in possible)
 
 
-def _smallest_peak(possible: Sequence[Step], limits: Limits) -> int | None:
+def _smallest_peak(possible: Sequence[Step], limits: Limits, deadline: Deadline) -> int | None:
     """Return the lowest peak of all steps within the limits but that on the peak; None if there is none."""
-    solutions = [step.program.smallest_peak(limits) for step in possible]
+    solutions = [step.program.smallest_peak(limits, deadline=deadline) for step in possible]
     return min((int(solution.cost) for solution in solutions if solution is not None), default=None)
 
 
-def _time_text(profile: Profile, possible: Sequence[Step], untimed: Limits) -> str:
+def _time_text(profile: Profile, possible: Sequence[Step], untimed: Limits, deadline: Deadline) -> str:
     """Return the text of the error for a limit on the step's time that is out of reach within the others."""
     plain = profile.plain_ms(possible[0].program.space.batch_size)
-    solutions = [(step, step.program.solve(untimed, step.program.times)) for step in possible]
+    solutions = [
+        (step, step.program.solve(untimed, step.program.times, deadline=deadline)) for step in possible
+    ]
     times = [step.program.space.ms(solution.chosen) for step, solution in solutions if solution is not None]
     if not times:
         return "no policy meets all limits at once\nraise the budget or max-saved"
@@ -60,7 +72,13 @@ def _time_text(profile: Profile, possible: Sequence[Step], untimed: Limits) -> s
 
 
 def _peak_text(
-    profile: Profile, batch_size: int, limits: Limits, pins: Pins, lowest: int, requested: Budget
+    profile: Profile,
+    batch_size: int,
+    limits: Limits,
+    pins: Pins,
+    lowest: int,
+    requested: Budget,
+    deadline: Deadline,
 ) -> str:
     assert limits.peak is not None
     sized = profile.timeline.at(batch_size).with_workspaces
@@ -69,7 +87,7 @@ def _peak_text(
         f"static bytes are {format_bytes(sized.static)}\n"
         f"the smallest reachable peak is {_exactly(lowest)}: "
         f"{options(budget=_as_requested(lowest, sized.peak_bytes({}), requested))}\n"
-        f"{_meant(requested) or _batch_advice(profile, limits, pins, batch_size)}"
+        f"{_meant(requested) or _batch_advice(profile, limits, pins, batch_size, deadline)}"
     )
 
 
@@ -95,8 +113,8 @@ def _meant(requested: Budget) -> str:
     return f"a bare number is bytes; did you mean {options(budget=percentage)}?"
 
 
-def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int) -> str:
-    fits = largest_batch(profile, limits, pins, batch_size - 1)
+def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int, deadline: Deadline) -> str:
+    fits = largest_batch(profile, limits, pins, batch_size - 1, deadline)
     if fits is None:
         return f"profile at a smaller batch size than {batch_size}"
     if fits == 0:
@@ -113,10 +131,13 @@ def _besides_activations(profile: Profile) -> str:
     return f"with `fused=True` the optimizer has no temporaries, and one needs {format_bytes(peak)}"
 
 
-def most_samples(profile: Profile, limits: Limits, pins: Pins, restrictions: Restrictions) -> int:
+def most_samples(
+    profile: Profile, limits: Limits, pins: Pins, restrictions: Restrictions, deadline: Deadline
+) -> int:
     """Return the largest batch size at which some policy meets the limits on bytes.
 
-    Raise BudgetError if none does, or if the profile has only one batch size.
+    Where the time is up before one is found, it counts as none. Raise BudgetError if none does, or if the
+    profile has only one batch size.
     """
     low, high = profile.timeline.batch_sizes
     if low == high:
@@ -124,11 +145,12 @@ def most_samples(profile: Profile, limits: Limits, pins: Pins, restrictions: Res
             f"max-batch: the profile has bytes at one batch size only, {low}\nprofile at a larger batch size"
         )
     most = profile.batch_size
-    while most < _MOST_SAMPLES and _fits(profile, replace(limits, ms=None), pins, most, restrictions):
+    within = replace(limits, ms=None)
+    while most < _MOST_SAMPLES and _fits(profile, within, pins, most, restrictions, deadline):
         most *= 2
-    fits = largest_batch(profile, limits, pins, most - 1, restrictions)
+    fits = largest_batch(profile, limits, pins, most - 1, deadline, restrictions)
     if not fits:
-        lowest = _smallest_peak(steps(profile, 1, pins, restrictions), replace(limits, ms=None))
+        lowest = _smallest_peak(steps(profile, 1, pins, restrictions), within, deadline)
         needed = "" if lowest is None else f"a batch of one needs {options(budget=lowest)}"
         remedy = needed or f"raise it or {options('max_saved')}"
         raise BudgetError(f"budget {format_bytes(limits.peak or 0)}: not even a batch of one fits\n{remedy}")
@@ -136,6 +158,7 @@ def most_samples(profile: Profile, limits: Limits, pins: Pins, restrictions: Res
 
 
 _MOST_SAMPLES = 1 << 24
+_LOOK = 0.2
 
 
 def largest_batch(
@@ -143,6 +166,7 @@ def largest_batch(
     limits: Limits,
     pins: Pins,
     most: int,
+    deadline: Deadline,
     restrictions: Restrictions = NO_RESTRICTIONS,
 ) -> int | None:
     """Return the largest batch size up to `most` at which some policy meets the limits; 0 if none does.
@@ -156,18 +180,27 @@ def largest_batch(
     too_large, fits = most + 1, 0
     while too_large - fits > 1:
         middle = (too_large + fits) // 2
-        if _fits(profile, replace(limits, ms=None), pins, middle, restrictions):
+        if _fits(profile, replace(limits, ms=None), pins, middle, restrictions, deadline):
             fits = middle
         else:
             too_large = middle
     return fits
 
 
-def _fits(profile: Profile, limits: Limits, pins: Pins, batch_size: int, restrictions: Restrictions) -> bool:
+def _fits(
+    profile: Profile,
+    limits: Limits,
+    pins: Pins,
+    batch_size: int,
+    restrictions: Restrictions,
+    deadline: Deadline,
+) -> bool:
+    """Return whether a policy that meets the limits is found in `_LOOK` of the time that is left."""
     for step in steps(profile, batch_size, pins, restrictions):
-        lowest = step.program.smallest_peak(limits)
-        if lowest is not None and limits.peak is not None and lowest.cost <= limits.peak:
-            return True
+        with suppress(TimeUpError):
+            free = np.zeros(len(step.program.errors))  # any solution will do
+            if step.program.solve(limits, free, deadline=deadline.part(_LOOK)) is not None:
+                return True
     return False
 
 

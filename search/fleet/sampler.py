@@ -21,12 +21,10 @@ def sampler_of(seed: int, slot: int, history: Sequence[Any], fixed: Mapping[str,
     `history`: finished and running trials.
     """
     mixed = int(np.random.SeedSequence([seed, slot]).generate_state(1)[0])
-    sampler = _Sampler(mixed, _window(history))
-    if not fixed:
-        return sampler
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return PartialFixedSampler(dict(fixed), sampler)
+        sampler = _Sampler(mixed, _window(history))
+        return PartialFixedSampler(dict(fixed), sampler) if fixed else sampler
 
 
 def _window(history: Sequence[Any]) -> list[Any]:
@@ -38,10 +36,10 @@ def _window(history: Sequence[Any]) -> list[Any]:
 
 
 class _Sampler(TPESampler):
-    """TPE that sees only the trials in `history`."""
+    """Multivariate TPE that sees only the trials in `history`; parameters may differ from trial to trial."""
 
     def __init__(self, seed: int, history: Sequence[Any]) -> None:
-        super().__init__(seed=seed, n_startup_trials=STARTUP)
+        super().__init__(seed=seed, n_startup_trials=STARTUP, group=True)
         self.history = history
 
     def infer_relative_search_space(self, study: Any, trial: Any) -> Any:

@@ -36,7 +36,7 @@ Sharing = Callable[[str], AbstractContextManager[None]]
 """Called with the study's name; others may join the study in the body of the context."""
 
 _TASK = "search"
-_VERSION = 6
+_VERSION = 7
 """Of what a study stores: a study of another version is not continued but begun again."""
 _READY_SECONDS = 30
 _STRANGER = "take a copy of the profile.json of the run that began the study, and the same mesa-tune"

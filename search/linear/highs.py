@@ -50,7 +50,7 @@ class Answer(NamedTuple):
 class Deadline:
     """The time until which a solve may take, all its parts together."""
 
-    seconds: float
+    seconds: float = 60.0
     end: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,10 +61,14 @@ class Deadline:
         """Seconds that are left."""
         return self.end - time.monotonic()
 
+    def part(self, share: float) -> Deadline:
+        """Return the deadline of a part that may take that share of the seconds that are left."""
+        return Deadline(max(0.0, share * self.left))
+
     def error(self) -> TimeUpError:
         """Return the error for a time that was up."""
         return TimeUpError(
-            f"the solver found no plan within {self.seconds:g} s, and did not prove that there is none\n"
+            f"the solver found no plan within {self.seconds:.3g} s, and did not prove that there is none\n"
             "raise the budget or another limit: such problems are easier to solve"
         )
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import Pair
 from mesa_tune.runs.provenance import hardware
@@ -32,6 +34,8 @@ FULL: tuple[Pair, ...] = tuple((draw, 0) for draw in range(8))
 SCREEN = FULL[:4]
 _FRESH, _LOOKS, _FIRST_FRESH = 16, 8, 1_000_000
 _PAUSE = 0.5
+_PROPOSING = 1
+"""Tells the random numbers of a slot's proposal from others of the same slot."""
 
 Chosen = tuple[int, ...]
 
@@ -278,7 +282,7 @@ class LocalSearch(ABC):
         all_trials.study.sampler = sampler_of(self.seed, slot, history, self.fixed(trials, slot))
         try:
             with all_trials.beating(trial):
-                chosen = self._proposed(trial, trials)
+                chosen = self._proposed(trial, trials, self._generator(slot))
                 same = (one for one in trials if one.chosen == chosen and one.is_valid_here)
                 finished = next(same, None) or self.measured(chosen, trials)
             for name in ("chosen", "errors", "paces"):
@@ -292,11 +296,14 @@ class LocalSearch(ABC):
             raise
         all_trials.finish(trial, finished.value, pruned=not finished.is_whole)
 
-    def _proposed(self, trial: Any, trials: Sequence[Finished]) -> Chosen:
+    def _generator(self, slot: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, slot, _PROPOSING])
+
+    def _proposed(self, trial: Any, trials: Sequence[Finished], generator: np.random.Generator) -> Chosen:
         if not trials:
-            self.moves.propose(trial, self.solved)
+            self.moves.propose(trial, self.solved, generator)
             return self.solved
-        return self.moves.propose(trial, self.best(trials).chosen)
+        return self.moves.propose(trial, self.best(trials).chosen, generator)
 
 
 def measurement(

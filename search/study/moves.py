@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mesa_tune.search.linear.highs import TimeUpError
+from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.problem import NONE, Floats, Limits
-from mesa_tune.search.solver import Program, Solution
+from mesa_tune.search.solver import Program
 from mesa_tune.search.study.fitting import drawn_factors
 
 # A proposal is measured anyway, so its solution needs no tight proof.
@@ -38,6 +39,10 @@ _PACE_ERROR, _PRICE_ERROR = 0.005, 0.1
 _THIRDS = ("early", "middle", "late")
 
 
+def _soon() -> Deadline:
+    return Deadline(_SECONDS)
+
+
 class Moves(ABC):
     """Moves for one program under `limits`."""
 
@@ -51,8 +56,11 @@ class Moves(ABC):
         """The trial parameters that leave the program unchanged."""
 
     @abstractmethod
-    def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
-        """Propose a plan within the limits, or return `best`, the best plan so far, if there is no other."""
+    def propose(self, trial: Any, best: Sequence[int], generator: np.random.Generator) -> tuple[int, ...]:
+        """Propose a plan within the limits, or return `best`, the best plan so far, if there is no other.
+
+        `generator`: for what is no parameter of the trial, but drawn.
+        """
 
     def with_margin(self, trial: Any) -> Limits:
         """Return the limits with another one on the noise ratio, if there is one."""
@@ -144,13 +152,13 @@ class TimeMoves(KindMoves):
         errors = np.hypot(errors, _PACE_ERROR)
         return self._named(drawn_factors(rows, paces, errors, spreads, generator)[:-1])
 
-    def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
+    def propose(self, trial: Any, best: Sequence[int], generator: np.random.Generator) -> tuple[int, ...]:
         """Propose the fastest plan by other times within another limit on the noise ratio."""
         limits, program = self.with_margin(trial), self.program
-        times = program.quiet_times(self.limits, self._factors(trial))
+        times, further = program.quiet_times(self.limits, self._factors(trial)), program.errors
         solution = None
         with suppress(TimeUpError):
-            solution = program.solve(limits, times, gap=_TIME_GAP, further=program.errors, seconds=_SECONDS)
+            solution = program.solve(limits, times, gap=_TIME_GAP, further=further, deadline=_soon())
         return tuple(best) if solution is None else solution.chosen
 
 
@@ -163,7 +171,7 @@ class PeakMoves(Moves):
         margins = {"noise margin": self.limits.noise, "time margin": self.limits.ms}
         return {name: 0.0 for name, limit in margins.items() if limit is not None}
 
-    def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
+    def propose(self, trial: Any, best: Sequence[int], generator: np.random.Generator) -> tuple[int, ...]:
         """Propose the fastest plan of the lowest peak within other limits."""
         limits, program = self.with_margin(trial), self.program
         if limits.ms is not None:
@@ -171,11 +179,11 @@ class PeakMoves(Moves):
             limits = replace(limits, ms=limits.ms * margin)
         solution = None
         with suppress(TimeUpError):
-            solution = program.smallest_peak(limits, gap=_GAP, seconds=_SECONDS)
+            solution = program.smallest_peak(limits, gap=_GAP, deadline=_soon())
             if solution is not None:
                 limits = replace(limits, peak=int(solution.cost))
                 times = program.quiet_times(self.limits)
-                faster = program.solve(limits, times, gap=_TIME_GAP, seconds=_SECONDS)
+                faster = program.solve(limits, times, gap=_TIME_GAP, deadline=_soon())
                 solution = faster or solution
         return tuple(best) if solution is None else solution.chosen
 
@@ -204,27 +212,30 @@ class ErrorMoves(KindMoves):
         factors = drawn_factors(rows, measured, _PRICE_ERROR * measured, spreads, generator)
         return {**self.neutral, **self._named(factors)}
 
-    def propose(self, trial: Any, best: Sequence[int]) -> tuple[int, ...]:
+    def propose(self, trial: Any, best: Sequence[int], generator: np.random.Generator) -> tuple[int, ...]:
         """Propose the plan of least error by other errors."""
         moves = ("prices", "exchange") if self.exchange else ("prices",)
+        allowed = None
         if trial.suggest_categorical("move", moves) == "prices":
-            errors = self.program.errors * self._factors(trial)
-            solution = self.program.solve(self.limits, errors, gap=_GAP)
+            factors = self._factors(trial)
         else:
-            solution = self._exchanged(trial, best)
+            factors, allowed = self._exchanged(trial, best, generator)
+        solution, errors = None, self.program.errors * factors
+        with suppress(TimeUpError):
+            solution = self.program.solve(self.limits, errors, gap=_GAP, allowed=allowed, deadline=_soon())
         return tuple(best) if solution is None else solution.chosen
 
-    def _exchanged(self, trial: Any, best: Sequence[int]) -> Solution | None:
+    def _exchanged(
+        self, trial: Any, best: Sequence[int], generator: np.random.Generator
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        """Return a factor for every choice, and which are allowed: others than now for a few units only."""
         count = trial.suggest_int("exchange units", 2, min(16, len(self.free)))
         strength = trial.suggest_float("exchange strength", 0.2, 2.0)
-        generator = np.random.default_rng(trial.suggest_int("exchange seed", 0, 2**31 - 1))
         moved = generator.choice(self.free, size=count, replace=False)
         factors = np.ones(len(self.units))
         factors[moved] = np.exp(strength * generator.standard_normal(count))
         allowed = np.concatenate([self._allowed(number, best, moved) for number in range(len(self.units))])
-        return self.program.solve(
-            self.limits, self.program.errors * np.repeat(factors, self.sizes), gap=_GAP, allowed=allowed
-        )
+        return np.repeat(factors, self.sizes), allowed
 
     def _allowed(self, number: int, best: Sequence[int], moved: Any) -> Any:
         """Mask of choices: the present one; all for a moved unit; all but the present one for the first."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.search import objectives
 from mesa_tune.search.frontier import pareto
-from mesa_tune.search.solver import AS_FAST
+from mesa_tune.search.linear.highs import Deadline, TimeUpError
+from mesa_tune.search.objectives import Solved
+from mesa_tune.search.problem import Limits
+from mesa_tune.search.restrictions import NO_RESTRICTIONS
+from mesa_tune.search.solver import AS_FAST, Program
+from mesa_tune.search.steps import solved_best, steps
+from mesa_tune.search.unreachable import most_samples
 from tests.language_model import language_workload
 
 LOSS = "loss.cross_entropy.0"
@@ -94,6 +102,42 @@ def test_what_error_costs_is_no_gap_between_the_better_of_both_steps_and_the_bou
     step_ms = plan.predicted.step_ms
     assert step_ms is not None
     assert plan.bound <= step_ms <= 1.002 * plan.bound + AS_FAST * step_ms
+
+
+@pytest.mark.parametrize(("objective", "least"), [("error", 0.0), ("time", None)])
+def test_a_step_whose_time_was_up_proves_nothing_and_hides_no_plan(
+    profile: Profile, objective: str, least: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def solve(profile: Profile, program: Program, *asked: Any) -> Solved | None:
+        if program is possible[0].program:
+            raise TimeUpError("the time was up")
+        return objectives.solve(profile, program, *asked)
+
+    possible = steps(profile, profile.batch_size, {}, NO_RESTRICTIONS)
+    lowest = possible[1].program.smallest_peak(Limits())
+    assert lowest is not None
+    asked = profile, possible, Limits(int(1.05 * lowest.cost)), objective, 9.0, Deadline()
+    monkeypatch.setattr("mesa_tune.search.steps.solve", solve)
+    best = solved_best(*asked)
+    assert best is not None
+    step, solved = best
+    assert step.sliced
+    floor = possible[0].program.space.base_ms if least is None else least
+    assert solved.least <= floor
+    assert solved.gap > 0.5
+
+
+def test_without_time_there_is_an_error_and_not_an_answer(profile: Profile) -> None:
+    possible = steps(profile, profile.batch_size, {}, NO_RESTRICTIONS)
+    with pytest.raises(TimeUpError, match="no plan within 0 s, and did not prove that there is none"):
+        solved_best(profile, possible, Limits(1), "time", 0.5, Deadline(0.0))
+
+
+def test_a_batch_that_no_look_had_time_for_is_too_large(profile: Profile) -> None:
+    limits = Limits(profile.timeline.at().needed_bytes({}))
+    assert most_samples(profile, limits, {}, NO_RESTRICTIONS, Deadline()) > profile.batch_size
+    with pytest.raises(TimeUpError):
+        most_samples(profile, limits, {}, NO_RESTRICTIONS, Deadline(0.0))
 
 
 def test_the_frontier_reaches_below_the_lowest_peak_without_slices(profile: Profile) -> None:
