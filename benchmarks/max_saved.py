@@ -1,0 +1,84 @@
+"""Is there a policy that saves so few bytes, is that fast, and is within the noise?
+
+    python benchmarks/max_saved.py [--models digits_vit,deit_ti] [--batches 12] [--rounds 9]
+
+`--budget 100% --forbid recompute` with `--max-saved 5% --max-slowdown 1.2`, and with 2.5 % and 1.3; noise
+ratio 0.1. Models are those of `search.py`. With and without the codecs below one bit (`rows`, `levels`).
+If no policy is within the ratio: the least ratio that the other limits allow, of the plan of least error.
+Noise ratios are measured on unseen batches, steps in turn. Results are lines of `results/max_saved.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from common import append, in_turn, ratios
+from search_models import MAX_NOISE_RATIO, Method, Model, Running, noise_ratios
+
+import mesa_tune as mt
+from mesa_tune.errors import BudgetError
+
+ASKED = (("5%", 1.2), ("2.5%", 1.3))
+BELOW_ONE_BIT = ("rows", "levels")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--models", default="digits_vit,deit_ti")
+    parser.add_argument("--batches", type=int, default=12, help="unseen batches for noise ratios")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    for name in arguments.models.split(","):
+        model = Model(name)
+        for saved, slowdown in ASKED:
+            for forbid in ((), BELOW_ONE_BIT):
+                result = found(model, saved, slowdown, forbid, arguments)
+                asked = {"model": name, "max_saved": saved, "max_slowdown": slowdown, "forbid": forbid}
+                append("max_saved", {**asked, **result})
+                print(f"{name}, {saved}, {slowdown}, without {forbid or 'nothing'}: {result}", flush=True)
+
+
+def found(
+    model: Model, saved: str, slowdown: float, forbid: tuple[str, ...], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Return what the plan has, predicted and measured; or the least noise ratio within the other limits."""
+
+    def plan(objective: str) -> mt.Plan:
+        return mt.search_policy(
+            model.profile,
+            "100%",
+            objective=objective,
+            max_saved=saved,
+            max_slowdown=slowdown,
+            max_noise_ratio=MAX_NOISE_RATIO,
+            forbid=("recompute", *forbid),
+            trials=0,
+        )
+
+    try:
+        quiet, best = True, plan("time")
+    except BudgetError as error:
+        try:
+            quiet, best = False, plan("error")
+        except BudgetError:
+            return {"feasible": False, "why": str(error)}
+    predicted = best.predicted
+    runs = {"plain": Running(model, Method()), "plan": Running(model, Method(best.policy))}
+    ratio = noise_ratios(model, runs, arguments.batches)["plan"]
+    for run in [*runs.values()] * 2:
+        run.step()
+    times = in_turn({name: run.step for name, run in runs.items()}, arguments.rounds)
+    assert predicted.step_ms is not None
+    return {
+        "feasible": quiet,
+        "saved": predicted.saved_bytes / best.baseline.saved_bytes,
+        "noise_ratio": predicted.gradient_noise_ratio,
+        "noise_ratio_measured": ratio,
+        "step": predicted.step_ms / model.profile.plain_ms(model.subject.batch_size),
+        "step_measured": ratios(times["plain"], times["plan"]),
+    }
+
+
+if __name__ == "__main__":
+    main()
