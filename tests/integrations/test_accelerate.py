@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import mesa_tune as mt
@@ -43,10 +44,16 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def checkpointed_loss(model: nn.Module, batch: Any) -> Tensor:
+    logits: Any = checkpoint(model, batch[0], use_reentrant=False)
+    return F.cross_entropy(logits, batch[1])
+
+
 class Loop:
     """A training loop as Accelerate's documentation writes it; `losses` of all micro-batches."""
 
-    def __init__(self, mixed_precision: str = "no", accumulation: int = 1) -> None:
+    def __init__(self, mixed_precision: str = "no", accumulation: int = 1, checkpoints: bool = False) -> None:
+        self.loss_of = checkpointed_loss if checkpoints else loss_of
         forget_accelerators()
         torch.manual_seed(5)
         self.notes, self.peaks, self.losses = Notes(), PeakMeter(), [0.0][:0]
@@ -71,7 +78,7 @@ class Loop:
             for batch in self.loader:
                 self.peaks.begin(self.plain, self.optimizer.optimizer, batch)
                 with self.accelerator.accumulate(self.model):
-                    loss = loss_of(self.model, batch)
+                    loss = self.loss_of(self.model, batch)
                     self.accelerator.backward(loss)
                     self.optimizer.step()
                     self.optimizer.zero_grad()
@@ -81,7 +88,9 @@ class Loop:
 
 
 OPTIONS = pytest.mark.parametrize(
-    "options", [{}, {"mixed_precision": "bf16"}, {"accumulation": 2}], ids=["", "bf16", "accumulation"]
+    "options",
+    [{}, {"checkpoints": True}, {"mixed_precision": "bf16"}, {"accumulation": 2}],
+    ids=["", "checkpointing", "bf16", "accumulation"],
 )
 
 
@@ -133,15 +142,29 @@ def test_trackers_get_the_policy_and_its_predictions() -> None:
 
 
 @pytest.mark.usefixtures("short_timing")
-def test_steps_under_a_budget_take_no_more(tmp_path: Path) -> None:
-    plain, loop = Loop().train(), Loop()
+@pytest.mark.parametrize("options", [{}, {"checkpoints": True}], ids=["", "checkpointing"])
+def test_steps_under_a_budget_take_no_more_and_are_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain = Loop(**options).train()
     budget = int(0.8 * max(plain.peaks.peaks))
-    given: dict[str, Any] = {"batches": loop.loader, "loss": loss_of, "optimizer": loop.optimizer}
-    convert(loop.accelerator, loop.model, budget=budget, run=tmp_path / "run", fast=True, trials=0, **given)
-    loop.train()
+
+    def within() -> Loop:
+        loop = Loop(**options)
+        given: dict[str, Any] = {"batches": loop.loader, "loss": loop.loss_of, "optimizer": loop.optimizer}
+        given |= {"budget": budget, "run": tmp_path / "run", "fast": True, "trials": 0}
+        convert(loop.accelerator, loop.model, **given)
+        return loop
+
+    loop = within().train()
     assert loop.losses[0] == plain.losses[0]
     assert max(loop.peaks.peaks) <= budget
     assert loop.notes.logged[0]["mesa/peak_bytes"] <= 1.01 * budget
+    loop.accelerator.save_state(str(tmp_path / "state"))
+    first = len(loop.losses)
+    loop.train()
+    resumed = within()
+    resumed.accelerator.load_state(str(tmp_path / "state"))
+    assert resumed.train().losses == loop.losses[first:]
+    assert all(map(torch.equal, resumed.plain.parameters(), loop.plain.parameters()))
 
 
 def test_a_budget_without_a_loss_is_refused() -> None:

@@ -241,12 +241,30 @@ def test_steps_under_a_budget_take_no_more(tmp_path: Path, options: dict[str, An
     before, after = Peaks(), Peaks()
     plain, _ = fitted(tmp_path, before, **options)
     budget = int(0.8 * max(before.meter.peaks))
-    callback = MesaTuneCallback(budget=budget, run=tmp_path / "mesa-run", fast=True, trials=0)
-    module, trainer = fitted(tmp_path, callback, after, **options)
+    module, trainer = fitted(tmp_path, within(budget, tmp_path), after, **options)
     assert max(after.meter.peaks) <= budget
     assert plain.losses[0] in module.losses  # others are of measurements
     assert isinstance(trainer.logger, CSVLogger)
     assert "mesa/noise_ratio" in (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
+
+
+@pytest.mark.usefixtures("short_timing")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("options", [{}, {"checkpoints": True}], ids=["", "checkpointing"])
+def test_a_training_within_a_budget_is_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
+    whole, _ = fitted(tmp_path, within("80%", tmp_path), **options, max_steps=4)
+    half, trainer = fitted(tmp_path, within("80%", tmp_path), **options, max_steps=2)
+    assert half.losses == whole.losses[-4:-2]  # those before are of measurements
+    path = str(tmp_path / "half.ckpt")
+    trainer.save_checkpoint(path)
+    state = RandomState(torch.get_rng_state())
+    resumed, _ = fitted(tmp_path, state, within("80%", tmp_path), **options, resume=path, max_steps=4)
+    assert resumed.losses == whole.losses[-2:]
+    assert_equal(resumed, whole)
+
+
+def within(budget: int | str, folder: Path) -> MesaTuneCallback:
+    return MesaTuneCallback(budget=budget, run=folder / "mesa-run", fast=True, trials=0)
 
 
 @pytest.mark.usefixtures("short_timing")
