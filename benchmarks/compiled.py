@@ -1,6 +1,6 @@
 """What does a compiled step take: plain, converted, and under `torch.compile`'s memory budget?
 
-    python benchmarks/compiled.py [--model deit_ti] [--batch 8] [--rounds 9]
+    python benchmarks/compiled.py [--model deit_s] [--batch 8] [--rounds 9]
 
 The whole model is compiled in each way, and whole steps are timed in turn, in one process. Peaks are growths
 of resident memory in a step, each in a process of its own after two others. Results are appended to
@@ -60,7 +60,7 @@ def peak(training: Training) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default="deit_ti")
+    parser.add_argument("--model", default="deit_s")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--peak", help=argparse.SUPPRESS)

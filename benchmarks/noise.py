@@ -1,6 +1,7 @@
 """Is the predicted noise ratio that of many batches?
 
     python benchmarks/noise.py [--models vit,gpt,resnet] [--profiles 3] [--sets 5]
+    python benchmarks/noise.py --sizes 0.5,1,4 [--sets 3]    # is it the same at other batch sizes?
 
 For each profile, of another seed, and each uniform policy: the ratio that the profile predicts, and that
 `mt.verify` measures, beside mean ‖ĝ − g‖² over Σ‖g_b − ḡ‖² / (n − 1), computed here from 64 further batches:
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,8 +34,12 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(SUBJECTS))
     parser.add_argument("--profiles", type=int, default=3)
     parser.add_argument("--sets", type=int, default=5)
+    parser.add_argument("--sizes", help="batch sizes over the usual one; then only their true ratios")
     arguments = parser.parse_args()
     for name in arguments.models.split(","):
+        if arguments.sizes:
+            at_sizes(name, [float(size) for size in arguments.sizes.split(",")], arguments.sets)
+            continue
         sets = {level: [ratio(name, level, number) for number in range(arguments.sets)] for level in LEVELS}
         for seed in range(arguments.profiles):
             work = workload_of(name, seed)
@@ -57,14 +63,27 @@ def main() -> None:
                 )
 
 
-def ratio(name: str, level: int, number: int) -> float:
-    """Return mean ‖ĝ − g‖² of uniform `level` over the variance of the gradient, of one set of batches."""
+def at_sizes(name: str, sizes: Sequence[float], sets: int) -> None:
+    """Measure the true ratio at other batch sizes: the errors of samples and their noise both average out."""
+    for level in LEVELS:
+        for size in sizes:
+            found = [ratio(name, level, number, size) for number in range(sets)]
+            append("noise", {"model": name, "level": level, "size": size, "sets": found, "batches": BATCHES})
+            each = ", ".join(f"{value:.2e}" for value in found)
+            print(f"{name} {level} levels, {size:g} times its batch: {each}", flush=True)
+
+
+def ratio(name: str, level: int, number: int, size: float = 1) -> float:
+    """Return mean ‖ĝ − g‖² of uniform `level` over the variance of the gradient, of one set of batches.
+
+    `size`: of the batch, over the usual one.
+    """
     work, policy = workload_of(name, 0), mt.Policy.uniform(level=level)
     plain, packed = work.model(), mt.convert(work.model(), policy, seed=FIRST_SEED)
     gradients, error = [], 0.0
     for draw in range(number * BATCHES, (number + 1) * BATCHES):
         torch.manual_seed(FIRST_SEED + draw)
-        batch = work.batch(work.batch_size)
+        batch = work.batch(round(size * work.batch_size))
         gradients.append(gradient(work, plain, batch, draw))
         with mt.compress_saved(policy, seed=draw):
             error += float((gradient(work, packed, batch, draw) - gradients[-1]).square().sum()) / BATCHES

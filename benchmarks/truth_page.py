@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mesa_tune.estimation import CPU_ALLOWANCE, CPU_MARGIN
+from mesa_tune.free_memory import CPU_ALLOWANCE, CPU_MARGIN
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "truth.md"
 METERS = ("saved", "peak", "resident")

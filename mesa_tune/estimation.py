@@ -6,7 +6,6 @@ fake tensors. For CUDA two things are modelled: what its kernels save, and how t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, overload
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mesa_tune.errors import BudgetError, WorkloadError
+from mesa_tune.free_memory import CPU_MARGIN, CUDA_MARGIN, needed_bytes
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.fake_steps import FakeSteps
 from mesa_tune.profiler.parallel import Parallelization, Parallelize
@@ -27,14 +27,6 @@ from mesa_tune.workload.workload import Workload, default_device, is_cuda
 if TYPE_CHECKING:
     import pandas as pd
 
-CPU_MARGIN = 0.03
-"""Resident memory was at most 2.0 % above `reserved_bytes` (benchmarks/estimate.py, batch 8)."""
-CPU_ALLOWANCE = 8 * 10**6
-"""Allowance for small blocks and buffers of libraries; 4 to 5 MB were measured."""
-CUDA_MARGIN = 0.2
-"""Of what is not static. On an H100 2.2 % were missing for DeiT-S and GPT-2, 19 % for a plain ResNet-50."""
-CUDA_CONTEXT = 600 * 10**6
-"""Allowance for CUDA's context and the workspaces of its libraries; an assumption, too."""
 _LARGEST_BATCH = 1 << 20
 
 
@@ -221,9 +213,7 @@ def parse_limit(limit: str | int) -> int:
 def _needed(steps: FakeSteps, batch_size: int) -> int:
     """Return the bytes to compare with a limit: those of `Estimate.needed_bytes`."""
     step = steps.at(batch_size)
-    if steps.cuda:
-        return step.reserved + math.ceil(CUDA_MARGIN * (step.reserved - step.static)) + CUDA_CONTEXT
-    return math.ceil(step.reserved * (1 + CPU_MARGIN)) + step.libraries + CPU_ALLOWANCE
+    return needed_bytes(step.reserved, step.static, step.libraries, cuda=steps.cuda)
 
 
 def _largest(needed: Callable[[int], int], limit: int, start: int) -> int:

@@ -13,6 +13,7 @@ from mesa_tune.errors import BudgetError
 from mesa_tune.policy import Policy
 from mesa_tune.policy.policy import Header
 from mesa_tune.profiler.profile import Prediction, Profile
+from mesa_tune.search.batch_sizes import most_samples, no_batch, within_memory
 from mesa_tune.search.fleet.studies import Sharing, Task, Work, improved, policy_at
 from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.objectives import MAX_NOISE_RATIO, MEMORY_SLOWDOWN, Solved, check_objective
@@ -21,7 +22,7 @@ from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program
 from mesa_tune.search.steps import Step, solved_best, steps
-from mesa_tune.search.unreachable import most_samples, unreachable
+from mesa_tune.search.unreachable import unreachable
 from mesa_tune.units import Budget, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def search_policy(
     far as it was measured, is at most 0.01 of the squared mean gradient; `error`, the least gradient error;
     `memory`, the lowest peak within `max_noise_ratio` and `max_slowdown` (default 1.5), which needs no
     budget; `auto`, `time`, but `error` where no policy is within the ratio or where it is unknown: in a
-    profile without noise, and at a batch size that was not profiled. `Plan.objective` and `.why` tell.
+    profile without noise. `Plan.objective` and `.why` tell.
 
     First it is solved exactly, with the profile's prices of single layers. Then, with a `workload`, a study
     measures joint errors and steps' times. A policy of the study replaces the exact solution only if it is
@@ -99,7 +100,8 @@ def search_policy(
     `budget`: peak bytes of the whole step, or `6GB`, `6GiB`, `40%` of the plain peak. `trials` (default 100,
     0 for no study) and `timeout` (default 120 seconds) limit the study; either alone removes the other limit.
     `batch_size`: the size to plan for, default the profiled one. `max_batch`: plan for the largest size whose
-    step fits the budget; a percentage is then of the profiled step. `max_saved`: limit on saved bytes.
+    step fits the budget, within the noise ratio where one can be; bytes are then real memory, with a margin
+    for what predictions miss, and a percentage is of the profiled step. `max_saved`: limit on saved bytes.
     `max_slowdown`: limit on step time over the plain step's. `pins`: settings that layers (names or globs)
     must have. `forbid`: what no other layer may use: derive, recompute, offload, tile, rows. `only`:
     the settings (keys of policy.txt) that may differ from their defaults. `storage`: path of a SQLite file,
@@ -131,14 +133,12 @@ def search_policy(
     if objective == "memory" and max_slowdown is None:
         max_slowdown = MEMORY_SLOWDOWN
     restrictions = Restrictions.of(forbid, only)
+    options = (pins or {}, restrictions, objective, max_noise_ratio)
+    limits, requested = _limits(profile, budget, batch_size, max_saved, max_slowdown)
+    size, asked_peak = batch_size or profile.batch_size, limits.peak
     if max_batch:
-        limits = _limits(profile, budget, None, max_saved, None)[1]
-        batch_size = most_samples(profile, limits, pins or {}, restrictions, Deadline())
-        budget, max_saved = limits.peak, limits.saved
-    baseline, limits, requested = _limits(profile, budget, batch_size, max_saved, max_slowdown)
-    size = batch_size or profile.batch_size
-    asked = (pins or {}, restrictions, objective, max_noise_ratio, seed)
-    request = Request(profile, size, limits.peak, baseline, limits, *asked, requested)
+        size, limits = _largest(profile, limits, requested, max_slowdown, *options)
+    request = Request(profile, size, asked_peak, _baseline(profile, size), limits, *options, seed, requested)
     if plain_fits(
         profile, limits.peak, batch_size=size, max_saved=limits.saved, objective=objective, pins=pins
     ):
@@ -195,18 +195,51 @@ def _limits(
     batch_size: int | None,
     max_saved: int | str | None,
     max_slowdown: float | None,
-) -> tuple[Baseline, Limits, Budget | None]:
-    """Return the plain step, the limits, and the budget as the user wrote it."""
+) -> tuple[Limits, Budget | None]:
+    """Return the limits, and the budget as the user wrote it."""
     amount = None if budget is None else parse_bytes(budget)
     saved = None if max_saved is None else parse_bytes(max_saved, "max-saved")
     sized = profile.timeline.at(batch_size or profile.batch_size)
-    baseline = Baseline(sized.peak_bytes({}), sized.saved_bytes({}))
     limits = Limits(
         None if amount is None else amount.of(sized.needed_bytes({})),
-        None if saved is None else saved.of(baseline.saved_bytes),
+        None if saved is None else saved.of(sized.saved_bytes({})),
         None if max_slowdown is None else max_slowdown * profile.plain_ms(sized.batch_size),
     )
-    return baseline, limits, amount
+    return limits, amount
+
+
+def _baseline(profile: Profile, batch_size: int) -> Baseline:
+    """Return the plain step's bytes."""
+    sized = profile.timeline.at(batch_size)
+    return Baseline(sized.peak_bytes({}), sized.saved_bytes({}))
+
+
+def _largest(
+    profile: Profile,
+    given: Limits,
+    budget: Budget | None,
+    max_slowdown: float | None,
+    pins: Pins,
+    restrictions: Restrictions,
+    objective: str,
+    max_noise_ratio: float,
+) -> tuple[int, Limits]:
+    """Return the largest batch size that has a plan, and the limits at it.
+
+    `given`: the limits on bytes; percentages are of the profiled step. A `budget` in bytes is memory in which
+    the step is to train, so that its peak must leave room for what no prediction has.
+    """
+    is_memory = budget is not None and budget.fraction is None
+
+    def limits_at(size: int) -> Limits:
+        ms = None if max_slowdown is None else max_slowdown * profile.plain_ms(size)
+        limits = replace(given, ms=ms)
+        return within_memory(profile, limits, size) if is_memory else limits
+
+    size = most_samples(profile, limits_at, objective, max_noise_ratio, pins, restrictions)
+    if not size:
+        raise no_batch(profile, given, is_memory, restrictions)
+    return size, limits_at(size)
 
 
 def plain_fits(
@@ -224,10 +257,10 @@ def plain_fits(
     Prices are not needed.
     """
     pinned = pinned_settings(profile, pins or {}).values()
-    plain, limits, _amount = _limits(profile, budget, batch_size, max_saved, None)
-    needed = profile.timeline.at(batch_size or profile.batch_size).needed_bytes({})
-    fits = (limits.peak is None or needed <= limits.peak) and (
-        limits.saved is None or plain.saved_bytes <= limits.saved
+    limits, _amount = _limits(profile, budget, batch_size, max_saved, None)
+    sized = profile.timeline.at(batch_size or profile.batch_size)
+    fits = (limits.peak is None or sized.needed_bytes({}) <= limits.peak) and (
+        limits.saved is None or sized.saved_bytes({}) <= limits.saved
     )
     return fits and objective != "memory" and all(settings.exact for settings in pinned)
 

@@ -74,7 +74,7 @@ def _curve(
     through: int | None,
 ) -> Iterator[dict[str, Any]]:
     size = possible[0].program.space.batch_size
-    limits = noise_limits(profile, size, Limits(), ratio if objective == "time" else math.inf)
+    limits = noise_limits(profile, Limits(), ratio if objective == "time" else math.inf)
     if isinstance(limits, str):
         return
     lowest = [(step, _lowest(step, limits)) for step in possible]

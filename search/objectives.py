@@ -8,8 +8,8 @@ Near the fastest step, errors fall steeply: on a digits ViT at 40 % of its peak 
 step's time, at 60 % to an eighteenth for 0.2 %. No profile knows a time that well. So error costs time, too:
 see `Program.quiet_times`.
 
-The hard part: the noise ratio can be unknown, in a profile without noise and at a batch size that was not
-profiled. Unknown is not zero (Rule 12): then `auto` minimises the error, and `time` and `memory` are refused.
+The hard part: the noise ratio can be unknown, in a profile without noise. Unknown is not zero (Rule 12): then
+`auto` minimises the error, and `time` and `memory` are refused.
 """
 
 from __future__ import annotations
@@ -76,13 +76,11 @@ def check_objective(objective: str, budget: object) -> None:
         )
 
 
-def noise_limits(profile: Profile, batch_size: int, limits: Limits, ratio: float) -> Limits | str:
-    """Return `limits` with those on noise ratio and bias; in words, why the ratio is unknown."""
+def noise_limits(profile: Profile, limits: Limits, ratio: float) -> Limits | str:
+    """Return `limits` with those on noise ratio and bias, at any batch size; in words, why it is unknown."""
     if math.isinf(ratio):
         return limits
     noise = profile.noise
-    if batch_size != profile.batch_size:
-        return f"the noise ratio at batch size {batch_size} is unknown: profiled at {profile.batch_size}"
     if noise is None or noise.ratio([0.0] * max(1, len(noise.norms))) is None:
         return "the profile has no gradient noise to compare errors with"
     # ‖ḡ‖² over the mean ‖g_b‖². With noise alone, it is not known.
@@ -100,7 +98,7 @@ def solve(
     """
     if objective == "error":
         return _least_error(program, limits, deadline)
-    quiet = noise_limits(profile, program.space.batch_size, limits, ratio)
+    quiet = noise_limits(profile, limits, ratio)
     if isinstance(quiet, str):
         if objective != "auto":
             raise RunError(

@@ -68,7 +68,7 @@ def reach(profile: Profile) -> Reach:
     plain = profile.timeline.at().needed_bytes({})
     possible = steps(profile, size, {}, NO_RESTRICTIONS)
     lowest = _lowest(possible, Limits()) or plain
-    limits = noise_limits(profile, size, Limits(), MAX_NOISE_RATIO)
+    limits = noise_limits(profile, Limits(), MAX_NOISE_RATIO)
     quiet = None if isinstance(limits, str) else _lowest(possible, limits)
     return Reach(
         plain, min(lowest, plain), quiet, without_temporaries(profile), batch_size_of_activations(profile)

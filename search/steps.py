@@ -50,6 +50,12 @@ def _possible(profile: Profile, pins: Pins, restrictions: Restrictions) -> list[
     return [False] if any(name in pinned for name in tiled.losses) else [False, True]
 
 
+def lowest_peak(possible: Sequence[Step], limits: Limits, deadline: Deadline) -> int | None:
+    """Return the lowest peak of all steps within the limits but that on the peak; None if there is none."""
+    solutions = [step.program.smallest_peak(limits, deadline=deadline) for step in possible]
+    return min((int(solution.cost) for solution in solutions if solution is not None), default=None)
+
+
 def solved_best(
     profile: Profile,
     possible: Sequence[Step],

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
-
-import numpy as np
 
 from mesa_tune.errors import BudgetError, options
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.linear.highs import Deadline, TimeUpError
+from mesa_tune.search.batch_sizes import largest_batch
+from mesa_tune.search.linear.highs import Deadline
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.reach import without_temporaries
-from mesa_tune.search.restrictions import NO_RESTRICTIONS, Pins, Restrictions
-from mesa_tune.search.steps import Step, steps
+from mesa_tune.search.restrictions import Pins
+from mesa_tune.search.steps import Step, lowest_peak
 from mesa_tune.units import Budget, format_bytes
 
 
@@ -39,20 +37,14 @@ def unreachable(
             f"the fewest saved bytes are {_exactly(least)}: {options(max_saved=least)}, or a smaller batch"
         )
     untimed = replace(limits, ms=None)
-    lowest = _smallest_peak(possible, untimed, deadline)
+    lowest = lowest_peak(possible, untimed, deadline)
     if lowest is not None and limits.peak is not None and requested is not None and lowest > limits.peak:
-        return BudgetError(_peak_text(profile, size, limits, pins, lowest, requested, deadline))
+        return BudgetError(_peak_text(profile, size, limits, pins, lowest, requested))
     return BudgetError(_time_text(profile, possible, untimed, deadline))
 
 
 def _smallest_saved(possible: Sequence[Step], deadline: Deadline) -> int:
     return min(step.program.smallest_saved(deadline=deadline) for step in possible)
-
-
-def _smallest_peak(possible: Sequence[Step], limits: Limits, deadline: Deadline) -> int | None:
-    """Return the lowest peak of all steps within the limits but that on the peak; None if there is none."""
-    solutions = [step.program.smallest_peak(limits, deadline=deadline) for step in possible]
-    return min((int(solution.cost) for solution in solutions if solution is not None), default=None)
 
 
 def _time_text(profile: Profile, possible: Sequence[Step], untimed: Limits, deadline: Deadline) -> str:
@@ -78,7 +70,6 @@ def _peak_text(
     pins: Pins,
     lowest: int,
     requested: Budget,
-    deadline: Deadline,
 ) -> str:
     assert limits.peak is not None
     sized = profile.timeline.at(batch_size).with_workspaces
@@ -87,7 +78,7 @@ def _peak_text(
         f"static bytes are {format_bytes(sized.static)}\n"
         f"the smallest reachable peak is {_exactly(lowest)}: "
         f"{options(budget=_as_requested(lowest, sized.peak_bytes({}), requested))}\n"
-        f"{_meant(requested) or _batch_advice(profile, limits, pins, batch_size, deadline)}"
+        f"{_meant(requested) or _batch_advice(profile, limits, pins, batch_size)}"
     )
 
 
@@ -113,8 +104,8 @@ def _meant(requested: Budget) -> str:
     return f"a bare number is bytes; did you mean {options(budget=percentage)}?"
 
 
-def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int, deadline: Deadline) -> str:
-    fits = largest_batch(profile, limits, pins, batch_size - 1, deadline)
+def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int) -> str:
+    fits = largest_batch(profile, limits, pins, batch_size - 1)
     if fits is None:
         return f"profile at a smaller batch size than {batch_size}"
     if fits == 0:
@@ -129,79 +120,6 @@ def _besides_activations(profile: Profile) -> str:
     if peak is None:
         return "weights, gradients and optimizer state fill it"
     return f"with `fused=True` the optimizer has no temporaries, and one needs {format_bytes(peak)}"
-
-
-def most_samples(
-    profile: Profile, limits: Limits, pins: Pins, restrictions: Restrictions, deadline: Deadline
-) -> int:
-    """Return the largest batch size at which some policy meets the limits on bytes.
-
-    Where the time is up before one is found, it counts as none. Raise BudgetError if none does, or if the
-    profile has only one batch size.
-    """
-    low, high = profile.timeline.batch_sizes
-    if low == high:
-        raise BudgetError(
-            f"max-batch: the profile has bytes at one batch size only, {low}\nprofile at a larger batch size"
-        )
-    most = profile.batch_size
-    within = replace(limits, ms=None)
-    while most < _MOST_SAMPLES and _fits(profile, within, pins, most, restrictions, deadline):
-        most *= 2
-    fits = largest_batch(profile, limits, pins, most - 1, deadline, restrictions)
-    if not fits:
-        lowest = _smallest_peak(steps(profile, 1, pins, restrictions), within, deadline)
-        needed = "" if lowest is None else f"a batch of one needs {options(budget=lowest)}"
-        remedy = needed or f"raise it or {options('max_saved')}"
-        raise BudgetError(f"budget {format_bytes(limits.peak or 0)}: not even a batch of one fits\n{remedy}")
-    return fits
-
-
-_MOST_SAMPLES = 1 << 24
-_LOOK = 0.2
-
-
-def largest_batch(
-    profile: Profile,
-    limits: Limits,
-    pins: Pins,
-    most: int,
-    deadline: Deadline,
-    restrictions: Restrictions = NO_RESTRICTIONS,
-) -> int | None:
-    """Return the largest batch size up to `most` at which some policy meets the limits; 0 if none does.
-
-    None: the profile has only one batch size. A limit in milliseconds is for the planned batch, so it is
-    ignored. Peaks grow with the batch size, so bisection finds it.
-    """
-    low, high = profile.timeline.batch_sizes
-    if low == high:
-        return None
-    too_large, fits = most + 1, 0
-    while too_large - fits > 1:
-        middle = (too_large + fits) // 2
-        if _fits(profile, replace(limits, ms=None), pins, middle, restrictions, deadline):
-            fits = middle
-        else:
-            too_large = middle
-    return fits
-
-
-def _fits(
-    profile: Profile,
-    limits: Limits,
-    pins: Pins,
-    batch_size: int,
-    restrictions: Restrictions,
-    deadline: Deadline,
-) -> bool:
-    """Return whether a policy that meets the limits is found in `_LOOK` of the time that is left."""
-    for step in steps(profile, batch_size, pins, restrictions):
-        with suppress(TimeUpError):
-            free = np.zeros(len(step.program.errors))  # any solution will do
-            if step.program.solve(limits, free, deadline=deadline.part(_LOOK)) is not None:
-                return True
-    return False
 
 
 def _exactly(count: int) -> str:

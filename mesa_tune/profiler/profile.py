@@ -116,8 +116,9 @@ class Profile:
     def predict(self, policy: Policy, *, batch_size: int | None = None) -> Prediction:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
 
-        At a batch size that was not profiled, bytes follow the timeline, times are proportional, the gradient
-        error is that of the profiled batch, and its ratio to the noise is unknown. Both are for the
+        At a batch size that was not profiled, bytes follow the timeline, times are proportional, and the
+        gradient error and its ratio to the noise are those of the profiled batch: over samples, errors of
+        rounding average out as the noise does (docs/concepts.md has what was measured). Both are for the
         model as given, not for a checkpoint. Raise BudgetError if the timeline has no such batch size,
         RunError where the profile has no data: for other slices of losses than those of `tiled`, for modules
         that run again and are not in `timeline.modules`; of a script, for any that compresses.
@@ -176,7 +177,7 @@ class Profile:
             step.peak_bytes,
             error,
             self._scaled_ms(cost.ms, sized.batch_size),
-            self._noise_ratio(cost, error) if sized.batch_size == self.batch_size else None,
+            self._noise_ratio(cost, error),
             step.peak,
             ends,
             step.reserved_bytes if self.device == "cpu" else None,

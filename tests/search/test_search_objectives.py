@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mesa_tune.errors import BudgetError, PolicyError, RunError
+from mesa_tune.free_memory import needed_bytes
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.profile import Profile
@@ -110,17 +113,25 @@ def test_without_a_policy_within_the_ratio_the_error_is_the_least(profile: Profi
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
-def test_an_unknown_ratio_is_no_small_one(profile: Profile, objective: str) -> None:
-    silent = synthetic_profile(2, grid=COARSE, seed=1)
-    for known, size, words in ((silent, None, "no gradient noise"), (profile, 20, "at batch size 20")):
-        plan = search_policy(known, "60%", batch_size=size)
-        assert plan.objective == "error"
-        assert words in plan.why
-        with pytest.raises(RunError, match=words):
-            search_policy(known, "60%", batch_size=size, objective=objective)
-        free = search_policy(known, "60%", batch_size=size, objective=objective, max_noise_ratio=math.inf)
-        assert free.objective == objective
-        assert free.max_noise_ratio is None
+def test_an_unknown_ratio_is_no_small_one(objective: str) -> None:
+    silent, words = synthetic_profile(2, grid=COARSE, seed=1), "no gradient noise"
+    plan = search_policy(silent, "60%")
+    assert plan.objective == "error"
+    assert words in plan.why
+    with pytest.raises(RunError, match=words):
+        search_policy(silent, "60%", objective=objective)
+    free = search_policy(silent, "60%", objective=objective, max_noise_ratio=math.inf)
+    assert free.objective == objective
+    assert free.max_noise_ratio is None
+
+
+def test_the_ratio_is_the_same_at_other_batch_sizes(profile: Profile) -> None:
+    plan = search_policy(profile, "60%", batch_size=20, max_noise_ratio=0.1)
+    assert plan.objective == "time"
+    ratios = [profile.predict(plan.policy, batch_size=size).gradient_noise_ratio for size in (None, 20, 2)]
+    assert ratios == [plan.predicted.gradient_noise_ratio] * 3
+    assert ratios[0] is not None
+    assert 0 < ratios[0] <= 0.1
 
 
 def test_the_smallest_peak_needs_no_budget(profile: Profile) -> None:
@@ -239,19 +250,43 @@ def test_pins_that_cannot_be_read(text: str, words: str) -> None:
         read_pin(text)
 
 
-@pytest.mark.parametrize("part", [1.0, 0.5])
-def test_the_largest_batch_fits_and_no_larger_one_does(profile: Profile, part: float) -> None:
-    budget = int(part * profile.peak_bytes)
-    plan = search_policy(profile, budget, max_batch=True)
-    assert plan.predicted.peak_bytes <= budget == plan.budget_bytes
+@pytest.mark.parametrize("share", ["100%", "50%"])
+@pytest.mark.parametrize("objective", ["time", "error"])
+def test_the_largest_batch_fits_and_no_larger_one_does(profile: Profile, share: str, objective: str) -> None:
+    given: dict[str, Any] = {"objective": objective, "max_noise_ratio": 0.01}
+    plan = search_policy(profile, share, max_batch=True, **given)
+    assert plan.budget_bytes is not None
+    assert plan.predicted.peak_bytes <= plan.budget_bytes
     with pytest.raises(BudgetError):
-        search_policy(profile, budget, batch_size=plan.batch_size + 1)
-    if part == 1.0:
-        assert plan.batch_size > profile.batch_size
-    with pytest.raises(BudgetError, match="not even a batch of one"):
+        search_policy(profile, plan.budget_bytes, batch_size=plan.batch_size + 1, **given)
+    ratio = plan.predicted.gradient_noise_ratio
+    assert ratio is not None
+    assert (ratio <= 0.01) is (objective == "time")
+    assert share == "50%" or plan.batch_size > profile.batch_size
+
+
+def test_the_largest_batch_leaves_room_in_memory_and_keeps_the_slowdown(profile: Profile) -> None:
+    budget, shared = 50 * profile.peak_bytes, "5000%"
+    plan = search_policy(profile, budget, max_batch=True)
+    without = search_policy(profile, shared, max_batch=True)
+    needed = needed_bytes(plan.predicted.peak_bytes, 0, profile.timeline.libraries, cuda=False)
+    assert needed <= budget == plan.budget_bytes
+    assert without.predicted.peak_bytes > plan.predicted.peak_bytes
+    assert plan.batch_size < without.batch_size
+    fast = search_policy(profile, budget, max_batch=True, max_slowdown=1.01)
+    assert fast.batch_size < plan.batch_size
+    assert fast.predicted.step_ms is not None
+    assert fast.predicted.step_ms <= 1.01 * profile.plain_ms(fast.batch_size)
+
+
+def test_a_largest_batch_that_is_none_is_refused(profile: Profile) -> None:
+    with pytest.raises(BudgetError, match="not even a batch of one") as caught:
         search_policy(profile, 1000, max_batch=True)
+    needed = re.search(r"budget=(\d+)", str(caught.value))
+    assert needed is not None
+    assert search_policy(profile, int(needed[1]), max_batch=True, objective="error").batch_size == 1
     with pytest.raises(BudgetError, match="max-batch"):
-        search_policy(profile, budget, max_batch=True, batch_size=3)
+        search_policy(profile, 1000, max_batch=True, batch_size=3)
 
 
 def test_the_ratio_of_random_plans_is_what_the_profile_predicts(profile: Profile) -> None:

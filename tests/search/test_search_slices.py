@@ -10,6 +10,7 @@ import pytest
 import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import objectives
+from mesa_tune.search.batch_sizes import most_samples
 from mesa_tune.search.frontier import pareto
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.objectives import Solved
@@ -17,7 +18,6 @@ from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
 from mesa_tune.search.solver import AS_FAST, Program
 from mesa_tune.search.steps import solved_best, steps
-from mesa_tune.search.unreachable import most_samples
 from tests.language_model import language_workload
 
 LOSS = "loss.cross_entropy.0"
@@ -133,11 +133,17 @@ def test_without_time_there_is_an_error_and_not_an_answer(profile: Profile) -> N
         solved_best(profile, possible, Limits(1), "time", 0.5, Deadline(0.0))
 
 
-def test_a_batch_that_no_look_had_time_for_is_too_large(profile: Profile) -> None:
+def test_a_batch_that_no_look_had_time_for_is_too_large(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits = Limits(profile.timeline.at().needed_bytes({}))
-    assert most_samples(profile, limits, {}, NO_RESTRICTIONS, Deadline()) > profile.batch_size
-    with pytest.raises(TimeUpError):
-        most_samples(profile, limits, {}, NO_RESTRICTIONS, Deadline(0.0))
+
+    def most() -> int:
+        return most_samples(profile, lambda _: limits, "error", 0.1, {}, NO_RESTRICTIONS)
+
+    assert most() > profile.batch_size
+    monkeypatch.setattr("mesa_tune.search.batch_sizes._LOOK_SECONDS", 0.0)
+    assert most() == 0
 
 
 def test_the_frontier_reaches_below_the_lowest_peak_without_slices(profile: Profile) -> None:
