@@ -89,19 +89,23 @@ def test_accumulation_averages_noise_away() -> None:
     assert eight.relative < 0.5 * one.relative
 
 
+def true_ratio(work: mt.Workload, policy: mt.Policy) -> float:
+    joint = JointError(work)
+    relative = joint.errors(policy, [(draw, 7) for draw in range(32)])
+    variance, _ = by_hand(work, 64)
+    return statistics.fmean(map(float.__mul__, relative, joint.norms(range(32)))) / variance
+
+
 def test_predicted_and_measured_ratio_are_those_of_many_batches() -> None:
     work, policy = workload(), mt.Policy.uniform(level=4)
     profile = mt.profile(work, options=OPTIONS, seeds=2)
     check = mt.verify(work, policy, steps=1)
-    joint = JointError(work)
-    relative = joint.errors(policy, [(draw, 7) for draw in range(32)])
-    sizes = joint.norms(range(32))
-    variance, _ = by_hand(work, 64)
-    right = statistics.fmean(map(float.__mul__, relative, sizes)) / variance
+    right, at_larger = (true_ratio(each, policy) for each in (work, work.with_batch_size(4 * work.batch_size)))
     predicted = profile.predict(policy).gradient_noise_ratio
     for found in (predicted, check.gradient_noise_ratio):
         assert found == pytest.approx(right, rel=0.5)
-    assert profile.predict(policy, batch_size=128).gradient_noise_ratio is None
+    larger = profile.predict(policy, batch_size=4 * work.batch_size).gradient_noise_ratio
+    assert larger == predicted == pytest.approx(at_larger, rel=0.5)
     assert profile.predict(mt.Policy()).gradient_noise_ratio == 0
 
 
