@@ -41,6 +41,13 @@ def usable_bytes(memory: int, static: int, libraries: int, *, cuda: bool) -> int
     return max(1, math.floor(usable))
 
 
+def room_text(device: str) -> str:
+    """Return in words what `usable_bytes` leaves free on `device`."""
+    cuda = device.startswith("cuda")
+    share = f"{CUDA_MARGIN:.0%} of what is not static" if cuda else f"{CPU_MARGIN:.0%}"
+    return f"{share} and {(CUDA_CONTEXT if cuda else CPU_ALLOWANCE) // 10**6} MB"
+
+
 def free_memory(device: str) -> tuple[int, str]:
     """Return the bytes that a training could use on `device` now, and in words which they are."""
     if device.startswith("cuda"):

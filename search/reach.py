@@ -67,7 +67,9 @@ def reach(profile: Profile) -> Reach:
     size = profile.batch_size
     plain = profile.timeline.at().needed_bytes({})
     possible = steps(profile, size, {}, NO_RESTRICTIONS)
-    lowest = _lowest(possible, Limits()) or plain
+    # Where the time is up, a policy that needs no search.
+    four_bits = profile.assignment(Policy.uniform(level=16))
+    lowest = _lowest(possible, Limits()) or profile.timeline.at().needed_bytes(four_bits)
     limits = noise_limits(profile, Limits(), MAX_NOISE_RATIO)
     quiet = None if isinstance(limits, str) else _lowest(possible, limits)
     return Reach(

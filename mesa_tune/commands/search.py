@@ -49,6 +49,8 @@ from mesa_tune.commands.searching.options import (
 )
 from mesa_tune.commands.searching.workers import Job, check_workers, interruptible, sharing, threads_each
 from mesa_tune.errors import RunError
+from mesa_tune.free_memory import room_text
+from mesa_tune.units import parse_bytes
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
@@ -208,6 +210,8 @@ def search(
     split_budgets(None if budget is None else budget.replace("auto", "1"), "cpu", smallest)
     profile = _profile(run, profile_path)
     budgets, notes = split_budgets(budget, profile.device, smallest)
+    if max_batch and any(parse_bytes(one).fraction is None for one in budgets if one):
+        notes = [*notes, f"room for what no prediction has: {room_text(profile.device)}"]
     arguments = _Arguments(
         budget=None,
         batch_size=batch_size,

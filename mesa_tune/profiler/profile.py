@@ -117,11 +117,10 @@ class Profile:
         """Return saved and peak bytes, gradient error and step time under `policy`; no model runs.
 
         At a batch size that was not profiled, bytes follow the timeline, times are proportional, and the
-        gradient error and its ratio to the noise are those of the profiled batch: over samples, errors of
-        rounding average out as the noise does (docs/concepts.md has what was measured). Both are for the
-        model as given, not for a checkpoint. Raise BudgetError if the timeline has no such batch size,
-        RunError where the profile has no data: for other slices of losses than those of `tiled`, for modules
-        that run again and are not in `timeline.modules`; of a script, for any that compresses.
+        gradient error and its ratio to the noise are those of the profiled batch. Both are for the model as
+        given, not for a checkpoint. Raise BudgetError if the timeline has no such batch size, RunError where
+        the profile has no data: for other slices of losses than those of `tiled`, for modules that run again
+        and are not in `timeline.modules`; of a script, for any that compresses.
         """
         assignment = self.assignment(policy)
         why = self.unpredictable(policy, assignment)

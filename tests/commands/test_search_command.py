@@ -358,7 +358,10 @@ def test_the_largest_batch_is_planned_for(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert f"at batch size {plan.batch_size} (profiled at 8)" in out
     assert plan.batch_size > 8
-    assert "unknown" in " ".join(out.split())
+    assert plan.objective == "time"
+    assert "room" not in out
+    assert search("--budget", "1GB", "--max-batch", "--trials", "0", "--force") == 0
+    assert "room for what no prediction has: 3% and 8 MB" in capsys.readouterr().out
 
 
 def test_layers_are_pinned_and_stores_forbidden(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,9 @@ def test_predicted_and_measured_ratio_are_those_of_many_batches() -> None:
     work, policy = workload(), mt.Policy.uniform(level=4)
     profile = mt.profile(work, options=OPTIONS, seeds=2)
     check = mt.verify(work, policy, steps=1)
-    right, at_larger = (true_ratio(each, policy) for each in (work, work.with_batch_size(4 * work.batch_size)))
+    right, at_larger = (
+        true_ratio(each, policy) for each in (work, work.with_batch_size(4 * work.batch_size))
+    )
     predicted = profile.predict(policy).gradient_noise_ratio
     for found in (predicted, check.gradient_noise_ratio):
         assert found == pytest.approx(right, rel=0.5)
