@@ -5,7 +5,8 @@
 `--budget 100% --forbid recompute` with `--max-saved 5% --max-slowdown 1.2`, and with 2.5 % and 1.3; noise
 ratio 0.1. Models are those of `search.py`. With and without the codecs below one bit (`rows`, `levels`).
 If no policy is within the ratio: the least ratio that the other limits allow, of the plan of least error.
-Noise ratios are measured on unseen batches, steps in turn. Results are lines of `results/max_saved.jsonl`.
+Noise ratios are measured on unseen batches, steps in turn. Last, the plan of `--smallest` with and without
+these codecs, predicted. Results are lines of `results/max_saved.jsonl`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,28 @@ def main() -> None:
                 asked = {"model": name, "max_saved": saved, "max_slowdown": slowdown, "forbid": forbid}
                 append("max_saved", {**asked, **result})
                 print(f"{name}, {saved}, {slowdown}, without {forbid or 'nothing'}: {result}", flush=True)
+        for forbid in ((), BELOW_ONE_BIT):
+            result = smallest(model, forbid)
+            append("max_saved", {"model": name, "smallest": True, "forbid": forbid, **result})
+            print(f"{name}, smallest, without {forbid or 'nothing'}: {result}", flush=True)
+
+
+def smallest(model: Model, forbid: tuple[str, ...]) -> dict[str, Any]:
+    """Return what the plan of the lowest peak is predicted to have, and which codecs it uses."""
+    plan = mt.search_policy(
+        model.profile, objective="memory", max_noise_ratio=MAX_NOISE_RATIO, forbid=forbid, trials=0
+    )
+    predicted, plain_ms = plan.predicted, model.profile.plain_ms(model.subject.batch_size)
+    assert predicted.step_ms is not None
+    chosen = model.profile.assignment(plan.policy).values()
+    return {
+        "peak": predicted.peak_bytes / plan.baseline.peak_bytes,
+        "saved": predicted.saved_bytes / plan.baseline.saved_bytes,
+        "noise_ratio": predicted.gradient_noise_ratio,
+        "step": predicted.step_ms / plain_ms,
+        "rows": sum(settings.rows < 1 for settings in chosen),
+        "levels": sum(settings.store == "levels" for settings in chosen),
+    }
 
 
 def found(
