@@ -1,13 +1,13 @@
 """Is the batch that is promised the largest that trains under a real limit?
 
     python benchmarks/largest_batch.py [--models deit_s,resnet_50,gpt2] [--limit 1GB]
-    python benchmarks/largest_batch.py --models ../examples/deit_tiny.py --policies searched --limit 4GB
+    python benchmarks/largest_batch.py --models examples/deit_tiny.py --policies searched --limit 4GB --within 0.04
 
 `mt.estimate` promises it for plain steps and uniform 16; `search_policy(…, max_batch=True)` for its plan.
 The kernel sets the limit (`RLIMIT_DATA`): a process of its own takes one step with one sample, in which
 libraries allocate what they allocate once; from then on its memory may grow by the limit, and it takes three
-training steps. The truth is the largest batch size that ends without an error, found by bisection. Results
-are appended to `results/largest_batch.jsonl`.
+training steps. The truth is the largest batch size that ends without an error, found by bisection;
+`--within` tries only the promised one and one that is larger by this share. Results are appended to `results/largest_batch.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import resource
 
 import zoo
@@ -41,6 +42,7 @@ def main() -> None:
         "--policies", default=",".join(POLICIES), help=f"of {', '.join(POLICIES)}, {SEARCHED}"
     )
     parser.add_argument("--limit", default="1GB")
+    parser.add_argument("--within", type=float, help="try only the promised batch and one so much larger")
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--resident", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -53,6 +55,14 @@ def main() -> None:
     for name in arguments.models.split(","):
         for title in arguments.policies.split(","):
             promised, policy = promise(name, title, limit)
+            if arguments.within is not None:
+                larger = math.ceil((1 + arguments.within) * promised)
+                sizes = {
+                    size: trains_alone(name, policy, arguments.limit, size) for size in (promised, larger)
+                }
+                append("largest_batch", {"model": name, "policy": title, "limit": limit, "trains": sizes})
+                print(f"{name} {title}: {sizes}", flush=True)
+                continue
             true = largest(name, policy, arguments.limit, promised)
             row = {"model": name, "policy": title, "limit": limit, "promised": promised, "true": true}
             append("largest_batch", row)
@@ -85,14 +95,19 @@ def largest(name: str, policy: mt.Policy | None, limit: str, promised: int) -> i
     """Return the largest batch size that trains, less than a quarter above the promised one."""
 
     def fits(batch: int) -> bool:
-        command = [__file__, "--models", name, "--limit", limit, "--batch", str(batch)]
-        return bool(in_own_process(command, policy)["trains"])
+        return trains_alone(name, policy, limit, batch)
 
     low, high = (promised, promised * 5 // 4 + 2) if not promised or fits(promised) else (0, promised)
     while high - low > 1:
         batch = (low + high) // 2
         low, high = (batch, high) if fits(batch) else (low, batch)
     return low
+
+
+def trains_alone(name: str, policy: mt.Policy | None, limit: str, batch: int) -> bool:
+    """Return what `trains` does, in a process of its own."""
+    command = [__file__, "--models", name, "--limit", limit, "--batch", str(batch)]
+    return bool(in_own_process(command, policy)["trains"])
 
 
 def trains(name: str, batch: int, policy: mt.Policy | None, limit: int) -> bool:
