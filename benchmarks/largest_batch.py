@@ -1,13 +1,15 @@
 """Is the batch that is promised the largest that trains under a real limit?
 
     python benchmarks/largest_batch.py [--models deit_s,resnet_50,gpt2] [--limit 1GB]
-    python benchmarks/largest_batch.py --models examples/deit_tiny.py --policies searched --limit 4GB --within 0.04
+    python benchmarks/largest_batch.py --models examples/deit_tiny.py --policies searched --limit 4GB
+        --within 0.04
 
 `mt.estimate` promises it for plain steps and uniform 16; `search_policy(…, max_batch=True)` for its plan.
 The kernel sets the limit (`RLIMIT_DATA`): a process of its own takes one step with one sample, in which
 libraries allocate what they allocate once; from then on its memory may grow by the limit, and it takes three
 training steps. The truth is the largest batch size that ends without an error, found by bisection;
-`--within` tries only the promised one and one that is larger by this share. Results are appended to `results/largest_batch.jsonl`.
+`--within` tries only the promised one and one that is larger by this share. Results are appended to
+`results/largest_batch.jsonl`.
 """
 
 from __future__ import annotations
