@@ -21,6 +21,7 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.objectives import MAX_NOISE_RATIO
 from mesa_tune.search.problem import Space
+from mesa_tune.search.reach import reach
 from mesa_tune.search.restrictions import read_pin
 from mesa_tune.search.solver import AS_FAST
 from mesa_tune.search.space import make_space
@@ -223,6 +224,16 @@ def test_only_some_settings_vary(profile: Profile) -> None:
         search_policy(profile, "60%", only=["levl"])
     with pytest.raises(PolicyError, match=r"forbid 'drive'.*\n.*'derive'"):
         search_policy(profile, "60%", forbid=["drive"])
+
+
+def test_without_time_for_the_solver_what_4_bits_reach_is_reached(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesa_tune.search.reach._SECONDS", 0.0)
+    found = reach(profile)
+    four_bits = profile.assignment(Policy.uniform(level=16))
+    assert found.lowest == profile.timeline.at().needed_bytes(four_bits) < found.plain
+    assert found.quiet is None
 
 
 def test_pins_as_they_are_typed() -> None:
