@@ -23,6 +23,7 @@ import mesa_tune as mt
 from mesa_tune import autotune
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.profiler import profiling
 from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
 from tests import auto_worker
@@ -340,11 +341,13 @@ def test_tied_weights_and_batches_of_an_iterator() -> None:
 
 
 def test_a_timeout_ends_what_a_plan_can_do_without(
-    profiled: list[Profile], capsys: pytest.CaptureFixture[str]
+    profiled: list[Profile], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model, batch = Frozen(), images(16)
-    auto(model, batch, image_loss, fast=False, timeout=1e-3)
+    with monkeypatch.context() as slow:
+        slow.setattr(profiling, "_TIMED_STEPS", 1e9)  # as if the steps to be timed took all of the time
+        auto(model, batch, image_loss, fast=False, timeout=60)
     short = profiled[0]
     assert short.notes[-1] == "time was up: errors were measured on 1 batch"
     assert short.notes[-1] in capsys.readouterr().err
