@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from common import append, in_turn, ratios
-from search_models import MAX_NOISE_RATIO, Method, Model, Running, noise_ratios
+from common import append, ratios
+from search_models import MAX_NOISE_RATIO, Method, Model, Running, noise_ratios, times_in_turn
 
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError
@@ -82,9 +82,7 @@ def found(
     predicted = best.predicted
     runs = {"plain": Running(model, Method()), "plan": Running(model, Method(best.policy))}
     ratio = noise_ratios(model, runs, arguments.batches)["plan"]
-    for run in [*runs.values()] * 2:
-        run.step()
-    times = in_turn({name: run.step for name, run in runs.items()}, arguments.rounds)
+    times = times_in_turn(runs, arguments.rounds)
     assert predicted.step_ms is not None
     return {
         "is_within": ratio <= MAX_NOISE_RATIO,

@@ -22,8 +22,19 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from common import append, in_turn, ratios
-from search_models import ASKED, Method, Model, Running, code, forward_bytes, limits, noise_ratios, rivals
+from common import append, ratios
+from search_models import (
+    ASKED,
+    Method,
+    Model,
+    Running,
+    code,
+    forward_bytes,
+    limits,
+    noise_ratios,
+    rivals,
+    times_in_turn,
+)
 from search_page import write
 from search_subjects import SUBJECTS
 
@@ -59,9 +70,7 @@ def measured(model: Model, methods: Mapping[str, Method], arguments: argparse.Na
     for place in range(PLACES):
         if place:
             runs = {name: Running(model, method) for name, method in methods.items()}
-        for run in [*runs.values()] * 2:  # plans the calls
-            run.step()
-        found = in_turn({name: run.step for name, run in runs.items()}, -(-arguments.rounds // PLACES))
+        found = times_in_turn(runs, -(-arguments.rounds // PLACES))
         for name, ms in found.items():
             times[name] += ms
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import code_of
+from common import code_of, in_turn
 from greedy import BITS, greedy
 from search_subjects import SUBJECTS, Subject
 from step import checkpoint_blocks
@@ -196,6 +196,13 @@ class Running:
             del state
             self.step()
         return storages.peak
+
+
+def times_in_turn(runs: Mapping[str, Running], rounds: int) -> dict[str, list[float]]:
+    """Return milliseconds of steps of each run, taken in turn."""
+    for run in [*runs.values()] * 2:  # plans the calls
+        run.step()
+    return in_turn({name: run.step for name, run in runs.items()}, rounds)
 
 
 def forward_bytes(subject: Subject) -> int:

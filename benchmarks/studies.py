@@ -14,8 +14,8 @@ import argparse
 import itertools
 from typing import Any
 
-from common import append, in_turn, ratios
-from search_models import ASKED, Method, Model, Running, limits
+from common import append, ratios
+from search_models import ASKED, Method, Model, Running, limits, times_in_turn
 
 import mesa_tune as mt
 
@@ -76,9 +76,7 @@ def studied(model: Model, limit: int | None, arguments: argparse.Namespace) -> d
 def beside(model: Model, solved: mt.Plan, found: mt.Plan, arguments: argparse.Namespace) -> Any:
     """Return steps of a study's plan over steps of the solved one, taken in turn: median and quartiles."""
     runs = {name: Running(model, Method(plan.policy)) for name, plan in {"a": solved, "b": found}.items()}
-    for run in [*runs.values()] * 2:  # plans the calls
-        run.step()
-    times = in_turn({name: run.step for name, run in runs.items()}, arguments.rounds)
+    times = times_in_turn(runs, arguments.rounds)
     return ratios(times["a"], times["b"])
 
 

@@ -112,10 +112,10 @@ def _fits(
     batch_size: int,
 ) -> bool:
     """Return whether a policy that meets the limits is found within `_LOOK_SECONDS` for each step."""
+    limits = limits_at(batch_size)
     for step in steps(profile, batch_size, pins, restrictions):
         with suppress(TimeUpError):
             free = np.zeros(len(step.program.errors))  # any solution will do
-            look = Deadline(_LOOK_SECONDS)
-            if step.program.solve(limits_at(batch_size), free, deadline=look) is not None:
+            if step.program.solve(limits, free, deadline=Deadline(_LOOK_SECONDS)) is not None:
                 return True
     return False

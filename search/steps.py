@@ -78,8 +78,8 @@ def solved_best(
     if not pairs:
         # That no policy is within the noise ratio is proven only where the time of no step was up.
         errors = [result for result in results if isinstance(result, MesaTuneError)]
-        for error in sorted(errors, key=lambda error: not isinstance(error, TimeUpError)):
-            raise error
+        if errors:
+            raise next((error for error in errors if isinstance(error, TimeUpError)), errors[0])
         return None
     # Where one step is within the noise ratio, the least error of another is not asked for.
     wanted = min((solved.objective for _, solved in pairs), key=lambda name: name == "error")

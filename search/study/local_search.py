@@ -282,7 +282,8 @@ class LocalSearch(ABC):
         all_trials.study.sampler = sampler_of(self.seed, slot, history, self.fixed(trials, slot))
         try:
             with all_trials.beating(trial):
-                chosen = self._proposed(trial, trials, self._generator(slot))
+                generator = np.random.default_rng([self.seed, slot, _PROPOSING])
+                chosen = self._proposed(trial, trials, generator)
                 same = (one for one in trials if one.chosen == chosen and one.is_valid_here)
                 finished = next(same, None) or self.measured(chosen, trials)
             for name in ("chosen", "errors", "paces"):
@@ -295,9 +296,6 @@ class LocalSearch(ABC):
             all_trials.fail(trial.number)
             raise
         all_trials.finish(trial, finished.value, pruned=not finished.is_whole)
-
-    def _generator(self, slot: int) -> np.random.Generator:
-        return np.random.default_rng([self.seed, slot, _PROPOSING])
 
     def _proposed(self, trial: Any, trials: Sequence[Finished], generator: np.random.Generator) -> Chosen:
         if not trials:
