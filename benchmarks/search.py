@@ -17,7 +17,6 @@ Results are lines of `results/search.jsonl`, one for each limit.
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -40,6 +39,7 @@ from search_subjects import SUBJECTS
 
 import mesa_tune as mt
 
+CELLS = ("midway", "checkpointing", "least", "smallest")
 PLACES = 3
 """Models of each method that are timed: the same step takes up to 0.06 more or less elsewhere in memory."""
 
@@ -92,6 +92,7 @@ def static_bytes(model: Model) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}")
+    parser.add_argument("--cells", default=",".join(CELLS), help=f"of {', '.join(CELLS)}")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batches", type=int, default=16, help="unseen batches for noise ratios")
     parser.add_argument("--timeout", type=float, default=120, help="seconds per study")
@@ -109,8 +110,9 @@ def main() -> None:
             append("search", {"cell": "forward", **line})
             continue
         model = Model(name)
-        for cell, limit in itertools.chain(limits(model).items(), [("smallest", None)]):
-            report(model, cell, limit, arguments)
+        found = {**limits(model), "smallest": None}
+        for cell in arguments.cells.split(","):
+            report(model, cell, found[cell], arguments)
 
 
 def report(model: Model, cell: str, limit: int | None, arguments: argparse.Namespace) -> None:

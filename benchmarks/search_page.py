@@ -92,7 +92,7 @@ def _summary(lines: Sequence[Line], forwards: Mapping[str, int]) -> list[str]:
             forward = forwards.get(line["model"])
             floor = "" if forward is None else f"; a forward without gradients: {forward / best:.2f}"
             text = f"{own / best:.2f} of the best rival's activations ({name}){floor}"
-            parts.append(f"* {line['title']}, smallest: {text}.\n")
+            parts.append(f"* {line['title']}, batch {line['batch size']}, smallest: {text}.\n")
     return parts
 
 
