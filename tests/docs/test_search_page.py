@@ -71,5 +71,5 @@ def test_only_ways_within_limit_and_ratio_can_be_faster(page: Any) -> None:
 
 def test_the_smallest_plan_is_compared_by_activations(page: Any) -> None:
     text = page.page([line(None, uniform=row(60, 0.09, 1.2, (1, 1, 1)), noisy=row(30, 0.3, 1.2, (1, 1, 1)))])
-    assert "* GPT, smallest: 0.75 of the best rival's activations (uniform)." in text
+    assert "* GPT, batch 4, smallest: 0.75 of the best rival's activations (uniform)." in text
     assert "In 0 of 0 cells" in text
