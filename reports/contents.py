@@ -63,9 +63,9 @@ class RunResults:
 
     @property
     def title(self) -> str:
-        """Name of the model file."""
+        """Name of the model file, or the command of the script."""
         path = self.profile.model or ""
-        return path.replace("\\", "/").rsplit("/", 1)[-1] or "Model"
+        return self.profile.script or path.replace("\\", "/").rsplit("/", 1)[-1] or "Model"
 
     @property
     def batch_size(self) -> int:
@@ -104,10 +104,19 @@ class RunResults:
         if self.profile.partial:
             sentences.append("The profile is partial: the same `mesa-tune profile` again completes it.")
         if self.plan is None:
-            sentences.append("No policy yet: `mesa-tune search --budget 40%` finds one.")
+            sentences.append(f"No policy yet: {self._search}.")
         elif self.verification is None:
             sentences.append("Nothing measured under the policy yet: `mesa-tune verify` runs real steps.")
         return sentences
+
+    @property
+    def _search(self) -> str:
+        """What leads to a policy, and with which command."""
+        if self.profile.script is not None:
+            return "a search needs a model file, and `mesa-tune init --from` records one of the script’s step"
+        if self.profile.step_ms is None:
+            return "a search needs errors, which `mesa-tune profile` without --bytes-only measures"
+        return "`mesa-tune search --budget 40%` finds one"
 
 
 def make_frames(results: RunResults) -> dict[str, pd.DataFrame]:

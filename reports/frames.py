@@ -115,6 +115,7 @@ def layers_frame(
     order = running_order(profile)
     rows = [_layer_row(profile, name) for name in order]
     frame = pd.DataFrame(rows, columns=["name", "tag", "index", "module", "shape", "dtype", "shared_with"])
+    frame = frame.astype({"index": "Int64"})  # of integers, also where the last row has none
     before = saved_by_layer(*sized_step(profile, {}, batch_size))
     frame["before"] = frame["name"].map(before).fillna(0).astype("int64")
     if assignment is not None:

@@ -10,7 +10,7 @@ from mesa_tune.reports.cards import cards
 from mesa_tune.reports.contents import CAPTIONS, RunResults
 from mesa_tune.reports.page import csv_link, figure_parts, render_page
 from mesa_tune.reports.sentence import sentence
-from mesa_tune.reports.tables import layer_rows
+from mesa_tune.reports.tables import LEGEND, SHARED, layer_rows
 from mesa_tune.units import format_bytes
 
 
@@ -31,6 +31,8 @@ def render(results: RunResults, tables: Mapping[str, pd.DataFrame], drawn: Mappi
             },
             "alive": tables["alive"].to_dict("records"),
             "layers": layer_rows(layers),
+            "shared": SHARED,
+            "legend": LEGEND,
             "layers_csv": csv_link(layers),
             "searched": plan is not None,
             "plan": plan,

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 _WORDS = ("recompute", "tile")
 """Ways to store that the settings of the layer itself do not tell."""
 
+SHARED = "shares a tensor with"
+LEGEND = (
+    "Stored as: bits per element / elements that share one range. A tensor that several layers save counts "
+    "for the first of them."
+)
+
 
 def layer_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the texts and sort values of the layer table, one dict per layer."""
@@ -34,8 +40,10 @@ def layers_markdown(frame: pd.DataFrame) -> str:
     columns = {"number": "#", "name": "layer", "tag": "tag", "shape": "shape", "before_text": "saved before"}
     if "after" in frame:
         columns |= {"after_text": "saved after", "stored_text": "stored as", "error_text": "gradient error"}
+    columns["shared_with"] = SHARED
     rows = [[str(row[column]) for column in columns] for row in layer_rows(frame)]
-    return markdown(list(columns.values()), rows, left={"layer", "tag", "shape", "stored as"})
+    left = {"layer", "tag", "shape", "stored as", SHARED}
+    return f"{markdown(list(columns.values()), rows, left)}\n{LEGEND}\n"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: set[str]) -> str:

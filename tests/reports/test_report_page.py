@@ -13,6 +13,7 @@ import pytest
 
 from mesa_tune.cli import run
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
 from mesa_tune.reports.contents import RunResults, make_frames
 from mesa_tune.reports.sentence import sentence
@@ -245,6 +246,19 @@ class TestCommand:
         assert "storage_along_depth" not in page.ids
         assert "of which" in page.text
 
+    @pytest.mark.parametrize(
+        ("profile", "command"),
+        [
+            (PROFILE, "mesa-tune search --budget 40%"),
+            (replace(PROFILE, step_ms=None), "mesa-tune profile"),
+            (replace(PROFILE, script="python train.py"), "mesa-tune init --from"),
+        ],
+        ids=["profile", "bytes only", "script"],
+    )
+    def test_without_plan_names_a_command_that_succeeds(self, profile: Profile, command: str) -> None:
+        (said,) = RunResults(profile).missing
+        assert f"`{command}`" in said
+
     def test_without_verification_says_so(self, tmp_path: Path) -> None:
         assert report(fill(tmp_path, plan=PLAN)) == 0
         assert "Nothing measured under the policy yet" in (tmp_path / "report.html").read_text("utf-8")
@@ -310,10 +324,12 @@ class TestCommand:
         assert report(fill(tmp_path, plan=PLAN), "--format", "md") == 0
         lines = (tmp_path / "layers.md").read_text("utf-8").splitlines()
         assert lines[0] == (
-            "| # | layer | tag | shape | saved before | saved after | stored as | gradient error |"
+            "| # | layer | tag | shape | saved before | saved after | stored as | gradient error | "
+            "shares a tensor with |"
         )
-        assert len(lines) == 2 + len(PROFILE.layers) + 1
-        assert len({line.count("|") for line in lines}) == 1
+        table = lines[: lines.index("")]
+        assert len(table) == 2 + len(PROFILE.layers) + 1
+        assert len({line.count("|") for line in table}) == 1
 
     def test_json_format_holds_plain_numbers(self, tmp_path: Path) -> None:
         assert report(fill(tmp_path, plan=PLAN), "--format", "json") == 0
