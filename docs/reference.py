@@ -71,7 +71,7 @@ def _signature(parameter: Any, context: Any) -> str:
 def _default(parameter: Any) -> str:
     if parameter.default is None or parameter.default is False:
         return ""
-    return f"`{parameter.default}`"
+    return f"`{getattr(parameter.default, 'value', parameter.default)}`"
 
 
 def _keys() -> Iterator[str]:
