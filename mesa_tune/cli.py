@@ -95,7 +95,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _say_next() -> None:
     """Print what the default run folder has, and the command that comes next."""
     state = state_of(Run(DEFAULT_RUN))
-    print(f"{state.text}\nnext: {state.next}")
+    print(f"\n{state.text}\nnext: {state.next}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Text for people from and to numbers: bytes, times, budgets; and layer names shortened to fit tables."""
+"""Text for people from and to numbers: bytes, times, budgets; layer names and sentences that fit a line."""
 
 from __future__ import annotations
 
@@ -94,6 +94,11 @@ def shorten(name: str, longest: int) -> str:
     if len(name) <= longest:
         return name
     return name[: longest // 3] + "…" + name[len(name) - (longest - longest // 3 - 1) :]
+
+
+def unbroken(text: str) -> str:
+    """Return `text` in which no line ends between a number and its unit: the space there is no-break."""
+    return re.sub(r"(?<=\d) (?=%|[kMGT]?B\b)", "\N{NO-BREAK SPACE}", text)
 
 
 def _three_digits(value: float) -> str:

@@ -5,12 +5,11 @@ What is hard: every part may be unknown, and the plain step may not even fit. Wh
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from mesa_tune.policy import Policy
 from mesa_tune.reports.contents import RunResults
-from mesa_tune.units import format_bytes
+from mesa_tune.units import format_bytes, unbroken
 
 _AS_FAST = 0.005
 
@@ -31,18 +30,13 @@ def sentence(results: RunResults) -> Sentence:
     if plan.is_exact:
         peak = format_bytes(plan.predicted.peak_bytes)
         return Sentence(
-            _unbroken(f"Trains at batch {batch} in {peak} as it is: the plain step fits the budget."),
+            unbroken(f"Trains at batch {batch} in {peak} as it is: the plain step fits the budget."),
             "Predicted from the profile.",
         )
     parts = [f"Trains at batch {batch} in {_peaks(results)}", _time(results)]
     noise = _noise(results)
     text = ", ".join(part for part in parts if part) + (f"; {noise}" if noise else "")
-    return Sentence(_unbroken(f"{text}."), _source(results))
-
-
-def _unbroken(text: str) -> str:
-    """Return `text` in which no line ends between a number and its unit."""
-    return re.sub(r"(?<=\d) (?=%|[kMGT]?B\b)", "\N{NO-BREAK SPACE}", text)
+    return Sentence(unbroken(f"{text}."), _source(results))
 
 
 def _peaks(results: RunResults) -> str:
@@ -125,11 +119,11 @@ def _of_profile(results: RunResults) -> Sentence:
         f"{format_bytes(plain.saved_bytes)} ({share:.0f} %) are saved for backward"
     )
     if profile.script is not None or profile.partial:
-        return Sentence(_unbroken(f"{text}."), "Observed in a step.")
+        return Sentence(unbroken(f"{text}."), "Observed in a step.")
     uniform = profile.predict(Policy.uniform(level=16), batch_size=results.batch_size)
     noise = uniform.gradient_noise_ratio
     cost = "" if noise is None else f", and the gradient’s noise would grow by {percent(noise)}"
     return Sentence(
-        _unbroken(f"{text}; with 4 bits everywhere it would take {format_bytes(uniform.peak_bytes)}{cost}."),
+        unbroken(f"{text}; with 4 bits everywhere it would take {format_bytes(uniform.peak_bytes)}{cost}."),
         "The plain step is the profile’s, the rest is predicted from it.",
     )

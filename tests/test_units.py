@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesa_tune.errors import BudgetError
-from mesa_tune.units import format_bytes, format_time, parse_bytes
+from mesa_tune.units import format_bytes, format_time, parse_bytes, unbroken
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,7 @@ def test_written_bytes_are_within_half_a_percent(count: int) -> None:
 )
 def test_times_have_three_digits(seconds: float, text: str) -> None:
     assert format_time(seconds) == text
+
+
+def test_numbers_and_their_units_stay_on_one_line() -> None:
+    assert unbroken("4.18 MB, 25 % of 3 layers") == "4.18\xa0MB, 25\xa0% of 3 layers"

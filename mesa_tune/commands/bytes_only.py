@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mesa_tune.commands.common import (
     Origin,
@@ -91,16 +91,25 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     profiled = bytes_only_profile(workload, cuda=cuda)
     folder.write(folder.profile, dump_json(profiled.to_dict()), inputs)
     try:
-        fitting = [] if request.fits is None else _fitting(workload, profiled, device, request.fits, output)
+        fits = [] if request.fits is None else _fits(workload, profiled, device, request.fits, output)
     finally:
         output.status("")
-    for line in _lines(profiled, request, folder, fitting):
+    for line in _lines(profiled, request, folder, _fits_table(fits, device, request.fits)):
         output.line(line)
     output.document("profile", profiled.to_dict())
 
 
-def _fitting(workload: Workload, profiled: Profile, device: str, limit: str, output: Output) -> list[str]:
-    """Return a table: whether the step fits into `limit` on the device, and up to which batch size."""
+class _Fit(NamedTuple):
+    """Whether the step under the policy called `name` fits into a limit, and up to which batch size."""
+
+    name: str
+    needed_bytes: int
+    fits: bool
+    largest_batch: int
+
+
+def _fits(workload: Workload, profiled: Profile, device: str, limit: str, output: Output) -> list[_Fit]:
+    """Return what fits into `limit` on the device, policy by policy."""
     from mesa_tune.estimation import estimate
     from mesa_tune.notice import unnoticed
     from mesa_tune.profiler.tiled_step import SLICES, tiling
@@ -108,16 +117,24 @@ def _fitting(workload: Workload, profiled: Profile, device: str, limit: str, out
     policies = _policies()
     losses = [layer.name for layer in profiled.layers if layer.tag == "loss"]
     policies[_SLICED] = tiling(policies["at 4 bits"], losses, SLICES)
-    rows: list[list[str]] = []
+    found: list[_Fit] = []
     for name, policy in policies.items():
         output.status(f"{name}: which batch sizes fit into {limit}")
         with unnoticed():  # a loss that cannot have slices has no row
             fit = estimate(workload, policy, device=device)
-        fits = "yes" if fit.fits(limit) else "no"
-        rows.append([name, format_bytes(fit.needed_bytes), fits, str(fit.largest_batch(limit))])
-    if rows[-1][1:] == rows[-2][1:]:
-        del rows[-1]
-    return ["", *format_table([f"on {device}", "needs", f"fits {limit}", "largest batch"], rows)]
+        found.append(_Fit(name, fit.needed_bytes, fit.fits(limit), fit.largest_batch(limit)))
+    if found[-1][1:] == found[-2][1:]:
+        del found[-1]
+    return found
+
+
+def _fits_table(fits: Sequence[_Fit], device: str, limit: str | None) -> list[str]:
+    rows = [
+        [fit.name, format_bytes(fit.needed_bytes), "yes" if fit.fits else "no", str(fit.largest_batch)]
+        for fit in fits
+    ]
+    header = [f"on {device}", "needs", f"fits {limit}", "largest batch"]
+    return ["", *format_table(header, rows)] if rows else []
 
 
 _SLICED = "at 4 bits, loss in slices"

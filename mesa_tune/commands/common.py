@@ -16,7 +16,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json, write_atomically
 from mesa_tune.notice import StatusLine
 from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
-from mesa_tune.units import Budget, counted, format_bytes, format_time, parse_bytes, shorten
+from mesa_tune.units import Budget, counted, format_bytes, format_time, parse_bytes, shorten, unbroken
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
@@ -43,6 +43,7 @@ __all__ = [
     "load_workload",
     "parse_bytes",
     "reserve_stdout",
+    "wrapped",
     "write_atomically",
 ]
 
@@ -60,7 +61,8 @@ DeviceOption = Annotated[
 _documents: ContextVar[TextIO | None] = ContextVar("documents", default=None)
 
 
-_BELOW = 18 * " "
+_BELOW = 18
+"""Column of the text below a figure."""
 
 
 @contextmanager
@@ -160,6 +162,17 @@ def load_workload(folder: Run, profile: Profile, without: str) -> Workload:
     return workload
 
 
+def wrapped(text: str, indent: int, *, first: str = "") -> list[str]:
+    """Return `first` and `text` in lines of at most 80 characters; all but the first line are indented.
+
+    Numbers and their units stay together, and so do words with hyphens.
+    """
+    lines = textwrap.wrap(
+        unbroken(text), 80, initial_indent=first, subsequent_indent=indent * " ", break_on_hyphens=False
+    )
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
 def below(text: str) -> list[str]:
     """Return `text` in lines of at most 80 characters that stand below a figure."""
-    return textwrap.wrap(text, 80, initial_indent=_BELOW, subsequent_indent=_BELOW)
+    return wrapped(text, _BELOW, first=_BELOW * " ")

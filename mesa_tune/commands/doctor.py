@@ -6,8 +6,10 @@ import os
 import platform
 import shutil
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from mesa_tune.commands.common import (
     DEFAULT_RUN,
@@ -17,6 +19,7 @@ from mesa_tune.commands.common import (
     QuietOption,
     Run,
     counted,
+    wrapped,
 )
 from mesa_tune.commands.guide.state import next_step
 
@@ -49,15 +52,22 @@ def doctor(as_json: JsonOption = False, quiet: QuietOption = False, debug: Debug
     device = default_device()
     output.device(device, _device_note(device))
     findings = [_python(), _torch(), _kernels(), _cuda_kernels(), _compiler(), *map(_package, _PACKAGES)]
-    for finding in findings:
-        output.line(f"{'ok ' if finding.good else '-- '} {finding.name}: {finding.found}")
-        if finding.remedy:
-            output.line(f"       {finding.remedy}")
+    for line in _lines(findings):
+        output.line(line)
     output.line(next_step(Run(DEFAULT_RUN)))
     good = all(finding.good for finding in findings)
     output.document(
         "doctor", {"device": device, "good": good, "findings": [asdict(finding) for finding in findings]}
     )
+
+
+def _lines(findings: Sequence[Finding]) -> list[str]:
+    """Return the findings in lines of at most 80 characters, each with its remedy below it."""
+    lines = []
+    for finding in findings:
+        lines += wrapped(f"{finding.name}: {finding.found}", 4, first="ok  " if finding.good else "--  ")
+        lines += wrapped(finding.remedy, 6, first=6 * " ")
+    return lines
 
 
 def _device_note(device: str) -> str:
@@ -90,21 +100,30 @@ def _kernels() -> Finding:
     if os.environ.get("MESA_TUNE_REFERENCE") == "1":
         remedy = "unset MESA_TUNE_REFERENCE to use them"
         return Finding(name, "switched off: the slow reference in PyTorch is used", False, remedy)
-    what = "do not load" if ops.LIBRARY.exists() else "were not built"
+    what = "does not load" if ops.LIBRARY.exists() else "was not built"
     return Finding(name, f"{ops.LIBRARY} {what}: the slow reference in PyTorch is used", False, _build())
 
 
 def _build() -> str:
     """Return how to get kernels: build them if there are sources, else install another wheel."""
+    wheel = "" if _sources() else "pip install --force-reinstall with a wheel built for this system, or "
+    return wheel + _install()
+
+
+def _install() -> str:
+    """Return the command that builds the kernels."""
+    sources = _sources()
+    if sources is None:
+        return "pip install --no-build-isolation with the folder of the sources, which builds them"
+    return f"pip install --no-build-isolation -e {sources} builds them (`make install` does it)"
+
+
+def _sources() -> Path | None:
+    """Return the folder of the sources; None for a package that was installed from a wheel."""
     from mesa_tune import ops
 
-    sources = ops.LIBRARY.parents[1]
-    if (sources / "setup.py").exists():
-        return f"pip install --no-build-isolation -e {sources} builds them (`make install` does it)"
-    return (
-        "pip install --force-reinstall with a wheel built for this system, "
-        "or pip install --no-build-isolation with the folder of the sources, which builds them"
-    )
+    folder = ops.LIBRARY.parents[1]
+    return folder if (folder / "setup.py").exists() else None
 
 
 def _cuda_kernels() -> Finding:
@@ -117,8 +136,8 @@ def _cuda_kernels() -> Finding:
         return Finding(name, "in the library", True)
     if torch.version.cuda is None:
         return Finding(name, "none, as this torch has no CUDA", True)
-    remedy = f"with the CUDA {torch.version.cuda} toolkit (nvcc) on PATH, MESA_TUNE_CUDA=1 {_build()}"
-    return Finding(name, "none: on a GPU the slow reference in PyTorch is used", False, remedy)
+    remedy = f"with the CUDA {torch.version.cuda} toolkit (nvcc) on PATH, MESA_TUNE_CUDA=1 {_install()}"
+    return Finding(name, "none, so a GPU uses the slow reference in PyTorch", False, remedy)
 
 
 def _compiler() -> Finding:
@@ -133,4 +152,4 @@ def _package(name: str) -> Finding:
     try:
         return Finding(name, version(name), True)
     except PackageNotFoundError:
-        return Finding(name, "not installed", False, f"pip install {name}: {_PACKAGES[name]}")
+        return Finding(name, "not installed", False, f"for {_PACKAGES[name]}: pip install {name}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mesa_tune.commands.common import Run, below, format_bytes, format_table, format_time
+from mesa_tune.commands.common import Run, below, format_bytes, format_table, format_time, wrapped
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
@@ -17,13 +16,13 @@ def summary(plan: Plan, profile: Profile, run: Run) -> list[str]:
     """Return the plan in lines of at most 80 characters, with code for the training script."""
     return [
         f"{_budget(plan)} at batch size {plan.batch_size}" + _profiled(plan),
-        *textwrap.wrap(_objective(plan), 80, subsequent_indent="           "),
+        *wrapped(_objective(plan), 11),
         f"  peak            {_change(plan.baseline.peak_bytes, plan.predicted.peak_bytes)}",
         *_peak(plan),
         f"  saved           {_change(plan.baseline.saved_bytes, plan.predicted.saved_bytes)}",
         *_errors(plan),
         *_step(plan, profile),
-        *textwrap.wrap(f"study: {plan.won}" if plan.trials else plan.won, 80, subsequent_indent="       "),
+        *wrapped(f"study: {plan.won}" if plan.trials else plan.won, 7),
         *_next(plan, profile, run),
     ]
 

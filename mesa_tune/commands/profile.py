@@ -25,7 +25,7 @@ from mesa_tune.commands.common import (
     format_table,
     format_time,
 )
-from mesa_tune.commands.guide.advice import advice, find_reach, next_command
+from mesa_tune.commands.guide.advice import advice, find_reach, has_prices, next_command
 from mesa_tune.errors import RunError
 
 if TYPE_CHECKING:
@@ -179,6 +179,7 @@ def _lines(profiled: Profile, folder: Run) -> list[str]:
     rest = sum(layer.own_bytes for layer in profiled.layers) - sum(layer.own_bytes for layer in largest)
     if rest > 0:
         rows.append([f"{len(profiled.layers) - len(largest)} further layers", "", format_bytes(rest), ""])
+    header = ["layer", "tag", "saves", "error at 4 bits"][: 4 if has_prices(profiled) else 3]
     static, plain = format_bytes(profiled.static_bytes), profiled.predict_assignment({})
     return [
         *(f"note: {note}" for note in profiled.notes),
@@ -191,7 +192,7 @@ def _lines(profiled: Profile, folder: Run) -> list[str]:
         f"a step takes     {format_time(profiled.plain_ms(profiled.batch_size) / 1e3):>8}",
         *_noise(profiled),
         "",
-        *format_table(["layer", "tag", "saves", "error at 4 bits"], rows),
+        *format_table(header, [row[: len(header)] for row in rows]),
         "",
         f"wrote {folder.profile}",
         f"next: {next_command(profiled, reach, folder)}",
@@ -199,7 +200,7 @@ def _lines(profiled: Profile, folder: Run) -> list[str]:
 
 
 def _exact(profiled: Profile) -> list[str]:
-    """Return a line on the bytes of functions without a formula, if there are any: no policy changes them."""
+    """Return lines on the bytes of functions that no policy changes, if there are any."""
     from mesa_tune.profiler.entries import REACHED_BY_NONE
 
     sizes: dict[str, int] = {}
@@ -209,9 +210,10 @@ def _exact(profiled: Profile) -> list[str]:
     if not sizes:
         return []
     largest = sorted(sizes, key=lambda name: -sizes[name])
-    named = ", ".join(largest[:3]) + (", ..." if len(largest) > 3 else "")
-    share = sum(sizes.values()) / profiled.saved_bytes
-    return [f"exact: no formula {format_bytes(sum(sizes.values())):>7}   {share:.1%}, by {named}"]
+    named = ", ".join(largest[:3]) + (f" and {len(largest) - 3} more" if len(largest) > 3 else "")
+    count = sum(sizes.values())
+    share = count / profiled.saved_bytes
+    return below(f"{format_bytes(count)} ({share:.1%}) of them stay exact under every policy: {named}")
 
 
 def _noise(profiled: Profile) -> list[str]:

@@ -227,7 +227,7 @@ def test_doctor_says_how_to_build_the_kernels(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("MESA_TUNE_REFERENCE", raising=False)
     finding = doctor_module._kernels()
     assert not finding.good
-    assert "were not built" in finding.found
+    assert "was not built" in finding.found
     assert "pip install --no-build-isolation" in finding.remedy
 
 

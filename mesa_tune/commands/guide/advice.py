@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from typing import TYPE_CHECKING
 
-from mesa_tune.commands.common import Run, below, format_bytes
+from mesa_tune.commands.common import Run, below, format_bytes, wrapped
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
@@ -41,7 +40,7 @@ def advice(profile: Profile, reach: Reach | None) -> list[str]:
         return [*below(_larger_batch(larger)), *below(_optimizer(temporaries, profile.device))]
     text = _reachable(reach) if reach.is_worth_it else _not_worth_it(profile)
     return [
-        *textwrap.wrap(f"budgets           {text}", 80, subsequent_indent=18 * " "),
+        *wrapped(text, 18, first="budgets           "),
         *below("" if reach.is_worth_it else _larger_batch(reach.batch_size)),
         *below(_optimizer(reach.without_temporaries, profile.device)),
     ]

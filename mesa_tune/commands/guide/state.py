@@ -34,7 +34,7 @@ def state_of(run: Run) -> State:
         profile = Profile.load(run.profile)
     except MesaTuneError:
         return State(f"{run.profile} is damaged", _profile(run, None, force=True))
-    about = f"{run.folder}: {_name(profile)} was profiled"
+    about = f"{run.folder}: {_profiled(profile)}"
     unfinished = _unfinished(run, profile)
     if unfinished is not None:
         return State(about, unfinished)
@@ -64,7 +64,7 @@ def _unfinished(run: Run, profile: Profile) -> str | None:
     if profile.partial:
         return f"{_profile(run, profile.model)}, which resumes it"
     if profile.layers and not has_prices(profile):
-        return _profile(run, profile.model)
+        return f"{_profile(run, profile.model)}, which also measures errors and times"
     if profile.model is not None and file_fingerprint(Path(profile.model)) != profile.fingerprint:
         return f"{_profile(run, profile.model, force=True)}, as the file has changed"
     return None
@@ -75,7 +75,7 @@ def _after_search(run: Run, plan: Plan) -> str:
         return f"mesa-tune verify{run.option}"
     if not _is_newer(run.report, run.verify if plan.policy.rules else run.plan):
         return f"mesa-tune report{run.option}"
-    return f"open {run.report}, and train with {run.policy}: docs/concepts.md"
+    return f"open {run.report}, train with {run.policy} (README.md)"
 
 
 def _plan(run: Run, profile: Profile) -> Plan | None:
@@ -97,8 +97,13 @@ def _profile(run: Run, model: str | None, *, force: bool = False) -> str:
     return f"mesa-tune profile {path}{' --force' if force else ''}{run.option}"
 
 
-def _name(profile: Profile) -> str:
-    return profile.script or _from_here(profile.model or "a workload")
+def _profiled(profile: Profile) -> str:
+    if profile.script is not None:
+        return f"a step of `{profile.script}` was observed"
+    name = _from_here(profile.model or "a workload")
+    if profile.partial:
+        return f"{name} was profiled in part"
+    return f"{name} was profiled" if has_prices(profile) else f"the bytes of {name} were profiled"
 
 
 def _from_here(path: str) -> str:
