@@ -37,17 +37,28 @@ JSON = """\
 `--json` prints one document on standard output. Each names its schema; what is unknown is null; bytes are
 integers, times are milliseconds, errors are fractions.
 
-| document | written by | JSON Schema |
-|---|---|---|
-| `mesa-tune.profile/1` | `profile` | [schemas/profile.json](schemas/profile.json) |
-| `mesa-tune.plan/1` | `search` | [schemas/plan.json](schemas/plan.json) |
-| `mesa-tune.verify/1` | `verify` | [schemas/verify.json](schemas/verify.json) |
+| document | printed by | file | JSON Schema |
+|---|---|---|---|
 """
+DOCUMENTS = {
+    "profile": ("profile", "profile.json"),
+    "plan": ("", "plan.json"),
+    "search": ("search", ""),
+    "join": ("search --join", ""),
+    "verify": ("verify", "verify.json"),
+    "report": ("report", ""),
+    "tables": ("", "report.json, comparison.json"),
+    "diff": ("diff", ""),
+    "demo": ("demo", ""),
+    "doctor": ("doctor", ""),
+    "init": ("init", ""),
+}
+"""Kinds of documents: the command whose `--json` prints one, and the files of the run folder that are one."""
 
 
 def page() -> str:
     """Return the page."""
-    return "\n".join([HEAD, *_commands(), KEYS_HEAD, *_keys(), "", JSON])
+    return "\n".join([HEAD, *_commands(), KEYS_HEAD, *_keys(), "", JSON]) + "".join(_documents())
 
 
 def _commands() -> Iterator[str]:
@@ -86,6 +97,13 @@ def _keys() -> Iterator[str]:
         for key in KEYS
     ]
     yield _table(["key", "values", "default"], [*conditions, *settings])
+
+
+def _documents() -> Iterator[str]:
+    for kind, (command, files) in DOCUMENTS.items():
+        printed = f"`{command} --json`" if command else ""
+        path = f"schemas/{kind}.json"
+        yield f"| `mesa-tune.{kind}/1` | {printed} | {files} | [{path}]({path}) |\n"
 
 
 def _cell(text: str) -> str:

@@ -24,6 +24,7 @@ from mesa_tune.commands.common import (
 )
 from mesa_tune.commands.guide.state import next_step
 from mesa_tune.errors import RunError
+from mesa_tune.files import schema
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -154,8 +155,9 @@ def _compared(folder: Run, runs: Mapping[str, RunResults], form: Format) -> dict
 
 
 def _json(tables: Mapping[str, pd.DataFrame]) -> str:
-    import json
-
-    # pandas writes NaN as null, and numpy's numbers as JSON numbers.
-    plain = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
-    return dump_json({"schema": "mesa-tune.report/1", **plain})
+    # Not by to_json of pandas, which writes an error of 1e-12 as 0.
+    plain = {
+        name: frame.astype(object).where(frame.notna(), None).to_dict("records")
+        for name, frame in tables.items()
+    }
+    return dump_json({"schema": schema("tables"), **plain})

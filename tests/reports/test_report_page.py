@@ -334,7 +334,7 @@ class TestCommand:
     def test_json_format_holds_plain_numbers(self, tmp_path: Path) -> None:
         assert report(fill(tmp_path, plan=PLAN), "--format", "json") == 0
         content = json.loads((tmp_path / "report.json").read_text())
-        assert content["schema"] == "mesa-tune.report/1"
+        assert content["schema"] == "mesa-tune.tables/1"
         assert sum(row["after"] for row in content["memory_by_layer"]) == PLAN.predicted.saved_bytes
         solved = [row for row in content["pareto"] if row["kind"] == "error"]
         assert len(solved) == 10
