@@ -57,7 +57,7 @@ def runs_markdown(frame: pd.DataFrame) -> str:
 
 
 def render_comparison(runs: Mapping[str, RunResults], frame: pd.DataFrame) -> str:
-    """Return one HTML document: the runs' sentences, their table `frame`, and each one's memory figure."""
+    """Return one HTML document: the table `frame` of the runs, and each one's sentence and memory figure."""
     parts = []
     for number, (name, results) in enumerate(runs.items()):
         data = frames.timeline_frame(results.profile, results.assignment, results.batch_size)

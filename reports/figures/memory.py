@@ -88,7 +88,7 @@ def _step_title(frame: pd.DataFrame, budget: int | None) -> str:
     fits = ""
     if budget:
         fits = ", within the budget" if after <= budget else ", above the budget"
-    return f"The step's peak: {style.change(before, after)}{fits}"
+    return f"The step’s peak: {style.change(before, after)}{fits}"
 
 
 def _step_subtitle(frame: pd.DataFrame) -> str:

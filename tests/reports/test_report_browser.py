@@ -1,10 +1,12 @@
-"""The page in a browser without network: no error, no overflow, and all that can be used on it works."""
+"""The pages in a browser without network: no error, no overflow, and all that can be used on them works."""
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,12 @@ from mesa_tune.reports.html import render
 from mesa_tune.reports.page import svg
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.plan import Baseline
-from tests.reports.test_report_page import fill, verified
+from tests.reports.test_report_page import PROFILE, fill, verified
 from tests.synthetic import COARSE, synthetic_profile
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCRIPT = "<script>alert(1)</script>"
+PEAK = "loss.cross_entropy.0"
 WIDTHS = (360, 768, 1440)
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
@@ -38,17 +41,40 @@ def _browser() -> Iterator[Browser]:
         browser.close()
 
 
+def scripted(layer: str) -> Profile:
+    """The profile of a model in which the name of `layer` is a script."""
+    text = json.dumps(synthetic_profile(1, grid=COARSE).to_dict())
+    return Profile.from_dict(json.loads(text.replace(layer, SCRIPT)))
+
+
 @pytest.fixture(scope="module", name="report")
 def _report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole report of a model with a layer whose name is a script."""
     folder = tmp_path_factory.mktemp("run")
-    text = json.dumps(synthetic_profile(1, grid=COARSE).to_dict())
-    profile = Profile.from_dict(json.loads(text.replace("blocks.0.q", SCRIPT)))
+    profile = scripted("blocks.0.q")
     plan = search_policy(profile, "70%")
     fill(folder, plan=plan, found=verified(plan))
     profile.save(folder / "profile.json")
     assert run(["report", "--run", str(folder), "--quiet"]) == 0
     return folder / "report.html"
+
+
+@pytest.fixture(scope="module", name="comparison")
+def _comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of three runs: one that peaks in a layer whose name is a script, and one of such a command."""
+    home = tmp_path_factory.mktemp("runs")
+    profile = scripted(PEAK)
+    plan = search_policy(profile, "70%")
+    fill(home / "verified", plan=plan, found=verified(plan))
+    profile.save(home / "verified" / "profile.json")
+    fill(home / "a-run-with-a-rather-long-name-of-its-own", plan=search_policy(PROFILE, "90%"))
+    fill(home / "plain")
+    unpriced = tuple(replace(layer, options=()) for layer in PROFILE.layers)
+    observed = replace(PROFILE, script=f"python {SCRIPT}", layers=unpriced, ties=())
+    observed.save(home / "plain" / "profile.json")
+    folders = [str(home / name) for name in ("verified", "a-run-with-a-rather-long-name-of-its-own", "plain")]
+    assert run(["report", *folders, "--quiet"]) == 0
+    return home / "verified" / "comparison.html"
 
 
 @pytest.fixture(name="context")
@@ -65,17 +91,21 @@ def _faults() -> list[str]:
 
 
 @pytest.fixture(name="page")
-def _page(context: BrowserContext, report: Path, faults: list[str]) -> Iterator[Page]:
-    """The page; at the end of the test nothing may have gone wrong, and nothing been asked for."""
+def _page(context: BrowserContext, faults: list[str], request: pytest.FixtureRequest) -> Iterator[Page]:
+    """The report, or the page of `both`; at its end nothing may have gone wrong, or have been asked for."""
+    path: Path = request.getfixturevalue(getattr(request, "param", "report"))
     page = context.new_page()
     page.on("console", lambda message: faults.append(message.text))
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("dialog", lambda dialog: faults.append(dialog.message))
     page.on("request", lambda request: faults.append(request.url))
-    page.goto(report.as_uri())
-    assert faults.pop(0) == report.as_uri()
+    page.goto(path.as_uri())
+    assert faults.pop(0) == path.as_uri()
     yield page
     assert not faults
+
+
+both = pytest.mark.parametrize("page", ["report", "comparison"], indirect=True)
 
 
 def column(page: Page, title: str) -> list[str]:
@@ -90,11 +120,12 @@ def overflow(page: Page) -> int:
     return width
 
 
+@both
 @pytest.mark.parametrize("width", WIDTHS)
 def test_is_as_wide_as_the_window(page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 900})
     assert overflow(page) == 0
-    assert page.locator("#memory_through_step svg").is_visible()
+    assert page.locator("figure svg").first.is_visible()
 
 
 def test_begins_with_the_sentence(page: Page) -> None:
@@ -106,6 +137,24 @@ def test_begins_with_the_sentence(page: Page) -> None:
 def test_a_script_in_a_name_is_text(page: Page) -> None:
     assert any(SCRIPT in name for name in column(page, "layer"))
     assert page.locator("script").count() == 1
+
+
+@pytest.mark.parametrize("page", ["comparison"], indirect=True)
+def test_a_script_in_a_command_and_in_a_figure_is_text(page: Page, comparison: Path) -> None:
+    models = page.locator("#runs td:nth-child(2)").all_text_contents()
+    assert models[-1] == f"python {SCRIPT}"
+    assert page.locator("script").count() == 1
+    encoded = page.locator("figure a").first.get_attribute("href") or ""
+    assert SCRIPT in base64.b64decode(encoded.partition(",")[2]).decode(), "no figure has the layer"
+
+
+@pytest.mark.parametrize("page", ["comparison"], indirect=True)
+def test_each_run_has_its_row_its_sentence_and_its_figure(page: Page) -> None:
+    names = page.locator("#runs td:first-child").all_text_contents()
+    assert len(names) == 3
+    assert page.locator("section h2").all_text_contents() == names
+    assert page.locator("section .sentence").count() == page.locator("section figure svg").count() == 3
+    assert "25 % slower" in page.locator(".sentence").first.inner_text().replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_layers_sort_by_numbers_and_by_names(page: Page) -> None:
@@ -135,6 +184,7 @@ def test_layers_are_filtered(page: Page) -> None:
     assert page.locator("#shown").inner_text() == f"{len(shown)} of {every} rows"
 
 
+@both
 def test_the_theme_is_chosen_and_remembered(page: Page, faults: list[str]) -> None:
     def background() -> str:
         color: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -171,14 +221,16 @@ def test_without_a_clipboard_the_policy_is_selected(page: Page, report: Path) ->
     assert selected.strip() == Plan.load(report.with_name("plan.json")).policy.dumps().strip()
 
 
+@both
 def test_on_paper_everything_is_black_on_white(page: Page) -> None:
     page.get_by_text("dark", exact=True).click()
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert not page.get_by_label("Filter the layers").is_visible()
-    assert not page.locator(".theme").is_visible()
+    for unused in (".filter", ".theme", "figcaption a"):
+        assert not any(found.is_visible() for found in page.locator(unused).all())
 
 
+@both
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_is_accessible(page: Page, scheme: Any) -> None:
     page.emulate_media(color_scheme=scheme)
