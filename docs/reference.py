@@ -44,7 +44,7 @@ DOCUMENTS = {
     "profile": ("profile", "profile.json"),
     "plan": ("", "plan.json"),
     "search": ("search", ""),
-    "join": ("search --join", ""),
+    "join": ("search --join STUDY", ""),
     "verify": ("verify", "verify.json"),
     "report": ("report", ""),
     "tables": ("", "report.json, comparison.json"),
