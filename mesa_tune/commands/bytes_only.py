@@ -194,7 +194,7 @@ def _next(request: Request, folder: Run) -> str:
     """Return the command that also measures what a search needs."""
     if request.is_configuration:
         return "mesa-tune init, for a model.py with data: a search needs errors and times"
-    return f"mesa-tune profile {request.model}{folder.option}, which also measures errors and times"
+    return f"mesa-tune profile {request.model}{folder.option}, for errors and times, too"
 
 
 def _under_policies(profiled: Profile) -> list[str]:

@@ -64,7 +64,7 @@ def _unfinished(run: Run, profile: Profile) -> str | None:
     if profile.partial:
         return f"{_profile(run, profile.model)}, which resumes it"
     if profile.layers and not has_prices(profile):
-        return f"{_profile(run, profile.model)}, which also measures errors and times"
+        return f"{_profile(run, profile.model)}, for errors and times, too"
     if profile.model is not None and file_fingerprint(Path(profile.model)) != profile.fingerprint:
         return f"{_profile(run, profile.model, force=True)}, as the file has changed"
     return None
