@@ -1,12 +1,13 @@
 """Is training under a policy within a noise ratio as good as plain training? Several seeds, paired.
 
-    python benchmarks/learning.py [--tasks digits,text] [--seeds 5] [--policies plain,fastest]
+    python benchmarks/learning.py [--tasks digits,text,resnet,lora] [--seeds 5] [--policies plain,fastest]
         [--ratios 0.1,0.3] [--untrained]
     python benchmarks/learning.py --docs    # writes docs/learning.md from results/learning.jsonl
 
-Plain, uniform 2 bits, and two policies of the search: the fastest within 40 % of the plain peak, and the
-smallest (`--smallest`), both within the default noise ratio. `--ratios` adds smallest policies within others.
-A seed determines initialization and batches, equally for all policies, so differences to plain are paired.
+Plain, two policies of the search: the fastest within 40 % of the plain peak, and the smallest (`--smallest`),
+both within the default noise ratio, and rivals (`learning_policies.py`). `--ratios` adds smallest policies
+within others. A seed determines initialization and batches, equally for all policies, so differences to plain
+are paired.
 
 What is hard: noise ratios grow during training. So policies are solved from a profile with the weights at the
 end of a plain training with another seed, and each training ends with a measurement of its policy's ratio.
@@ -26,27 +27,33 @@ from functools import cache
 from typing import Any
 
 from common import RESULTS, ROOT, append, code_of, json_lines
+from learning_lora import LORA
 from learning_page import table, write
+from learning_policies import FASTEST, PLAIN, RATIO, RIVALS, SMALLEST, UNTRAINED, policy_of
+from learning_resnet import RESNET
 from learning_tasks import TASKS, Task, train
 from torch import nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.verification import BATCHES, UNUSED_DRAWS
-from mesa_tune.search.objectives import MAX_NOISE_RATIO
 
 FOLDERS = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler", "search")
-SHARES = range(40, 100, 5)
+ALL = {**TASKS, "resnet": RESNET, "lora": LORA}
+SOURCES = {"resnet": ("learning_resnet.py",), "lora": ("learning_lora.py",)}
+"""Files of tasks, besides that of all."""
+
+WITHOUT = {"lora": "the model before it"}
+"""What has the score `uninformed`, if not a guess that ignores the input."""
+
 PROFILED_SEED = 1000
-PLAIN, FASTEST, SMALLEST, UNIFORM = "plain", "fastest", "smallest", "uniform 2 bits"
-UNTRAINED, RATIO = ", untrained", ", ratio "
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--tasks", default=",".join(ALL))
     parser.add_argument("--seeds", type=int, default=5, help="trainings under each policy (at least 2)")
-    every = f"{PLAIN},{FASTEST},{SMALLEST},{UNIFORM}"
+    every = ",".join([PLAIN, FASTEST, SMALLEST, *RIVALS])
     parser.add_argument("--policies", default=every, help=f"of {every}")
     parser.add_argument("--ratios", default="", help="noise ratios of further smallest policies")
     parser.add_argument("--untrained", action="store_true", help="also the smallest of the untrained model")
@@ -57,7 +64,7 @@ def main() -> None:
         return
     if arguments.seeds < 2:
         parser.error("--seeds must be at least 2: one training has no spread")
-    names = [name for name in (PLAIN, FASTEST, SMALLEST, UNIFORM) if name in arguments.policies.split(",")]
+    names = [name for name in every.split(",") if name in arguments.policies.split(",")]
     names += [f"{SMALLEST}{RATIO}{ratio}" for ratio in arguments.ratios.split(",") if ratio]
     names += [f"{SMALLEST}{UNTRAINED}"] * arguments.untrained
     for task in arguments.tasks.split(","):
@@ -66,7 +73,7 @@ def main() -> None:
 
 def measure(name: str, names: Iterable[str], seeds: Iterable[int]) -> None:
     """Search for the policies of task `name` that have no line, train what has none, and print the table."""
-    task, version = TASKS[name], code()
+    task, version = ALL[name], code(name)
     for label in names:
         if not recorded(name, version, label):
             append("learning", {"task": name, "code": version, **policy_line(name, label)})
@@ -91,21 +98,21 @@ def recorded(task: str, version: str, label: str, seed: int | None = None) -> di
     return next(found, None)
 
 
-def code() -> str:
-    """Return a hash of the sources that policies and trainings depend on."""
-    own = ROOT / "benchmarks" / "learning_tasks.py", ROOT / "examples" / "digits_vit.py"
-    return code_of(FOLDERS, *own)
+def code(task: str) -> str:
+    """Return a hash of the sources that policies and trainings of a task depend on."""
+    own = (ROOT / "benchmarks" / name for name in ("learning_tasks.py", *SOURCES.get(task, ())))
+    return code_of(FOLDERS, *own, ROOT / "examples" / "digits_vit.py")
 
 
 def policy_line(name: str, label: str) -> dict[str, Any]:
     """Return policy `label`, its predicted bytes and noise ratio, and the ratio with the first weights."""
     print(f"{name}: searching {label}", flush=True)
-    task, profile = TASKS[name], profile_of(name, trained=UNTRAINED not in label)
-    budget, policy = searched(profile, label.removesuffix(UNTRAINED))
+    task, profile = ALL[name], profile_of(name, trained=UNTRAINED not in label)
+    budget, policy = policy_of(profile, label.removesuffix(UNTRAINED))
     predicted = profile.predict(policy or mt.Policy.parse(""))
     plain = {"plain_peak": profile.peak_bytes, "uninformed": task.uninformed(), "steps": task.steps}
     values = {name: getattr(task, name) for name in ("title", "metric", "relative")}
-    line = {"policy": label, "seed": None, **values, **plain, "budget": budget}
+    line = {"policy": label, "seed": None, **values, **plain, "budget": budget, "without": WITHOUT.get(name)}
     line |= {"peak": predicted.peak_bytes, "saved": predicted.saved_bytes}
     if policy is None:
         return {**line, "text": None}
@@ -119,7 +126,7 @@ def policy_line(name: str, label: str) -> dict[str, Any]:
 @cache
 def profile_of(name: str, *, trained: bool) -> mt.Profile:
     """Return the profile of a task, with the weights after training or those before it."""
-    task = TASKS[name]
+    task = ALL[name]
     if not trained:
         return mt.profile(task.workload)
     return mt.profile(with_weights(task.workload, train(task, None, PROFILED_SEED).model))
@@ -135,28 +142,6 @@ def with_weights(workload: mt.Workload, trained: nn.Module) -> mt.Workload:
         return built
 
     return replace(workload, model=model)
-
-
-def searched(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | None]:
-    """Return the budget and the policy; the budget of the fastest is the first of SHARES within reach."""
-    if label == PLAIN:
-        return None, None
-    if label == UNIFORM:
-        return None, mt.Policy.uniform(level=4)
-    if label == FASTEST:
-        plans = ((f"{share}%", fastest(profile, share)) for share in SHARES)
-        return next((budget, policy) for budget, policy in plans if policy is not None)
-    ratio = float(label.partition(RATIO)[2] or MAX_NOISE_RATIO)
-    return None, mt.search_policy(profile, trials=0, objective="memory", max_noise_ratio=ratio).policy
-
-
-def fastest(profile: mt.Profile, share: int) -> mt.Policy | None:
-    """Return the fastest policy within `share` percent of the plain peak; None if there is none."""
-    try:
-        return mt.search_policy(profile, f"{share}%", trials=0, objective="time").policy
-    except mt.BudgetError as error:
-        print(error, flush=True)
-        return None
 
 
 def trained(task: Task, line: dict[str, Any] | None, seed: int) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""The policies of `learning.py`: two of the search, and those of other systems with their published settings."""
+
+from __future__ import annotations
+
+from greedy import greedy
+
+import mesa_tune as mt
+from mesa_tune.search.objectives import MAX_NOISE_RATIO
+
+PLAIN, FASTEST, SMALLEST = "plain", "fastest", "smallest"
+UNTRAINED, RATIO = ", untrained", ", ratio "
+SHARES = range(40, 100, 5)
+GREEDY = "greedy at the bytes of smallest"
+MATMULS = "on fc conv:\n    by_index: all\n"
+MESA = "on fc conv gelu bn relu softmax matmul attention layernorm:\n    by_index: all\n"
+RIVALS = {
+    "uniform 4 bits": mt.Policy.uniform(level=16),
+    "uniform 2 bits": mt.Policy.uniform(level=4),
+    "Mesa, 8 bits": mt.Policy.parse(f"{MESA}    level: 256\n    ema_decay: 0.9\n"),
+    "DropIT 0.9": mt.Policy.parse(f"{MATMULS}    drop: 0.9\n    store: exact\n"),
+    "WTA-CRS 0.3": mt.Policy.parse(f"{MATMULS}    rows: 0.3\n    store: exact\n"),
+    GREEDY: None,
+}
+"""Rivals by label. Greedy: bits by layer as GACT chooses them, within the saved bytes of the smallest policy."""
+
+
+def policy_of(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | None]:
+    """Return the budget and the policy; the budget of the fastest is the first of SHARES within reach."""
+    if label == PLAIN:
+        return None, None
+    if label == FASTEST:
+        plans = ((f"{share}%", fastest(profile, share)) for share in SHARES)
+        return next((budget, policy) for budget, policy in plans if policy is not None)
+    if label == GREEDY:
+        limit = profile.predict(smallest(profile)).saved_bytes
+        policy = greedy(profile, lambda one: profile.predict(one).saved_bytes, limit, law=False)
+        assert policy is not None, "1 bit everywhere saves more than the smallest policy"
+        return None, policy
+    if label in RIVALS:
+        return None, RIVALS[label]
+    return None, smallest(profile, float(label.partition(RATIO)[2] or MAX_NOISE_RATIO))
+
+
+def smallest(profile: mt.Profile, ratio: float = MAX_NOISE_RATIO) -> mt.Policy:
+    return mt.search_policy(profile, trials=0, objective="memory", max_noise_ratio=ratio).policy
+
+
+def fastest(profile: mt.Profile, share: int) -> mt.Policy | None:
+    """Return the fastest policy within `share` percent of the plain peak; None if there is none."""
+    try:
+        return mt.search_policy(profile, f"{share}%", trials=0, objective="time").policy
+    except mt.BudgetError as error:
+        print(error, flush=True)
+        return None
