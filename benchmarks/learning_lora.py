@@ -1,4 +1,4 @@
-"""A task of `learning.py`: its GPT of the standard library's modules is trained further with LoRA on other text.
+"""A task of `learning.py`: its GPT of the standard library's modules is trained on other text, with LoRA.
 
 The other text is the package `encodings`: tables of characters and their codecs. The GPT is trained once,
 with a seed of its own, and kept in `build/learning/`.

@@ -37,9 +37,9 @@ Does training under a policy within a noise ratio end as plain training does?
 * **fastest**: the fastest policy of the search within the smallest of the budgets 40 %, 45 %, … of the plain
   peak that is within reach; **smallest**: the lowest peak, as of `mesa-tune search --smallest`. Both are
   solved from a profile (no study), within the default noise ratio of 0.03 or the one named.
-* Rivals, with no limit on the ratio: **uniform** bits; **Mesa**: 8 bits with running ranges; **DropIT 0.9**: of
-  linear layers and convolutions the largest tenth of the elements, exact; **WTA-CRS 0.3**: of these 30 % of the
-  rows, exact; **greedy**: bits by layer as GACT chooses them, within the saved bytes of smallest.
+* Rivals, with no limit on the ratio: **uniform** bits; **Mesa**: 8 bits with running ranges; **DropIT 0.9**:
+  of linear layers and convolutions the largest tenth of the elements, exact; **WTA-CRS 0.3**: of these 30 %
+  of the rows, exact; **greedy**: bits by layer as GACT chooses them, within the saved bytes of smallest.
 * Noise ratios grow during training. So the profile has the weights at the end of a plain training with
   another seed; **untrained**: the weights before training.
 * **peak**, **saved**: predicted bytes, in % of the plain peak. **ratio predicted**: for the profiled weights.
@@ -154,7 +154,8 @@ def _section(lines: Sequence[Line], task: str) -> list[str]:
     first, plain, _ = trained[0]
     mean = statistics.fmean(run["score"] for run in plain.values())
     without = first.get("without") or "a guess that ignores the input"
-    about = f"{first['steps']} steps. Plain {first['metric']} {mean:.3f}; {without} has {first['uninformed']:.3f}."
+    beside = f"{without} has {first['uninformed']:.3f}"
+    about = f"{first['steps']} steps. Plain {first['metric']} {mean:.3f}; {beside}."
     return [f"## {first['title']}", "", about, "", *table(lines, task), ""]
 
 

@@ -1,4 +1,4 @@
-"""The policies of `learning.py`: two of the search, and those of other systems with their published settings."""
+"""The policies of `learning.py`: two of the search, and those of other systems as they were published."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RIVALS = {
     "WTA-CRS 0.3": mt.Policy.parse(f"{MATMULS}    rows: 0.3\n    store: exact\n"),
     GREEDY: None,
 }
-"""Rivals by label. Greedy: bits by layer as GACT chooses them, within the saved bytes of the smallest policy."""
+"""Rivals by label. Greedy: bits by layer as GACT chooses them, within the saved bytes of the smallest."""
 
 
 def policy_of(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | None]:
