@@ -1,6 +1,6 @@
 """Is there a policy that saves so few bytes, is that fast, and is within the noise?
 
-    python benchmarks/max_saved.py [--models digits_vit,deit_ti] [--batches 12] [--rounds 9]
+    python benchmarks/max_saved.py [--models digits_vit,deit_ti] [--batches 12] [--rounds 9] [--smallest]
 
 `--budget 100% --forbid recompute` with `--max-saved 5% --max-slowdown 1.2`, and with 2.5 % and 1.3: the plan
 of least error, which is to be within noise ratio 0.1. With and without the codecs below one bit (`rows`,
@@ -29,10 +29,11 @@ def main() -> None:
     parser.add_argument("--models", default="digits_vit,deit_ti")
     parser.add_argument("--batches", type=int, default=12, help="unseen batches for noise ratios")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--smallest", action="store_true", help="only the plans of `--smallest`")
     arguments = parser.parse_args()
     for name in arguments.models.split(","):
         model = Model(name)
-        for saved, slowdown in ASKED:
+        for saved, slowdown in () if arguments.smallest else ASKED:
             for forbid in ((), BELOW_ONE_BIT):
                 result = found(model, saved, slowdown, forbid, arguments)
                 asked = {"model": name, "max_saved": saved, "max_slowdown": slowdown, "forbid": forbid}
