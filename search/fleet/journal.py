@@ -24,6 +24,7 @@ class _CuttingLock(JournalFileSymlinkLock):
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), grace_period=LOCK_SECONDS)
+        self._lock_target_file = path.name  # in the lock's own folder, however each process names it
         self.path = path
 
     def acquire(self) -> bool:

@@ -114,9 +114,16 @@ def test_half_a_line_of_a_killed_process_is_cut(path: Path) -> None:
 
 def test_the_lock_of_a_killed_process_is_broken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "LOCK_SECONDS", 3)
-    plan(1, f"journal:{path}")
-    path.with_name("study.lock").symlink_to(path)
-    assert plan(2, f"journal:{path}").trials == 2
+    monkeypatch.chdir(path.parent.parent)
+    relative = path.relative_to(Path.cwd())
+    plan(1, f"journal:{relative}")
+    assert ended(child(_killed_with_the_lock, relative)) == -signal.SIGKILL
+    assert plan(2, f"journal:{relative}").trials == 2
+
+
+def _killed_with_the_lock(path: Path) -> None:
+    journal._CuttingLock(path).acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", ["journal:", ""], ids=["journal", "sqlite"])
