@@ -54,6 +54,15 @@ AutocastOption = Annotated[
     str | None, typer.Option("--autocast", metavar="bfloat16|none", help="Default: the file's AUTOCAST.")
 ]
 FastOption = Annotated[bool, typer.Option("--fast", help="One group size and one batch: a first look.")]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        metavar="S",
+        min=1,
+        help="After S seconds measure only what a profile cannot do without.",
+    ),
+]
 BytesOnlyOption = Annotated[
     bool, typer.Option("--bytes-only", help="Bytes and peak alone: allocates no model, runs no step.")
 ]
@@ -77,6 +86,7 @@ def profile(
     device: DeviceOption = None,
     autocast: AutocastOption = None,
     fast: FastOption = False,
+    timeout: TimeoutOption = None,
     bytes_only: BytesOnlyOption = False,
     length: LengthOption = None,
     fits: FitsOption = None,
@@ -98,6 +108,7 @@ def profile(
     folder = Run(run, force=force)
     if command:
         measured = {"--batch-size": batch_size, "--device": device, "--autocast": autocast, "--fast": fast}
+        measured["--timeout"] = timeout
         measured |= {"--bytes-only": bytes_only, "--length": length, "--fits": fits}
         _refuse(measured, "the script itself says that: leave it out, or change it there")
         _profile_script([model, *command], 3 if steps is None else steps, stop, folder, output)
@@ -106,6 +117,7 @@ def profile(
     request = Request(model, batch_size, length, device, autocast, fits)
     request.check(bytes_only=bytes_only, fast=fast)
     if bytes_only:
+        _refuse({"--timeout": timeout}, "--bytes-only runs no step that could take time: leave it out")
         profile_bytes(request, folder, output)
         return
     workload = Workload.load(model, batch_size=batch_size, device=device, autocast=autocast)
@@ -121,6 +133,7 @@ def profile(
             options=options,
             seeds=seeds,
             path=folder.profile,
+            timeout=timeout,
             progress=lambda text, share: output.status(f"{share:4.0%} {text}"),
             enough=_announcing(output, seeds, len(options)),
             save=lambda partial: folder.write(folder.profile, dump_json(partial.to_dict()), origin),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mesa_tune import cli
+from mesa_tune.profiler import profiling
 from tests.synthetic import synthetic_profile
 
 HEAD = """
@@ -287,6 +288,20 @@ def test_a_profile_says_why_no_policy_lowers_the_peak(
     Path("model.py").write_text(HEAD + MODELS[name])
     assert cli.run(["profile", "model.py", "--fast"]) == 0
     assert why in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_timeout_ends_a_profile_that_a_search_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(HEAD + MODELS["mlp"])
+    with monkeypatch.context() as slow:
+        slow.setattr(profiling, "_TIMED_STEPS", 1e9)  # as if the steps to be timed took all of the time
+        assert cli.run(["profile", "model.py", "--timeout", "60"]) == 0
+    printed = capsys.readouterr().out
+    assert "time was up: errors were measured on 1 batch" in printed
+    command, *options = next_in(printed)
+    assert cli.run([command, *options, *SHORT[command]]) == 0
 
 
 def test_an_unreachable_budget_names_one_that_succeeds(

@@ -154,6 +154,7 @@ def test_slices_of_the_loss_are_among_what_fits(capsys: pytest.CaptureFixture[st
         (["model.py", "--fits", "40%", "--bytes-only"], "not a share"),
         (["model.py", "--length", "8", "--bytes-only"], "--length 8"),
         (["model.py", "--fast", "--bytes-only"], "exclude each other"),
+        (["model.py", "--timeout", "9", "--bytes-only"], "--timeout: not for this profile"),
         (["hf:none.json", "--bytes-only"], "cannot be read"),
         (["hf:config.json", "--bytes-only", "--length", "8"], "images have no --length"),
     ],
