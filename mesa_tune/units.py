@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mesa_tune.errors import BudgetError
@@ -89,11 +90,18 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
 
 
-def shorten(name: str, longest: int) -> str:
-    """Cut the middle of `name` to leave `longest` characters: the two ends tell layers apart."""
+def shorten(name: str, longest: int, head: float = 1 / 3) -> str:
+    """Cut the middle of `name` to leave `longest` characters, of which `head` is the share before the cut."""
     if len(name) <= longest:
         return name
-    return name[: longest // 3] + "…" + name[len(name) - (longest - longest // 3 - 1) :]
+    before = int(longest * head)
+    return name[:before] + "…" + name[len(name) - (longest - before - 1) :]
+
+
+def shorten_apart(names: Sequence[str], longest: int) -> list[str]:
+    """Cut the middle of each name to leave `longest` characters, where that tells most names apart."""
+    cuts = [[shorten(name, longest, head) for name in names] for head in (1 / 3, 1 / 2, 2 / 3)]
+    return max(cuts, key=lambda cut: len(set(cut)))
 
 
 def unbroken(text: str) -> str:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesa_tune.errors import BudgetError
-from mesa_tune.units import format_bytes, format_time, parse_bytes, unbroken
+from mesa_tune.units import format_bytes, format_time, parse_bytes, shorten_apart, unbroken
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,13 @@ def test_times_have_three_digits(seconds: float, text: str) -> None:
 
 def test_numbers_and_their_units_stay_on_one_line() -> None:
     assert unbroken("4.18 MB, 25 % of 3 layers") == "4.18\xa0MB, 25\xa0% of 3 layers"
+
+
+def test_shortened_names_stay_apart() -> None:
+    names = [f"transformer.h.{i}.attn.scaled_dot_product_attention.0" for i in range(12)]
+    cut = shorten_apart([*names, "head"], 44)
+    assert len(set(cut)) == 13
+    assert max(map(len, cut)) == 44
+    assert cut[-1] == "head"
+    inner = [f"encoder.layers.{i}.feed_forward_network.dense_out.{i}.addmm.0" for i in range(3)]
+    assert all(text.startswith("encoder.layer…") for text in shorten_apart(inner, 40))

@@ -16,6 +16,7 @@ from mesa_tune.commands.common import (
     dump_json,
     format_bytes,
     format_table,
+    noted,
 )
 from mesa_tune.commands.guide.advice import advice
 from mesa_tune.errors import WorkloadError
@@ -173,7 +174,7 @@ def _lines(profiled: Profile, request: Request, folder: Run, fitting: Sequence[s
         rows.append([f"{len(owners) - _MAX_ROWS} further layers", "", format_bytes(rest)])
     static, plain = format_bytes(profiled.static_bytes), profiled.predict_assignment({})
     return [
-        *(f"note: {note}" for note in profiled.notes),
+        *noted(profiled.notes),
         f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
         *below("" if plain.peak is None else plain.peak.text),
         *below(plain.workspaces_text),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
@@ -16,7 +16,7 @@ from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json, write_atomically
 from mesa_tune.notice import StatusLine
 from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
-from mesa_tune.units import Budget, counted, format_bytes, format_time, parse_bytes, shorten, unbroken
+from mesa_tune.units import Budget, counted, format_bytes, format_time, parse_bytes, shorten_apart, unbroken
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
@@ -120,8 +120,8 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: in
     """
     table = [list(header), *map(list, rows)]
     others = sum(2 + max(len(row[column]) for row in table) for column in range(1, len(header)))
-    for row in table:
-        row[0] = shorten(row[0], max(width - others, 9))
+    names = shorten_apart([row[0] for row in table], max(width - others, 9))
+    table = [[name, *row[1:]] for name, row in zip(names, table, strict=True)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     return [_aligned(row, widths) for row in table]
 
@@ -171,6 +171,11 @@ def wrapped(text: str, indent: int, *, first: str = "") -> list[str]:
         unbroken(text), 80, initial_indent=first, subsequent_indent=indent * " ", break_on_hyphens=False
     )
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def noted(notes: Iterable[str]) -> list[str]:
+    """Return notes in lines of at most 80 characters."""
+    return [line for note in notes for line in wrapped(note, 6, first="note: ")]
 
 
 def below(text: str) -> list[str]:

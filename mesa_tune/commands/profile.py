@@ -24,6 +24,7 @@ from mesa_tune.commands.common import (
     format_bytes,
     format_table,
     format_time,
+    noted,
 )
 from mesa_tune.commands.guide.advice import advice, find_reach, has_prices, next_command
 from mesa_tune.errors import RunError
@@ -77,6 +78,7 @@ FitsOption = Annotated[
 ]
 
 _MAX_ROWS = 12
+_HEADER = ("layer", "tag", "saves", "error at 4 bits")
 
 
 def profile(
@@ -192,10 +194,10 @@ def _lines(profiled: Profile, folder: Run) -> list[str]:
     rest = sum(layer.own_bytes for layer in profiled.layers) - sum(layer.own_bytes for layer in largest)
     if rest > 0:
         rows.append([f"{len(profiled.layers) - len(largest)} further layers", "", format_bytes(rest), ""])
-    header = ["layer", "tag", "saves", "error at 4 bits"][: 4 if has_prices(profiled) else 3]
+    columns = 4 if has_prices(profiled) else 3
     static, plain = format_bytes(profiled.static_bytes), profiled.predict_assignment({})
     return [
-        *(f"note: {note}" for note in profiled.notes),
+        *noted(profiled.notes),
         f"peak of a step   {format_bytes(profiled.peak_bytes):>8}   (weights, optimizer, batch: {static})",
         *below("" if plain.peak is None else plain.peak.text),
         *below(plain.workspaces_text),
@@ -205,7 +207,7 @@ def _lines(profiled: Profile, folder: Run) -> list[str]:
         f"a step takes     {format_time(profiled.plain_ms(profiled.batch_size) / 1e3):>8}",
         *_noise(profiled),
         "",
-        *format_table(header, [row[: len(header)] for row in rows]),
+        *format_table(_HEADER[:columns], [row[:columns] for row in rows]),
         "",
         f"wrote {folder.profile}",
         f"next: {next_command(profiled, reach, folder)}",

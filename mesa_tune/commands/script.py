@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json
+from mesa_tune.notice import say
 
 if TYPE_CHECKING:
     from mesa_tune.profiler.profile import Profile
@@ -27,7 +29,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _POLL_S = 0.1
+_SOON_S = 5.0
 _PATIENCE_S = 20.0
+_NOTHING_CALLED = (
+    "no step was observed: the script called no module with gradients, or compiled ones alone\n"
+    "let it train; set TORCH_COMPILE_DISABLE=1 if it compiles its model"
+)
 
 
 def observe(
@@ -36,7 +43,7 @@ def observe(
     """Run `command`, and call `show` with the profile of its step number `steps` when it is observed.
 
     `stop`: then end the command. `quiet_stdout`: what it prints goes to standard error. Raise RunError if it
-    cannot be started, fails, or ends before a step was observed.
+    cannot be started, fails, or ends before a step was observed. That no step will be is said at once.
     """
     if steps < 2:
         raise RunError(f"--steps {steps}: must be 2 or more\nthe first step shows what the script does")
@@ -91,7 +98,10 @@ def _shared_folder(script: str, steps: int, model: str | None) -> Iterator[Path]
 
 class _Script:
     def __init__(self, folder: Path, command: list[str], quiet_stdout: bool) -> None:
+        from mesa_tune.profiler.recording.starting import FAULT
+
         self.folder, self.command = folder, command
+        self.fault, self.told = folder / FAULT, False
         paths = [str(folder), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         try:
@@ -113,19 +123,37 @@ class _Script:
                 status = self._waited(_POLL_S)
                 if found is None and (found := result(self.folder)) is not None:
                     show(found)
-                    if stop and status is None:
+                    if stop:
                         self._end()
-                        status = 0
+                        return
+                if found is None and status is None and self._has_failed(stop):
+                    status = 0
         finally:
             if status is None:
                 self._waited(_PATIENCE_S)  # Ctrl-C has reached the script, too
                 self._end()
+        self._require_success(status, found is not None)
+
+    def _require_success(self, status: int | None, found: bool) -> None:
         if status:
+            before = "" if found else " before a step was observed"
             raise RunError(
-                f"`{shlex.join(self.command)}` ended with status {status}\nits own output says why"
+                f"`{shlex.join(self.command)}` ended with status {status}{before}\nits own output says why"
             )
-        if found is None:
-            raise RunError(self._fault())
+        if not found:
+            raise RunError(self._fault() or _NOTHING_CALLED)
+
+    def _has_failed(self, stop: bool) -> bool:
+        """Return whether the script was ended, as no step can be observed; without `stop`, say so once."""
+        fault = self._fault()
+        if fault is None or time.time() - self.fault.stat().st_mtime < _SOON_S:
+            return False  # the script may be about to end, with a status of its own
+        if stop:
+            self._end()
+        elif not self.told:
+            self.told = True
+            say(f"{fault.splitlines()[0]}; the script goes on, unobserved")
+        return stop
 
     def _waited(self, seconds: float) -> int | None:
         """Return the status of the command; None if it has not ended within `seconds`."""
@@ -140,14 +168,6 @@ class _Script:
             self.process.kill()
             self.process.wait()
 
-    def _fault(self) -> str:
-        from mesa_tune.profiler.recording.starting import FAULT
-
-        path = self.folder / FAULT
-        if path.exists():
-            return path.read_text("utf-8")
-        return (
-            "no step was observed: the script ended before enough steps of a torch.optim optimizer, or it "
-            "compiles its model\n"
-            "let it run longer, observe an earlier step with --steps 2, or set TORCH_COMPILE_DISABLE=1"
-        )
+    def _fault(self) -> str | None:
+        """Return why no step can be observed, if that is known."""
+        return self.fault.read_text("utf-8") if self.fault.exists() else None

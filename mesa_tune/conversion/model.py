@@ -187,6 +187,14 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
+def uninstall(model: nn.Module, conversion: Conversion) -> None:
+    """Undo `install`, but for modules that were converted since then."""
+    for module in model.modules():
+        converted = module.__dict__.get(CONVERTED)
+        if converted is not None and converted.conversion is conversion:
+            _revert(module, converted)
+
+
 def _revert(module: nn.Module, converted: ConvertedForward) -> None:
     module.__dict__.pop(REPLICATE, None)
     if is_bound(module):
@@ -200,8 +208,13 @@ def _revert(module: nn.Module, converted: ConvertedForward) -> None:
 
 def conversion_of(model: nn.Module) -> Conversion | None:
     """Return the conversion of `model`, if any."""
+    return next(conversions_of(model), None)
+
+
+def conversions_of(model: nn.Module) -> Iterator[Conversion]:
+    """Yield the conversion of each module of `model` that has one: parts may be converted apart."""
     forwards = (module.__dict__.get(CONVERTED) for module in model.modules())
-    return next((forward.conversion for forward in forwards if forward and not forward.reverted), None)
+    return (forward.conversion for forward in forwards if forward and not forward.reverted)
 
 
 @contextmanager

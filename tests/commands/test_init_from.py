@@ -82,6 +82,45 @@ def test_the_file_has_the_layers_of_the_script(name: str, folder: Path) -> None:
     assert rows("mine/profile.json") == rows("model/profile.json")
 
 
+OTHERS = {
+    "Accelerate": """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+loader = torch.utils.data.DataLoader([0] * 48, batch_size=8, collate_fn=lambda given: batch(len(given)))
+net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
+for given in loader:
+    with accelerator.accumulate(net):
+        accelerator.backward(net(**given).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "PEFT": """
+from peft import LoraConfig, get_peft_model
+net = get_peft_model(net, LoraConfig(target_modules=["query", "value"]))
+optimizer = torch.optim.AdamW(net.parameters())
+for _ in range(4):
+    with torch.autocast("cpu", torch.bfloat16): loss = net(**batch(8)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_observed_is_what_the_file_profiles(name: str, folder: Path) -> None:
+    (folder / "model.py").write_text(MODEL)
+    (folder / "train.py").write_text(START + OTHERS[name])
+    assert cli.run(["profile", "--run", "script", "--", sys.executable, "train.py"]) == 0
+    assert cli.run(["init", "mine.py", "--from", "train.py"]) == 0
+    assert cli.run(["profile", "mine.py", "--bytes-only", "--device", "cpu", "--run", "file"]) == 0
+    observed, recorded = (mt.Profile.load(f"{run}/profile.json") for run in ("script", "file"))
+    assert rows("script/profile.json") == rows("file/profile.json")
+    assert observed.saved_bytes == recorded.saved_bytes
+    assert observed.peak_bytes == pytest.approx(recorded.peak_bytes, rel=0.01)
+    assert observed.autocast == recorded.autocast == "bfloat16"
+
+
 def test_a_script_with_classes_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "train.py").write_text(OWN)
     command = ["init", "mine.py", "--from", "train.py --classes 7"]

@@ -11,6 +11,7 @@ import pytest
 
 import mesa_tune as mt
 from mesa_tune import cli
+from mesa_tune.commands import script as running
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -126,7 +127,10 @@ def test_the_users_sitecustomize_still_runs(
     ("arguments", "said"),
     [
         (["--", "no-such-program", "train.py"], "no-such-program: cannot be run"),
-        (["--", sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3"),
+        (
+            ["--", sys.executable, "-c", "raise SystemExit(3)"],
+            "ended with status 3 before a step was observed",
+        ),
         (["--steps", "1", "--", sys.executable, "-c", ""], "must be 2 or more"),
         (["--fast", "--", sys.executable, "-c", ""], "--fast: not for this profile"),
         (["--stop", "model.py"], "--stop: not for this profile"),
@@ -140,3 +144,143 @@ def test_what_cannot_be_run_is_told(
     error = capfd.readouterr().err
     assert said in error
     assert len(error.splitlines()) <= 3
+
+
+NETS = """
+import torch, mesa_tune as mt
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self, inputs=16, outputs=10):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(inputs, 256), nn.Linear(256, outputs)
+    def forward(self, x): return self.out(F.gelu(self.hidden(x)))
+class Generator(Net): pass
+class Discriminator(Net): pass
+net, policy = Net(), mt.Policy.uniform(level=16)
+optimizer = torch.optim.AdamW(net.parameters())
+def batch(): return torch.randn(32, 16), torch.randint(10, (32,))
+def loss(model, batch): return F.cross_entropy(model(batch[0]), batch[1])
+def train(steps, loss=loss, before=lambda step: None):
+    for step in range(steps):
+        before(step)
+        optimizer.zero_grad()
+        loss(net, batch()).backward()
+        optimizer.step()
+"""
+
+COMPRESSING = {
+    "convert": "mt.convert(net, policy); train(5)",
+    "of a part": "mt.convert(net.hidden, policy); train(5)",
+    "in the third step": "train(5, before=lambda step: step == 2 and mt.convert(net, policy))",
+    "auto": """
+import tempfile
+with tempfile.TemporaryDirectory() as run:
+    mt.auto(net, batch(), loss, budget="10GB", optimizer=optimizer, run=run)
+train(5)
+""",
+    "compress_saved": """
+def compressed(model, batch):
+    logits = model(batch[0])
+    with mt.compress_saved(policy): return F.cross_entropy(logits, batch[1])
+train(5, compressed)
+""",
+    "callback": """
+from transformers import Trainer, TrainingArguments
+from mesa_tune.integrations.transformers import MesaTuneCallback
+class Scored(Net):
+    def forward(self, x, labels): return {"loss": F.cross_entropy(super().forward(x), labels)}
+net, data = Scored(), [{"x": torch.randn(16), "labels": torch.tensor(3)} for _ in range(32)]
+options = {"max_steps": 4, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+arguments = TrainingArguments(output_dir="out", **options)
+Trainer(net, arguments, train_dataset=data, callbacks=[MesaTuneCallback(policy)]).train()
+""",
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSING)
+def test_a_script_that_compresses_is_refused_and_trains_on(
+    name: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(NETS + COMPRESSING[name] + END)
+    done = subprocess.run([sys.executable, "train.py"], check=True, capture_output=True, text=True).stdout
+    assert cli.run(["profile", "--run", "observed", "--", sys.executable, "train.py"]) == 1
+    captured = capfd.readouterr()
+    assert last_line(captured.out) == last_line(done)
+    assert captured.err.splitlines()[-2:] == [
+        "error: the script itself compresses with mesa-tune, and only plain steps are observed",
+        "leave mt.convert, mt.compress_saved, mt.auto and callbacks out for this run",
+    ]
+
+
+def test_two_models_have_the_names_of_their_classes(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gan = """
+made, judge = Generator(8, 16), Discriminator(16, 1)
+of_made, of_judge = torch.optim.Adam(made.parameters()), torch.optim.Adam(judge.parameters())
+for _ in range(5):
+    fake = made(torch.randn(32, 8))
+    of_judge.zero_grad()
+    (judge(fake.detach()) - judge(torch.randn(32, 16))).mean().backward()
+    of_judge.step()
+    of_made.zero_grad()
+    judge(fake).mean().backward()
+    of_made.step()
+"""
+    (folder / "train.py").write_text(NETS + gan)
+    assert cli.run(["profile", "--", sys.executable, "train.py"]) == 0
+    output = capfd.readouterr().out
+    assert "note: step 3 of the script: Generator, Discriminator, at batch size 32\n" in output
+    assert "note: several optimizers step (Adam, Adam)" in output
+    assert output.endswith("next: mesa-tune init, and put one of these steps into model.py\n")
+    assert max(map(len, output.splitlines())) <= 80
+    sizes = {layer.name: layer.own_bytes for layer in mt.Profile.load("mesa-run/profile.json").layers}
+    hidden = 32 * 256 * 4
+    assert sizes["Generator.gelu.0"] == hidden
+    assert sizes["Discriminator.gelu.0"] == 2 * hidden  # it is called on true and on made samples
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("train(4); raise ValueError", "ended with status 1\n"),
+        ("train(1); raise ValueError", "ended with status 1 before a step was observed\n"),
+        ("train(2)", "the script ended before it had taken 3 steps\nlet it run longer, or observe"),
+        ("net(batch()[0])", "the script ran no backward(), so no step was observed\n"),
+        ("loss(net, batch()).backward()", "no optimizer of torch.optim stepped in the script\n"),
+        ("with torch.no_grad(): net(batch()[0])", "the script called no module with gradients"),
+        ("net.compile(backend='eager'); train(4)", "set TORCH_COMPILE_DISABLE=1 if it compiles its model\n"),
+    ],
+)
+def test_why_no_step_was_observed(
+    script: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(NETS + script)
+    assert cli.run(["profile", "--", sys.executable, "train.py"]) == 1
+    error = capfd.readouterr().err
+    assert said in error
+    assert len(error[error.index("error: ") :].splitlines()) == 2
+    assert (folder / "mesa-run" / "profile.json").exists() == script.startswith("train(4); raise")
+
+
+@pytest.mark.parametrize("command", [["profile", "--stop", "--"], ["init", "mine.py", "--from"]])
+def test_a_script_that_cannot_be_observed_does_not_run_on(
+    command: list[str], folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_SOON_S", 0.1)
+    endless = "import time; mt.convert(net, policy); train(10**9, before=lambda step: time.sleep(0.05))"
+    (folder / "train.py").write_text(NETS + endless)
+    assert cli.run([*command, *([sys.executable] if "--stop" in command else []), "train.py"]) == 1
+    assert "the script itself compresses" in capfd.readouterr().err
+
+
+def test_it_is_said_at_once_that_no_step_will_be_observed(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_SOON_S", 0.1)
+    (folder / "train.py").write_text(NETS + "import time; mt.convert(net, policy); train(3); time.sleep(2)")
+    assert cli.run(["profile", "--", sys.executable, "train.py"]) == 1
+    first, *rest = capfd.readouterr().err.splitlines()
+    assert first.startswith("mesa-tune: the script itself compresses with mesa-tune")
+    assert first.endswith("; the script goes on, unobserved")
+    assert [line.split(":")[0] for line in rest[:-1]] == ["error"]

@@ -46,9 +46,13 @@ def advice(profile: Profile, reach: Reach | None) -> list[str]:
     ]
 
 
-def recording(script: str) -> str:
-    """Return the command that writes a model file of the step of `script`, a command as typed."""
-    return f"mesa-tune init --from {shlex.quote(script)}"
+def recording(profile: Profile) -> str:
+    """Return the command that writes a model file of the step of the script in `profile`."""
+    from mesa_tune.profiler.watching.watcher import UNRECORDED
+
+    if any(note.endswith(UNRECORDED) for note in profile.notes):
+        return "mesa-tune init, and put one of these steps into model.py"
+    return f"mesa-tune init --from {shlex.quote(profile.script or '')}"
 
 
 def next_command(profile: Profile, reach: Reach | None, run: Run) -> str:
@@ -56,7 +60,7 @@ def next_command(profile: Profile, reach: Reach | None, run: Run) -> str:
     from mesa_tune.search.reach import LARGE_SHARE
 
     if profile.script is not None:
-        return recording(profile.script)
+        return recording(profile)
     if reach is None or not (reach.is_worth_it or reach.batch_size):
         return f"mesa-tune report{run.option}"
     budget = f"--budget {reach.budget}"

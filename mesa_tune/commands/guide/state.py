@@ -60,7 +60,7 @@ def _unfinished(run: Run, profile: Profile) -> str | None:
     from mesa_tune.workload.model_file import file_fingerprint
 
     if profile.script is not None:
-        return recording(profile.script)
+        return recording(profile)
     if profile.partial:
         return f"{_profile(run, profile.model)}, which resumes it"
     if profile.layers and not has_prices(profile):

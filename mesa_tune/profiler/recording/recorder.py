@@ -6,7 +6,6 @@ how many backwards it runs; the batches of the later steps are recorded.
 
 from __future__ import annotations
 
-import atexit
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,8 +24,8 @@ from mesa_tune.errors import RunError
 from mesa_tune.profiler.memory.meter import tensors_in
 from mesa_tune.profiler.recording.loss_calls import LossCalls
 from mesa_tune.profiler.recording.model_file import Recording, write
-from mesa_tune.profiler.watching.observed_step import require_no_modes, require_plain
-from mesa_tune.profiler.watching.watcher import Watcher, harmless
+from mesa_tune.profiler.watching.observed_step import require_no_modes, require_uncompiled
+from mesa_tune.profiler.watching.watcher import Watcher, harmless, with_parameters
 from mesa_tune.workload.boundaries import BackwardCall
 
 _INSTEAD = "`mesa-tune init` writes a file to put the step into; `mesa-tune profile -- COMMAND` observes it"
@@ -57,7 +56,6 @@ class Recorder(Watcher):
 
     def start(self, module: nn.Module) -> None:
         """Begin to watch, in a call of `module`."""
-        atexit.register(self._at_exit)
         scale, clip = torch.amp.GradScaler.scale, clip_grad._clip_grads_with_norm_
 
         def scaling(scaler: Any, outputs: Any) -> Any:
@@ -78,9 +76,11 @@ class Recorder(Watcher):
     def _before_forward(self, module: nn.Module, given: Any) -> None:
         self.depth += 1
         recording = self.recording
-        if recording is None and self.depth == 1 and not self.going_backward and torch.is_grad_enabled():
-            self.called[module] = None
-        if recording is None or self.going_backward or not torch.is_grad_enabled():
+        if self.going_backward or not torch.is_grad_enabled():
+            return
+        if self.depth == 1:
+            self._note_call(module)
+        if recording is None:
             return
         if self._autocast() and self.output is None:  # also one that a wrapper of the forward enters
             recording.autocast = str(torch.get_autocast_dtype(recording.device)).removeprefix("torch.")
@@ -114,7 +114,7 @@ class Recorder(Watcher):
 
     @harmless
     def backward_begins(self, call: BackwardCall) -> None:
-        self.going_backward = True
+        self.going_backward = self.ran_backward = True
         if self.recording is None:
             return
         calls = self._stopped()
@@ -155,7 +155,7 @@ class Recorder(Watcher):
 
     def _begin_recording(self, optimizer: Optimizer) -> None:
         trained = {id(parameter) for parameter in self._parameters()}
-        roots = [each for each in self.called if any(True for _ in each.parameters())]
+        roots = with_parameters(self.called)
         if len(roots) != 1 or not any(id(parameter) in trained for parameter in roots[0].parameters()):
             names = ", ".join(type(root).__name__ for root in roots) or "none"
             raise RunError(
@@ -164,20 +164,27 @@ class Recorder(Watcher):
         self.root = model = roots[0]
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
-        require_plain(model)
+        require_uncompiled(model)
         self.recording = Recording(self.script, self.file, model, optimizer, self.backwards)
 
     def _forget(self) -> None:
-        atexit.unregister(self._at_exit)
         self._stopped()
         super()._forget()
         self.recording = self.root = None
         self.inputs = self.copied = self.output = self.scaled = None
 
     @harmless
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
+        """Write what was recorded, as the script ends."""
         if self.recording is not None and self.recording.batches:
             self._write()
+        else:
+            super().at_exit()
+
+    @property
+    def needed(self) -> int:
+        """Steps that the script must take at least: one shows what it does, one is recorded."""
+        return 2
 
     def _write(self) -> None:
         assert self.recording is not None

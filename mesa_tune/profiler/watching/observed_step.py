@@ -7,6 +7,7 @@ as the logits, that live on after the forward: only what the graph refers to cou
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,10 +20,10 @@ from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from mesa_tune.conversion import entering, revert
-from mesa_tune.conversion.conversion import Conversion
+from mesa_tune.conversion import entering
+from mesa_tune.conversion.conversion import Conversion, entries
 from mesa_tune.conversion.layers import Catalog
-from mesa_tune.conversion.model import conversion_of, install
+from mesa_tune.conversion.model import conversions_of, install, uninstall
 from mesa_tune.engine.routing import top_hooks
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
@@ -65,7 +66,7 @@ class ObservedStep:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        require_plain(model)
+        require_uncompiled(model)
         self.model, self.optimizers = model, optimizers
         self.conversion, self.losses = (
             Conversion(Policy.parse(""), catalog, 0, 0) for catalog in (Catalog.of(model), Catalog.empty())
@@ -91,6 +92,10 @@ class ObservedStep:
         self.static += [tensor for optimizer in self.optimizers for tensor in tensors_in(optimizer.state)]
         self.recording = self._step.enter_context(StepRecording(self.model, self.static, self.recorder))
         self._loss.enter_context(entering.enter_loss(self.losses))
+        self._entries = entries.number
+
+    def note_autocast(self) -> None:
+        """Note the autocast of a call in the forward: a wrapper of the model's forward may enter it."""
         kind = self.device.type
         if torch.is_autocast_enabled(kind):
             self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
@@ -102,6 +107,8 @@ class ObservedStep:
 
     def begin_backward(self, outputs: Sequence[Tensor]) -> None:
         """Note that the forward has ended, and the backward of `outputs` begins."""
+        if entries.number != self._entries:
+            raise RunError(CONVERTS)
         assert self.recording is not None
         self._loss.close()
         self.forward = False
@@ -125,7 +132,7 @@ class ObservedStep:
         """End the trace, and revert the model."""
         self._loss.close()
         self._step.close()
-        revert(self.model)
+        uninstall(self.model, self.conversion)
 
     def _static_bytes(self) -> dict[str, int]:
         """Return the bytes that are older than the step, by kind; what the step met besides is its batch."""
@@ -188,8 +195,32 @@ def _in_nodes(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
         waiting.extend(below for below, _ in node.next_functions)
 
 
-def require_plain(model: nn.Module) -> None:
-    """Raise RunError for a model that is compiled or converted."""
+CONVERTS = (
+    "the script itself compresses with mesa-tune, and only plain steps are observed\n"
+    "leave mt.convert, mt.compress_saved, mt.auto and callbacks out for this run"
+)
+
+
+def require_unconverted(module: nn.Module, own: Conversion | None = None) -> None:
+    """Raise RunError if mesa-tune calls `module`, or if it has another conversion than `own`.
+
+    `mt.auto` and the callbacks call models that they have not yet converted.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("mesa_tune.") and not name.startswith(_OBSERVERS):
+            raise RunError(CONVERTS)
+        frame = frame.f_back
+    if any(conversion is not own for conversion in conversions_of(module)):
+        raise RunError(CONVERTS)
+
+
+_OBSERVERS = ("mesa_tune.profiler.watching", "mesa_tune.profiler.recording")
+
+
+def require_uncompiled(model: nn.Module) -> None:
+    """Raise RunError for a model that is compiled."""
     compiled = any(
         "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
@@ -199,11 +230,6 @@ def require_plain(model: nn.Module) -> None:
             "the script compiles its model, and compiled calls cannot be observed\n"
             "set TORCH_COMPILE_DISABLE=1 for this run"
         )
-    if conversion_of(model) is not None:
-        raise RunError(
-            "the script converts its model with mesa-tune\nleave mt.convert out for this run: the plain step "
-            "is observed"
-        )
 
 
 def require_no_modes() -> None:
@@ -211,8 +237,8 @@ def require_no_modes() -> None:
     modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
     if modes or top_hooks() is not None or torch._C._len_torch_dispatch_stack():
         raise RunError(
-            "the script calls its model inside saved-tensor hooks or a torch function or dispatch mode\n"
-            "leave that context out for this run"
+            "the script calls its model inside saved-tensor hooks or inside a mode of torch\n"
+            "leave that context out for this run (mt.compress_saved is one)"
         )
 
 

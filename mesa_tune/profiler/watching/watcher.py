@@ -7,6 +7,7 @@ goes wrong here, the script goes on.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import threading
 import traceback
@@ -22,10 +23,14 @@ from torch.optim import Optimizer
 
 from mesa_tune.errors import MesaTuneError, RunError
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.watching.observed_step import ObservedStep, now_ms
+from mesa_tune.profiler.watching.observed_step import ObservedStep, now_ms, require_unconverted
 from mesa_tune.workload.boundaries import BackwardCall, StepEvents, watch_optimizers, watching_backwards
 
 Arguments = ParamSpec("Arguments")
+
+UNRECORDED = "`mesa-tune init --from` cannot record that"
+"""Ends a note of a profile, of a script that no model file can describe."""
+_FIRST = "a step ends with the first one's"
 
 
 def harmless(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
@@ -57,7 +62,7 @@ class Watcher(StepEvents):
         self.thread = threading.get_ident()
         self.ended = False
         self.depth = 0
-        self.going_backward = False
+        self.going_backward = self.ran_backward = False
         self.called: dict[nn.Module, None] = {}
         self.optimizers: dict[Optimizer, None] = {}
         self.step = 0
@@ -68,6 +73,7 @@ class Watcher(StepEvents):
 
     def start(self, module: nn.Module) -> None:
         """Begin to watch, in a call of `module`."""
+        atexit.register(self.at_exit)
         handles = (
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
@@ -83,8 +89,28 @@ class Watcher(StepEvents):
         self._forget()
         self.finish(result)
 
+    @harmless
+    def at_exit(self) -> None:
+        """End without a result, as the script ends."""
+        if not self.ran_backward:
+            raise RunError("the script ran no backward(), so no step was observed\nlet it train")
+        if not self.optimizers:
+            raise RunError(
+                "no optimizer of torch.optim stepped in the script\nsteps of others cannot be observed"
+            )
+        raise RunError(
+            f"the script ended before it had taken {self.needed} steps\n"
+            f"let it run longer{', or observe an earlier step: --steps 2' if self.needed > 2 else ''}"
+        )
+
+    @property
+    def needed(self) -> int:
+        """Steps that the script must take at least."""
+        return self.steps
+
     def _forget(self) -> None:
         """Drop hooks, and everything that refers to the script's objects."""
+        atexit.unregister(self.at_exit)
         self.ended = True
         self._drop()
         self._watching.close()
@@ -94,9 +120,20 @@ class Watcher(StepEvents):
     @harmless
     def _before_forward(self, module: nn.Module, given: Any) -> None:
         self.depth += 1
-        if self.depth > 1 or self.going_backward or not torch.is_grad_enabled():
+        if self.going_backward or not torch.is_grad_enabled():
             return
+        if self.depth == 1:
+            self._note_call(module)
+            self._begin_or_drop(module)
+        if self.observed is not None and self.observed.forward:
+            self.observed.note_autocast()
+
+    def _note_call(self, module: nn.Module) -> None:
+        """Note the call of an outermost module."""
+        require_unconverted(module, None if self.observed is None else self.observed.conversion)
         self.called[module] = None
+
+    def _begin_or_drop(self, module: nn.Module) -> None:
         if self.observed is None or self.observed.forward or not self._is_part(module):
             return
         if self.observed.recording is None:
@@ -119,7 +156,7 @@ class Watcher(StepEvents):
 
     @harmless
     def backward_begins(self, call: BackwardCall) -> None:
-        self.going_backward = True
+        self.going_backward = self.ran_backward = True
         if self.observed is not None and self.observed.forward:
             self.observed.begin_backward(call.outputs)
 
@@ -190,12 +227,16 @@ class Watcher(StepEvents):
         self.end(observed.profile(self.script, self.step_ms, list(self._notes(observed))))
 
     def _notes(self, observed: ObservedStep) -> Iterable[str]:
-        yield f"observed step {self.steps} of the script, whose model is {type(observed.model).__name__}"
+        models = observed.model
+        named = ", ".join(models) if isinstance(models, nn.ModuleDict) else type(models).__name__
+        precision = f", in {observed.autocast}" if observed.autocast else ""
+        yield f"step {self.steps} of the script: {named}, at batch size {observed.batch_size}{precision}"
         if self.expected > 1:
             yield f"of the {self.expected} backwards in a step, the last was observed"
         if len(self.optimizers) > 1:
-            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-            yield f"the script has several optimizers ({names}); a step ends where the first one's does"
+            yield f"several optimizers step ({_names(self.optimizers)}): {_FIRST}; {UNRECORDED}"
+        elif len(called := with_parameters(self.called)) > 1:
+            yield f"the script calls several modules ({_names(called)}); {UNRECORDED}"
 
     @staticmethod
     def _is_other_rank() -> bool:
@@ -215,4 +256,23 @@ def _model_of(roots: list[nn.Module]) -> nn.Module:
             parts = set(item.modules())
             if parts.issuperset(outer):
                 containers.append((len(parts), item))
-    return min(containers, key=lambda pair: pair[0], default=(0, nn.ModuleList(outer)))[1]
+    return min(containers, key=lambda pair: pair[0], default=(0, _together(outer)))[1]
+
+
+def _together(models: list[nn.Module]) -> nn.ModuleDict:
+    """Return a module that contains `models` under the names of their classes."""
+    named = nn.ModuleDict()
+    for model in models:
+        name = type(model).__name__
+        same = sum(type(each) is type(model) for each in named.values())
+        named[f"{name}{same + 1}" if same else name] = model
+    return named
+
+
+def with_parameters(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return those of `modules` that have parameters: a loss may be a module without."""
+    return [module for module in modules if any(True for _ in module.parameters())]
+
+
+def _names(things: Iterable[object]) -> str:
+    return ", ".join(type(thing).__name__ for thing in things)
