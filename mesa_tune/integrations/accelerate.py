@@ -38,9 +38,10 @@ def convert(
 ) -> nn.Module:
     """Convert `model` in place, and return it, for a training that `accelerator` runs.
 
-    `policy`: a `Policy`, the path of a policy file, or its text; before or after `prepare`. Or, after
-    `prepare`, `budget`, `batches`, `loss(model, batch)` and `optimizer`: `mt.auto` then searches a policy,
-    with its options as `search`. Of a DataLoader random batches are drawn; its own order stays.
+    Before or after `prepare`. `policy`: a `Policy`, the path of a policy file, or its text. Or `budget`,
+    `batches`, `loss(model, batch)` and `optimizer`: `mt.auto` then searches a policy, with its options as
+    `search`. Of a DataLoader random batches are drawn; its own order stays. What is sharded or compiled by
+    `prepare` must be given before it. The model is then put on its device, as `prepare` does.
 
     `accelerator.save_state` and `load_state` then also have the state of the compression, so that a resumed
     training is bitwise equal. Call it once per model, with the same arguments in both trainings, and before
@@ -52,6 +53,8 @@ def convert(
     compression = Compression(policy, budget, search=search)
     if budget is not None and (loss is None or batches is None or optimizer is None):
         raise PolicyError("budget: needs batches, loss and optimizer\ngive those of the training")
+    if budget is not None and accelerator.device_placement:
+        model.to(accelerator.device)
     compression.start(
         Training(
             accelerator.unwrap_model(model, keep_torch_compile=False),

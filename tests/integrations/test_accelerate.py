@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
+from mesa_tune.integrations import compression
 from mesa_tune.integrations.accelerate import convert
 from tests.integrations.conftest import PeakMeter, forget_accelerators
 from tests.models import ViT
@@ -50,9 +51,18 @@ def checkpointed_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Loop:
-    """A training loop as Accelerate's documentation writes it; `losses` of all micro-batches."""
+    """A training loop as Accelerate's documentation writes it; `losses` of all micro-batches.
 
-    def __init__(self, mixed_precision: str = "no", accumulation: int = 1, checkpoints: bool = False) -> None:
+    `early`: arguments of `convert`, which is called before `prepare`; by default it is not called.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str = "no",
+        accumulation: int = 1,
+        checkpoints: bool = False,
+        early: dict[str, Any] | None = None,
+    ) -> None:
         self.loss_of = checkpointed_loss if checkpoints else loss_of
         forget_accelerators()
         torch.manual_seed(5)
@@ -67,11 +77,21 @@ class Loop:
         generator = torch.Generator().manual_seed(1)
         images = torch.randn(96, 24, 16, generator=generator)
         labels = torch.randint(0, 10, (96,), generator=generator)
-        loader = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
+        self.loader: Any = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
         torch.manual_seed(0)
-        self.plain = ViT()
-        optimizer = torch.optim.AdamW(self.plain.parameters(), 1e-3)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(self.plain, optimizer, loader)
+        self.model = self.plain = ViT()
+        self.optimizer: Any = torch.optim.AdamW(self.plain.parameters(), 1e-3)
+        if early is not None:
+            self.convert(**early)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(
+            self.model, self.optimizer, self.loader
+        )
+
+    def convert(self, policy: mt.Policy | None = None, **search: Any) -> None:
+        """Convert the model; a budget gets what the loop has now, which `prepare` wraps."""
+        if search:
+            search |= {"batches": self.loader, "loss": self.loss_of, "optimizer": self.optimizer}
+        assert convert(self.accelerator, self.model, policy, **search) is self.model
 
     def train(self, epochs: int = 1, compress: mt.Policy | None = None) -> Loop:
         for _ in range(epochs):
@@ -94,40 +114,41 @@ OPTIONS = pytest.mark.parametrize(
 )
 
 
-def converted(policy: mt.Policy, **options: Any) -> Loop:
-    loop = Loop(**options)
-    assert convert(loop.accelerator, loop.model, policy) is loop.model
+def converted(early: bool = False, options: dict[str, Any] | None = None, **given: Any) -> Loop:
+    """A loop whose model is converted with the arguments `given`, before `prepare` or after it."""
+    loop = Loop(**(options or {}), early=given if early else None)
+    if not early:
+        loop.convert(**given)
     return loop
 
 
+PLACES = pytest.mark.parametrize("early", [True, False], ids=["before prepare", "after prepare"])
+
+
+@PLACES
 @OPTIONS
-def test_the_first_loss_is_plains_and_later_ones_are_not(options: dict[str, Any]) -> None:
-    plain, loop = Loop(**options).train(2), converted(FOUR_BITS, **options).train(2)
+def test_the_first_loss_is_plains_and_later_ones_are_not(options: dict[str, Any], early: bool) -> None:
+    plain, loop = Loop(**options).train(2), converted(early, options, policy=FOUR_BITS).train(2)
     assert loop.losses[0] == plain.losses[0]
     assert loop.losses[-1] != plain.losses[-1]
     assert loop.losses[-1] == pytest.approx(plain.losses[-1], rel=0.05)
 
 
+@PLACES
 @OPTIONS
-def test_an_exact_policy_trains_bitwise_as_plain(options: dict[str, Any]) -> None:
-    plain, loop = Loop(**options).train(), converted(EXACT, **options).train()
+def test_an_exact_policy_trains_bitwise_as_plain(options: dict[str, Any], early: bool) -> None:
+    plain, loop = Loop(**options).train(), converted(early, options, policy=EXACT).train()
     assert loop.losses == plain.losses
     assert all(map(torch.equal, loop.plain.parameters(), plain.plain.parameters()))
 
 
-def test_a_model_may_be_converted_before_it_is_prepared() -> None:
-    loop = Loop()
-    model = convert(loop.accelerator, ViT(), FOUR_BITS)
-    prepared = loop.accelerator.prepare(model)
-    assert conversion_of(loop.accelerator.unwrap_model(prepared)) is not None
-
-
-def test_a_resumed_training_is_bitwise_the_uninterrupted(tmp_path: Path) -> None:
-    whole = converted(FOUR_BITS).train()
+@PLACES
+def test_a_resumed_training_is_bitwise_the_uninterrupted(tmp_path: Path, early: bool) -> None:
+    whole = converted(early, policy=FOUR_BITS).train()
     whole.accelerator.save_state(str(tmp_path))
     first = len(whole.losses)
     whole.train()
-    resumed = converted(FOUR_BITS)
+    resumed = converted(early, policy=FOUR_BITS)
     resumed.accelerator.load_state(str(tmp_path))
     assert resumed.train().losses == whole.losses[first:]
     assert all(map(torch.equal, resumed.plain.parameters(), whole.plain.parameters()))
@@ -135,36 +156,41 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted(tmp_path: Path) -> None
 
 def test_trackers_get_the_policy_and_its_predictions() -> None:
     text = "# mesa-tune policy 1\n# predicted: peak 5.71 GB, noise ratio 2.0e-02\n"
-    loop = converted(mt.Policy.parse(text))
+    loop = converted(policy=mt.Policy.parse(text))
     (entry,) = loop.notes.logged
     assert mt.Policy.parse(entry.pop("mesa/policy")).header.predicted
     assert entry == {"mesa/peak_bytes": 5.71e9, "mesa/noise_ratio": 0.02}
 
 
 @pytest.mark.usefixtures("short_timing")
-@pytest.mark.parametrize("options", [{}, {"checkpoints": True}], ids=["", "checkpointing"])
-def test_steps_under_a_budget_take_no_more_and_are_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
+@PLACES
+@OPTIONS
+def test_steps_under_a_budget_take_no_more_and_are_resumed(
+    tmp_path: Path, options: dict[str, Any], early: bool
+) -> None:
     plain = Loop(**options).train()
     budget = int(0.8 * max(plain.peaks.peaks))
-
-    def within() -> Loop:
-        loop = Loop(**options)
-        given: dict[str, Any] = {"batches": loop.loader, "loss": loop.loss_of, "optimizer": loop.optimizer}
-        given |= {"budget": budget, "run": tmp_path / "run", "fast": True, "trials": 0}
-        convert(loop.accelerator, loop.model, **given)
-        return loop
-
-    loop = within().train()
+    search = {"budget": budget, "run": tmp_path / "run", "fast": True, "trials": 0}
+    loop = converted(early, options, **search).train()
+    assert conversion_of(loop.accelerator.unwrap_model(loop.model)) is not None
     assert loop.losses[0] == plain.losses[0]
     assert max(loop.peaks.peaks) <= budget
     assert loop.notes.logged[0]["mesa/peak_bytes"] <= 1.01 * budget
     loop.accelerator.save_state(str(tmp_path / "state"))
     first = len(loop.losses)
     loop.train()
-    resumed = within()
+    resumed = converted(early, options, **search)
     resumed.accelerator.load_state(str(tmp_path / "state"))
     assert resumed.train().losses == loop.losses[first:]
     assert all(map(torch.equal, resumed.plain.parameters(), loop.plain.parameters()))
+
+
+def test_a_model_is_measured_on_the_device_of_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, measured = Loop(), ViT()
+    monkeypatch.setattr(compression, "auto", lambda model, *_, **__: model)
+    monkeypatch.setattr(Accelerator, "device", torch.device("meta"))
+    convert(loop.accelerator, measured, budget="6GB", batches=[], loss=loss_of, optimizer=loop.optimizer)
+    assert all(parameter.is_meta for parameter in measured.parameters())
 
 
 def test_a_budget_without_a_loss_is_refused() -> None:
