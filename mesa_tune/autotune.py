@@ -36,7 +36,7 @@ from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.api import check_request, plain_fits
 from mesa_tune.search.restrictions import Pins, Restrictions
-from mesa_tune.units import counted, format_bytes
+from mesa_tune.units import counted, format_bytes, format_error
 from mesa_tune.workload.instance.fingerprint import fingerprint
 from mesa_tune.workload.instance.given_batches import GivenBatches, preserved_generators
 from mesa_tune.workload.instance.instance import instance_workload
@@ -199,7 +199,7 @@ class _Measured:
             plan = self._searched(self._profile(_origin(source), budget), budget).at(self.run.policy)
             self.run.write(self.run.policy, plan.policy.dumps(), origin)
             self.run.write(self.run.plan, dump_json(plan.to_dict()), origin)
-        say(_summary(plan))
+        say(summary(plan))
         return plan
 
     def _earlier_plan(self, origin: Origin, budget: int | str | None) -> Plan | None:
@@ -335,18 +335,20 @@ def _pins_of_loss(measured: Profile, pins: Pins) -> Pins:
     return {name: EXACT for name in names if not any(fnmatchcase(name, glob) for glob in pins)}
 
 
-def _summary(plan: Plan) -> str:
+def summary(plan: Plan) -> str:
+    """Return a plan in one line: what it does to the peak, the step and the gradient."""
     predicted, before = plan.predicted, format_bytes(plan.baseline.peak_bytes)
-    if not plan.policy.rules and plan.budget_bytes is None:
+    budget = None if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    if not plan.policy.rules and budget is None:
         return f"no policy has a lower peak than the plain step, {before}: nothing is compressed"
     if not plan.policy.rules:
-        budget = format_bytes(plan.budget_bytes or 0)
         return f"the plain step fits the budget: {before} of {budget}; nothing is compressed"
-    ratio = predicted.gradient_noise_ratio
+    step, ratio = plan.policy.header.step_ratio, predicted.gradient_noise_ratio
     parts = [
-        f"peak {before} -> {format_bytes(predicted.peak_bytes)} predicted",
-        f"gradient error {predicted.gradient_error or 0:.1e}",
-        *([] if ratio is None else [f"noise ratio {ratio:.1e}"]),
-        f"policy in {plan.policy_path}",
+        f"peak {before} -> {format_bytes(predicted.peak_bytes)}" + (f" (budget {budget})" if budget else ""),
+        "" if step is None else f"step {step:.2f} times plain's",
+        f"gradient error {format_error(predicted.gradient_error)}" if ratio is None else "",
+        "" if ratio is None else f"noise ratio {format_error(ratio)}",
     ]
-    return ", ".join(parts)
+    where = f"; policy in {plan.policy_path}" if plan.policy_path else ""
+    return f"predicted {', '.join(filter(None, parts))}{where}"

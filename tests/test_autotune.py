@@ -26,6 +26,7 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler import profiling
 from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.units import format_bytes
 from tests import auto_worker
 
 hf: Any = transformers
@@ -109,7 +110,9 @@ def states() -> list[Any]:
     ]
 
 
-def test_gpt2_gets_a_policy_within_the_budget_and_its_losses_stay() -> None:
+def test_gpt2_gets_a_policy_within_the_budget_and_its_losses_stay(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     torch.manual_seed(0)
     model, batches = gpt2(), loader(texts(), batch_size=8, shuffle=True)  # the last batch has 6 samples
     batch = next(iter(batches))
@@ -128,6 +131,12 @@ def test_gpt2_gets_a_policy_within_the_budget_and_its_losses_stay() -> None:
     memory = measure_step(model, batch, text_loss, torch.optim.AdamW(model.parameters()))
     assert plan.budget_bytes is not None
     assert memory.peak_bytes <= plan.budget_bytes < plan.baseline.peak_bytes
+    before, peak = format_bytes(plan.baseline.peak_bytes), format_bytes(plan.predicted.peak_bytes)
+    step, noise = policy.header.step_ratio, plan.predicted.gradient_noise_ratio
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"mesa-tune: predicted peak {before} -> {peak} (budget {policy.header.budget}), "
+        f"step {step:.2f} times plain's, noise ratio {noise:.1e}; policy in mesa-run/policy.txt"
+    )
 
 
 def test_no_trace() -> None:
@@ -385,7 +394,12 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.auto_worker"]
     group = [
-        subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT, env=environment)
+        subprocess.Popen(
+            [*command, str(rank), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stderr=(folder / f"said{rank}").open("w"),
+        )
         for rank in range(auto_worker.WORLD)
     ]
     try:
@@ -393,7 +407,10 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     finally:
         for process in group:
             process.kill()
-    return [torch.load(folder / f"results{rank}") for rank in range(auto_worker.WORLD)]
+    return [
+        torch.load(folder / f"results{rank}") | {"said": (folder / f"said{rank}").read_text()}
+        for rank in range(auto_worker.WORLD)
+    ]
 
 
 @pytest.mark.slow
@@ -407,3 +424,5 @@ def test_all_ranks_get_one_plan_and_one_error(ranks: list[dict[str, Any]]) -> No
     assert second["unreachable"] == first["unreachable"].replace("budget", "rank 0: budget", 1)
     assert first["synchronized"].startswith("RunError: 1 is SyncBatchNorm")
     assert "rank 0: 1 is SyncBatchNorm" in second["synchronized"]
+    assert first["said"].count("mesa-tune: predicted peak ") == 1
+    assert "mesa-tune: " not in second["said"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from mesa_tune.autotune import auto
+from mesa_tune.autotune import auto, summary
 from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.conversion.resume import load_state_dict, state_dict
@@ -28,6 +28,7 @@ from mesa_tune.notice import say, warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.retune import Retune
 from mesa_tune.units import parse_bytes
+from mesa_tune.workload.instance.rank_zero import is_rank_zero
 from mesa_tune.workload.user_code import seeded
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
@@ -124,9 +125,9 @@ class Compression:
     def _convert(self, training: Training) -> None:
         if self.policy is not None:
             convert(training.model, self.policy)
-            say(f"activations are stored by {self.policy.source}")
+            self._say(f"activations are stored by {self.policy.source}{_in_brackets(self.policy)}")
         elif self._retuning is not None:
-            self._retuning.step(_first(training))
+            self.stepped(_first(training))
         else:
             assert training.loss is not None
             auto(
@@ -151,7 +152,16 @@ class Compression:
 
     def stepped(self, batch: Any) -> bool:
         """Note an optimizer step on `batch`; return True if the model was measured again."""
-        return self._retuning is not None and self._retuning.step(batch)
+        measured = self._retuning is not None and self._retuning.step(batch)
+        if measured and self._retuning is not None and self._retuning.plan is not None:
+            self._say(summary(self._retuning.plan))
+        return measured
+
+    @staticmethod
+    def _say(text: str) -> None:
+        """Write a line for the user, in one process of those that train together."""
+        if is_rank_zero():
+            say(text)
 
     def stop(self) -> None:
         """Make the model plain again."""
@@ -199,6 +209,11 @@ def predicted(text: str) -> dict[str, float]:
         key = f"mesa/{name.replace(' ', '_')}" + ("_bytes" if unit else "")
         numbers[key] = float(parse_bytes(f"{number}{unit}").bytes or 0) if unit else float(number)
     return numbers
+
+
+def _in_brackets(policy: Policy) -> str:
+    """Return what the header of `policy` predicts; nothing if it does not say."""
+    return f" (predicted {policy.header.predicted})" if policy.header.predicted else ""
 
 
 def fresh_loader(loader: Any) -> DataLoader[Any]:

@@ -202,7 +202,15 @@ class Header:
     @property
     def noise_ratio(self) -> float | None:
         """The predicted gradient noise ratio; None if the file does not say."""
-        match = re.search(r"noise ratio (\d[\d.e+-]*)", self.predicted or "")
+        return self._predicted(r"noise ratio (\d[\d.e+-]*)")
+
+    @property
+    def step_ratio(self) -> float | None:
+        """The predicted time of a step over the plain step's; None if the file does not say."""
+        return self._predicted(r"step (\d[\d.]*)x")
+
+    def _predicted(self, pattern: str) -> float | None:
+        match = re.search(pattern, self.predicted or "")
         return float(match[1]) if match else None
 
     def lines(self) -> list[str]:

@@ -14,7 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
+from mesa_tune.integrations.compression import Compression, Training
 from mesa_tune.integrations.transformers import MesaTuneCallback
+from mesa_tune.workload.instance import rank_zero
 from tests.integrations.conftest import PeakMeter
 
 LENGTH = 32
@@ -138,7 +140,7 @@ def test_the_model_is_converted_for_the_training_alone(tmp_path: Path) -> None:
     assert "compute_loss" not in vars(run)
 
 
-def test_policy_and_predictions_are_logged_once(tmp_path: Path) -> None:
+def test_policy_and_predictions_are_logged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "policy.txt"
     path.write_text(PREDICTED + "on fc:\n    by_index: all\n    level: 16\n")
     run = trained(tmp_path, MesaTuneCallback(path))
@@ -151,6 +153,20 @@ def test_policy_and_predictions_are_logged_once(tmp_path: Path) -> None:
         "mesa/gradient_error": 3.1e-4,
         "mesa/noise_ratio": 0.02,
     }
+    predicted = PREDICTED.splitlines()[1].removeprefix("# predicted: ")
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("mesa-tune: ")] == [
+        f"mesa-tune: activations are stored by {path} (predicted {predicted})"
+    ]
+
+
+def test_only_the_first_of_several_processes_says_something(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_zero, "processes", lambda: 2)
+    for rank, lines in ((1, 0), (0, 1)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        Compression(FOUR_BITS).start(Training(text_model(), None, list, None))
+        assert capsys.readouterr().err.count("mesa-tune: activations are stored by") == lines
 
 
 class OwnLoss(Trainer):
@@ -272,7 +288,9 @@ def test_a_budget_that_plain_fits_trains_bitwise_as_plain(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("short_timing")
-def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path) -> None:
+def test_retune_measures_at_the_start_and_at_intervals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(*callbacks: TrainerCallback, **options: Any) -> Trainer:
         callback = MesaTuneCallback(budget="70%", retune=2)
         options = {"save_strategy": "steps", "save_steps": 1, **options}
@@ -280,6 +298,9 @@ def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path) -> None:
 
     seen = Policies()
     whole = run(seen)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mesa-tune: ")]
+    assert len(said) == 2
+    assert all(line.startswith("mesa-tune: predicted peak ") for line in said)
     entries = [entry for entry in whole.state.log_history if "mesa/policy" in entry]
     assert [entry["step"] for entry in entries] == [0, 2]
     assert all(entry["mesa/peak_bytes"] > entry["mesa/saved_bytes"] > 0 for entry in entries)

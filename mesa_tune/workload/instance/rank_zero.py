@@ -41,6 +41,11 @@ def processes() -> int:
     return distributed.get_world_size() if grouped else 1
 
 
+def is_rank_zero() -> bool:
+    """Return whether this process is the first of its group, or alone."""
+    return processes() == 1 or distributed.get_rank() == 0
+
+
 def _made(make: Callable[[], str], group: distributed.ProcessGroup) -> str:
     outcome: list[object] = [None, RunError("rank 0 failed: its own message says why")]
     try:
