@@ -78,7 +78,8 @@ def other_layer(frame: Frame) -> str:
         name = _function_class()  # all its calls are one layer
         return f"{frame.prefix}.{name}.0" if frame.prefix else f"{name}.0"
     if state.layer is None:
-        state.layer = frame.numbered(getattr(state.function, "__name__", "call").strip("_"))
+        name = getattr(state.function, "__name__", "call")  # of an operator: with its overload, `.default`
+        state.layer = frame.numbered(name.partition(".")[0].strip("_"))
     return state.layer
 
 

@@ -223,7 +223,7 @@ def test_a_profile_of_a_script_has_no_prices(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: mt.convert(model(), mt.Policy.uniform(level=16)), "leave mt.convert out"),
+        (lambda: mt.convert(model(), mt.Policy.uniform(level=16)), "leave mt.convert, "),
         (lambda: torch.compile(model(), backend="eager"), "TORCH_COMPILE_DISABLE"),
     ],
     ids=["converted", "compiled"],

@@ -288,7 +288,8 @@ class StepRecording(StepEvents):
         recorder.open_slot(None, "backward")
 
     def backward_ended(self) -> None:
-        self.trace.gradients |= self._numbers(gradients_of(self.model))
+        # A fused loss saves gradients that its forward has computed, and hands them on.
+        self.trace.gradients |= self._numbers(gradients_of(self.model)) - self.trace.plain.keys()
         self._begin = self.recorder.now
         self.tracer.forward = True
         self.recorder.open_slot(None, "step")
