@@ -98,10 +98,10 @@ def _shared_folder(script: str, steps: int, model: str | None) -> Iterator[Path]
 
 class _Script:
     def __init__(self, folder: Path, command: list[str], quiet_stdout: bool) -> None:
-        from mesa_tune.profiler.recording.starting import FAULT
+        from mesa_tune.profiler.recording.starting import ENDED, FAULT
 
         self.folder, self.command = folder, command
-        self.fault, self.told = folder / FAULT, False
+        self.fault, self.ended, self.told = folder / FAULT, folder / ENDED, False
         paths = [str(folder), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         try:
@@ -141,11 +141,11 @@ class _Script:
                 f"`{shlex.join(self.command)}` ended with status {status}{before}\nits own output says why"
             )
         if not found:
-            raise RunError(self._fault() or _NOTHING_CALLED)
+            raise RunError(_text(self.fault) or _text(self.ended) or _NOTHING_CALLED)
 
     def _has_failed(self, stop: bool) -> bool:
         """Return whether the script was ended, as no step can be observed; without `stop`, say so once."""
-        fault = self._fault()
+        fault = _text(self.fault)
         if fault is None or time.time() - self.fault.stat().st_mtime < _SOON_S:
             return False  # the script may be about to end, with a status of its own
         if stop:
@@ -168,6 +168,6 @@ class _Script:
             self.process.kill()
             self.process.wait()
 
-    def _fault(self) -> str | None:
-        """Return why no step can be observed, if that is known."""
-        return self.fault.read_text("utf-8") if self.fault.exists() else None
+
+def _text(path: Path) -> str | None:
+    return path.read_text("utf-8") if path.exists() else None

@@ -284,3 +284,14 @@ def test_it_is_said_at_once_that_no_step_will_be_observed(
     assert first.startswith("mesa-tune: the script itself compresses with mesa-tune")
     assert first.endswith("; the script goes on, unobserved")
     assert [line.split(":")[0] for line in rest[:-1]] == ["error"]
+
+
+def test_a_helper_of_the_script_that_ends_is_not_the_script(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_SOON_S", 0.1)
+    helper = "import torch; torch.nn.Linear(2, 2)(torch.ones(2))"
+    started = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {helper!r}])"
+    (folder / "train.py").write_text(NETS + started + "; time.sleep(1); train(4)")
+    assert cli.run(["profile", "--stop", "--", sys.executable, "train.py"]) == 0
+    assert "note: step 3 of the script: Net, at batch size 32\n" in capfd.readouterr().out

@@ -12,8 +12,11 @@ from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.recording.recorder import Recorder
 from mesa_tune.profiler.watching.watcher import Watcher
 
-SETTINGS, RESULT, FAULT, RECORDED = "settings.json", "profile.json", "fault.txt", "recorded"
-"""Files in the folder that a command and its script share; `recorded`: the model file is complete."""
+SETTINGS, RESULT, RECORDED = "settings.json", "profile.json", "recorded"
+FAULT, ENDED = "fault.txt", "ended.txt"
+"""Files in the folder that a command and its script share. `recorded`: the model file is complete.
+`fault.txt`: why no step will be observed; `ended.txt`: the same, of a process that has ended.
+"""
 
 
 def start(folder: Path, module: nn.Module) -> None:
@@ -21,16 +24,17 @@ def start(folder: Path, module: nn.Module) -> None:
     settings = json.loads((folder / SETTINGS).read_text("utf-8"))
 
     def finish(result: Profile | str) -> None:
-        if not (folder / RESULT).exists():
-            text = result if isinstance(result, str) else dump_json(result.to_dict())
-            write_atomically(folder / (FAULT if isinstance(result, str) else RESULT), text)
+        if isinstance(result, Profile):
+            write(RESULT, dump_json(result.to_dict()))
+        elif result:
+            write(ENDED if watcher.exiting else FAULT, result)
+        else:
+            write(RECORDED, result)
 
-    def recorded(fault: str) -> None:
-        if not (folder / RECORDED).exists():
-            write_atomically(folder / (FAULT if fault else RECORDED), fault)
+    def write(name: str, text: str) -> None:
+        if not any((folder / done).exists() for done in (RESULT, RECORDED)):
+            write_atomically(folder / name, text)
 
-    script, steps, name = settings["script"], settings["steps"], settings["model"]
-    if name is None:
-        Watcher(script, steps, finish).start(module)
-    else:
-        Recorder(script, steps, folder, name, recorded).start(module)
+    given, name = (settings["script"], settings["steps"]), settings["model"]
+    watcher = Watcher(*given, finish) if name is None else Recorder(*given, folder, name, finish)
+    watcher.start(module)

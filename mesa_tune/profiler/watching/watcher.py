@@ -54,13 +54,13 @@ def harmless(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
 class Watcher(StepEvents):
     """Watches a script through `steps` steps of its first optimizer, and observes the last.
 
-    `finish` gets the profile, or the reason why there is none.
+    `finish` gets the profile, or the reason why there is none. `exiting`: the process ends.
     """
 
     def __init__(self, script: str, steps: int, finish: Callable[[Profile | str], None]) -> None:
         self.script, self.steps, self.finish = script, steps, finish
         self.thread = threading.get_ident()
-        self.ended = False
+        self.ended = self.exiting = False
         self.depth = 0
         self.going_backward = self.ran_backward = False
         self.called: dict[nn.Module, None] = {}
@@ -92,6 +92,7 @@ class Watcher(StepEvents):
     @harmless
     def at_exit(self) -> None:
         """End without a result, as the script ends."""
+        self.exiting = True
         if not self.ran_backward:
             raise RunError("the script ran no backward(), so no step was observed\nlet it train")
         if not self.optimizers:
