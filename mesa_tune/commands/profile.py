@@ -109,9 +109,9 @@ def profile(
     output = Output(json=as_json, quiet=quiet)
     folder = Run(run, force=force)
     if command:
-        measured = {"--batch-size": batch_size, "--device": device, "--autocast": autocast, "--fast": fast}
-        measured["--timeout"] = timeout
-        measured |= {"--bytes-only": bytes_only, "--length": length, "--fits": fits}
+        measured: dict[str, object] = {"--batch-size": batch_size, "--device": device, "--autocast": autocast}
+        measured |= {"--fast": fast, "--timeout": timeout, "--bytes-only": bytes_only}
+        measured |= {"--length": length, "--fits": fits}
         _refuse(measured, "the script itself says that: leave it out, or change it there")
         _profile_script([model, *command], 3 if steps is None else steps, stop, folder, output)
         return
