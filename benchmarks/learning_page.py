@@ -121,7 +121,7 @@ def _row(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> lis
         return [PLAIN, *bytes_, *("–",) * 3, str(len(runs)), score, *("–",) * 3]
     ends = [run["at_end"] for run in runs.values()]
     ratios = [
-        f"{line['predicted']:.2g}",
+        _predicted(line),
         f"{line['at_start']:.2g}",
         f"{statistics.fmean(ends):.2g} (≤ {max(ends):.2g})",
     ]
@@ -139,6 +139,11 @@ def contains_zero(interval: Interval) -> bool:
 def is_within(interval: Interval) -> bool:
     """Return whether the whole interval is within the margin."""
     return interval.low >= -MARGIN and interval.high <= MARGIN
+
+
+def _predicted(line: Line) -> str:
+    """Return the predicted noise ratio; of settings that a profile does not price there is none."""
+    return "–" if line["predicted"] is None else f"{line['predicted']:.2g}"
 
 
 def _percent(value: float) -> str:
@@ -171,7 +176,7 @@ def _claim(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> s
         verdict = "undecided: the interval contains zero, but is too wide"
     else:
         verdict = "different from plain"
-    ratios = f"noise ratio {line['predicted']:.2g} predicted, at most {largest:.2g} measured"
+    ratios = f"noise ratio {_predicted(line)} predicted, at most {largest:.2g} measured"
     return f"* {line['task']}, {line['policy']}: {ratios}. Learns **{verdict}**."
 
 

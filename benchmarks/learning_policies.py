@@ -16,7 +16,7 @@ MESA = "on fc conv gelu bn relu softmax matmul attention layernorm:\n    by_inde
 RIVALS = {
     "uniform 4 bits": mt.Policy.uniform(level=16),
     "uniform 2 bits": mt.Policy.uniform(level=4),
-    "Mesa 8 bits": mt.Policy.parse(f"{MESA}    level: 256\n    ema_decay: 0.9\n"),
+    "Mesa 8 bits": mt.Policy.parse(f"{MESA}    enable: True\n    level: 256\n    ema_decay: 0.9\n"),
     "DropIT 0.9": mt.Policy.parse(f"{MATMULS}    drop: 0.9\n    store: exact\n"),
     "WTA-CRS 0.3": mt.Policy.parse(f"{MATMULS}    rows: 0.3\n    store: exact\n"),
     GREEDY: None,

@@ -18,6 +18,7 @@ from mesa_tune.free_memory import CPU_MARGIN, CUDA_MARGIN, needed_bytes
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.fake_steps import FakeSteps
 from mesa_tune.profiler.parallel import Parallelization, Parallelize
+from mesa_tune.profiler.rerun_modules.blocks import block_levels
 from mesa_tune.units import parse_bytes
 from mesa_tune.workload.fake import FakeWorkload, fake_copy
 from mesa_tune.workload.instance.given_batches import GivenBatches, preserved_generators
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _LARGEST_BATCH = 1 << 20
+_LEAST_LIMIT = 1 << 16
+"""Fewer bytes are no memory that anybody has: a number without a unit that forgot it."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,14 @@ def _of_instance(
     return replace(fake, model=lambda: fake_copy(fake.mode, model)), policy, default_device()
 
 
+def blocks_of(estimated: Estimate) -> tuple[str, ...]:
+    """Return the blocks of the model that could run again in backward: those of the outermost level."""
+    fake = estimated._steps.fake
+    with fake.faking():
+        model = fake.build()
+    return next(block_levels(model, estimated._steps.at(estimated.batch_size).trace), ())
+
+
 def parse_limit(limit: str | int) -> int:
     """Return the bytes of `limit`; raise BudgetError for anything but an amount of memory."""
     parsed = parse_bytes(limit, "limit")
@@ -207,6 +218,8 @@ def parse_limit(limit: str | int) -> int:
         raise BudgetError(
             f"limit {limit!r}: must be an amount of memory, not a share\nwrite it like 24GB or 24GiB"
         )
+    if str(limit).isdecimal() and parsed.bytes < _LEAST_LIMIT:
+        raise BudgetError(f"limit {limit!r}: without a unit it is in bytes\nwrite it like 24GB or 24GiB")
     return parsed.bytes
 
 

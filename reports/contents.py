@@ -106,7 +106,8 @@ class RunResults:
         if self.plan is None:
             sentences.append(f"No policy yet: {self._search}.")
         elif self.verification is None:
-            sentences.append("Nothing measured under the policy yet: `mesa-tune verify` runs real steps.")
+            how = "" if self.profile.model is None else ": `mesa-tune verify` runs real steps"
+            sentences.append(f"Nothing measured under the policy yet{how}.")
         return sentences
 
     @property

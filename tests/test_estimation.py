@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +74,7 @@ def of_vit(**step: Any) -> mt.Workload:
     def batch(count: int) -> tuple[Tensor, Tensor]:
         return torch.randn(count, 16, 16), torch.randint(10, (count,))
 
-    return mt.Workload(ViT, batch, vit_loss, **{"batch_size": 8, **step})
+    return mt.Workload(ViT, batch, **{"loss": vit_loss, "batch_size": 8, **step})
 
 
 def vit_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -193,7 +194,9 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     assert not estimated.fits(estimated.needed_bytes - 1)
 
 
-@pytest.mark.parametrize(("limit", "what"), [("40%", "not a share"), ("much", "not an amount")])
+@pytest.mark.parametrize(
+    ("limit", "what"), [("40%", "not a share"), ("much", "not an amount"), ("24", "in bytes")]
+)
 def test_limits_are_amounts(limit: str, what: str) -> None:
     with pytest.raises(BudgetError, match=what):
         mt.estimate(of_vit()).fits(limit)
@@ -314,6 +317,22 @@ def test_autocast_on_cuda_normalizes_in_float32() -> None:
     )
     assert "bfloat16" in cpu["norm"]
     assert cuda["norm"] == {"float32"}
+
+
+@pytest.mark.parametrize("enter", [torch.autocast, torch.amp.autocast])
+def test_autocast_for_cuda_inside_the_loss_counts_on_cuda(enter: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with enter("cuda", torch.bfloat16):
+            return vit_loss(model, batch)
+
+    inside = of_vit(loss=loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = mt.estimate(inside, device="cuda")
+    around = mt.estimate(of_vit(autocast="bfloat16"), device="cuda")
+    assert own.saved_bytes == around.saved_bytes < mt.estimate(of_vit(), device="cuda").saved_bytes
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        assert mt.estimate(inside).saved_bytes == mt.estimate(of_vit()).saved_bytes
 
 
 def test_cuda_is_unverified_and_reserves_more_than_the_peak() -> None:

@@ -17,9 +17,10 @@ from mesa_tune.commands.common import (
     format_bytes,
     format_table,
     noted,
+    wrapped,
 )
 from mesa_tune.commands.guide.advice import advice
-from mesa_tune.errors import WorkloadError
+from mesa_tune.errors import MesaTuneError, WorkloadError
 
 if TYPE_CHECKING:
     from mesa_tune.policy import Policy
@@ -88,9 +89,10 @@ def profile_bytes(request: Request, folder: Run, output: Output) -> None:
     output.device(device, "bytes only: nothing runs there")
     output.line(f"tracing {about} at batch size {workload.batch_size}")
     inputs = digest("bytes only", workload.description, device, about)
-    folder.check(folder.profile, inputs)
+    origin = replacing_bytes(folder, inputs)
+    folder.check(folder.profile, origin)
     profiled = bytes_only_profile(workload, cuda=cuda)
-    folder.write(folder.profile, dump_json(profiled.to_dict()), inputs)
+    folder.write(folder.profile, dump_json(profiled.to_dict()), origin)
     try:
         fits = [] if request.fits is None else _fits(workload, profiled, device, request.fits, output)
     finally:
@@ -111,22 +113,30 @@ class _Fit(NamedTuple):
 
 def _fits(workload: Workload, profiled: Profile, device: str, limit: str, output: Output) -> list[_Fit]:
     """Return what fits into `limit` on the device, policy by policy."""
-    from mesa_tune.estimation import estimate
+    from torch.utils.checkpoint import CheckpointError
+
+    from mesa_tune.estimation import blocks_of, estimate
     from mesa_tune.notice import unnoticed
+    from mesa_tune.profiler.rerun_modules.blocks import rerunning
     from mesa_tune.profiler.tiled_step import SLICES, tiling
 
     policies = _policies()
     losses = [layer.name for layer in profiled.layers if layer.tag == "loss"]
-    policies[_SLICED] = tiling(policies["at 4 bits"], losses, SLICES)
-    found: list[_Fit] = []
+    policies[SLICED] = tiling(policies["at 4 bits"], losses, SLICES)
+    blocks = blocks_of(estimate(workload, device=device))
+    policies[AGAIN] = rerunning(policies[SLICED], blocks)
+    found: dict[str, _Fit] = {}
     for name, policy in policies.items():
         output.status(f"{name}: which batch sizes fit into {limit}")
-        with unnoticed():  # a loss that cannot have slices has no row
-            fit = estimate(workload, policy, device=device)
-        found.append(_Fit(name, fit.needed_bytes, fit.fits(limit), fit.largest_batch(limit)))
-    if found[-1][1:] == found[-2][1:]:
-        del found[-1]
-    return found
+        try:
+            with unnoticed():  # a loss that cannot have slices has no row
+                fit = estimate(workload, policy, device=device)
+        except (MesaTuneError, CheckpointError):  # such as a block that changes its input in place
+            continue
+        row = _Fit(name, fit.needed_bytes, fit.fits(limit), fit.largest_batch(limit))
+        if name not in _SETTINGS or row[1:] not in [known[1:] for known in found.values()]:
+            found[name] = row
+    return list(found.values())
 
 
 def _fits_table(fits: Sequence[_Fit], device: str, limit: str | None) -> list[str]:
@@ -134,11 +144,25 @@ def _fits_table(fits: Sequence[_Fit], device: str, limit: str | None) -> list[st
         [fit.name, format_bytes(fit.needed_bytes), "yes" if fit.fits else "no", str(fit.largest_batch)]
         for fit in fits
     ]
+    if not rows:
+        return []
     header = [f"on {device}", "needs", f"fits {limit}", "largest batch"]
-    return ["", *format_table(header, rows)] if rows else []
+    return ["", *format_table(header, rows), *_explained([fit.name for fit in fits], device, limit or "")]
 
 
-_SLICED = "at 4 bits, loss in slices"
+SLICED, AGAIN = "at 4 bits, loss in slices", "…, blocks that run again"
+_SETTINGS = {SLICED: "`tile: 8` in `on loss:`", AGAIN: "`store: recompute` in `on module:`"}
+
+
+def _explained(names: Sequence[str], device: str, limit: str) -> list[str]:
+    """Return what the rows mean and how they are had, in lines of at most 80 characters."""
+    from mesa_tune.free_memory import room_text
+
+    had = [f"{name.split(', ')[-1]}: {how}" for name, how in _SETTINGS.items() if name in names]
+    texts = [f"needs: with {room_text(device)}", "; ".join(had)]
+    if device.startswith("cuda") and limit.lower().endswith("gb"):
+        texts.append("cards are sold by GiB, which are 7 % more: a card of 24 GB has 24GiB")
+    return [line for text in texts if text for line in wrapped(text, 2)]
 
 
 def _policies() -> dict[str, Policy]:
@@ -152,7 +176,7 @@ def _policies() -> dict[str, Policy]:
 
 
 def replacing_bytes(folder: Run, inputs: str) -> Origin:
-    """Return `inputs` of a profile with prices, which may replace one of bytes only: that took seconds."""
+    """Return `inputs` of a profile, which may replace one of bytes only or of a script: that took seconds."""
     from mesa_tune.errors import RunError
     from mesa_tune.profiler.profile import Profile
 
@@ -160,7 +184,7 @@ def replacing_bytes(folder: Run, inputs: str) -> Origin:
         known = Profile.load(folder.profile) if folder.profile.is_file() else None
     except RunError:
         known = None
-    return Origin(inputs, derived=known is not None and known.step_ms is None)
+    return Origin(inputs, derived=known is not None and (known.step_ms is None or known.script is not None))
 
 
 _FITS = "with the allocator's share: --fits 24GB"

@@ -56,6 +56,10 @@ ForceOption = Annotated[
     typer.Option("--force", help="Overwrite any verify.json; apply a policy of another model."),
 ]
 
+_IN_PYTHON = (
+    "measure it in Python: mt.verify(workload, policy), with the mt.Workload of a model.py "
+    "(`mesa-tune init --from train.py` writes one)"
+)
 _FOREIGN = "make one for this model with `mesa-tune search`; --force applies it anyway, where it fits"
 _THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 
@@ -82,7 +86,7 @@ def verify(
     profile = Profile.load(folder.require(folder.profile, "mesa-tune profile model.py"))
     path = policy or folder.require(folder.policy, "mesa-tune search --budget 40%")
     chosen = Policy.load(path)
-    workload = load_workload(folder, profile, "mesa_tune.verify(workload, policy) does it in Python, without")
+    workload = load_workload(folder, profile, _IN_PYTHON)
     expected, workload = _expectation(folder, profile, chosen, workload)
     origin = _origin(profile, chosen, workload.batch_size, own=policy is None)
     foreign = not chosen.header.is_for(profile.layers_fingerprint)

@@ -25,10 +25,11 @@ from mesa_tune.engine.formula import Formula, Grads, Needs, Result, Route, Route
 from mesa_tune.engine.head import Logits, is_made_by_head, logits_of
 from mesa_tune.engine.tensors import cast
 from mesa_tune.formulas.cross_entropy import class_axis, cross_entropy, mean_divisor, soft_counts, wide_dtype
+from mesa_tune.ops.devices import on_cpu
 from mesa_tune.ops.fused import by_target
 
 FINER = 4
-"""Slices of the forward for each of the backward."""
+"""Slices of the forward for each of the backward, on the CPU."""
 
 _IGNORED = -100
 _NO_HEAD = "its logits are not the unchanged output of a linear layer that saves its input as it is"
@@ -53,10 +54,12 @@ def _in_slices(logits: Tensor, target: Tensor, tile: int, options: Any) -> Tenso
 
     PyTorch computes these row by row, and sums those of the targets as those of a single class. On CUDA the
     order in which a row is summed depends on its alignment: slices of eight rows, also when copied or cast,
-    are aligned as the whole is. The whole logits are alive here, as in no slice of the backward, so these
-    slices are smaller: they need no product, which makes small ones slow.
+    are aligned as the whole is. The whole logits are alive here, as in no slice of the backward, so on the
+    CPU these slices are smaller: they need no product, which makes small ones slow. CUDA's caching allocator
+    reuses the blocks of the backward's slices; smaller ones would split the block of the logits.
     """
-    rows = max(1, -(-len(logits) // (8 * FINER * tile))) * 8
+    tile *= FINER if on_cpu(logits) else 1
+    rows = max(1, -(-len(logits) // (8 * tile))) * 8
     ignore = options["ignore_index"]
     slices = zip(logits.split(rows), target.split(rows), strict=True)
     losses = [F.cross_entropy(z, t, ignore_index=ignore, reduction="none") for z, t in slices]

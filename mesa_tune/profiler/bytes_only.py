@@ -16,7 +16,7 @@ from mesa_tune.profiler.tracing import StepTracer, TracedWorkload
 from mesa_tune.workload.fake import FakeWorkload
 from mesa_tune.workload.workload import Workload
 
-UNVERIFIED = "bytes on cuda are a model that few GPUs have checked: allow 15 % more"
+UNVERIFIED = "bytes on cuda are a model that few GPUs have checked: --fits leaves room"
 
 
 def bytes_only_profile(workload: Workload, *, cuda: bool = False) -> Profile:

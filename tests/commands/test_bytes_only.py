@@ -144,6 +144,12 @@ def test_slices_of_the_loss_are_among_what_fits(capsys: pytest.CaptureFixture[st
     _, shown = profiled(capsys, name, "--batch-size", "2", "--length", "64", "--fits", "40MB")
     largest = {line[:27].strip(): line.split()[-1] for line in shown.splitlines() if line}
     assert int(largest["at 4 bits, loss in slices"]) > 1.5 * int(largest["at 4 bits"])
+    deep = {**TINY, "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 256}
+    name = config(model_type="llama", vocab_size=512, **deep)
+    _, shown = profiled(capsys, name, "--batch-size", "2", "--length", "64", "--fits", "40MB")
+    largest = {line[:27].strip(): line.split()[-1] for line in shown.splitlines() if line}
+    assert int(largest["…, blocks that run again"]) > int(largest["at 4 bits, loss in slices"])
+    assert "blocks that run again: `store: recompute` in `on module:`" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

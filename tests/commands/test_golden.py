@@ -124,7 +124,8 @@ def only_bytes(limit: str | None = None) -> list[str]:
         bytes_only._Fit("plain", 5_250_000_000, False, 5),
         bytes_only._Fit("at 8 bits", 3_410_000_000, True, 9),
         bytes_only._Fit("at 4 bits", 3_100_000_000, True, 10),
-        bytes_only._Fit("at 4 bits, loss in slices", 2_110_000_000, True, 18),
+        bytes_only._Fit(bytes_only.SLICED, 2_110_000_000, True, 18),
+        bytes_only._Fit(bytes_only.AGAIN, 1_800_000_000, True, 26),
     ]
     table = bytes_only._fits_table(fits if limit else [], "cuda", limit)
     profile = replace(synthetic_profile(6, known=False), notes=profiled().notes)

@@ -41,7 +41,7 @@ def state_of(run: Run) -> State:
     plan = _plan(run, profile)
     if plan is None:
         return State(about, next_command(profile, find_reach(profile), run))
-    return State(f"{about}, and planned for {_budget(plan)}", _after_search(run, plan))
+    return State(f"{about}, and planned for {_budget(plan)}", _after_search(run, profile, plan))
 
 
 def next_step(run: Run) -> str:
@@ -70,10 +70,11 @@ def _unfinished(run: Run, profile: Profile) -> str | None:
     return None
 
 
-def _after_search(run: Run, plan: Plan) -> str:
-    if plan.policy.rules and not _is_newer(run.verify, run.policy):
+def _after_search(run: Run, profile: Profile, plan: Plan) -> str:
+    verifies = bool(plan.policy.rules) and profile.model is not None
+    if verifies and not _is_newer(run.verify, run.policy):
         return f"mesa-tune verify{run.option}"
-    if not _is_newer(run.report, run.verify if plan.policy.rules else run.plan):
+    if not _is_newer(run.report, run.verify if verifies else run.plan):
         return f"mesa-tune report{run.option}"
     return f"open {run.report}, train with {run.policy} (README.md)"
 

@@ -2,8 +2,9 @@
 
 What is hard: a PyTorch without CUDA cannot run autograd on tensors of that device, fake ones included. So
 the step runs on the CPU, and the functions that save something else on CUDA are replaced: attention (flash,
-memory-efficient), dropout (a mask of bytes), and what autocast runs in float32. Optimizers update all
-parameters at once. Of our own kernels, those run that CUDA has.
+memory-efficient), dropout (a mask of bytes), and what autocast runs in float32. A `torch.autocast("cuda")` of
+the user's code acts on the CPU. Optimizers update all parameters at once. Of our own kernels, those run that
+CUDA has.
 
 Not in the model: cuDNN's recurrent layers, and workspaces of libraries.
 """
@@ -39,12 +40,31 @@ _IN_FLOAT32 = (
 @contextmanager
 def cuda_functions() -> Iterator[None]:
     """Run functions of CPU tensors, for the body, as CUDA's kernels save for backward."""
-    with as_on_cuda(), torch.library._scoped_library("aten", "IMPL") as library:
+    with as_on_cuda(), _autocast_on_cpu(), torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
         for name in _IN_FLOAT32:
             library.impl(name, _in_float32(name), "AutocastCPU")
         yield
+
+
+@contextmanager
+def _autocast_on_cpu() -> Iterator[None]:
+    """Let autocast for CUDA act on the CPU, where PyTorch without CUDA would switch it off."""
+    enter = torch.autocast.__init__
+
+    def on_cpu(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        enter(self, device_type, dtype, *args, **kwargs)
+
+    torch.autocast.__init__ = on_cpu  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = enter  # type: ignore[method-assign]
 
 
 def update_all_at_once(optimizer: Optimizer) -> None:
