@@ -123,15 +123,18 @@ def _fits(workload: Workload, profiled: Profile, device: str, limit: str, output
     policies = _policies()
     losses = [layer.name for layer in profiled.layers if layer.tag == "loss"]
     policies[SLICED] = tiling(policies["at 4 bits"], losses, SLICES)
-    blocks = blocks_of(estimate(workload, device=device))
-    policies[AGAIN] = rerunning(policies[SLICED], blocks)
+    plain = estimate(workload, device=device)
+    if blocks := blocks_of(plain):
+        policies[AGAIN] = rerunning(policies[SLICED], blocks)
     found: dict[str, _Fit] = {}
     for name, policy in policies.items():
         output.status(f"{name}: which batch sizes fit into {limit}")
         try:
             with unnoticed():  # a loss that cannot have slices has no row
-                fit = estimate(workload, policy, device=device)
+                fit = estimate(workload, policy, device=device) if policy.rules else plain
         except (MesaTuneError, CheckpointError):  # such as a block that changes its input in place
+            if name not in _SETTINGS:
+                raise
             continue
         row = _Fit(name, fit.needed_bytes, fit.fits(limit), fit.largest_batch(limit))
         if name not in _SETTINGS or row[1:] not in [known[1:] for known in found.values()]:
