@@ -1,4 +1,4 @@
-"""The policies of `learning.py`: two of the search, and those of other systems as they were published."""
+"""The policies of `learning.py`: of the search, and of other systems, as published or at equal bytes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ PLAIN, FASTEST, SMALLEST = "plain", "fastest", "smallest"
 UNTRAINED, RATIO = ", untrained", ", ratio "
 SHARES = range(40, 100, 5)
 GREEDY = "greedy at the bytes of smallest"
+TWO_BITS = "uniform 2 bits"
+SEARCHED_AT, GREEDY_AT = f"least error at the bytes of {TWO_BITS}", f"greedy at the bytes of {TWO_BITS}"
 MATMULS = "# mesa-tune policy 1\non fc conv:\n    by_index: all\n"
 MESA = "on fc conv gelu bn relu softmax matmul attention layernorm:\n    by_index: all\n"
+UNIFORM = mt.Policy.uniform(level=4)
 RIVALS = {
     "uniform 4 bits": mt.Policy.uniform(level=16),
-    "uniform 2 bits": mt.Policy.uniform(level=4),
+    TWO_BITS: UNIFORM,
     "Mesa 8 bits": mt.Policy.parse(f"{MESA}    enable: True\n    level: 256\n    ema_decay: 0.9\n"),
     "DropIT 0.9": mt.Policy.parse(f"{MATMULS}    drop: 0.9\n    store: exact\n"),
     "WTA-CRS 0.3": mt.Policy.parse(f"{MATMULS}    rows: 0.3\n    store: exact\n"),
     GREEDY: None,
+    GREEDY_AT: None,
+    SEARCHED_AT: None,
 }
-"""Rivals by label. Greedy: bits by layer as GACT chooses them, within the saved bytes of the smallest."""
+"""Rivals by label, and the search within the bytes of one. Greedy: bits by layer as GACT chooses them."""
 
 
 def policy_of(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | None]:
@@ -31,11 +36,15 @@ def policy_of(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | 
     if label == FASTEST:
         plans = ((f"{share}%", fastest(profile, share)) for share in SHARES)
         return next((budget, policy) for budget, policy in plans if policy is not None)
-    if label == GREEDY:
-        limit = profile.predict(smallest(profile)).saved_bytes
-        policy = greedy(profile, lambda one: profile.predict(one).saved_bytes, limit, law=False)
-        assert policy is not None, "1 bit everywhere saves more than the smallest policy"
+    if label in (GREEDY, GREEDY_AT):
+        of = smallest(profile) if label == GREEDY else UNIFORM
+        policy = greedy(
+            profile, lambda one: profile.predict(one).saved_bytes, saved_bytes(profile, of), law=False
+        )
+        assert policy is not None, "1 bit everywhere saves more"
         return None, policy
+    if label == SEARCHED_AT:
+        return None, least_error(profile, UNIFORM)
     if label in RIVALS:
         return None, RIVALS[label]
     return None, smallest(profile, float(label.partition(RATIO)[2] or MAX_NOISE_RATIO))
@@ -43,6 +52,17 @@ def policy_of(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | 
 
 def smallest(profile: mt.Profile, ratio: float = MAX_NOISE_RATIO) -> mt.Policy:
     return mt.search_policy(profile, trials=0, objective="memory", max_noise_ratio=ratio).policy
+
+
+def saved_bytes(profile: mt.Profile, policy: mt.Policy) -> int:
+    return profile.predict(policy).saved_bytes
+
+
+def least_error(profile: mt.Profile, rival: mt.Policy) -> mt.Policy:
+    """Return the policy of least error within the predicted saved bytes and peak of `rival`."""
+    predicted = profile.predict(rival)
+    peak, saved = predicted.peak_bytes, predicted.saved_bytes
+    return mt.search_policy(profile, peak, max_saved=saved, trials=0, objective="error").policy
 
 
 def fastest(profile: mt.Profile, share: int) -> mt.Policy | None:
