@@ -39,7 +39,8 @@ Does training under a policy within a noise ratio end as plain training does?
   solved from a profile (no study), within the default noise ratio of 0.03 or the one named.
 * Rivals, with no limit on the ratio: **uniform** bits; **Mesa**: 8 bits with running ranges; **DropIT 0.9**:
   of linear layers and convolutions the largest tenth of the elements, exact; **WTA-CRS 0.3**: of these 30 %
-  of the rows, exact; **greedy**: bits by layer as GACT chooses them, within the saved bytes of another policy.
+  of the rows, exact; **greedy**: bits by layer as GACT chooses them, within the saved bytes of another
+  policy.
 * **least error at the bytes of**: by the search (`--objective error`), within the saved bytes and the peak of
   another policy.
 * Noise ratios grow during training. So the profile has the weights at the end of a plain training with

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from greedy import greedy
 
 import mesa_tune as mt
@@ -38,9 +40,8 @@ def policy_of(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | 
         return next((budget, policy) for budget, policy in plans if policy is not None)
     if label in (GREEDY, GREEDY_AT):
         of = smallest(profile) if label == GREEDY else UNIFORM
-        policy = greedy(
-            profile, lambda one: profile.predict(one).saved_bytes, saved_bytes(profile, of), law=False
-        )
+        size = partial(saved_bytes, profile)
+        policy = greedy(profile, size, size(of), law=False)
         assert policy is not None, "1 bit everywhere saves more"
         return None, policy
     if label == SEARCHED_AT:
