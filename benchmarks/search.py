@@ -75,7 +75,8 @@ def measured(model: Model, methods: Mapping[str, Method], arguments: argparse.Na
             times[name] += ms
     return {
         name: {
-            "peak": peaks[name],
+            "peak": peaks[name].bytes,
+            "gradients": peaks[name].gradients,
             "noise ratio": noise.get(name, 0.0),
             "step": ratios(times["plain"], times[name]),
             "of searched": ratios(times["searched"], times[name]),
@@ -85,7 +86,7 @@ def measured(model: Model, methods: Mapping[str, Method], arguments: argparse.Na
 
 
 def static_bytes(model: Model) -> int:
-    """Return the bytes of weights, gradients, optimizer state and batch."""
+    """Return the bytes of weights, optimizer state and batch."""
     return int(model.profile.timeline.at(model.subject.batch_size).static)
 
 

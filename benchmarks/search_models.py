@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,6 +152,27 @@ def rivals(model: Model, limit: int) -> dict[str, Method]:
     return {**found, **{title: Method(policy) for title, policy in policies.items() if policy is not None}}
 
 
+class Peak(NamedTuple):
+    """The most live bytes of a step, and those of them that are gradients of weights."""
+
+    bytes: int
+    gradients: int
+
+
+class AtPeak(LiveStorages):
+    """Also bytes of the gradients of `parameters` at the peak."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.parameters, self.gradients = parameters, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, result = self.peak, super().__torch_dispatch__(func, types, args, kwargs)
+        if self.peak > before:
+            self.gradients = sum(one.grad.nbytes for one in self.parameters if one.grad is not None)
+        return result
+
+
 class Running:
     """A model in training by a method, with a loop of its own."""
 
@@ -186,16 +207,16 @@ class Running:
         gradients = (p.grad.flatten() for p in self.model.parameters() if p.grad is not None)
         return torch.cat(list(gradients))
 
-    def peak(self) -> int:
-        """Return the most live bytes of the second step."""
+    def peak(self) -> Peak:
+        """Return the most live bytes of the second step, and the gradients among them."""
         self.step()
-        with LiveStorages() as storages:
+        with AtPeak([*self.model.parameters()]) as storages:
             self.optimizer.zero_grad()
             state = [value for values in self.optimizer.state.values() for value in values.values()]
             storages.see_all([*self.model.parameters(), *self.model.buffers(), state, self.batch])
             del state
             self.step()
-        return storages.peak
+        return Peak(storages.peak, storages.gradients)
 
 
 def times_in_turn(runs: Mapping[str, Running], rounds: int) -> dict[str, list[float]]:

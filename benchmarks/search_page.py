@@ -87,8 +87,8 @@ def _summary(lines: Sequence[Line], forwards: Mapping[str, int]) -> list[str]:
     parts += [f"  Faster: {one}.\n" for one in sorted(beaten)]
     for line in lines:
         if line["limit"] is None:
-            own = line["rows"]["searched"]["peak"] - line["static"]
-            best, name = min((row["peak"] - line["static"], name) for name, row in _answers(line).items())
+            own = _activations(line, line["rows"]["searched"])
+            best, name = min((_activations(line, row), name) for name, row in _answers(line).items())
             forward = forwards.get(line["model"])
             floor = "" if forward is None else f"; a forward without gradients: {forward / best:.2f}"
             text = f"{own / best:.2f} of the best rival's activations ({name}){floor}"
@@ -96,9 +96,17 @@ def _summary(lines: Sequence[Line], forwards: Mapping[str, int]) -> list[str]:
     return parts
 
 
+def _activations(line: Line, row: Mapping[str, Any]) -> int:
+    """Return the bytes at the peak that are no weight, gradient, optimizer state or batch.
+
+    Results of older code do not have the gradients.
+    """
+    return int(row["peak"] - line["static"] - row.get("gradients", 0))
+
+
 def _table(line: Line) -> str:
     rows = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    plain = line["rows"]["plain"]["peak"] - line["static"]
+    plain = _activations(line, line["rows"]["plain"])
     for name, row in line["rows"].items():
         own = name in ("plain", "solved", "searched")
         title = f"**{name}**" if own else name
@@ -106,7 +114,7 @@ def _table(line: Line) -> str:
         cells = (
             title,
             f"{row['peak'] / 1e6:.1f}",
-            f"{(row['peak'] - line['static']) / plain:.0%}",
+            f"{_activations(line, row) / plain:.0%}",
             f"{row['noise ratio']:.1e}" if row["noise ratio"] else "0",
             _spread(row["step"]),
             _spread(row["of searched"]),
