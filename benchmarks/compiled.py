@@ -1,10 +1,11 @@
 """What does a compiled step take: plain, converted, and under `torch.compile`'s memory budget?
 
-    python benchmarks/compiled.py [--model deit_s] [--batch 8] [--rounds 9]
+    python benchmarks/compiled.py [--model deit_s] [--batch 8] [--rounds 9] [--searched]
 
 The whole model is compiled in each way, and whole steps are timed in turn, in one process. Peaks are growths
-of resident memory in a step, each in a process of its own after two others. Results are appended to
-`results/compiled.jsonl`.
+of resident memory in a step, each in a process of its own after two others. `--searched`: also the fastest
+policy of the search at the predicted peak of uniform 4 bits, and the smallest, without modules that run again
+and without slices, which a compiled step does not have. Results are appended to `results/compiled.jsonl`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import json
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,20 +25,23 @@ from zoo import workload
 
 import mesa_tune as mt
 
+FOUR_BITS = mt.Policy.uniform(level=16)
 WAYS: dict[str, tuple[mt.Policy | None, float | None]] = {
     "plain": (None, None),
-    "4 bits": (mt.Policy.uniform(level=16), None),
+    "4 bits": (FOUR_BITS, None),
     "activation_memory_budget 0.5": (None, 0.5),
     "activation_memory_budget 0.2": (None, 0.2),
 }
 """Policy, and memory budget of the compiler; None: neither."""
+
+BUILD = Path(__file__).resolve().parents[1] / "build" / "compiled"
 
 
 class Training:
     """A compiled model in training."""
 
     def __init__(self, name: str, batch: int, way: str) -> None:
-        policy, self.budget = WAYS[way]
+        policy, self.budget = WAYS[way] if way in WAYS else (mt.Policy.load(way), None)
         torch.manual_seed(0)
         self.work = workload(name, batch)
         self.model = model_under(self.work, policy)
@@ -58,11 +64,26 @@ def peak(training: Training) -> int:
     return peak_growth(training.step)
 
 
+def searched(name: str, batch: int) -> list[str]:
+    """Return the paths of the policies of the search: the fastest at the peak of 4 bits, and the smallest."""
+    profile = mt.profile(workload(name, batch))
+    find = partial(mt.search_policy, profile, trials=0, forbid=("recompute", "tile", "offload"))
+    plans = {
+        "fastest": find(profile.predict(FOUR_BITS).peak_bytes, objective="time"),
+        "smallest": find(objective="memory"),
+    }
+    BUILD.mkdir(parents=True, exist_ok=True)
+    for title, plan in plans.items():
+        plan.policy.save(BUILD / f"{title}.txt")
+    return [str(BUILD / f"{title}.txt") for title in plans]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="deit_s")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--searched", action="store_true", help="also policies of the search")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     asked = arguments.model, arguments.batch
@@ -70,17 +91,21 @@ def main() -> None:
         print(json.dumps(peak(Training(*asked, arguments.peak))))
         return
     command = [sys.executable, __file__, "--model", arguments.model, "--batch", str(arguments.batch)]
+    ways = [*WAYS, *(searched(*asked) if arguments.searched else ())]
     peaks = {
         way: json.loads(subprocess.run([*command, "--peak", way], check=True, stdout=subprocess.PIPE).stdout)
-        for way in WAYS
+        for way in ways
     }
     steps = {}
-    for way in WAYS:
+    for way in ways:
         training = Training(*asked, way)
         training.step()
         steps[way] = training.step
     times = in_turn(steps, arguments.rounds)
-    rows = {way: {"peak": peaks[way], "step": ratios(times["plain"], times[way])._asdict()} for way in WAYS}
+    rows = {
+        Path(way).stem: {"peak": peaks[way], "step": ratios(times["plain"], times[way])._asdict()}
+        for way in ways
+    }
     append("compiled", {"model": arguments.model, "batch": arguments.batch, "rows": rows})
     for way, row in rows.items():
         step = row["step"]
