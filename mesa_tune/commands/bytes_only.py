@@ -117,7 +117,7 @@ def _fits(workload: Workload, profiled: Profile, device: str, limit: str, output
 
     from mesa_tune.estimation import blocks_of, estimate
     from mesa_tune.notice import unnoticed
-    from mesa_tune.profiler.rerun_modules.blocks import rerunning
+    from mesa_tune.profiler.rerun_modules.blocks import rerunning, whole
     from mesa_tune.profiler.tiled_step import SLICES, tiling
 
     policies = _policies()
@@ -125,7 +125,7 @@ def _fits(workload: Workload, profiled: Profile, device: str, limit: str, output
     policies[SLICED] = tiling(policies["at 4 bits"], losses, SLICES)
     plain = estimate(workload, device=device)
     if blocks := blocks_of(plain):
-        policies[AGAIN] = rerunning(policies[SLICED], blocks)
+        policies[AGAIN] = rerunning(policies[SLICED], whole(blocks))
     found: dict[str, _Fit] = {}
     for name, policy in policies.items():
         output.status(f"{name}: which batch sizes fit into {limit}")

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mesa_tune.codecs import Spec
 from mesa_tune.conversion.choices import ChoiceDetector
-from mesa_tune.conversion.sliced import slices_of
+from mesa_tune.conversion.sliced import cut_of
 from mesa_tune.engine.function import saving_in_vain
 from mesa_tune.engine.observer import watch
 from mesa_tune.engine.routing import inside_backward
@@ -62,16 +62,16 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
             "where its layers store by their own settings."
         )
         return job.plain(*args, **kwargs)
-    slices = None
-    if job.spec.tile > 1:
-        slices = slices_of(job.module, job.name, job.spec.tile, job.probe, args, kwargs)
-    if slices is None:
+    tile, cut = job.spec.tile, None
+    if tile > 1:
+        cut = cut_of(job.module, job.name, tile, job.probe, args, kwargs)
+    if cut is None:
         return _recomputed(job, args, kwargs)
     outputs = []
-    for number, part in enumerate(slices.parts):
+    for number, part in enumerate(cut.slices(tile)):
         own_key = partial(_key_of_slice, job.key, number)
-        outputs.append(_recomputed(job._replace(key=own_key), (part, *args[1:]), kwargs))
-    return slices.joined(outputs)
+        outputs.append(_recomputed(job._replace(key=own_key), *part))
+    return cut.joined(outputs)
 
 
 def _key_of_slice(key: Callable[[torch.device], Tensor], number: int, device: torch.device) -> Tensor:

@@ -1,9 +1,9 @@
 """Modules that run in slices (`tile`, `on module:`), so that nothing that they make inside is ever whole.
 
-An MLP acts on each row of its input by itself. So it may run on some rows after the others, and again in
-backward (as ALST's tiled MLP, arXiv 2506.13996). What is hard is that a module's code does not say whether it
-does so. Therefore it first runs on two rows of random numbers, together and apart. A module whose results
-differ is not cut.
+An MLP acts on each row of its input by itself, attention on each sample. So it may run on some of them after
+the others, and again in backward (as ALST's tiled MLP, arXiv 2506.13996). What is hard is that no code says
+so. Therefore the module first runs on two rows or samples of random numbers, together and apart. One whose
+results differ is not cut.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,84 +15,168 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from mesa_tune.notice import warn_once
 
-_by_rows: WeakKeyDictionary[nn.Module, dict[int, bool]] = WeakKeyDictionary()
-"""Whether a module acts by itself on each slice along a dimension."""
+Arguments = tuple[Any, Any]
+"""Positional arguments and keywords."""
+
+_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
+
+Shared = tuple[bool, ...]
+"""Of each output of a module, flat, whether it is the same for all slices, not cut as they are."""
+
+_by_slices: WeakKeyDictionary[nn.Module, dict[int, Shared | None]] = WeakKeyDictionary()
+"""The outputs of modules for slices along a dimension; None where it does not act on each by itself."""
 
 
-class Slices(NamedTuple):
-    """The rows of a tensor in `parts` along `dim`, each dense in memory; `sizes`: dimensions of all rows."""
+class Cut(NamedTuple):
+    """Arguments of a module, flat, that can be cut along `dim`, each slice dense in memory.
 
-    parts: Sequence[Tensor]
+    `tensors`: what is cut, at `positions`; the first is the input. `sizes`: dimensions of the input but its
+    last, before it became one sample of all rows. `shared`: of the outputs.
+    """
+
+    leaves: Sequence[Any]
+    form: TreeSpec
+    positions: Sequence[int]
+    tensors: Sequence[Tensor]
     dim: int
     sizes: Sequence[int]
+    shared: Shared = ()
 
-    def joined(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return the output of all rows from those of the parts."""
-        output = torch.cat(list(outputs), self.dim)
+    @property
+    def size(self) -> int:
+        """The number of rows or samples."""
+        return self.tensors[0].shape[self.dim]
+
+    def slices(self, count: int) -> list[Arguments]:
+        """Return the arguments for `count` slices."""
+        parts = [tensor.tensor_split(min(count, self.size), self.dim) for tensor in self.tensors]
+        return [self._having(part) for part in zip(*parts, strict=True)]
+
+    def pair(self) -> "Cut":
+        """Return arguments of two rows or samples of random numbers, with the first two of other tensors."""
+        x, *others = (tensor.narrow(self.dim, 0, 2) for tensor in self.tensors)
+        generator = torch.Generator(x.device).manual_seed(0)
+        random = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        return self._replace(tensors=(random, *others))
+
+    def whole(self) -> Arguments:
+        """Return the arguments of all rows or samples."""
+        return self._having(self.tensors)
+
+    def joined(self, outputs: Sequence[Any]) -> Any:
+        """Return the output of the whole from those of slices."""
+        leaves = zip(self.shared, *(tree_leaves(output) for output in outputs), strict=True)
+        whole = [parts[0] if shared else self._joined(parts) for shared, *parts in leaves]
+        return tree_unflatten(whole, tree_structure(outputs[0]))
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        output = torch.cat(list(parts), self.dim)
         return output.view(*self.sizes, *output.shape[self.dim + 1 :]) if self.dim else output
 
+    def _having(self, tensors: Sequence[Tensor]) -> Arguments:
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = tree_unflatten(leaves, self.form)
+        return args, kwargs
 
-def slices_of(
+
+def cut_of(
     module: nn.Module, name: str, count: int, run: Callable[..., Any], args: Any, kwargs: Any
-) -> Slices | None:
-    """Return the input of `module` in `count` slices; None with a warning where it cannot be cut.
+) -> Cut | None:
+    """Return how the input of `module` is cut into `count` slices; None with a warning where it cannot be.
 
-    The input, `(*, features)`, is the first of `args`, and the only tensor. It is cut along its first
-    dimension, or, where that is less than `count`, as one sample of all rows. `run` runs the module, and
-    saves nothing.
+    The input, `(*, features)`, is the first tensor. It is cut along its first dimension, as are other tensors
+    that are as large there; where that is less than `count`, as one sample of all rows, if there is no other
+    tensor. `run` runs the module, and saves nothing.
     """
-    if not _takes_rows(args, kwargs):
-        _warn_of_effect(name, "it takes more than one tensor (*, features)")
+    cut = _possible(count, args, kwargs)
+    if isinstance(cut, str):
+        _warn_of_effect(name, cut)
         return None
-    x: Tensor = args[0]
-    rows, dim = x, 0
-    if x.shape[0] < count and x.dim() > 2:
-        dim = x.dim() - 2
-        rows = x.reshape(*[1] * dim, -1, x.shape[-1])
-    if rows.shape[dim] < 2:
+    if cut.size < 2:
         return None
-    answers = _by_rows.setdefault(module, {})
-    if dim not in answers:
-        answers[dim] = _acts_on_rows(module, lambda part: run(part, *args[1:], **kwargs), rows, dim)
-    if not answers[dim]:
-        _warn_of_effect(name, "it does not act on each row of its input by itself")
+    answers = _by_slices.setdefault(module, {})
+    if cut.dim not in answers:
+        answers[cut.dim] = _outputs(module, run, cut.pair())
+    shared = answers[cut.dim]
+    if shared is None:
+        _warn_of_effect(name, "it does not act on each row or sample of its input by itself")
         return None
-    return Slices(rows.tensor_split(min(count, rows.shape[dim]), dim), dim, x.shape[:-1])
+    return cut._replace(shared=shared)
 
 
 def has_slices(module: nn.Module) -> bool:
     """Return whether the module has run in slices, or could have."""
-    return any(_by_rows.get(module, {}).values())
+    return any(shared is not None for shared in _by_slices.get(module, {}).values())
 
 
-def _takes_rows(args: Any, kwargs: Any) -> bool:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    return len(tensors) == 1 and bool(args) and args[0] is tensors[0] and tensors[0].dim() > 1
+def _possible(count: int, args: Any, kwargs: Any) -> Cut | str:
+    """Return how arguments are cut, or why they cannot be."""
+    leaves, form = tree_flatten((args, kwargs), is_leaf=_is_no_container)
+    tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    others = (leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_CONSTANTS)))
+    foreign = next(others, None)
+    if foreign is not None:
+        return f"slices would share its {type(foreign).__name__}"
+    x = next(iter(tensors.values()), None)
+    if x is None or x.dim() < 2 or not x.is_floating_point():
+        return "its first tensor is no (*, features)"
+    cut = [place for place, tensor in tensors.items() if tensor.dim() and tensor.shape[0] == x.shape[0]]
+    if x.shape[0] >= count or x.dim() == 2 or len(tensors) > 1:
+        return Cut(leaves, form, cut, [tensors[place] for place in cut], 0, x.shape[:-1])
+    dim = x.dim() - 2
+    rows = x.reshape(*[1] * dim, -1, x.shape[-1])
+    return Cut(leaves, form, cut, [rows], dim, x.shape[:-1])
+
+
+def _is_no_container(value: Any) -> bool:
+    return type(value) not in (tuple, list, dict)
 
 
 def _warn_of_effect(name: str, why: str) -> None:
     warn_once(f"mesa-tune: `tile` of {name!r} has no effect: {why}. It runs again as a whole.")
 
 
-def _acts_on_rows(module: nn.Module, run: Callable[[Tensor], Any], x: Tensor, dim: int) -> bool:
-    """Return whether two rows of random numbers along `dim` have the same results together and apart."""
+def _outputs(module: nn.Module, run: Callable[..., Any], pair: Cut) -> Shared | None:
+    """Return which outputs both rows or samples of `pair` share; None if they differ together and apart."""
     if any(isinstance(each, _BatchNorm) for each in module.modules()):
-        return False
-    generator = torch.Generator(x.device).manual_seed(0)
-    size = (*x.shape[:dim], 2, *x.shape[dim + 1 :])
-    pair = torch.randn(size, generator=generator, dtype=x.dtype, device=x.device)
+        return None
+
+    def result(arguments: Arguments) -> list[Any]:
+        args, kwargs = arguments
+        return tree_leaves(run(*args, **kwargs))
+
     with torch.no_grad(), _without_dropout(module):
-        together, *apart = run(pair), *map(run, pair.split(1, dim))
-    if not isinstance(together, Tensor) or together.shape[: x.dim() - 1] != pair.shape[:-1]:
+        try:
+            together, *apart = map(result, (pair.whole(), *pair.slices(2)))
+        except (RuntimeError, ValueError):
+            return None  # another tensor's first dimension was none of samples
+    rows, shared = pair.tensors[0].shape[: pair.dim + 1], list[bool]()
+    for whole, *parts in zip(together, *apart, strict=True):
+        is_cut = isinstance(whole, Tensor) and whole.shape[: pair.dim + 1] == rows
+        if not all(_are_alike(whole, each) for each in ([torch.cat(parts, pair.dim)] if is_cut else parts)):
+            return None
+        shared.append(not is_cut)
+    return None if all(shared) else tuple(shared)
+
+
+def _are_alike(value: Any, other: Any) -> bool:
+    """Return whether two outputs are equal but for rounding."""
+    if not isinstance(value, Tensor):
+        return isinstance(value, _CONSTANTS) and bool(other == value)
+    if value.shape != other.shape:
         return False
-    if isinstance(together, FakeTensor):
+    if isinstance(value, FakeTensor):
         return True  # bytes alone are asked: there are no values
-    tolerance = 0.02 if together.element_size() == 2 else 1e-4
-    return bool((together - torch.cat(apart, dim)).abs().max() <= tolerance * together.abs().max())
+    if not value.is_floating_point() or not value.numel():
+        return torch.equal(value, other)
+    tolerance = 0.02 if value.element_size() == 2 else 1e-4
+    return bool((value - other).abs().max() <= tolerance * value.abs().max())
 
 
 @contextmanager

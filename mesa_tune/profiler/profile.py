@@ -139,19 +139,19 @@ class Profile:
         return other_slices(self.tiled, assignment)
 
     @property
-    def mlps(self) -> tuple[str, ...]:
-        """The modules that can run in slices."""
-        return () if self.tiled is None else self.tiled.mlps
+    def parts(self) -> Mapping[str, int]:
+        """The modules that can run in slices, and in how many."""
+        return {} if self.tiled is None else self.tiled.parts
 
     @cached_property
     def in_slices(self) -> Profile:
-        """The same profile of the step with slices of losses and MLPs; without such a step, this one."""
+        """The same profile of the step with slices of losses and modules; without such a step, this one."""
         tiled = self.tiled
         if tiled is None:
             return self
         routing, layers = tiled.routing_ms(self.routing_ms), tiled.layers(self.layers)
         sliced = replace(self, timeline=tiled.timeline, layers=layers, routing_ms=routing, tiled=None)
-        return replace(sliced, modules=tiled.modules) if tiled.mlps else sliced
+        return replace(sliced, modules=tiled.modules) if tiled.parts else sliced
 
     def predict_assignment(self, assignment: Assignment, *, batch_size: int | None = None) -> Prediction:
         """Return what `predict` does, for settings by layer name; a layer without settings stores exactly."""
@@ -194,7 +194,7 @@ class Profile:
     def assignment(self, policy: Policy) -> dict[str, LayerSettings]:
         """Return the settings that `policy` gives each layer, and each module that runs again, by name."""
         chosen = policy.assignment(self._tagged)
-        for name in (*self.timeline.modules, *self.mlps) if policy.module_rules() else ():
+        for name in (*self.timeline.modules, *self.parts) if policy.module_rules() else ():
             settings = policy.recomputed(name)
             if settings is not None:
                 chosen[name] = settings

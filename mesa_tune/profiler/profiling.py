@@ -38,8 +38,8 @@ from mesa_tune.profiler.fake_steps import traced_without_memory
 from mesa_tune.profiler.memory.meter import unless_out_of_memory
 from mesa_tune.profiler.pricing import LayerPrices, Pricing, interactions
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.profiler.rerun_modules.blocks import whole
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
-from mesa_tune.profiler.tiled_step import MLP_SLICES
 from mesa_tune.profiler.timing.heap import roomy_heap
 from mesa_tune.profiler.timing.kinds import timed_policies, timed_settings
 from mesa_tune.profiler.timing.step_time import SECONDS, SHARE, StepTimer, with_times
@@ -193,7 +193,7 @@ class _Profiling:
 
     def _with_noise(self, traced: Profile) -> Profile:
         """Return the profile with the noise of the batches; let those that stand for all make the prices."""
-        clock, names = clock_of(self.workload.device), (*traced.timeline.modules, *traced.mlps)
+        clock, names = clock_of(self.workload.device), (*traced.timeline.modules, *traced.parts)
         self.watch = BlockWatch(self.model, names, clock, module_options(self.options))
         with self.watch.watching():
             policy = next(self._uniform(_WHOLE_BITS), None)
@@ -212,9 +212,9 @@ class _Profiling:
         floor = JointError(self.workload, self.model).floor(self._price_draws[0])
         policies = {bits: policy for bits in LOW_BITS for policy in self._uniform(bits)}
         measured: dict[int, list[float]] = {bits: [] for bits in policies}
-        modules = ModulePricing(self.watch, traced.timeline.modules)
+        modules = ModulePricing(self.watch, whole(traced.timeline.modules))
         tiled, forwards = traced.tiled, self.workload.accumulation
-        mlps = ModulePricing(self.watch, traced.mlps, tile=MLP_SLICES)
+        parts = ModulePricing(self.watch, traced.parts)
         draws = self._price_draws[:_INTERACTION_DRAWS]
         for number, draw in enumerate(draws):
             self.show(f"errors of whole policies, batch {number + 1} of {len(draws)}", number / len(draws))
@@ -223,13 +223,13 @@ class _Profiling:
                 measured[bits] += joint.errors(policy, [(draw, 0)])
             if number == 0:
                 modules.measure(joint, draw)
-                mlps.measure(joint, draw)
+                parts.measure(joint, draw)
         priced = self._assembled(traced, partial=True)
         return replace(
             traced,
             error_floor=floor,
             modules=tuple(modules.entries(priced, forwards)),
-            tiled=None if tiled is None else replace(tiled, modules=tuple(mlps.entries(priced, forwards))),
+            tiled=None if tiled is None else replace(tiled, modules=tuple(parts.entries(priced, forwards))),
             interaction=tuple(interactions(priced, policies, measured)),
         )
 

@@ -1,15 +1,15 @@
-"""The step in which losses on large logits go backward in slices, and MLPs may run in slices (`tile`).
+"""The step in which losses on large logits, and parts of blocks, may run in slices (`tile`).
 
 What is hard: such a loss saves no probabilities and makes no whole gradient of the logits, so the peak is
 elsewhere. So there is a second timeline, of traced steps in which these losses are tiled, and what a policy
 with `tile` does follows from it as everything else follows from the first. Its modules that can run again are
-the MLPs, in slices, where the model has any; else blocks.
+MLPs and attention, in slices, where the model has any; else blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mesa_tune.policy import Policy
@@ -23,20 +23,16 @@ from mesa_tune.profiler.rerun_modules.entry import ModuleEntry
 SLICES = 8
 """Slices of the traced step. What is whole in none of them is then an eighth of it."""
 
-MLP_SLICES = 4
-"""Slices of MLPs: each takes about half a millisecond on the CPU, however small."""
-
 LARGE, LEAST = 0.02, 1 << 20
 """Least share of the plain step's saved bytes, and least bytes, that make a loss large."""
 
 
 @dataclass(frozen=True)
 class TiledStep:
-    """The step in which each of `losses` has `slices`, and MLPs may run in `MLP_SLICES`.
+    """The step in which each of `losses` has `slices`, and each of `parts`, modules, may run in so many.
 
     `heads`: the layers that made the logits. `timeline`: of that step. `added_ms`: what slices of losses add
-    to the time of a converted step; None: unknown. `mlps`: the modules of the timeline, if they run in
-    slices; `modules`: their prices.
+    to the time of a converted step; None: unknown. `modules`: prices of the parts, or of blocks.
     """
 
     losses: tuple[str, ...]
@@ -44,7 +40,7 @@ class TiledStep:
     slices: int
     timeline: Timeline
     added_ms: float | None = None
-    mlps: tuple[str, ...] = ()
+    parts: Mapping[str, int] = field(default_factory=dict)
     modules: tuple[ModuleEntry, ...] = ()
 
     @property
@@ -71,7 +67,12 @@ class TiledStep:
 
     def to_dict(self) -> dict[str, Any]:
         modules = [module.to_dict() for module in self.modules]
-        return {**vars(self), "timeline": self.timeline.to_dict(), "modules": modules}
+        return {
+            **vars(self),
+            "parts": dict(self.parts),
+            "timeline": self.timeline.to_dict(),
+            "modules": modules,
+        }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> TiledStep:
@@ -82,7 +83,7 @@ class TiledStep:
             int(values["slices"]),
             Timeline.from_dict(values["timeline"]),
             None if added is None else float(added),
-            tuple(map(str, values["mlps"])),
+            {str(name): int(count) for name, count in values["parts"].items()},
             tuple(map(ModuleEntry.from_dict, values["modules"])),
         )
 
@@ -102,15 +103,19 @@ def other_slices(tiled: TiledStep | None, assignment: Assignment) -> str | None:
     if not slices:
         return None
     if tiled is not None:
-        packed = (name for name in tiled.mlps if name in slices and assignment[name].store == "recompute")
-        if slices == dict.fromkeys(tiled.losses, tiled.slices) | dict.fromkeys(packed, MLP_SLICES):
+        packed = {name for name in tiled.parts if name in slices and assignment[name].store == "recompute"}
+        if slices == dict.fromkeys(tiled.losses, tiled.slices) | {name: tiled.parts[name] for name in packed}:
             return None
     what = ", ".join(f"`tile: {count}` of {name!r}" for name, count in slices.items())
     if tiled is None:
         return f"{what}: the profile has traced no step with slices"
-    kinds = ((tiled.slices, tiled.losses, ""), (MLP_SLICES, tiled.mlps, " (`store: recompute`)"))
+    kinds = {(tiled.slices, ""): list(tiled.losses)}
+    for name, count in tiled.parts.items():
+        kinds.setdefault((count, " (`store: recompute`)"), []).append(name)
     traced = (
-        f"`tile: {count}` of {', '.join(map(repr, names))}{how}" for count, names, how in kinds if names
+        f"`tile: {count}` of {', '.join(map(repr, names))}{how}"
+        for (count, how), names in kinds.items()
+        if names
     )
     return f"{what}: the profile has traced {' and '.join(traced)}"
 

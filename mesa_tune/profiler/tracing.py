@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -36,9 +36,9 @@ from mesa_tune.profiler.memory.timeline_builder import TracedPair, timeline_of
 from mesa_tune.profiler.memory.trace import trace_step
 from mesa_tune.profiler.memory.traced_steps import TracedSteps, exact_entries, tensor_entries
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.profiler.rerun_modules.blocks import all_run_again, block_levels, rerunning
-from mesa_tune.profiler.rerun_modules.mlps import possible_mlps
-from mesa_tune.profiler.tiled_step import MLP_SLICES, SLICES, TiledStep, heads_of, large_losses, tiling
+from mesa_tune.profiler.rerun_modules.blocks import all_run_again, block_levels, rerunning, whole
+from mesa_tune.profiler.rerun_modules.parts import possible_parts
+from mesa_tune.profiler.tiled_step import SLICES, TiledStep, heads_of, large_losses, tiling
 from mesa_tune.workload.session import session
 from mesa_tune.workload.step import Stepper
 from mesa_tune.workload.workload import Workload
@@ -114,11 +114,11 @@ class StepTracer:
         """Return the level of blocks that has the least peak if all of them run again; () if none can."""
         peaks: list[tuple[int, tuple[str, ...]]] = []
         for blocks in block_levels(self.model, plain):
-            alone = (name for name in blocks if self._peak_again(batch, (name,)) is not None)
-            modules, peak = blocks, self._peak_again(batch, blocks)
+            alone = (name for name in blocks if self._peak_again(batch, whole([name])) is not None)
+            modules, peak = blocks, self._peak_again(batch, whole(blocks))
             if peak is None:
                 modules = tuple(alone)
-                peak = self._peak_again(batch, modules) if modules else None
+                peak = self._peak_again(batch, whole(modules)) if modules else None
             if peak is not None:
                 peaks.append((peak, modules))
         return min(peaks, default=(0, ()))[1]
@@ -135,17 +135,17 @@ class StepTracer:
         still_large = large_losses(trace, tags)
         return tuple(name for name in losses if name not in still_large)
 
-    def mlps(self, batch: Any, plain: StepTrace, tags: Tags) -> tuple[str, ...]:
-        """Return the MLPs that can run in slices."""
-        found = possible_mlps(self.model, plain, tags)
-        if not found or self._peak_again(batch, found, tile=MLP_SLICES) is None:
-            return ()
-        return tuple(name for name in found if has_slices(self.model.get_submodule(name)))
+    def parts(self, batch: Any, batch_size: int, plain: StepTrace, tags: Tags) -> dict[str, int]:
+        """Return the parts of blocks that can run in slices, and in how many."""
+        found = possible_parts(self.model, plain, tags, batch_size)
+        if found and self._peak_again(batch, found) is None:
+            found = {name: n for name, n in found.items() if self._peak_again(batch, {name: n}) is not None}
+        return {name: n for name, n in found.items() if has_slices(self.model.get_submodule(name))}
 
-    def _peak_again(self, batch: Any, modules: tuple[str, ...], *, tile: int = 1) -> int | None:
+    def _peak_again(self, batch: Any, modules: Mapping[str, int]) -> int | None:
         """Return the peak of the step in which `modules` run again; None if one of them cannot."""
         try:
-            trace, _ = self.trace(batch, rerunning(Policy.parse(""), modules, tile=tile))
+            trace, _ = self.trace(batch, rerunning(Policy.parse(""), modules))
         except (MesaTuneError, CheckpointError):  # such as a module that changes its input in place
             return None
         return trace.peak() if all_run_again(trace, modules) else None
@@ -201,27 +201,26 @@ class TracedWorkload:
         self.rows = Rows(self.large, tags, self.catalog.modules)
         plain = self.large.plain
         self.modules = tracer.rerun_modules(longest.batch, plain) if variants else ()
-        self.timeline = self._timeline(TracedPair(self.large, self.small), _unchanged, self.modules)
+        self.timeline = self._timeline(TracedPair(self.large, self.small), _unchanged, whole(self.modules))
         with unnoticed():  # slices may fail or have no effect
             self.tiled = unless_out_of_memory(lambda: self._tiled(tags)) if variants else None
 
-    def _timeline(
-        self, traced: TracedPair, change: Change, modules: tuple[str, ...], tile: int = 1
-    ) -> Timeline:
+    def _timeline(self, traced: TracedPair, change: Change, modules: Mapping[str, int]) -> Timeline:
         """Return the timeline, with modules that can run again if there are any and memory suffices."""
-        hooked = self.rows.hooked
+        hooked, names = self.rows.hooked, tuple(modules)
 
         def again(policy: Policy) -> Policy:
-            return rerunning(change(policy), modules, tile=tile)
+            return rerunning(change(policy), modules)
 
         pair = unless_out_of_memory(lambda: self._pair(again, few=True)) if modules else None
-        return timeline_of(traced, hooked) if pair is None else rerun_timeline(traced, pair, modules, hooked)
+        return timeline_of(traced, hooked) if pair is None else rerun_timeline(traced, pair, names, hooked)
 
     def _tiled(self, tags: Tags) -> TiledStep | None:
-        """Return the step in which large losses and MLPs have slices; None if there are none."""
+        """Return the step in which large losses and parts of blocks have slices; None if there are none."""
         batch, plain = self.longest.batch, self.large.plain
-        losses, mlps = self.tracer.tiled_losses(batch, plain, tags), self.tracer.mlps(batch, plain, tags)
-        if not losses and not mlps:
+        losses = self.tracer.tiled_losses(batch, plain, tags)
+        parts = self.tracer.parts(batch, self.large.batch_size, plain, tags)
+        if not losses and not parts:
             return None
         change: Change = _unchanged
         pair, heads = TracedPair(self.large, self.small), tuple[str, ...]()
@@ -229,11 +228,11 @@ class TracedWorkload:
             change = partial(tiling, losses=losses, slices=SLICES)
             pair = self._pair(change)
             heads = heads_of(losses, pair.large.plain)
-        timeline = self._timeline(pair, change, mlps or self.modules, MLP_SLICES if mlps else 1)
-        mlps = timeline.modules if mlps else ()
-        if not losses and not mlps:
+        timeline = self._timeline(pair, change, parts or whole(self.modules))
+        parts = parts if timeline.modules else {}
+        if not losses and not parts:
             return None
-        return TiledStep(losses, heads, SLICES, timeline, mlps=mlps)
+        return TiledStep(losses, heads, SLICES, timeline, parts=parts)
 
     def _pair(self, change: Change, *, few: bool = False) -> TracedPair:
         """Return the traced steps at both batch sizes."""

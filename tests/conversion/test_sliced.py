@@ -1,6 +1,8 @@
-"""`tile` of modules (`on module:`): an MLP runs in slices of its rows, and nothing inside is ever whole."""
+"""`tile` of modules (`on module:`): MLPs and attention run in slices, and nothing inside is ever whole."""
 
 import copy
+from collections import Counter
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune import notice
+from mesa_tune.conversion.sliced import has_slices
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import measure_step
 
@@ -137,14 +140,32 @@ class Shifted(nn.Module):
         return F.gelu(x + F.pad(x, (0, 0, 1, 0))[:, :-1])
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
+class Inner(nn.Module):
+    """Calls its `inner` module with another argument."""
+
+    def __init__(self, inner: nn.Module, other: Any) -> None:
         super().__init__()
-        self.inner = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+        self.inner, self.other = inner, other
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x, x.detach())
+        other = x.detach() if self.other is None else self.other
+        y: Tensor = self.inner(x, other)
         return y
+
+
+class Counting(nn.Module):
+    """Counts its calls in an object of its caller."""
+
+    def forward(self, x: Tensor, calls: Counter[str]) -> Tensor:
+        calls["inner"] += 1
+        return F.gelu(x)
+
+
+class Positions(nn.Module):
+    """Adds a number to each token: one of `(tokens,)`, of which there are as many as samples."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return F.gelu(x + positions[:, None])
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -158,9 +179,10 @@ class BatchNorm(nn.BatchNorm1d):
         (OverRows(), "blocks.0.mlp", (8, 6, WIDTH), "act on each row"),
         (Shifted(), "blocks.0.mlp", (2, 16, WIDTH), "act on each row"),
         (BatchNorm(WIDTH), "blocks.0.mlp", (8, 6, WIDTH), "act on each row"),
-        (TwoInputs(), "blocks.0.mlp.inner", (8, 6, WIDTH), "more than one tensor"),
+        (Inner(Counting(), Counter()), "blocks.0.mlp.inner", (8, 6, WIDTH), "share its Counter"),
+        (Inner(Positions(), torch.arange(8.0)), "blocks.0.mlp.inner", (8, 8, WIDTH), "act on each row"),
     ],
-    ids=["mean", "shift", "batch norm", "two inputs"],
+    ids=["mean", "shift", "batch norm", "an object", "positions"],
 )
 def test_what_cannot_be_cut_runs_again_as_a_whole(
     mlp: nn.Module, names: str, shape: tuple[int, ...], why: str
@@ -179,6 +201,13 @@ def test_samples_are_cut_where_tokens_depend_on_each_other() -> None:
     model, x = Model(Shifted()), torch.randn(8, 16, WIDTH)
     network = converted(model, policy("store: exact"))
     torch.testing.assert_close(gradients(network, x), gradients(model, x))
+
+
+def test_tensors_of_samples_are_cut_with_the_input() -> None:
+    model, x = Model(Inner(nn.Bilinear(WIDTH, WIDTH, WIDTH), None)), torch.randn(8, 6, WIDTH)
+    network = converted(model, policy("store: exact", names="*.inner"))
+    torch.testing.assert_close(gradients(network, x), gradients(model, x), rtol=1e-4, atol=1e-4)
+    assert has_slices(network.blocks[0].mlp.inner)
 
 
 def test_the_check_changes_neither_random_numbers_nor_modes() -> None:
@@ -207,19 +236,49 @@ def test_with_a_checkpoint_around_and_under_autocast() -> None:
     assert (step(network) - expected).norm() < 0.01 * expected.norm()
 
 
-def test_the_mlps_of_transformers_models() -> None:
-    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
-    llama = transformers.LlamaConfig(vocab_size=64, intermediate_size=128, **sizes)
-    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
-    gpt2 = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, **ends)
-    models = (transformers.LlamaForCausalLM(llama), transformers.GPT2LMHeadModel(gpt2))
-    ids = torch.randint(64, (4, 24))
-    for model in models:
-        model.train(mode=False)
-        network = converted(model, policy("store: exact", names="*.mlp"))
-        grads = []
-        for each in (model, network):
-            each.zero_grad()
-            each(input_ids=ids, labels=ids).loss.backward()
-            grads.append(torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None]))
-        torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+LLAMA = transformers.LlamaConfig(
+    vocab_size=64, intermediate_size=128, num_key_value_heads=1, use_cache=False, **SIZES
+)
+GPT2 = transformers.GPT2Config(
+    vocab_size=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, use_cache=False
+)
+BERT = transformers.BertConfig(vocab_size=64, intermediate_size=128, **SIZES)
+T5 = transformers.T5Config(
+    vocab_size=64, d_model=32, d_kv=16, d_ff=128, num_layers=2, num_heads=2, decoder_start_token_id=0
+)
+T5.use_cache = False
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    ("kind", "config", "names"),
+    [
+        (transformers.LlamaForCausalLM, LLAMA, ("*.mlp", "*.self_attn")),
+        (transformers.GPT2LMHeadModel, GPT2, ("*.mlp", "*.attn")),
+        (transformers.BertForMaskedLM, BERT, ("*.attention", "*.intermediate")),
+        (
+            transformers.T5ForConditionalGeneration,
+            T5,
+            ("*.SelfAttention", "*.EncDecAttention", "*.DenseReluDense"),
+        ),
+    ],
+    ids=["llama", "gpt2", "bert", "t5"],
+)
+def test_parts_of_transformers_models(kind: Any, config: Any, names: tuple[str, ...], padded: bool) -> None:
+    """With masks of samples, positions that all share, results in tuples, and position biases that learn."""
+    model = kind(config).train(mode=False)
+    ids = torch.randint(1, 64, (4, 24))
+    mask = (
+        (torch.arange(24) < torch.tensor([[24], [20], [16], [3]])).long() if padded else torch.ones_like(ids)
+    )
+    found = [name for name, _ in model.named_modules() if any(fnmatchcase(name, glob) for glob in names)]
+    assert len(found) >= 4
+    network = converted(model, policy("store: exact", names=", ".join(names)))
+    grads = []
+    for each in (model, network):
+        each.zero_grad()
+        each(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+        grads.append(torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None]))
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
+    assert all(has_slices(network.get_submodule(name)) for name in found)

@@ -6,7 +6,7 @@ and the largest are whole again for a moment. So each level is traced, and that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -19,12 +19,17 @@ REFERENCE = LayerSettings(level=256, store="recompute")
 """Settings of the inputs of modules in the traced steps."""
 
 
-def rerunning(policy: Policy, modules: Sequence[str], *, tile: int = 1) -> Policy:
-    """Return `policy` under which `modules` also run again in backward, in `tile` slices."""
-    return policy.rerunning(dict.fromkeys(modules, replace(REFERENCE, tile=tile)))
+def rerunning(policy: Policy, modules: Mapping[str, int]) -> Policy:
+    """Return `policy` under which `modules` also run again in backward, each in so many slices."""
+    return policy.rerunning({name: replace(REFERENCE, tile=count) for name, count in modules.items()})
 
 
-def all_run_again(trace: StepTrace, modules: Sequence[str]) -> bool:
+def whole(modules: Iterable[str]) -> dict[str, int]:
+    """Return that each of `modules` runs in one slice."""
+    return dict.fromkeys(modules, 1)
+
+
+def all_run_again(trace: StepTrace, modules: Iterable[str]) -> bool:
     """Return whether each of `modules` runs again in the traced step, and nothing else does."""
     again = {block_of(slot.layer, modules) for slot in trace.slots if slot.again and slot.layer}
     return again == set(modules)

@@ -12,7 +12,7 @@ that are taken anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -147,11 +147,11 @@ def module_options(options: Sequence[LayerSettings]) -> list[LayerSettings]:
 class ModulePricing:
     """Prices of those of `modules` that `watch` saw.
 
-    `tile`: they run again in so many slices. Their errors are those of one.
+    Each runs again in so many slices. Their errors are those of one.
     """
 
-    def __init__(self, watch: BlockWatch, modules: Collection[str], *, tile: int = 1) -> None:
-        self.watch, self.tile = watch, tile
+    def __init__(self, watch: BlockWatch, modules: Mapping[str, int]) -> None:
+        self.watch, self.slices = watch, modules
         reference = min(watch.options, key=lambda option: abs(option.bits - _MEASURED_BITS), default=None)
         finest = max(watch.options, key=lambda option: option.level, default=None)
         self.tried = tuple(filter(None, (reference, finest)))
@@ -211,7 +211,7 @@ class ModulePricing:
         # Inputs whose packing changes nothing stayed exact: the module computes indices from them.
         packed = any(errors)
         return Option(
-            settings=replace(settings, tile=self.tile),
+            settings=replace(settings, tile=self.slices[name]),
             bytes=_input_bytes(seen, settings if packed else None),
             tensor_error=tensor_error if packed else 0.0,
             errors=errors,

@@ -31,7 +31,7 @@ class Kind(Enum):
     FEWEST_ROWS = "all layers compress, and leave out the most rows of any option, where they can"
     TILED = "everything exactly, and losses have slices"
     RERUN = "everything exactly, and all blocks run again"
-    SLICED = "everything exactly, and all MLPs run again in slices"
+    SLICED = "everything exactly, and all parts of blocks run again in slices"
 
 
 PACKED = (Kind.ALL, Kind.HALF, Kind.OTHER_HALF)
@@ -82,8 +82,8 @@ def timed_policies(profile: Profile, settings: LayerSettings) -> dict[Kind, Poli
         policies[kind] = _compressing(profile, partial(_nearest, (sampled, settings)))
     if profile.tiled is not None and profile.tiled.losses:
         policies[Kind.TILED] = profile.tiled.policy(Policy(()))
-    mlps = profile.tiled.modules if profile.tiled is not None else ()
-    for kind, modules in ((Kind.RERUN, profile.modules), (Kind.SLICED, mlps)):
+    parts = profile.tiled.modules if profile.tiled is not None else ()
+    for kind, modules in ((Kind.RERUN, profile.modules), (Kind.SLICED, parts)):
         if modules:
             inputs = {module.name: module.near(settings.bits).settings for module in modules}
             policies[kind] = Policy(()).rerunning(inputs)

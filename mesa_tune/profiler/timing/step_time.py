@@ -83,8 +83,8 @@ class StepTimes(NamedTuple):
     `routing`: by converting the model, with every layer exact; `added`: by each layer that compresses;
     `deriving`: likewise, where all derive what they can, empty if none can; `sampled`: likewise, by kinds of
     steps that leave out rows; `slices`: by losses that have slices; `rerun`: by all blocks that run again;
-    `mlps`: by all MLPs that run in slices. These three: None if there are none. `overlap`: what two halves of
-    the layers add to steps of their own beyond what all add to one.
+    `parts`: by all parts of blocks that run in slices. These three: None if there are none. `overlap`: what
+    two halves of the layers add to steps of their own beyond what all add to one.
     """
 
     plain: float
@@ -95,7 +95,7 @@ class StepTimes(NamedTuple):
     rerun: float | None = None
     overlap: float = 0.0
     sampled: Mapping[Kind, Mapping[str, float]] = MappingProxyType({})
-    mlps: float | None = None
+    parts: float | None = None
 
 
 @dataclass(frozen=True)
@@ -311,8 +311,8 @@ def with_times(profile: Profile, times: StepTimes, settings: LayerSettings) -> P
     layers = [replace(one, call_ms=ms) for one, ms in zip(layers, alike, strict=True)]
     shares, tiled = sampled_settings(profile), profile.tiled
     if tiled is not None:
-        mlps = with_rerun_times(tiled.modules, times.mlps, settings.bits)
-        tiled = replace(tiled, added_ms=times.slices if tiled.losses else 0.0, modules=mlps)
+        parts = with_rerun_times(tiled.modules, times.parts, settings.bits)
+        tiled = replace(tiled, added_ms=times.slices if tiled.losses else 0.0, modules=parts)
     layers = with_sampled_times(layers, {shares[kind]: ms for kind, ms in times.sampled.items()})
     return replace(
         profile,

@@ -1,4 +1,4 @@
-"""MLPs in slices: their bytes are predicted, and a search for the least memory takes them."""
+"""MLPs and attention in slices: their bytes are predicted, and a search for the least memory takes them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,29 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.errors import RunError
 from mesa_tune.profiler.memory.meter import measure_step
-from mesa_tune.profiler.tiled_step import MLP_SLICES
+from mesa_tune.profiler.rerun_modules.parts import SLICES
 
 WIDTH, TOKENS, BATCH = 64, 32, 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)), None
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norms, self.attn = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2)), Attention()
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.attn(self.norms[0](x))[0]
         return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
 
 
@@ -67,20 +75,19 @@ def _profile() -> mt.Profile:
     return mt.profile(workload(), options=OPTIONS, seeds=1)
 
 
-def sliced(names: Iterable[str], level: int | None = None, tile: int = MLP_SLICES) -> mt.Policy:
+def sliced(names: Iterable[str], level: int | None = None, tile: int = SLICES) -> mt.Policy:
     base = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
     inputs = mt.LayerSettings(level=16, store="recompute", tile=tile)
     return base.rerunning(dict.fromkeys(names, inputs))
 
 
-def test_the_mlps_are_found(profile: mt.Profile) -> None:
-    assert profile.mlps == tuple(f"blocks.{number}.mlp" for number in range(3))
+def test_parts_are_found(profile: mt.Profile) -> None:
+    kinds = ("mlp", "attn")
+    assert profile.parts == {f"blocks.{number}.{kind}": SLICES for kind in kinds for number in range(3)}
     assert profile.tiled is not None
     assert profile.tiled.losses == ()
-    assert [entry.name for entry in profile.tiled.modules] == list(profile.mlps)
-    assert all(
-        option.settings.tile == MLP_SLICES for entry in profile.tiled.modules for option in entry.options
-    )
+    assert [entry.name for entry in profile.tiled.modules] == list(profile.parts)
+    assert all(option.settings.tile == SLICES for entry in profile.tiled.modules for option in entry.options)
     assert profile.timeline.modules == ("blocks.0", "blocks.1", "blocks.2")
 
 
@@ -90,8 +97,8 @@ def test_bytes_are_predicted(size: int, options: dict[str, object]) -> None:
     """Also of slices that are too small to pack."""
     work = replace(workload(**options), batch_size=size)
     profile = mt.profile(work, options=[])
-    for count, level in itertools.product((1, 2, 3), (None, 16)):
-        policy = sliced(random.Random(count).sample(profile.mlps, count), level)
+    for count, level in itertools.product((1, 2, 4, 6), (None, 16)):
+        policy = sliced(random.Random(count).sample([*profile.parts], count), level)
         predicted = profile.predict(policy)
         model = mt.convert(work.build(), policy, seed=0)
         found = measure_step(
@@ -105,8 +112,8 @@ def test_bytes_are_predicted(size: int, options: dict[str, object]) -> None:
 
 
 def test_the_price_is_that_of_packed_inputs(profile: mt.Profile) -> None:
-    error = profile.predict(sliced(profile.mlps)).gradient_error
-    measured = mt.verify(workload(), sliced(profile.mlps), steps=1).gradient_error
+    error = profile.predict(sliced(profile.parts)).gradient_error
+    measured = mt.verify(workload(), sliced(profile.parts), steps=1).gradient_error
     assert error is not None
     assert measured is not None
     assert 0.3 * error < measured < 3 * error
@@ -124,7 +131,7 @@ def test_the_least_memory_takes_slices(profile: mt.Profile) -> None:
 def test_other_slices_are_not_predicted(profile: mt.Profile) -> None:
     with pytest.raises(RunError, match=r"`tile: 2` of 'blocks.0.mlp'.*traced `tile: 4` of 'blocks.0.mlp'"):
         profile.predict(sliced(["blocks.0.mlp"], tile=2))
-    exact = mt.LayerSettings(store="exact", tile=MLP_SLICES)
+    exact = mt.LayerSettings(store="exact", tile=SLICES)
     with pytest.raises(RunError, match=r"`tile: 4` of 'blocks.0.mlp'.*`store: recompute`"):
         profile.predict(mt.Policy.parse("").rerunning({"blocks.0.mlp": exact}))
     both = sliced(["blocks.0.mlp"]).rerunning({"blocks.1": mt.LayerSettings(level=16, store="recompute")})
@@ -135,4 +142,4 @@ def test_other_slices_are_not_predicted(profile: mt.Profile) -> None:
 def test_a_saved_profile_knows_slices(profile: mt.Profile, tmp_path: Path) -> None:
     profile.save(tmp_path / "profile.json")
     loaded = mt.Profile.load(tmp_path / "profile.json")
-    assert loaded.predict(sliced(profile.mlps)) == profile.predict(sliced(profile.mlps))
+    assert loaded.predict(sliced(profile.parts)) == profile.predict(sliced(profile.parts))
