@@ -201,7 +201,8 @@ class TracedWorkload:
         self.rows = Rows(self.large, tags, self.catalog.modules)
         plain = self.large.plain
         self.modules = tracer.rerun_modules(longest.batch, plain) if variants else ()
-        self.timeline = self._timeline(TracedPair(self.large, self.small), _unchanged, whole(self.modules))
+        self.pair = TracedPair(self.large, self.small)
+        self.timeline = self._timeline(self.pair, _unchanged, whole(self.modules))
         with unnoticed():  # slices may fail or have no effect
             self.tiled = unless_out_of_memory(lambda: self._tiled(tags)) if variants else None
 
@@ -223,7 +224,7 @@ class TracedWorkload:
         if not losses and not parts:
             return None
         change: Change = _unchanged
-        pair, heads = TracedPair(self.large, self.small), tuple[str, ...]()
+        pair, heads = self.pair, tuple[str, ...]()
         if losses:
             change = partial(tiling, losses=losses, slices=SLICES)
             pair = self._pair(change)
@@ -235,12 +236,13 @@ class TracedWorkload:
         return TiledStep(losses, heads, SLICES, timeline, parts=parts)
 
     def _pair(self, change: Change, *, few: bool = False) -> TracedPair:
-        """Return the traced steps at both batch sizes."""
-        large, _ = self.tracer.traced(self.longest.batch, self.large.batch_size, change, few=few)
-        if self.small.batch_size == large.batch_size:
+        """Return the traced steps at the batch sizes of unchanged ones."""
+        size, smaller = self.pair.batch_sizes
+        large, _ = self.tracer.traced(self.longest.batch, size, change, few=few)
+        if smaller == size:
             return TracedPair(large, large)
-        batch = self.workload.make_batch(self.small.batch_size, draw=self.longest.draw)
-        return TracedPair(large, self.tracer.traced(batch, self.small.batch_size, change, few=few)[0])
+        batch = self.workload.make_batch(smaller, draw=self.longest.draw)
+        return TracedPair(large, self.tracer.traced(batch, smaller, change, few=few)[0])
 
     def _smaller(self, size: int) -> TracedSteps:
         """Return the traced steps of the same draw at another batch size."""

@@ -244,10 +244,8 @@ GPT2 = transformers.GPT2Config(
     vocab_size=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, use_cache=False
 )
 BERT = transformers.BertConfig(vocab_size=64, intermediate_size=128, **SIZES)
-T5 = transformers.T5Config(
-    vocab_size=64, d_model=32, d_kv=16, d_ff=128, num_layers=2, num_heads=2, decoder_start_token_id=0
-)
-T5.use_cache = False
+T5 = transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=128, num_layers=2, num_heads=2)
+T5.update({"decoder_start_token_id": 0, "use_cache": False})
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])

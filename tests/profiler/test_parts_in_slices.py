@@ -7,10 +7,12 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import mesa_tune as mt
@@ -143,3 +145,36 @@ def test_a_saved_profile_knows_slices(profile: mt.Profile, tmp_path: Path) -> No
     profile.save(tmp_path / "profile.json")
     loaded = mt.Profile.load(tmp_path / "profile.json")
     assert loaded.predict(sliced(profile.parts)) == profile.predict(sliced(profile.parts))
+
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+LLAMA = transformers.LlamaConfig(vocab_size=64, intermediate_size=256, num_key_value_heads=1, **SIZES)
+GPT2 = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+BERT = transformers.BertConfig(vocab_size=64, intermediate_size=256, **SIZES)
+
+
+@pytest.mark.parametrize("size", [4, 8], ids="batch {}".format)
+@pytest.mark.parametrize(
+    ("kind", "config", "names"),
+    [
+        (transformers.LlamaForCausalLM, LLAMA, ("model.layers.0.mlp", "model.layers.0.self_attn")),
+        (transformers.GPT2LMHeadModel, GPT2, ("transformer.h.0.mlp", "transformer.h.0.attn")),
+        (transformers.BertForMaskedLM, BERT, ("bert.encoder.layer.0.attention",)),
+    ],
+    ids=["llama", "gpt2", "bert"],
+)
+def test_parts_of_transformers_models(kind: Any, config: Any, names: tuple[str, ...], size: int) -> None:
+    config.use_cache = False
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+    work = mt.Workload(lambda: kind(config), lambda n: torch.randint(64, (n, 64)), loss, batch_size=size)
+    profile = mt.profile(work, options=[])
+    assert set(names) <= set(profile.parts)
+    policy = mt.Policy.uniform(level=16).rerunning(
+        {name: mt.LayerSettings(level=16, store="recompute", tile=n) for name, n in profile.parts.items()}
+    )
+    predicted, measured = profile.predict(policy), mt.verify(work, policy, steps=1, seeds=1).policy
+    assert predicted.saved_bytes == measured.saved_bytes
+    assert abs(predicted.peak_bytes - measured.peak_bytes) <= 0.01 * measured.peak_bytes

@@ -6,7 +6,7 @@ only its bytes, but also which calls save it, in which form, and what else keeps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -271,7 +271,7 @@ class StepTrace:
         return max(slot.high for slot in self.slots)
 
 
-def block_of(layer: str, modules: Sequence[str]) -> str | None:
+def block_of(layer: str, modules: Collection[str]) -> str | None:
     """Return the one of `modules` that contains `layer`; None if none does."""
     return next((module for module in modules if layer.startswith(f"{module}.")), None)
 

@@ -6,7 +6,7 @@ and the largest are whole again for a moment. So each level is traced, and that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -29,7 +29,7 @@ def whole(modules: Iterable[str]) -> dict[str, int]:
     return dict.fromkeys(modules, 1)
 
 
-def all_run_again(trace: StepTrace, modules: Iterable[str]) -> bool:
+def all_run_again(trace: StepTrace, modules: Collection[str]) -> bool:
     """Return whether each of `modules` runs again in the traced step, and nothing else does."""
     again = {block_of(slot.layer, modules) for slot in trace.slots if slot.again and slot.layer}
     return again == set(modules)

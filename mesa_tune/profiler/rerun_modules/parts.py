@@ -1,13 +1,13 @@
 """Parts of blocks that could run in slices (`tile`, `on module:`): MLPs of their rows, attention of samples.
 
 What is hard: what acts on each row or sample by itself has no common class or name. So these are the
-outermost modules with two linear layers at least, and besides them only functions that MLPs, or attention,
-have; running them shows whether they can be cut.
+outermost modules with two linear layers at least, and besides them only functions that MLPs have, or one
+attention; running them shows whether they can be cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
@@ -19,7 +19,7 @@ SLICES = 4
 _LINEAR = {"fc", "matmul"}
 _BOTH = {"mul", "pointwise", "dropout", "layernorm", "rmsnorm"}
 _OF_MLPS = {*_BOTH, "gelu", "relu", "silu"}
-_OF_ATTENTION = {*_BOTH, "attention", "softmax"}
+_ATTENTION = {"attention", "softmax"}
 _LEAST = 0.05
 """Least share of what the plain step saves that parts of one kind must save to be worth it."""
 
@@ -31,11 +31,24 @@ def possible_parts(
 
     `plain`: the plain step. Attention must have at least two samples in half of the batch.
     """
-    found = dict.fromkeys(_worth_it(plain, _outermost(model, tags, _OF_MLPS)), SLICES)
+    mlps = _worth_it(plain, _outermost(model, tags, _is_mlp))
+    attention = _worth_it(plain, _outermost(model, tags, _is_attention, without=mlps))
     count = _of_samples(batch_size)
-    return found | dict.fromkeys(
-        _worth_it(plain, _outermost(model, tags, _OF_ATTENTION)) if count > 1 else (), count
-    )
+    return dict.fromkeys(mlps, SLICES) | (dict.fromkeys(attention, count) if count > 1 else {})
+
+
+def _is_mlp(tags: Collection[str]) -> bool:
+    return _has_layers(tags) and _OF_MLPS.issuperset(set(tags) - _LINEAR)
+
+
+def _is_attention(tags: Collection[str]) -> bool:
+    """Return whether these are the tags of one attention, perhaps with its norm."""
+    others = {*_LINEAR, *_BOTH, *_ATTENTION}
+    return _has_layers(tags) and sum(tag in _ATTENTION for tag in tags) == 1 and others.issuperset(tags)
+
+
+def _has_layers(tags: Collection[str]) -> bool:
+    return sum(tag in _LINEAR for tag in tags) > 1
 
 
 def _of_samples(batch_size: int) -> int:
@@ -60,14 +73,20 @@ def _worth_it(plain: StepTrace, found: tuple[str, ...]) -> tuple[str, ...]:
     return found if saved >= _LEAST * plain.saved_bytes else ()
 
 
-def _outermost(model: nn.Module, tags: Mapping[str, tuple[str, int]], others: set[str]) -> tuple[str, ...]:
-    """Return the outermost modules of linear layers and of others with these tags."""
+def _outermost(
+    model: nn.Module,
+    tags: Mapping[str, tuple[str, int]],
+    is_part: Callable[[Collection[str]], bool],
+    without: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Return the outermost modules of which the tags of layers inside are those of a part.
+
+    None of them contains one of the modules `without`.
+    """
     found: list[str] = []
     for name, _ in model.named_modules():
-        if not name or block_of(f"{name}.", found):
+        if not name or block_of(f"{name}.", found) or any(block_of(f"{part}.", [name]) for part in without):
             continue
-        inside = [tag for layer, (tag, _) in tags.items() if layer.startswith(f"{name}.")]
-        linear = sum(tag in _LINEAR for tag in inside)
-        if linear > 1 and others.issuperset(set(inside) - _LINEAR):
+        if is_part([tag for layer, (tag, _) in tags.items() if layer.startswith(f"{name}.")]):
             found.append(name)
     return tuple(found)
