@@ -75,8 +75,8 @@ def measured(model: Model, methods: Mapping[str, Method], arguments: argparse.Na
             times[name] += ms
     return {
         name: {
-            "peak": peaks[name].bytes,
-            "gradients": peaks[name].gradients,
+            "peak": peaks[name],
+            "with workspaces": model.predicted_bytes(methods[name]),
             "noise ratio": noise.get(name, 0.0),
             "step": ratios(times["plain"], times[name]),
             "of searched": ratios(times["searched"], times[name]),
@@ -86,8 +86,9 @@ def measured(model: Model, methods: Mapping[str, Method], arguments: argparse.Na
 
 
 def static_bytes(model: Model) -> int:
-    """Return the bytes of weights, optimizer state and batch."""
-    return int(model.profile.timeline.at(model.subject.batch_size).static)
+    """Return the bytes of weights, their gradients, optimizer state and batch."""
+    gradients = sum(weight.nbytes for weight in model.build().parameters() if weight.requires_grad)
+    return int(model.profile.timeline.at(model.subject.batch_size).static) + gradients
 
 
 def main() -> None:
@@ -132,7 +133,7 @@ def report(model: Model, cell: str, limit: int | None, arguments: argparse.Names
             "batch size": model.subject.batch_size,
             "cell": cell,
             "limit": limit,
-            "static": static_bytes(model),
+            "static with gradients": static_bytes(model),
             "rows": rows,
             "won": searched.won,
             "bound": searched.bound,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,10 @@ class Model:
         model = self.subject.build()
         model.load_state_dict(self.trained)
         return model.train()
+
+    def predicted_bytes(self, method: Method) -> int:
+        """Return the predicted peak by a method, with workspaces."""
+        return self.checkpointed_bytes(method) if method.policy is None else self.bytes(method.policy)
 
     def bytes(self, policy: mt.Policy) -> int:
         """Return the predicted peak under a policy, with workspaces."""
@@ -152,27 +156,6 @@ def rivals(model: Model, limit: int) -> dict[str, Method]:
     return {**found, **{title: Method(policy) for title, policy in policies.items() if policy is not None}}
 
 
-class Peak(NamedTuple):
-    """The most live bytes of a step, and those of them that are gradients of weights."""
-
-    bytes: int
-    gradients: int
-
-
-class AtPeak(LiveStorages):
-    """Also bytes of the gradients of `parameters` at the peak."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.parameters, self.gradients = parameters, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, result = self.peak, super().__torch_dispatch__(func, types, args, kwargs)
-        if self.peak > before:
-            self.gradients = sum(one.grad.nbytes for one in self.parameters if one.grad is not None)
-        return result
-
-
 class Running:
     """A model in training by a method, with a loop of its own."""
 
@@ -207,16 +190,16 @@ class Running:
         gradients = (p.grad.flatten() for p in self.model.parameters() if p.grad is not None)
         return torch.cat(list(gradients))
 
-    def peak(self) -> Peak:
-        """Return the most live bytes of the second step, and the gradients among them."""
+    def peak(self) -> int:
+        """Return the most live bytes of the second step."""
         self.step()
-        with AtPeak([*self.model.parameters()]) as storages:
+        with LiveStorages() as storages:
             self.optimizer.zero_grad()
             state = [value for values in self.optimizer.state.values() for value in values.values()]
             storages.see_all([*self.model.parameters(), *self.model.buffers(), state, self.batch])
             del state
             self.step()
-        return Peak(storages.peak, storages.gradients)
+        return storages.peak
 
 
 def times_in_turn(runs: Mapping[str, Running], rounds: int) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "rivals.md"
 MAX_NOISE_RATIO = 0.1
 FITS = 1.01
 """A rival that is up to this factor above the searched plan's limit still counts as fitting."""
-COLUMNS = ("way", "peak MB", "activations", "noise ratio", "step", "over searched")
+COLUMNS = ("way", "peak MB", "of plain", "noise ratio", "step", "over searched")
 
 Line = Mapping[str, Any]
 HEAD = """\
@@ -31,10 +31,11 @@ HEAD = """\
   products; uniform bits; bits by layer, reduced where an error per byte is least: measured errors, as GACT
   does, or those at 4 bits by the law of quantization noise, as ActNN does; blocks checkpointed with inputs of
   4 bits, and 4 bits elsewhere.
-* **peak**: most live bytes of a step, measured; **activations**: of these, what is no weight, gradient,
-  optimizer state or batch, in % of the plain step's. **noise ratio**: measured on unseen batches by separate
+* **peak**: most live bytes of a step, measured. **noise ratio**: measured on unseen batches by separate
   code. **step**: time over that of plain steps taken in turn, median and quartiles; **over searched**: over
   that of the searched plan. What is above the limit or the ratio is in brackets: it is no answer.
+* **activations**: what the peak, with workspaces (predicted), takes beyond weights, gradients, optimizer state
+  and batch.
 """
 
 
@@ -86,7 +87,7 @@ def _summary(lines: Sequence[Line], forwards: Mapping[str, int]) -> list[str]:
     parts = [f"\n* In {len(limited) - len(beaten)} of {len(limited)} cells no rival that fits is faster.\n"]
     parts += [f"  Faster: {one}.\n" for one in sorted(beaten)]
     for line in lines:
-        if line["limit"] is None:
+        if line["limit"] is None and "static with gradients" in line:
             own = _activations(line, line["rows"]["searched"])
             best, name = min((_activations(line, row), name) for name, row in _answers(line).items())
             forward = forwards.get(line["model"])
@@ -97,16 +98,13 @@ def _summary(lines: Sequence[Line], forwards: Mapping[str, int]) -> list[str]:
 
 
 def _activations(line: Line, row: Mapping[str, Any]) -> int:
-    """Return the bytes at the peak that are no weight, gradient, optimizer state or batch.
-
-    Results of older code do not have the gradients.
-    """
-    return int(row["peak"] - line["static"] - row.get("gradients", 0))
+    """Return what the peak, with workspaces, takes beyond weights, gradients, optimizer state and batch."""
+    return int(row["with workspaces"] - line["static with gradients"])
 
 
 def _table(line: Line) -> str:
     rows = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    plain = _activations(line, line["rows"]["plain"])
+    plain = line["rows"]["plain"]["peak"]
     for name, row in line["rows"].items():
         own = name in ("plain", "solved", "searched")
         title = f"**{name}**" if own else name
@@ -114,7 +112,7 @@ def _table(line: Line) -> str:
         cells = (
             title,
             f"{row['peak'] / 1e6:.1f}",
-            f"{_activations(line, row) / plain:.0%}",
+            f"{row['peak'] / plain:.0%}",
             f"{row['noise ratio']:.1e}" if row["noise ratio"] else "0",
             _spread(row["step"]),
             _spread(row["of searched"]),
