@@ -34,8 +34,8 @@ HEAD = """\
 * **peak**: most live bytes of a step, measured. **noise ratio**: measured on unseen batches by separate
   code. **step**: time over that of plain steps taken in turn, median and quartiles; **over searched**: over
   that of the searched plan. What is above the limit or the ratio is in brackets: it is no answer.
-* **activations**: what the peak, with workspaces (predicted), takes beyond weights, gradients, optimizer state
-  and batch.
+* **activations**: what the peak, with workspaces (predicted), takes beyond weights, gradients, optimizer
+  state and batch.
 """
 
 
