@@ -98,7 +98,7 @@ def auto(
         RunError: files in `run` that `auto` did not write, a model whose steps need all processes.
     """
     inspect.signature(search_policy).bind(None, budget, workload=None, timeout=timeout, **search)
-    check_request("1" if budget == AUTO else budget, timeout=timeout, **search)
+    check_request("1GB" if budget == AUTO else budget, timeout=timeout, **search)
     request = _Request(budget, search, timeout)
 
     def planned() -> str:

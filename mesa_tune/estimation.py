@@ -213,13 +213,11 @@ def blocks_of(estimated: Estimate) -> tuple[str, ...]:
 
 def parse_limit(limit: str | int) -> int:
     """Return the bytes of `limit`; raise BudgetError for anything but an amount of memory."""
-    parsed = parse_bytes(limit, "limit")
+    parsed = parse_bytes(limit, "limit", _LEAST_LIMIT)
     if parsed.bytes is None:
         raise BudgetError(
             f"limit {limit!r}: must be an amount of memory, not a share\nwrite it like 24GB or 24GiB"
         )
-    if str(limit).isdecimal() and parsed.bytes < _LEAST_LIMIT:
-        raise BudgetError(f"limit {limit!r}: without a unit it is in bytes\nwrite it like 24GB or 24GiB")
     return parsed.bytes
 
 

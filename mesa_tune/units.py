@@ -14,6 +14,8 @@ _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS = {"": 1} | _DECIMAL | _BINARY
 _AMOUNT = re.compile(r"\s*([+-]?[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(%|[A-Za-z]*)\s*")
 _REMEDY = "write it like 6GB (6·10⁹ bytes), 6GiB (6·2³⁰), 40% (of the plain step's) or 6000000000"
+_LEAST_BARE = 1000
+"""No step takes fewer bytes: a smaller number without a unit has forgotten it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,11 @@ class Budget:
         return int(self.fraction * baseline_peak)
 
 
-def parse_bytes(text: str | int | float, name: str = "budget") -> Budget:
+def parse_bytes(text: str | int | float, name: str = "budget", least_bare: int = _LEAST_BARE) -> Budget:
     """Parse a budget (or another limit called `name`): `6GB`, `6GiB`, `40%` or a number of bytes.
 
-    Raise BudgetError if it is not a number, has an unknown unit, or is not above zero.
+    Raise BudgetError if it is not a number, has an unknown unit, is not above zero, or is a number below
+    `least_bare` without a unit.
     """
     match = _AMOUNT.fullmatch(str(text))
     if match is None:
@@ -47,12 +50,22 @@ def parse_bytes(text: str | int | float, name: str = "budget") -> Budget:
     if unit not in _UNITS:
         raise BudgetError(f"{name} {text!r}: unknown unit {match[2]!r}\n{_REMEDY}")
     _require_positive(name, text, amount * _UNITS[unit])
+    if not unit and amount < least_bare:
+        meant = _meant(amount, shares=name == "budget")
+        raise BudgetError(f"{name} {text!r}: without a unit it is in bytes\nwrite it like {meant}")
     return Budget(str(text), bytes=max(1, round(amount * _UNITS[unit])))
 
 
 def _require_positive(name: str, text: str | int | float, amount: float) -> None:
     if not (math.isfinite(amount) and amount > 0):
         raise BudgetError(f"{name} {text!r}: must be above zero\n{_REMEDY}")
+
+
+def _meant(amount: float, *, shares: bool) -> str:
+    """Return what a number without a unit may stand for: `6GB`; with `shares`, also `60%` for 0.6 and 60."""
+    gigabytes = f"{amount:g}GB" if amount >= 1 else "6GB"
+    percent = 100 * amount if amount <= 1 else amount
+    return f"{gigabytes} or {percent:g}%" if shares and percent <= 100 else gigabytes
 
 
 def format_bytes(count: float) -> str:

@@ -139,9 +139,7 @@ def search_policy(
     if max_batch:
         size, limits = _largest(profile, limits, requested, max_slowdown, *options)
     request = Request(profile, size, asked_peak, _baseline(profile, size), limits, *options, seed, requested)
-    if plain_fits(
-        profile, limits.peak, batch_size=size, max_saved=limits.saved, objective=objective, pins=pins
-    ):
+    if _plain_fits(profile, limits, size, objective, pins):
         return _exact_plan(request)
     profile.require_prices()
     possible = steps(profile, size, request.pins, restrictions)
@@ -256,9 +254,13 @@ def plain_fits(
 
     Prices are not needed.
     """
-    pinned = pinned_settings(profile, pins or {}).values()
     limits, _amount = _limits(profile, budget, batch_size, max_saved, None)
-    sized = profile.timeline.at(batch_size or profile.batch_size)
+    return _plain_fits(profile, limits, batch_size or profile.batch_size, objective, pins)
+
+
+def _plain_fits(profile: Profile, limits: Limits, batch_size: int, objective: str, pins: Pins | None) -> bool:
+    pinned = pinned_settings(profile, pins or {}).values()
+    sized = profile.timeline.at(batch_size)
     fits = (limits.peak is None or sized.needed_bytes({}) <= limits.peak) and (
         limits.saved is None or sized.saved_bytes({}) <= limits.saved
     )

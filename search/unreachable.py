@@ -78,7 +78,7 @@ def _peak_text(
         f"static bytes are {format_bytes(sized.static)}\n"
         f"the smallest reachable peak is {_exactly(lowest)}: "
         f"{options(budget=_as_requested(lowest, sized.peak_bytes({}), requested))}\n"
-        f"{_meant(requested) or _batch_advice(profile, limits, pins, batch_size)}"
+        f"{_batch_advice(profile, limits, pins, batch_size)}"
     )
 
 
@@ -90,18 +90,6 @@ def _as_requested(lowest: int, plain: int, requested: Budget) -> int | str:
     while int(tenths / 10 / 100 * plain) < lowest:
         tenths += 1
     return f"{tenths / 10:g}%"
-
-
-def _meant(requested: Budget) -> str:
-    """Return a hint if the budget is a number that was probably meant as a percentage."""
-    try:
-        number = float(requested.text)
-    except ValueError:
-        return ""
-    if number > 100:
-        return ""
-    percentage = f"{100 * number if number < 1 else number:g}%"
-    return f"a bare number is bytes; did you mean {options(budget=percentage)}?"
 
 
 def _batch_advice(profile: Profile, limits: Limits, pins: Pins, batch_size: int) -> str:

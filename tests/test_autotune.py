@@ -279,6 +279,8 @@ def test_errors_come_before_anything_is_measured(profiled: list[Profile]) -> Non
     model, batch = Frozen(), images(16)
     with pytest.raises(mt.BudgetError, match="not an amount"):
         auto(model, batch, image_loss, "much")
+    with pytest.raises(mt.BudgetError, match="without a unit"):
+        auto(model, batch, image_loss, 0.6)
     with pytest.raises(mt.BudgetError, match="objective"):
         auto(model, batch, image_loss, objective="speed")
     with pytest.raises(TypeError, match="trails"):

@@ -195,9 +195,10 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "what"), [("40%", "not a share"), ("much", "not an amount"), ("24", "in bytes")]
+    ("limit", "what"),
+    [("40%", "not a share"), ("much", "not an amount"), ("24", "in bytes"), (0.6, "in bytes")],
 )
-def test_limits_are_amounts(limit: str, what: str) -> None:
+def test_limits_are_amounts(limit: Any, what: str) -> None:
     with pytest.raises(BudgetError, match=what):
         mt.estimate(of_vit()).fits(limit)
 

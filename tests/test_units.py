@@ -17,7 +17,7 @@ from mesa_tune.units import format_bytes, format_time, parse_bytes, shorten_apar
         ("1.5MiB", 3 * 2**19),
         ("500kB", 500_000),
         ("2TB", 2 * 10**12),
-        ("123", 123),
+        ("1234", 1234),
         ("123B", 123),
         ("1e9", 10**9),
         (4096, 4096),
@@ -46,7 +46,16 @@ def test_what_is_no_budget_is_refused(text: str) -> None:
     assert len(message.splitlines()) <= 3
 
 
-@given(st.integers(1, 10**15))
+@pytest.mark.parametrize(
+    ("number", "meant"),
+    [("0.6", "6GB or 60%"), (0.6, "6GB or 60%"), (6, "6GB or 6%"), ("24", "24GB or 24%"), ("500", "500GB")],
+)
+def test_a_small_number_without_a_unit_is_refused(number: str | float, meant: str) -> None:
+    with pytest.raises(BudgetError, match=f"in bytes\nwrite it like {meant}$"):
+        parse_bytes(number)
+
+
+@given(st.integers(1000, 10**15))
 def test_a_number_of_bytes_is_itself(count: int) -> None:
     assert parse_bytes(str(count)).bytes == count
 

@@ -207,7 +207,7 @@ def search(
         return
     smallest = smallest or objective == "memory"
     # A budget that is not an amount is the first error; `auto` needs to know the device.
-    split_budgets(None if budget is None else budget.replace("auto", "1"), "cpu", smallest)
+    split_budgets(None if budget is None else budget.replace("auto", "1GB"), "cpu", smallest)
     profile = _profile(run, profile_path)
     budgets, notes = split_budgets(budget, profile.device, smallest)
     if max_batch and any(parse_bytes(one).fraction is None for one in budgets if one):

@@ -24,6 +24,7 @@ from mesa_tune.conversion import compress_saved, convert, revert
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.conversion.resume import load_state_dict, state_dict
 from mesa_tune.errors import PolicyError, RunError
+from mesa_tune.free_memory import AUTO
 from mesa_tune.notice import say, warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.retune import Retune
@@ -80,6 +81,8 @@ class Compression:
             )
         if retune is not None and budget is None:
             raise PolicyError("retune measures for a budget\ngive budget in place of policy")
+        if budget is not None and (budget != AUTO or retune is not None):
+            parse_bytes(budget)
         self.policy = None if policy is None else _read(policy)
         self.budget = budget
         self.retune = retune

@@ -318,6 +318,12 @@ def test_arguments_that_do_not_go_together_are_refused(given: dict[str, Any]) ->
         MesaTuneCallback(**given)
 
 
+@pytest.mark.parametrize("given", [{"budget": 0.6}, {"budget": "6"}, {"budget": "auto", "retune": 2}])
+def test_a_budget_that_is_no_amount_is_refused_at_once(given: dict[str, Any]) -> None:
+    with pytest.raises(mt.BudgetError, match="write it like"):
+        MesaTuneCallback(**given)
+
+
 def test_a_callback_outside_a_trainer_says_so() -> None:
     with pytest.raises(mt.RunError, match=r"Trainer\(…, callbacks="):
         MesaTuneCallback(FOUR_BITS).on_train_begin(None, None, None)

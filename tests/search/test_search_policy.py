@@ -129,7 +129,7 @@ def test_the_least_budget_is_in_the_unit_that_was_typed(profile: Profile, budget
 
 @pytest.mark.parametrize(("typed", "meant"), [("40", "40%"), ("0.4", "40%"), (60, "60%")])
 def test_a_forgotten_percent_sign_is_noticed(profile: Profile, typed: str | int, meant: str) -> None:
-    with pytest.raises(BudgetError, match=f'did you mean budget="{meant}"'):
+    with pytest.raises(BudgetError, match=f"write it like .*{meant}"):
         search_policy(profile, typed)
 
 
@@ -157,7 +157,7 @@ def test_a_profile_of_one_size_advises_to_profile_a_smaller_one(profile: Profile
 
 def test_unreachable_saved_bytes_and_times_are_told_apart(profile: Profile) -> None:
     with pytest.raises(BudgetError, match=r"max-saved 10 B.*\n.*fewest saved bytes"):
-        search_policy(profile, "60%", max_saved=10)
+        search_policy(profile, "60%", max_saved="10B")
     with pytest.raises(BudgetError, match="max-slowdown"):
         search_policy(profile, "40%", max_slowdown=1.0001)
 
