@@ -45,8 +45,9 @@ def convert(
 
     `accelerator.save_state` and `load_state` then also have the state of the compression, so that a resumed
     training is bitwise equal. Call it once per model, with the same arguments in both trainings, and before
-    `load_state`. Trackers that are initialized get the policy and its predictions (`mesa/peak_bytes`,
-    `mesa/saved_bytes`, `mesa/gradient_error`, `mesa/noise_ratio`).
+    `load_state`. Trackers that are initialized get the policy's file with a digest of its text
+    (`mesa/policy`) and its predictions (`mesa/peak_bytes`, `mesa/saved_bytes`, `mesa/gradient_error`,
+    `mesa/noise_ratio`).
 
     Raise PolicyError for a policy that does not fit the model, and for neither or both of policy and budget.
     """

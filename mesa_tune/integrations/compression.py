@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +28,8 @@ from mesa_tune.free_memory import AUTO
 from mesa_tune.notice import say, warn_once
 from mesa_tune.policy import Policy
 from mesa_tune.retune import Retune
-from mesa_tune.units import parse_bytes
+from mesa_tune.runs.folder import DEFAULT_RUN, Run, digest
+from mesa_tune.units import counted, parse_bytes
 from mesa_tune.workload.instance.rank_zero import is_rank_zero
 from mesa_tune.workload.user_code import seeded
 
@@ -196,9 +197,20 @@ class Compression:
         }
 
     def logs(self) -> dict[str, Any]:
-        """Return the text of the policy, and what its header predicts: bytes, gradient error, noise ratio."""
+        """Return which policy it is, and what its header predicts: bytes, gradient error, noise ratio."""
         policy = self._current() or Policy()
-        return {"mesa/policy": policy.dumps(), **predicted(policy.header.predicted or "")}
+        return {"mesa/policy": self._named(policy), **predicted(policy.header.predicted or "")}
+
+    def _named(self, policy: Policy) -> str:
+        """Return the file of `policy`, if it has one, the number of its rules, and a digest of its text."""
+        if not policy.rules:
+            return "nothing is compressed"
+        name = f"{counted(len(policy.rules), 'rule')}, digest {digest(policy.dumps())[:6]}"
+        path = Run(Path(self.search.get("run", DEFAULT_RUN))).policy
+        path = path if self.policy is None else Path(self.policy.source)
+        with suppress(PolicyError):
+            return f"{path} ({name})" if Policy.load(path) == policy else name
+        return name
 
     def _current(self) -> Policy | None:
         conversion = None if self.model is None else conversion_of(self.model)

@@ -37,10 +37,10 @@ class MesaTuneCallback(Callback):
 
     The policy is for the LightningModule, whose names begin with those of its attributes (`net.fc1`), or for
     its part `module` (`module="net"`, names such as `fc1`). What `training_step` calls itself is named
-    `loss.*`. The policy goes to the hyperparameters of the loggers, its predictions to their metrics
-    (`mesa/peak_bytes`, `mesa/saved_bytes`, `mesa/gradient_error`, `mesa/noise_ratio`), once per policy.
-    Checkpoints have the plain model, and the callback's own state, by which a resumed training is bitwise
-    equal.
+    `loss.*`. The policy's file with a digest of its text (`mesa/policy`) goes to the hyperparameters of the
+    loggers, its predictions to their metrics (`mesa/peak_bytes`, `mesa/saved_bytes`, `mesa/gradient_error`,
+    `mesa/noise_ratio`), once per policy. Checkpoints have the plain model, and the callback's own state, by
+    which a resumed training is bitwise equal.
 
     Raise PolicyError for a policy that does not fit the model, and for neither or both of policy and budget.
     """

@@ -38,10 +38,10 @@ class MesaTuneCallback(TrainerCallback, ExportableState):
     batches of the training's dataset, with further options such as `run="mesa-run"` or `trials=0`. With
     `retune=1000`, `mt.Retune` measures instead, and again every 1000 optimizer steps.
 
-    The loss of the Trainer counts as outside the model: rules for `loss.*` compress it. The policy and its
-    predictions (`mesa/peak_bytes`, `mesa/saved_bytes`, `mesa/gradient_error`, `mesa/noise_ratio`) go through
-    `Trainer.log` once per policy. Checkpoints are those of the plain model; `trainer_state.json` has what
-    makes a resumed training bitwise equal.
+    The loss of the Trainer counts as outside the model: rules for `loss.*` compress it. The policy's file
+    with a digest of its text (`mesa/policy`) and its predictions (`mesa/peak_bytes`, `mesa/saved_bytes`,
+    `mesa/gradient_error`, `mesa/noise_ratio`) go through `Trainer.log` once per policy. Checkpoints are those
+    of the plain model; `trainer_state.json` has what makes a resumed training bitwise equal.
 
     Raise PolicyError for a policy that does not fit the model, and for neither or both of policy and budget.
     """
