@@ -44,10 +44,10 @@ def convert(
     `prepare` must be given before it. The model is then put on its device, as `prepare` does.
 
     `accelerator.save_state` and `load_state` then also have the state of the compression, so that a resumed
-    training is bitwise equal. Call it once per model, with the same arguments in both trainings, and before
-    `load_state`. Trackers that are initialized get the policy's file with a digest of its text
-    (`mesa/policy`) and its predictions (`mesa/peak_bytes`, `mesa/saved_bytes`, `mesa/gradient_error`,
-    `mesa/noise_ratio`).
+    training is bitwise equal. Call it once per model, with the same arguments in both trainings, or then with
+    the policy that a budget gave, and before `load_state`. Trackers that are initialized get the policy's
+    file with a digest of its text (`mesa/policy`) and its predictions (`mesa/peak_bytes`, `mesa/saved_bytes`,
+    `mesa/gradient_error`, `mesa/noise_ratio`).
 
     Raise PolicyError for a policy that does not fit the model, and for neither or both of policy and budget.
     """

@@ -101,7 +101,8 @@ class Compression:
     def start(self, training: Training) -> None:
         """Convert the model before the first step; a resumed training goes on as `saved` says.
 
-        With another policy or budget than that of `saved`, start anew, and warn.
+        With another policy or budget than that of `saved`, start anew, and warn. The policy that a budget
+        gave is no other one.
         """
         self.model, self._losses = revert(training.model), 0
         self._retuning = self._make_retuning(training)
@@ -115,16 +116,20 @@ class Compression:
 
     def _resume(self, model: nn.Module, saved: Mapping[str, Any]) -> bool:
         """Convert with the policy of a checkpoint, in its state; warn and return False if it had another."""
-        if saved["request"] != self.request:
+        policy = Policy.parse(saved["policy"], source="the checkpoint")
+        if saved["request"] != self.request and policy not in self._alike():
             warn_once("mesa-tune: the checkpoint has another policy or budget, so its rounding starts anew")
             return False
-        policy = Policy.parse(saved["policy"], source="the checkpoint")
         convert(model, policy)
         load_state_dict(model, saved["compression"])
         self._losses = saved["losses"]
         if self._retuning is not None:
             self._retuning.policy = policy
         return True
+
+    def _alike(self) -> tuple[Policy, ...]:
+        """Return what the policy may be in a checkpoint: itself, or as it binds attention."""
+        return () if self.policy is None else (self.policy, self.policy.bind_attention())
 
     def _convert(self, training: Training) -> None:
         if self.policy is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import mesa_tune as mt
+from mesa_tune import notice
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.integrations.compression import Compression, Training
 from mesa_tune.integrations.transformers import MesaTuneCallback
@@ -278,6 +280,30 @@ def assert_within_a_budget(folder: Path, model: Callable[[], Any], **options: An
 )
 def test_steps_under_a_budget_take_no_more(tmp_path: Path, options: dict[str, Any]) -> None:
     assert_within_a_budget(tmp_path, text_model, **options)
+
+
+@pytest.mark.usefixtures("short_timing")
+def test_a_training_under_a_budget_is_resumed_with_the_policy_that_it_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notice, "_given", set())
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    searched = MesaTuneCallback(budget="75%", run=tmp_path / "mesa-run", **FAST)
+    whole = trained(tmp_path, searched, model=text_model(layers=1), **options)
+    checkpoint = str(tmp_path / "checkpoint-2")
+
+    def resumed(policy: mt.Policy | Path) -> Trainer:
+        return trained(
+            tmp_path, MesaTuneCallback(policy), model=text_model(layers=1), resume=checkpoint, **options
+        )
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "mesa-tune")
+        again = resumed(tmp_path / "mesa-run" / "policy.txt")
+    assert losses(again) == losses(whole)
+    assert_equal(weights(again), weights(whole))
+    with pytest.warns(UserWarning, match="another policy or budget"):
+        resumed(FOUR_BITS)
 
 
 @pytest.mark.usefixtures("short_timing")
