@@ -66,3 +66,7 @@ class StatusLine:
             self._shown = time.monotonic()
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
+
+    def progress(self, text: str, share: float) -> None:
+        """Show `text` and the share that is done: a `Progress`."""
+        self.show(f"{share:4.0%} {text}")

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mesa_tune.errors import RunError
-from mesa_tune.notice import Progress, unnoticed, unshown
+from mesa_tune.notice import Progress, StatusLine, unnoticed, unshown
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.draws import longest_batch
@@ -86,18 +85,24 @@ def profile(
     equal batches under one seed. `timeout`: after so many seconds nothing further is measured that a profile
     can do without, and `notes` say so; a trace, one batch and the times of steps are always measured.
     `enough`: asked about the bytes, before options are priced; if it returns True, they are the profile,
-    which stays partial. The model, its optimizer and the random generators are restored bit for bit.
+    which stays partial. `progress`: show on standard error what is done (without a terminal once a minute),
+    or what to call. The model, its optimizer and the random generators are restored bit for bit.
 
     Raise WorkloadError for a workload that cannot be trained, RunError for a file that cannot be written.
     """
     wanted = full_grid() if options is None else list(options)
     if seeds < 1:
         raise ValueError(f"`seeds >= 1` must hold, but got (seeds={seeds})")
-    show = progress if callable(progress) else (_print_progress if progress else unshown)
+    status = StatusLine()
+    show = progress if callable(progress) else (status.progress if progress else unshown)
     model = workload.build()
     optimizer = workload.make_optimizer(model)
     end = math.inf if timeout is None else time.monotonic() + timeout
-    return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show, enough, end).run()
+    try:
+        return _Profiling(workload, model, optimizer, wanted, seeds, path, save, show, enough, end).run()
+    finally:
+        if progress is True:
+            status.show("")
 
 
 @dataclass
@@ -390,8 +395,3 @@ def _with(profile: Profile, noise: Noise) -> Profile:
 
 def _is_plain(option: LayerSettings) -> bool:
     return bool(kind(option) == kind(LayerSettings()))
-
-
-def _print_progress(text: str, share: float) -> None:
-    sys.stderr.write(f"\r\x1b[K{share:4.0%} {text}" + ("\n" if share >= 1 else ""))
-    sys.stderr.flush()
