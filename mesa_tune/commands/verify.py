@@ -28,6 +28,7 @@ from mesa_tune.commands.common import (
     format_time,
     load_workload,
 )
+from mesa_tune.commands.guide.state import next_step
 from mesa_tune.commands.memory import advising
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
     from mesa_tune.workload.workload import Workload
 
 PolicyOption = Annotated[
-    Path | None, typer.Option("--policy", metavar="policy.txt", help="Default: the run's own.")
+    Path | None,
+    typer.Option(
+        "--policy", metavar="policy.txt", help="Default: the run's own. Of NAME.txt: verify-NAME.json."
+    ),
 ]
 StepsOption = Annotated[
     int, typer.Option("--steps", min=1, metavar="N", help="Number of steps of plain and of policy.")
@@ -53,7 +57,7 @@ ByGroupOption = Annotated[
 ]
 ForceOption = Annotated[
     bool,
-    typer.Option("--force", help="Overwrite any verify.json; apply a policy of another model."),
+    typer.Option("--force", help="Overwrite an edited verify.json; apply a policy of another model."),
 ]
 
 _IN_PYTHON = (
@@ -88,13 +92,14 @@ def verify(
     chosen = Policy.load(path)
     workload = load_workload(folder, profile, _IN_PYTHON)
     expected, workload = _expectation(folder, profile, chosen, workload)
-    origin = _origin(profile, chosen, workload.batch_size, own=policy is None)
+    origin = _origin(profile, chosen, workload.batch_size)
+    written = _result_path(folder, path)
     foreign = not chosen.header.is_for(profile.layers_fingerprint)
     if foreign and force:
         # Without the header's fingerprint, every rule that fits is applied.
         chosen = replace(chosen, header=Header())
     chosen.require_model(profile.layers_fingerprint, _FOREIGN)
-    folder.check(folder.verify, origin)
+    folder.check(written, origin)
     output.device(workload.device)
     seconds = most_steps(steps, seeds) * profile.plain_ms(workload.batch_size) / 1000
     for line in _first_lines(path, chosen, workload.batch_size, steps, seconds, foreign):
@@ -104,20 +109,27 @@ def verify(
     planned, assignment = workload.batch_size, profile.assignment(chosen)
     with advising(profile, planned, assignment, lambda fits: _advice(folder, profile, planned, fits)):
         check = measure(workload, chosen, predicted=expected, steps=steps, seeds=seeds, by_group=by_group)
-    folder.write(folder.verify, dump_json(check.to_dict()), origin)
+    folder.write(written, dump_json(check.to_dict()), origin)
     profiled_ms = None if profile.step_ms is None else profile.plain_ms(check.batch_size)
     for line in describe(check, profiled_ms):
         output.line(line)
-    output.line(f"wrote {folder.verify}")
-    output.line(f"next: mesa-tune report{folder.option}")
+    output.line(f"wrote {written}")
+    output.line(f"next: mesa-tune report{folder.option}" if written == folder.verify else next_step(folder))
     output.document("verify", check.to_dict())
 
 
-def _origin(profile: Profile, policy: Policy, batch_size: int, own: bool) -> Origin:
-    """Return the origin of verify.json. If the policy is the run's `own`, a newer one may overwrite it."""
+def _result_path(folder: Run, policy: Path) -> Path:
+    """Return where to write: verify.json for the run's own policy, verify-NAME.json for that of NAME.txt."""
+    if policy.resolve() == folder.policy.resolve():
+        return folder.verify
+    return folder.folder / f"verify-{policy.stem.removeprefix('policy-')}.json"
+
+
+def _origin(profile: Profile, policy: Policy, batch_size: int) -> Origin:
+    """Return the origin of the results. Those of a newer policy in the same file may overwrite them."""
     text = policy.dumps()
     about = {"policy": digest(text)[:6], "batch size": str(batch_size)}
-    return Origin(digest("verify", profile.fingerprint, batch_size, text), about, derived=own)
+    return Origin(digest("verify", profile.fingerprint, batch_size, text), about, derived=True)
 
 
 def _first_lines(

@@ -263,10 +263,24 @@ class TestCommand:
         assert self.verify(folder, "--json") == 0
         assert json.loads(capsys.readouterr().out) == json.loads((folder / "verify.json").read_text())
 
-    def test_of_another_policy_needs_force(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        other = folder / "other.txt"
-        other.write_text(Policy.uniform(level=4).dumps())
+    def test_of_another_policy_is_written_beside(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        other = folder / "policy-other.txt"
         assert self.verify(folder) == 0
+        own = (folder / "verify.json").read_text()
+        for level in (4, 8):  # of a file that was changed since, too
+            other.write_text(Policy.uniform(level=level).dumps())
+            assert self.verify(folder, "--policy", str(other)) == 0
+            assert f"wrote {folder / 'verify-other.json'}\n" in capsys.readouterr().out
+        assert (folder / "verify.json").read_text() == own
+        assert Verification.load(folder / "verify-other.json").predicted is not None
+
+    def test_results_that_were_edited_need_force(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert self.verify(folder) == 0
-        assert self.verify(folder, "--policy", str(other)) == 1
+        with (folder / "verify.json").open("a") as file:
+            file.write("\n")
+        assert self.verify(folder) == 1
         assert "--force" in capsys.readouterr().err
