@@ -32,6 +32,11 @@ def read_model_file(path: Path) -> tuple[str, dict[str, Any]]:
     file with `step` needs no `loss`.
     """
     content = _read(path)
+    if path.suffix == ".json":
+        raise WorkloadError(
+            f"{path}: is no Python file\n"
+            f"of a configuration of transformers, the bytes alone: mesa-tune profile hf:{path} --bytes-only"
+        )
     modules = find_local_modules(path.resolve().parent, content)
     serve(modules)
     names = vars(_executed(path, content))

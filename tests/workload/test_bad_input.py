@@ -72,6 +72,11 @@ NO_MEMORY = "raise torch.OutOfMemoryError('CUDA out of memory')"
 MODEL_FILES = {
     "missing": Case("profile nowhere.py", ("nowhere.py: no such file", "mesa-tune init")),
     "a folder": Case("profile mesa-run", ("mesa-run: cannot be read", "mesa-tune init")),
+    "a configuration": Case(
+        "profile config.json",
+        ("config.json: is no Python file", "mesa-tune profile hf:config.json --bytes-only"),
+        text("config.json", '{"model_type": "gpt2"}'),
+    ),
     "syntax error": profiling(model_file("model()", "model(:"), "model.py:10: SyntaxError", "def model(:"),
     "raises": profiling(model_end("1 / 0"), "model.py:23: the model file raised ZeroDivisionError", "1 / 0"),
     "without model": profiling(model_file("def model", "def net"), "model.py: no function model()"),
