@@ -7,6 +7,7 @@ Exit statuses: 0 success; 1 a MesaTuneError or a bad value, with at most three l
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import typer
 
 from mesa_tune.commands.common import DEFAULT_RUN, Run, reserve_stdout
 from mesa_tune.commands.guide.state import state_of
-from mesa_tune.errors import MesaTuneError, RunError, typed_options
+from mesa_tune.errors import BudgetError, MesaTuneError, RunError, typed_options
 from mesa_tune.runs.provenance import own_version, running
 
 # In the order of the help. The command `x` is the function `x` of the module mesa_tune.commands.x.
@@ -26,6 +27,10 @@ COMMANDS = ("init", "profile", "search", "verify", "report", "diff", "demo", "do
 _EPILOG = (
     "Exit statuses: 0 success, 1 an error or a bad value, 2 an unknown option or command, 130 Ctrl-C. "
     "Without a command: this help, and the next command of the run in mesa-run."
+)
+
+_SPLIT_AMOUNT = re.compile(
+    r"(--budget|--max-saved|--fits)[\0=]([0-9.]+)\0(%|[kMGT]?i?B)(?:\0|$)", re.IGNORECASE
 )
 
 _BAD_VALUES = ("BadParameter", "MissingParameter", "BadOptionUsage", "BadArgumentUsage")
@@ -77,6 +82,7 @@ def application() -> typer.Typer:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    _require_whole_amounts(arguments)
     command = typer.main.get_command(application())
     try:
         # With standalone_mode=False Typer raises errors and Ctrl-C here and returns the status of an Exit.
@@ -87,9 +93,23 @@ def _dispatch(arguments: list[str]) -> int:
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "mesa-tune"
-        print(f"error: {error.format_message()}\nsee {path} --help", file=sys.stderr)
+        message = error.format_message()
+        extra = re.fullmatch(r".*extra argument.*\((.*)\)", message)
+        remedy = f"a policy is an option: --policy {extra[1]}\n" if extra and path.endswith(" verify") else ""
+        print(f"error: {message}\n{remedy}see {path} --help", file=sys.stderr)
         return 1 if type(error).__name__ in _BAD_VALUES else 2
     return status if isinstance(status, int) else 0
+
+
+def _require_whole_amounts(arguments: list[str]) -> None:
+    """Raise BudgetError for an amount in two words, such as `--budget 24 MB`."""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if split := _SPLIT_AMOUNT.search("\0".join(own)):
+        option, number, unit = split.groups()
+        raise BudgetError(
+            f"{option} {number} {unit}: the shell makes two words of it\n"
+            f'write {option} {number}{unit}, or "{number} {unit}" in quotes'
+        )
 
 
 def _say_next() -> None:

@@ -97,6 +97,11 @@ def test_an_error_of_ours_is_its_message(
     assert capsys.readouterr().err == "error: budget 'banana': no\nwrite 6GB\n"
 
 
+def test_a_policy_in_the_place_of_an_option_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["verify", "other.txt"]) == 2
+    assert "a policy is an option: --policy other.txt\n" in capsys.readouterr().err
+
+
 def test_debug_lets_the_traceback_through(monkeypatch: pytest.MonkeyPatch) -> None:
     fails_with(MesaTuneError("x"), monkeypatch)
     with pytest.raises(MesaTuneError):
