@@ -32,7 +32,7 @@ from mesa_tune.profiler.memory.meter import bytes_of, gradients_of, tensors_in
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.profiling import profile
 from mesa_tune.profiler.timing.duration import announcing
-from mesa_tune.runs.folder import DEFAULT_RUN, Origin, Run, digest
+from mesa_tune.runs.folder import DEFAULT_RUN, MADE_BY, Origin, Run, digest
 from mesa_tune.search import Plan, search_policy
 from mesa_tune.search.api import check_request, plain_fits
 from mesa_tune.search.restrictions import Pins, Restrictions
@@ -316,17 +316,24 @@ def _options(optimizer: Any) -> Any:
 
 
 def _origin(inputs: str) -> Origin:
-    return Origin(inputs, {"made by": _WRITER})
+    return Origin(inputs, {MADE_BY: _WRITER})
 
 
 def _require_ours(run: Run, path: Path) -> None:
-    """Raise RunError for a file that another command or the user has written."""
+    """Raise RunError for a file that a command or the user has written."""
     noted = run.origin(path)
-    if path.exists() and (noted is None or noted.about.get("made by") != _WRITER):
+    if not path.exists() or (noted is not None and noted.about.get(MADE_BY) == _WRITER):
+        return
+    if noted is None:
         raise RunError(
             f"{path}: mt.auto did not write it, or it was edited since\n"
             "name another folder with run=, or load an edited policy with mt.Policy.load"
         )
+    trained = f', or train with what is there:\nmt.convert(model, mt.Policy.load("{run.policy}"))'
+    raise RunError(
+        f"{path}: was written by a command of mesa-tune, not by mt.auto\n"
+        f'give mt.auto a folder of its own, run="{run.folder}-auto"{trained if run.policy.exists() else ""}'
+    )
 
 
 def _pins_of_loss(measured: Profile, pins: Pins) -> Pins:

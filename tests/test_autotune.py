@@ -26,6 +26,7 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler import profiling
 from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
+from mesa_tune.runs.folder import Origin, Run
 from mesa_tune.units import format_bytes
 from tests import auto_worker
 
@@ -315,6 +316,24 @@ def test_files_of_the_user_are_not_overwritten(profiled: list[Profile]) -> None:
         with pytest.raises(mt.RunError, match="edited"):
             auto(Frozen(), images(16), image_loss, budget)
     assert policy.read_text().endswith("# mine\n")
+
+
+def test_files_of_the_other_are_named_as_such(profiled: list[Profile]) -> None:
+    auto(Frozen(), images(16), image_loss)
+    run = Run(Path("mesa-run"))
+    with pytest.raises(mt.RunError, match=r"^mesa-run/plan.json: was written by mt.auto\n--force overwrites"):
+        run.check(run.plan, Origin("of a command"))
+    profiled.clear()
+    own = Run(Path("mesa-run"), force=True)
+    own.write(own.profile, own.profile.read_text(), Origin("of a command"))
+    with pytest.raises(mt.RunError) as raised:
+        auto(Frozen(), images(16), image_loss)
+    assert str(raised.value).splitlines() == [
+        "mesa-run/profile.json: was written by a command of mesa-tune, not by mt.auto",
+        'give mt.auto a folder of its own, run="mesa-run-auto", or train with what is there:',
+        'mt.convert(model, mt.Policy.load("mesa-run/policy.txt"))',
+    ]
+    assert not profiled
 
 
 def test_a_conversion_is_replaced_and_stays_after_an_error() -> None:

@@ -22,6 +22,8 @@ from mesa_tune.files import dump_json, locked, write_atomically
 from mesa_tune.runs.provenance import Made
 
 DEFAULT_RUN = Path("mesa-run")
+MADE_BY = "made by"
+"""Name of the input in `Origin.about` that says which function wrote a file. Commands have none."""
 
 _NOTES = ".written.json"
 _LOCK = ".written.lock"
@@ -109,7 +111,7 @@ class Run:
         if note is None:
             raise RunError(f"{path}: exists, and this run did not write it\n{_REMEDY}")
         if note["inputs"] != origin.inputs and not origin.derived:
-            raise RunError(f"{path}: was made from other inputs{_differences(note, origin)}\n{origin.remedy}")
+            raise RunError(f"{path}: {_why_refused(note, origin)}\n{origin.remedy}")
         if note["sha256"] is not None and note["sha256"] != _hash(path):
             raise RunError(f"{path}: was edited after it was written\n{_REMEDY}")
 
@@ -200,16 +202,18 @@ def _origin(inputs: str | Origin) -> Origin:
     return inputs if isinstance(inputs, Origin) else Origin(inputs)
 
 
-def _differences(note: Mapping[str, Any], origin: Origin) -> str:
-    """Return ` (budget 6.00 GB, now 35.3 MB)`; empty if no noted input differs."""
+def _why_refused(note: Mapping[str, Any], origin: Origin) -> str:
+    """Return `was made from other inputs (budget 6.00 GB, now 35.3 MB)`, or who has written the file."""
     about = note.get("about")
     noted = about if isinstance(about, dict) else {}
+    if noted.get(MADE_BY) != origin.about.get(MADE_BY):
+        return f"was written by {noted.get(MADE_BY, 'a command of mesa-tune')}"
     parts = [
         f"{name} {noted[name]}, now {value}"
         for name, value in origin.about.items()
         if name in noted and noted[name] != value
     ]
-    return f" ({'; '.join(parts)})" if parts else ""
+    return "was made from other inputs" + (f" ({'; '.join(parts)})" if parts else "")
 
 
 def digest(*parts: object) -> str:
