@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mesa_tune.conversion import convert, revert
+from mesa_tune.conversion.model import conversion_of
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json
 from mesa_tune.free_memory import AUTO, MARGIN, free_memory
@@ -49,6 +50,8 @@ from mesa_tune.workload.workload import Workload, in_training_mode
 _WRITER = "mt.auto"
 BATCHES = 4
 """Batches of a profile: one screens, three price. A script waits for it; `mt.profile` takes three more."""
+_WATCHED = 8
+"""Forwards that are asked for gradients of the step before: those of two steps of most models."""
 _RATES = ("lr", "initial_lr", "params")
 """What changes from step to step in the options of an optimizer."""
 
@@ -124,7 +127,13 @@ def auto(
             return measured.identified(loss, optimizer).plan().policy.dumps()
 
     policy = Policy.parse(text_of_rank_zero(planned), source=_WRITER)
-    return convert(model, policy) if policy.rules else revert(model)
+    if not policy.rules:
+        return revert(model)
+    convert(model, policy)
+    conversion = conversion_of(model)
+    if accumulation == 1 and conversion is not None:
+        conversion.watched = _WATCHED
+    return model
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

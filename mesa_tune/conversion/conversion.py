@@ -20,7 +20,7 @@ from mesa_tune.conversion.layers import Catalog
 from mesa_tune.engine.cache import CallCache
 from mesa_tune.engine.function import Memories
 from mesa_tune.engine.observer import watch
-from mesa_tune.engine.routing import state
+from mesa_tune.engine.routing import inside_backward, state
 from mesa_tune.engine.storage import StaticTensors, registry
 from mesa_tune.notice import warn_once
 from mesa_tune.ops import NOISE_STEP, as_int64
@@ -28,6 +28,10 @@ from mesa_tune.policy import Policy
 from mesa_tune.policy.rules import MODULE
 
 _CPU = torch.device("cpu")
+_GRADIENTS = (
+    "mesa-tune: gradients of an earlier backward are alive in the forward, which the budget of mt.auto does "
+    "not count: call zero_grad() before the forward, or give mt.auto the accumulation= of the training"
+)
 
 
 class _Entries:
@@ -46,7 +50,8 @@ class Conversion:
     `first`: settings are not final yet. `ended`: a forward has ended. `unseen`: a part of the model ran
     without gradients, so its layers are unknown. `changed`: the final settings differ from the first. `owed`:
     outermost modules that ran without gradients since the last forward began. `excluded`: names of modules
-    whose own layers stay exact.
+    whose own layers stay exact. `watched`: in so many more outermost forwards, gradients of earlier steps are
+    warned of, because the policy was planned for steps without them.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Conversion:
         self.waits = False
         self.backwards = watch.backwards
         self.owed = 0
+        self.watched = 0
 
     def restart(self, seed: int) -> None:
         """Start as a new conversion with this seed would, but with the cached calls."""
@@ -95,11 +101,21 @@ class Conversion:
         if self.first and self.ended and not (self.waits and self.backwards == watch.backwards):
             self.first = False
             self.changed = self._make_final()
+        if self.watched and root is not None:
+            self._watch_gradients(root)
         registry.clear()
         self.owed = 0
         self.static.purge()
         self.static.root = root
         self.static.add(batch)
+
+    def _watch_gradients(self, root: nn.Module) -> None:
+        if not root.training or inside_backward():
+            return
+        self.watched -= 1
+        if any(parameter.is_leaf and parameter.grad is not None for parameter in root.parameters()):
+            self.watched = 0
+            warn_once(_GRADIENTS)
 
     def end(self) -> None:
         """Note that an outermost forward has ended: every layer that ran with gradients is in the catalog."""

@@ -1,0 +1,107 @@
+"""Gradients that are alive in the forward, which `mt.auto` does not count: a warning in the first steps."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mesa_tune as mt
+from mesa_tune import autotune, notice
+from mesa_tune.profiler import profiling
+
+Batch = tuple[Tensor, Tensor]
+BATCH = (torch.rand(512, 64), torch.zeros(512, dtype=torch.long))
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of the tests, which measure once."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def auto(folder: Path, accumulation: int = 1) -> nn.Module:
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 10))
+    return mt.auto(
+        model,
+        BATCH,
+        loss,
+        budget="90%",
+        optimizer=torch.optim.SGD,
+        run=folder / str(accumulation),
+        accumulation=accumulation,
+        fast=True,
+        trials=0,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notice, "_given", set())
+    monkeypatch.setattr(profiling, "SECONDS", 0.1)
+
+
+def train(model: nn.Module, order: str, steps: int = 3) -> list[str]:
+    """Take steps in which `zero_grad` comes at `order`; return what was warned of."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            if order == "before" or (order == "every second" and step % 2 == 0):
+                optimizer.zero_grad()
+            value = loss(model, BATCH)
+            if order == "after":
+                optimizer.zero_grad()
+            value.backward()
+            if order != "every second" or step % 2:
+                optimizer.step()
+            if order == "last":
+                optimizer.zero_grad()
+        with torch.no_grad():
+            loss(model, BATCH)
+    return [str(each.message) for each in given]
+
+
+@pytest.mark.parametrize(
+    ("order", "accumulation", "count"),
+    [
+        ("before", 1, 0),
+        ("last", 1, 0),
+        ("after", 1, 1),
+        ("every second", 1, 1),
+        ("every second", 2, 0),
+    ],
+)
+def test_gradients_in_the_forward_are_warned_of_once(
+    folder: Path, order: str, accumulation: int, count: int
+) -> None:
+    model = auto(folder, accumulation)
+    said = train(model, order)
+    assert len(said) == count
+    assert all("call zero_grad() before the forward" in text for text in said)
+
+
+def test_forwards_in_evaluation_and_later_ones_are_not_watched(folder: Path) -> None:
+    model = auto(folder)
+    loss(model, BATCH).backward()
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(model, BATCH)
+    model.train().zero_grad()
+    for _ in range(autotune._WATCHED):
+        loss(model, BATCH)
+    assert not train(model, "after")
+
+
+def test_a_policy_without_a_budget_warns_of_nothing() -> None:
+    model = mt.convert(nn.Linear(64, 10), mt.Policy.uniform(level=16))
+    assert not train(model, "after")
