@@ -94,15 +94,18 @@ def cut_of(
     that are as large there; where that is less than `count`, as one sample of all rows, if there is no other
     tensor. `run` runs the module, and saves nothing.
     """
-    cut = _possible(count, args, kwargs)
-    if isinstance(cut, str):
-        _warn_of_effect(name, cut)
+    cuts = _cuts(args, kwargs)
+    if isinstance(cuts, str):
+        _warn_of_effect(name, cuts)
         return None
+    samples, *rows = cuts
+    cut = rows[0] if rows and samples.size < count else samples
     if cut.size < 2:
         return None
     answers = _by_slices.setdefault(module, {})
-    if cut.dim not in answers:
-        answers[cut.dim] = _outputs(module, run, cut.pair())
+    for each in cuts:  # also the other way, of other batch sizes: no step but the first is to differ
+        if each.size > 1 and each.dim not in answers:
+            answers[each.dim] = _outputs(module, run, each.pair())
     shared = answers[cut.dim]
     if shared is None:
         _warn_of_effect(name, "it does not act on each row or sample of its input by itself")
@@ -115,8 +118,8 @@ def has_slices(module: nn.Module) -> bool:
     return any(shared is not None for shared in _by_slices.get(module, {}).values())
 
 
-def _possible(count: int, args: Any, kwargs: Any) -> Cut | str:
-    """Return how arguments are cut, or why they cannot be."""
+def _cuts(args: Any, kwargs: Any) -> list[Cut] | str:
+    """Return the ways to cut arguments, by samples and perhaps by rows, or why there are none."""
     leaves, form = tree_flatten((args, kwargs), is_leaf=_is_no_container)
     tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     others = (leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_CONSTANTS)))
@@ -127,11 +130,12 @@ def _possible(count: int, args: Any, kwargs: Any) -> Cut | str:
     if x is None or x.dim() < 2 or not x.is_floating_point():
         return "its first tensor is no (*, features)"
     cut = [place for place, tensor in tensors.items() if tensor.dim() and tensor.shape[0] == x.shape[0]]
-    if x.shape[0] >= count or x.dim() == 2 or len(tensors) > 1:
-        return Cut(leaves, form, cut, [tensors[place] for place in cut], 0, x.shape[:-1])
-    dim = x.dim() - 2
-    rows = x.reshape(*[1] * dim, -1, x.shape[-1])
-    return Cut(leaves, form, cut, [rows], dim, x.shape[:-1])
+    cuts = [Cut(leaves, form, cut, [tensors[place] for place in cut], 0, x.shape[:-1])]
+    if len(tensors) == 1 and x.dim() > 2:
+        dim = x.dim() - 2
+        rows = x.reshape(*[1] * dim, -1, x.shape[-1])
+        cuts.append(Cut(leaves, form, cut, [rows], dim, x.shape[:-1]))
+    return cuts
 
 
 def _is_no_container(value: Any) -> bool:
@@ -156,6 +160,12 @@ def _outputs(module: nn.Module, run: Callable[..., Any], pair: Cut) -> Shared | 
             together, *apart = map(result, (pair.whole(), *pair.slices(2)))
         except (RuntimeError, ValueError):
             return None  # another tensor's first dimension was none of samples
+    with torch._C.DisableTorchFunction():  # our own torch calls are no calls of the model
+        return _shared(pair, together, *apart)
+
+
+def _shared(pair: Cut, together: Sequence[Any], *apart: Sequence[Any]) -> Shared | None:
+    """Return which of the outputs `together` are the same for all slices; None if others are no slices'."""
     rows, shared = pair.tensors[0].shape[: pair.dim + 1], list[bool]()
     for whole, *parts in zip(together, *apart, strict=True):
         is_cut = isinstance(whole, Tensor) and whole.shape[: pair.dim + 1] == rows
