@@ -17,6 +17,7 @@ Results are lines of `results/search.jsonl`, one for each limit.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -85,6 +86,13 @@ def measured(model: Model, methods: Mapping[str, Method], arguments: argparse.Na
     }
 
 
+def floor(model: Model) -> float:
+    """Return the least peak of any policy, however noisy and slow, as the solver has proven it."""
+    return mt.search_policy(
+        model.profile, objective="memory", max_noise_ratio=math.inf, max_slowdown=1e6, trials=0
+    ).bound
+
+
 def static_bytes(model: Model) -> int:
     """Return the bytes of weights, their gradients, optimizer state and batch."""
     gradients = sum(weight.nbytes for weight in model.build().parameters() if weight.requires_grad)
@@ -138,6 +146,7 @@ def report(model: Model, cell: str, limit: int | None, arguments: argparse.Names
             "won": searched.won,
             "bound": searched.bound,
             "gap": searched.gap,
+            "floor": None if limit is not None else floor(model),
             "predicted ms": [plan.predicted.step_ms for plan in plans.values()],
             "plain ms": model.profile.plain_ms(model.subject.batch_size),
             "code": code(),

@@ -35,7 +35,7 @@ HEAD = """\
   code. **step**: time over that of plain steps taken in turn, median and quartiles; **over searched**: over
   that of the searched plan. What is above the limit or the ratio is in brackets: it is no answer.
 * **activations**: what the peak, with workspaces (predicted), takes beyond weights, gradients, optimizer
-  state and batch.
+  state and batch. **No policy has less**: the solver's bound without limits on noise and time.
 """
 
 
@@ -90,9 +90,11 @@ def _summary(lines: Sequence[Line], forwards: Mapping[str, int]) -> list[str]:
         if line["limit"] is None and "static with gradients" in line:
             own = _activations(line, line["rows"]["searched"])
             best, name = min((_activations(line, row), name) for name, row in _answers(line).items())
-            forward = forwards.get(line["model"])
-            floor = "" if forward is None else f"; a forward without gradients: {forward / best:.2f}"
-            text = f"{own / best:.2f} of the best rival's activations ({name}){floor}"
+            least = (line["floor"] - line["static with gradients"]) / best
+            text = f"{own / best:.2f} of the best rival's activations ({name}); no policy has less than "
+            text += f"{least:.2f}"
+            if (forward := forwards.get(line["model"])) is not None:
+                text += f", a forward without gradients {forward / best:.2f}"
             parts.append(f"* {line['title']}, batch {line['batch size']}, smallest: {text}.\n")
     return parts
 
