@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from mesa_tune.codecs import Spec
+from mesa_tune.conversion.caches import without_new_caches
 from mesa_tune.conversion.choices import ChoiceDetector
 from mesa_tune.conversion.sliced import cut_of
 from mesa_tune.engine.function import saving_in_vain
@@ -62,6 +63,11 @@ def recomputed(job: Job, args: Any, kwargs: Any) -> Any:
             "where its layers store by their own settings."
         )
         return job.plain(*args, **kwargs)
+    given = without_new_caches(job.module, args, kwargs)
+    if given is None:
+        warn_once(f"mesa-tune: {job.name!r} does not run again: its cache has keys of an earlier forward.")
+        return job.plain(*args, **kwargs)
+    args, kwargs = given
     tile, cut = job.spec.tile, None
     if tile > 1:
         cut = cut_of(job.module, job.name, tile, job.probe, args, kwargs)

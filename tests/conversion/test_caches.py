@@ -1,0 +1,77 @@
+"""Modules that run again in backward, of models that fill a cache of keys and values in training."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import mesa_tune as mt
+from mesa_tune import notice
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+LLAMA = transformers.LlamaConfig(vocab_size=64, intermediate_size=64, **SIZES)
+GPT2 = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+T5 = transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
+T5.update({"decoder_start_token_id": 0})
+
+MODELS = [
+    (transformers.LlamaForCausalLM, LLAMA, ["model.layers.*", "*.self_attn"]),
+    (transformers.GPT2LMHeadModel, GPT2, ["transformer.h.*", "*.attn"]),
+    (transformers.T5ForConditionalGeneration, T5, ["decoder.block.*", "*.SelfAttention"]),
+]
+
+
+def padded(samples: int = 4, length: int = 24) -> dict[str, Tensor]:
+    ids = torch.randint(1, 64, (samples, length))
+    mask = (torch.arange(length) < torch.linspace(3, length, samples)[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def gradient(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def running_again(model: nn.Module, names: str, tile: int = 1) -> nn.Module:
+    key = f"    tile: {tile}\n    store: exact\n" if tile > 1 else "    store: recompute\n"
+    policy = mt.Policy.parse(f"# mesa-tune policy 1\non module:\n    by_name: {names}\n{key}")
+    return mt.convert(copy.deepcopy(model), policy, seed=0, min_elements=10**9)
+
+
+@pytest.mark.parametrize("tile", [1, 2])
+@pytest.mark.parametrize("level", [0, 1], ids=["blocks", "attention"])
+@pytest.mark.parametrize(("kind", "config", "names"), MODELS, ids=["llama", "gpt2", "t5"])
+def test_the_second_run_adds_nothing_to_the_cache(
+    kind: Any, config: Any, names: list[str], level: int, tile: int
+) -> None:
+    assert config.use_cache
+    model, batch = kind(config).train(mode=False), padded()
+    torch.testing.assert_close(
+        gradient(running_again(model, names[level], tile), batch),
+        gradient(model, batch),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_without_gradients_the_cache_is_filled() -> None:
+    model, batch = transformers.LlamaForCausalLM(LLAMA), padded()
+    network = running_again(model, "model.layers.*")
+    with torch.no_grad():
+        assert network(**batch).past_key_values.get_seq_length() == 24
+
+
+def test_keys_of_an_earlier_forward_are_used() -> None:
+    model, batch = transformers.LlamaForCausalLM(LLAMA), padded()
+    with torch.no_grad():
+        known = model(input_ids=batch["input_ids"][:, :8]).past_key_values
+    rest = {"input_ids": batch["input_ids"][:, 8:], "labels": batch["labels"][:, 8:]}
+    network = running_again(model, "model.layers.*")
+    notice._given.clear()
+    with pytest.warns(UserWarning, match=r"'model.layers.0' does not run again: its cache has keys"):
+        found = gradient(network, {**rest, "past_key_values": copy.deepcopy(known)})
+    torch.testing.assert_close(found, gradient(model, {**rest, "past_key_values": copy.deepcopy(known)}))
