@@ -177,6 +177,7 @@ def test_parts_of_transformers_models(kind: Any, config: Any, names: tuple[str, 
     )
     predicted, measured = profile.predict(policy), mt.verify(work, policy, steps=1, seeds=1).policy
     assert measured.peak_bytes is not None
+    assert measured.peak_bytes is not None
     shared = 4 * 128 * config.hidden_size if kind is transformers.LlamaForCausalLM else 0
     # Positions are counted once for modules that run again, and once for the others.
     assert 0 <= predicted.saved_bytes - measured.saved_bytes <= shared
