@@ -21,7 +21,8 @@ def test_options_are_those_of_where_the_error_is_raised() -> None:
 
 
 @pytest.mark.parametrize(
-    "request_", [{"budget": "1%"}, {"budget": "90%", "max_saved": 1}, {"budget": "60%", "max_slowdown": 0.5}]
+    "request_",
+    [{"budget": "1%"}, {"budget": "90%", "max_saved": "1B"}, {"budget": "60%", "max_slowdown": 0.5}],
 )
 def test_what_a_caller_in_python_can_write(request_: dict[str, object]) -> None:
     profile = synthetic_profile()

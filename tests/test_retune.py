@@ -119,7 +119,7 @@ def test_an_impossible_budget_is_an_error_first_and_a_warning_later() -> None:
         mt.Retune(model, loss, 10).step(batch)
     tuner = mt.Retune(model, loss, "60%", every=1)
     tuner.step(batch)
-    policy, tuner.budget = tuner.policy, 10
+    policy, tuner.budget = tuner.policy, "10B"
     with pytest.warns(UserWarning, match="retune at step 2 leaves the policy as it is"):
         tuner.step(batch)
     assert tuner.policy is policy
