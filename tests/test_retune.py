@@ -116,7 +116,7 @@ def test_a_training_goes_as_well_and_the_same_each_time() -> None:
 def test_an_impossible_budget_is_an_error_first_and_a_warning_later() -> None:
     model, batch = make()
     with pytest.raises(mt.BudgetError):
-        mt.Retune(model, loss, 10).step(batch)
+        mt.Retune(model, loss, "10B").step(batch)
     tuner = mt.Retune(model, loss, "60%", every=1)
     tuner.step(batch)
     policy, tuner.budget = tuner.policy, "10B"
@@ -145,7 +145,7 @@ def test_the_plan_of_rank_0_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", receive)
-    tuner = mt.Retune(model, loss, 10)  # this rank finds nothing for its own part
+    tuner = mt.Retune(model, loss, "10B")  # this rank finds nothing for its own part
     tuner.step(batch)
     assert tuner.policy == theirs
 
