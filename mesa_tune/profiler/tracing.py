@@ -229,12 +229,7 @@ class TracedWorkload:
             change = partial(tiling, losses=losses, slices=SLICES)
             pair = self._pair(change)
             heads = heads_of(losses, pair.large.plain)
-        try:
-            timeline = self._timeline(pair, change, parts or whole(self.modules))
-        except (MesaTuneError, CheckpointError):  # such as parts inside what the model checkpoints itself
-            if not parts:
-                raise
-            timeline, parts = self._timeline(pair, change, whole(self.modules)), {}
+        timeline = self._timeline(pair, change, parts or whole(self.modules))
         parts = parts if timeline.modules else {}
         if not losses and not parts:
             return None

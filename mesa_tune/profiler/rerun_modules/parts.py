@@ -31,10 +31,11 @@ def possible_parts(
 
     `plain`: the plain step. Attention must have at least two samples in half of the batch.
     """
-    mlps = _worth_it(plain, _outermost(model, tags, _is_mlp))
-    attention = _worth_it(plain, _outermost(model, tags, _is_attention, without=mlps))
+    mlps = _outermost(model, tags, _is_mlp)
+    attention = _outermost(model, tags, _is_attention, without=mlps)
     count = _of_samples(batch_size)
-    return dict.fromkeys(mlps, SLICES) | (dict.fromkeys(attention, count) if count > 1 else {})
+    found = dict.fromkeys(_worth_it(plain, mlps), SLICES)
+    return found | (dict.fromkeys(_worth_it(plain, attention), count) if count > 1 else {})
 
 
 def _is_mlp(tags: Collection[str]) -> bool:
