@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import append, in_turn, ratios
+from common import ROOT, append, in_turn, ratios
 from meters import model_under, peak_growth, within_memory_budget
 from zoo import workload
 
@@ -34,7 +34,7 @@ WAYS: dict[str, tuple[mt.Policy | None, float | None]] = {
 }
 """Policy, and memory budget of the compiler; None: neither."""
 
-BUILD = Path(__file__).resolve().parents[1] / "build" / "compiled"
+BUILD = ROOT / "build" / "compiled"
 
 
 class Training:

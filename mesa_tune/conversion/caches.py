@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments and keywords."""
+from mesa_tune.conversion.sliced import Arguments
 
 
 def without_new_caches(module: nn.Module, args: Any, kwargs: Any) -> Arguments | None:

@@ -122,8 +122,7 @@ def _cuts(args: Any, kwargs: Any) -> list[Cut] | str:
     """Return the ways to cut arguments, by samples and perhaps by rows, or why there are none."""
     leaves, form = tree_flatten((args, kwargs), is_leaf=_is_no_container)
     tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    others = (leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_CONSTANTS)))
-    foreign = next(others, None)
+    foreign = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_CONSTANTS))), None)
     if foreign is not None:
         return f"slices would share its {type(foreign).__name__}"
     x = next(iter(tensors.values()), None)

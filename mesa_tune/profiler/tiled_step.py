@@ -67,12 +67,7 @@ class TiledStep:
 
     def to_dict(self) -> dict[str, Any]:
         modules = [module.to_dict() for module in self.modules]
-        return {
-            **vars(self),
-            "parts": dict(self.parts),
-            "timeline": self.timeline.to_dict(),
-            "modules": modules,
-        }
+        return {**vars(self), "timeline": self.timeline.to_dict(), "modules": modules}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> TiledStep:

@@ -10,17 +10,12 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import notice
-
-SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
-LLAMA = transformers.LlamaConfig(vocab_size=64, intermediate_size=64, **SIZES)
-GPT2 = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-T5 = transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
-T5.update({"decoder_start_token_id": 0})
+from tests.tiny_transformers import gpt2, llama, t5
 
 MODELS = [
-    (transformers.LlamaForCausalLM, LLAMA, ["model.layers.*", "*.self_attn"]),
-    (transformers.GPT2LMHeadModel, GPT2, ["transformer.h.*", "*.attn"]),
-    (transformers.T5ForConditionalGeneration, T5, ["decoder.block.*", "*.SelfAttention"]),
+    (transformers.LlamaForCausalLM, llama(32), ["model.layers.*", "*.self_attn"]),
+    (transformers.GPT2LMHeadModel, gpt2(32), ["transformer.h.*", "*.attn"]),
+    (transformers.T5ForConditionalGeneration, t5(32), ["decoder.block.*", "*.SelfAttention"]),
 ]
 
 
@@ -59,14 +54,14 @@ def test_the_second_run_adds_nothing_to_the_cache(
 
 
 def test_without_gradients_the_cache_is_filled() -> None:
-    model, batch = transformers.LlamaForCausalLM(LLAMA), padded()
+    model, batch = transformers.LlamaForCausalLM(llama(32)), padded()
     network = running_again(model, "model.layers.*")
     with torch.no_grad():
         assert network(**batch).past_key_values.get_seq_length() == 24
 
 
 def test_keys_of_an_earlier_forward_are_used() -> None:
-    model, batch = transformers.LlamaForCausalLM(LLAMA), padded()
+    model, batch = transformers.LlamaForCausalLM(llama(32)), padded()
     with torch.no_grad():
         known = model(input_ids=batch["input_ids"][:, :8]).past_key_values
     rest = {"input_ids": batch["input_ids"][:, 8:], "labels": batch["labels"][:, 8:]}

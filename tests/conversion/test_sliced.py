@@ -17,6 +17,7 @@ from mesa_tune import notice
 from mesa_tune.conversion.sliced import has_slices
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import measure_step
+from tests.tiny_transformers import bert, gpt2, llama, t5
 
 WIDTH, HIDDEN = 32, 512
 SHAPES = [(8, 48, WIDTH), (2, 48, WIDTH), (1, 7, WIDTH), (40, WIDTH)]
@@ -236,28 +237,16 @@ def test_with_a_checkpoint_around_and_under_autocast() -> None:
     assert (step(network) - expected).norm() < 0.01 * expected.norm()
 
 
-SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
-LLAMA = transformers.LlamaConfig(
-    vocab_size=64, intermediate_size=128, num_key_value_heads=1, use_cache=False, **SIZES
-)
-GPT2 = transformers.GPT2Config(
-    vocab_size=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, use_cache=False
-)
-BERT = transformers.BertConfig(vocab_size=64, intermediate_size=128, **SIZES)
-T5 = transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=128, num_layers=2, num_heads=2)
-T5.update({"decoder_start_token_id": 0, "use_cache": False})
-
-
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     ("kind", "config", "names"),
     [
-        (transformers.LlamaForCausalLM, LLAMA, ("*.mlp", "*.self_attn")),
-        (transformers.GPT2LMHeadModel, GPT2, ("*.mlp", "*.attn")),
-        (transformers.BertForMaskedLM, BERT, ("*.attention", "*.intermediate")),
+        (transformers.LlamaForCausalLM, llama(32), ("*.mlp", "*.self_attn")),
+        (transformers.GPT2LMHeadModel, gpt2(32), ("*.mlp", "*.attn")),
+        (transformers.BertForMaskedLM, bert(32), ("*.attention", "*.intermediate")),
         (
             transformers.T5ForConditionalGeneration,
-            T5,
+            t5(32),
             ("*.SelfAttention", "*.EncDecAttention", "*.DenseReluDense"),
         ),
     ],

@@ -19,6 +19,7 @@ import mesa_tune as mt
 from mesa_tune.errors import RunError
 from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.rerun_modules.parts import SLICES
+from tests.tiny_transformers import bert, gpt2, llama
 
 WIDTH, TOKENS, BATCH = 64, 32, 16
 
@@ -147,19 +148,13 @@ def test_a_saved_profile_knows_slices(profile: mt.Profile, tmp_path: Path) -> No
     assert loaded.predict(sliced(profile.parts)) == profile.predict(sliced(profile.parts))
 
 
-SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128}
-LLAMA = transformers.LlamaConfig(vocab_size=64, intermediate_size=256, num_key_value_heads=1, **SIZES)
-GPT2 = transformers.GPT2Config(vocab_size=64, n_embd=128, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-BERT = transformers.BertConfig(vocab_size=64, intermediate_size=256, **SIZES)
-
-
 @pytest.mark.parametrize("size", [4, 8], ids="batch {}".format)
 @pytest.mark.parametrize(
     ("kind", "config", "names"),
     [
-        (transformers.LlamaForCausalLM, LLAMA, ("model.layers.0.mlp", "model.layers.0.self_attn")),
-        (transformers.GPT2LMHeadModel, GPT2, ("transformer.h.0.mlp", "transformer.h.0.attn")),
-        (transformers.BertForMaskedLM, BERT, ("bert.encoder.layer.0.attention",)),
+        (transformers.LlamaForCausalLM, llama(128), ("model.layers.0.mlp", "model.layers.0.self_attn")),
+        (transformers.GPT2LMHeadModel, gpt2(128), ("transformer.h.0.mlp", "transformer.h.0.attn")),
+        (transformers.BertForMaskedLM, bert(128), ("bert.encoder.layer.0.attention",)),
     ],
     ids=["llama", "gpt2", "bert"],
 )
