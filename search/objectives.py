@@ -22,7 +22,7 @@ from mesa_tune.policy.rules import suggestion
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
 from mesa_tune.search.problem import Limits
-from mesa_tune.search.solver import Program, Solution
+from mesa_tune.search.solver import AS_FAST, UNFELT, Program, Solution
 
 OBJECTIVES = ("auto", "time", "error", "memory")
 MAX_NOISE_RATIO = 0.03
@@ -93,6 +93,7 @@ def solve(
 ) -> Solved | None:
     """Return the best solution; None if no policy meets `limits`, which are without noise ratio and bias.
 
+    Of the lowest peak, `fastest_of_lowest` makes it the fastest.
     Raise RunError if the ratio is unknown and the objective needs it, BudgetError if only the ratio `ratio`
     is out of reach.
     """
@@ -121,12 +122,13 @@ def solve(
     )
 
 
-def _fastest(program: Program, limits: Limits, deadline: Deadline) -> Solved | None:
+def _fastest(program: Program, limits: Limits, deadline: Deadline, nothing: float = UNFELT) -> Solved | None:
+    """Return the fastest solution, up to the share `nothing` of the step's time."""
     times = program.quiet_times(limits)
-    found = program.solve(limits, times, further=program.errors, deadline=deadline)
+    base, allowance = program.space.base_ms, 0.0 if limits.noise is None else program.allowance_ms
+    found = program.solve(limits, times, nothing=nothing * base, further=program.errors, deadline=deadline)
     if found is None:
         return None
-    base, allowance = program.space.base_ms, 0.0 if limits.noise is None else program.allowance_ms
     return Solved("time", found, limits, base + found.cost, base + found.bound, base, allowance)
 
 
@@ -136,14 +138,17 @@ def _least_error(program: Program, limits: Limits, deadline: Deadline, why: str 
 
 
 def _lowest_peak(program: Program, limits: Limits, deadline: Deadline) -> Solved | None:
-    """Return the fastest solution of the lowest peak."""
     lowest = program.smallest_peak(limits, deadline=deadline.part(_TO_LOWEST))
     if lowest is None or (limits.peak is not None and lowest.cost > limits.peak):
         return None
     inside = replace(limits, peak=int(lowest.cost))
+    return Solved("memory", lowest, inside, lowest.cost, lowest.bound)
+
+
+def fastest_of_lowest(program: Program, lowest: Solved, deadline: Deadline) -> Solved:
+    """Return `lowest`, of the objective `memory`, with the fastest solution of its peak."""
     try:
-        times = program.quiet_times(limits)
-        fastest = program.solve(inside, times, further=program.errors, deadline=deadline)
+        fastest = _fastest(program, lowest.limits, deadline, AS_FAST)
     except TimeUpError:
-        fastest = None
-    return Solved("memory", fastest or lowest, inside, lowest.cost, lowest.bound)
+        return lowest
+    return lowest if fastest is None else replace(lowest, solution=fastest.solution)

@@ -106,10 +106,17 @@ class Plan:
     @property
     def claim(self) -> str:
         """What is proven of the solved plan, in words."""
-        if self.gap <= _PROVEN:
+        if self.gap <= _PROVEN or self._is_as_fast:
             return f"no plan of the settings tried {_BETTER[self.objective]}, {_PRICES[self.objective]}"
         part = f"{self.gap:.1%} {_GAPS[self.objective]}"
         return f"at most {part} above the least of any plan, {_PRICES[self.objective]}"
+
+    @property
+    def _is_as_fast(self) -> bool:
+        ms = self.predicted.step_ms
+        if self.objective != "time" or self.is_from_study or ms is None:
+            return False
+        return ms - self.bound <= AS_FAST * ms
 
     def stores_loss(self, profile: Profile) -> bool:
         """Return True if the policy compresses layers of the loss, which `convert` cannot compress."""

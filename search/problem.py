@@ -264,6 +264,17 @@ class Limits:
             and (self.noise is None or _within(self.noise, space.noise(chosen)))
         )
 
+    def tighter(self, fraction: float) -> Limits:
+        """Return limits that are lower by `fraction`."""
+        part = 1 - fraction
+        return Limits(
+            None if self.peak is None else int(self.peak * part),
+            None if self.saved is None else int(self.saved * part),
+            None if self.ms is None else self.ms * part,
+            None if self.noise is None else self.noise * part,
+            None if self.bias is None else self.bias * part,
+        )
+
 
 def _within(limit: float | None, value: float) -> bool:
     return limit is None or value <= limit * (1 + _ROUNDING)

@@ -25,8 +25,8 @@ from mesa_tune.search.problem import Floats, Limits, Space
 GAP, LARGE_GAP = 1e-6, 1e-4
 """The gap at which the solver stops; the second for more than `_LARGE` choices."""
 _LARGE = 500
-AS_FAST = 0.02
-"""Plans are equally fast that differ by this share of a step's time."""
+AS_FAST, UNFELT = 0.02, 0.001
+"""Plans are equally fast that differ by the first share of a step's time; nobody feels the second."""
 _ACCURACY = 1e-6
 """Differences of costs that the solver does not see."""
 # Bytes are passed to the solver as fractions of a limit; its constraints are accurate to about 1e-7.
@@ -92,32 +92,37 @@ class Program:
         costs: Floats | None = None,
         *,
         gap: float | None = None,
+        nothing: float = 0.0,
         allowed: NDArray[np.bool_] | None = None,
         further: Floats | None = None,
         deadline: Deadline | None = None,
     ) -> Solution | None:
         """Return the cheapest solution within `limits`, or None. Of equal costs, fewer saved bytes win.
 
-        `costs`: one per choice, default the errors. `allowed`: mask of choices, default all. `further`: costs
-        that decide among equal ones before saved bytes do. `deadline`: default in a minute. If the time is
-        up, return the best solution so far with its proven bound; raise TimeUpError if there is none.
+        `costs`: one per choice, default the errors. The solver stops at a relative `gap`; of a large problem
+        also at a difference of `nothing`. `allowed`: mask of choices, default all. `further`: costs that
+        decide among equal ones before saved bytes do. `deadline`: default in a minute. If the time is up,
+        return the best solution so far with its proven bound; raise TimeUpError if there is none.
         """
         costs = self.errors if costs is None else costs
         allowed = np.ones(len(costs), dtype=bool) if allowed is None else allowed
         relaxed = _Relaxed(self.rows, limits, self._gap(gap), deadline or Deadline())
-        best = self._cheapest(relaxed, costs, allowed)
+        nothing = nothing if len(self.rows.choices) > _LARGE else 0.0
+        best = self._cheapest(relaxed, costs, nothing, allowed)
         if best is None:
             return None
         chosen = polished(self.space, limits, best.chosen, costs, allowed, further)
         cost = float(costs[self.rows.columns(chosen)].sum())
         return Solution(chosen, cost, min(best.bound, cost))
 
-    def _cheapest(self, relaxed: _Relaxed, costs: Floats, allowed: NDArray[np.bool_]) -> Solution | None:
+    def _cheapest(
+        self, relaxed: _Relaxed, costs: Floats, nothing: float, allowed: NDArray[np.bool_]
+    ) -> Solution | None:
         """As `solve`, but which of equally cheap solutions it returns is undefined."""
         scale, best = float(costs[allowed].max(initial=0.0)) or 1.0, None
         for _ in range(6):
             try:
-                solution = relaxed.solve(costs / scale, allowed)
+                solution = relaxed.solve(costs / scale, allowed, nothing / scale)
             except TimeUpError:
                 if best is None:
                     raise
@@ -129,7 +134,7 @@ class Program:
             if best is None or cost <= best.cost:
                 best = Solution(solution.chosen, cost, bound)
             best = replace(best, bound=min(bound, best.cost))
-            if best.cost <= 0 or scale * _ACCURACY <= best.cost * relaxed.gap:
+            if best.cost <= 0 or scale * _ACCURACY <= max(best.cost * relaxed.gap, nothing):
                 break
             allowed = allowed & (costs <= best.cost * (1 + 1e-9))
             scale = best.cost / 100
@@ -193,8 +198,11 @@ class _Relaxed:
         self.inside, self.tighter, self.is_proving = self.limits, 0.0, True
         self.steeper.clear()
 
-    def solve(self, costs: Floats, allowed: NDArray[np.bool_]) -> Solution | None:
-        """Return the cheapest solution within the limits, or None; `costs` one per choice."""
+    def solve(self, costs: Floats, allowed: NDArray[np.bool_], nothing: float = 0.0) -> Solution | None:
+        """Return the cheapest solution within the limits, or None; `costs` one per choice.
+
+        `nothing`: a difference of costs at which to stop, as at the gap.
+        """
         links = len(self.rows.space.links)
         costs, upper = (
             np.append(costs, np.zeros(links)),
@@ -206,21 +214,23 @@ class _Relaxed:
         if fractions.values is None:
             return None
         self.bound = fractions.bound
+        gap = max(self.gap, nothing / self.bound if self.bound > 0 else 0.0)
         best: Solution | None = None
         # Many first only for the few units that are undecided in fractions: it takes a fraction of the time,
         # adds the rows that matter, and is the solution if the time is up.
-        undecided = [(self._undecided(fractions.values, upper), False)] if len(costs) > _MANY else []
-        for columns, proving in (*undecided, (upper, True)):
+        few = self._undecided(fractions.values, upper)
+        is_less = len(costs) > _MANY and np.count_nonzero(few) < np.count_nonzero(upper) / 2
+        for columns, proving in ([(few, False)] if is_less else []) + [(upper, True)]:
             self._loosen()
             try:
-                found = self._whole(costs, columns, proving)
+                found = self._whole(costs, columns, gap, proving)
             except TimeUpError:
                 if best is None and proving:
                     raise
                 continue
             if found is not None and (best is None or found.cost <= best.cost):
                 best = found
-            if best is not None and best.cost - self.bound <= self.gap * best.cost:
+            if best is not None and best.cost - self.bound <= gap * best.cost:
                 break
         return None if best is None else replace(best, bound=max(0.0, self.bound))
 
@@ -234,13 +244,13 @@ class _Relaxed:
                 columns[part] = np.minimum(whole, upper[part])
         return columns
 
-    def _whole(self, costs: Floats, upper: Floats, proving: bool) -> Solution | None:
+    def _whole(self, costs: Floats, upper: Floats, gap: float, proving: bool) -> Solution | None:
         """Add rows until the solution is one of the whole problem; None if there is none.
 
         `proving`: `upper` allows all columns, so the bound is one of the problem.
         """
         while True:
-            answer = self.minimise(costs, upper, self.gap)
+            answer = self.minimise(costs, upper, gap)
             if answer.values is None:
                 return None
             if proving and self.is_proving:
@@ -324,7 +334,7 @@ class _Relaxed:
         if limit is None or ratio <= limit * (1 + 1e-9):
             self.tighter += 10 * _SLACK  # the solver's accuracy
             self.is_proving = False
-            self.inside = _tightened(self.limits, self.tighter)
+            self.inside = self.limits.tighter(self.tighter)
         elif len(rows.choices) <= _FEW and len(self.tangents) < _TANGENTS:
             self.tangents.append(rows.other_than(chosen))
         else:
@@ -379,18 +389,6 @@ class _LowestPeak(_Relaxed):
 
     def exceeded(self, values: Floats, further: Floats) -> list[int]:
         return self.above(values, further[-1] * self.scale * (1 + _SLACK))
-
-
-def _tightened(limits: Limits, fraction: float) -> Limits:
-    if not fraction:
-        return limits
-    return Limits(
-        None if limits.peak is None else int(limits.peak * (1 - fraction)),
-        None if limits.saved is None else int(limits.saved * (1 - fraction)),
-        None if limits.ms is None else limits.ms * (1 - fraction),
-        None if limits.noise is None else limits.noise * (1 - fraction),
-        None if limits.bias is None else limits.bias * (1 - fraction),
-    )
 
 
 def _local_maxima(live: Floats | NDArray[np.int64], limit: float) -> list[int]:

@@ -13,7 +13,7 @@ from mesa_tune.errors import BudgetError, MesaTuneError, PolicyError
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tiled_step import other_slices
 from mesa_tune.search.linear.highs import Deadline, TimeUpError
-from mesa_tune.search.objectives import Solved, solve
+from mesa_tune.search.objectives import Solved, fastest_of_lowest, solve
 from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import Pins, Restrictions, pinned_settings
 from mesa_tune.search.solver import Program, Solution
@@ -84,9 +84,7 @@ def solved_best(
     # Where one step is within the noise ratio, the least error of another is not asked for.
     wanted = min((solved.objective for _, solved in pairs), key=lambda name: name == "error")
     pairs = [(step, solved) for step, solved in pairs if solved.objective == wanted]
-    step, best = min(
-        pairs, key=lambda pair: (pair[1].cost, pair[0].program.space.ms(pair[1].solution.chosen))
-    )
+    step, best = _best(pairs, deadline)
     proven = [(one.least, one.floor) for _, one in pairs]
     # Nothing is known of a step whose time was up but that its plain step is no faster.
     for unsolved, result in zip(possible, results, strict=True):
@@ -95,6 +93,15 @@ def solved_best(
             proven.append((floor, floor))
     least, floor = (min(values) for values in zip(*proven, strict=True))
     return step, replace(best, least=least, floor=floor)
+
+
+def _best(pairs: Sequence[tuple[Step, Solved]], deadline: Deadline) -> tuple[Step, Solved]:
+    """Return the pair of least cost; of equal ones the fastest."""
+    least = min(solved.cost for _, solved in pairs)
+    equal = [(step, solved) for step, solved in pairs if solved.cost == least]
+    if equal[0][1].objective == "memory":
+        equal = [(step, fastest_of_lowest(step.program, solved, deadline)) for step, solved in equal]
+    return min(equal, key=lambda pair: pair[0].program.space.ms(pair[1].solution.chosen))
 
 
 def _solved(

@@ -16,7 +16,7 @@ from mesa_tune.errors import PolicyError, RunError
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.memory.memory_model import SavedSpan
 from mesa_tune.profiler.profile import Profile
-from mesa_tune.search.solver import Program, _tightened
+from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
 from tests.synthetic import COARSE, is_sorted, synthetic_profile
 
@@ -222,8 +222,8 @@ def test_without_limits_everything_is_exact_at_the_first_attempt(
 
 def test_limits_that_the_solver_exceeds_are_tightened_alike() -> None:
     limits = Limits(peak=1000, saved=2000, ms=10.0)
-    assert _tightened(limits, 0.1) == Limits(900, 1800, 9.0)
-    assert _tightened(Limits(), 0.1) == Limits()
+    assert limits.tighter(0.1) == Limits(900, 1800, 9.0)
+    assert Limits().tighter(0.1) == Limits()
 
 
 def test_pins_bind_by_glob_and_later_ones_win(profile: Profile) -> None:
