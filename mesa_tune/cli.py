@@ -153,7 +153,3 @@ _VersionOption = Annotated[
 
 def _options(show_version: _VersionOption = False) -> None:
     """Options before the command; options after it belong to the command."""
-
-
-if __name__ == "__main__":
-    main()

@@ -157,7 +157,7 @@ def test_the_command_line_starts_without_the_heavy_packages() -> None:
 
 @pytest.mark.slow
 def test_as_a_program_an_error_has_no_traceback() -> None:
-    command = [sys.executable, "-m", "mesa_tune.cli", "init", "no/such\0folder/model.py"]
+    command = [sys.executable, "-m", "mesa_tune", "init", "no/such\0folder/model.py"]
     command[-1] = "model.py/below/a/file.py"
     Path("model.py").write_text("")
     done = subprocess.run(command, capture_output=True, text=True, check=False)

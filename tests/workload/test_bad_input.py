@@ -291,7 +291,7 @@ PROGRAMS = {
 @pytest.mark.parametrize(("command", "said"), PROGRAMS.values(), ids=list(PROGRAMS))
 def test_as_a_program(command: str, said: str, home: Home) -> None:
     Path("raises.py").write_text("\n" * 5 + "raise ValueError('no')\n")
-    assert_program_refuses([sys.executable, "-m", "mesa_tune.cli", *command.split()], said, home)
+    assert_program_refuses([sys.executable, "-m", "mesa_tune", *command.split()], said, home)
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_vit.py"
