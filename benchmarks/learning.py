@@ -1,7 +1,7 @@
 """Is training under a policy within a noise ratio as good as plain training? Several seeds, paired.
 
     python benchmarks/learning.py [--tasks digits,text,resnet,lora] [--seeds 5] [--policies plain,fastest]
-        [--ratios 0.1,0.3] [--untrained]
+        [--ratios 0.1,0.3] [--untrained smallest]
     python benchmarks/learning.py --docs    # writes docs/learning.md from results/learning.jsonl
 
 Plain, two policies of the search: the fastest within 40 % of the plain peak, and the smallest (`--smallest`),
@@ -11,7 +11,8 @@ are paired.
 
 What is hard: noise ratios grow during training. So policies are solved from a profile with the weights at the
 end of a plain training with another seed, and each training ends with a measurement of its policy's ratio.
-`--untrained` adds the smallest policy from a profile of the untrained model, which exceeds its ratio later.
+`--untrained` adds policies from a profile of the untrained model, as a user has it at first; of `lora`, that
+is the trained model which its adapters adapt.
 
 Each policy is a line of `results/learning.jsonl`, and so is each training. The same command trains only what
 has no line of the same code. More `--seeds` make the intervals narrower.
@@ -56,7 +57,7 @@ def main() -> None:
     every = ",".join([PLAIN, FASTEST, SMALLEST, *RIVALS])
     parser.add_argument("--policies", default=every, help=f"of {every}")
     parser.add_argument("--ratios", default="", help="noise ratios of further smallest policies")
-    parser.add_argument("--untrained", action="store_true", help="also the smallest of the untrained model")
+    parser.add_argument("--untrained", default="", help="policies also found for the untrained model")
     parser.add_argument("--docs", action="store_true", help="write docs/learning.md from the results")
     arguments = parser.parse_args()
     if arguments.docs:
@@ -66,7 +67,7 @@ def main() -> None:
         parser.error("--seeds must be at least 2: one training has no spread")
     names = [name for name in every.split(",") if name in arguments.policies.split(",")]
     names += [f"{SMALLEST}{RATIO}{ratio}" for ratio in arguments.ratios.split(",") if ratio]
-    names += [f"{SMALLEST}{UNTRAINED}"] * arguments.untrained
+    names += [f"{name}{UNTRAINED}" for name in arguments.untrained.split(",") if name]
     for task in arguments.tasks.split(","):
         measure(task, names, range(arguments.seeds))
 
