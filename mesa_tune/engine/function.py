@@ -33,10 +33,16 @@ Memories = dict[int, Memory]
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
-class _Saving(threading.local):
-    """Whether what calls save is never used: they run again before their backward."""
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-    in_vain = False
+
+class _Saving(threading.local):
+    """The hooks of a checkpoint in whose first run what calls save is never used; None elsewhere.
+
+    It may be looked at by other hooks inside, of a checkpoint of the model's own, say.
+    """
+
+    in_vain: tuple[Any, Any] | None = None
 
 
 _saving = _Saving()
@@ -45,7 +51,7 @@ _saving = _Saving()
 @contextmanager
 def saving_in_vain() -> Iterator[None]:
     """Run the body, the first run of a checkpointed part: calls save as many tensors, but encode none."""
-    before, _saving.in_vain = _saving.in_vain, True
+    before, _saving.in_vain = _saving.in_vain, _saving_hooks(True)
     try:
         yield
     finally:
@@ -71,7 +77,8 @@ class Apply(torch.autograd.Function):
         formula, count = plan.formula, len(plan.needs)
         inputs = tensors[:count]
         result = formula.forward(plan.static, plan.needs, *inputs)
-        if _saving.in_vain and plan.stored is not None and plan.exposes is None:
+        in_vain = _saving.in_vain is not None and _saving.in_vain == _saving_hooks(True)
+        if in_vain and plan.stored is not None and plan.exposes is None:
             saved = _save_as_many(ctx, plan, key, result)
         else:
             saved = _save(ctx, plan, memories, key, result, inputs, tensors[count:])
