@@ -1,9 +1,10 @@
-// The CPU implementation of operator `cross_entropy_backward` (mesa_tune/ops/fused.py): checks the tensors
-// and calls the kernel.
+// The implementation of operator `cross_entropy_backward` (mesa_tune/ops/fused.py): checks the tensors and
+// calls the kernel.
 
 #include "cross_entropy.h"
 
 #include "arguments.h"
+#include "dispatch.h"
 
 namespace mesa_tune {
 namespace {
@@ -11,22 +12,18 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The factor of each row of dx: weight times incoming gradient, divided by the sum of weights for a mean; 0
-// where the target is ignored.
-std::vector<float> scales(const int64_t* target, const float* weight, const float* grad, bool single_grad,
-                          int64_t rows, int64_t classes, int64_t ignore, bool mean) {
-  std::vector<float> scale(static_cast<size_t>(rows));
+// The factor of each row of dx, on the CPU.
+std::vector<float> scales(const CrossEntropyBackward& task) {
   double total = 0;
-  for (int64_t row = 0; row < rows; ++row) {
-    if (target[row] == ignore) continue;
-    STD_TORCH_CHECK(target[row] >= 0 && target[row] < classes, "expected a target below ", classes,
-                    ", but got ", target[row]);
-    scale[row] = weight == nullptr ? 1.0f : weight[target[row]];
-    total += scale[row];
+  for (int64_t row = 0; row < task.rows; ++row) {
+    if (!task.counts(row)) continue;
+    STD_TORCH_CHECK(task.target[row] >= 0 && task.target[row] < task.classes, "expected a target below ",
+                    task.classes, ", but got ", task.target[row]);
+    total += task.weight_of(row);
   }
-  const float divisor = mean ? static_cast<float>(total) : 1.0f;
-  for (int64_t row = 0; row < rows; ++row)
-    if (target[row] != ignore) scale[row] *= grad[single_grad ? 0 : row] / divisor;
+  const float divisor = task.mean ? static_cast<float>(total) : 1.0f;
+  std::vector<float> scale(static_cast<size_t>(task.rows));
+  for (int64_t row = 0; row < task.rows; ++row) scale[row] = task.scale_of(row, divisor);
   return scale;
 }
 
@@ -35,7 +32,6 @@ Tensor cross_entropy_backward(Tensor data, Tensor ranges, Tensor target, Tensor 
                               bool mean, int64_t bits, int64_t levels, int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
   const Tensor dense_grad = to_contiguous(grad), targets = to_contiguous(target);
-  check_on_cpu(dense_grad);
   check_settings(s, dense_grad);
   STD_TORCH_CHECK(classes >= 0, "expected a non-negative number of classes, but got ", classes);
   const int64_t rows = targets.numel();
@@ -50,11 +46,16 @@ Tensor cross_entropy_backward(Tensor data, Tensor ranges, Tensor target, Tensor 
   std::vector<int64_t> sizes = targets.sizes().vec();
   sizes.push_back(classes);
   Tensor dx = empty_tensor(dense_grad, sizes, ScalarType::Float);
-  const std::vector<float> scale =
-      scales(indices, weights, grads, dense_grad.numel() == 1, rows, classes, ignore, mean);
-  cpu::cross_entropy_backward(
-      {indices, surpluses, scale.data(), rows, classes, static_cast<float*>(dx.mutable_data_ptr())}, packed,
-      s);
+  const CrossEntropyBackward task{
+      indices, surpluses, weights, grads,   dense_grad.numel() == 1,
+      mean,    ignore,    rows,    classes, static_cast<float*>(dx.mutable_data_ptr())};
+  dispatch(
+      dense_grad, [&] { cpu::cross_entropy_backward(task, scales(task).data(), packed, s); },
+      [&](auto stream) {
+        const Tensor divisor = empty_tensor(dense_grad, {mean ? 1 : 0}, ScalarType::Float);
+        cuda::cross_entropy_backward(task, packed, s, static_cast<float*>(divisor.mutable_data_ptr()),
+                                     stream);
+      });
   return dx;
 }
 
@@ -64,3 +65,8 @@ Tensor cross_entropy_backward(Tensor data, Tensor ranges, Tensor target, Tensor 
 STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CPU, m) {
   m.impl("cross_entropy_backward", TORCH_BOX(&mesa_tune::cross_entropy_backward));
 }
+#ifdef MESA_TUNE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CUDA, m) {
+  m.impl("cross_entropy_backward", TORCH_BOX(&mesa_tune::cross_entropy_backward));
+}
+#endif

@@ -53,6 +53,11 @@ def with_gaps(x: Tensor, share: float, seed: int = 0) -> Tensor:
     return torch.where(torch.rand(x.shape, generator=generator) < share, bad, x)
 
 
+def equal(one: Tensor, two: Tensor) -> bool:
+    """Return whether the numbers are equal, NaN to NaN and 0 to -0."""
+    return torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
+
+
 def one_pass(bits: int, dtype: torch.dtype) -> Iterator[Case]:
     """Every group size that takes one pass, and its neighbours; a partial group at the end."""
     for group_size in (32, 64, 128, 256, 512, 1024, 2048, 192):
@@ -260,3 +265,41 @@ def softmaxes() -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, tuple[int, int,
                 randn(*shape),
                 sizes,
             )
+
+
+class CrossEntropy(NamedTuple):
+    """What `cross_entropy_backward` takes; -100 is the target that is ignored."""
+
+    parts: tuple[Tensor, Tensor]
+    target: Tensor
+    surplus: Tensor
+    weight: Tensor | None
+    grad: Tensor
+    classes: int
+    mean: bool
+    sizes: tuple[int, int, int]
+
+    def arguments(self, device: str = "cpu") -> tuple[object, ...]:
+        """What the op takes, on a device."""
+        weight = None if self.weight is None else self.weight.to(device)
+        tensors = (each.to(device) for each in (*self.parts, self.target, self.surplus))
+        return *tensors, weight, self.grad.to(device), self.classes, -100, self.mean, *self.sizes
+
+
+def cross_entropies() -> Iterator[CrossEntropy]:
+    """Rows within groups and groups within rows; weights whose sum is exact in any order; NaN and Inf."""
+    for shape in ((0, 8), (5, 0), (9,), (6, 1), (67, 48), (2, 3, 5000)):
+        rows, classes = shape[:-1], shape[-1]
+        generator = torch.Generator().manual_seed(classes)
+        target = torch.randint(max(1, classes), rows, generator=generator)
+        ignored = torch.rand(rows, generator=generator) < (0.2 if classes else 2)
+        target = target.masked_fill(ignored, -100)
+        weight = torch.randint(9, (classes,), generator=generator) / 8
+        surplus, p = randn(*rows), with_gaps(randn(*shape).softmax(-1), 0.001)
+        for bits, group_size, mean in ((3, 64, True), (8, 100, False), (4, 4096, True)):
+            sizes = bits, 2**bits, group_size
+            parts = reference.quantize(p, *sizes, 0, True, torch.tensor([1]))
+            for scale, grad in ((weight, torch.tensor(2.5)), (None, randn(*rows, seed=1))):
+                yield CrossEntropy(parts, target, surplus, scale, grad, classes, mean, sizes)
+            nothing = torch.full_like(target, -100)
+            yield CrossEntropy(parts, nothing, surplus, None, torch.tensor(2.5), classes, mean, sizes)

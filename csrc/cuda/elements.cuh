@@ -1,7 +1,8 @@
-// Decodes single elements of groups of consecutive elements, for kernels that use each as soon as it is
-// decoded. Neighbouring lanes read neighbouring bytes.
+// Decodes groups of consecutive elements, for kernels that use each element as soon as it is decoded: single
+// elements, or columns. Neighbouring lanes read neighbouring bytes.
 #pragma once
 
+#include "column.cuh"
 #include "launch.cuh"
 #include "quantize.h"
 #include "rounding.cuh"
@@ -51,6 +52,29 @@ class Reader {
   const Elements& elements_;
   int64_t group_, index_, groups_, rest_;
 };
+
+// The number of columns of all groups.
+constexpr int64_t columns_of(const Split& parts) {
+  return parts.whole.count * parts.whole.plane() + parts.rest.count * parts.rest.plane();
+}
+
+// Calls visit(element, value) for the elements of one of the columns, in ascending order.
+template <class Visit>
+__device__ inline void decode_column(const Elements& elements, int64_t turn, const Visit& visit) {
+  const Settings& s = elements.settings;
+  const int64_t columns = elements.parts.whole.count * elements.parts.whole.plane();
+  const bool is_rest = turn >= columns;
+  const Span& span = is_rest ? elements.parts.rest : elements.parts.whole;
+  const int64_t index = is_rest ? turn - columns : turn, plane = span.plane();
+  const int64_t number = quotient(index, plane), column = index - number * plane;
+  const float* const range = elements.packed.ranges + 2 * (span.first + number);
+  const Column values(elements.packed.data + span.byte + number * s.bits * plane + column, plane, s,
+                      {range[0], range[1]});
+  for (int run = 0; run < 8; ++run) {
+    const int64_t element = run * plane + column;
+    if (element < span.size) visit(span.element + number * span.size + element, values(run));
+  }
+}
 
 // The sum of the lanes' values, in each lane: always added in the same order.
 __device__ inline float warp_sum(float value) {

@@ -4,6 +4,7 @@
 // each thread encodes or decodes one column of eight elements.
 #pragma once
 
+#include "column.cuh"
 #include "extremes.cuh"
 #include "launch.cuh"
 #include "map.cuh"
@@ -198,21 +199,13 @@ __global__ void decode_columns(const Packed packed, const __grid_constant__ Grou
   for (int64_t turn = thread_number(); turn < span.count * span.plane(); turn += thread_count()) {
     const int64_t number = quotient(turn, span.plane()), column = turn - number * span.plane();
     const int64_t group = span.first + number;
-    const uint8_t* const planes = groups.planes(packed, group) + column;
-    uint64_t bytes = 0;
-    for (int plane = 0; plane < groups.settings.bits; ++plane)
-      bytes |= uint64_t{planes[plane * span.plane()]} << (8 * plane);
-    const uint64_t codes = transposed(bytes);
-    const Range stored = stored_range(packed, group);
-    const Values value(stored);
-    const int64_t gap = stored.has_gaps() ? groups.settings.levels - 1 : groups.settings.levels;
+    const Column values(groups.planes(packed, group) + column, span.plane(), groups.settings,
+                        stored_range(packed, group));
     for (int run = 0; run < 8; ++run) {
       const int64_t element = run * span.plane() + column;
       if (element >= span.size) break;
       const float multiplier = factor == nullptr ? 1.0f : factor[groups.element(group, element)];
-      const uint32_t code = static_cast<uint32_t>(codes >> (8 * run)) & 0xFF;
-      out[groups.offset(group, element)] =
-          Type::store(code == gap ? bit_cast<float>(kNan) : value(code) * multiplier);
+      out[groups.offset(group, element)] = Type::store(values(run) * multiplier);
     }
   }
 }

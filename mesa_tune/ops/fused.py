@@ -4,8 +4,8 @@ Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul
 norm_backward, batch_norm_backward, softmax_backward, cross_entropy_backward, linear_backward,
 attention_backward}`. All but the last, which writes into existing memory, are pure. The functions here are
 their default kernels, in PyTorch. They give the same bytes as the native ones (the last six: the same numbers
-except for the order of sums). All have native kernels on the CPU; batch norm, cross-entropy, linear layers
-and attention have none on CUDA. `sizes` are the bits, levels and group size of the packed tensor.
+except for the order of sums). All have native kernels on the CPU; batch norm, linear layers and attention
+have none on CUDA. `sizes` are the bits, levels and group size of the packed tensor.
 """
 
 import math
@@ -184,7 +184,7 @@ def cross_entropy_backward(
     target is int64, and may be `ignore`. surplus, in the shape of target, is p − 1 of the target's class; it
     replaces what was quantized for that class. weight is `(classes,)`. grad has one element per target, or
     one for all: that of their `mean` or sum. Return dx in the shape of the probabilities. Raise RuntimeError
-    for a target that is no class.
+    for a target that is no class; on CUDA an assertion on the device fails.
     """
     dx = _decoded(data, ranges, (*target.shape, classes), grad.dtype, *sizes)
     if not dx.numel():
@@ -348,5 +348,5 @@ NORM_BACKWARD = Fused(
 )
 BATCH_NORM_BACKWARD = Fused(torch.ops.mesa_tune.batch_norm_backward.default)
 SOFTMAX_BACKWARD = Fused(torch.ops.mesa_tune.softmax_backward.default, everywhere=_ON_CUDA)
-CROSS_ENTROPY_BACKWARD = Fused(torch.ops.mesa_tune.cross_entropy_backward.default)
+CROSS_ENTROPY_BACKWARD = Fused(torch.ops.mesa_tune.cross_entropy_backward.default, everywhere=_ON_CUDA)
 LINEAR_BACKWARD = Fused(torch.ops.mesa_tune.linear_backward.default, dtypes=frozenset(ops.DTYPES))

@@ -16,6 +16,7 @@
 #define __device__
 #define __global__
 #define __grid_constant__
+#define __shared__ static  // blocks run one after the other
 #define __launch_bounds__(...)
 
 struct dim3 {
@@ -36,8 +37,8 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(kStack);
   bool done;
-  int exchanges;
-  uint32_t value;
+  int exchanges, barriers;
+  uint64_t value;
 };
 inline std::vector<Fiber> block;
 inline ucontext_t scheduler;
@@ -63,7 +64,7 @@ inline void run_block(unsigned threads) {
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = kStack;
     fiber.done = false;
-    fiber.exchanges = 0;
+    fiber.exchanges = fiber.barriers = 0;
     makecontext(&fiber.context, run, 0);
   }
   for (bool busy = true; busy;) {
@@ -78,13 +79,13 @@ inline void run_block(unsigned threads) {
 }
 
 // The values of all lanes of the warp, which must all be at the same exchange.
-inline std::vector<uint32_t> exchange(uint32_t value) {
+inline std::vector<uint64_t> exchange(uint64_t value) {
   Fiber& own = block[running];
   own.value = value;
   ++own.exchanges;
   wait_for_others();
   const unsigned first = running / kWarp * kWarp;
-  std::vector<uint32_t> values;
+  std::vector<uint64_t> values;
   for (unsigned i = first; i < first + kWarp; ++i) {
     if (block[i].exchanges != own.exchanges || block[i].done) {
       std::fprintf(stderr, "lanes %u and %u of a warp have parted\n", running, i);
@@ -98,18 +99,34 @@ inline std::vector<uint32_t> exchange(uint32_t value) {
 
 }  // namespace fibers
 
+// Waits until all threads of the block are here.
+inline void __syncthreads() {
+  const int barrier = ++fibers::block[fibers::running].barriers;
+  const auto is_missing = [&](const fibers::Fiber& fiber) { return fiber.barriers < barrier; };
+  while (std::any_of(fibers::block.begin(), fibers::block.end(), is_missing)) {
+    for (const fibers::Fiber& fiber : fibers::block) {
+      if (!fiber.done || !is_missing(fiber)) continue;
+      std::fprintf(stderr, "a thread of a block has ended before a barrier\n");
+      std::abort();
+    }
+    fibers::wait_for_others();
+  }
+}
+
 template <class Value>
 Value __shfl_xor_sync(unsigned, Value value, int distance) {
   const unsigned lane = threadIdx.x % fibers::kWarp;
-  const uint32_t found =
-      fibers::exchange(static_cast<uint32_t>(value))[lane ^ static_cast<unsigned>(distance)];
-  return static_cast<Value>(found);
+  uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof(value));
+  word = fibers::exchange(word)[lane ^ static_cast<unsigned>(distance)];
+  std::memcpy(&value, &word, sizeof(value));
+  return value;
 }
 
 inline uint32_t __ballot_sync(unsigned, bool set) {
   const auto values = fibers::exchange(set);
   uint32_t bits = 0;
-  for (int lane = 0; lane < fibers::kWarp; ++lane) bits |= values[lane] << lane;
+  for (int lane = 0; lane < fibers::kWarp; ++lane) bits |= static_cast<uint32_t>(values[lane]) << lane;
   return bits;
 }
 
@@ -138,6 +155,15 @@ inline void atomicMin(int32_t* address, int32_t value) {
 }
 inline void atomicMax(int32_t* address, int32_t value) {
   *address = std::max(*address, value);
+}
+
+template <class Integer>
+void atomicAdd(Integer* address, Integer value) {
+  *address += value;
+}
+
+inline int __popc(uint32_t bits) {
+  return __builtin_popcount(bits);
 }
 
 using cudaStream_t = void*;

@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "cross_entropy.h"
 #include "gate.h"
 #include "norm.h"
 #include "pack_windows.h"
@@ -102,5 +103,10 @@ void norm_backward(const Problem* grad, const Problem* dx, void* const* others, 
 void softmax_backward(const Problem* grad, float* dx, int64_t rows, int64_t width) {
   mesa_tune::cuda::softmax_backward({static_cast<const float*>(grad->tensor), rows, width, dx}, grad->packed,
                                     grad->settings, nullptr);
+}
+
+void cross_entropy_backward(const Problem* p, const mesa_tune::CrossEntropyBackward* task) {
+  float divisor = 7;
+  mesa_tune::cuda::cross_entropy_backward(*task, p->packed, p->settings, &divisor, nullptr);
 }
 }

@@ -187,6 +187,13 @@ def test_softmax_backward() -> None:
         assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
+def test_cross_entropy_backward() -> None:
+    for case in cuda_cases.cross_entropies():
+        found = fused_ops.CROSS_ENTROPY_BACKWARD(*case.arguments("cuda"))
+        expected = fused_ops.CROSS_ENTROPY_BACKWARD(*case.arguments())
+        assert cuda_cases.equal(found.cpu(), expected)
+
+
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize(("group_size", "groups"), [(256, 0), (4097, 0), (10**6, 0), (1, 3)])
 def test_given_ranges(dtype: torch.dtype, group_size: int, groups: int) -> None:
@@ -321,6 +328,8 @@ def test_the_host_does_not_wait_for_the_kernels() -> None:
         sizes = (4, 16, group_size)
         parts = fused_ops.QUANTIZE_MAP(x, maps.KINDS["normalize"], None, rstd, 300, *sizes, True, seed)
         fused_ops.DEQUANTIZE_MUL(*parts, x, *sizes)
+        target, rows = torch.zeros(64, dtype=torch.int64, device="cuda"), (300, -100, True)
+        fused_ops.CROSS_ENTROPY_BACKWARD(*parts, target, rstd, x[0], rstd, *rows, *sizes)
 
 
 STORES = ("level: 16", "level: 16\n    quant_groups: 4", "ema_decay: 0.9", "drop: 0.9", "allocation: sample")

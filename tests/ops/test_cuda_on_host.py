@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_bool, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tests.ops.test_quantize_within import given_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
-    *("ends", "gate", "norm", "pack_bits", "pack_windows", "pack_zero_rows"),
+    *("cross_entropy", "ends", "gate", "norm", "pack_bits", "pack_windows", "pack_zero_rows"),
     *("quantize", "quantize_map", "quantize_within", "softmax"),
 )
 SOURCES = (
@@ -79,6 +79,17 @@ class FewWindows(ctypes.Structure):
     """`FewWindows` of csrc/pack_windows.h."""
 
     _fields_ = (("axes", c_int64 * 18), ("dims", c_int64), ("planes", c_int64))
+
+
+class CrossEntropyBackward(ctypes.Structure):
+    """`CrossEntropyBackward` of csrc/cross_entropy.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("target", "surplus", "weight", "grad")),
+        *((name, c_bool) for name in ("single_grad", "mean")),
+        *((name, c_int64) for name in ("ignore", "rows", "classes")),
+        ("dx", c_void_p),
+    )
 
 
 @pytest.fixture(scope="module", name="kernels")
@@ -324,6 +335,22 @@ def test_softmax_backward(kernels: Kernels) -> None:
         problem(grad, (*sizes, 0), *parts, softmax_backward(kernels, dx))
         expected = fused_ops.softmax_backward(*parts, grad, *sizes)
         assert (dx - expected).norm() <= 1e-6 * expected.norm()
+
+
+def cross_entropy_backward(kernels: Kernels, case: cuda_cases.CrossEntropy) -> Tensor:
+    dx = torch.full((*case.target.shape, case.classes), 7.0)
+    tensors = (case.target, case.surplus, case.weight, case.grad)
+    addresses = (None if each is None else each.data_ptr() for each in tensors)
+    sizes = (case.grad.numel() == 1, case.mean, -100, case.target.numel(), case.classes)
+    task = ctypes.byref(CrossEntropyBackward(*addresses, *sizes, dx.data_ptr()))
+    problem(dx, (*case.sizes, 0), *case.parts, lambda p: kernels.cross_entropy_backward(p, task))
+    return dx
+
+
+def test_cross_entropy_backward(kernels: Kernels) -> None:
+    for case in cuda_cases.cross_entropies():
+        expected = fused_ops.cross_entropy_backward(*case.arguments())
+        assert cuda_cases.equal(cross_entropy_backward(kernels, case), expected)
 
 
 @given(st.data())
