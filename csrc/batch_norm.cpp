@@ -1,5 +1,5 @@
-// The CPU implementation of operator `batch_norm_backward` (mesa_tune/ops/fused.py): checks the tensors and
-// calls the kernel.
+// The implementation of operator `batch_norm_backward` (mesa_tune/ops/fused.py): checks the tensors and calls
+// the kernel.
 
 #include "batch_norm.h"
 
@@ -7,10 +7,12 @@
 #include <tuple>
 
 #include "arguments.h"
+#include "dispatch.h"
 
 namespace mesa_tune {
 namespace {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(Tensor data, Tensor ranges, Tensor grad, Tensor rstd,
@@ -18,7 +20,6 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(Tensor data, Tensor range
                                                        int64_t bits, int64_t levels, int64_t group_size) {
   const Settings s{bits, levels, group_size, 0};
   const Tensor dense_grad = to_contiguous(grad);
-  check_on_cpu(dense_grad);
   check_settings(s, dense_grad);
   const int64_t dims = dense_grad.dim(), numel = dense_grad.numel();
   STD_TORCH_CHECK(dims > 1, "expected a gradient of samples and channels");
@@ -40,7 +41,14 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(Tensor data, Tensor range
       static_cast<float*>(dx.mutable_data_ptr()),
       static_cast<float*>(dw.mutable_data_ptr()),
       static_cast<float*>(db.mutable_data_ptr())};
-  cpu::batch_norm_backward(task, packed, s);
+  dispatch(
+      dense_grad, [&] { cpu::batch_norm_backward(task, packed, s); },
+      [&](auto stream) {
+        const int64_t portions = cuda::batch_norm_portions(task);
+        const Tensor memory =
+            empty_tensor(dense_grad, {portions > 1 ? 2 * portions * channels : 0}, ScalarType::Float);
+        cuda::batch_norm_backward(task, packed, s, static_cast<float*>(memory.mutable_data_ptr()), stream);
+      });
   return {dx, dw, db};
 }
 
@@ -50,3 +58,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(Tensor data, Tensor range
 STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CPU, m) {
   m.impl("batch_norm_backward", TORCH_BOX(&mesa_tune::batch_norm_backward));
 }
+#ifdef MESA_TUNE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(mesa_tune, CUDA, m) {
+  m.impl("batch_norm_backward", TORCH_BOX(&mesa_tune::batch_norm_backward));
+}
+#endif

@@ -303,3 +303,51 @@ def cross_entropies() -> Iterator[CrossEntropy]:
                 yield CrossEntropy(parts, target, surplus, scale, grad, classes, mean, sizes)
             nothing = torch.full_like(target, -100)
             yield CrossEntropy(parts, nothing, surplus, None, torch.tensor(2.5), classes, mean, sizes)
+
+
+class BatchNorm(NamedTuple):
+    """What `batch_norm_backward` takes."""
+
+    parts: tuple[Tensor, Tensor]
+    grad: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    last: bool
+    fixed: bool
+    sizes: tuple[int, int, int]
+
+    def arguments(self, device: str = "cpu") -> tuple[object, ...]:
+        """What the op takes, on a device."""
+        weight = None if self.weight is None else self.weight.to(device)
+        tensors = (each.to(device) for each in (*self.parts, self.grad, self.rstd))
+        return *tensors, weight, self.last, self.fixed, *self.sizes
+
+    def assert_right(self, dx: Tensor, dw: Tensor, db: Tensor) -> None:
+        """Compare with float64. A sum may be small beside its terms."""
+        axis = self.grad.dim() - 1 if self.last else 1
+        x = reference.dequantize(*self.parts, self.grad.shape, torch.float32, *self.sizes, 0)
+        x, grad = (each.double().movedim(axis, -1) for each in (x, self.grad))
+        axes = [*range(grad.dim() - 1)]
+        right = grad if self.fixed else grad - grad.mean(axes) - x * (grad * x).mean(axes)
+        right = right * (self.rstd if self.weight is None else self.rstd * self.weight)
+        assert (dx.movedim(axis, -1) - right).norm() <= 1e-6 * right.norm()
+        for found, terms in ((dw, grad * x), (db, grad)):
+            assert ((found - terms.sum(axes)).abs() <= 1e-6 * terms.abs().sum(axes)).all()
+
+
+def batch_norms() -> Iterator[BatchNorm]:
+    """Channels of one and of several elements per sample; of one portion and of several."""
+    shapes = (
+        *((0, 8), (3, 0, 5), (3, 4, 0), (1, 1), (331, 48), (40, 9), (2, 70_000), (4, 70, 1)),
+        *((6, 8, 9, 9), (3, 90, 7, 7), (2, 3, 5000), (20, 5, 2), (1, 2100, 3)),
+    )
+    for shape, last, (bits, group_size, fixed) in itertools.product(
+        shapes, (False, True), ((3, 64, False), (8, 100, True), (4, 4096, False))
+    ):
+        if last and len(shape) == 2:
+            continue  # the same
+        channels, sizes = shape[-1 if last else 1], (bits, 2**bits, group_size)
+        parts = reference.quantize(randn(*shape), *sizes, 0, True, torch.tensor([1]))
+        weight = None if bits == 8 else randn(channels, seed=2)
+        rstd = 0.5 + randn(channels, seed=3).abs()
+        yield BatchNorm(parts, randn(*shape, seed=1), rstd, weight, last, fixed, sizes)

@@ -17,17 +17,6 @@ namespace {
 constexpr int64_t kMinRows =
     64;  // per portion: with fewer rows, the portions' sums would need too much memory
 
-// Coefficients of one channel: dx = scale * grad + (slope * xhat + shift).
-struct Coefficients {
-  float scale, slope, shift;
-};
-
-MESA_TUNE_INLINE Coefficients coefficients_of(const BatchNormBackward& task, int64_t channel) {
-  const float scale = task.rstd[channel] * (task.weight == nullptr ? 1.0f : task.weight[channel]);
-  const float factor = -scale / static_cast<float>(task.samples * task.positions);
-  return {scale, factor * task.dw[channel], factor * task.db[channel]};
-}
-
 int64_t channels_per_tile(const BatchNormBackward& task) {
   return std::min(task.channels, std::max<int64_t>(1, kTile / task.positions));
 }
@@ -54,7 +43,7 @@ MESA_TUNE_INLINE void add_run(const float* __restrict grad, const float* __restr
 
 MESA_TUNE_INLINE void run_backward(const Coefficients& c, const float* __restrict grad,
                                    const float* __restrict x, int64_t n, float* __restrict dx) {
-  for (int64_t i = 0; i < n; ++i) dx[i] = c.scale * grad[i] + (c.slope * x[i] + c.shift);
+  for (int64_t i = 0; i < n; ++i) dx[i] = c.dx(grad[i], x[i]);
 }
 
 // Channels [first, first + count).
@@ -72,7 +61,7 @@ MESA_TUNE_INLINE void channels_backward(const BatchNormBackward& task, const Pac
     const int64_t offset = (sample * task.channels + first) * n;
     const float* x = task.fixed ? nullptr : decode_slice(packed, s, parts, offset, count * n, values);
     for (int64_t i = 0; i < count; ++i) {
-      const Coefficients c = coefficients_of(task, first + i);
+      const Coefficients c = task.coefficients(first + i);
       const float* __restrict grad = task.grad + offset + i * n;
       float* __restrict dx = task.dx + offset + i * n;
       if (x != nullptr) {
@@ -181,7 +170,7 @@ void by_rows(const BatchNormBackward& task, const Packed& packed, const Settings
   });
   add_portions(sums, n, task.dw, task.db);
   for (int64_t i = 0; i < n; ++i) {
-    const Coefficients c = coefficients_of(task, i);
+    const Coefficients c = task.coefficients(i);
     scale[i] = c.scale, slope[i] = c.slope, shift[i] = c.shift;
   }
   parallel(ceil_div(task.samples, tile_rows), tile_rows * n, [&](int64_t from, int64_t to) {

@@ -53,6 +53,10 @@ class Reader {
   int64_t group_, index_, groups_, rest_;
 };
 
+__device__ inline float value_of(const Elements& elements, int64_t element) {
+  return Reader(elements, element, 0).value();
+}
+
 // The number of columns of all groups.
 constexpr int64_t columns_of(const Split& parts) {
   return parts.whole.count * parts.whole.plane() + parts.rest.count * parts.rest.plane();

@@ -1,16 +1,12 @@
 // The backward of norms over rows on CUDA devices, from their packed normalized input. A warp makes dx of a
-// row; then each thread adds one column of a portion of the rows, and warps add the portions. What is hard is
-// that the order of additions must not depend on the device or on chance: there are no atomics.
+// row; then each thread adds one column of a portion of the rows, and warps add the portions.
 
-#include "elements.cuh"
 #include "encode.cuh"
 #include "norm.h"
+#include "portions.cuh"
 
 namespace mesa_tune::cuda {
 namespace {
-
-constexpr int64_t kColumnThreads = 1 << 16;  // about so many threads add columns
-constexpr int64_t kFewestRows = 16;          // of a portion
 
 // The task for a kernel, without the layouts of dense tensors.
 struct Rows {
@@ -73,29 +69,10 @@ __global__ void columns_backward(const __grid_constant__ Rows t, int64_t portion
   }
 }
 
-// One warp per column.
-__global__ void add_portions(const float* sums, int64_t portions, int64_t inner, const Numbers dw,
-                             const Numbers db) {
-  for (int64_t turn = thread_number(); turn / kWarp < inner; turn += thread_count()) {
-    const int64_t column = turn / kWarp, lane = turn % kWarp;
-    float of_dw = 0, of_db = 0;
-    for (int64_t portion = lane; portion < portions; portion += kWarp) {
-      of_dw += sums[2 * portion * inner + column];
-      of_db += sums[(2 * portion + 1) * inner + column];
-    }
-    of_dw = warp_sum(of_dw);
-    of_db = warp_sum(of_db);
-    if (lane > 0) continue;
-    dw.store(column, of_dw);
-    db.store(column, of_db);
-  }
-}
-
 }  // namespace
 
 int64_t norm_portions(int64_t rows, int64_t inner) {
-  const int64_t most = std::max<int64_t>(1, rows / kFewestRows);
-  return std::clamp<int64_t>(kColumnThreads / std::max<int64_t>(1, inner), 1, most);
+  return portions_of(rows, inner);
 }
 
 void norm_backward(const NormBackward& task, const Packed& packed, const Settings& settings, float* sums,

@@ -4,8 +4,8 @@ Importing this module defines `torch.ops.mesa_tune.{quantize_map, dequantize_mul
 norm_backward, batch_norm_backward, softmax_backward, cross_entropy_backward, linear_backward,
 attention_backward}`. All but the last, which writes into existing memory, are pure. The functions here are
 their default kernels, in PyTorch. They give the same bytes as the native ones (the last six: the same numbers
-except for the order of sums). All have native kernels on the CPU; batch norm, linear layers and attention
-have none on CUDA. `sizes` are the bits, levels and group size of the packed tensor.
+except for the order of sums). All have native kernels on the CPU; linear layers and attention have none on
+CUDA. `sizes` are the bits, levels and group size of the packed tensor.
 """
 
 import math
@@ -346,7 +346,7 @@ DEQUANTIZE_MUL = Fused(torch.ops.mesa_tune.dequantize_mul.default, everywhere=Tr
 NORM_BACKWARD = Fused(
     torch.ops.mesa_tune.norm_backward.default, everywhere=_ON_CUDA, dtypes=frozenset(ops.DTYPES)
 )
-BATCH_NORM_BACKWARD = Fused(torch.ops.mesa_tune.batch_norm_backward.default)
+BATCH_NORM_BACKWARD = Fused(torch.ops.mesa_tune.batch_norm_backward.default, everywhere=_ON_CUDA)
 SOFTMAX_BACKWARD = Fused(torch.ops.mesa_tune.softmax_backward.default, everywhere=_ON_CUDA)
 CROSS_ENTROPY_BACKWARD = Fused(torch.ops.mesa_tune.cross_entropy_backward.default, everywhere=_ON_CUDA)
 LINEAR_BACKWARD = Fused(torch.ops.mesa_tune.linear_backward.default, dtypes=frozenset(ops.DTYPES))

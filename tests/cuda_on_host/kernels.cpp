@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "batch_norm.h"
 #include "cross_entropy.h"
 #include "gate.h"
 #include "norm.h"
@@ -108,5 +109,11 @@ void softmax_backward(const Problem* grad, float* dx, int64_t rows, int64_t widt
 void cross_entropy_backward(const Problem* p, const mesa_tune::CrossEntropyBackward* task) {
   float divisor = 7;
   mesa_tune::cuda::cross_entropy_backward(*task, p->packed, p->settings, &divisor, nullptr);
+}
+
+void batch_norm_backward(const Problem* p, const mesa_tune::BatchNormBackward* task) {
+  const int64_t portions = mesa_tune::cuda::batch_norm_portions(*task);
+  std::vector<float> memory(static_cast<size_t>(portions > 1 ? 2 * portions * task->channels : 0));
+  mesa_tune::cuda::batch_norm_backward(*task, p->packed, p->settings, memory.data(), nullptr);
 }
 }

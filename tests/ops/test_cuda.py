@@ -194,6 +194,14 @@ def test_cross_entropy_backward() -> None:
         assert cuda_cases.equal(found.cpu(), expected)
 
 
+def test_batch_norm_backward() -> None:
+    for case in cuda_cases.batch_norms():
+        found = fused_ops.BATCH_NORM_BACKWARD(*case.arguments("cuda"))
+        again = fused_ops.BATCH_NORM_BACKWARD(*case.arguments("cuda"))
+        assert all(same_numbers(one.cpu(), two.cpu()) for one, two in zip(found, again, strict=True))
+        case.assert_right(*(each.cpu() for each in found))
+
+
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize(("group_size", "groups"), [(256, 0), (4097, 0), (10**6, 0), (1, 3)])
 def test_given_ranges(dtype: torch.dtype, group_size: int, groups: int) -> None:
@@ -330,6 +338,7 @@ def test_the_host_does_not_wait_for_the_kernels() -> None:
         fused_ops.DEQUANTIZE_MUL(*parts, x, *sizes)
         target, rows = torch.zeros(64, dtype=torch.int64, device="cuda"), (300, -100, True)
         fused_ops.CROSS_ENTROPY_BACKWARD(*parts, target, rstd, x[0], rstd, *rows, *sizes)
+        fused_ops.BATCH_NORM_BACKWARD(*parts, x, x[0], None, False, False, *sizes)
 
 
 STORES = ("level: 16", "level: 16\n    quant_groups: 4", "ema_decay: 0.9", "drop: 0.9", "allocation: sample")

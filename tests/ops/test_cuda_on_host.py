@@ -32,8 +32,8 @@ from tests.ops.test_quantize_within import given_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
-    *("cross_entropy", "ends", "gate", "norm", "pack_bits", "pack_windows", "pack_zero_rows"),
-    *("quantize", "quantize_map", "quantize_within", "softmax"),
+    *("batch_norm", "cross_entropy", "ends", "gate", "norm", "pack_bits", "pack_windows"),
+    *("pack_zero_rows", "quantize", "quantize_map", "quantize_within", "softmax"),
 )
 SOURCES = (
     *(f"csrc/cuda/{name}.cu" for name in KERNELS),
@@ -89,6 +89,17 @@ class CrossEntropyBackward(ctypes.Structure):
         *((name, c_bool) for name in ("single_grad", "mean")),
         *((name, c_int64) for name in ("ignore", "rows", "classes")),
         ("dx", c_void_p),
+    )
+
+
+class BatchNormBackward(ctypes.Structure):
+    """`BatchNormBackward` of csrc/batch_norm.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("grad", "rstd", "weight")),
+        *((name, c_int64) for name in ("samples", "channels", "positions")),
+        ("fixed", c_bool),
+        *((name, c_void_p) for name in ("dx", "dw", "db")),
     )
 
 
@@ -351,6 +362,39 @@ def test_cross_entropy_backward(kernels: Kernels) -> None:
     for case in cuda_cases.cross_entropies():
         expected = fused_ops.cross_entropy_backward(*case.arguments())
         assert cuda_cases.equal(cross_entropy_backward(kernels, case), expected)
+
+
+def batch_norm_backward(kernels: Kernels, case: cuda_cases.BatchNorm) -> list[Tensor]:
+    gradients = [torch.full_like(each, 7.0) for each in (case.grad, case.rstd, case.rstd)]
+    sides = (case.grad, case.rstd, case.weight)
+    addresses = (None if each is None else each.data_ptr() for each in sides)
+    samples, channels, *rest = case.grad.shape
+    sizes = (samples, channels, math.prod(rest))
+    if case.last:
+        sizes = (math.prod(case.grad.shape[:-1]), case.grad.shape[-1], 1)
+    outs = (each.data_ptr() for each in gradients)
+    task = ctypes.byref(BatchNormBackward(*addresses, *sizes, case.fixed, *outs))
+    problem(case.grad, (*case.sizes, 0), *case.parts, lambda p: kernels.batch_norm_backward(p, task))
+    return gradients
+
+
+def test_batch_norm_backward(kernels: Kernels) -> None:
+    for case in cuda_cases.batch_norms():
+        case.assert_right(*batch_norm_backward(kernels, case))
+
+
+def test_a_fixed_batch_norm_has_no_gaps(kernels: Kernels) -> None:
+    """Its gradient does not depend on the input that was stored."""
+    x, sizes = torch.full((6, 8, 9), math.nan), (4, 16, 64)
+    parts = reference.quantize(x, *sizes, 0, True, torch.tensor([1]))
+    grad, ones = randn(6, 8, 9), torch.ones(8)
+    for fixed in (True, False):
+        case = cuda_cases.BatchNorm(parts, grad, ones, None, False, fixed, sizes)
+        dx, dw, db = batch_norm_backward(kernels, case)
+        expected = fused_ops.batch_norm_backward(*case.arguments())
+        assert cuda_cases.equal(dx, grad if fixed else x)
+        assert cuda_cases.equal(dw, expected[1])
+        assert (db - expected[2]).abs().max() <= 1e-5
 
 
 @given(st.data())
