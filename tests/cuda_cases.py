@@ -12,6 +12,7 @@ from mesa_tune.ops import reference
 from mesa_tune.ops.maps import KINDS
 from mesa_tune.ops.reference.windows import Windows
 
+SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16, torch.int32)
 Sizes = tuple[int, int, int, int]  # bits, levels, group_size, quant_groups
 
 
@@ -351,3 +352,18 @@ def batch_norms() -> Iterator[BatchNorm]:
         weight = None if bits == 8 else randn(channels, seed=2)
         rstd = 0.5 + randn(channels, seed=3).abs()
         yield BatchNorm(parts, randn(*shape, seed=1), rstd, weight, last, fixed, sizes)
+
+
+def survivors(dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
+    """What `sparsify` takes: one portion and several, ties, NaN and Inf, numbers of all sizes."""
+    for numel in (0, 1, 31, 1000, 1024, 40_011):
+        x = 40 * randn(numel, seed=numel)
+        if numel > 31:
+            x[17], x[20], x[-1] = math.nan, math.inf, -math.inf
+        x = x if dtype.is_floating_point else x.nan_to_num(0, 0, 0)
+        for count in {0, numel // 100, numel // 3, max(0, numel - 1), numel}:
+            yield x.to(dtype), count
+        yield torch.ones(numel).to(dtype), numel // 3
+        yield (x / 32).round().to(dtype), numel // 5
+    bits = torch.randint(-(2**63), 2**63 - 1, (3000,), generator=torch.Generator().manual_seed(0))
+    yield bits.view(dtype), 2000

@@ -42,16 +42,6 @@ MESA_TUNE_INLINE void as_unsigned(const void* x, int64_t width, const Work& work
   work(static_cast<const uint64_t*>(x));
 }
 
-template <class U>
-MESA_TUNE_INLINE U magnitude(U bits) {
-  return static_cast<U>(bits & (static_cast<U>(~U{0}) >> 1));
-}
-
-struct Threshold {
-  uint64_t value;
-  int64_t equal;  // number of survivors of exactly this magnitude
-};
-
 using Histogram = std::vector<int64_t>;
 
 // Counts each digit, the `width` bits from `shift` on, of the magnitudes whose higher bits are `prefix`.

@@ -6,8 +6,14 @@
 
 namespace mesa_tune::cuda {
 
+// Writes word number `word` of the packed bytes, byte by byte: they may have any alignment.
+__device__ inline void store_bits(uint32_t bits, int64_t word, int64_t bytes, uint8_t* data) {
+  for (int64_t i = 0; i < 4; ++i)
+    if (4 * word + i < bytes) data[4 * word + i] = static_cast<uint8_t>(bits >> (8 * i));
+}
+
 // Packs set(i) of elements i < numel. A warp gathers 32 words of 32 elements each; each of its lanes writes
-// one word, byte by byte: the packed bytes may have any alignment.
+// one.
 template <class Set>
 __device__ inline void pack_elements(int64_t numel, uint8_t* data, const Set& set) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -20,9 +26,7 @@ __device__ inline void pack_elements(int64_t numel, uint8_t* data, const Set& se
       const uint32_t bits = __ballot_sync(kAllLanes, element < numel && set(element));
       if (lane == word) lane_bits = bits;
     }
-    const int64_t byte = turn * 4, bytes = plane_bytes(numel);
-    for (int i = 0; i < 4; ++i)
-      if (byte + i < bytes) data[byte + i] = static_cast<uint8_t>(lane_bits >> (8 * i));
+    store_bits(lane_bits, turn, plane_bytes(numel), data);
   }
 }
 

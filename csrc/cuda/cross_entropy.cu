@@ -4,9 +4,9 @@
 
 #include <cassert>
 
-#include "block.cuh"
 #include "cross_entropy.h"
 #include "elements.cuh"
+#include "sums.cuh"
 
 namespace mesa_tune::cuda {
 namespace {

@@ -9,6 +9,7 @@
 #include "pack_windows.h"
 #include "quantize.h"
 #include "softmax.h"
+#include "sparsify.h"
 
 namespace {
 
@@ -115,5 +116,16 @@ void batch_norm_backward(const Problem* p, const mesa_tune::BatchNormBackward* t
   const int64_t portions = mesa_tune::cuda::batch_norm_portions(*task);
   std::vector<float> memory(static_cast<size_t>(portions > 1 ? 2 * portions * task->channels : 0));
   mesa_tune::cuda::batch_norm_backward(*task, p->packed, p->settings, memory.data(), nullptr);
+}
+
+void sparsify(const void* x, int64_t width, int64_t numel, int64_t count, uint8_t* bitmap, void* survivors) {
+  std::vector<int64_t> memory(static_cast<size_t>(mesa_tune::cuda::sparsify_memory(width, numel)), 7);
+  mesa_tune::cuda::sparsify(x, width, numel, count, bitmap, survivors, memory.data(), nullptr);
+}
+
+void densify(const uint8_t* bitmap, const void* survivors, int64_t width, int64_t numel, int64_t count,
+             void* out) {
+  std::vector<int64_t> memory(static_cast<size_t>(mesa_tune::cuda::densify_memory(numel)), 7);
+  mesa_tune::cuda::densify(bitmap, survivors, width, numel, count, out, memory.data(), nullptr);
 }
 }

@@ -202,6 +202,20 @@ def test_batch_norm_backward() -> None:
         case.assert_right(*(each.cpu() for each in found))
 
 
+@pytest.mark.parametrize("dtype", cuda_cases.SPARSE_DTYPES, ids=str)
+def test_survivors(dtype: torch.dtype) -> None:
+    large = (randn(5, 20_011, 7) * 40).to(dtype)
+    for x, count in (*cuda_cases.survivors(dtype), (large, large.numel() // 10), (large.mT, 30_000)):
+        found, again = (RAW.sparsify(on_gpu(x), count) for _ in range(2))
+        for one, two, right in zip(found, again, RAW.sparsify(x, count), strict=True):
+            assert same_bytes(one.cpu(), two.cpu())
+            assert same_bytes(one.cpu(), right)
+        bitmap, values = (each.cpu() for each in found)
+        assert same_bytes(RAW.densify(*found, x.shape).cpu(), RAW.densify(bitmap, values, x.shape))
+    with pytest.raises(RuntimeError, match="expected 0 to 100 survivors, but got 101"):
+        RAW.sparsify(torch.ones(100, device="cuda"), 101)
+
+
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize(("group_size", "groups"), [(256, 0), (4097, 0), (10**6, 0), (1, 3)])
 def test_given_ranges(dtype: torch.dtype, group_size: int, groups: int) -> None:
@@ -329,6 +343,7 @@ def test_the_host_does_not_wait_for_the_kernels() -> None:
     for options in kinds:
         ops.dequantize(ops.quantize(x.t() if options else x, 4, **options))
     ops.unpack_bits(ops.pack_bits(x > 0), x.shape)
+    RAW.densify(*RAW.sparsify(x, 1000), x.shape)
     windows = [1, 300, 1, 1, 0, 0]
     RAW.unpack_windows(RAW.pack_windows(x.long(), windows), windows, x.shape)
     seed, rstd = torch.ones(1, dtype=torch.int64, device="cuda"), torch.ones(64, device="cuda")

@@ -33,7 +33,7 @@ from tests.ops.test_quantize_within import given_ranges
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
     *("batch_norm", "cross_entropy", "ends", "gate", "norm", "pack_bits", "pack_windows"),
-    *("pack_zero_rows", "quantize", "quantize_map", "quantize_within", "softmax"),
+    *("pack_zero_rows", "quantize", "quantize_map", "quantize_within", "softmax", "sparsify"),
 )
 SOURCES = (
     *(f"csrc/cuda/{name}.cu" for name in KERNELS),
@@ -395,6 +395,22 @@ def test_a_fixed_batch_norm_has_no_gaps(kernels: Kernels) -> None:
         assert cuda_cases.equal(dx, grad if fixed else x)
         assert cuda_cases.equal(dw, expected[1])
         assert (db - expected[2]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", cuda_cases.SPARSE_DTYPES, ids=str)
+def test_survivors(kernels: Kernels, dtype: torch.dtype) -> None:
+    for x, count in cuda_cases.survivors(dtype):
+        sizes = (c_int64(x.element_size()), c_int64(x.numel()), c_int64(count))
+        memory = torch.full((reference.plane_bytes(x.numel()) + 1,), 0xAA, dtype=torch.uint8)
+        bitmap, values, dense = memory[:-1], torch.full_like(x[:count], 7), torch.full_like(x, 7)
+        addresses = (c_void_p(bitmap.data_ptr()), c_void_p(values.data_ptr()))
+        kernels.sparsify(c_void_p(x.data_ptr()), *sizes, *addresses)
+        expected = reference_codecs.sparsify(x, count)
+        assert torch.equal(bitmap, expected[0])
+        assert same_bytes(values, expected[1])
+        assert memory[-1] == 0xAA
+        kernels.densify(*addresses, *sizes, c_void_p(dense.data_ptr()))
+        assert same_bytes(dense, reference_codecs.densify(bitmap, values, x.shape))
 
 
 @given(st.data())

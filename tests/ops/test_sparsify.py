@@ -6,12 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mesa_tune import ops
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import codecs as reference_codecs
+from tests.cuda_cases import SPARSE_DTYPES
 from tests.ops.test_ops_kernels import needs_library, same_bytes
-
-DTYPES = (*ops.DTYPES, torch.float64, torch.int16, torch.int32)
 
 
 def assert_kernels_agree(x: Tensor, count: int) -> None:
@@ -32,11 +30,11 @@ def test_any_tensor(data: st.DataObject) -> None:
     x = torch.randn(numel, generator=generator) * 10.0 ** data.draw(st.integers(-42, 36))
     coarse = data.draw(st.sampled_from([0.0, 0.5, 4.0]))  # ties
     x = (x / coarse).round() * coarse if coarse else x
-    assert_kernels_agree(x.to(data.draw(st.sampled_from(DTYPES))), data.draw(st.integers(0, numel)))
+    assert_kernels_agree(x.to(data.draw(st.sampled_from(SPARSE_DTYPES))), data.draw(st.integers(0, numel)))
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SPARSE_DTYPES, ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
 def test_tensors_of_many_blocks(dtype: torch.dtype, share: float) -> None:
     x = (torch.randn(5, 20_011, generator=torch.Generator().manual_seed(0)) * 40).to(dtype)
