@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -280,7 +280,7 @@ class CrossEntropy(NamedTuple):
     mean: bool
     sizes: tuple[int, int, int]
 
-    def arguments(self, device: str = "cpu") -> tuple[object, ...]:
+    def arguments(self, device: str = "cpu") -> tuple[Any, ...]:
         """What the op takes, on a device."""
         weight = None if self.weight is None else self.weight.to(device)
         tensors = (each.to(device) for each in (*self.parts, self.target, self.surplus))
@@ -317,7 +317,7 @@ class BatchNorm(NamedTuple):
     fixed: bool
     sizes: tuple[int, int, int]
 
-    def arguments(self, device: str = "cpu") -> tuple[object, ...]:
+    def arguments(self, device: str = "cpu") -> tuple[Any, ...]:
         """What the op takes, on a device."""
         weight = None if self.weight is None else self.weight.to(device)
         tensors = (each.to(device) for each in (*self.parts, self.grad, self.rstd))
