@@ -8,7 +8,9 @@ import ctypes
 import math
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from ctypes import c_bool, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -411,6 +413,26 @@ def test_survivors(kernels: Kernels, dtype: torch.dtype) -> None:
         assert memory[-1] == 0xAA
         kernels.densify(*addresses, *sizes, c_void_p(dense.data_ptr()))
         assert same_bytes(dense, reference_codecs.densify(bitmap, values, x.shape))
+
+
+def take_a_target_that_is_no_class(kernels: Kernels) -> None:
+    case = list(cuda_cases.cross_entropies())[-1]
+    cross_entropy_backward(kernels, case._replace(target=torch.full_like(case.target, case.classes)))
+
+
+def take_a_bitmap_of_too_many_bits(kernels: Kernels) -> None:
+    bitmap, out, sizes = torch.tensor([7], dtype=torch.uint8), torch.zeros(8), map(c_int64, (4, 8, 2))
+    addresses = (c_void_p(each.data_ptr()) for each in (bitmap, torch.ones(2)))
+    kernels.densify(*addresses, *sizes, c_void_p(out.data_ptr()))
+
+
+@pytest.mark.parametrize("take", [take_a_target_that_is_no_class, take_a_bitmap_of_too_many_bits])
+def test_what_values_refuse_fails_an_assertion(kernels: Kernels, take: Callable[[Kernels], None]) -> None:
+    """The host waits for no kernel, so it cannot raise."""
+    code = f"import ctypes\nfrom {__name__} import *\n{take.__name__}(ctypes.CDLL({kernels._name!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGABRT
+    assert "Assertion" in done.stderr
 
 
 @given(st.data())
