@@ -103,7 +103,10 @@ def main() -> None:
         steps[way] = training.step
     times = in_turn(steps, arguments.rounds)
     rows = {
-        Path(way).stem: {"peak": peaks[way], "step": ratios(times["plain"], times[way])._asdict()}
+        (way if way in WAYS else Path(way).stem): {
+            "peak": peaks[way],
+            "step": ratios(times["plain"], times[way])._asdict(),
+        }
         for way in ways
     }
     append("compiled", {"model": arguments.model, "batch": arguments.batch, "rows": rows})
