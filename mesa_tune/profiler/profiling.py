@@ -210,7 +210,7 @@ class _Profiling:
             self.pricing = replace(self.pricing, draws=(0, *chosen))
         norms = tuple([noise.norms[draw] for draw in self._price_draws if noise.norms])
         self.noise = replace(noise, norms=norms, scale=statistics.fmean(norms) if norms else 1.0)
-        return _with(traced, self.noise)
+        return _with(replace(traced, notes=(*traced.notes, *joint.notes)), self.noise)
 
     def _with_whole_steps(self, traced: Profile) -> Profile:
         """Return the profile with what whole gradients show: the floor of errors, and interaction."""

@@ -217,3 +217,19 @@ def test_batches_of_large_gradients_are_among_those_that_make_prices() -> None:
     assert predicted is not None
     assert measured is not None
     assert 0.8 * measured < predicted < 2.5 * measured
+
+
+@pytest.mark.parametrize("is_zero", [True, False])
+def test_weights_behind_others_that_are_zero_are_named(is_zero: bool) -> None:
+    """As LoRA begins: of A no gradient is seen, and so no error."""
+
+    def adapted() -> nn.Module:
+        net = model()
+        if is_zero:
+            nn.init.zeros_(net[4].weight)  # type: ignore[index]
+        return net
+
+    found = mt.profile(mt.Workload(adapted, batch, loss, batch_size=64), options=OPTIONS, seeds=1)
+    notes = [note for note in found.notes if "exactly zero" in note]
+    assert [note.split("'")[1] for note in notes] == ["0.weight"] * is_zero
+    assert all(note.startswith("99%") for note in notes)

@@ -36,6 +36,8 @@ Pair = tuple[int, int]
 Gradient = list[Tensor | None]
 
 _CACHED_DRAWS = 4
+_MANY = 0.05
+"""Share of the trained elements of which a note tells that their gradients are zero."""
 _PIECE = 1 << 20
 _SEEDS_PER_DRAW = 1_000_003
 _SEEDS_PER_BATCH = 1_000_000_007
@@ -60,6 +62,25 @@ class JointError:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._exact: dict[int, tuple[list[Any], Gradient]] = {}
         self._norms: dict[int, float] = {}
+        self._still: list[int] = []
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A note if many trained weights had gradients of exactly zero in all steps of `noise`.
+
+        So it is before the first step of weights behind others that are zero: LoRA's A behind its B.
+        """
+        sizes = [parameter.numel() for parameter in self.parameters]
+        share = sum(sizes[index] for index in self._still) / max(1, sum(sizes))
+        if share < _MANY:
+            return ()
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        note = (
+            f"{share:.0%} of the trained weights, such as {names[self._still[0]]!r}, have gradients of "
+            "exactly zero here: errors in these are not seen, and a policy may err more once they train. "
+            "Profile a model that has taken its first steps"
+        )
+        return (note,)
 
     def errors(self, policy: Policy, pairs: Sequence[Pair]) -> list[float]:
         """Return the gradient error of `policy` at each pair.
@@ -167,6 +188,7 @@ class JointError:
             del gradient  # before the next one takes memory
             if len(sizes) >= max(fewest, 2) and (_is_known(sizes) or not goes_on()):
                 break
+        self._still = [index for index, sum_ in enumerate(total) if _is_zero(sum_)]
         mean = statistics.fmean(sizes)
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)
@@ -217,6 +239,10 @@ class JointError:
         """
         seed, device = mixed_seed(self.workload.seed, -1 - draw), self.workload.device
         return undisturbed(self.model, seed, device, parameters=self.workload.step is not None)
+
+
+def _is_zero(sum_: Tensor | None) -> bool:
+    return sum_ is not None and sum_.layout is torch.strided and not sum_.any()
 
 
 def _is_known(sizes: Sequence[float]) -> bool:
