@@ -22,7 +22,7 @@ __device__ inline float number_of(uint32_t word, int i) {
   }
 }
 
-#ifdef __CUDA_ARCH__
+#if __CUDA_ARCH__ >= 800
 
 __device__ inline uint32_t minimum(Float, uint32_t a, uint32_t b) {
   float result;
@@ -51,20 +51,19 @@ __device__ inline uint32_t maximum(BFloat16, uint32_t a, uint32_t b) {
   return a;
 }
 
-#else  // the same in C++, for the tests that run these kernels on the host
+#else  // the same in C++, for older GPUs, and for the tests that run these kernels on the host
 
 template <class Type>
-uint32_t minimum(Type, uint32_t a, uint32_t b) {
-  uint32_t result = 0;
-  for (int i = 0; i <= kPairs<Type>; ++i) {
-    const float x = number_of<Type>(a, i), y = number_of<Type>(b, i);
-    const uint32_t word = x < y || x != x ? a : b;
-    result |= kPairs<Type> ? word & 0xFFFFu << (16 * i) : word;
-  }
-  return result;
+__device__ inline uint32_t minimum(Type, uint32_t a, uint32_t b) {
+  const float x = number_of<Type>(a, 0), y = number_of<Type>(b, 0);
+  const uint32_t low = x < y || x != x ? a : b;
+  if constexpr (!kPairs<Type>) return low;
+  const float z = number_of<Type>(a, 1), w = number_of<Type>(b, 1);
+  const uint32_t high = z < w || z != z ? a : b;
+  return (low & 0xFFFF) | (high & 0xFFFF0000);
 }
 template <class Type>
-uint32_t maximum(Type type, uint32_t a, uint32_t b) {
+__device__ inline uint32_t maximum(Type type, uint32_t a, uint32_t b) {
   constexpr uint32_t signs = kPairs<Type> ? 0x80008000 : 0x80000000;
   return minimum(type, a ^ signs, b ^ signs) ^ signs;
 }

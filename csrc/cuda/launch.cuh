@@ -18,8 +18,10 @@ constexpr int64_t kMaxBlocks = 1 << 20;  // for more work than that, each thread
 inline void check(cudaError_t error) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // clears the error, so that it is reported only once
+  const bool is_old = error == cudaErrorNoKernelImageForDevice;
   throw std::runtime_error(std::string("a CUDA kernel of mesa-tune did not start: ") +
-                           cudaGetErrorString(error));
+                           cudaGetErrorString(error) +
+                           (is_old ? "\nset MESA_TUNE_REFERENCE=1: plain PyTorch runs on older cards" : ""));
 }
 
 // Launches enough blocks for this many threads; nothing for 0 threads.

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent
-ARCHITECTURES = (80, 90, 100)  # of these, those that nvcc knows
+ARCHITECTURES = (75, 80, 90, 100, 120)  # of these, those that nvcc knows
 # No fused multiply-add: the kernels must give the CPU's bytes.
 FLAGS = ["-O3", "-std=c++17", "-fmad=false", "--expt-relaxed-constexpr"]
 MACROS = ["-DMESA_TUNE_CUDA", "-DUSE_CUDA"]  # that of mesa-tune, and the one that torch's headers test

@@ -167,7 +167,7 @@ inline int __popc(uint32_t bits) {
 }
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess };
+enum cudaError_t { cudaSuccess, cudaErrorNoKernelImageForDevice };
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   cudaStream_t stream;
