@@ -94,8 +94,9 @@ def test_parts_are_found(profile: mt.Profile) -> None:
     assert profile.timeline.modules == ("blocks.0", "blocks.1", "blocks.2")
 
 
-@pytest.mark.parametrize("size", [8, 24])
-@pytest.mark.parametrize("options", [{}, {"accumulation": 2}], ids=["plain", "accumulated"])
+@pytest.mark.parametrize(
+    ("size", "options"), [(8, {"accumulation": 2}), (24, {})], ids=["accumulated", "plain"]
+)
 def test_bytes_are_predicted(size: int, options: dict[str, object]) -> None:
     """Also of slices that are too small to pack."""
     work = replace(workload(**options), batch_size=size)
@@ -148,13 +149,12 @@ def test_a_saved_profile_knows_slices(profile: mt.Profile, tmp_path: Path) -> No
     assert loaded.predict(sliced(profile.parts)) == profile.predict(sliced(profile.parts))
 
 
-@pytest.mark.parametrize("size", [4, 8], ids="batch {}".format)
 @pytest.mark.parametrize(
-    ("kind", "config", "names"),
+    ("kind", "config", "names", "size"),
     [
-        (transformers.LlamaForCausalLM, llama(128), ("model.layers.0.mlp", "model.layers.0.self_attn")),
-        (transformers.GPT2LMHeadModel, gpt2(128), ("transformer.h.0.mlp", "transformer.h.0.attn")),
-        (transformers.BertForMaskedLM, bert(128), ("bert.encoder.layer.0.attention",)),
+        (transformers.LlamaForCausalLM, llama(128), ("model.layers.0.mlp", "model.layers.0.self_attn"), 4),
+        (transformers.GPT2LMHeadModel, gpt2(128), ("transformer.h.0.mlp", "transformer.h.0.attn"), 4),
+        (transformers.BertForMaskedLM, bert(128), ("bert.encoder.layer.0.attention",), 8),
     ],
     ids=["llama", "gpt2", "bert"],
 )
