@@ -65,9 +65,12 @@ def main() -> None:
         return
     if arguments.seeds < 2:
         parser.error("--seeds must be at least 2: one training has no spread")
-    names = [name for name in every.split(",") if name in arguments.policies.split(",")]
+    names, untrained = (
+        [name for name in every.split(",") if name in option.split(",")]
+        for option in (arguments.policies, arguments.untrained)
+    )
     names += [f"{SMALLEST}{RATIO}{ratio}" for ratio in arguments.ratios.split(",") if ratio]
-    names += [f"{name}{UNTRAINED}" for name in arguments.untrained.split(",") if name]
+    names += [f"{name}{UNTRAINED}" for name in untrained]
     for task in arguments.tasks.split(","):
         measure(task, names, range(arguments.seeds))
 

@@ -122,11 +122,11 @@ def solve(
     )
 
 
-def _fastest(program: Program, limits: Limits, deadline: Deadline, nothing: float = UNFELT) -> Solved | None:
-    """Return the fastest solution, up to the share `nothing` of the step's time."""
+def _fastest(program: Program, limits: Limits, deadline: Deadline, share: float = UNFELT) -> Solved | None:
+    """Return the fastest solution, up to a `share` of the step's time."""
     times = program.quiet_times(limits)
     base, allowance = program.space.base_ms, 0.0 if limits.noise is None else program.allowance_ms
-    found = program.solve(limits, times, nothing=nothing * base, further=program.errors, deadline=deadline)
+    found = program.solve(limits, times, tolerance=share * base, further=program.errors, deadline=deadline)
     if found is None:
         return None
     return Solved("time", found, limits, base + found.cost, base + found.bound, base, allowance)

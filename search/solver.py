@@ -92,7 +92,7 @@ class Program:
         costs: Floats | None = None,
         *,
         gap: float | None = None,
-        nothing: float = 0.0,
+        tolerance: float = 0.0,
         allowed: NDArray[np.bool_] | None = None,
         further: Floats | None = None,
         deadline: Deadline | None = None,
@@ -100,15 +100,15 @@ class Program:
         """Return the cheapest solution within `limits`, or None. Of equal costs, fewer saved bytes win.
 
         `costs`: one per choice, default the errors. The solver stops at a relative `gap`; of a large problem
-        also at a difference of `nothing`. `allowed`: mask of choices, default all. `further`: costs that
+        also at a difference of `tolerance`. `allowed`: mask of choices, default all. `further`: costs that
         decide among equal ones before saved bytes do. `deadline`: default in a minute. If the time is up,
         return the best solution so far with its proven bound; raise TimeUpError if there is none.
         """
         costs = self.errors if costs is None else costs
         allowed = np.ones(len(costs), dtype=bool) if allowed is None else allowed
         relaxed = _Relaxed(self.rows, limits, self._gap(gap), deadline or Deadline())
-        nothing = nothing if len(self.rows.choices) > _LARGE else 0.0
-        best = self._cheapest(relaxed, costs, nothing, allowed)
+        tolerance = tolerance if len(self.rows.choices) > _LARGE else 0.0
+        best = self._cheapest(relaxed, costs, tolerance, allowed)
         if best is None:
             return None
         chosen = polished(self.space, limits, best.chosen, costs, allowed, further)
@@ -116,13 +116,13 @@ class Program:
         return Solution(chosen, cost, min(best.bound, cost))
 
     def _cheapest(
-        self, relaxed: _Relaxed, costs: Floats, nothing: float, allowed: NDArray[np.bool_]
+        self, relaxed: _Relaxed, costs: Floats, tolerance: float, allowed: NDArray[np.bool_]
     ) -> Solution | None:
         """As `solve`, but which of equally cheap solutions it returns is undefined."""
         scale, best = float(costs[allowed].max(initial=0.0)) or 1.0, None
         for _ in range(6):
             try:
-                solution = relaxed.solve(costs / scale, allowed, nothing / scale)
+                solution = relaxed.solve(costs / scale, allowed, tolerance / scale)
             except TimeUpError:
                 if best is None:
                     raise
@@ -134,7 +134,7 @@ class Program:
             if best is None or cost <= best.cost:
                 best = Solution(solution.chosen, cost, bound)
             best = replace(best, bound=min(bound, best.cost))
-            if best.cost <= 0 or scale * _ACCURACY <= max(best.cost * relaxed.gap, nothing):
+            if best.cost <= 0 or scale * _ACCURACY <= max(best.cost * relaxed.gap, tolerance):
                 break
             allowed = allowed & (costs <= best.cost * (1 + 1e-9))
             scale = best.cost / 100
@@ -198,10 +198,10 @@ class _Relaxed:
         self.inside, self.tighter, self.is_proving = self.limits, 0.0, True
         self.steeper.clear()
 
-    def solve(self, costs: Floats, allowed: NDArray[np.bool_], nothing: float = 0.0) -> Solution | None:
+    def solve(self, costs: Floats, allowed: NDArray[np.bool_], tolerance: float = 0.0) -> Solution | None:
         """Return the cheapest solution within the limits, or None; `costs` one per choice.
 
-        `nothing`: a difference of costs at which to stop, as at the gap.
+        `tolerance`: a difference of costs at which to stop, as at the gap.
         """
         links = len(self.rows.space.links)
         costs, upper = (
@@ -214,13 +214,13 @@ class _Relaxed:
         if fractions.values is None:
             return None
         self.bound = fractions.bound
-        gap = max(self.gap, nothing / self.bound if self.bound > 0 else 0.0)
+        gap = max(self.gap, tolerance / self.bound if self.bound > 0 else 0.0)
         best: Solution | None = None
         # Many first only for the few units that are undecided in fractions: it takes a fraction of the time,
         # adds the rows that matter, and is the solution if the time is up.
-        few = self._undecided(fractions.values, upper)
-        is_less = len(costs) > _MANY and np.count_nonzero(few) < np.count_nonzero(upper) / 2
-        for columns, proving in ([(few, False)] if is_less else []) + [(upper, True)]:
+        undecided = [self._undecided(fractions.values, upper)] if len(costs) > _MANY else []
+        few = [(columns, False) for columns in undecided if columns.sum() < upper.sum() / 2]
+        for columns, proving in (*few, (upper, True)):
             self._loosen()
             try:
                 found = self._whole(costs, columns, gap, proving)

@@ -16,6 +16,11 @@ SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, to
 Sizes = tuple[int, int, int, int]  # bits, levels, group_size, quant_groups
 
 
+def on(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors on a device."""
+    return [None if each is None else each.to(device) for each in tensors]
+
+
 class Case(NamedTuple):
     """A tensor, its settings, and the seed; None rounds to the nearest level."""
 
@@ -37,8 +42,7 @@ class Mapped(NamedTuple):
 
     def arguments(self, device: str = "cpu") -> tuple[object, ...]:
         """What `quantize_map` takes after x."""
-        mean, rstd = (None if each is None else each.to(device) for each in (self.mean, self.rstd))
-        seed = torch.tensor([self.seed or 0], device=device)
+        mean, rstd, seed = on(device, self.mean, self.rstd, torch.tensor([self.seed or 0]))
         return KINDS[self.kind], mean, rstd, self.inner, *self.sizes, self.seed is not None, seed
 
 
@@ -282,9 +286,8 @@ class CrossEntropy(NamedTuple):
 
     def arguments(self, device: str = "cpu") -> tuple[Any, ...]:
         """What the op takes, on a device."""
-        weight = None if self.weight is None else self.weight.to(device)
-        tensors = (each.to(device) for each in (*self.parts, self.target, self.surplus))
-        return *tensors, weight, self.grad.to(device), self.classes, -100, self.mean, *self.sizes
+        tensors = on(device, *self.parts, self.target, self.surplus, self.weight, self.grad)
+        return *tensors, self.classes, -100, self.mean, *self.sizes
 
 
 def cross_entropies() -> Iterator[CrossEntropy]:
@@ -319,9 +322,8 @@ class BatchNorm(NamedTuple):
 
     def arguments(self, device: str = "cpu") -> tuple[Any, ...]:
         """What the op takes, on a device."""
-        weight = None if self.weight is None else self.weight.to(device)
-        tensors = (each.to(device) for each in (*self.parts, self.grad, self.rstd))
-        return *tensors, weight, self.last, self.fixed, *self.sizes
+        tensors = on(device, *self.parts, self.grad, self.rstd, self.weight)
+        return *tensors, self.last, self.fixed, *self.sizes
 
     def assert_right(self, dx: Tensor, dw: Tensor, db: Tensor) -> None:
         """Compare with float64. A sum may be small beside its terms."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks as _saving_hooks
 
 from mesa_tune.codecs import Memory
 from mesa_tune.engine.formula import Grads, Result, Saved
@@ -31,9 +32,6 @@ Memories = dict[int, Memory]
 """What codecs remember of one layer, by position in `Result.lossy`."""
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-
-
-_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class _Saving(threading.local):

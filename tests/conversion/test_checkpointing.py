@@ -213,26 +213,6 @@ def test_models_of_transformers(name: str, reentrant: bool, policy: str) -> None
     assert expected / 1.5 < mean_error(model, loss, POLICIES[policy]) < 1.5 * expected
 
 
-@pytest.mark.parametrize("module", ["model", "model.layers.*"], ids=["around", "at"])
-def test_modules_that_run_again_around_checkpoints_of_the_model(module: str) -> None:
-    """The inner checkpoint compares what its two runs save; the outer one's first run saves in vain."""
-    inside = "on fc matmul silu mul rmsnorm attention:\n    by_index: all\n    enable: True\n    level: 16\n"
-    again = f"on module:\n    by_name: {module}\n    store: recompute\n"
-    ids = torch.randint(3, 250, (SAMPLES, LENGTH))
-
-    def steps(is_checkpointed: bool) -> list[tuple[Tensor, Tensor]]:
-        torch.manual_seed(0)
-        model: Any = MODELS["llama"]().train()
-        if is_checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        mt.convert(model, Policy.parse(again + inside), seed=1, min_elements=1024)
-        return [gradients(model, lambda: model(input_ids=ids, labels=ids).loss) for _ in range(3)]
-
-    for (loss, found), (expected_loss, expected) in zip(steps(True), steps(False), strict=True):
-        assert torch.equal(loss, expected_loss)
-        assert torch.equal(found, expected)
-
-
 def test_a_backward_stays_in_its_own_graph() -> None:
     """What derives in a branch of its own takes tensors of the trunk, whose graph is still to be used."""
 

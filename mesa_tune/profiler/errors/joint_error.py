@@ -62,7 +62,7 @@ class JointError:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._exact: dict[int, tuple[list[Any], Gradient]] = {}
         self._norms: dict[int, float] = {}
-        self._still: list[int] = []
+        self._without_gradient: list[int] = []
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -71,12 +71,13 @@ class JointError:
         So it is before the first step of weights behind others that are zero: LoRA's A behind its B.
         """
         sizes = [parameter.numel() for parameter in self.parameters]
-        share = sum(sizes[index] for index in self._still) / max(1, sum(sizes))
+        share = sum(sizes[index] for index in self._without_gradient) / max(1, sum(sizes))
         if share < _MANY:
             return ()
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        first = names[self._without_gradient[0]]
         note = (
-            f"{share:.0%} of the trained weights, such as {names[self._still[0]]!r}, have gradients of "
+            f"{share:.0%} of the trained weights, such as {first!r}, have gradients of "
             "exactly zero here: errors in these are not seen, and a policy may err more once they train. "
             "Profile a model that has taken its first steps"
         )
@@ -188,7 +189,7 @@ class JointError:
             del gradient  # before the next one takes memory
             if len(sizes) >= max(fewest, 2) and (_is_known(sizes) or not goes_on()):
                 break
-        self._still = [index for index, sum_ in enumerate(total) if _is_zero(sum_)]
+        self._without_gradient = [index for index, sum_ in enumerate(total) if _is_zero(sum_)]
         mean = statistics.fmean(sizes)
         if not 0 < mean < math.inf:
             return Noise(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Modules that run again in backward, of models that fill a cache of keys and values in training."""
+"""Modules that run again in backward, of models of transformers: with caches of keys, and checkpointed."""
 
 import copy
 from typing import Any
@@ -70,3 +70,22 @@ def test_keys_of_an_earlier_forward_are_used() -> None:
     with pytest.warns(UserWarning, match=r"'model.layers.0' does not run again: its cache has keys"):
         found = gradient(network, {**rest, "past_key_values": copy.deepcopy(known)})
     torch.testing.assert_close(found, gradient(model, {**rest, "past_key_values": copy.deepcopy(known)}))
+
+
+@pytest.mark.parametrize("module", ["model", "model.layers.*"], ids=["around", "at"])
+def test_modules_that_run_again_around_checkpoints_of_the_model(module: str) -> None:
+    """The inner checkpoint compares what its two runs save; the outer one's first run saves in vain."""
+    inside = "on fc matmul silu mul rmsnorm attention:\n    by_index: all\n    enable: True\n    level: 16\n"
+    again = f"on module:\n    by_name: {module}\n    store: recompute\n"
+    plain, batch = transformers.LlamaForCausalLM(llama(64)).train(), padded()
+
+    def steps(is_checkpointed: bool) -> list[tuple[Tensor, Tensor]]:
+        model = copy.deepcopy(plain)
+        if is_checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        mt.convert(model, mt.Policy.parse(again + inside), seed=1, min_elements=1024)
+        return [(model(**batch).loss.detach(), gradient(model, batch)) for _ in range(3)]
+
+    for (loss, found), (expected_loss, expected) in zip(steps(True), steps(False), strict=True):
+        assert torch.equal(loss, expected_loss)
+        assert torch.equal(found, expected)
