@@ -37,6 +37,7 @@ from torch import nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.errors.joint_error import JointError
+from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.verification import BATCHES, UNUSED_DRAWS
 
 FOLDERS = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler", "search")
@@ -118,6 +119,7 @@ def policy_line(name: str, label: str) -> dict[str, Any]:
     values = {name: getattr(task, name) for name in ("title", "metric", "relative")}
     line = {"policy": label, "seed": None, **values, **plain, "budget": budget, "without": WITHOUT.get(name)}
     line |= {"peak": predicted.peak_bytes, "saved": predicted.saved_bytes}
+    line["step"] = slowdown(profile, predicted)
     if policy is None:
         return {**line, "text": None}
     ratios = {
@@ -125,6 +127,13 @@ def policy_line(name: str, label: str) -> dict[str, Any]:
         "at_start": mt.verify(task.workload, policy, steps=1).gradient_noise_ratio,
     }
     return {**line, **ratios, "text": policy.dumps()}
+
+
+def slowdown(profile: mt.Profile, predicted: Prediction) -> float | None:
+    """Return the predicted time of a step over that of a plain one; None if unknown."""
+    if predicted.step_ms is None or profile.step_ms is None:
+        return None
+    return predicted.step_ms / profile.step_ms
 
 
 @cache

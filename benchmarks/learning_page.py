@@ -19,6 +19,7 @@ COLUMNS = (
     "policy",
     "peak",
     "saved",
+    "step",
     "ratio predicted",
     "at start",
     "at end",
@@ -45,9 +46,10 @@ Does training under a policy within a noise ratio end as plain training does?
   another policy.
 * Noise ratios grow during training. So the profile has the weights at the end of a plain training with
   another seed; **untrained**: the weights before training.
-* **peak**, **saved**: predicted bytes, in % of the plain peak. **ratio predicted**: for the profiled weights.
-  **at start**: measured with untrained weights. **at end**: measured with the last weights of each training
-  under the policy, on batches that nothing was chosen on; mean and largest of all seeds.
+* **peak**, **saved**: predicted bytes, in % of the plain peak. **step**: predicted time of a step over that
+  of a plain one; searched policies may run modules again, which rivals do not. **ratio predicted**: for the
+  profiled weights. **at start**: measured with untrained weights. **at end**: measured with the last weights
+  of each training under the policy, on batches that nothing was chosen on; mean and largest of all seeds.
 * A seed determines initialization and batches, equally for all policies. **difference to plain**: mean of the
   paired differences, with its 95 % interval by Student's t. Accuracies differ in percentage points, losses in
   percent of the plain loss.
@@ -121,7 +123,7 @@ def _row(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> lis
     score = f"{mean:.3f}" if line["relative"] else f"{mean:.2%}"
     bytes_ = [f"{line[name] / line['plain_peak']:.0%}" for name in ("peak", "saved")]
     if line["policy"] == PLAIN:
-        return [PLAIN, *bytes_, *("–",) * 3, str(len(runs)), score, *("–",) * 3]
+        return [PLAIN, *bytes_, "1.00", *("–",) * 3, str(len(runs)), score, *("–",) * 3]
     ends = [run["at_end"] for run in runs.values()]
     ratios = [
         _predicted(line),
@@ -132,7 +134,9 @@ def _row(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> lis
     change = f"{_percent(found.mean)} ({_percent(found.low)} … {_percent(found.high)})"
     label = line["policy"] + (f" in {line['budget']}" if line["budget"] else "") + "*" * line["earlier"]
     verdicts = [_yes(contains_zero(found)), _yes(is_within(found))]
-    return [label, *bytes_, *ratios, str(len(runs)), score, change, *verdicts]
+    step = line.get("step")
+    slowdown = "–" if step is None else f"{step:.2f}"
+    return [label, *bytes_, slowdown, *ratios, str(len(runs)), score, change, *verdicts]
 
 
 def contains_zero(interval: Interval) -> bool:

@@ -145,12 +145,28 @@ void quantize_out(Tensor x, int64_t bits, int64_t levels, int64_t group_size, in
   encode(x, s, stochastic, seed, data, ranges);
 }
 
+// The number of rows of `x`, along its last dimension.
+int64_t rows_of(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() > 0, "expected a tensor with rows");
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return rows;
+}
+
 Tensor dequantize(Tensor data, Tensor ranges, std::vector<int64_t> shape, ScalarType dtype, int64_t bits,
-                  int64_t levels, int64_t group_size, int64_t quant_groups) {
+                  int64_t levels, int64_t group_size, int64_t quant_groups, std::optional<Tensor> zero_rows) {
   const Settings s{bits, levels, group_size, quant_groups};
   Tensor out = empty_tensor(ranges, shape, dtype);
   check_settings(s, out);
   decode(data, ranges, s, out);
+  if (!zero_rows.has_value()) return out;
+  const int64_t rows = rows_of(out), size = dtype == ScalarType::Float ? 4 : 2;
+  const int64_t bytes = out.size(out.dim() - 1) * size;
+  const auto* bits_of_rows = static_cast<const uint8_t*>(
+      dense_data(*zero_rows, out, ScalarType::Byte, plane_bytes(rows), "bits of zero rows"));
+  dispatch(
+      out, [&] { cpu::clear_rows(bits_of_rows, rows, bytes, out.mutable_data_ptr()); },
+      [&](auto stream) { cuda::clear_rows(bits_of_rows, rows, bytes, out.mutable_data_ptr(), stream); });
   return out;
 }
 
@@ -208,10 +224,7 @@ Tensor unpack_bits(Tensor data, std::vector<int64_t> shape) {
 }
 
 Tensor pack_zero_rows(Tensor x) {
-  STD_TORCH_CHECK(x.dim() > 0, "expected a tensor with rows");
-  const int64_t width = x.size(x.dim() - 1);
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  const int64_t rows = rows_of(x), width = x.size(x.dim() - 1);
   Tensor data = empty_tensor(x, {plane_bytes(rows)}, ScalarType::Byte);
   const Strided source = strided(x, Settings{1, 2, 1, 0});
   auto* target = static_cast<uint8_t*>(data.mutable_data_ptr());
@@ -221,10 +234,19 @@ Tensor pack_zero_rows(Tensor x) {
   return data;
 }
 
+std::tuple<Tensor, Tensor, Tensor> quantize_rows(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
+                                                 bool stochastic, std::optional<Tensor> seed) {
+  const bool wide = x.scalar_type() == ScalarType::Float;
+  const auto [data, ranges] =
+      (wide ? quantize : quantize_ends)(x, bits, levels, group_size, 0, stochastic, seed);
+  return {data, ranges, pack_zero_rows(x)};
+}
+
 template <class Library>
 void add_kernels(Library& m) {
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("quantize_ends", TORCH_BOX(&quantize_ends));
+  m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
   m.impl("quantize_out", TORCH_BOX(&quantize_out));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("dequantize_out", TORCH_BOX(&dequantize_out));

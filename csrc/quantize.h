@@ -62,6 +62,8 @@ void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
 // Packs one bit per row of consecutive elements in the layout: whether all are zero.
 void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data);
+// Writes zeros to those dense rows of `bytes` bytes, a multiple of 2, whose bit is set.
+void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out);
 
 }  // namespace cpu
 
@@ -87,6 +89,7 @@ void read_ends(const uint16_t* ends, int64_t groups, int64_t levels, Dtype dtype
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data, void* stream);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask, void* stream);
 void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data, void* stream);
+void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out, void* stream);
 
 }  // namespace cuda
 }  // namespace mesa_tune

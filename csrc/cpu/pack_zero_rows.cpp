@@ -1,5 +1,7 @@
 // pack_zero_rows on the CPU: one bit per row, whether all its elements are zero. A row is read up to its
-// first few elements that are not.
+// first few elements that are not. And clear_rows, which makes such rows zero again.
+
+#include <cstring>
 
 #include "groups.h"
 #include "paths.h"
@@ -41,6 +43,12 @@ MESA_TUNE_PATHS(pack_rows,
 void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data) {
   parallel(plane_bytes(rows), 8 * std::min(kAtOnce, std::max<int64_t>(1, width)),
            [&](int64_t from, int64_t to) { pack_rows_paths[path()](x, rows, width, data, from, to); });
+}
+
+void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out) {
+  for (int64_t row = 0; row < rows; ++row)
+    if (bits[row >> 3] >> (row & 7) & 1)
+      std::memset(static_cast<char*>(out) + row * bytes, 0, static_cast<size_t>(bytes));
 }
 
 }  // namespace mesa_tune::cpu

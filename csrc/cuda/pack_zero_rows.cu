@@ -1,5 +1,5 @@
-// pack_zero_rows on CUDA devices. A warp reads the eight rows of a byte, each up to its first few elements
-// that are not zero.
+// pack_zero_rows and clear_rows on CUDA devices. A warp takes the eight rows of a byte; it reads each up to
+// its first few elements that are not zero.
 
 #include "encode.cuh"
 
@@ -27,6 +27,18 @@ __global__ void pack_rows(const __grid_constant__ Layout layout, const typename 
   }
 }
 
+__global__ void clear(const uint8_t* bits, int64_t rows, int64_t width, uint16_t* out) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int64_t turn = thread_number(); turn / kWarp * 8 < rows; turn += thread_count()) {
+    const int64_t byte = turn / kWarp;
+    for (int64_t i = 0; i < 8; ++i) {
+      if (!(bits[byte] >> i & 1)) continue;
+      uint16_t* row = out + (8 * byte + i) * width;
+      for (int64_t column = lane; column < width; column += kWarp) row[column] = 0;
+    }
+  }
+}
+
 }  // namespace
 
 void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data, void* stream) {
@@ -35,6 +47,10 @@ void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data
     launch(pack_rows<Type>, plane_bytes(rows) * kWarp, stream, x.layout,
            static_cast<const typename Type::Storage*>(x.data), rows, width, data);
   });
+}
+
+void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out, void* stream) {
+  launch(clear, plane_bytes(rows) * kWarp, stream, bits, rows, bytes / 2, static_cast<uint16_t*>(out));
 }
 
 }  // namespace mesa_tune::cuda

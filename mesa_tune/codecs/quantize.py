@@ -23,6 +23,7 @@ LARGEST_GROUP = 4096
 
 _QUANTIZE = torch.ops.mesa_tune.quantize.default
 _QUANTIZE_ENDS = torch.ops.mesa_tune.quantize_ends.default
+_QUANTIZE_ROWS = torch.ops.mesa_tune.quantize_rows.default
 _DEQUANTIZE_OUT = torch.ops.mesa_tune.dequantize_out.default
 _DEQUANTIZE = torch.ops.mesa_tune.dequantize.default
 
@@ -31,6 +32,11 @@ def encode(x: Tensor, spec: Spec, key: Tensor, memory: Memory | None = None) -> 
     """Return packed levels (uint8) and ranges `[groups, 2]`: float32, or their ends in 16 bits."""
     op = _QUANTIZE if x.element_size() > 2 else _QUANTIZE_ENDS
     return [*op(x, spec.bits, spec.levels, spec.group_size, spec.quant_groups, spec.stochastic, key)]
+
+
+def encode_rows(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
+    """Return `encode` of x, and one bit per row: whether it is zero; groups follow the last dimension."""
+    return [*_QUANTIZE_ROWS(x, spec.bits, spec.levels, spec.group_size, spec.stochastic, key)]
 
 
 def encode_with_ranges(x: Tensor, spec: Spec, key: Tensor) -> list[Tensor]:
@@ -58,6 +64,15 @@ def decode(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, sp
     out = data.new_empty(shape, dtype=dtype)
     _DEQUANTIZE_OUT(data, ranges, *sizes, out)
     return out
+
+
+def decode_cleared(
+    parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, spec: Spec, zero_rows: Tensor
+) -> Tensor:
+    """Return `decode` with zeros in the rows, along the last dimension, whose bits are set."""
+    sizes = (spec.bits, spec.levels, spec.group_size, spec.quant_groups)
+    result: Tensor = _DEQUANTIZE(*parts, shape, dtype, *sizes, zero_rows)
+    return result
 
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

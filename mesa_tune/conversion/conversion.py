@@ -20,8 +20,8 @@ from mesa_tune.conversion.layers import Catalog
 from mesa_tune.engine.cache import CallCache
 from mesa_tune.engine.function import Memories
 from mesa_tune.engine.observer import watch
+from mesa_tune.engine.registry import StaticTensors, registry
 from mesa_tune.engine.routing import inside_backward, state
-from mesa_tune.engine.storage import StaticTensors, registry
 from mesa_tune.notice import warn_once
 from mesa_tune.ops import NOISE_STEP, as_int64
 from mesa_tune.policy import Policy

@@ -30,13 +30,15 @@ Grads = tuple[Tensor | None, ...]
 class Result(NamedTuple):
     """What a forward returns: its output, tensors to save in fewer bits, and tensors to save exactly.
 
-    `in_place`: the output is the first input, changed.
+    `in_place`: the output is the first input, changed. `marked`: of so many lossy tensors, the first ones,
+    `Saved.exact` also has which rows are zero (`storage.pack_zero_rows`), after the exact tensors.
     """
 
     output: Tensor
     lossy: tuple[Tensor | Deferred, ...] = ()
     exact: tuple[Tensor | None, ...] = ()
     in_place: bool = False
+    marked: int = 0
 
 
 class Saved(NamedTuple):

@@ -23,15 +23,13 @@ from mesa_tune.engine.observer import Replay, watch
 from mesa_tune.engine.plan import CallPlan, Sources, Tensors
 from mesa_tune.engine.rematerialize import Recipe, Source, Traced, find, remember, saved_tensor, take
 from mesa_tune.engine.saved import SavedTensor
-from mesa_tune.engine.storage import Packing, store
-from mesa_tune.engine.tensors import distinct, summed
+from mesa_tune.engine.storage import Packing, pack_zero_rows, store
+from mesa_tune.engine.tensors import distinct, summed, unviewed
 from mesa_tune.errors import RunError
 from mesa_tune.ops.maps import Deferred
 
 Memories = dict[int, Memory]
 """What codecs remember of one layer, by position in `Result.lossy`."""
-
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 class _Saving(threading.local):
@@ -84,7 +82,7 @@ class Apply(torch.autograd.Function):
         if result.in_place:
             ctx.mark_dirty(inputs[0])
         elif formula.views:
-            output = _unviewed(output)
+            output = unviewed(output)
         if formula.is_head:
             ctx.head = Head.of(inputs, output, plan.static[0])
             ctx.set_materialize_grads(False)  # a tiled loss has no gradient for the output
@@ -127,13 +125,16 @@ def _save(
         stored, lossy = plan.decided(lossy, inputs, shown=shown)
     sources, spec, memory = _sources(plan, extra) if plan.recipes else {}, plan.spec, None
     saved: list[list[Tensor]] = []
+    marks: list[Tensor] = []
     for tensor, how in zip(lossy, stored, strict=True):
+        zero_rows = marks if len(saved) < result.marked else None
         if isinstance(how, Recipe):
-            saved.append(next(parts for i, parts in sources.items() if tensor is inputs[i]))
+            saved.append(_derived(tensor, sources, inputs, zero_rows))
             continue
         if memories is not None:
             memory = memories.setdefault(len(saved), {})
-        saved.append(store(tensor, how, spec, key, memory))
+        saved.append(store(tensor, how, spec, key, memory, zero_rows=zero_rows))
+    exact = (*exact, *marks)
     if plan.stored is None:
         pairs = zip(stored, saved, strict=True)
         counted = [how if isinstance(how, Recipe) else how.in_parts(len(parts)) for how, parts in pairs]
@@ -149,9 +150,20 @@ def _save_as_many(ctx: Any, plan: CallPlan, key: Tensor, result: Result) -> list
     """Save the key as often as `_save` would save a tensor: a checkpoint counts them, and keeps none."""
     assert plan.stored is not None
     count = sum(how.parts for how in plan.stored)
-    ctx.save_for_backward(*[key] * count, *[None if tensor is None else key for tensor in result.exact])
+    ctx.save_for_backward(
+        *[key] * count, *[None if tensor is None else key for tensor in result.exact], *[key] * result.marked
+    )
     ctx.plan = plan
     return []
+
+
+def _derived(
+    tensor: Any, sources: Mapping[int, list[Tensor]], inputs: Sequence[Tensor | None], zero_rows: Any
+) -> list[Tensor]:
+    """Return what `tensor`, one of the inputs, is made again from; which rows are zero as in `store`."""
+    if zero_rows is not None:
+        zero_rows.append(pack_zero_rows(tensor))
+    return next(parts for index, parts in sources.items() if tensor is inputs[index])
 
 
 def _sources(plan: CallPlan, extra: Sequence[Tensor | None]) -> dict[int, list[Tensor]]:
@@ -173,17 +185,6 @@ def _exposed(ctx: Any, exact: Sequence[Any], saved: Sequence[Sequence[Tensor]]) 
     ctx.mark_non_differentiable(*exposed)
     ctx.set_materialize_grads(False)  # zeros in the shape of every part would double them in backward
     return exposed
-
-
-def _unviewed(tensor: Tensor) -> Tensor:
-    """Return `tensor` as no view: an in-place operation on a view that a Function returns would fail.
-
-    In traced code, also return another tensor object: an input must not be returned as it is.
-    """
-    if torch.compiler.is_compiling():
-        renewed: Tensor = _UNSAFE_VIEW(tensor, tensor.shape)
-        return renewed
-    return tensor if tensor._base is None else tensor.data
 
 
 def _show(

@@ -29,8 +29,8 @@ from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import Route, Routes
 from mesa_tune.engine.function import MISS, Memories, run_cached
 from mesa_tune.engine.observer import watch
+from mesa_tune.engine.registry import StaticTensors
 from mesa_tune.engine.rematerialize import Traced, changed
-from mesa_tune.engine.storage import StaticTensors
 from mesa_tune.notice import warn_once
 
 

@@ -83,6 +83,15 @@ class SavedTensor:
             made.parts[0] if made.spec is None else restore(made.parts, made.packing, made.spec), dtype
         )
 
+    def cleared(self, zero_rows: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Return `whole` with zeros in the rows whose bits are set; None if its codec cannot write them."""
+        made = self.narrowed(dtype)
+        packing, spec = made.packing, made.spec
+        if spec is None or not packing.packed or packing.strides is not None or packing.expanded is not None:
+            return None
+        decode: Any = getattr(CODECS[spec.codec], "decode_cleared", None)
+        return decode and cast(decode(made.parts, packing.shape, packing.dtype, spec, zero_rows), dtype)
+
     def narrowed(self, dtype: torch.dtype | None) -> "SavedTensor":
         """Return a tensor that is decoded in `dtype` without a copy in its own, as that copy cast would be.
 

@@ -1,103 +1,21 @@
-"""Storing a tensor for backward: how is decided once per geometry, and an equal copy is stored once (Rule 3).
+"""Storing a tensor for backward: how is decided once per geometry; an equal copy is stored once (Rule 3)."""
 
-However many layers save a tensor under the same settings, there is one packed copy, found by a registry of
-what is known of tensors. The hard part is never to take one tensor for another: an address is reused as soon
-as a tensor dies, and an in-place operation changes a tensor without moving it. So facts are filed by storage,
-which is referred to weakly, and facts about values carry the tensor's version.
-"""
-
-import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import chain, count
+from collections.abc import Hashable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch import Tensor
 
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Memory, Spec
+from mesa_tune.engine.registry import file, filed, once
 from mesa_tune.engine.tensors import views_large_storage
 from mesa_tune.notice import warn_once
 from mesa_tune.ops.flags import none_set
 from mesa_tune.ops.fused import MASK_GRAD
 from mesa_tune.ops.maps import Deferred
 from mesa_tune.ops.reference import channels_of
-
-_FIRST_LIMIT = 1024
-
-
-class Registry:
-    """Facts about tensors by their storage; facts about freed storages are dropped from time to time."""
-
-    def __init__(self) -> None:
-        self._records: dict[int, tuple[weakref.ref[UntypedStorage], dict[Hashable, Any]]] = {}
-        self._limit = _FIRST_LIMIT
-
-    def facts(self, tensor: Tensor) -> dict[Hashable, Any] | None:
-        """Return the facts about the storage of `tensor`; None if there are none."""
-        storage = tensor.untyped_storage()
-        record = self._records.get(storage._cdata)
-        return record[1] if record is not None and record[0]() is storage else None
-
-    def file(self, tensor: Tensor) -> dict[Hashable, Any]:
-        """Return the facts about the storage of `tensor`, to which more can be added."""
-        storage = tensor.untyped_storage()
-        address, records = storage._cdata, self._records
-        record = records.get(address)
-        if record is None or record[0]() is not storage:
-            if len(records) >= self._limit:
-                self.purge()
-            record = self._records[address] = weakref.ref(storage), {}
-        return record[1]
-
-    def purge(self) -> None:
-        """Drop the facts about freed storages."""
-        self._records = {key: known for key, known in self._records.items() if known[0]() is not None}
-        self._limit = max(_FIRST_LIMIT, 2 * len(self._records))
-
-    def clear(self) -> None:
-        """Drop all facts."""
-        self._records.clear()
-
-
-class StaticTensors(Registry):
-    """Tensors that are never packed: parameters, buffers and the batch of a conversion, by their storage.
-
-    `root`: the module whose parameters and buffers are not filed yet: few forwards ask for them.
-    """
-
-    root: nn.Module | None = None
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """File tensors."""
-        for tensor in tensors:
-            if tensor.layout is torch.strided:
-                self.file(tensor)
-
-    def has(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` lies in the storage of such a tensor."""
-        if tensor.layout is not torch.strided:
-            return False
-        if self.facts(tensor) is not None:
-            return True
-        root = self.root
-        if root is None or not tensor.is_leaf:
-            return False
-        # A leaf may stand for a parameter (`torch.func.functional_call`), also of a module never called.
-        self.root = None
-        self.add(chain(root.parameters(), root.buffers()))
-        return self.has(tensor)
-
-
-class _PerThread(Registry, threading.local):
-    pass
-
-
-registry = _PerThread()
-"""Packed copies, outputs that can be rematerialized, and sums; emptied where an outermost forward begins."""
 
 
 class Packing(NamedTuple):
@@ -217,11 +135,22 @@ def _number(spec: Spec) -> int:
 
 def _is_in_memory_order(tensor: Tensor, spec: Spec) -> bool:
     """Return whether groups follow the order of memory, so that all dense views of a storage share a copy."""
-    if torch.compiler.is_compiling() or spec.codec != "quantize" or spec.quant_groups:
+    if spec.codec != "quantize" or spec.quant_groups:
         return False
     # A recipe (`store: derive`) contains the shape of what was saved, not its layout.
-    dense = torch.ops.aten.is_non_overlapping_and_dense
-    return tensor.is_contiguous() or (not spec.exposes and bool(dense(tensor)))
+    return tensor.is_contiguous() or (not spec.exposes and _is_dense(tensor))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill a part of the memory, each in a place of its own."""
+    if torch.compiler.is_compiling():
+        return tensor.permute(_outermost_first(tensor.stride())).is_contiguous()
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _outermost_first(strides: Sequence[int]) -> list[int]:
+    """Return the dimensions in the order of their strides, the largest first."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def _deferred_packing(deferred: Deferred, spec: Spec) -> Packing:
@@ -268,25 +197,81 @@ def is_too_small(tensor: Tensor, spec: Spec) -> bool:
 
 
 def store(
-    tensor: Tensor | Deferred, packing: Packing, spec: Spec, key: Tensor, memory: Memory | None = None
+    tensor: Tensor | Deferred,
+    packing: Packing,
+    spec: Spec,
+    key: Tensor,
+    memory: Memory | None = None,
+    *,
+    zero_rows: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Return what to save for `tensor`, as `packing` says: packed parts, a copy, or itself."""
+    """Return what to save for `tensor`, as `packing` says: packed parts, a copy, or itself.
+
+    Append `pack_zero_rows` of the tensor to `zero_rows`, if given.
+    """
     if isinstance(tensor, Deferred):
         if packing.deferred:
             return _store_deferred(tensor, packing, spec, key, memory)
         tensor = tensor.make()
+    if zero_rows is not None:
+        return _store_with_rows(tensor, packing, spec, key, memory, zero_rows)
     if packing.core is not None:
         tensor = tensor[packing.core]
     if not packing.packed:
-        return _once(tensor, packing.copy_key, lambda: [tensor.clone()]) if packing.copied else [tensor]
+        return once(tensor, packing.copy_key, lambda: [tensor.clone()]) if packing.copied else [tensor]
     encode = CODECS[spec.codec].encode
     if torch.compiler.is_compiling():  # the compiler merges equal functional ops
-        return encode(tensor, spec, key)
-    return _once(tensor, packing.copy_key, encode, _in_memory_order(tensor, packing), spec, key, memory)
+        return encode(_in_memory_order(tensor, packing), spec, key)
+    return once(tensor, packing.copy_key, encode, _in_memory_order(tensor, packing), spec, key, memory)
+
+
+def _packs_rows(tensor: Tensor, packing: Packing, spec: Spec) -> bool:
+    """Return whether one op is to pack the tensor and which rows are zero: if neither is there already."""
+    row_major = packing.packed and packing.core is None and packing.strides is None and not spec.quant_groups
+    if not (row_major and hasattr(CODECS[spec.codec], "encode_rows")):
+        return False
+    return torch.compiler.is_compiling() or not (
+        filed(tensor, packing.copy_key) or filed(tensor, _rows_key(tensor))
+    )
+
+
+def _store_with_rows(
+    tensor: Tensor,
+    packing: Packing,
+    spec: Spec,
+    key: Tensor,
+    memory: Memory | None,
+    zero_rows: list[Tensor],
+) -> list[Tensor]:
+    if not _packs_rows(tensor, packing, spec):
+        zero_rows.append(pack_zero_rows(tensor))
+        return store(tensor, packing, spec, key, memory)
+    codec: Any = CODECS[spec.codec]
+    parts: list[Tensor]
+    *parts, rows = codec.encode_rows(tensor, spec, key)
+    zero_rows.append(rows)
+    if not torch.compiler.is_compiling():
+        file(tensor, packing.copy_key, parts)
+        file(tensor, _rows_key(tensor), [rows])
+    return parts
 
 
 def _in_memory_order(tensor: Tensor, packing: Packing) -> Tensor:
-    return tensor if packing.strides is None else tensor.as_strided((packing.numel,), (1,))
+    if packing.strides is None:
+        return tensor
+    if torch.compiler.is_compiling():  # the compiler knows no strides, only values
+        return tensor.permute(_outermost_first(packing.strides)).flatten()
+    return tensor.as_strided((packing.numel,), (1,))
+
+
+def _in_own_order(run: Tensor, packing: Packing) -> Tensor:
+    """Return the tensor whose elements `run` has in the order of their memory."""
+    assert packing.strides is not None
+    if not torch.compiler.is_compiling():
+        return run.as_strided(packing.shape, packing.strides)
+    order = _outermost_first(packing.strides)
+    dense = run.view([packing.shape[dim] for dim in order])
+    return dense.permute([order.index(dim) for dim in range(len(order))])
 
 
 def _store_deferred(
@@ -301,15 +286,15 @@ def _store_deferred(
     if packing.strides is not None:
         deferred = deferred._replace(source=_in_memory_order(source, packing))
     if hasattr(codec, "encode_deferred"):
-        return _once(source, packing.copy_key, codec.encode_deferred, deferred, spec, key)
-    return _once(source, packing.copy_key, lambda: codec.encode(deferred.made(), spec, key, memory))
+        return once(source, packing.copy_key, codec.encode_deferred, deferred, spec, key)
+    return once(source, packing.copy_key, lambda: codec.encode(deferred.made(), spec, key, memory))
 
 
 def restore(parts: Sequence[Tensor], packing: Packing, spec: Spec) -> Tensor:
     """Return the saved tensor: bitwise if it was saved as it is, as decoded otherwise."""
     if packing.strides is not None:
         run = CODECS[spec.codec].decode(parts, (packing.numel,), packing.dtype, spec)
-        tensor = run.as_strided(packing.shape, packing.strides)
+        tensor = _in_own_order(run, packing)
     elif packing.packed:
         tensor = CODECS[spec.codec].decode(parts, packing.shape, packing.dtype, spec)
     else:
@@ -321,7 +306,7 @@ def pack_once(mask: Tensor) -> Tensor:
     """Return the bits of `mask`, packed once however many layers save them."""
     if torch.compiler.is_compiling():
         return ops.pack_bits(mask)
-    return _once(mask, ("bits", mask.shape, mask.stride()), lambda: [_PACK_BITS(mask)])[0]
+    return once(mask, ("bits", mask.shape, mask.stride()), lambda: [_PACK_BITS(mask)])[0]
 
 
 def pack_zero_rows(x: Tensor) -> Tensor:
@@ -333,7 +318,11 @@ def pack_zero_rows(x: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return _zero_rows(x)[0]
-    return _once(x, ("zero rows", x.shape, x.stride()), _zero_rows, x)[0]
+    return once(x, _rows_key(x), _zero_rows, x)[0]
+
+
+def _rows_key(x: Tensor) -> Hashable:
+    return "zero rows", x.shape, x.stride()
 
 
 def _zero_rows(x: Tensor) -> list[Tensor]:
@@ -348,30 +337,3 @@ def without_zero_rows(grad: Tensor, zero_rows: Tensor) -> Tensor:
         masked: Tensor = MASK_GRAD(grad, zero_rows, 0.0, grad.shape[-1])
         return masked
     return grad.masked_fill(ops.unpack_bits(zero_rows, grad.shape[:-1]).unsqueeze(-1), 0)
-
-
-_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-
-
-def _is_selective() -> bool:
-    """Return whether selective checkpointing records operators, or replays them by their count.
-
-    Both runs of a part must then run the same operators, so neither may use a copy that only one of them
-    finds.
-    """
-    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
-
-
-def _once(tensor: Tensor, what: Any, make: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
-    """Return `make(*arguments)`, or what it returned before for the same `tensor` and `what`."""
-    if torch._C._len_torch_dispatch_stack() and _is_selective():
-        return make(*arguments)
-    facts, name = registry.file(tensor), (tensor._version, tensor.storage_offset(), what)
-    references = facts.get(name)
-    if references is not None:
-        parts = [reference() for reference in references]
-        if not [part for part in parts if part is None]:  # `None in parts` would ask the tensors
-            return parts
-    fresh = make(*arguments)
-    facts[name] = list(map(weakref.ref, fresh))
-    return fresh

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mesa_tune.engine.storage import registry
+from mesa_tune.engine.registry import registry
 
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _WORTH = 2

@@ -23,6 +23,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 _PIECE = 1 << 19
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 def scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
@@ -105,3 +106,14 @@ def summed(grads: tuple[Tensor | None, ...], positions: tuple[int, ...]) -> tupl
             total = sums[index]
             sums[index] = grad if total is None else total + grad
     return tuple(sums)
+
+
+def unviewed(tensor: Tensor) -> Tensor:
+    """Return `tensor` as no view: an in-place operation on a view that a Function returns would fail.
+
+    In traced code, also return another tensor object: an input must not be returned as it is.
+    """
+    if torch.compiler.is_compiling():
+        renewed: Tensor = _UNSAFE_VIEW(tensor, tensor.shape)
+        return renewed
+    return tensor if tensor._base is None else tensor.data

@@ -24,7 +24,7 @@ from mesa_tune.engine.call import Call
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.rebuild import Rebuild
 from mesa_tune.engine.saved import SavedTensor
-from mesa_tune.engine.storage import pack_zero_rows, without_zero_rows
+from mesa_tune.engine.storage import without_zero_rows
 from mesa_tune.engine.tensors import gathered, like
 from mesa_tune.formulas.norms.composed import REPEATS, aligned, is_repeated, scale
 from mesa_tune.ops.fused import DEQUANTIZE_MUL
@@ -48,7 +48,7 @@ def forward(static: Static, needs: Needs, a: Tensor, b: Tensor) -> Result:
     before = a.clone() if in_place and needs[1] else a
     y = a.mul_(b) if in_place else torch.mul(a, b)
     lossy = ((before,) if needs[1] else ()) + ((b,) if needs[0] else ())
-    return Result(y, lossy, tuple([pack_zero_rows(x) for x in lossy]) if marks_zeros else (), in_place)
+    return Result(y, lossy, in_place=in_place, marked=len(lossy) if marks_zeros else 0)
 
 
 def backward(saved: Saved, grad: Tensor) -> Grads:

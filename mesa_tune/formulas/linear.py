@@ -18,7 +18,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.engine.call import Call, autocast_dtype
 from mesa_tune.engine.formula import Formula, Grads, Layers, Needs, Result, Route, Routes, Saved, Static
 from mesa_tune.engine.saved import SavedTensor, Total
-from mesa_tune.engine.storage import pack_zero_rows, without_zero_rows
+from mesa_tune.engine.storage import without_zero_rows
 from mesa_tune.engine.tensors import cast, wanted
 from mesa_tune.ops.devices import on_cpu
 from mesa_tune.ops.fused import LINEAR_BACKWARD
@@ -43,8 +43,8 @@ def forward(static: Static, needs: Needs, x: Tensor, weight: Tensor, bias: Tenso
     if needs[1] and factor is not weight and not torch.compiler.is_compiling():
         factor.requires_grad_()  # by which PyTorch chooses how a batch of matrices is multiplied
     y = F.linear(cast(x, dtype), factor, None if bias is None else cast(bias, dtype))
-    zeros = (pack_zero_rows(x),) if marks_zeros else ()
-    return Result(y, ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ()), zeros)
+    lossy = ((x,) if needs[1] else ()) + ((weight,) if needs[0] else ())
+    return Result(y, lossy, marked=1 if marks_zeros else 0)
 
 
 def backward(saved: Saved, grad: Tensor) -> Grads:
@@ -57,10 +57,7 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
         if grads is not None:
             return wanted(grads, needs)
     rows = _rows(grad)
-    dw = None
-    if needs[1]:
-        used = rows if zero_rows is None else without_zero_rows(rows, zero_rows)  # 0 where rows of x are
-        dw = _weight_gradient(used, lossy[0], dtype)
+    dw = _weight_gradient(rows, lossy[0], dtype, zero_rows) if needs[1] else None
     dx = grad @ lossy[-1].whole(dtype) if needs[0] else None
     return dx, dw, rows.sum(0) if needs[2] else None
 
@@ -90,12 +87,20 @@ def _rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
-def _weight_gradient(rows: Tensor, x: SavedTensor, dtype: torch.dtype | None) -> Tensor | None:
+def _weight_gradient(
+    rows: Tensor, x: SavedTensor, dtype: torch.dtype | None, zero_rows: Tensor | None
+) -> Tensor | None:
+    """Return gᵀ x; in the rows of x that are zero, either x or g is 0."""
     sampled = x.sampled()
+    slices = None if sampled is not None else x.narrowed(dtype).rows(rows.dtype)
+    if zero_rows is not None:
+        cleared = x.cleared(zero_rows, dtype) if sampled is None and slices is None else None
+        if cleared is not None:
+            return rows.t() @ _rows(cleared)
+        rows = without_zero_rows(rows, zero_rows)
     if sampled is not None:
         indices, part = sampled
         return rows[indices].t() @ cast(part, dtype)
-    slices = x.narrowed(dtype).rows(rows.dtype)
     if slices is None:
         return rows.t() @ _rows(x.whole(dtype))
     dw = Total()

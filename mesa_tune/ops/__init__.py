@@ -1,8 +1,9 @@
 """The only interface to the native kernels: schemas, fake kernels, and the reference as default kernel.
 
 Importing this module defines the functional ops `torch.ops.mesa_tune.{quantize, dequantize, pack_bits,
-unpack_bits, pack_zero_rows}`, `quantize_ends`, which stores the ranges of 16-bit tensors in 16 bits, and two
-that write into existing memory, `quantize_out` and `dequantize_out`. Their default kernels are those of
+unpack_bits, pack_zero_rows}`, `quantize_ends`, which stores the ranges of 16-bit tensors in 16 bits,
+`quantize_rows`, which packs rows of zeros besides, and two that write into existing memory, `quantize_out`
+and `dequantize_out`. Their default kernels are those of
 `mesa_tune.ops.reference`. The native library, `LIBRARY`, adds kernels for the CPU and, if built with nvcc,
 for CUDA. Callers need not ask which kernel runs: all give the same bytes.
 `MESA_TUNE_REFERENCE=1` leaves the library out.
@@ -31,12 +32,15 @@ NOISE_STEP = 0x9E3779B97F4A7C15 - 2**64
 """Step between keys of rounding noise: 2⁶⁴ / golden ratio, as int64; no key repeats within 2⁶⁴ steps."""
 
 _SIZES = "int bits, int levels, int group_size, int quant_groups"
+_ROWS = "int bits, int levels, int group_size"
+_LIKE = "SymInt[] shape, ScalarType dtype"
 _NOISE = "bool stochastic, Tensor? seed"
 _SCHEMAS = (
     f"quantize(Tensor x, {_SIZES}, {_NOISE}) -> (Tensor data, Tensor ranges)",
     f"quantize_ends(Tensor x, {_SIZES}, {_NOISE}) -> (Tensor data, Tensor ends)",
+    f"quantize_rows(Tensor x, {_ROWS}, {_NOISE}) -> (Tensor data, Tensor ranges, Tensor zero_rows)",
     f"quantize_out(Tensor x, {_SIZES}, {_NOISE}, Tensor(a!) data, Tensor(b!) ranges) -> ()",
-    f"dequantize(Tensor data, Tensor ranges, SymInt[] shape, ScalarType dtype, {_SIZES}) -> Tensor",
+    f"dequantize(Tensor data, Tensor ranges, {_LIKE}, {_SIZES}, Tensor? zero_rows=None) -> Tensor",
     f"dequantize_out(Tensor data, Tensor ranges, {_SIZES}, Tensor(a!) out) -> ()",
     "pack_bits(Tensor mask) -> Tensor",
     "unpack_bits(Tensor data, SymInt[] shape) -> Tensor",
@@ -271,8 +275,15 @@ def _fake_quantize_ends(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     return data, ranges.to(x.dtype)
 
 
+def _fake_quantize_rows(
+    x: Tensor, bits: int, levels: int, group_size: int, *noise: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    data, ranges = fake_quantize(x, bits, levels, group_size, 0, *noise)
+    return data, ranges.to(x.dtype), _fake_pack_zero_rows(x)
+
+
 def _fake_dequantize(
-    data: Tensor, ranges: Tensor, shape: Sequence[int], dtype: torch.dtype, *sizes: int
+    data: Tensor, ranges: Tensor, shape: Sequence[int], dtype: torch.dtype, *arguments: Any
 ) -> Tensor:
     return data.new_empty(shape, dtype=dtype)
 
@@ -300,6 +311,7 @@ def nothing(*arguments: object) -> None:
 _KERNELS: Kernels = {
     "quantize": (reference.quantize, fake_quantize),
     "quantize_ends": (reference.quantize_ends, _fake_quantize_ends),
+    "quantize_rows": (reference.quantize_rows, _fake_quantize_rows),
     "quantize_out": (_quantize_out, nothing),
     "dequantize": (reference.dequantize, _fake_dequantize),
     "dequantize_out": (_dequantize_out, nothing),

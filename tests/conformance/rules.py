@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Spec
-from mesa_tune.engine.storage import decided, registry, restore, store
+from mesa_tune.engine.registry import registry
+from mesa_tune.engine.storage import decided, restore, store
 from mesa_tune.errors import RunError
 from mesa_tune.policy import Policy
 from tests.conformance.cases import Case

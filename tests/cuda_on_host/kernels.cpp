@@ -62,6 +62,10 @@ void pack_zero_rows(const Problem* p, int64_t rows, int64_t width) {
   mesa_tune::cuda::pack_zero_rows(strided(*p), rows, width, p->packed.data, nullptr);
 }
 
+void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out) {
+  mesa_tune::cuda::clear_rows(bits, rows, bytes, out, nullptr);
+}
+
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask) {
   mesa_tune::cuda::unpack_bits(data, numel, mask, nullptr);
 }

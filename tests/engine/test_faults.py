@@ -135,7 +135,9 @@ def test_a_fault_in_backward(fault: type[BaseException], steps: int, reentrant: 
     check_next_steps(model, other)
 
 
-@pytest.mark.parametrize("where", [(quantize, "encode"), (apply, "_gradients")], ids=["encode", "backward"])
+@pytest.mark.parametrize(
+    "where", [(quantize, "encode_rows"), (apply, "_gradients")], ids=["encode", "backward"]
+)
 @pytest.mark.parametrize("calls", [1, 4])
 @pytest.mark.parametrize("steps", [0, 4])
 def test_an_interrupt_inside_our_own_code(

@@ -5,15 +5,15 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 import mesa_tune.nn as mesa_nn
-from mesa_tune.engine import storage
+from mesa_tune.engine import registry
 
 
 def test_layers_that_stand_alone_leave_no_trace_of_dead_tensors() -> None:
-    storage.registry.clear()
+    registry.registry.clear()
     layer = mesa_nn.Linear(8, 8)
-    for _ in range(3 * storage._FIRST_LIMIT):
+    for _ in range(3 * registry._FIRST_LIMIT):
         layer(torch.randn(4, 8, requires_grad=True))
-    assert len(storage.registry._records) <= storage._FIRST_LIMIT
+    assert len(registry.registry._records) <= registry._FIRST_LIMIT
 
 
 class TwoHeads(nn.Module):

@@ -13,7 +13,7 @@ import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.engine import saved, storage
+from mesa_tune.engine import registry, saved, storage
 from mesa_tune.engine.cache import CallCache, cached_call
 from mesa_tune.engine.call import Call, may_change
 from mesa_tune.engine.saved import SavedTensor
@@ -110,11 +110,11 @@ def test_a_call_that_went_by_a_tensor_of_its_own_is_not_cached() -> None:
 
 
 def test_selective_checkpoints_are_recognized() -> None:
-    assert not storage._is_selective()
+    assert not registry._is_selective()
     for context in create_selective_checkpoint_contexts([torch.ops.aten.mm.default]):
         with context:
-            assert storage._is_selective()
-    assert not storage._is_selective()
+            assert registry._is_selective()
+    assert not registry._is_selective()
 
 
 @pytest.mark.parametrize(("index", "changes"), [("all", False), ("1", True)])

@@ -146,6 +146,14 @@ def test_rows_of_zeros(dtype: torch.dtype) -> None:
     for x in cuda_cases.rows_of_zeros(dtype):
         packed = torch.ops.mesa_tune.pack_zero_rows(on_gpu(x))
         assert torch.equal(packed.cpu(), torch.ops.mesa_tune.pack_zero_rows(x))
+        settings = (4, 16, 64, True, torch.tensor([5]))
+        here, there = (torch.ops.mesa_tune.quantize_rows(each, *settings) for each in (x, on_gpu(x)))
+        assert all(same_numbers(part.cpu(), wanted) for part, wanted in zip(there, here, strict=True))
+        decoded = [
+            torch.ops.mesa_tune.dequantize(data, ranges, x.shape, dtype, 4, 16, 64, 0, zero_rows).cpu()
+            for data, ranges, zero_rows in (here, there)
+        ]
+        assert same_numbers(*decoded)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 8, 31, 1003, 2**18 + 5])

@@ -264,6 +264,10 @@ def test_rows_of_zeros(kernels: Kernels, dtype: torch.dtype) -> None:
 
         problem(x, (1, 2, 1, 0), data, torch.empty(0), call)
         assert torch.equal(data, reference.pack_zero_rows(x))
+        dense = torch.ones_like(x, memory_format=torch.contiguous_format)
+        size = c_int64(width * x.element_size())
+        kernels.clear_rows(c_void_p(data.data_ptr()), c_int64(rows), size, c_void_p(dense.data_ptr()))
+        assert torch.equal(dense == 0, (x == 0).all(-1, keepdim=True).expand_as(x))
 
 
 def test_masks(kernels: Kernels) -> None:

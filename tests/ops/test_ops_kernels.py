@@ -150,6 +150,27 @@ def test_rows_of_zeros(dtype: torch.dtype) -> None:
         assert ops.unpack_bits(packed, (len(found),)).tolist() == found
 
 
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_rows_of_zeros_are_packed_with_their_tensor_and_decoded_as_zeros(dtype: torch.dtype) -> None:
+    for x in cuda_cases.rows_of_zeros(dtype):
+        settings = (4, 16, 64, True, torch.tensor([5]))
+        parts = torch.ops.mesa_tune.quantize_rows(x, *settings)
+        for part, wanted in zip(parts, reference.quantize_rows(x, *settings), strict=True):
+            assert same_numbers(part, wanted)
+        data, ranges, zero_rows = parts
+        decoded = torch.ops.mesa_tune.dequantize(data, ranges, x.shape, dtype, 4, 16, 64, 0)
+        cleared = torch.ops.mesa_tune.dequantize(data, ranges, x.shape, dtype, 4, 16, 64, 0, zero_rows)
+        zeros = (x == 0).all(-1, keepdim=True)
+        assert same_numbers(cleared, decoded.masked_fill(zeros, 0))
+
+
+def test_bits_of_zero_rows_must_be_one_per_row() -> None:
+    q = ops.quantize(torch.randn(20, 50), 4)
+    bits = torch.zeros(2, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="bits of zero rows of 3"):
+        torch.ops.mesa_tune.dequantize(q.data, q.ranges, q.shape, q.dtype, 4, 16, 256, 0, bits)
+
+
 @needs_library
 def test_masks() -> None:
     for numel in (0, 1, 8, 1003, 2**18 + 5):

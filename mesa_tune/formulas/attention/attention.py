@@ -65,19 +65,20 @@ def backward(saved: Saved, grad: Tensor) -> Grads:
     *_, dtype = static
     shapes = [tensor.shape for tensor in lossy]
     scores = _scores(static, shapes[0][-1], exact)
-    by_head = not (torch.compiler.is_compiling() or needs[3]) and by_heads.serves(shapes, grad)
+    by_head = not needs[3] and by_heads.serves(shapes, grad)
     uncast = dtype is None or all(tensor.dtype == dtype for tensor in lossy)
-    samples = by_heads.packed(lossy) if by_head and uncast and shapes[0][0] > 1 else None
+    traced = torch.compiler.is_compiling()
+    samples = by_heads.packed(lossy) if by_head and uncast and shapes[0][0] > 1 and not traced else None
     if samples is not None:
         return _all(needs, by_heads.gradients(scores, needs, shapes, samples, grad))
     state = exact[1]
     q, k, v = (tensor.whole(dtype) for tensor in lossy)
     mask = scores.mask
-    if torch.compiler.is_compiling():
-        mask = _cast_mask(mask, dtype, False)
-        return traced_gradients(scores._replace(mask=mask), needs, q, k, v, grad)
     if by_head:
         return _all(needs, by_heads.gradients(scores, needs, shapes, by_heads.whole(q, k, v), grad))
+    if traced:
+        mask = _cast_mask(mask, dtype, False)
+        return traced_gradients(scores._replace(mask=mask), needs, q, k, v, grad)
     if scores.bits is not None:
         return written_out(scores, needs, q, k, v, grad)
     inputs = [q, k, v, *(() if mask is None else (_cast_mask(mask, dtype, needs[3]),))]

@@ -338,8 +338,12 @@ def dequantize(
     levels: int,
     group_size: int,
     quant_groups: int,
+    zero_rows: Tensor | None = None,
 ) -> Tensor:
-    """Decode the result of `quantize` or `quantize_ends` into a contiguous tensor of `shape` and `dtype`."""
+    """Decode the result of `quantize` or `quantize_ends` into a contiguous tensor of `shape` and `dtype`.
+
+    Rows whose bit is set in `zero_rows` are zero, whatever they are decoded as.
+    """
     if ranges.dtype != torch.float32:
         ranges = ranges_between(ranges, levels)
     numel = math.prod(shape)
@@ -348,7 +352,10 @@ def dequantize(
         size = (elements.stop - elements.start) // groups
         codes = unpack_rows(data[packed].view(groups, -1), bits, size)
         flat[elements] = values_of(codes, ranges[first : first + groups], levels).view(-1).to(dtype)
-    return from_groups(flat, shape, quant_groups)
+    result = from_groups(flat, shape, quant_groups)
+    if zero_rows is None:
+        return result
+    return result.masked_fill_(unpack_bits(zero_rows, shape[:-1]).unsqueeze(-1), 0)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -361,6 +368,14 @@ def pack_bits(mask: Tensor) -> Tensor:
 def pack_zero_rows(x: Tensor) -> Tensor:
     """Return one bit for each row, along the last dimension: whether all its elements are zero."""
     return pack_bits((x == 0).all(-1))
+
+
+def quantize_rows(
+    x: Tensor, bits: int, levels: int, group_size: int, stochastic: bool, seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `quantize` of x, or `quantize_ends` if it has 16 bits, and `pack_zero_rows`."""
+    encode = quantize if x.dtype == torch.float32 else quantize_ends
+    return *encode(x, bits, levels, group_size, 0, stochastic, seed), pack_zero_rows(x)
 
 
 def unpack_bits(data: Tensor, shape: Sequence[int]) -> Tensor:

@@ -17,7 +17,8 @@ from torch.autograd.graph import GradientEdge
 
 from mesa_tune.codecs import Spec
 from mesa_tune.engine.observer import Replay
-from mesa_tune.engine.storage import decided, registry, restore, store
+from mesa_tune.engine.registry import registry
+from mesa_tune.engine.storage import decided, restore, store
 from mesa_tune.policy.settings import MIN_ELEMENTS
 from mesa_tune.profiler.errors.expected_rows import expected_square
 
