@@ -43,7 +43,7 @@ Does training under a policy within a noise ratio end as plain training does?
   of the rows, exact; **greedy**: bits by layer as GACT chooses them, within the saved bytes of another
   policy.
 * **least error at the bytes of**: by the search (`--objective error`), within the saved bytes and the peak of
-  another policy.
+  another policy; **and the step time of**: also within its predicted step.
 * Noise ratios grow during training. So the profile has the weights at the end of a plain training with
   another seed; **untrained**: the weights before training.
 * **peak**, **saved**: predicted bytes, in % of the plain peak. **step**: predicted time of a step over that

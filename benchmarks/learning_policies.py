@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from greedy import greedy
 
@@ -15,6 +16,7 @@ SHARES = range(40, 100, 5)
 GREEDY = "greedy at the bytes of smallest"
 TWO_BITS = "uniform 2 bits"
 SEARCHED_AT, GREEDY_AT = f"least error at the bytes of {TWO_BITS}", f"greedy at the bytes of {TWO_BITS}"
+AS_FAST = f"least error at the bytes and the step time of {TWO_BITS}"
 MATMULS = "# mesa-tune policy 1\non fc conv:\n    by_index: all\n"
 MESA = "on fc conv gelu bn relu softmax matmul attention layernorm:\n    by_index: all\n"
 UNIFORM = mt.Policy.uniform(level=4)
@@ -27,8 +29,12 @@ RIVALS = {
     GREEDY: None,
     GREEDY_AT: None,
     SEARCHED_AT: None,
+    AS_FAST: None,
 }
-"""Rivals by label, and the search within the bytes of one. Greedy: bits by layer as GACT chooses them."""
+"""Rivals by label, and the search within the bytes, or also the time, of one.
+
+Greedy: bits by layer as GACT chooses them.
+"""
 
 
 def policy_of(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | None]:
@@ -44,8 +50,8 @@ def policy_of(profile: mt.Profile, label: str) -> tuple[str | None, mt.Policy | 
         policy = greedy(profile, size, size(of), law=False)
         assert policy is not None, "1 bit everywhere saves more"
         return None, policy
-    if label == SEARCHED_AT:
-        return None, least_error(profile, UNIFORM)
+    if label in (SEARCHED_AT, AS_FAST):
+        return None, least_error(profile, UNIFORM, as_fast=label == AS_FAST)
     if label in RIVALS:
         return None, RIVALS[label]
     return None, smallest(profile, float(label.partition(RATIO)[2] or MAX_NOISE_RATIO))
@@ -59,11 +65,13 @@ def saved_bytes(profile: mt.Profile, policy: mt.Policy) -> int:
     return profile.predict(policy).saved_bytes
 
 
-def least_error(profile: mt.Profile, rival: mt.Policy) -> mt.Policy:
-    """Return the policy of least error within the predicted saved bytes and peak of `rival`."""
+def least_error(profile: mt.Profile, rival: mt.Policy, *, as_fast: bool) -> mt.Policy:
+    """Return the policy of least error within the predicted saved bytes and peak of `rival`, and its step."""
     predicted = profile.predict(rival)
-    peak, saved = predicted.peak_bytes, predicted.saved_bytes
-    return mt.search_policy(profile, peak, max_saved=saved, trials=0, objective="error").policy
+    assert predicted.step_ms is not None
+    slowest = predicted.step_ms / profile.plain_ms(profile.batch_size) if as_fast else None
+    limits: dict[str, Any] = {"max_saved": predicted.saved_bytes, "max_slowdown": slowest}
+    return mt.search_policy(profile, predicted.peak_bytes, **limits, trials=0, objective="error").policy
 
 
 def fastest(profile: mt.Profile, share: int) -> mt.Policy | None:

@@ -40,6 +40,11 @@ def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield _unwrapped(name, wrapped), module
 
 
+def module_named(model: nn.Module, name: str) -> nn.Module:
+    """Return the module with this name, without the prefixes that wrappers add; of several the outermost."""
+    return next(module for other, module in named_layers(model) if other == name)
+
+
 def _wrapped_part(module: nn.Module) -> str | None:
     """Return the attribute of a wrapper that contains the wrapped module; None for other modules."""
     if isinstance(module, _WRAPPERS):

@@ -45,7 +45,7 @@ def test_attention_has_the_gradients_of_eager_code(causal: bool) -> None:
         # With 2 bits the rounding shows: other noise would differ by as much as the error itself.
         assert (each - expected).norm() < 1e-4 * expected.norm()
         if expected.dim() > 1:
-            assert (expected - without).norm() > 0.1 * without.norm()
+            assert (expected - without).norm() > 0.02 * without.norm()
 
 
 def test_rows_of_zeros_meet_gradients_of_any_size() -> None:

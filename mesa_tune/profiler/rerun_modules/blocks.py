@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from mesa_tune.conversion.layers import named_layers
 from mesa_tune.policy import Policy
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.step_trace import StepTrace, block_of
@@ -53,7 +54,7 @@ def block_levels(model: nn.Module, plain: StepTrace) -> Iterator[tuple[str, ...]
 
 def _blocks(model: nn.Module, plain: StepTrace) -> Iterator[str]:
     saving = {layer for item in plain.plain.values() for layer in item.layers}
-    for outer, container in model.named_modules():
+    for outer, container in named_layers(model):
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         for name, block in container.named_children():

@@ -1,8 +1,8 @@
 """Parts of blocks that could run in slices (`tile`, `on module:`): MLPs of their rows, attention of samples.
 
 What is hard: what acts on each row or sample by itself has no common class or name. So these are the
-outermost modules with two linear layers at least, and besides them only functions that MLPs have, or one
-attention; running them shows whether they can be cut.
+outermost modules with two linear layers at least, and besides them only functions that MLPs have, one of
+which saves something (LoRA has none), or one attention; running them shows whether they can be cut.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
+from mesa_tune.conversion.layers import named_layers
 from mesa_tune.profiler.memory.step_trace import StepTrace, block_of
 
 SLICES = 4
 """Slices of a part: each takes about half a millisecond on the CPU, however small."""
 
 _LINEAR = {"fc", "matmul"}
-_BOTH = {"mul", "pointwise", "dropout", "layernorm", "rmsnorm"}
-_OF_MLPS = {*_BOTH, "gelu", "relu", "silu"}
+_SCALING = "scaling"
+"""In place of `mul`, if neither factor is saved: a product with a number."""
+
+_BOTH = {_SCALING, "mul", "pointwise", "dropout", "layernorm", "rmsnorm"}
+_ACTIVATIONS = {"mul", "pointwise", "gelu", "relu", "silu"}
+_OF_MLPS = {*_BOTH, *_ACTIVATIONS}
 _ATTENTION = {"attention", "softmax"}
 _LEAST = 0.05
 """Least share of what the plain step saves that parts of one kind must save to be worth it."""
@@ -31,15 +36,22 @@ def possible_parts(
 
     `plain`: the plain step. Attention must have at least two samples in half of the batch.
     """
-    mlps = _outermost(model, tags, _is_mlp)
-    attention = _outermost(model, tags, _is_attention, without=mlps)
+    saving = {layer for item in plain.plain.values() for layer in item.layers}
+    kinds = {
+        layer: _SCALING if tag == "mul" and layer not in saving else tag for layer, (tag, _) in tags.items()
+    }
+    mlps = _outermost(model, kinds, _is_mlp)
+    attention = _outermost(model, kinds, _is_attention, without=mlps)
     count = _of_samples(batch_size)
     found = dict.fromkeys(_worth_it(plain, mlps), SLICES)
     return found | (dict.fromkeys(_worth_it(plain, attention), count) if count > 1 else {})
 
 
 def _is_mlp(tags: Collection[str]) -> bool:
-    return _has_layers(tags) and _OF_MLPS.issuperset(set(tags) - _LINEAR)
+    """Return whether these are the tags of an MLP; LoRA has only a product with a number."""
+    return (
+        _has_layers(tags) and not _ACTIVATIONS.isdisjoint(tags) and _OF_MLPS.issuperset(set(tags) - _LINEAR)
+    )
 
 
 def _is_attention(tags: Collection[str]) -> bool:
@@ -76,7 +88,7 @@ def _worth_it(plain: StepTrace, found: tuple[str, ...]) -> tuple[str, ...]:
 
 def _outermost(
     model: nn.Module,
-    tags: Mapping[str, tuple[str, int]],
+    tags: Mapping[str, str],
     is_part: Callable[[Collection[str]], bool],
     without: Collection[str] = (),
 ) -> tuple[str, ...]:
@@ -85,9 +97,9 @@ def _outermost(
     None of them contains one of the modules `without`.
     """
     found: list[str] = []
-    for name, _ in model.named_modules():
+    for name, _ in named_layers(model):
         if not name or block_of(f"{name}.", found) or any(block_of(f"{part}.", [name]) for part in without):
             continue
-        if is_part([tag for layer, (tag, _) in tags.items() if layer.startswith(f"{name}.")]):
+        if is_part([tag for layer, tag in tags.items() if layer.startswith(f"{name}.")]):
             found.append(name)
     return tuple(found)

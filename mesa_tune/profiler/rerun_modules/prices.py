@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from mesa_tune.codecs import Spec
+from mesa_tune.conversion.layers import module_named
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.conversion.recompute import input_row
 from mesa_tune.errors import RunError
@@ -74,7 +75,7 @@ class BlockWatch:
         """Watch the steps of the body."""
         handles = [self.model.register_forward_pre_hook(self._count)]
         for name in self.names:
-            block, seen = self.model.get_submodule(name), self.seen.setdefault(name, _Seen())
+            block, seen = module_named(self.model, name), self.seen.setdefault(name, _Seen())
             handles.append(block.register_forward_pre_hook(partial(self._begin, seen), with_kwargs=True))
             handles.append(block.register_forward_hook(partial(self._end, seen)))
         try:

@@ -1,0 +1,58 @@
+"""Blocks inside a wrapper (LoRA of PEFT) are found by their names without its prefix, and run again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mesa_tune as mt
+from mesa_tune.profiler.profile import Profile
+
+BLOCKS = ("model.layers.0", "model.layers.1")
+PARTS = {f"{block}.{part}" for block in BLOCKS for part in ("mlp", "self_attn")}
+BATCH = 8
+
+
+def model() -> nn.Module:
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, vocab_size=128, use_cache=False))
+    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    return peft.get_peft_model(base, peft.LoraConfig(target_modules=targets, r=8, init_lora_weights=False))
+
+
+def batch(count: int) -> dict[str, Tensor]:
+    ids = torch.randint(1, 128, (count, 48))
+    return {"input_ids": ids, "labels": ids}
+
+
+def loss(trained: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    value: Tensor = trained(**inputs).loss
+    return value
+
+
+WORKLOAD = mt.Workload(model, batch, loss, batch_size=BATCH)
+
+
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> Profile:
+    return mt.profile(WORKLOAD, options=[mt.LayerSettings(level=256), mt.LayerSettings(level=16)], seeds=1)
+
+
+def test_blocks_run_again_and_parts_in_slices(profile: Profile) -> None:
+    assert profile.timeline.modules == BLOCKS
+    # The first block takes no tensor that wants a gradient: the embedding is frozen.
+    assert [entry.name for entry in profile.modules] == ["model.layers.1"]
+    assert set(profile.parts) == PARTS
+
+
+def test_the_smallest_policy_lets_them_and_is_as_small_as_predicted(profile: Profile) -> None:
+    plan = mt.search_policy(profile, objective="memory", trials=0)
+    assert any(f"by_name: {name}" in plan.policy.dumps() for name in (*BLOCKS, "model.layers.0.mlp"))
+    assert plan.predicted.peak_bytes < 0.6 * profile.peak_bytes
+    check = mt.verify(WORKLOAD, plan.policy, steps=1, seeds=1)
+    assert check.policy.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.03)
