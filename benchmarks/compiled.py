@@ -3,17 +3,22 @@
     python benchmarks/compiled.py [--model deit_s] [--batch 8] [--rounds 9] [--searched]
 
 The whole model is compiled in each way, and whole steps are timed in turn, in one process. Peaks are growths
-of resident memory in a step, each in a process of its own after two others. `--searched`: also the fastest
-policy of the search at the predicted peak of uniform 4 bits, and the smallest, without modules that run again
-and without slices, which a compiled step does not have. Results are appended to `results/compiled.jsonl`.
+of resident memory in a step, each in a process of its own after two others. Kernels are calls in the code
+that the compiler generates for the forward and the backward: of its own loops, and of operators.
+
+`--searched`: also the fastest policy of the search at the predicted peak of uniform 4 bits, and the smallest,
+without modules that run again and without slices, which a compiled step does not have. Results are appended
+to `results/compiled.jsonl`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,8 @@ from typing import Any
 import torch
 from common import ROOT, append, in_turn, ratios
 from meters import model_under, peak_growth, within_memory_budget
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 from zoo import workload
 
 import mesa_tune as mt
@@ -35,6 +42,8 @@ WAYS: dict[str, tuple[mt.Policy | None, float | None]] = {
 """Policy, and memory budget of the compiler; None: neither."""
 
 BUILD = ROOT / "build" / "compiled"
+CALL = re.compile(r"^        (?:\w+ = )?(cpp_fused|extern_kernels\.|torch\.ops\.)", re.MULTILINE)
+"""A call in generated code: of a loop of its own, or of an operator."""
 
 
 class Training:
@@ -55,6 +64,13 @@ class Training:
             assert self.work.loss is not None
             self.work.loss(self.compiled, self.batch).backward()
             self.optimizer.step()
+
+
+def kernels(training: Training) -> dict[str, int]:
+    """Take the first step; return how many calls of each kind the generated code has."""
+    with config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(training.step)
+    return dict(Counter(call.rstrip(".") for code in codes for call in CALL.findall(code)))
 
 
 def peak(training: Training) -> int:
@@ -96,16 +112,17 @@ def main() -> None:
         way: json.loads(subprocess.run([*command, "--peak", way], check=True, stdout=subprocess.PIPE).stdout)
         for way in ways
     }
-    steps = {}
+    steps, counts = {}, {}
     for way in ways:
         training = Training(*asked, way)
-        training.step()
+        counts[way] = kernels(training)
         steps[way] = training.step
     times = in_turn(steps, arguments.rounds)
     rows = {
         (way if way in WAYS else Path(way).stem): {
             "peak": peaks[way],
             "step": ratios(times["plain"], times[way])._asdict(),
+            "kernels": counts[way],
         }
         for way in ways
     }
@@ -114,7 +131,7 @@ def main() -> None:
         step = row["step"]
         print(
             f"{way:30} {row['peak'] / 1e6:7.1f} MB, step {step['median']:.3f} times plain compiled "
-            f"({step['low']:.3f} to {step['high']:.3f})"
+            f"({step['low']:.3f} to {step['high']:.3f}); kernels: {row['kernels']}"
         )
 
 

@@ -30,7 +30,7 @@ import mesa_tune as mt
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "deit_tiny.py"
 DTYPES = ("fp32", "autocast", "bf16")
 NO_KERNELS = ("empty", "new_empty", "_local_scalar_dense", "resize_", "set_", "_unsafe_view")
-ENCODING = ("quantize", "quantize_ends", "quantize_map")
+ENCODING = ("quantize", "quantize_ends", "quantize_map", "quantize_rows")
 
 
 class Operators(TorchDispatchMode):
