@@ -123,21 +123,34 @@ inline torch::stable::Tensor narrowed(const torch::stable::Tensor& wide, const t
   return x;
 }
 
-// The ranges of the groups of `numel` elements on the device of `like`: themselves, or, if they are ends in
-// 16 bits, those between these.
-torch::stable::Tensor ranges_of(const torch::stable::Tensor& stored, const torch::stable::Tensor& like,
-                                int64_t numel, const Settings& s);
+// The packed form in this memory; ranges of 16 bits are ends.
+inline Packed packed_in(void* data, void* ranges, Dtype dtype) {
+  auto* const codes = static_cast<uint8_t*>(data);
+  if (dtype == Dtype::kFloat) return {codes, static_cast<float*>(ranges)};
+  return {codes, nullptr, static_cast<uint16_t*>(ranges), dtype};
+}
 
-// The packed form of `numel` elements, on the device of `like`, for kernels that decode some rows at a time.
+inline void check_packed(const torch::stable::Tensor& data, const torch::stable::Tensor& ranges,
+                         const torch::stable::Tensor& like, int64_t numel, const Settings& s) {
+  const Split parts = split(numel, s);
+  dense_data(data, like, torch::headeronly::ScalarType::Byte, parts.bytes(s.bits), "data");
+  dense_data(ranges, like, ranges.scalar_type(), 2 * parts.groups(), "ranges");
+}
+
+// The packed form of `numel` elements, on the device of `like`; only read.
+inline Packed packed_of(const torch::stable::Tensor& data, const torch::stable::Tensor& ranges,
+                        const torch::stable::Tensor& like, int64_t numel, const Settings& s) {
+  check_packed(data, ranges, like, numel, s);
+  return packed_in(const_cast<void*>(data.const_data_ptr()), const_cast<void*>(ranges.const_data_ptr()),
+                   dtype_of(ranges.scalar_type()));
+}
+
+// The same for kernels that decode some rows at a time.
 inline Packed read_packed(const torch::stable::Tensor& data, const torch::stable::Tensor& ranges,
                           const torch::stable::Tensor& like, int64_t numel, const Settings& s) {
   STD_TORCH_CHECK(s.group_size <= cpu::kMaxGroupSize, "expected groups of at most ", cpu::kMaxGroupSize,
                   " elements, but got ", s.group_size);
-  const Split parts = split(numel, s);
-  const void* codes =
-      dense_data(data, like, torch::headeronly::ScalarType::Byte, parts.bytes(s.bits), "data");
-  return {static_cast<uint8_t*>(const_cast<void*>(codes)),
-          const_cast<float*>(float_data(ranges, like, 2 * parts.groups(), "ranges"))};
+  return packed_of(data, ranges, like, numel, s);
 }
 
 // The noise for encoding `x`. A seed on a device is not read on the host: the kernel gets a pointer.

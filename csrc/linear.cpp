@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor data, Tensor ranges, T
     dense_data(*zero_rows, dense_grad, ScalarType::Byte, plane_bytes(rows), "bits of zero rows");
   const Dtype dtype = dtype_of(dense_grad.scalar_type());
   const Tensors tensors{dense_grad,
-                        ranges_of(ranges, dense_grad, rows * width, s),
+                        ranges,
                         result(dense_grad, weight.has_value(), sizes),
                         result(dense_grad, true, weight_sizes),
                         result(dense_grad, bias, {out}),

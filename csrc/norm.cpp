@@ -28,8 +28,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor data, Tensor ranges, Ten
   STD_TORCH_CHECK(rows * inner == numel, "expected ", rows, " rows of ", inner, " elements, but got ", numel);
   STD_TORCH_CHECK(same_device(rstd, grad) && same_device(weight, grad),
                   "expected reciprocal deviations and weight on the device of the gradient");
-  const Tensor wide_ranges = ranges_of(ranges, dense_grad, numel, s);
-  const Packed packed = read_packed(data, wide_ranges, dense_grad, numel, s);
+  const Packed packed = read_packed(data, ranges, dense_grad, numel, s);
   const bool on_cpu = grad.is_cpu();
   const Tensor deviations = on_cpu ? widened(rstd) : to_contiguous(rstd);
   const Tensor scale = on_cpu ? widened(weight) : to_contiguous(weight);

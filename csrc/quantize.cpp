@@ -15,61 +15,43 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-void check_packed(const Tensor& x, const Tensor& data, const Tensor& ranges, const Settings& s) {
-  const Split parts = split(x.numel(), s);
-  dense_data(data, x, ScalarType::Byte, parts.bytes(s.bits), "data");
-  dense_data(ranges, x, ScalarType::Float, 2 * parts.groups(), "ranges");
-}
-
-// New tensors for the data and ranges of `x`.
-std::tuple<Tensor, Tensor> new_parts(const Tensor& x, const Settings& s) {
+// New tensors for the data of `x`, and for its ranges in float32 or its ends in 16 bits.
+std::tuple<Tensor, Tensor> new_parts(const Tensor& x, const Settings& s,
+                                     ScalarType type = ScalarType::Float) {
   const Split parts = split(x.numel(), s);
   return {empty_tensor(x, {parts.bytes(s.bits)}, ScalarType::Byte),
-          empty_tensor(x, {parts.groups(), 2}, ScalarType::Float)};
+          empty_tensor(x, {parts.groups(), 2}, type)};
 }
 
-Packed packed_in(const Tensor& data, const Tensor& ranges) {
-  return {static_cast<uint8_t*>(data.mutable_data_ptr()), static_cast<float*>(ranges.mutable_data_ptr())};
-}
-
+// Encodes `map` of x.
 void encode(const Tensor& x, const Settings& s, bool stochastic, const std::optional<Tensor>& seed,
-            const Tensor& data, const Tensor& ranges) {
-  check_packed(x, data, ranges, s);
-  const Packed packed = packed_in(data, ranges);
+            const Tensor& data, const Tensor& ranges, const Map& map = {}) {
+  check_packed(data, ranges, x, x.numel(), s);
+  Packed packed =
+      packed_in(data.mutable_data_ptr(), ranges.mutable_data_ptr(), dtype_of(ranges.scalar_type()));
   const Noise noise = read_noise(x, stochastic, seed);
   const Strided source = strided(x, s);
+  std::optional<Tensor> memory;
+  const auto add_ranges = [&] {
+    if (packed.ranges != nullptr) return;
+    memory = empty_tensor(x, {ranges.size(0), 2}, ScalarType::Float);
+    packed.ranges = static_cast<float*>(memory->mutable_data_ptr());
+  };
   dispatch(
-      x, [&] { cpu::quantize(source, Map{}, s, noise, packed); },
-      [&](auto stream) { cuda::quantize(source, s, noise, packed, stream); });
+      x,
+      [&] {
+        add_ranges();
+        cpu::quantize(source, map, s, noise, packed);
+      },
+      [&](auto stream) {
+        if (!cuda::in_one_pass(source, map, s, packed)) add_ranges();
+        if (map.kind == Map::kNone) return cuda::quantize(source, s, noise, packed, stream);
+        cuda::quantize_map(source, map, s, noise, packed, stream);
+      });
 }
 
-// The packed form from which `out` is decoded; only read.
-Packed packed_of(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
-  check_packed(out, data, ranges, s);
-  return {const_cast<uint8_t*>(static_cast<const uint8_t*>(data.const_data_ptr())),
-          const_cast<float*>(static_cast<const float*>(ranges.const_data_ptr()))};
-}
-
-}  // namespace
-
-Tensor ranges_of(const Tensor& stored, const Tensor& like, int64_t numel, const Settings& s) {
-  const ScalarType type = stored.scalar_type();
-  if (type == ScalarType::Float) return stored;
-  const int64_t groups = split(numel, s).groups();
-  const auto* ends = static_cast<const uint16_t*>(dense_data(stored, like, type, 2 * groups, "ends"));
-  Tensor ranges = empty_tensor(like, {groups, 2}, ScalarType::Float);
-  auto* target = static_cast<float*>(ranges.mutable_data_ptr());
-  dispatch(
-      like, [&] { cpu::read_ends(ends, groups, s.levels, dtype_of(type), target); },
-      [&](auto stream) { cuda::read_ends(ends, groups, s.levels, dtype_of(type), target, stream); });
-  return ranges;
-}
-
-namespace {
-
-void decode(const Tensor& data, const Tensor& stored, const Settings& s, const Tensor& out) {
-  const Tensor ranges = ranges_of(stored, out, out.numel(), s);
-  const Packed packed = packed_of(data, ranges, s, out);
+void decode(const Tensor& data, const Tensor& ranges, const Settings& s, const Tensor& out) {
+  const Packed packed = packed_of(data, ranges, out, out.numel(), s);
   const Strided target = strided(out, out.mutable_data_ptr(), s);
   dispatch(
       out, [&] { cpu::dequantize(packed, s, target); },
@@ -85,24 +67,14 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t levels, int6
   return {data, ranges};
 }
 
-// The ends, in the dtype of `x`, of these ranges of its groups.
-Tensor ends_of(const Tensor& ranges, const Tensor& x, int64_t levels) {
-  const Dtype dtype = dtype_of(x.scalar_type());
-  STD_TORCH_CHECK(dtype != Dtype::kFloat, "expected a tensor of 16 bits");
-  const int64_t groups = ranges.size(0);
-  Tensor ends = empty_tensor(x, {groups, 2}, x.scalar_type());
-  const auto* source = static_cast<const float*>(ranges.const_data_ptr());
-  auto* target = static_cast<uint16_t*>(ends.mutable_data_ptr());
-  dispatch(
-      x, [&] { cpu::store_ends(source, groups, levels, dtype, target); },
-      [&](auto stream) { cuda::store_ends(source, groups, levels, dtype, target, stream); });
-  return ends;
-}
-
 std::tuple<Tensor, Tensor> quantize_ends(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
                                          int64_t quant_groups, bool stochastic, std::optional<Tensor> seed) {
-  const auto [data, ranges] = quantize(x, bits, levels, group_size, quant_groups, stochastic, seed);
-  return {data, ends_of(ranges, x, levels)};
+  const Settings s{bits, levels, group_size, quant_groups};
+  check_settings(s, x);
+  STD_TORCH_CHECK(dtype_of(x.scalar_type()) != Dtype::kFloat, "expected a tensor of 16 bits");
+  const auto [data, ends] = new_parts(x, s, x.scalar_type());
+  encode(x, s, stochastic, seed, data, ends);
+  return {data, ends};
 }
 
 const float* statistics(const Tensor& x, const std::optional<Tensor>& values, int64_t count) {
@@ -128,20 +100,16 @@ std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Ten
   const Settings s{bits, levels, group_size, 0};
   check_settings(s, x);
   const Map mapping = map_of(x, map, mean, rstd, inner);
-  const Noise noise = read_noise(x, stochastic, seed);
-  const auto [data, ranges] = new_parts(x, s);
-  const Packed packed = packed_in(data, ranges);
-  const Strided source = strided(x, s);
-  dispatch(
-      x, [&] { cpu::quantize(source, mapping, s, noise, packed); },
-      [&](auto stream) { cuda::quantize_map(source, mapping, s, noise, packed, stream); });
-  return {data, x.scalar_type() == ScalarType::Float ? ranges : ends_of(ranges, x, levels)};
+  const auto [data, ranges] = new_parts(x, s, x.scalar_type());
+  encode(x, s, stochastic, seed, data, ranges, mapping);
+  return {data, ranges};
 }
 
 void quantize_out(Tensor x, int64_t bits, int64_t levels, int64_t group_size, int64_t quant_groups,
                   bool stochastic, std::optional<Tensor> seed, Tensor data, Tensor ranges) {
   const Settings s{bits, levels, group_size, quant_groups};
   check_settings(s, x);
+  STD_TORCH_CHECK(ranges.scalar_type() == ScalarType::Float, "expected ranges of float32");
   encode(x, s, stochastic, seed, data, ranges);
 }
 
@@ -188,7 +156,7 @@ Tensor dequantize_mul(Tensor data, Tensor ranges, Tensor factor, int64_t bits, i
   check_settings(s, out);
   const auto* factors = static_cast<const float*>(
       dense_data(dense_factor, out, ScalarType::Float, out.numel(), "float32 factor"));
-  const Packed packed = packed_of(data, ranges, s, out);
+  const Packed packed = packed_of(data, ranges, out, out.numel(), s);
   const Strided target = strided(out, out.mutable_data_ptr(), s);
   dispatch(
       out, [&] { cpu::dequantize(packed, s, target, factors); },

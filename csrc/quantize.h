@@ -30,9 +30,13 @@ struct Map {
   int64_t count = 1;
 };
 
+// A packed tensor. Of its groups are stored either ranges or ends (ranges.h). A kernel that encodes may have
+// memory for ranges beside the ends; one that decodes has one of them.
 struct Packed {
-  uint8_t* data;  // bit planes of the codes, group after group
-  float* ranges;  // two numbers per group
+  uint8_t* data;             // bit planes of the codes, group after group
+  float* ranges;             // two numbers per group; or null
+  uint16_t* ends = nullptr;  // two numbers of 16 bits per group; or null
+  Dtype ends_dtype = Dtype::kFloat;
 };
 
 struct Noise {
@@ -46,6 +50,7 @@ namespace cpu {
 // Largest group size for kernels that decode some rows at a time.
 constexpr int64_t kMaxGroupSize = 4096;
 
+// Where `packed` has ends, it has memory for ranges, too.
 void quantize(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
               const Packed& packed);
 // Quantizes in the ranges that `packed` already has; values outside take the nearest end.
@@ -55,9 +60,6 @@ void extents(const Strided& x, const Settings& settings, float* ends);
 // Multiplies the decoded elements by `factor` unless null; then `out` and `factor` are dense float32.
 void dequantize(const Packed& packed, const Settings& settings, const Strided& out,
                 const float* factor = nullptr);
-// Writes the ends of ranges, in 16 bits of this dtype, or the ranges between ends (ends.h).
-void store_ends(const float* ranges, int64_t groups, int64_t levels, Dtype dtype, uint16_t* ends);
-void read_ends(const uint16_t* ends, int64_t groups, int64_t levels, Dtype dtype, float* ranges);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
 // Packs one bit per row of consecutive elements in the layout: whether all are zero.
@@ -70,6 +72,10 @@ void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out);
 // These run on the current device; `stream` is a cudaStream_t.
 namespace cuda {
 
+// Whether one kernel encodes all groups of `map` of x, each as soon as it is measured. If not, and `packed`
+// has ends, quantize and quantize_map need memory for ranges, too: one kernel measures them, and the next one
+// rounds in them as they were measured.
+bool in_one_pass(const Strided& x, const Map& map, const Settings& settings, const Packed& packed);
 void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
               void* stream);
 // Quantizes `map` of x, in groups of consecutive elements.
@@ -82,10 +88,6 @@ void dequantize(const Packed& packed, const Settings& settings, const Strided& o
 // Multiplies the decoded elements by `factor`; `out` and `factor` are dense float32.
 void dequantize_mul(const Packed& packed, const Settings& settings, const Strided& out, const float* factor,
                     void* stream);
-void store_ends(const float* ranges, int64_t groups, int64_t levels, Dtype dtype, uint16_t* ends,
-                void* stream);
-void read_ends(const uint16_t* ends, int64_t groups, int64_t levels, Dtype dtype, float* ranges,
-               void* stream);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data, void* stream);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask, void* stream);
 void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data, void* stream);

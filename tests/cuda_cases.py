@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mesa_tune.ops import reference
+from mesa_tune.ops import DTYPES, reference
 from mesa_tune.ops.maps import KINDS
 from mesa_tune.ops.reference.windows import Windows
 
@@ -61,6 +61,13 @@ def with_gaps(x: Tensor, share: float, seed: int = 0) -> Tensor:
 def equal(one: Tensor, two: Tensor) -> bool:
     """Return whether the numbers are equal, NaN to NaN and 0 to -0."""
     return torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
+
+
+def packed(x: Tensor, sizes: tuple[int, ...], seed: int = 1) -> tuple[Tensor, Tensor]:
+    """The packed form of x, with ends if x has 16 bits."""
+    quantize = reference.quantize if x.dtype == torch.float32 else reference.quantize_ends
+    bits, levels, group_size = sizes[:3]
+    return quantize(x, bits, levels, group_size, 0, True, torch.tensor([seed]))
 
 
 def one_pass(bits: int, dtype: torch.dtype) -> Iterator[Case]:
@@ -181,8 +188,10 @@ def curves(kind: str) -> Iterator[Mapped]:
     yield Mapped(randn(1001)[1:], kind, None, None, 1, (4, 16, 64), 5)
     yield Mapped(randn(40, 30).t(), kind, None, None, 1, (4, 16, 64), 5)
     yield Mapped(torch.empty(0), kind, None, None, 1, (4, 16, 64), 5)
-    for dtype in (torch.float16, torch.bfloat16):
-        yield Mapped(randn(1000).to(dtype), kind, None, None, 1, (4, 16, 64), 5)
+    for dtype, group_size in itertools.product((torch.float16, torch.bfloat16), (64, 3000)):
+        x = 4 * randn(3 * group_size + 17)
+        x[2 * group_size :][: len(beyond)] = beyond
+        yield Mapped(x.to(dtype), kind, None, None, 1, (4, 16, group_size), 5)
 
 
 def normalized() -> Iterator[Mapped]:
@@ -203,7 +212,9 @@ def normalized() -> Iterator[Mapped]:
     x[3, 3], x[40, 2] = math.nan, math.inf
     rstd = torch.linspace(0, 3e38, 64)
     yield Mapped(x, "normalize", None, rstd, 16, (8, 200, 128), None)
-    yield Mapped(randn(300, 200), "normalize", randn(300), 1 + randn(300).abs(), 200, (2, 4, 128), 3)
+    for dtype in DTYPES:
+        x = randn(300, 200).to(dtype)
+        yield Mapped(x, "normalize", randn(300), 1 + randn(300).abs(), 200, (2, 4, 128), 3)
 
 
 Product = tuple[Tensor, Sizes, Tensor]  # what is quantized, its settings, a factor
@@ -214,7 +225,8 @@ def products() -> Iterator[Product]:
     for bits, group_size in itertools.product(range(1, 9), (32, 128, 1024, 100, 3000)):
         x = randn(3 * group_size + 17, seed=bits)
         x[2 * group_size] = math.nan
-        yield x, (bits, 2**bits, group_size, 0), randn(x.numel(), seed=9)
+        for dtype in DTYPES:
+            yield x.to(dtype), (bits, 2**bits, group_size, 0), randn(x.numel(), seed=9)
     factor = randn(1025)
     factor[5], factor[100] = math.nan, -math.inf
     yield randn(1024), (4, 16, 64, 0), factor[1:]
@@ -243,11 +255,12 @@ def norms(dtype: torch.dtype) -> Iterator[Norm]:
     for shape in ((0, 8), (1, 1), (7, 10), (331, 48), (3, 5000), (100, 64)):
         for bits, group_size, centered in ((3, 64, True), (8, 100, False), (4, 4096, True)):
             sizes = bits, 2**bits, group_size
-            parts = reference.quantize(randn(*shape), *sizes, 0, True, torch.tensor([1]))
             grad, weight = randn(*shape, seed=1).to(dtype), randn(shape[1], seed=2).to(dtype)
             rstd = 0.5 + randn(shape[0], 1, seed=3).abs()
             rstd[5:6] = 99.0
-            yield parts, grad, rstd.to(dtype), weight, centered, 50.0, sizes
+            for stored in {torch.float32, dtype}:
+                parts = packed(randn(*shape).to(stored), sizes)
+                yield parts, grad, rstd.to(dtype), weight, centered, 50.0, sizes
 
 
 def exact_norm_backward(case: Norm) -> list[Tensor]:
@@ -264,12 +277,8 @@ def exact_norm_backward(case: Norm) -> list[Tensor]:
 def softmaxes() -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, tuple[int, int, int]]]:
     """What `softmax_backward` takes."""
     for shape in ((0, 8), (7, 10), (331, 48), (5, 3000)):
-        for sizes in ((3, 8, 64), (8, 256, 100)):
-            yield (
-                reference.quantize(randn(*shape).abs(), *sizes, 0, True, torch.tensor([1])),
-                randn(*shape),
-                sizes,
-            )
+        for sizes, dtype in itertools.product(((3, 8, 64), (8, 256, 100)), DTYPES):
+            yield packed(randn(*shape).abs().to(dtype), sizes), randn(*shape), sizes
 
 
 class CrossEntropy(NamedTuple):
@@ -300,9 +309,13 @@ def cross_entropies() -> Iterator[CrossEntropy]:
         target = target.masked_fill(ignored, -100)
         weight = torch.randint(9, (classes,), generator=generator) / 8
         surplus, p = randn(*rows), with_gaps(randn(*shape).softmax(-1), 0.001)
-        for bits, group_size, mean in ((3, 64, True), (8, 100, False), (4, 4096, True)):
+        kinds = (
+            *((3, 64, True, torch.float32), (8, 100, False, torch.float32), (4, 4096, True, torch.float32)),
+            *((4, 100, True, torch.float16), (3, 64, False, torch.bfloat16)),
+        )
+        for bits, group_size, mean, dtype in kinds:
             sizes = bits, 2**bits, group_size
-            parts = reference.quantize(p, *sizes, 0, True, torch.tensor([1]))
+            parts = packed(p.to(dtype), sizes)
             for scale, grad in ((weight, torch.tensor(2.5)), (None, randn(*rows, seed=1))):
                 yield CrossEntropy(parts, target, surplus, scale, grad, classes, mean, sizes)
             nothing = torch.full_like(target, -100)
@@ -344,13 +357,15 @@ def batch_norms() -> Iterator[BatchNorm]:
         *((0, 8), (3, 0, 5), (3, 4, 0), (1, 1), (331, 48), (40, 9), (2, 70_000), (4, 70, 1)),
         *((6, 8, 9, 9), (3, 90, 7, 7), (2, 3, 5000), (20, 5, 2), (1, 2100, 3)),
     )
-    for shape, last, (bits, group_size, fixed) in itertools.product(
-        shapes, (False, True), ((3, 64, False), (8, 100, True), (4, 4096, False))
-    ):
+    kinds = (
+        *((3, 64, False, torch.float32), (8, 100, True, torch.float32), (4, 4096, False, torch.float32)),
+        *((4, 64, False, torch.float16), (3, 100, False, torch.bfloat16)),
+    )
+    for shape, last, (bits, group_size, fixed, dtype) in itertools.product(shapes, (False, True), kinds):
         if last and len(shape) == 2:
             continue  # the same
         channels, sizes = shape[-1 if last else 1], (bits, 2**bits, group_size)
-        parts = reference.quantize(randn(*shape), *sizes, 0, True, torch.tensor([1]))
+        parts = packed(randn(*shape).to(dtype), sizes)
         weight = None if bits == 8 else randn(channels, seed=2)
         rstd = 0.5 + randn(channels, seed=3).abs()
         yield BatchNorm(parts, randn(*shape, seed=1), rstd, weight, last, fixed, sizes)

@@ -63,7 +63,7 @@ MESA_TUNE_INLINE float* decode_slice(const Packed& packed, const Settings& s, co
     float* out = values + (group - first_group) * s.group_size;
     transpose_rows(planes_of(packed, s, span, group), span.plane(), s.bits, codes, span.plane(), 8,
                    span.plane());
-    decode(range_of(packed, group), s.levels, codes, span.size, out);
+    decode(range_of(packed, group, s.levels), s.levels, codes, span.size, out);
   }
   return values + (first - first_group * s.group_size);
 }

@@ -34,7 +34,7 @@ MESA_TUNE_INLINE void decode_groups(const Decode& task, const Span& span, int64_
   alignas(64) uint8_t codes[kTile];
   const Settings& s = task.settings;
   for (int64_t group = from; group < to; ++group) {
-    const Range range = range_of(task.packed, group);
+    const Range range = range_of(task.packed, group, s.levels);
     const int64_t index = first_index(s, span, group), in_layout = layout_group(s, group);
     transpose_rows(planes_of(task.packed, s, span, group), span.plane(), s.bits, codes, span.plane(), 8,
                    span.plane());
@@ -49,7 +49,7 @@ MESA_TUNE_INLINE void decode_tile(const Decode& task, const Span& span, int64_t 
   alignas(64) float buffer[kRun];
   alignas(64) uint8_t codes[kTile];
   const Settings& s = task.settings;
-  const Range range = range_of(task.packed, group);
+  const Range range = range_of(task.packed, group, s.levels);
   const int64_t columns = std::min(kRun, span.plane() - column);
   transpose_rows(planes_of(task.packed, s, span, group) + column, span.plane(), s.bits, codes, kRun, 8,
                  columns);

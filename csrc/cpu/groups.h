@@ -1,10 +1,10 @@
-// Offsets of a group's elements, codes and ranges, and the division of work among threads.
+// Offsets of a group's elements and codes, and the division of work among threads.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "arithmetic.h"
+#include "ranges.h"
 #include "tile.h"
 
 namespace mesa_tune::cpu {
@@ -24,15 +24,6 @@ MESA_TUNE_INLINE int64_t layout_group(const Settings& settings, int64_t group) {
 MESA_TUNE_INLINE uint8_t* planes_of(const Packed& packed, const Settings& settings, const Span& span,
                                     int64_t group) {
   return packed.data + span.byte + (group - span.first) * settings.bits * span.plane();
-}
-
-MESA_TUNE_INLINE Range range_of(const Packed& packed, int64_t group) {
-  return {packed.ranges[2 * group], packed.ranges[2 * group + 1]};
-}
-
-MESA_TUNE_INLINE void store_range(const Packed& packed, int64_t group, const Range& range) {
-  packed.ranges[2 * group] = range.zero;
-  packed.ranges[2 * group + 1] = range.step;
 }
 
 // a / b, rounded up.

@@ -95,12 +95,13 @@ struct Batch {
       step[i] = range.step;
     }
   }
-  MESA_TUNE_INLINE void store_ranges(const Packed& packed, int64_t first, int64_t count) const {
-    for (int64_t i = 0; i < count; ++i) store_range(packed, first + i, {zero[i], step[i]});
+  MESA_TUNE_INLINE void store_ranges(const Packed& packed, int64_t first, int64_t count,
+                                     int64_t levels) const {
+    for (int64_t i = 0; i < count; ++i) store_range(packed, first + i, {zero[i], step[i]}, levels);
   }
-  MESA_TUNE_INLINE void read_ranges(const Packed& packed, int64_t first, int64_t count) {
+  MESA_TUNE_INLINE void read_ranges(const Packed& packed, int64_t first, int64_t count, int64_t levels) {
     for (int64_t i = 0; i < count; ++i) {
-      const Range range = range_of(packed, first + i);
+      const Range range = range_of(packed, first + i, levels);
       zero[i] = range.zero;
       step[i] = range.step;
     }
@@ -123,7 +124,7 @@ MESA_TUNE_INLINE void encode_group(const Encode& task, const Span& span, int64_t
                                    const Keys& keys, float* buffer) {
   alignas(64) uint8_t codes[kTile];
   const Settings& s = task.settings;
-  const Range range = range_of(task.packed, group);
+  const Range range = range_of(task.packed, group, s.levels);
   if (range.valid()) {
     const Encoder encoder(range, s.levels, task.noise.stochastic, keys);
     encoder.encode(prepare(task, range, values, span.size, buffer), span.size, 0, codes);
@@ -151,6 +152,7 @@ MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_
   alignas(64) float buffer[kTile];
   Batch batch;
   const int64_t batch_size = std::clamp<int64_t>(kTile / span.size, 1, Batch::kMaxGroups);
+  const int64_t levels = task.settings.levels;
   for (int64_t first = from; first < to; first += batch_size) {
     const int64_t count = std::min(batch_size, to - first);
     for (int64_t i = 0; i < count; ++i) {
@@ -164,10 +166,10 @@ MESA_TUNE_INLINE void encode_groups(const Encode& task, const Span& span, int64_
       batch.high[i] = extremes.high;
     }
     if (task.has_ranges) {
-      batch.read_ranges(task.packed, first, count);
+      batch.read_ranges(task.packed, first, count, levels);
     } else {
-      batch.measure_all(count, span.size, task.settings.levels);
-      batch.store_ranges(task.packed, first, count);
+      batch.measure_all(count, span.size, levels);
+      batch.store_ranges(task.packed, first, count, levels);
     }
     batch.mix_keys(count, task.keys, first);
     for (int64_t i = 0; i < count; ++i) {
@@ -208,7 +210,7 @@ MESA_TUNE_INLINE void encode_tile(const Encode& task, const Span& span, int64_t 
   alignas(64) float buffer[kRun];
   alignas(64) uint8_t codes[kTile];
   const Settings& s = task.settings;
-  const Range range = range_of(task.packed, group);
+  const Range range = range_of(task.packed, group, s.levels);
   const int64_t columns = std::min(kRun, span.plane() - column);
   const Keys keys = task.keys.of_group(group, range);
   const Encoder encoder(range, s.levels, task.noise.stochastic, keys);
@@ -259,9 +261,10 @@ void store_ranges(const Encode& task, const Span& span) {
   const auto is_finite = [](const Extremes& group) { return group.finite(); };
   const bool valid = std::all_of(extremes.begin(), extremes.end(), is_finite);
   const std::vector<Extremes> finite = valid ? extremes : measure_span(task, span, true);
+  const int64_t levels = task.settings.levels;
   for (int64_t group = 0; group < span.count; ++group) {
     const bool gaps = !extremes[group].finite();
-    store_range(task.packed, span.first + group, measure(finite[group], task.settings.levels, gaps));
+    store_range(task.packed, span.first + group, measure(finite[group], levels, gaps), levels);
   }
 }
 
@@ -290,7 +293,9 @@ void encode(const Strided& x, const Map& map, const Settings& settings, const No
 
 void quantize(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
               const Packed& packed) {
-  if (x.numel == 0) std::fill_n(packed.ranges, 2 * split(0, settings).groups(), 0.0f);
+  const int64_t empty_groups = x.numel == 0 ? split(0, settings).groups() : 0;
+  for (int64_t group = 0; group < empty_groups; ++group)
+    store_range(packed, group, {0.0f, 0.0f}, settings.levels);
   encode(x, map, settings, noise, packed, false);
 }
 

@@ -11,6 +11,7 @@
 #include "map.cuh"
 #include "planes.cuh"
 #include "quantize.h"
+#include "ranges.h"
 #include "rounding.cuh"
 
 namespace mesa_tune::cuda {
@@ -198,10 +199,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     const bool gaps = !extremes.finite();
     if (__any_sync(kAllLanes, gaps)) extremes = finite_extremes_of(raw, d);
     Range range = measure(extremes, d.levels, gaps);
-    if (d.lane() == 0) {
-      packed.ranges[2 * group] = range.zero;
-      packed.ranges[2 * group + 1] = range.step;
-    }
+    if (d.lane() == 0) store_range(packed, group, range, d.levels);
     const Keys keys = seed.of_group(group, range);
     range = range.revealed();
     const Scale scale(range, d.levels);
@@ -259,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane)
       if (plane < d.bits) bytes[plane] = planes[plane_index<Type>(d, group, plane)];
-    const Range stored{packed.ranges[2 * group], packed.ranges[2 * group + 1]};
+    const Range stored = range_of(packed, group, d.levels);
     const Values value(stored);
     uint32_t codes[8][words];
 #pragma unroll

@@ -5,6 +5,7 @@
 #include "column.cuh"
 #include "launch.cuh"
 #include "quantize.h"
+#include "ranges.h"
 #include "rounding.cuh"
 
 namespace mesa_tune::cuda {
@@ -35,7 +36,7 @@ class Reader {
     ++group_;
   }
 
-  __device__ float value() const {
+  __device__ float value() {
     const Settings& s = elements_.settings;
     const Span& span = group_ < elements_.parts.whole.count ? elements_.parts.whole : elements_.parts.rest;
     const int64_t plane = span.plane(), run = quotient(index_, plane);
@@ -43,14 +44,16 @@ class Reader {
         elements_.packed.data + span.byte + (group_ - span.first) * s.bits * plane + (index_ - run * plane);
     uint32_t code = 0;
     for (int i = 0; i < s.bits; ++i, byte += plane) code |= (*byte >> run & 1u) << i;
-    const Range stored{elements_.packed.ranges[2 * group_], elements_.packed.ranges[2 * group_ + 1]};
-    if (stored.has_gaps() && code == static_cast<uint32_t>(s.levels - 1)) return bit_cast<float>(kNan);
-    return Values(stored)(code);
+    if (group_ != measured_) range_ = range_of(elements_.packed, measured_ = group_, s.levels);
+    if (range_.has_gaps() && code == static_cast<uint32_t>(s.levels - 1)) return bit_cast<float>(kNan);
+    return Values(range_)(code);
   }
 
  private:
   const Elements& elements_;
   int64_t group_, index_, groups_, rest_;
+  int64_t measured_ = -1;  // the group of range_: it takes a division where ends are stored
+  Range range_{};
 };
 
 __device__ inline float value_of(const Elements& elements, int64_t element) {
@@ -71,9 +74,8 @@ __device__ inline void decode_column(const Elements& elements, int64_t turn, con
   const Span& span = is_rest ? elements.parts.rest : elements.parts.whole;
   const int64_t index = is_rest ? turn - columns : turn, plane = span.plane();
   const int64_t number = quotient(index, plane), column = index - number * plane;
-  const float* const range = elements.packed.ranges + 2 * (span.first + number);
   const Column values(elements.packed.data + span.byte + number * s.bits * plane + column, plane, s,
-                      {range[0], range[1]});
+                      range_of(elements.packed, span.first + number, s.levels));
   for (int run = 0; run < 8; ++run) {
     const int64_t element = run * plane + column;
     if (element < span.size) visit(span.element + number * span.size + element, values(run));

@@ -44,13 +44,19 @@ void encode_strided(const Strided& x, const Map& map, const Settings& s, const S
   launch(encode_columns<Type, kMapped>, span.count * span.plane(), stream, data, map, groups, noise, packed);
 }
 
-// The kernels of dense.cuh hold 16-bit elements in pairs, to which they apply no map.
+// dense_shift for `map` of x. The kernels of dense.cuh hold 16-bit elements in pairs, to which they apply no
+// map.
+template <class Type>
+int encode_shift(const Strided& x, const Map& map, const Settings& s, const Packed& packed) {
+  return kPairs<Type> && map.kind != Map::kNone ? -1 : dense_shift<Type>(x, s, packed);
+}
+
 template <class Type, Map::Kind kKind>
 void encode(const Strided& x, const Map& map, const Settings& s, const Noise& noise, const Packed& packed,
             void* stream) {
   constexpr bool mapped = kKind != Map::kNone;
   const Split parts = split(x.numel, s);
-  const int shift = mapped && kPairs<Type> ? -1 : dense_shift<Type>(x, s, packed);
+  const int shift = encode_shift<Type>(x, map, s, packed);
   if (shift < 0) {
     encode_strided<Type, mapped>(x, map, s, parts.whole, noise, packed, stream);
   } else if constexpr (!mapped || !kPairs<Type>) {

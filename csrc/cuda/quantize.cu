@@ -37,19 +37,33 @@ void decode(const Packed& packed, const Settings& s, const Strided& out, void* s
   decode_strided<Type>(packed, s, parts.rest, out, factor, stream);
 }
 
+// Writes zeros as the ranges, or as the ends, of groups without elements.
+template <class Number>
+void clear(Number* numbers, int64_t groups, void* stream) {
+  if (groups == 0 || numbers == nullptr) return;
+  const size_t bytes = sizeof(Number) * 2 * static_cast<size_t>(groups);
+  check(cudaMemsetAsync(numbers, 0, bytes, static_cast<cudaStream_t>(stream)));
+}
+
 }  // namespace
+
+bool in_one_pass(const Strided& x, const Map& map, const Settings& settings, const Packed& packed) {
+  bool dense = false;
+  with_type(x.dtype, [&](auto type) { dense = encode_shift<decltype(type)>(x, map, settings, packed) >= 0; });
+  return dense && split(x.numel, settings).rest.count == 0;
+}
 
 void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
               void* stream) {
-  const int64_t groups = split(x.numel, settings).groups();
-  if (x.numel > 0) {
-    with_type(x.dtype, [&](auto type) {
-      encode<decltype(type), Map::kNone>(x, Map{}, settings, noise, packed, stream);
-    });
-  } else if (groups > 0) {
-    check(cudaMemsetAsync(packed.ranges, 0, sizeof(float) * 2 * static_cast<size_t>(groups),
-                          static_cast<cudaStream_t>(stream)));
+  if (x.numel == 0) {
+    const int64_t groups = split(0, settings).groups();
+    clear(packed.ranges, groups, stream);
+    clear(packed.ends, groups, stream);
+    return;
   }
+  with_type(x.dtype, [&](auto type) {
+    encode<decltype(type), Map::kNone>(x, Map{}, settings, noise, packed, stream);
+  });
 }
 
 void dequantize(const Packed& packed, const Settings& settings, const Strided& out, void* stream) {

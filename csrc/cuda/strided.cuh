@@ -1,7 +1,8 @@
 // Kernels for groups of any size and layout. One warp measures one piece of a group. The extremes of a group
 // of several pieces are merged by atomics, whose order does not matter. They need no memory of their own: the
 // extremes of all elements use that of the range, the extremes of the finite elements that of the codes. Then
-// each thread encodes or decodes one column of eight elements.
+// each thread encodes or decodes one column of eight elements. Encoding takes ranges in float32, where ends
+// are stored, too: the extremes need their memory, and all columns the range as it was measured, for noise.
 #pragma once
 
 #include "column.cuh"
@@ -9,6 +10,7 @@
 #include "launch.cuh"
 #include "map.cuh"
 #include "planes.cuh"
+#include "ranges.h"
 #include "rounding.cuh"
 
 namespace mesa_tune::cuda {
@@ -33,16 +35,10 @@ struct Groups {
   }
 };
 
-__device__ inline Range stored_range(const Packed& packed, int64_t group) {
-  return {packed.ranges[2 * group], packed.ranges[2 * group + 1]};
-}
-
 // Stores the range of a group from the extremes of all its elements and of the finite ones.
-__device__ inline void store_range(const Packed& packed, int64_t group, const Extremes& all,
-                                   const Extremes& finite, int levels) {
-  const Range range = measure(finite, levels, !all.finite());
-  packed.ranges[2 * group] = range.zero;
-  packed.ranges[2 * group + 1] = range.step;
+__device__ inline void store_measured(const Packed& packed, int64_t group, const Extremes& all,
+                                      const Extremes& finite, int levels) {
+  store_range(packed, group, measure(finite, levels, !all.finite()), levels);
 }
 
 // The extremes of all elements, in the memory of the group's range.
@@ -128,7 +124,7 @@ __global__ void measure_pieces(const typename Type::Storage* x, const Map map,
     if (!all.finite()) finite = measured<Type, kMapped, true>(x, map, groups, group, begin, end);
     if (!is_first_lane()) return;
     if (whole) {
-      store_range(packed, group, all, finite, groups.settings.levels);
+      store_measured(packed, group, all, finite, groups.settings.levels);
     } else {
       merge(extremes_of(packed, group), all);
       merge(finite_of(groups, packed, group), finite);
@@ -141,7 +137,7 @@ static __global__ void store_ranges(const __grid_constant__ Groups groups, const
   for (int64_t i = thread_number(); i < groups.span.count; i += thread_count()) {
     const int64_t group = groups.span.first + i;
     const Extremes all = *extremes_of(packed, group), finite = *finite_of(groups, packed, group);
-    store_range(packed, group, all, finite, groups.settings.levels);
+    store_measured(packed, group, all, finite, groups.settings.levels);
   }
 }
 
@@ -163,7 +159,7 @@ __global__ void encode_columns(const typename Type::Storage* x, const Map map,
   for (int64_t turn = thread_number(); turn < span.count * span.plane(); turn += thread_count()) {
     const int64_t number = quotient(turn, span.plane()), column = turn - number * span.plane();
     const int64_t group = span.first + number;
-    const Range stored = stored_range(packed, group), range = stored.revealed();
+    const Range stored = range_of(packed, group, s.levels), range = stored.revealed();
     const Scale scale(range, s.levels);
     const Keys keys = seed.of_group(group, stored);
     const float factor = range.wide() ? kQuarter : 1.0f;
@@ -200,7 +196,7 @@ __global__ void decode_columns(const Packed packed, const __grid_constant__ Grou
     const int64_t number = quotient(turn, span.plane()), column = turn - number * span.plane();
     const int64_t group = span.first + number;
     const Column values(groups.planes(packed, group) + column, span.plane(), groups.settings,
-                        stored_range(packed, group));
+                        range_of(packed, group, groups.settings.levels));
     for (int run = 0; run < 8; ++run) {
       const int64_t element = run * span.plane() + column;
       if (element >= span.size) break;

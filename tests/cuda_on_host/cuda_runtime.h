@@ -185,10 +185,13 @@ inline cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaS
   return cudaSuccess;
 }
 
+inline int launches = 0;  // since the program began
+
 // Two blocks at most, so that threads take several turns, as they do on a GPU past some 10^8 of them.
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
+  ++launches;
   fibers::body = [&] { kernel(arguments...); };
   gridDim = std::min(config->gridDim.x, 2u);
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) fibers::run_block(config->blockDim.x);

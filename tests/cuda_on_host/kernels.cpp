@@ -1,5 +1,7 @@
 // csrc/cuda for Python's ctypes.
 
+#include <cuda_runtime.h>
+
 #include <vector>
 
 #include "batch_norm.h"
@@ -26,16 +28,35 @@ mesa_tune::Strided strided(const Problem& p) {
   return {p.tensor, p.dtype, mesa_tune::make_layout(p.sizes, p.strides, p.dims, p.settings), p.numel};
 }
 
+// Calls encode(packed) as the operators do: beside ends with memory for ranges only if they are needed.
+template <class Encode>
+void with_memory(const Problem& p, const mesa_tune::Map& map, const Encode& encode) {
+  const bool needed = !mesa_tune::cuda::in_one_pass(strided(p), map, p.settings, p.packed);
+  const int64_t groups = mesa_tune::split(p.numel, p.settings).groups();
+  std::vector<float> memory(static_cast<size_t>(needed ? 2 * groups : 0), 7.0f);
+  mesa_tune::Packed packed = p.packed;
+  if (packed.ranges == nullptr && needed) packed.ranges = memory.data();
+  encode(packed);
+}
+
 }  // namespace
 
 extern "C" {
 
+int launch_count() {
+  return launches;
+}
+
 void quantize(const Problem* p, bool stochastic, const int64_t* seed) {
-  mesa_tune::cuda::quantize(strided(*p), p->settings, {stochastic, 0, seed}, p->packed, nullptr);
+  with_memory(*p, {}, [&](const mesa_tune::Packed& packed) {
+    mesa_tune::cuda::quantize(strided(*p), p->settings, {stochastic, 0, seed}, packed, nullptr);
+  });
 }
 
 void quantize_map(const Problem* p, const mesa_tune::Map* map, bool stochastic, const int64_t* seed) {
-  mesa_tune::cuda::quantize_map(strided(*p), *map, p->settings, {stochastic, 0, seed}, p->packed, nullptr);
+  with_memory(*p, *map, [&](const mesa_tune::Packed& packed) {
+    mesa_tune::cuda::quantize_map(strided(*p), *map, p->settings, {stochastic, 0, seed}, packed, nullptr);
+  });
 }
 
 void dequantize_mul(const Problem* p, const float* factor) {
@@ -44,14 +65,6 @@ void dequantize_mul(const Problem* p, const float* factor) {
 
 void dequantize(const Problem* p) {
   mesa_tune::cuda::dequantize(p->packed, p->settings, strided(*p), nullptr);
-}
-
-void store_ends(const float* ranges, int64_t groups, int64_t levels, mesa_tune::Dtype dtype, uint16_t* ends) {
-  mesa_tune::cuda::store_ends(ranges, groups, levels, dtype, ends, nullptr);
-}
-
-void read_ends(const uint16_t* ends, int64_t groups, int64_t levels, mesa_tune::Dtype dtype, float* ranges) {
-  mesa_tune::cuda::read_ends(ends, groups, levels, dtype, ranges, nullptr);
 }
 
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data) {

@@ -34,7 +34,7 @@ from tests.ops.test_quantize_within import given_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
-    *("batch_norm", "cross_entropy", "ends", "gate", "norm", "pack_bits", "pack_windows"),
+    *("batch_norm", "cross_entropy", "gate", "norm", "pack_bits", "pack_windows"),
     *("pack_zero_rows", "quantize", "quantize_map", "quantize_within", "softmax", "sparsify"),
 )
 SOURCES = (
@@ -56,14 +56,15 @@ NO_SIZES = (1, 2, 1, 0)
 
 
 class Problem(ctypes.Structure):
-    """A tensor, its settings and its packed memory: `Problem` of kernels.cpp."""
+    """A tensor, its settings and its packed memory, with ranges or ends: `Problem` of kernels.cpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("tensor", "sizes", "strides")),
         *((name, c_int64) for name in ("dims", "numel")),
         ("dtype", c_int),
         *((name, c_int64) for name in ("bits", "levels", "group_size", "quant_groups")),
-        *((name, c_void_p) for name in ("data", "ranges")),
+        *((name, c_void_p) for name in ("data", "ranges", "ends")),
+        ("ends_dtype", c_int),
     )
 
 
@@ -118,20 +119,23 @@ def problem(x: Tensor, sizes: Sizes, data: Tensor, ranges: Tensor, call: Callabl
     """Calls with the address of the problem, whose parts live that long."""
     shape, strides = ((c_int64 * x.dim())(*numbers) for numbers in (x.shape, x.stride()))
     addresses = (x.data_ptr(), ctypes.addressof(shape), ctypes.addressof(strides))
-    dtype = ops.DTYPES.index(x.dtype)
-    packed = (data.data_ptr(), ranges.data_ptr())
+    dtype, stored = (ops.DTYPES.index(each.dtype) for each in (x, ranges))
+    both = (None, ranges.data_ptr()) if stored else (ranges.data_ptr(), None)
+    packed = (data.data_ptr(), *both, stored)
     call(ctypes.byref(Problem(*addresses, x.dim(), x.numel(), dtype, *sizes, *packed)))
 
 
-def memory(x: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """What x is encoded to, with something else in it."""
+def memory(x: Tensor, sizes: Sizes, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """What x is encoded to, with something else in it; `dtype`: of ranges, or of ends."""
     bits, _, group_size, groups = sizes
     data = torch.full((reference.data_bytes(x.numel(), bits, group_size, groups),), 0xAA, dtype=torch.uint8)
-    return data, torch.full((reference.group_count(x.numel(), group_size, groups), 2), 7.0)
+    return data, torch.full((reference.group_count(x.numel(), group_size, groups), 2), 7.0).to(dtype)
 
 
-def encode(kernels: Kernels, x: Tensor, sizes: Sizes, seed: int | None) -> tuple[Tensor, Tensor]:
-    data, ranges = memory(x, sizes)
+def encode(
+    kernels: Kernels, x: Tensor, sizes: Sizes, seed: int | None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    data, ranges = memory(x, sizes, dtype)
     number = ctypes.byref(c_int64(seed or 0))
     problem(x, sizes, data, ranges, lambda p: kernels.quantize(p, seed is not None, number))
     return data, ranges
@@ -143,13 +147,19 @@ def decode(kernels: Kernels, data: Tensor, ranges: Tensor, out: Tensor, sizes: S
 
 
 def assert_right(kernels: Kernels, x: Tensor, sizes: Sizes, seed: int | None) -> None:
-    data, ranges = encode(kernels, x, sizes, seed)
+    """In ranges, and if x has 16 bits, in ends."""
     expected = reference.quantize(x, *sizes, seed is not None, torch.tensor([seed or 0]))
-    assert same_bytes(ranges, expected[1])
-    assert same_bytes(data, expected[0])
-    for dtype in ops.DTYPES:
-        wanted = reference.dequantize(data, ranges, x.shape, dtype, *sizes)
-        assert same_numbers(decode(kernels, data, ranges, torch.full(x.shape, 5).to(dtype), sizes), wanted)
+    for stored in {torch.float32, x.dtype}:
+        data, ranges = encode(kernels, x, sizes, seed, stored)
+        assert same_bytes(data, expected[0])
+        if stored == torch.float32:
+            assert same_bytes(ranges, expected[1])
+        else:
+            assert same_numbers(ranges, reference.ends_of(expected[1], sizes[1], stored))
+        for dtype in ops.DTYPES:
+            wanted = reference.dequantize(data, ranges, x.shape, dtype, *sizes)
+            decoded = decode(kernels, data, ranges, torch.full(x.shape, 5).to(dtype), sizes)
+            assert same_numbers(decoded, wanted)
 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
@@ -172,15 +182,14 @@ def test_other_groups(kernels: Kernels, dtype: torch.dtype, cases: Callable[...,
 
 def assert_mapped(kernels: Kernels, case: Mapped) -> None:
     x, rstd, sizes = case.x, case.rstd, (*case.sizes, 0)
-    data, ranges = memory(x, sizes)
+    data, ranges = memory(x, sizes, x.dtype)
     mean, deviation = (None if each is None else each.data_ptr() for each in (case.mean, rstd))
     count = 1 if rstd is None else rstd.numel()
     made = ctypes.byref(Map(maps.KINDS[case.kind], mean, deviation, case.inner, count))
     number = ctypes.byref(c_int64(case.seed or 0))
     problem(x, sizes, data, ranges, lambda p: kernels.quantize_map(p, made, case.seed is not None, number))
-    mapped = maps.apply(x, maps.KINDS[case.kind], case.mean, rstd, case.inner).to(x.dtype)
-    expected = reference.quantize(mapped, *sizes, case.seed is not None, torch.tensor([case.seed or 0]))
-    assert same_bytes(ranges, expected[1])
+    expected = fused_ops.quantize_map(x, *case.arguments())
+    assert same_numbers(ranges, expected[1])
     assert same_bytes(data, expected[0])
 
 
@@ -212,7 +221,7 @@ def multiplying(kernels: Kernels, factor: Tensor) -> Callable[[Any], None]:
 
 def test_products(kernels: Kernels) -> None:
     for x, sizes, factor in cuda_cases.products():
-        parts = reference.quantize(x, *sizes, True, torch.tensor([1]))
+        parts = cuda_cases.packed(x, sizes)
         out = torch.full(x.shape, 5.0)
         problem(out, sizes, *parts, multiplying(kernels, factor))
         assert same_numbers(out, fused_ops.dequantize_mul(*parts, factor, *sizes[:3]))
@@ -243,14 +252,21 @@ def test_strided_results_and_unaligned_data(kernels: Kernels) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_ends_in_16_bits(kernels: Kernels, bits: int, dtype: torch.dtype) -> None:
-    for x, sizes, seed in cuda_cases.ends(bits, dtype):
-        _, ranges = reference.quantize(x, *sizes, seed is not None, torch.tensor([seed or 0]))
-        ends, back = torch.zeros_like(ranges, dtype=dtype), torch.zeros_like(ranges)
-        sides = (c_int64(ranges.shape[0]), c_int64(sizes[1]), c_int(ops.DTYPES.index(dtype)))
-        kernels.store_ends(c_void_p(ranges.data_ptr()), *sides, c_void_p(ends.data_ptr()))
-        assert same_numbers(ends, reference.ends_of(ranges, sizes[1], dtype))
-        kernels.read_ends(c_void_p(ends.data_ptr()), *sides, c_void_p(back.data_ptr()))
-        assert same_numbers(back, reference.ranges_between(ends, sizes[1]))
+    for case in cuda_cases.ends(bits, dtype):
+        assert_right(kernels, *case)
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_whole_groups_take_one_launch_each_way(kernels: Kernels, dtype: torch.dtype) -> None:
+    """A partial group at the end takes one to measure and one to encode, and one to decode."""
+    sizes = (4, 16, 64, 0)
+    for numel, launches in ((640, (1, 1)), (643, (3, 2))):
+        x = randn(numel).to(dtype)
+        before = kernels.launch_count()
+        data, ranges = encode(kernels, x, sizes, 1, dtype)
+        between = kernels.launch_count()
+        decode(kernels, data, ranges, torch.empty_like(x), sizes)
+        assert (between - before, kernels.launch_count() - between) == launches
 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)

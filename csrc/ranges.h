@@ -1,9 +1,11 @@
-// The range of a group of 16-bit elements as its ends: the values of its lowest and its highest code, 16 bits
-// each. What is hard is that the range must follow from them without loss, for groups with gaps (NaN or Inf)
-// as well: these have the highest value first, and then -Inf if it is also the lowest.
+// The ranges of groups as they are stored, on every device: two numbers of float32, or, of 16-bit elements,
+// ends: the values of the lowest and the highest code, 16 bits each. What is hard is that the range must
+// follow from the ends without loss, for groups with gaps (NaN or Inf) as well: these have the highest value
+// first, and then -Inf if it is also the lowest.
 #pragma once
 
 #include "arithmetic.h"
+#include "quantize.h"
 
 namespace mesa_tune {
 
@@ -40,6 +42,29 @@ MESA_TUNE_INLINE Range from_ends(const uint16_t* ends, int64_t levels) {
   const float span = quarter > kWide ? -quarter : high - low;
   const Range range{low, span / static_cast<float>(levels - 1 - gaps)};
   return gaps ? range.hidden() : range;
+}
+
+// The range of a group. Ranges in float32, where there are any, are those that were measured; ends give them
+// except for the last bit of the step.
+MESA_TUNE_INLINE Range range_of(const Packed& packed, int64_t group, int64_t levels) {
+  if (packed.ranges != nullptr) return {packed.ranges[2 * group], packed.ranges[2 * group + 1]};
+  const uint16_t* ends = packed.ends + 2 * group;
+  return packed.ends_dtype == Dtype::kHalf ? from_ends<Half>(ends, levels)
+                                           : from_ends<BFloat16>(ends, levels);
+}
+
+MESA_TUNE_INLINE void store_range(const Packed& packed, int64_t group, const Range& range, int64_t levels) {
+  if (packed.ranges != nullptr) {
+    packed.ranges[2 * group] = range.zero;
+    packed.ranges[2 * group + 1] = range.step;
+  }
+  if (packed.ends == nullptr) return;
+  uint16_t* ends = packed.ends + 2 * group;
+  if (packed.ends_dtype == Dtype::kHalf) {
+    to_ends<Half>(range, levels, ends);
+  } else {
+    to_ends<BFloat16>(range, levels, ends);
+  }
 }
 
 }  // namespace mesa_tune
