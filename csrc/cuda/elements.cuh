@@ -44,7 +44,10 @@ class Reader {
         elements_.packed.data + span.byte + (group_ - span.first) * s.bits * plane + (index_ - run * plane);
     uint32_t code = 0;
     for (int i = 0; i < s.bits; ++i, byte += plane) code |= (*byte >> run & 1u) << i;
-    if (group_ != measured_) range_ = range_of(elements_.packed, measured_ = group_, s.levels);
+    if (group_ != group_of_range_) {
+      range_ = range_of(elements_.packed, group_, s.levels);
+      group_of_range_ = group_;
+    }
     if (range_.has_gaps() && code == static_cast<uint32_t>(s.levels - 1)) return bit_cast<float>(kNan);
     return Values(range_)(code);
   }
@@ -52,8 +55,8 @@ class Reader {
  private:
   const Elements& elements_;
   int64_t group_, index_, groups_, rest_;
-  int64_t measured_ = -1;  // the group of range_: it takes a division where ends are stored
-  Range range_{};
+  int64_t group_of_range_ = -1;
+  Range range_{};  // kept: from ends it takes a division
 };
 
 __device__ inline float value_of(const Elements& elements, int64_t element) {

@@ -294,6 +294,25 @@ def test_what_a_batch_norm_or_a_softmax_cannot_take_is_refused() -> None:
         fused_ops.SOFTMAX_BACKWARD(*parts, grad[1:], 4, 16, 64)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_op_decodes_ends(dtype: torch.dtype) -> None:
+    x, grad, numbers, sizes = tensor(6, 50), torch.randn(6, 50), torch.rand(50), (4, 16, 64)
+    parts = RAW.quantize_ends(x.to(dtype), *sizes, 0, True, SEED)
+    target, row = torch.arange(6), torch.randn(6)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "dequantize_mul": (grad,),
+        "norm_backward": (grad, row.abs(), numbers, True, torch.inf),
+        "batch_norm_backward": (grad, numbers, None, True, False),
+        "softmax_backward": (grad,),
+        "cross_entropy_backward": (target, row, None, torch.ones(()), 50, -100, True),
+        "linear_backward": (grad[:, :9].contiguous(), torch.randn(9, 50), None, 50, False, True),
+    }
+    for name, given in arguments.items():
+        found = getattr(RAW, name)(*parts, *given, *sizes)
+        expected = getattr(fused_ops, name)(*parts, *given, *sizes)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", [*fused_ops.NAMES])
 def test_ops_are_what_they_say_to_compilers(name: str) -> None:
     x = tensor(6, 50)

@@ -127,6 +127,14 @@ def test_float32_is_rounded_to_16_bits_as_torch_does(dtype: torch.dtype) -> None
 
 
 @needs_library
+def test_ranges_in_given_memory_are_float32() -> None:
+    x = torch.ones(300).half()
+    data, ends = torch.ops.mesa_tune.quantize_ends(x, 4, 16, 64, 0, False, None)
+    with pytest.raises(RuntimeError, match="expected ranges of float32"):
+        torch.ops.mesa_tune.quantize_out(x, 4, 16, 64, 0, False, None, data, ends)
+
+
+@needs_library
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_ends_in_16_bits(bits: int, dtype: torch.dtype) -> None:
