@@ -40,7 +40,7 @@ class Mapped(NamedTuple):
     sizes: tuple[int, int, int]  # bits, levels, group_size
     seed: int | None
 
-    def arguments(self, device: str = "cpu") -> tuple[object, ...]:
+    def arguments(self, device: str = "cpu") -> tuple[Any, ...]:
         """What `quantize_map` takes after x."""
         mean, rstd, seed = on(device, self.mean, self.rstd, torch.tensor([self.seed or 0]))
         return KINDS[self.kind], mean, rstd, self.inner, *self.sizes, self.seed is not None, seed
