@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 from collections.abc import Iterator
@@ -11,12 +12,21 @@ import pytest
 import torch
 
 from mesa_tune import cli
+from mesa_tune.profiler import profiling
 from tests.damage import MODEL, PROFILE, SEARCH, VERIFY, Home
 
 
 def pytest_configure() -> None:
     # The tests' tensors are small: threads would only wait for each other, and busily.
     torch.set_num_threads(1)
+    # No test asserts times, so a profile times as few steps as it may; by itself it goes on for 15 s.
+    profiling.SECONDS = profiling.SHARE = 0.0
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector, which many measurements run, all that exists before the first test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
