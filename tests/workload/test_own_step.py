@@ -6,6 +6,7 @@ import copy
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,12 @@ def workload(name: str, **options: Any) -> mt.Workload:
     return mt.Workload(model, batch, step=step, batch_size=BATCH, **options)
 
 
+@cache
+def profiled(name: str) -> mt.Profile:
+    """Return the profile of `workload(name)`, which several tests look at."""
+    return mt.profile(workload(name), options=OPTIONS, seeds=4)
+
+
 def measured(work: mt.Workload, policy: mt.Policy) -> StepMemory:
     model = mt.convert(work.build(), policy, seed=0)
     stepper = work.stepper(work.make_optimizer(model))
@@ -147,8 +154,7 @@ def mixed(profile: mt.Profile) -> mt.Policy:
 
 @EACH
 def test_bytes_are_predicted(name: str) -> None:
-    work = workload(name)
-    profile = mt.profile(work, options=[])
+    work, profile = workload(name), profiled(name)
     for policy in (PLAIN, FOUR_BITS, mixed(profile)):
         found, predicted = measured(work, policy), profile.predict(policy)
         assert predicted.saved_bytes == found.saved_bytes
@@ -166,7 +172,7 @@ def test_bytes_are_predicted(name: str) -> None:
 @pytest.mark.parametrize("name", ["simple", "zeros"])
 def test_a_step_that_does_what_the_default_does_has_its_profile(name: str) -> None:
     default = mt.Workload(Net, batch, loss, batch_size=BATCH, set_to_none=name != "zeros")
-    ours, theirs = (mt.profile(work, options=OPTIONS, seeds=2) for work in (workload(name), default))
+    ours, theirs = profiled(name), mt.profile(default, options=OPTIONS, seeds=4)
     for field in ("static_bytes", "saved_bytes", "peak_bytes", "ties", "exact", "error_floor"):
         assert getattr(ours, field) == getattr(theirs, field), field
     assert [replace(tensor, id=0) for tensor in ours.tensors] == [
@@ -184,7 +190,7 @@ def test_a_step_that_does_what_the_default_does_has_its_profile(name: str) -> No
 @EACH
 def test_errors_are_predicted(name: str) -> None:
     work, policy = workload(name), mt.Policy.uniform(level=4)
-    predicted = mt.profile(work, options=[mt.LayerSettings(level=4)], seeds=4).predict(policy)
+    predicted = profiled(name).predict(policy)
     errors = JointError(work).errors(policy, [(draw, 9) for draw in range(4)])
     assert predicted.gradient_error is not None
     assert 0.5 < statistics.fmean(errors) / predicted.gradient_error < 2
@@ -233,8 +239,7 @@ def test_measuring_errors_changes_nothing(name: str) -> None:
 
 @EACH
 def test_a_policy_is_found_and_verified(name: str) -> None:
-    work = workload(name)
-    profile = mt.profile(work, options=OPTIONS, seeds=2)
+    work, profile = workload(name), profiled(name)
     plan = mt.search_policy(
         profile, profile.peak_bytes, max_saved=profile.saved_bytes // 2, workload=work, trials=3
     )
@@ -248,8 +253,7 @@ def test_a_policy_is_found_and_verified(name: str) -> None:
 
 def test_bytes_without_memory_are_those_of_the_step() -> None:
     for name in ("four micro-batches", "GAN"):
-        work = workload(name)
-        real, fake = mt.profile(work, options=[]), mt.estimate(work, FOUR_BITS)
+        real, fake = profiled(name), mt.estimate(workload(name), FOUR_BITS)
         assert fake.saved_bytes == real.predict(FOUR_BITS).saved_bytes
         assert fake.peak_bytes == pytest.approx(real.predict(FOUR_BITS).peak_bytes, rel=0.001)
 
