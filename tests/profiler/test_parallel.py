@@ -26,8 +26,6 @@ from tests.parallel_cases import CASES, POLICIES, WORLD, WRAPS, Case, batch, los
 c10d: Any = distributed_c10d  # the stubs lack most of it
 dist: Any = distributed
 ROOT = Path(__file__).parents[2]
-FAST = (Case("DDP, views", "4 bits"), Case("FSDP2", "4 bits"))
-SLOW = tuple(case for case in CASES if case not in FAST)
 
 
 def estimated(case: Case, world_size: int = WORLD) -> mt.Estimate:
@@ -36,11 +34,11 @@ def estimated(case: Case, world_size: int = WORLD) -> mt.Estimate:
 
 
 @cache
-def real_bytes(cases: tuple[Case, ...]) -> dict[str, Any]:
-    """Return saved and peak bytes of the cases, in the first of two real processes."""
+def real_bytes() -> dict[str, Any]:
+    """Return saved and peak bytes of all cases, in the first of two real processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.parallel_cases", folder, *(case.name for case in cases)]
+        command = [sys.executable, "-m", "tests.parallel_cases", folder]
         group = [
             subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank)})
             for rank in range(WORLD)
@@ -54,21 +52,12 @@ def real_bytes(cases: tuple[Case, ...]) -> dict[str, Any]:
     return found
 
 
-def check(case: Case, real: list[int]) -> None:
-    step = estimated(case)
-    assert [step.saved_bytes, step.peak_bytes] == real
-    assert step.frame()["bytes"].sum() == step.saved_bytes
-
-
-@pytest.mark.parametrize("case", FAST, ids=lambda case: case.name)
-def test_bytes_are_those_of_real_processes(case: Case) -> None:
-    check(case, real_bytes(FAST)[case.name])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bytes_are_those_of_real_processes_however_the_model_is_wrapped(case: Case) -> None:
-    check(case, real_bytes(SLOW)[case.name])
+    step = estimated(case)
+    assert [step.saved_bytes, step.peak_bytes] == real_bytes()[case.name]
+    assert step.frame()["bytes"].sum() == step.saved_bytes
 
 
 def test_a_share_of_the_weights_is_static() -> None:
@@ -90,7 +79,9 @@ def test_an_instance_is_estimated_and_stays_as_it_is() -> None:
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def test_the_largest_batch_is_found_with_the_wrapped_model() -> None:
+def test_the_largest_batch_is_found_with_the_wrapped_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What MKL keeps is measured in this process's memory, which may also grow for other reasons.
+    monkeypatch.setattr("mesa_tune.profiler.memory.workspaces.buffers_of", lambda products, threads: 0)
     size = estimated(Case("DDP", "plain")).largest_batch("12MB")
     assert 1 <= size < mt.estimate(workload()).largest_batch("12MB")
 

@@ -29,6 +29,8 @@ BATCH, WIDTH = 8, 64
 DIGITS = Path(__file__).parents[2] / "examples" / "digits_vit.py"
 # Groups as wide as the rows, with which norms composed by hand store what they keep.
 DERIVE = mt.Policy.uniform(level=16, group_size=64, store="derive")
+FOUR, EXACT = mt.LayerSettings(level=16), mt.LayerSettings(enable=False)
+LEVELS = (4, 16, 256)
 
 
 class Llama(nn.Module):
@@ -92,7 +94,8 @@ def workload(name: str) -> mt.Workload:
 
 @pytest.fixture(scope="module", name="profiles")
 def _profiles() -> dict[str, Profile]:
-    return {name: mt.profile(workload(name), options=[]) for name in CASES}
+    options = [mt.LayerSettings(level=level) for level in LEVELS]
+    return {name: mt.profile(workload(name), options=options, seeds=4) for name in CASES}
 
 
 def measured(work: mt.Workload, policy: mt.Policy, batch_size: int) -> Any:
@@ -203,16 +206,6 @@ def test_gradients_of_the_batch_are_not_disturbed_by_looking(profiles: dict[str,
     assert F.mse_loss(torch.get_rng_state().float(), state.float()) == 0
 
 
-FOUR, EXACT = mt.LayerSettings(level=16), mt.LayerSettings(enable=False)
-LEVELS = (4, 16, 256)
-
-
-@pytest.fixture(scope="module", name="priced")
-def _priced() -> dict[str, Profile]:
-    options = [mt.LayerSettings(level=level) for level in LEVELS]
-    return {name: mt.profile(workload(name), options=options, seeds=4) for name in CASES}
-
-
 def joint_error(work: mt.Workload, policy: mt.Policy, seeds: int = 16) -> float:
     """The mean over batches, with two rounding seeds each."""
     pairs = [(number // 2, number) for number in range(seeds)]
@@ -222,10 +215,10 @@ def joint_error(work: mt.Workload, policy: mt.Policy, seeds: int = 16) -> float:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_error_of_all_that_derives_is_that_of_whole_backwards(
-    priced: dict[str, Profile], name: str, level: int
+    profiles: dict[str, Profile], name: str, level: int
 ) -> None:
     policy = mt.Policy.uniform(level=level, store="derive")
-    predicted, found = priced[name].predict(policy).gradient_error, joint_error(workload(name), policy)
+    predicted, found = profiles[name].predict(policy).gradient_error, joint_error(workload(name), policy)
     assert predicted is not None
     assert found / 1.5 < predicted < found * 1.5
 
@@ -250,14 +243,14 @@ def only(profile: Profile, one: Derivation, settings: mt.LayerSettings) -> mt.Po
 
 @pytest.mark.parametrize("level", [4, 16])
 @pytest.mark.parametrize("name", ["transformer", "class token"])
-def test_each_price_is_that_of_whole_backwards(priced: dict[str, Profile], name: str, level: int) -> None:
+def test_each_price_is_that_of_whole_backwards(profiles: dict[str, Profile], name: str, level: int) -> None:
     settings = mt.LayerSettings(level=level)
-    for one in priced[name].derivations:
-        policy = only(priced[name], one, settings)
+    for one in profiles[name].derivations:
+        policy = only(profiles[name], one, settings)
         errors = one.errors(settings)
         assert errors is not None
         predicted = statistics.fmean(errors)
-        assert priced[name].predict(policy).gradient_error == pytest.approx(predicted)
+        assert profiles[name].predict(policy).gradient_error == pytest.approx(predicted)
         assert predicted == pytest.approx(joint_error(workload(name), policy, 16), rel=0.5), one.layers
 
 
@@ -274,18 +267,18 @@ def test_prices_of_derivations_follow_the_group_size(name: str) -> None:
         assert predicted[1] / predicted[0] == pytest.approx(found[1] / found[0], rel=0.15), one.layers
 
 
-def test_what_is_priced_together(priced: dict[str, Profile]) -> None:
-    found = {one.layers: (one.takers, one.sources) for one in priced["llama"].derivations}
+def test_what_is_priced_together(profiles: dict[str, Profile]) -> None:
+    found = {one.layers: (one.takers, one.sources) for one in profiles["llama"].derivations}
     way = ("body.1.silu.0", "body.1.mul.2")
     assert found["body.1.silu.0",] == found["body.1.mul.2",] == (("body.1.mul.2", "body.1.down"), way)
-    convolutions = {one.layers: (one.takers, one.sources) for one in priced["convolutions"].derivations}
+    convolutions = {one.layers: (one.takers, one.sources) for one in profiles["convolutions"].derivations}
     assert convolutions["bn1",] == (("conv2",), ("relu", "bn1"))
-    names = [name for one in priced["transformer"].derivations for name in one.takers]
+    names = [name for one in profiles["transformer"].derivations for name in one.takers]
     assert not [name for name in names if "matmul" in name or "softmax" in name]
 
 
-def test_layers_that_derive_only_err_by_what_is_stored(priced: dict[str, Profile]) -> None:
-    profile = priced["transformer"]
+def test_layers_that_derive_only_err_by_what_is_stored(profiles: dict[str, Profile]) -> None:
+    profile = profiles["transformer"]
     stored = {"blocks.0.norm2": FOUR, "blocks.0.fc1": replace(FOUR, store="derive")}
     alone = profile.gradient_error({"blocks.0.norm2": FOUR})
     both = profile.gradient_error(stored)
@@ -297,9 +290,9 @@ def test_layers_that_derive_only_err_by_what_is_stored(priced: dict[str, Profile
     assert parted == profile.gradient_error({"blocks.0.fc1": FOUR})
 
 
-def test_a_profile_of_before_has_no_derivations(priced: dict[str, Profile], tmp_path: Path) -> None:
-    priced["llama"].save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == priced["llama"]
+def test_a_profile_of_before_has_no_derivations(profiles: dict[str, Profile], tmp_path: Path) -> None:
+    profiles["llama"].save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profiles["llama"]
     values = json.loads((tmp_path / "profile.json").read_text("utf-8"))
     del values["derivations"]
     assert Profile.from_dict(values).derivations == ()
