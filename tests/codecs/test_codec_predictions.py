@@ -1,7 +1,9 @@
-"""Profile, predictions and search over settings of every codec, on the digits example at a small batch."""
+"""Profile, predictions and search over settings of every codec, on two blocks of the digits example."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,8 +28,11 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module", name="workload")
-def _workload() -> mt.Workload:
-    return mt.Workload.load(str(EXAMPLE), batch_size=BATCH, device="cpu")
+def _workload() -> Iterator[mt.Workload]:
+    work = mt.Workload.load(str(EXAMPLE), batch_size=BATCH, device="cpu")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys.modules[work.model.__module__], "DEPTH", 2)
+        yield work
 
 
 @pytest.fixture(scope="module", name="profile")
