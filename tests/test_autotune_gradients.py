@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import mesa_tune as mt
 from mesa_tune import autotune, notice
-from mesa_tune.profiler import profiling
 
 Batch = tuple[Tensor, Tensor]
 BATCH = (torch.rand(512, 64), torch.zeros(512, dtype=torch.long))
@@ -46,7 +45,6 @@ def auto(folder: Path, accumulation: int = 1) -> nn.Module:
 @pytest.fixture(autouse=True)
 def _nothing_was_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notice, "_given", set())
-    monkeypatch.setattr(profiling, "SECONDS", 0.1)
 
 
 def train(model: nn.Module, order: str, steps: int = 3) -> list[str]:

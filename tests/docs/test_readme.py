@@ -239,7 +239,6 @@ def test_the_training_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_one_call_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mesa_tune.profiler.timing.step_time.SECONDS", 0.0)
     loader: DataLoader[torch.Tensor] = DataLoader(torch.rand(2 * BATCH, 48), BATCH)  # type: ignore[arg-type]
     names = {**howto_names(), "optimizer": None, "loader": loader}
     exec(blocks(PAGES[0], "python")[3], names)

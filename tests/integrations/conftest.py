@@ -12,12 +12,6 @@ from torch.optim import Optimizer
 from mesa_tune.profiler.memory.meter import Meter, gradients_of, tensors_in
 
 
-@pytest.fixture(name="short_timing")
-def _short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of a small model are timed for 15 s otherwise."""
-    monkeypatch.setattr("mesa_tune.profiler.profiling.SECONDS", 0.1)
-
-
 @pytest.fixture(autouse=True)
 def _no_accelerator_is_left() -> Iterator[None]:
     yield

@@ -62,6 +62,7 @@ class Loop:
         accumulation: int = 1,
         checkpoints: bool = False,
         early: dict[str, Any] | None = None,
+        depth: int = 2,
     ) -> None:
         self.loss_of = checkpointed_loss if checkpoints else loss_of
         forget_accelerators()
@@ -79,7 +80,7 @@ class Loop:
         labels = torch.randint(0, 10, (96,), generator=generator)
         self.loader: Any = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
         torch.manual_seed(0)
-        self.model = self.plain = ViT()
+        self.model = self.plain = ViT(depth=depth)
         self.optimizer: Any = torch.optim.AdamW(self.plain.parameters(), 1e-3)
         if early is not None:
             self.convert(**early)
@@ -162,9 +163,18 @@ def test_trackers_get_the_policy_and_its_predictions() -> None:
     assert entry == {"mesa/peak_bytes": 5.71e9, "mesa/noise_ratio": 0.02}
 
 
-@pytest.mark.usefixtures("short_timing")
-@PLACES
-@OPTIONS
+@pytest.mark.parametrize(
+    ("options", "early"),
+    [
+        ({"depth": 1}, True),
+        ({"depth": 1}, False),
+        ({"depth": 1, "mixed_precision": "bf16"}, True),  # `prepare` puts autocast around the forward
+        ({"depth": 1, "mixed_precision": "bf16"}, False),
+        ({"depth": 1, "checkpoints": True}, False),
+        ({"accumulation": 2}, True),  # of one block, gradients are too much of the peak
+    ],
+    ids=["before", "after", "bf16-before", "bf16-after", "checkpointing-after", "accumulation-before"],
+)
 def test_steps_under_a_budget_take_no_more_and_are_resumed(
     tmp_path: Path, options: dict[str, Any], early: bool
 ) -> None:

@@ -163,7 +163,6 @@ def test_a_trainer_with_adapters(tmp_path: Path, checkpoints: bool) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=0.1)
 
 
-@pytest.mark.usefixtures("short_timing")
 def test_adapters_train_within_a_budget(tmp_path: Path) -> None:
     assert_within_a_budget(tmp_path, lambda: adapted(text_model()))
 

@@ -31,8 +31,8 @@ PREDICTED = """# mesa-tune policy 1
 class Dropping(ViT):
     """A vision transformer with dropout before its head, which has so many outputs that a loss is packed."""
 
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
+    def __init__(self, dropout: float, depth: int) -> None:
+        super().__init__(depth=depth)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(64, 200)
 
@@ -44,10 +44,10 @@ class Dropping(ViT):
 class Classifier(LightningModule):
     """Trains a vision transformer, and notes its losses and what the last one's backward is."""
 
-    def __init__(self, checkpoints: bool = False, dropout: float = 0.1) -> None:
+    def __init__(self, checkpoints: bool = False, dropout: float = 0.1, depth: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = Dropping(dropout)
+        self.net = Dropping(dropout, depth)
         self.checkpoints = checkpoints
         self.losses: list[float] = []
         self.function = ""
@@ -102,7 +102,7 @@ def fitted(
     folder: Path, *callbacks: Callback, resume: str | None = None, **options: Any
 ) -> tuple[Classifier, LightningTrainer]:
     """Train for three steps of an epoch of two; return the module and the Trainer."""
-    made = {name: options.pop(name) for name in ("checkpoints", "dropout") if name in options}
+    made = {name: options.pop(name) for name in ("checkpoints", "dropout", "depth") if name in options}
     module = options.pop("kind", Classifier)(**made)
     torch.manual_seed(5)
     trainer = LightningTrainer(
@@ -235,8 +235,9 @@ class Peaks(Callback):
         self.meter.end()
 
 
-@pytest.mark.usefixtures("short_timing")
-@pytest.mark.parametrize("options", [{}, {"checkpoints": True}], ids=["", "checkpointing"])
+@pytest.mark.parametrize(
+    "options", [{"depth": 1}, {"depth": 1, "checkpoints": True}], ids=["", "checkpointing"]
+)
 def test_steps_under_a_budget_take_no_more(tmp_path: Path, options: dict[str, Any]) -> None:
     before, after = Peaks(), Peaks()
     plain, _ = fitted(tmp_path, before, **options)
@@ -248,9 +249,10 @@ def test_steps_under_a_budget_take_no_more(tmp_path: Path, options: dict[str, An
     assert "mesa/noise_ratio" in (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
 
 
-@pytest.mark.usefixtures("short_timing")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("options", [{}, {"checkpoints": True}], ids=["", "checkpointing"])
+@pytest.mark.parametrize(
+    "options", [{"depth": 1}, {"depth": 1, "checkpoints": True}], ids=["", "checkpointing"]
+)
 def test_a_training_within_a_budget_is_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
     whole, _ = fitted(tmp_path, within("80%", tmp_path), **options, max_steps=4)
     half, trainer = fitted(tmp_path, within("80%", tmp_path), **options, max_steps=2)
@@ -267,12 +269,11 @@ def within(budget: int | str, folder: Path) -> MesaTuneCallback:
     return MesaTuneCallback(budget=budget, run=folder / "mesa-run", fast=True, trials=0)
 
 
-@pytest.mark.usefixtures("short_timing")
 def test_retune_measures_at_the_start_and_at_intervals(tmp_path: Path) -> None:
     seen = Policies()
     callback = MesaTuneCallback(budget="80%", retune=2)
-    plain, _ = fitted(tmp_path)
-    module, trainer = fitted(tmp_path, callback, seen)
+    plain, _ = fitted(tmp_path, depth=1)
+    module, trainer = fitted(tmp_path, callback, seen, depth=1)
     assert all(policy and policy.rules for policy in seen.policies)
     assert isinstance(trainer.logger, CSVLogger)
     rows = (Path(trainer.logger.log_dir) / "metrics.csv").read_text().splitlines()
