@@ -27,7 +27,7 @@ INSIDE = {
 
 
 def gpt2() -> nn.Module:
-    values: dict[str, Any] = {"vocab_size": 128, "n_embd": 64, "n_layer": 4, "n_head": 2, "n_positions": 64}
+    values: dict[str, Any] = {"vocab_size": 128, "n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 64}
     ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**values, **ends, use_cache=False))
 
@@ -64,7 +64,7 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]], tuple[str, ...]]] = {
-    "GPT-2": (gpt2, text, tuple(f"transformer.h.{number}" for number in range(4))),
+    "GPT-2": (gpt2, text, tuple(f"transformer.h.{number}" for number in range(3))),
     "Llama": (llama, text, tuple(f"model.layers.{number}" for number in range(3))),
     "ResNet": (
         resnet,

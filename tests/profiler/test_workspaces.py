@@ -247,8 +247,12 @@ def test_reserved_bytes_count_workspaces() -> None:
 POLICIES = [mt.Policy.parse(""), mt.Policy.uniform(level=16), mt.Policy.uniform(level=4, store="derive")]
 
 
-def test_a_profile_predicts_the_workspaces_of_any_policy_and_batch_size() -> None:
-    profile = mt.profile(convolutions(4), options=[])
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> mt.Profile:
+    return mt.profile(convolutions(4), options=[mt.LayerSettings(level=16)], seeds=1)
+
+
+def test_a_profile_predicts_the_workspaces_of_any_policy_and_batch_size(profile: mt.Profile) -> None:
     for policy in POLICIES:
         for size in (4, 6):
             predicted = profile.predict(policy, batch_size=size)
@@ -324,8 +328,10 @@ def test_an_lstm_reserves_less_than_its_tensors_have() -> None:
     assert predicted.reserved_bytes < 0.9 * predicted.peak_bytes
 
 
-def test_a_loaded_profile_predicts_as_before_and_an_older_one_is_refused(tmp_path: Path) -> None:
-    profile, path = mt.profile(convolutions(4), options=[]), tmp_path / "profile.json"
+def test_a_loaded_profile_predicts_as_before_and_an_older_one_is_refused(
+    profile: mt.Profile, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
     profile.save(path)
     assert mt.Profile.load(path).predict(POLICIES[1]) == profile.predict(POLICIES[1])
     document = json.loads(path.read_text())
@@ -336,8 +342,7 @@ def test_a_loaded_profile_predicts_as_before_and_an_older_one_is_refused(tmp_pat
         mt.Profile.load(path)
 
 
-def test_a_budget_limits_the_bytes_with_workspaces() -> None:
-    profile = mt.profile(convolutions(4), options=[mt.LayerSettings(level=16)], seeds=1)
+def test_a_budget_limits_the_bytes_with_workspaces(profile: mt.Profile) -> None:
     plain = profile.predict(mt.Policy.parse(""))
     assert plain.reserved_bytes is not None
     assert mt.search_policy(profile, plain.reserved_bytes).is_exact
