@@ -289,6 +289,7 @@ def workload(run: Run) -> mt.Workload:
     return mt.Workload(lambda: Checkpointing(run), batch, cross_entropy, batch_size=SAMPLES)
 
 
+PRICED = ["non-reentrant", "reentrant"]
 PROFILED = ["non-reentrant", "reentrant", "functions", "nested", "selective"]
 MIXED = Policy.parse("# mesa-tune policy 1\non fc layernorm attention:\n    by_index: all\n    level: 16\n")
 
@@ -300,8 +301,9 @@ def _profiles() -> dict[str, mt.Profile]:
 
 def profiled(profiles: dict[str, mt.Profile], kind: str) -> mt.Profile:
     if kind not in profiles:
-        options = [LayerSettings(level=level) for level in (4, 16, 256)]
-        profiles[kind] = mt.profile(workload(KINDS[kind][0]), options=options)
+        options = [LayerSettings(level=level) for level in (4, 16, 256)] if kind in (*PRICED, "none") else []
+        run = plainly if kind == "none" else KINDS[kind][0]
+        profiles[kind] = mt.profile(workload(run), options=options)
     return profiles[kind]
 
 
@@ -338,9 +340,9 @@ def test_a_profile_accounts_for_all_saved_bytes(profiles: dict[str, mt.Profile],
     assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes
 
 
-@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("kind", PRICED)
 def test_errors_are_those_without_checkpoints(profiles: dict[str, mt.Profile], kind: str) -> None:
-    without = mt.profile(workload(plainly), options=[LayerSettings(level=level) for level in (4, 16, 256)])
+    without = profiled(profiles, "none")
     expected = {layer.name: [option.gradient_error for option in layer.options] for layer in without.layers}
     found = profiled(profiles, kind).layers
     errors = {layer.name: [option.gradient_error for option in layer.options] for layer in found}
@@ -349,7 +351,7 @@ def test_errors_are_those_without_checkpoints(profiles: dict[str, mt.Profile], k
         assert errors[name] == pytest.approx(values, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("kind", PRICED)
 def test_a_searched_policy_keeps_its_word(profiles: dict[str, mt.Profile], kind: str) -> None:
     profile, work = profiled(profiles, kind), workload(KINDS[kind][0])
     budget = int(0.85 * profile.peak_bytes)

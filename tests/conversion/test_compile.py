@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,9 +22,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 X = torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(1))
 
 
+GRAPHS = 3
+"""How many graphs of one function torch.compile makes here; 8 by itself, which would take longer."""
+
+
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
+    with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+        yield
 
 
 def _convert(model: nn.Module, level: int = 16) -> nn.Module:
@@ -63,7 +70,7 @@ def _nodes(root: Any) -> set[Any]:
 
 
 def test_one_graph_that_trains_and_keeps_packed_tensors_only() -> None:
-    plain = ViT()
+    plain = ViT(depth=1)
     model = _convert(plain)
     eager = saved_bytes(model, X)
     plain_bytes = saved_bytes(plain, X)
@@ -84,7 +91,7 @@ class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         each = (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-        self.blocks = nn.ModuleList(nn.Sequential(*copy.deepcopy(each)) for _ in range(10))
+        self.blocks = nn.ModuleList(nn.Sequential(*copy.deepcopy(each)) for _ in range(GRAPHS + 1))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -108,8 +115,7 @@ def test_blocks_compiled_one_by_one_make_one_graph_each() -> None:
 
 
 def test_conversions_do_not_share_what_is_compiled() -> None:
-    limit = torch._dynamo.config.recompile_limit
-    for _ in range(limit + 1):
+    for _ in range(GRAPHS + 1):
         model = _convert(nn.Sequential(nn.Linear(16, 16), nn.GELU()))
         run = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert torch.equal(run(X), model(X))
@@ -146,7 +152,7 @@ def test_one_tensor_in_several_places(name: str) -> None:
 
 
 def test_it_learns() -> None:
-    model = _convert(ViT(), level=256)
+    model = _convert(ViT(depth=1), level=256)
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     target = torch.arange(8) % 10
