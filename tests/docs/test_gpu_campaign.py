@@ -14,19 +14,50 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def campaign(results: Path, *options: str) -> list[dict[str, Any]]:
-    """Run it on the CPU, and return all results."""
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--small"]
-    subprocess.run([*command, "--results", str(results), *options], check=True, capture_output=True)
+def module(name: str) -> Any:
+    """A module of the benchmarks, which are no package."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module", name="gpu")
+def _gpu() -> Any:
+    """The campaign."""
+    return module("gpu")
+
+
+@pytest.fixture(scope="module", name="page")
+def _page() -> Any:
+    """What writes the page."""
+    return module("gpu_page")
+
+
+def command(*options: str) -> list[str]:
+    return [str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--small", *options]
+
+
+def lines_of(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text("utf-8").splitlines()]
 
 
 @pytest.mark.slow
-def test_units_run_at_small_sizes_and_a_second_run_goes_on(tmp_path: Path) -> None:
+def test_units_run_at_small_sizes_and_a_second_run_goes_on(
+    tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = tmp_path / "gpu.jsonl"
-    first = campaign(results, "--units", "codec")
+    options = ["--results", str(results), "--units"]
+    subprocess.run([sys.executable, *command(*options, "codec")], check=True, capture_output=True)
+    first = lines_of(results)
     assert [line["unit"] for line in first] == ["codec"]
-    lines = campaign(results, "--units", "tests,memory,codec,step deit_s,searched deit_s,largest deit_s")
+    # The second run is in this process, with its units: each would import everything again.
+    monkeypatch.setattr(gpu, "run", lambda name, setting: {**gpu.units()[name](setting), "seconds": 0.0})
+    wanted = "tests,memory,codec,step deit_s,searched deit_s,largest deit_s"
+    monkeypatch.setattr(sys, "argv", command(*options, wanted))
+    gpu.main()
+    lines = lines_of(results)
     by_unit = {line["unit"]: line for line in lines}
     assert len(lines) == len(by_unit) == 6
     assert not [line for line in lines if "error" in line]
@@ -42,16 +73,6 @@ def test_units_run_at_small_sizes_and_a_second_run_goes_on(tmp_path: Path) -> No
     assert rows["uniform 4 bits"]["allocated"] < rows["plain"]["allocated"]
     promised = by_unit["largest deit_s"]["rows"]
     assert 0 < promised["plain"]["promised"] < promised["uniform 4 bits"]["promised"]
-
-
-@pytest.fixture(scope="module", name="page")
-def _page() -> Any:
-    """The module that writes the page, which is in no package."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("gpu_page")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def test_the_page_shows_what_ran_on_a_gpu_alone(page: Any) -> None:
