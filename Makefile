@@ -13,7 +13,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10
 
 bin := .venv/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
-run_tests := $(bin)/python -m pytest -n 2 --dist loadfile
+run_tests := $(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
 # Tests that run a second time without the native kernels: those that call them.
