@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
-from mesa_tune.profiler import profiling
+from mesa_tune.profiler.timing import step_time
 from tests.models import ViT
 
 WORLD = 2
@@ -63,7 +63,7 @@ def run(folder: Path) -> dict[str, Any]:
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    profiling.SECONDS = profiling.SHARE = 0.0  # as in tests/conftest.py
+    step_time.SECONDS = step_time.SHARE = 0.0  # as in tests/conftest.py
     store = f"file://{folder / 'store'}"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
     torch.save(run(folder), folder / f"results{rank}")

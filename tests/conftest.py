@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mesa_tune import cli
-from mesa_tune.profiler import profiling
+from mesa_tune.profiler.timing import step_time
 from tests.damage import MODEL, PROFILE, SEARCH, VERIFY, Home
 
 
@@ -20,7 +20,7 @@ def pytest_configure() -> None:
     # The tests' tensors are small: threads would only wait for each other, and busily.
     torch.set_num_threads(1)
     # No test asserts times, so a profile times as few steps as it may; by itself it goes on for 15 s.
-    profiling.SECONDS = profiling.SHARE = 0.0
+    step_time.SECONDS = step_time.SHARE = 0.0
 
 
 def pytest_collection_finish() -> None:

@@ -39,9 +39,10 @@ from mesa_tune.profiler.pricing import LayerPrices, Pricing, interactions
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.rerun_modules.blocks import whole
 from mesa_tune.profiler.rerun_modules.prices import BlockWatch, ModulePricing, module_options
+from mesa_tune.profiler.timing import step_time
 from mesa_tune.profiler.timing.heap import roomy_heap
 from mesa_tune.profiler.timing.kinds import timed_policies, timed_settings
-from mesa_tune.profiler.timing.step_time import SECONDS, SHARE, StepTimer, with_times
+from mesa_tune.profiler.timing.step_time import StepTimer, with_times
 from mesa_tune.profiler.tracing import StepTracer, TracedWorkload, rebuilding
 from mesa_tune.units import counted
 from mesa_tune.workload.clock import clock_of
@@ -161,7 +162,7 @@ class _Profiling:
     def _timed_s(self, begin: float) -> float:
         """Return the seconds that times of steps take, if errors were measured from `begin` on."""
         now = time.monotonic()
-        return min(max(SECONDS, SHARE * (now - begin)), self.end - now)
+        return min(max(step_time.SECONDS, step_time.SHARE * (now - begin)), self.end - now)
 
     def _with_errors(self, traced: Profile) -> Profile:
         """Return the profile with the options of all layers; times of steps are still missing."""
