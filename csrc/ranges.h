@@ -53,12 +53,14 @@ MESA_TUNE_INLINE Range range_of(const Packed& packed, int64_t group, int64_t lev
                                            : from_ends<BFloat16>(ends, levels);
 }
 
+// `kEnds`: whether there may be ends. A kernel for float32, which has none, would spill registers for them.
+template <bool kEnds = true>
 MESA_TUNE_INLINE void store_range(const Packed& packed, int64_t group, const Range& range, int64_t levels) {
-  if (packed.ranges != nullptr) {
+  if (!kEnds || packed.ranges != nullptr) {
     packed.ranges[2 * group] = range.zero;
     packed.ranges[2 * group + 1] = range.step;
   }
-  if (packed.ends == nullptr) return;
+  if (!kEnds || packed.ends == nullptr) return;
   uint16_t* ends = packed.ends + 2 * group;
   if (packed.ends_dtype == Dtype::kHalf) {
     to_ends<Half>(range, levels, ends);

@@ -189,8 +189,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                  const Packed packed) {
   constexpr int words = kWords<Type>;
   auto* const planes = reinterpret_cast<Bytes<words>*>(packed.data);
-  // float32 has no ends: the compiler must know, or registers for them spill on sm_80.
-  const Packed target = kPairs<Type> ? packed : Packed{packed.data, packed.ranges};
   const Keys seed = seed_keys(noise);
   for (int64_t turn = thread_number(); d.any(turn); turn += thread_count()) {
     const int64_t group = d.group(turn);
@@ -201,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     const bool gaps = !extremes.finite();
     if (__any_sync(kAllLanes, gaps)) extremes = finite_extremes_of(raw, d);
     Range range = measure(extremes, d.levels, gaps);
-    if (d.lane() == 0) store_range(target, group, range, d.levels);
+    if (d.lane() == 0) store_range<kPairs<Type>>(packed, group, range, d.levels);
     const Keys keys = seed.of_group(group, range);
     range = range.revealed();
     const Scale scale(range, d.levels);
