@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import mesa_tune as mt
 
@@ -70,7 +71,7 @@ def test_the_compiled_graph_masks_no_gradient() -> None:
         return graph
 
     model = mt.convert(nn.Linear(40, 8), mt.Policy.uniform(level=4), min_elements=0)
-    compiler = torch._dynamo.backends.common.aot_autograd(fw_compiler=backend, bw_compiler=backend)
+    compiler = aot_autograd(fw_compiler=backend, bw_compiler=backend)
     torch.compile(model, backend=compiler)(torch.randn(16, 40, requires_grad=True)).sum().backward()
     ours = [name for name in names if name.startswith("mesa_tune")]
     assert ours == ["mesa_tune.quantize_rows.default", "mesa_tune.dequantize.default"]
