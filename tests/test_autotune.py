@@ -248,7 +248,15 @@ def test_the_budget_is_what_is_free_and_what_the_model_has(monkeypatch: pytest.M
 
 
 def test_the_lowest_peak_needs_no_budget() -> None:
-    auto(Frozen(), images(16), image_loss, None, objective="memory", max_noise_ratio=float("inf"))
+    auto(
+        Frozen(),
+        images(16),
+        image_loss,
+        None,
+        objective="memory",
+        max_noise_ratio=float("inf"),
+        max_slowdown=100.0,
+    )
     plan = mt.Plan.load("mesa-run/plan.json")
     assert plan.budget_bytes is None
     assert plan.predicted.peak_bytes < plan.baseline.peak_bytes

@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -234,13 +235,13 @@ def test_a_retune_places_the_bits_again() -> None:
 @pytest.mark.parametrize("remedy", [None, "exact"])
 def test_a_codec_that_returns_nan_is_named(monkeypatch: pytest.MonkeyPatch, remedy: Any) -> None:
     model = mt.convert(made(), GROUPS_OF_SECOND)
-    encode = quantize.encode
 
-    def broken(x: Tensor, spec: Spec, *arguments: Any) -> list[Tensor]:
-        data, ranges = encode(x, spec, *arguments)
-        return [data, ranges * math.nan if spec.group_size == 32 else ranges]
+    def broken(encode: Any, x: Tensor, spec: Spec, *arguments: Any) -> list[Tensor]:
+        data, ranges, *zero_rows = encode(x, spec, *arguments)
+        return [data, ranges * math.nan if spec.group_size == 32 else ranges, *zero_rows]
 
-    monkeypatch.setattr(quantize, "encode", broken)
+    for name in ("encode", "encode_rows"):
+        monkeypatch.setattr(quantize, name, partial(broken, getattr(quantize, name)))
     monitor = mt.Monitor(model, loss, every=1, remedy=remedy)
     with pytest.warns(UserWarning, match="because of what these layers store: second"):
         monitor.step(draw())

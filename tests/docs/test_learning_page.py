@@ -53,8 +53,8 @@ def test_a_row_has_the_paired_interval_of_the_latest_code(bench: Any) -> None:
     old, new = lines(changed(9, 9, 9), code="old"), lines(changed(0.1, 0.2, 0.3))
     page = bench.learning_page.page([*old, *new])
     cells = "0.09 | 0.012 | 0.06 (≤ 0.07) | 3 | 2.004 | +0.20 (-0.05 … +0.45) | yes | yes"
-    assert f"| smallest | 25% | 12% | {cells} |" in page
-    assert "| plain | 100% | 50% | – | – | – | 3 | 2.000 | – | – | – |" in page
+    assert f"| smallest | 25% | 12% | – | {cells} |" in page
+    assert "| plain | 100% | 50% | 1.00 | – | – | – | 3 | 2.000 | – | – | – |" in page
     assert page.count("| smallest |") == 1
     assert "`old`" not in page
 

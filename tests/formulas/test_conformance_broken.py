@@ -114,7 +114,8 @@ def _each_by_itself(_: Tensor, __: Any, make: Callable[..., list[Tensor]], *argu
 
 
 def test_rule_3_catches_a_copy_for_each(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(storage, "_once", _each_by_itself)
+    monkeypatch.setattr(storage, "once", _each_by_itself)
+    monkeypatch.setattr(storage, "filed", lambda *_: None)
     with pytest.raises(AssertionError, match="keeps"):
         rules.check_rule_3_once()
 
@@ -132,7 +133,7 @@ def test_rule_3_catches_a_stale_copy(monkeypatch: Patch, by: str) -> None:
             copies[place] = make(*arguments)
         return copies[place]
 
-    monkeypatch.setattr(storage, "_once", stale)
+    monkeypatch.setattr(storage, "once", stale)
     with pytest.raises(AssertionError, match="stale"):
         rules.check_rule_3_never_stale()
 

@@ -76,9 +76,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     clock = _Clock()
     store, restore = storage.store, rematerialize.saved_tensor
 
-    def slow_store(tensor: Any, packing: Packing, *others: Any) -> Any:
+    def slow_store(tensor: Any, packing: Packing, *others: Any, **options: Any) -> Any:
         clock.passed += STORE if packing.packed else 0
-        return store(tensor, packing, *others)
+        return store(tensor, packing, *others, **options)
 
     def slow_restore(parts: Any, packing: Packing, spec: Any) -> Any:
         clock.passed += RESTORE if packing.packed else 0
