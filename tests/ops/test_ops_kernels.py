@@ -172,6 +172,7 @@ def test_rows_of_zeros_are_packed_with_their_tensor_and_decoded_as_zeros(dtype: 
         assert same_numbers(cleared, decoded.masked_fill(zeros, 0))
 
 
+@needs_library
 def test_bits_of_zero_rows_must_be_one_per_row() -> None:
     q = ops.quantize(torch.randn(20, 50), 4)
     bits = torch.zeros(2, dtype=torch.uint8)
