@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,13 @@ def module(name: str) -> Any:
 
 
 @pytest.fixture(scope="module", name="gpu")
-def _gpu() -> Any:
-    """The campaign."""
-    return module("gpu")
+def _gpu() -> Iterator[Any]:
+    """The campaign. It adds a model to those of the benchmarks, which other tests do not expect."""
+    models = module("zoo").ZOO
+    known = set(models)
+    yield module("gpu")
+    for name in models.keys() - known:
+        del models[name]
 
 
 @pytest.fixture(scope="module", name="page")

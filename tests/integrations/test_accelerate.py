@@ -170,10 +170,16 @@ def test_trackers_get_the_policy_and_its_predictions() -> None:
         ({"depth": 1}, False),
         ({"depth": 1, "mixed_precision": "bf16"}, True),  # `prepare` puts autocast around the forward
         ({"depth": 1, "mixed_precision": "bf16"}, False),
+        ({"depth": 1, "checkpoints": True}, True),
         ({"depth": 1, "checkpoints": True}, False),
         ({"accumulation": 2}, True),  # of one block, gradients are too much of the peak
+        ({"accumulation": 2}, False),
     ],
-    ids=["before", "after", "bf16-before", "bf16-after", "checkpointing-after", "accumulation-before"],
+    ids=[
+        f"{kind} {place}"
+        for kind in ("", "bf16", "checkpointing", "accumulation")
+        for place in ("before", "after")
+    ],
 )
 def test_steps_under_a_budget_take_no_more_and_are_resumed(
     tmp_path: Path, options: dict[str, Any], early: bool
