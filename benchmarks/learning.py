@@ -30,14 +30,13 @@ from typing import Any
 from common import RESULTS, ROOT, append, code_of, json_lines
 from learning_lora import LORA
 from learning_page import table, write
-from learning_policies import FASTEST, PLAIN, RATIO, RIVALS, SMALLEST, UNTRAINED, policy_of
+from learning_policies import FASTEST, PLAIN, RATIO, RIVALS, SMALLEST, UNTRAINED, policy_of, slowdown
 from learning_resnet import RESNET
 from learning_tasks import TASKS, Task, train
 from torch import nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.errors.joint_error import JointError
-from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.profiler.verification import BATCHES, UNUSED_DRAWS
 
 FOLDERS = ("ops", "policy", "codecs", "engine", "formulas", "conversion", "workload", "profiler", "search")
@@ -127,13 +126,6 @@ def policy_line(name: str, label: str) -> dict[str, Any]:
         "at_start": mt.verify(task.workload, policy, steps=1).gradient_noise_ratio,
     }
     return {**line, **ratios, "text": policy.dumps()}
-
-
-def slowdown(profile: mt.Profile, predicted: Prediction) -> float | None:
-    """Return the predicted time of a step over that of a plain one; None if unknown."""
-    if predicted.step_ms is None or profile.step_ms is None:
-        return None
-    return predicted.step_ms / profile.step_ms
 
 
 @cache

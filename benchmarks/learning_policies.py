@@ -8,6 +8,7 @@ from typing import Any
 from greedy import greedy
 
 import mesa_tune as mt
+from mesa_tune.profiler.prediction import Prediction
 from mesa_tune.search.objectives import MAX_NOISE_RATIO
 
 PLAIN, FASTEST, SMALLEST = "plain", "fastest", "smallest"
@@ -66,12 +67,19 @@ def saved_bytes(profile: mt.Profile, policy: mt.Policy) -> int:
 
 
 def least_error(profile: mt.Profile, rival: mt.Policy, *, as_fast: bool) -> mt.Policy:
-    """Return the policy of least error within the predicted saved bytes and peak of `rival`, and its step."""
+    """Return the policy of least error within the predicted saved bytes and peak of `rival`.
+
+    `as_fast`: also within its predicted time of a step.
+    """
     predicted = profile.predict(rival)
-    assert predicted.step_ms is not None
-    slowest = predicted.step_ms / profile.plain_ms(profile.batch_size) if as_fast else None
+    slowest = slowdown(profile, predicted) if as_fast else None
     limits: dict[str, Any] = {"max_saved": predicted.saved_bytes, "max_slowdown": slowest}
     return mt.search_policy(profile, predicted.peak_bytes, **limits, trials=0, objective="error").policy
+
+
+def slowdown(profile: mt.Profile, predicted: Prediction) -> float | None:
+    """Return the predicted time of a step over that of a plain one; None if unknown."""
+    return predicted.step_ms and predicted.step_ms / profile.plain_ms(profile.batch_size)
 
 
 def fastest(profile: mt.Profile, share: int) -> mt.Policy | None:

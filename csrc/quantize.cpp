@@ -133,7 +133,7 @@ Tensor dequantize(Tensor data, Tensor ranges, std::vector<int64_t> shape, Scalar
   const auto* bits_of_rows = static_cast<const uint8_t*>(
       dense_data(*zero_rows, out, ScalarType::Byte, plane_bytes(rows), "bits of zero rows"));
   dispatch(
-      out, [&] { cpu::clear_rows(bits_of_rows, rows, bytes, out.mutable_data_ptr()); },
+      out, [&] { cpu::clear_rows(bits_of_rows, 0, rows, bytes, out.mutable_data_ptr()); },
       [&](auto stream) { cuda::clear_rows(bits_of_rows, rows, bytes, out.mutable_data_ptr(), stream); });
   return out;
 }

@@ -64,8 +64,9 @@ void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
 // Packs one bit per row of consecutive elements in the layout: whether all are zero.
 void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data);
-// Writes zeros to those dense rows of `bytes` bytes, a multiple of 2, whose bit is set.
-void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out);
+// Writes zeros to those of rows [first, first + count), of `bytes` bytes each, whose bit is set; without bits
+// to none. `out`: the first of these rows.
+void clear_rows(const uint8_t* bits, int64_t first, int64_t count, int64_t bytes, void* out);
 
 }  // namespace cpu
 
@@ -91,6 +92,7 @@ void dequantize_mul(const Packed& packed, const Settings& settings, const Stride
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data, void* stream);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask, void* stream);
 void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data, void* stream);
+// Writes zeros to those dense rows of `bytes` bytes, a multiple of 2, whose bit is set.
 void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out, void* stream);
 
 }  // namespace cuda

@@ -68,11 +68,4 @@ MESA_TUNE_INLINE float* decode_slice(const Packed& packed, const Settings& s, co
   return values + (first - first_group * s.group_size);
 }
 
-// Writes 0 to those of rows [first, first + count) that the bits mark. `x`: the first of these rows.
-MESA_TUNE_INLINE void clear_rows(const uint8_t* bits, int64_t first, int64_t count, int64_t width, float* x) {
-  for (int64_t i = 0; bits != nullptr && i < count; ++i) {
-    if (bits[(first + i) >> 3] >> ((first + i) & 7) & 1) std::fill_n(x + i * width, width, 0.0f);
-  }
-}
-
 }  // namespace mesa_tune::cpu

@@ -65,7 +65,7 @@ struct Chunk {
 MESA_TUNE_INLINE void load_chunk(const Task& task, const Packed& packed, const Settings& s,
                                  const Split& parts, Chunk& chunk) {
   float* x = decode_slice(packed, s, parts, chunk.first * task.in, chunk.count * task.in, chunk.values);
-  clear_rows(task.zero_rows, chunk.first, chunk.count, task.in, x);
+  clear_rows(task.zero_rows, chunk.first, chunk.count, task.in * int64_t{sizeof(float)}, x);
   chunk.x = x;
   float* __restrict sums = chunk.sums;
   const int64_t n = chunk.columns.size;

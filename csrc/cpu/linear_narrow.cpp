@@ -48,7 +48,7 @@ MESA_TUNE_INLINE void decode_tiles(const Task& task, const Packed& packed, const
     const int64_t begin = tile * chunk.tile, row = chunk.first + begin;
     const int64_t count = std::min(chunk.tile, chunk.count - begin), n = count * task.in;
     float* x = decode_slice(packed, s, parts, row * task.in, n, values);
-    clear_rows(task.zero_rows, row, count, task.in, x);
+    clear_rows(task.zero_rows, row, count, task.in * int64_t{sizeof(float)}, x);
     narrow(task.dtype, x, n, chunk.x + begin * task.in);
   }
 }

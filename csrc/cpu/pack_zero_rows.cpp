@@ -45,10 +45,10 @@ void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data
            [&](int64_t from, int64_t to) { pack_rows_paths[path()](x, rows, width, data, from, to); });
 }
 
-void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out) {
-  for (int64_t row = 0; row < rows; ++row)
-    if (bits[row >> 3] >> (row & 7) & 1)
-      std::memset(static_cast<char*>(out) + row * bytes, 0, static_cast<size_t>(bytes));
+void clear_rows(const uint8_t* bits, int64_t first, int64_t count, int64_t bytes, void* out) {
+  for (int64_t i = 0; bits != nullptr && i < count; ++i)
+    if (bits[(first + i) >> 3] >> ((first + i) & 7) & 1)
+      std::memset(static_cast<char*>(out) + i * bytes, 0, static_cast<size_t>(bytes));
 }
 
 }  // namespace mesa_tune::cpu

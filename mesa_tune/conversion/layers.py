@@ -40,9 +40,9 @@ def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield _unwrapped(name, wrapped), module
 
 
-def module_named(model: nn.Module, name: str) -> nn.Module:
-    """Return the module with this name, without the prefixes that wrappers add; of several the outermost."""
-    return next(module for other, module in named_layers(model) if other == name)
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Return every module by its name, without the prefixes that wrappers add; of several the outermost."""
+    return dict(reversed(list(named_layers(model))))
 
 
 def _wrapped_part(module: nn.Module) -> str | None:

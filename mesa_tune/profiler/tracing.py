@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointError
 
-from mesa_tune.conversion.layers import Catalog, module_named
+from mesa_tune.conversion.layers import Catalog, modules_by_name
 from mesa_tune.conversion.sliced import has_slices
 from mesa_tune.errors import MesaTuneError
 from mesa_tune.notice import unnoticed
@@ -140,7 +140,8 @@ class StepTracer:
         found = possible_parts(self.model, plain, tags, batch_size)
         if found and self._peak_again(batch, found) is None:
             found = {name: n for name, n in found.items() if self._peak_again(batch, {name: n}) is not None}
-        return {name: n for name, n in found.items() if has_slices(module_named(self.model, name))}
+        modules = modules_by_name(self.model)
+        return {name: n for name, n in found.items() if has_slices(modules[name])}
 
     def _peak_again(self, batch: Any, modules: Mapping[str, int]) -> int | None:
         """Return the peak of the step in which `modules` run again; None if one of them cannot."""

@@ -3,9 +3,10 @@ element where PyTorch makes the softmax whole (CPU, traced code), else by the ra
 
 Backward makes the softmax again of the decoded q and k (Rule 7): with a saved log-sum-exp, an error of q
 would appear exponentiated in weights that no longer sum to one. On the CPU it does so a head at a time
-(`attention_by_heads`), in traced code, which cannot differentiate inside a backward, by `attention_traced`,
-and elsewhere it runs the forward again; the random state of dropout is put back then, and left as it was
-found. A mask that was made by repeating two smaller ones in a sum is saved as those (`engine/sums.py`).
+(`by_heads`), elsewhere in traced code, which cannot differentiate inside a backward, by `traced`, and
+elsewhere in eager code it runs the forward again; the random state of dropout is put back then, and left as
+it was found. A mask that was made by repeating two smaller ones in a sum is saved as those
+(`engine/sums.py`).
 """
 
 import math

@@ -60,14 +60,14 @@ class Samples(NamedTuple):
 def serves(shapes: Sequence[Shape], grad: Tensor) -> bool:
     """Whether `gradients` are those of q, k and v of these shapes, for this incoming one."""
     q, k, v = shapes
-    traced = torch.compiler.is_compiling()
     alike = len(q) == 4 and q[:2] == k[:2] == v[:2] and k[2] == v[2] and q[3] == k[3]
     if not (_NATIVE and alike and math.prod(q) * k[2] > 0 < v[3]):
         return False
-    served = grad.dtype == torch.float32 or (
-        grad.element_size() == 2 and not traced and not _has_matrix_unit()
-    )
-    return on_cpu(grad) and served and (traced or q[0] * q[1] >= torch.get_num_threads())
+    if torch.compiler.is_compiling():
+        # The number of threads cannot be traced; of 16 bits, operations would repeat for some samples each.
+        return on_cpu(grad) and grad.dtype == torch.float32
+    served = grad.dtype == torch.float32 or (grad.element_size() == 2 and not _has_matrix_unit())
+    return on_cpu(grad) and served and q[0] * q[1] >= torch.get_num_threads()
 
 
 @cache

@@ -1,7 +1,7 @@
 """Attention's gradients from q, k and v alone, in operations that torch.compile can trace.
 
 Where a fused kernel serves, its forward gives the output and log-sum-exp that its backward wants; both see
-the decoded q, k and v, as Rule 7 asks. Elsewhere it is the formula of `attention_by_heads`, all heads at
+the decoded q, k and v, as Rule 7 asks. Elsewhere it is the formula of `by_heads`, all heads at
 once, and dm = dS.
 """
 

@@ -156,6 +156,11 @@ class StepTrace:
         """Bytes alive when the forward ended that saves the most."""
         return self.forwards[self.fullest].saved_bytes if self.forwards else 0
 
+    @property
+    def saving_layers(self) -> set[str]:
+        """Layers that save a tensor, in a plain step."""
+        return {layer for item in self.plain.values() for layer in item.layers}
+
     def packed_bytes(self, key: TensorKey) -> int:
         """Return the bytes of a tensor that is stored in parts; 0 where it is not."""
         first = self.first_parts.get(key)

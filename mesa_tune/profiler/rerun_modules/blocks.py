@@ -53,7 +53,7 @@ def block_levels(model: nn.Module, plain: StepTrace) -> Iterator[tuple[str, ...]
 
 
 def _blocks(model: nn.Module, plain: StepTrace) -> Iterator[str]:
-    saving = {layer for item in plain.plain.values() for layer in item.layers}
+    saving = plain.saving_layers
     for outer, container in named_layers(model):
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue

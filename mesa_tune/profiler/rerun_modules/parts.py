@@ -36,7 +36,7 @@ def possible_parts(
 
     `plain`: the plain step. Attention must have at least two samples in half of the batch.
     """
-    saving = {layer for item in plain.plain.values() for layer in item.layers}
+    saving = plain.saving_layers
     kinds = {
         layer: _SCALING if tag == "mul" and layer not in saving else tag for layer, (tag, _) in tags.items()
     }

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from mesa_tune.codecs import Spec
-from mesa_tune.conversion.layers import module_named
+from mesa_tune.conversion.layers import modules_by_name
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.conversion.recompute import input_row
 from mesa_tune.errors import RunError
@@ -73,9 +73,9 @@ class BlockWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the steps of the body."""
-        handles = [self.model.register_forward_pre_hook(self._count)]
+        handles, modules = [self.model.register_forward_pre_hook(self._count)], modules_by_name(self.model)
         for name in self.names:
-            block, seen = module_named(self.model, name), self.seen.setdefault(name, _Seen())
+            block, seen = modules[name], self.seen.setdefault(name, _Seen())
             handles.append(block.register_forward_pre_hook(partial(self._begin, seen), with_kwargs=True))
             handles.append(block.register_forward_hook(partial(self._end, seen)))
         try:
