@@ -53,6 +53,16 @@ def _compiled_code_is_forgotten() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _accelerators_are_forgotten() -> Iterator[None]:
+    """Accelerators of one process share their precision, which the next file may want to choose."""
+    yield
+    if "accelerate" in sys.modules:
+        from tests.integrations.conftest import forget_accelerators
+
+        forget_accelerators()
+
+
 @pytest.fixture
 def threads() -> Iterator[None]:
     """The test may set the number of threads."""

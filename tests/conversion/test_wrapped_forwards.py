@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -49,9 +48,8 @@ def convert(model: nn.Module) -> nn.Module:
 
 
 @pytest.fixture(name="accelerator", scope="module")
-def _accelerator() -> Iterator[Accelerator]:
-    yield Accelerator(mixed_precision="bf16", cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
+def _accelerator() -> Accelerator:
+    return Accelerator(mixed_precision="bf16", cpu=True)
 
 
 def orders(accelerator: Accelerator) -> dict[str, Sequence[Step]]:
