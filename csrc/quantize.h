@@ -60,6 +60,8 @@ void extents(const Strided& x, const Settings& settings, float* ends);
 // Multiplies the decoded elements by `factor` unless null; then `out` and `factor` are dense float32.
 void dequantize(const Packed& packed, const Settings& settings, const Strided& out,
                 const float* factor = nullptr);
+// Writes the mean of each row of `inner` consecutive elements in the layout.
+void row_means(const Strided& x, int64_t inner, float* means);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
 // Packs one bit per row of consecutive elements in the layout: whether all are zero.

@@ -25,8 +25,9 @@ class Deferred(NamedTuple):
     """A tensor to save, computed while it is encoded: map `kind` of `source`; `make` computes it otherwise.
 
     `normalize`: (source - mean) * rstd, where each run of `inner` neighbours has its own mean (None: 0) and
-    rstd. `definite`: the source with 0 for NaN; `make` returns the source itself, which other layers save,
-    too. The other maps are the derivatives of the functions that they are named after.
+    rstd; a mean in 16 bits, which is rounded, is not used, but that of the run. `definite`: the source with 0
+    for NaN; `make` returns the source itself, which other layers save, too. The other maps are the
+    derivatives of the functions that they are named after.
     """
 
     source: Tensor
@@ -38,13 +39,19 @@ class Deferred(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether a kernel can compute it while encoding; of 16 bits, the statistics still have 32."""
-        source, _, _, mean, rstd, _ = self
+        """Whether a kernel can compute it while encoding."""
+        source = self.source
         if not source.is_cpu and not (_ON_CUDA and source.is_cuda):
             return False
-        single = torch.float32
-        means_fit = (mean is None or mean.dtype is single) and (rstd is None or rstd.dtype is single)
-        return source.dtype in ops.DTYPES and means_fit and source.is_contiguous() and source.numel() > 0
+        dense = source.dtype in ops.DTYPES and source.is_contiguous() and source.numel() > 0
+        return dense and self._statistics_fit()
+
+    def _statistics_fit(self) -> bool:
+        """Return whether they have 32 bits, or are those of rows in 16 bits, as PyTorch gives on the CPU."""
+        source, _, _, mean, rstd, inner = self
+        if rstd is None or rstd.dtype is torch.float32:
+            return mean is None or mean.dtype is torch.float32
+        return source.is_cpu and rstd.dtype in ops.DTYPES and rstd.numel() * inner == source.numel()
 
     def if_dense(self) -> "Tensor | Deferred":
         """Return what to save: this if a kernel can compute it while encoding, else the computed tensor."""
@@ -75,8 +82,10 @@ def apply(x: Tensor, kind: int, mean: Tensor | None, rstd: Tensor | None, inner:
         return _CURVES[kind](values)
     assert rstd is not None
     flat = values.view(-1, rstd.numel(), inner)
+    if mean is not None and rstd.dtype != torch.float32:
+        mean = flat.double().mean(-1).float()
     centered = flat if mean is None else flat - mean.reshape(-1, 1)
-    return (centered * rstd.reshape(-1, 1)).view(x.shape)
+    return (centered * rstd.float().reshape(-1, 1)).view(x.shape)
 
 
 def exponential(x: Tensor) -> Tensor:

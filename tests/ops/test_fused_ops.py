@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,6 +81,20 @@ def test_normalized_inputs_are_encoded_as_they_are_made(
         fused_ops.QUANTIZE_MAP(x, *arguments), fused_ops.quantize_map(x, *arguments), strict=True
     ):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("inner", [5, 48, 5000])
+def test_means_of_16_bits_are_made_again(inner: int, dtype: torch.dtype) -> None:
+    x = (100 + tensor(30, inner)).to(dtype)
+    wide = x.float()
+    mean, rstd = wide.double().mean(1).float(), wide.var(1, correction=0).rsqrt().to(dtype)
+    settings = (inner, 4, 16, 256, True, SEED)
+    normalize = partial(fused_ops.QUANTIZE_MAP, x, maps.KINDS["normalize"])
+    found, expected = normalize(mean.to(dtype), rstd, *settings), normalize(mean, rstd.float(), *settings)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    again = fused_ops.quantize_map(x, maps.KINDS["normalize"], mean.to(dtype), rstd, *settings)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -74,7 +74,7 @@ def normalized_input(
 ) -> Tensor | maps.Deferred:
     """Return x̂ in the dtype of x: `deferred` where x is what its kernel reads, else what `make` returns.
 
-    Of 16 bits, PyTorch's kernels make x̂ without a copy in float32, and from statistics that are not rounded.
+    Of 16 bits, that is a kernel of PyTorch: no copy in float32, and no rounded statistics.
     """
     if x.dtype == deferred.source.dtype == torch.float32:
         return deferred.if_dense()
