@@ -25,8 +25,7 @@ struct PackTask {
   Dtype dtype;
   int64_t numel;
   const Map& map;
-  const float* boundaries;
-  int64_t count, bits;
+  const FewLevels& boundaries;
   uint8_t* data;
 };
 
@@ -47,11 +46,11 @@ MESA_TUNE_INLINE const float* loaded(const PackTask& task, int64_t first, int64_
 }
 
 // The codes of `n` values. Returns whether all values are finite.
-MESA_TUNE_INLINE bool find_codes(const float* values, int64_t n, const float* boundaries, int64_t count,
+MESA_TUNE_INLINE bool find_codes(const float* values, int64_t n, const FewLevels& boundaries,
                                  uint8_t* codes) {
   alignas(64) int32_t wide[kBlock] = {};
-  for (int64_t k = 0; k < count; ++k) {
-    const float boundary = boundaries[k];
+  for (int k = 0; k < boundaries.count; ++k) {
+    const float boundary = boundaries.numbers[k];
     for (int64_t i = 0; i < n; ++i) wide[i] += values[i] > boundary;
   }
   int32_t odd = 0;
@@ -68,9 +67,9 @@ MESA_TUNE_INLINE void pack_blocks(const PackTask& task, int64_t from, int64_t to
   for (int64_t block = from; block < to; ++block) {
     const int64_t first = block * kBlock, n = std::min(kBlock, task.numel - first);
     const float* values = mapped(task.map, loaded(task, first, n, source), first, n, buffer);
-    *finite &= find_codes(values, n, task.boundaries, task.count, codes);
+    *finite &= find_codes(values, n, task.boundaries, codes);
     std::fill(codes + n, codes + kBlock, uint8_t{0});
-    for (int64_t plane = 0; plane < task.bits; ++plane) {
+    for (int64_t plane = 0; plane < task.boundaries.planes; ++plane) {
       uint8_t* out = task.data + plane * plane_bytes(task.numel) + first / 8;
       for (int64_t byte = 0; byte < plane_bytes(n); ++byte) {
         uint64_t word;
@@ -128,16 +127,9 @@ int64_t blocks_of(int64_t numel) {
 
 }  // namespace
 
-float pack_levels(const void* x, Dtype dtype, int64_t numel, const Map& map,
-                  const std::vector<float>& boundaries, uint8_t* data) {
-  const PackTask task{x,
-                      dtype,
-                      numel,
-                      map,
-                      boundaries.data(),
-                      static_cast<int64_t>(boundaries.size()),
-                      level_bits(boundaries.size() + 1),
-                      data};
+float pack_levels(const void* x, Dtype dtype, int64_t numel, const Map& map, const FewLevels& boundaries,
+                  uint8_t* data) {
+  const PackTask task{x, dtype, numel, map, boundaries, data};
   std::atomic<bool> all_finite{true};
   torch::stable::parallel_for(0, blocks_of(numel), kGrain, [&](int64_t from, int64_t to) {
     bool finite = true;
@@ -147,22 +139,22 @@ float pack_levels(const void* x, Dtype dtype, int64_t numel, const Map& map,
   return all_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
 }
 
-void unpack_levels(const uint8_t* data, int64_t numel, const std::vector<float>& values, Dtype dtype,
+void unpack_levels(const uint8_t* data, float offset, int64_t numel, const FewLevels& values, Dtype dtype,
                    void* out) {
-  std::vector<float> table = values;
-  table.resize(kMostLevels, values.back());
-  const int64_t bits = level_bits(values.size());
+  float table[kMostLevels];
+  uint16_t narrow[kMostLevels];
+  for (int i = 0; i < kMostLevels; ++i) {
+    table[i] = values.numbers[i] + offset;
+    narrow[i] = dtype == Dtype::kHalf ? Half::store(table[i]) : BFloat16::store(table[i]);
+  }
   if (dtype == Dtype::kFloat) {
-    const UnpackTask<float> task{data, numel, bits, table.data(), static_cast<float*>(out)};
+    const UnpackTask<float> task{data, numel, values.planes, table, static_cast<float*>(out)};
     torch::stable::parallel_for(0, blocks_of(numel), kGrain, [&](int64_t from, int64_t to) {
       unpack_single_paths[path()](task, from, to);
     });
     return;
   }
-  std::vector<uint16_t> narrow;
-  for (const float value : table)
-    narrow.push_back(dtype == Dtype::kHalf ? Half::store(value) : BFloat16::store(value));
-  const UnpackTask<uint16_t> task{data, numel, bits, narrow.data(), static_cast<uint16_t*>(out)};
+  const UnpackTask<uint16_t> task{data, numel, values.planes, narrow, static_cast<uint16_t*>(out)};
   torch::stable::parallel_for(0, blocks_of(numel), kGrain,
                               [&](int64_t from, int64_t to) { unpack_short_paths[path()](task, from, to); });
 }

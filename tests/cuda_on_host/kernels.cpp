@@ -7,6 +7,7 @@
 #include "batch_norm.h"
 #include "cross_entropy.h"
 #include "gate.h"
+#include "levels.h"
 #include "norm.h"
 #include "pack_windows.h"
 #include "quantize.h"
@@ -91,6 +92,15 @@ void pack_windows(const int64_t* indices, int64_t numel, const mesa_tune::cuda::
 void unpack_windows(const uint8_t* data, int64_t numel, const mesa_tune::cuda::FewWindows* windows,
                     int64_t* indices) {
   mesa_tune::cuda::unpack_windows(data, numel, *windows, indices, nullptr);
+}
+
+void pack_levels(const Problem* p, const mesa_tune::FewLevels* boundaries, int map, float* offset) {
+  mesa_tune::cuda::pack_levels(p->tensor, p->dtype, p->numel, {static_cast<mesa_tune::Map::Kind>(map)},
+                               *boundaries, p->packed.data, offset, nullptr);
+}
+
+void unpack_levels(const Problem* p, const mesa_tune::FewLevels* values, const float* offset) {
+  mesa_tune::cuda::unpack_levels(p->packed.data, offset, p->numel, *values, p->dtype, p->tensor, nullptr);
 }
 
 void extents(const Problem* p) {

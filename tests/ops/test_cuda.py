@@ -108,6 +108,15 @@ def test_products() -> None:
         assert same_numbers(there.cpu().view(-1), here.view(-1))
 
 
+def test_levels() -> None:
+    for x, kind, boundaries, values in cuda_cases.levels():
+        here, there = (RAW.pack_levels(each, boundaries, kind) for each in (x, on_gpu(x)))
+        assert all(same_numbers(b.cpu(), a) for a, b in zip(here, there, strict=True))
+        for dtype in ops.DTYPES:
+            back = [RAW.unpack_levels(*parts, values, x.shape, dtype) for parts in (here, there)]
+            assert same_numbers(back[1].cpu(), back[0])
+
+
 def test_what_is_kept_is_described_where_a_kernel_makes_it() -> None:
     x = torch.ones(8, device="cuda")
     assert isinstance(maps.Deferred(x, "gelu", x.clone).if_dense(), maps.Deferred)

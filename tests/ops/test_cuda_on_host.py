@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from ctypes import c_bool, c_float, c_int, c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mesa_tune import ops
 from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import maps, reference
 from mesa_tune.ops.reference import codecs as reference_codecs
+from mesa_tune.ops.reference import levels as reference_levels
 from mesa_tune.ops.reference import windows as reference_windows
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
@@ -34,7 +36,7 @@ from tests.ops.test_quantize_within import given_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
-    *("batch_norm", "cross_entropy", "gate", "norm", "pack_bits", "pack_windows"),
+    *("batch_norm", "cross_entropy", "gate", "levels", "norm", "pack_bits", "pack_windows"),
     *("pack_zero_rows", "quantize", "quantize_map", "quantize_within", "softmax", "sparsify"),
 )
 SOURCES = (
@@ -82,6 +84,12 @@ class FewWindows(ctypes.Structure):
     """`FewWindows` of csrc/pack_windows.h."""
 
     _fields_ = (("axes", c_int64 * 18), ("dims", c_int64), ("planes", c_int64))
+
+
+class FewLevels(ctypes.Structure):
+    """`FewLevels` of csrc/levels.h."""
+
+    _fields_ = (("numbers", c_float * 16), ("count", c_int), ("planes", c_int))
 
 
 class CrossEntropyBackward(ctypes.Structure):
@@ -311,6 +319,33 @@ def test_windows(kernels: Kernels) -> None:
         assert memory[-1] == 0xAA
         kernels.unpack_windows(c_void_p(packed.data_ptr()), c_int64(numel), few, c_void_p(back.data_ptr()))
         assert torch.equal(back, indices)
+
+
+def _with(kernel: Callable[..., None], *arguments_and_problem: Any) -> None:
+    *arguments, first = arguments_and_problem
+    kernel(first, *arguments)
+
+
+def few_levels(numbers: list[float], planes: int) -> Any:
+    """The numbers, and the last one again."""
+    full = numbers + numbers[-1:] * (16 - len(numbers))
+    return ctypes.byref(FewLevels((c_float * 16)(*full), len(numbers), planes))
+
+
+def test_levels(kernels: Kernels) -> None:
+    for x, kind, boundaries, values in cuda_cases.levels():
+        expected = reference_levels.pack_levels(x, boundaries, kind)
+        planes = reference_levels.level_bits(len(values))
+        data, offset = torch.full_like(expected[0], 0xAA), torch.full((1,), 7.0)
+        address, none, few = c_void_p(offset.data_ptr()), torch.empty(0), few_levels(boundaries, planes)
+        problem(x, NO_SIZES, data, none, partial(_with, kernels.pack_levels, few, kind, address))
+        assert torch.equal(data, expected[0])
+        assert same_numbers(offset, expected[1])
+        for dtype in ops.DTYPES:
+            out = torch.full(x.shape, 5).to(dtype)
+            unpack = partial(_with, kernels.unpack_levels, few_levels(values, planes), address)
+            problem(out, NO_SIZES, data, none, unpack)
+            assert same_numbers(out, reference_levels.unpack_levels(data, offset, values, x.shape, dtype))
 
 
 def assert_gated(kernels: Kernels, x: Tensor, limit: float, grad: Tensor, slope: float, inner: int) -> None:
