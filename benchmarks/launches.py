@@ -2,12 +2,15 @@
 
     python benchmarks/launches.py [--batch 2] [--level 16] [--where]
     python benchmarks/launches.py --batch 16 --rounds 15    # also times whole steps in turn
+    python benchmarks/launches.py --batch 16 --seeds 5      # also saved bytes, and errors of gradients
 
 DeiT-Ti in fp32, under autocast to bf16, and in bf16 alone; forward and backward apart, in the second step,
 because the first one plans the calls. On a GPU each such operator is a launch of a kernel at least; views and
 allocations are none. Converted, a stored tensor may cost one more in the forward, which encodes it, and one
 more in the backward, which decodes it. Attention's second forward is counted apart. No GPU is needed.
-`--where` lists the operators of which the converted step has more.
+`--where` lists the operators of which the converted step has more. Saved bytes: of the storages that are made
+in the forward and alive after it, over plain's. The error of a gradient is ‖ĝ − g‖² / ‖g‖² over all
+parameters, with g of the plain model in the same dtype; mean over rounding seeds.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from common import append, in_turn, ratios
-from meters import loss_under
+from meters import CreatedStorages, given_tensors, loss_under
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -75,6 +79,18 @@ class Training:
         self.loss().backward()
         self.optimizer.step()
 
+    def saved_bytes(self) -> int:
+        """Return the bytes of the storages that are made in the forward and alive after it."""
+        with CreatedStorages(given_tensors(self.model, self.batch)) as created:
+            loss = self.loss()
+            return created.alive([loss]).bytes
+
+    def gradient(self) -> Tensor:
+        """Return the gradient of all parameters, in float64."""
+        self.model.zero_grad()
+        self.loss().backward()
+        return torch.cat([p.grad.double().flatten() for p in self.model.parameters() if p.grad is not None])
+
     def operators(self) -> tuple[Counter[str], Counter[str]]:
         """Return the operators of forward and backward of the second step."""
         self.loss().backward()
@@ -91,6 +107,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--level", type=int, default=16, help="of every layer")
     parser.add_argument("--rounds", type=int, default=0, help="time so many steps of each kind in turn")
+    parser.add_argument("--seeds", type=int, default=0, help="measure errors of so many roundings")
     parser.add_argument("--where", action="store_true", help="list operators of which there are more")
     arguments = parser.parse_args()
     policy = mt.Policy.uniform(level=arguments.level)
@@ -108,6 +125,9 @@ def main() -> None:
             ratio = ratios(times["plain"], times["converted"])
             row["step"] = ratio._asdict()
             text += f"; step {ratio.median:.3f} times ({ratio.low:.3f} to {ratio.high:.3f})"
+        if arguments.seeds:
+            row |= accuracy(*both, policy, arguments.seeds)
+            text += f"; saves {row['saved']:.1%}, gradient error {row['error']:.2g}"
         append("launches", {"model": "deit_ti", "dtype": dtype, "batch": arguments.batch, **row})
         print(text, flush=True)
         for phase, before, after in zip(("forward", "backward"), plain, converted, strict=True):
@@ -115,6 +135,18 @@ def main() -> None:
             for count, name in sorted(changed, reverse=True) if arguments.where else ():
                 if count:
                     print(f"    {phase}: {count:+d} {name} ({before[name]} -> {after[name]})")
+
+
+def accuracy(plain: Training, converted: Training, policy: mt.Policy, seeds: int) -> dict[str, float]:
+    """Return the saved bytes over plain's, and the mean error of the gradient."""
+    saved = converted.saved_bytes() / plain.saved_bytes()
+    converted.model.load_state_dict(plain.model.state_dict())
+    right, errors = plain.gradient(), []
+    for seed in range(seeds):
+        converted.loss_of = loss_under(converted.work, policy, seed)
+        mt.convert(converted.model, policy, seed=seed)
+        errors.append(float((converted.gradient() - right).square().sum() / right.square().sum()))
+    return {"saved": saved, "error": fmean(errors)}
 
 
 def summary(plain: Sequence[Counter[str]], converted: Sequence[Counter[str]]) -> dict[str, Any]:

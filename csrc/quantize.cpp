@@ -23,9 +23,9 @@ std::tuple<Tensor, Tensor> new_parts(const Tensor& x, const Settings& s,
           empty_tensor(x, {parts.groups(), 2}, type)};
 }
 
-// Encodes `map` of x.
+// Encodes `map` of x, and packs which of its rows are zero.
 void encode(const Tensor& x, const Settings& s, bool stochastic, const std::optional<Tensor>& seed,
-            const Tensor& data, const Tensor& ranges, const Map& map = {}) {
+            const Tensor& data, const Tensor& ranges, const Map& map = {}, const ZeroRows& zero_rows = {}) {
   check_packed(data, ranges, x, x.numel(), s);
   Packed packed =
       packed_in(data.mutable_data_ptr(), ranges.mutable_data_ptr(), dtype_of(ranges.scalar_type()));
@@ -42,10 +42,11 @@ void encode(const Tensor& x, const Settings& s, bool stochastic, const std::opti
       [&] {
         add_ranges();
         cpu::quantize(source, map, s, noise, packed);
+        cpu::pack_zero_rows(source, zero_rows);
       },
       [&](auto stream) {
         if (!cuda::in_one_pass(source, map, s, packed)) add_ranges();
-        if (map.kind == Map::kNone) return cuda::quantize(source, s, noise, packed, stream);
+        if (map.kind == Map::kNone) return cuda::quantize(source, s, noise, packed, zero_rows, stream);
         cuda::quantize_map(source, map, s, noise, packed, stream);
       });
 }
@@ -209,23 +210,30 @@ Tensor unpack_bits(Tensor data, std::vector<int64_t> shape) {
   return mask;
 }
 
-Tensor pack_zero_rows(Tensor x) {
-  const int64_t rows = rows_of(x), width = x.size(x.dim() - 1);
+// A tensor for the bits of the rows of `x`, along its last dimension, and what kernels write there.
+std::tuple<Tensor, ZeroRows> new_zero_rows(const Tensor& x) {
+  const int64_t rows = rows_of(x);
   Tensor data = empty_tensor(x, {plane_bytes(rows)}, ScalarType::Byte);
+  return {data, ZeroRows{static_cast<uint8_t*>(data.mutable_data_ptr()), rows, x.size(x.dim() - 1)}};
+}
+
+Tensor pack_zero_rows(Tensor x) {
+  const auto [data, zero_rows] = new_zero_rows(x);
   const Strided source = strided(x, Settings{1, 2, 1, 0});
-  auto* target = static_cast<uint8_t*>(data.mutable_data_ptr());
   dispatch(
-      x, [&] { cpu::pack_zero_rows(source, rows, width, target); },
-      [&](auto stream) { cuda::pack_zero_rows(source, rows, width, target, stream); });
+      x, [&, &to = zero_rows] { cpu::pack_zero_rows(source, to); },
+      [&, &to = zero_rows](auto stream) { cuda::pack_zero_rows(source, to, stream); });
   return data;
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_rows(Tensor x, int64_t bits, int64_t levels, int64_t group_size,
                                                  bool stochastic, std::optional<Tensor> seed) {
-  const bool wide = x.scalar_type() == ScalarType::Float;
-  const auto [data, ranges] =
-      (wide ? quantize : quantize_ends)(x, bits, levels, group_size, 0, stochastic, seed);
-  return {data, ranges, pack_zero_rows(x)};
+  const Settings s{bits, levels, group_size, 0};
+  check_settings(s, x);
+  const auto [data, ranges] = new_parts(x, s, x.scalar_type());
+  const auto [rows, zero_rows] = new_zero_rows(x);
+  encode(x, s, stochastic, seed, data, ranges, {}, zero_rows);
+  return {data, ranges, rows};
 }
 
 template <class Library>

@@ -39,6 +39,13 @@ struct Packed {
   Dtype ends_dtype = Dtype::kFloat;
 };
 
+// Where one bit per row of `width` consecutive elements goes: whether all are zero.
+struct ZeroRows {
+  uint8_t* data = nullptr;  // null: nowhere
+  int64_t rows = 0;
+  int64_t width = 1;
+};
+
 struct Noise {
   bool stochastic;
   int64_t seed;
@@ -64,8 +71,7 @@ void dequantize(const Packed& packed, const Settings& settings, const Strided& o
 void row_means(const Strided& x, int64_t inner, float* means);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask);
-// Packs one bit per row of consecutive elements in the layout: whether all are zero.
-void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data);
+void pack_zero_rows(const Strided& x, const ZeroRows& zero_rows);
 // Writes zeros to those of rows [first, first + count), of `bytes` bytes each, whose bit is set; without bits
 // to none. `out`: the first of these rows.
 void clear_rows(const uint8_t* bits, int64_t first, int64_t count, int64_t bytes, void* out);
@@ -79,8 +85,9 @@ namespace cuda {
 // has ends, quantize and quantize_map need memory for ranges, too: one kernel measures them, and the next one
 // rounds in them as they were measured.
 bool in_one_pass(const Strided& x, const Map& map, const Settings& settings, const Packed& packed);
+// Packs rows of zeros, too: in the same kernel if that encodes all groups.
 void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
-              void* stream);
+              const ZeroRows& zero_rows, void* stream);
 // Quantizes `map` of x, in groups of consecutive elements.
 void quantize_map(const Strided& x, const Map& map, const Settings& settings, const Noise& noise,
                   const Packed& packed, void* stream);
@@ -93,7 +100,7 @@ void dequantize_mul(const Packed& packed, const Settings& settings, const Stride
                     void* stream);
 void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data, void* stream);
 void unpack_bits(const uint8_t* data, int64_t numel, uint8_t* mask, void* stream);
-void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data, void* stream);
+void pack_zero_rows(const Strided& x, const ZeroRows& zero_rows, void* stream);
 // Writes zeros to those dense rows of `bytes` bytes, a multiple of 2, whose bit is set.
 void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out, void* stream);
 

@@ -25,24 +25,22 @@ MESA_TUNE_INLINE bool is_zero(const Strided& x, int64_t first, int64_t width) {
   return true;
 }
 
-MESA_TUNE_INLINE void pack_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data, int64_t from,
-                                int64_t to) {
-  for (int64_t byte = from; byte < to; ++byte) {
+MESA_TUNE_INLINE void pack_rows(const Strided& x, const ZeroRows& to, int64_t from, int64_t end) {
+  for (int64_t byte = from; byte < end; ++byte) {
     uint32_t bits = 0;
-    for (int64_t i = 0, n = std::min<int64_t>(8, rows - 8 * byte); i < n; ++i)
-      bits |= uint32_t{is_zero(x, (8 * byte + i) * width, width)} << i;
-    data[byte] = static_cast<uint8_t>(bits);
+    for (int64_t i = 0, n = std::min<int64_t>(8, to.rows - 8 * byte); i < n; ++i)
+      bits |= uint32_t{is_zero(x, (8 * byte + i) * to.width, to.width)} << i;
+    to.data[byte] = static_cast<uint8_t>(bits);
   }
 }
-MESA_TUNE_PATHS(pack_rows,
-                (const Strided& x, int64_t rows, int64_t width, uint8_t* data, int64_t from, int64_t to),
-                (x, rows, width, data, from, to))
+MESA_TUNE_PATHS(pack_rows, (const Strided& x, const ZeroRows& to, int64_t from, int64_t end),
+                (x, to, from, end))
 
 }  // namespace
 
-void pack_zero_rows(const Strided& x, int64_t rows, int64_t width, uint8_t* data) {
-  parallel(plane_bytes(rows), 8 * std::min(kAtOnce, std::max<int64_t>(1, width)),
-           [&](int64_t from, int64_t to) { pack_rows_paths[path()](x, rows, width, data, from, to); });
+void pack_zero_rows(const Strided& x, const ZeroRows& zero_rows) {
+  parallel(plane_bytes(zero_rows.rows), 8 * std::min(kAtOnce, std::max<int64_t>(1, zero_rows.width)),
+           [&](int64_t from, int64_t to) { pack_rows_paths[path()](x, zero_rows, from, to); });
 }
 
 void clear_rows(const uint8_t* bits, int64_t first, int64_t count, int64_t bytes, void* out) {

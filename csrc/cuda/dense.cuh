@@ -13,6 +13,7 @@
 #include "quantize.h"
 #include "ranges.h"
 #include "rounding.cuh"
+#include "zero_rows.cuh"
 
 namespace mesa_tune::cuda {
 
@@ -183,14 +184,23 @@ constexpr int kBlocks = 2;
 constexpr int kBlocks = 3;
 #endif
 
+// The first `blocks` blocks encode; the others pack rows of zeros.
 template <class Type, int kPlanes, bool kStochastic, Map::Kind kKind>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    encode_dense(const uint4* x, const Mapping mapping, const Dense d, const Noise noise,
-                 const Packed packed) {
+    encode_dense(const uint4* x, const Mapping mapping, const Dense d, const Noise noise, const Packed packed,
+                 const ZeroRows zero_rows, int64_t blocks) {
   constexpr int words = kWords<Type>;
+  const int64_t threads = blocks * kThreads;
+  if constexpr (kKind == Map::kNone) {
+    if (thread_number() >= threads) {
+      const auto* elements = reinterpret_cast<const typename Type::Storage*>(x);
+      return pack_rows(zero_rows, thread_number() - threads, thread_count() - threads,
+                       [&](int64_t element) { return Type::load(elements[element]); });
+    }
+  }
   auto* const planes = reinterpret_cast<Bytes<words>*>(packed.data);
   const Keys seed = seed_keys(noise);
-  for (int64_t turn = thread_number(); d.any(turn); turn += thread_count()) {
+  for (int64_t turn = thread_number(); d.any(turn); turn += threads) {
     const int64_t group = d.group(turn);
     const int64_t first = group * 8 * d.lanes() + d.lane();
     Raw<Type> raw(x, first, d.lanes());

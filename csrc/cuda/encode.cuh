@@ -22,13 +22,15 @@ void with_type(Dtype dtype, const Visit& visit) {
 
 template <class Type, Map::Kind kKind>
 void encode_whole(const Strided& x, const Map& map, const Dense& d, const Noise& noise, const Packed& packed,
-                  void* stream) {
+                  const ZeroRows& zero_rows, void* stream) {
   const Mapping mapping(map, int64_t{kColumns<Type>} << d.shift);
   with_planes(d.bits, [&](auto planes) {
     constexpr int count = decltype(planes)::value;
     const auto kernel =
         noise.stochastic ? encode_dense<Type, count, true, kKind> : encode_dense<Type, count, false, kKind>;
-    launch(kernel, d.groups << d.shift, stream, static_cast<const uint4*>(x.data), mapping, d, noise, packed);
+    const int64_t blocks = blocks_for(d.groups << d.shift);
+    launch_blocks(kernel, blocks + blocks_for(zero_rows_threads(zero_rows)), stream,
+                  static_cast<const uint4*>(x.data), mapping, d, noise, packed, zero_rows, blocks);
   });
 }
 
@@ -51,9 +53,10 @@ int encode_shift(const Strided& x, const Map& map, const Settings& s, const Pack
   return kPairs<Type> && map.kind != Map::kNone ? -1 : dense_shift<Type>(x, s, packed);
 }
 
+// Packs rows of zeros, too, if the groups take one pass and there is no map.
 template <class Type, Map::Kind kKind>
 void encode(const Strided& x, const Map& map, const Settings& s, const Noise& noise, const Packed& packed,
-            void* stream) {
+            const ZeroRows& zero_rows, void* stream) {
   constexpr bool mapped = kKind != Map::kNone;
   const Split parts = split(x.numel, s);
   const int shift = encode_shift<Type>(x, map, s, packed);
@@ -61,7 +64,7 @@ void encode(const Strided& x, const Map& map, const Settings& s, const Noise& no
     encode_strided<Type, mapped>(x, map, s, parts.whole, noise, packed, stream);
   } else if constexpr (!mapped || !kPairs<Type>) {
     const Dense d{parts.whole.count, shift, static_cast<int>(s.bits), static_cast<int>(s.levels)};
-    encode_whole<Type, kKind>(x, map, d, noise, packed, stream);
+    encode_whole<Type, kKind>(x, map, d, noise, packed, zero_rows, stream);
   }
   encode_strided<Type, mapped>(x, map, s, parts.rest, noise, packed, stream);
 }

@@ -54,7 +54,9 @@ bool in_one_pass(const Strided& x, const Map& map, const Settings& settings, con
 }
 
 void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
-              void* stream) {
+              const ZeroRows& zero_rows, void* stream) {
+  const bool together = x.numel > 0 && in_one_pass(x, {}, settings, packed);
+  if (!together) pack_zero_rows(x, zero_rows, stream);
   if (x.numel == 0) {
     const int64_t groups = split(0, settings).groups();
     clear(packed.ranges, groups, stream);
@@ -62,7 +64,8 @@ void quantize(const Strided& x, const Settings& settings, const Noise& noise, co
     return;
   }
   with_type(x.dtype, [&](auto type) {
-    encode<decltype(type), Map::kNone>(x, Map{}, settings, noise, packed, stream);
+    encode<decltype(type), Map::kNone>(x, Map{}, settings, noise, packed, together ? zero_rows : ZeroRows{},
+                                       stream);
   });
 }
 

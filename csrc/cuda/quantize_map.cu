@@ -35,7 +35,7 @@ void quantize_map(const Strided& x, const Map& map, const Settings& settings, co
   if (x.numel == 0) return;
   with_type(x.dtype, [&](auto type) {
     with_kind(map.kind, [&](auto kind) {
-      encode<decltype(type), decltype(kind)::value>(x, map, settings, noise, packed, stream);
+      encode<decltype(type), decltype(kind)::value>(x, map, settings, noise, packed, {}, stream);
     });
   });
 }

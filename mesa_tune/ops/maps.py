@@ -25,9 +25,9 @@ class Deferred(NamedTuple):
     """A tensor to save, computed while it is encoded: map `kind` of `source`; `make` computes it otherwise.
 
     `normalize`: (source - mean) * rstd, where each run of `inner` neighbours has its own mean (None: 0) and
-    rstd; a mean in 16 bits, which is rounded, is not used, but that of the run. `definite`: the source with 0
-    for NaN; `make` returns the source itself, which other layers save, too. The other maps are the
-    derivatives of the functions that they are named after.
+    rstd. In 16 bits they must be those of the run itself: its mean, which is rounded there, is made again.
+    `definite`: the source with 0 for NaN; `make` returns the source itself, which other layers save, too. The
+    other maps are the derivatives of the functions that they are named after.
     """
 
     source: Tensor

@@ -18,6 +18,8 @@
 #define __grid_constant__
 #define __shared__ static  // blocks run one after the other
 #define __launch_bounds__(...)
+// So that threads take several turns, as they do on a GPU past some 10^8 of them.
+#define MESA_TUNE_MAX_BLOCKS 2
 
 struct dim3 {
   unsigned x = 1;
@@ -187,13 +189,12 @@ inline cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaS
 
 inline int launches = 0;  // since the program began
 
-// Two blocks at most, so that threads take several turns, as they do on a GPU past some 10^8 of them.
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   ++launches;
   fibers::body = [&] { kernel(arguments...); };
-  gridDim = std::min(config->gridDim.x, 2u);
+  gridDim = config->gridDim;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) fibers::run_block(config->blockDim.x);
   return cudaSuccess;
 }

@@ -50,7 +50,14 @@ int launch_count() {
 
 void quantize(const Problem* p, bool stochastic, const int64_t* seed) {
   with_memory(*p, {}, [&](const mesa_tune::Packed& packed) {
-    mesa_tune::cuda::quantize(strided(*p), p->settings, {stochastic, 0, seed}, packed, nullptr);
+    mesa_tune::cuda::quantize(strided(*p), p->settings, {stochastic, 0, seed}, packed, {}, nullptr);
+  });
+}
+
+void quantize_rows(const Problem* p, bool stochastic, const int64_t* seed,
+                   const mesa_tune::ZeroRows* zero_rows) {
+  with_memory(*p, {}, [&](const mesa_tune::Packed& packed) {
+    mesa_tune::cuda::quantize(strided(*p), p->settings, {stochastic, 0, seed}, packed, *zero_rows, nullptr);
   });
 }
 
@@ -72,8 +79,8 @@ void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* data) {
   mesa_tune::cuda::pack_bits(mask, numel, data, nullptr);
 }
 
-void pack_zero_rows(const Problem* p, int64_t rows, int64_t width) {
-  mesa_tune::cuda::pack_zero_rows(strided(*p), rows, width, p->packed.data, nullptr);
+void pack_zero_rows(const Problem* p, const mesa_tune::ZeroRows* zero_rows) {
+  mesa_tune::cuda::pack_zero_rows(strided(*p), *zero_rows, nullptr);
 }
 
 void clear_rows(const uint8_t* bits, int64_t rows, int64_t bytes, void* out) {

@@ -26,6 +26,7 @@ from torch import Tensor
 from mesa_tune import ops
 from mesa_tune.ops import fused as fused_ops
 from mesa_tune.ops import maps, reference
+from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import codecs as reference_codecs
 from mesa_tune.ops.reference import levels as reference_levels
 from mesa_tune.ops.reference import windows as reference_windows
@@ -84,6 +85,12 @@ class FewWindows(ctypes.Structure):
     """`FewWindows` of csrc/pack_windows.h."""
 
     _fields_ = (("axes", c_int64 * 18), ("dims", c_int64), ("planes", c_int64))
+
+
+class ZeroRows(ctypes.Structure):
+    """`ZeroRows` of csrc/quantize.h."""
+
+    _fields_ = (("data", c_void_p), ("rows", c_int64), ("width", c_int64))
 
 
 class FewLevels(ctypes.Structure):
@@ -282,16 +289,35 @@ def test_rows_of_zeros(kernels: Kernels, dtype: torch.dtype) -> None:
     for x in cuda_cases.rows_of_zeros(dtype):
         rows, width = math.prod(x.shape[:-1]), x.shape[-1]
         data = torch.full((reference.plane_bytes(rows),), 0xAA, dtype=torch.uint8)
-
-        def call(p: Any, rows: int = rows, width: int = width) -> None:
-            kernels.pack_zero_rows(p, c_int64(rows), c_int64(width))
-
-        problem(x, (1, 2, 1, 0), data, torch.empty(0), call)
+        zero_rows = ctypes.byref(ZeroRows(data.data_ptr(), rows, width))
+        none = torch.empty(0)
+        problem(x, (1, 2, 1, 0), none, none, partial(_with, kernels.pack_zero_rows, zero_rows))
         assert torch.equal(data, reference.pack_zero_rows(x))
         dense = torch.ones_like(x, memory_format=torch.contiguous_format)
         size = c_int64(width * x.element_size())
         kernels.clear_rows(c_void_p(data.data_ptr()), c_int64(rows), size, c_void_p(dense.data_ptr()))
         assert torch.equal(dense == 0, (x == 0).all(-1, keepdim=True).expand_as(x))
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+@pytest.mark.parametrize("group_size", [64, 100])
+def test_a_tensor_and_its_rows_of_zeros(kernels: Kernels, group_size: int, dtype: torch.dtype) -> None:
+    """In one launch where all groups are whole, and take one pass."""
+    sizes, seed = (4, 16, group_size, 0), ctypes.byref(c_int64(3))
+    for x in (*cuda_cases.rows_of_zeros(dtype), randn(640, 64).relu().to(dtype)):
+        rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+        expected = RAW.quantize_rows(x, *sizes[:3], True, torch.tensor([3]))
+        data, ranges = memory(x, sizes, dtype)
+        marks = torch.full((reference.plane_bytes(rows),), 0xAA, dtype=torch.uint8)
+        zero_rows = ctypes.byref(ZeroRows(marks.data_ptr(), rows, width))
+        before = kernels.launch_count()
+        problem(x, sizes, data, ranges, partial(_with, kernels.quantize_rows, True, seed, zero_rows))
+        launches = kernels.launch_count() - before
+        assert torch.equal(marks, expected[2])
+        assert same_bytes(data, expected[0])
+        assert same_numbers(ranges, expected[1])
+        if x.is_contiguous() and x.numel() % group_size == 0 and group_size == 64 and x.numel():
+            assert launches == 1
 
 
 def test_masks(kernels: Kernels) -> None:

@@ -43,7 +43,7 @@ def batch_norm_forward(static: Static, needs: Needs, x: Tensor, *others: Tensor 
 
     normalized = normalized_input(
         x,
-        maps.Deferred(x, "normalize", make, mean, rstd, math.prod(x.shape[2:])),
+        maps.Deferred(x, "normalize", make, mean.float(), rstd.float(), math.prod(x.shape[2:])),
         # With weight r and fixed statistics, of variance 1.
         lambda: torch.native_batch_norm(x, rstd, None, mean, torch.ones_like(mean), False, 0.0, 0.0)[0],
     )
