@@ -165,6 +165,15 @@ def levels() -> Iterator[tuple[Tensor, int, list[float], list[float]]]:
         yield x, number, boundaries, values
 
 
+def positions() -> Iterator[tuple[Tensor, int, int, int]]:
+    """Bitmaps, their bits, how many are set, and low bits."""
+    for numel, share, low in itertools.product(
+        (0, 1, 33, 1024, 70_001), (0.0, 0.02, 0.25, 1.0), (0, 1, 2, 5)
+    ):
+        mask = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < share
+        yield reference.pack_bits(mask), numel, int(mask.sum()), low
+
+
 Pooled = tuple[Tensor, list[Windows]]  # a max pool's indices, and its windows
 
 

@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent
@@ -57,13 +59,15 @@ def architectures(nvcc: str) -> list[str]:
 def check(nvcc: str) -> None:
     """Compile every kernel; exit with the output of the compiler if it warns or spills registers."""
     numbers, targets = known(nvcc), architectures(nvcc)
-    for source in sorted(CSRC.rglob("*.cu")):
-        output = run([nvcc, *FLAGS, *targets, "-Xptxas=-v", "-Werror=all-warnings"], source)
-        kernels = re.findall(SPILLS, output)
-        spilling = [name for name, *spilled in kernels if spilled != ["0", "0"]]
-        if spilling or not kernels:
-            sys.exit(f"{source}: kernels spill registers: {spilling}\n{output}")
-        print(f"{source.name}: {len(kernels)} kernels for {numbers}, none spills")
+    sources = sorted(CSRC.rglob("*.cu"))
+    command = [nvcc, *FLAGS, *targets, "-Xptxas=-v", "-Werror=all-warnings"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for source, output in zip(sources, pool.map(partial(run, command), sources), strict=True):
+            kernels = re.findall(SPILLS, output)
+            spilling = [name for name, *spilled in kernels if spilled != ["0", "0"]]
+            if spilling or not kernels:
+                sys.exit(f"{source}: kernels spill registers: {spilling}\n{output}")
+            print(f"{source.name}: {len(kernels)} kernels for {numbers}, none spills", flush=True)
     from torch.utils.cpp_extension import include_paths
 
     includes = [f"-I{path}" for path in include_paths()]

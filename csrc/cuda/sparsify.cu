@@ -7,6 +7,7 @@
 #include <cassert>
 
 #include "bits.cuh"
+#include "ranks.cuh"
 #include "sparsify.h"
 #include "sums.cuh"
 
@@ -15,7 +16,6 @@ namespace {
 
 constexpr int kDigit = 11;                  // bits of a digit: the counts of all digits fit shared memory
 constexpr int kDigits = 1 << kDigit;        // values of a digit
-constexpr int64_t kPortion = 32 * kWarp;    // elements of which a warp writes the bits
 constexpr int64_t kFewest = 32 * kThreads;  // elements that a block counts at least
 constexpr int64_t kMostBlocks = 1 << 10;    // that count digits
 
@@ -31,10 +31,6 @@ template <class U>
 constexpr int digit_width(int pass) {
   const int rest = kBits<U> - kDigit * pass;
   return rest < kDigit ? rest : kDigit;
-}
-
-int64_t portions_of(int64_t numel) {
-  return (numel + kPortion - 1) / kPortion;
 }
 
 struct Memory {
@@ -88,25 +84,6 @@ __global__ void count_digits(int pass, const U* x, int64_t numel, int64_t count,
     if (counts[digit] > 0) atomicAdd(&memory.digits[kDigits * pass + digit], Count{counts[digit]});
 }
 
-// Calls visit(portion) for all portions, one warp per portion.
-template <class Visit>
-__device__ inline void for_each_portion(int64_t numel, const Visit& visit) {
-  for (int64_t turn = thread_number(); turn / kWarp * kPortion < numel; turn += thread_count())
-    visit(turn / kWarp);
-}
-
-// Calls visit(word, element) for one element of each 32 of a portion; it may be past the last one.
-template <class Visit>
-__device__ inline void for_each_word(int64_t portion, const Visit& visit) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for (int word = 0; word < kPortion / kWarp; ++word) visit(word, portion * kPortion + word * kWarp + lane);
-}
-
-// The number of lanes before this one whose bit is set.
-__device__ inline int lanes_before(uint32_t bits) {
-  return __popc(bits & ((1u << threadIdx.x % kWarp) - 1));
-}
-
 template <class U>
 __global__ void count_survivors(const U* x, int64_t numel, int64_t count, const Memory memory,
                                 int64_t portions) {
@@ -123,21 +100,6 @@ __global__ void count_survivors(const U* x, int64_t numel, int64_t count, const 
     memory.before[portion] = above;
     memory.before[portions + portion] = equal;
   });
-}
-
-// Replaces each count by the sum of those before it. One block per array of `size` counts.
-__global__ void sum_before(int64_t* counts, int64_t size) {
-  int64_t* const own = counts + blockIdx.x * size;
-  const int64_t share = (size + kThreads - 1) / kThreads;
-  const int64_t begin = std::min(threadIdx.x * share, size), end = std::min(begin + share, size);
-  int64_t sum = 0;
-  for (int64_t i = begin; i < end; ++i) sum += own[i];
-  sum = block_sums(sum).before;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t count = own[i];
-    own[i] = sum;
-    sum += count;
-  }
 }
 
 template <class U>
@@ -163,20 +125,6 @@ __global__ void write_survivors(const U* x, int64_t numel, const Memory memory, 
       if (word == static_cast<int>(threadIdx.x) % kWarp) lane_bits = bits;
     });
     store_bits(lane_bits, portion * kWarp + threadIdx.x % kWarp, plane_bytes(numel), bitmap);
-  });
-}
-
-__device__ inline bool is_set(const uint8_t* bitmap, int64_t numel, int64_t element) {
-  return element < numel && (bitmap[element / 8] >> (element % 8) & 1);
-}
-
-__global__ void count_bits(const uint8_t* bitmap, int64_t numel, int64_t* counts) {
-  for_each_portion(numel, [&](int64_t portion) {
-    int64_t count = 0;
-    for_each_word(portion, [&](int, int64_t element) {
-      count += __popc(__ballot_sync(kAllLanes, is_set(bitmap, numel, element)));
-    });
-    if (threadIdx.x % kWarp == 0) counts[portion] = count;
   });
 }
 
@@ -252,8 +200,7 @@ int64_t densify_memory(int64_t numel) {
 void densify(const uint8_t* bitmap, const void* survivors, int64_t width, int64_t numel, int64_t count,
              void* out, int64_t* memory, void* stream) {
   const int64_t portions = portions_of(numel);
-  launch(count_bits, portions * kWarp, stream, bitmap, numel, memory);
-  launch(sum_before, portions > 0 ? kThreads : 0, stream, memory, portions);
+  rank_portions(bitmap, numel, memory, stream);
   with_width(width, [&](auto u) {
     using U = decltype(u);
     launch(fill<U>, portions * kWarp, stream, bitmap, static_cast<const U*>(survivors), numel, count, memory,

@@ -4,8 +4,8 @@ Importing this module defines `torch.ops.mesa_tune.{extents, quantize_within, sp
 pack_windows, unpack_windows, quantize_samples, dequantize_samples, choose_rows, sample_rows, pack_levels,
 unpack_levels, pack_positions, unpack_positions}`. They are pure. Their default kernels are in
 `mesa_tune.ops.reference`: `codecs`, `windows`, `sampling`, `levels` and `positions`. The native library has
-CPU kernels for all but those of samples and `sample_rows`, and CUDA kernels for the windows, the levels,
-`extents`, `quantize_within`, `sparsify` and `densify`.
+CPU kernels for all but those of samples and `sample_rows`, and CUDA kernels for all but these and
+`choose_rows`, which sorts.
 """
 
 from collections.abc import Sequence

@@ -159,6 +159,10 @@ inline void atomicMax(int32_t* address, int32_t value) {
   *address = std::max(*address, value);
 }
 
+inline void atomicOr(uint32_t* address, uint32_t bits) {
+  *address |= bits;
+}
+
 template <class Integer>
 void atomicAdd(Integer* address, Integer value) {
   *address += value;

@@ -10,6 +10,7 @@
 #include "levels.h"
 #include "norm.h"
 #include "pack_windows.h"
+#include "positions.h"
 #include "quantize.h"
 #include "softmax.h"
 #include "sparsify.h"
@@ -150,6 +151,16 @@ void batch_norm_backward(const Problem* p, const mesa_tune::BatchNormBackward* t
   const int64_t portions = mesa_tune::cuda::batch_norm_portions(*task);
   std::vector<float> memory(static_cast<size_t>(portions > 1 ? 2 * portions * task->channels : 0));
   mesa_tune::cuda::batch_norm_backward(*task, p->packed, p->settings, memory.data(), nullptr);
+}
+
+void pack_positions(const uint8_t* bitmap, const mesa_tune::Positions* positions, uint8_t* data) {
+  std::vector<int64_t> memory(static_cast<size_t>(mesa_tune::cuda::positions_memory(*positions)), 7);
+  mesa_tune::cuda::pack_positions(bitmap, *positions, data, memory.data(), nullptr);
+}
+
+void unpack_positions(const uint8_t* data, const mesa_tune::Positions* positions, uint8_t* bitmap) {
+  std::vector<int64_t> memory(static_cast<size_t>(mesa_tune::cuda::positions_memory(*positions)), 7);
+  mesa_tune::cuda::unpack_positions(data, *positions, bitmap, memory.data(), nullptr);
 }
 
 void sparsify(const void* x, int64_t width, int64_t numel, int64_t count, uint8_t* bitmap, void* survivors) {

@@ -117,6 +117,13 @@ def test_levels() -> None:
             assert same_numbers(back[1].cpu(), back[0])
 
 
+def test_positions() -> None:
+    for bitmap, *sizes in cuda_cases.positions():
+        there = RAW.pack_positions(on_gpu(bitmap), *sizes)
+        assert torch.equal(there.cpu(), RAW.pack_positions(bitmap, *sizes))
+        assert torch.equal(RAW.unpack_positions(there, *sizes).cpu(), bitmap)
+
+
 def test_what_is_kept_is_described_where_a_kernel_makes_it() -> None:
     x = torch.ones(8, device="cuda")
     assert isinstance(maps.Deferred(x, "gelu", x.clone).if_dense(), maps.Deferred)

@@ -38,7 +38,7 @@ from tests.ops.test_quantize_within import given_ranges
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
     *("batch_norm", "cross_entropy", "gate", "levels", "norm", "pack_bits", "pack_windows"),
-    *("pack_zero_rows", "quantize", "quantize_map", "quantize_within", "softmax", "sparsify"),
+    *("pack_zero_rows", "positions", "quantize", "quantize_map", "quantize_within", "softmax", "sparsify"),
 )
 SOURCES = (
     *(f"csrc/cuda/{name}.cu" for name in KERNELS),
@@ -91,6 +91,12 @@ class ZeroRows(ctypes.Structure):
     """`ZeroRows` of csrc/quantize.h."""
 
     _fields_ = (("data", c_void_p), ("rows", c_int64), ("width", c_int64))
+
+
+class Positions(ctypes.Structure):
+    """`Positions` of csrc/positions.h."""
+
+    _fields_ = tuple((name, c_int64) for name in ("numel", "count", "low"))
 
 
 class FewLevels(ctypes.Structure):
@@ -372,6 +378,17 @@ def test_levels(kernels: Kernels) -> None:
             unpack = partial(_with, kernels.unpack_levels, few_levels(values, planes), address)
             problem(out, NO_SIZES, data, none, unpack)
             assert same_numbers(out, reference_levels.unpack_levels(data, offset, values, x.shape, dtype))
+
+
+def test_positions(kernels: Kernels) -> None:
+    for bitmap, *sizes in cuda_cases.positions():
+        expected, task = RAW.pack_positions(bitmap, *sizes), ctypes.byref(Positions(*sizes))
+        data, back = torch.full_like(expected, 0xAA), torch.full_like(bitmap, 0xAA)
+        there, source = c_void_p(data.data_ptr()), c_void_p(bitmap.data_ptr())
+        kernels.pack_positions(source, task, there)
+        assert torch.equal(data, expected)
+        kernels.unpack_positions(there, task, c_void_p(back.data_ptr()))
+        assert torch.equal(back, bitmap)
 
 
 def assert_gated(kernels: Kernels, x: Tensor, limit: float, grad: Tensor, slope: float, inner: int) -> None:
