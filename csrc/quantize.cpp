@@ -45,7 +45,7 @@ void encode(const Tensor& x, const Settings& s, bool stochastic, const std::opti
         cpu::pack_zero_rows(source, zero_rows);
       },
       [&](auto stream) {
-        if (!cuda::in_one_pass(source, map, s, packed)) add_ranges();
+        if (!cuda::in_one_pass(source, s, packed)) add_ranges();
         if (map.kind == Map::kNone) return cuda::quantize(source, s, noise, packed, zero_rows, stream);
         cuda::quantize_map(source, map, s, noise, packed, stream);
       });

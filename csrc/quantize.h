@@ -81,10 +81,10 @@ void clear_rows(const uint8_t* bits, int64_t first, int64_t count, int64_t bytes
 // These run on the current device; `stream` is a cudaStream_t.
 namespace cuda {
 
-// Whether one kernel encodes all groups of `map` of x, each as soon as it is measured. If not, and `packed`
+// Whether one kernel encodes all groups of x, each as soon as it is measured. If not, and `packed`
 // has ends, quantize and quantize_map need memory for ranges, too: one kernel measures them, and the next one
 // rounds in them as they were measured.
-bool in_one_pass(const Strided& x, const Map& map, const Settings& settings, const Packed& packed);
+bool in_one_pass(const Strided& x, const Settings& settings, const Packed& packed);
 // Packs rows of zeros, too: in the same kernel if that encodes all groups.
 void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
               const ZeroRows& zero_rows, void* stream);

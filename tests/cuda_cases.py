@@ -210,10 +210,12 @@ def curves(kind: str) -> Iterator[Mapped]:
     yield Mapped(randn(1001)[1:], kind, None, None, 1, (4, 16, 64), 5)
     yield Mapped(randn(40, 30).t(), kind, None, None, 1, (4, 16, 64), 5)
     yield Mapped(torch.empty(0), kind, None, None, 1, (4, 16, 64), 5)
-    for dtype, group_size in itertools.product((torch.float16, torch.bfloat16), (64, 3000)):
-        x = 4 * randn(3 * group_size + 17)
+    halves, sizes = (torch.float16, torch.bfloat16), (64, 128, 512, 2048, 3000)
+    for dtype, group_size, bits in itertools.product(halves, sizes, (1, 4, 8)):
+        x = 4 * randn(3 * group_size + 17, seed=bits)
         x[2 * group_size :][: len(beyond)] = beyond
-        yield Mapped(x.to(dtype), kind, None, None, 1, (4, 16, group_size), 5)
+        for seed in (bits, None):
+            yield Mapped(x.to(dtype), kind, None, None, 1, (bits, 2**bits, group_size), seed)
 
 
 def normalized() -> Iterator[Mapped]:
@@ -234,9 +236,9 @@ def normalized() -> Iterator[Mapped]:
     x[3, 3], x[40, 2] = math.nan, math.inf
     rstd = torch.linspace(0, 3e38, 64)
     yield Mapped(x, "normalize", None, rstd, 16, (8, 200, 128), None)
-    for dtype in DTYPES:
+    for dtype, bits, group_size in itertools.product(DTYPES, (1, 2, 4, 7), (64, 128, 2048)):
         x = randn(300, 200).to(dtype)
-        yield Mapped(x, "normalize", randn(300), 1 + randn(300).abs(), 200, (2, 4, 128), 3)
+        yield Mapped(x, "normalize", randn(300), 1 + randn(300).abs(), 200, (bits, 2**bits, group_size), 3)
 
 
 Product = tuple[Tensor, Sizes, Tensor]  # what is quantized, its settings, a factor

@@ -56,6 +56,15 @@ struct Raw {
     constexpr int per_word = kPairs<Type> ? 2 : 1;
     return number_of<Type>(words[run][column / per_word], column % per_word);
   }
+  __device__ void set(int run, int column, float value) {
+    if constexpr (kPairs<Type>) {
+      const int shift = 16 * (column % 2);
+      uint32_t& word = words[run][column / 2];
+      word = (word & ~(0xFFFFu << shift)) | uint32_t{Type::store(value)} << shift;
+    } else {
+      words[run][column] = bit_cast<uint32_t>(value);
+    }
+  }
 };
 
 // The interface of Raw for a decode without a factor.
@@ -73,27 +82,23 @@ struct Mapping {
 };
 
 // Applies a map to a lane's elements. `index`: index in the tensor of the lane's first element.
-template <Map::Kind kKind>
-__device__ inline void apply(const Mapping& mapping, int64_t index, Raw<Float>& raw) {
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    uint32_t& word = raw.words[i / 4][i % 4];
-    word = bit_cast<uint32_t>(curve<kKind>(bit_cast<float>(word)));
-  }
-}
-template <>
-__device__ inline void apply<Map::kNormalize>(const Mapping& mapping, int64_t index, Raw<Float>& raw) {
+template <Map::Kind kKind, class Type>
+__device__ inline void apply(const Mapping& mapping, int64_t index, Raw<Type>& raw) {
   StatisticIndex first(mapping.map, index);
 #pragma unroll
   for (int run = 0; run < 8; ++run) {
     StatisticIndex statistic = first;
 #pragma unroll
-    for (int column = 0; column < 4; ++column) {
-      uint32_t& word = raw.words[run][column];
-      word = bit_cast<uint32_t>(normalized(mapping.map, statistic, bit_cast<float>(word)));
-      statistic.add(mapping.map, mapping.column);
+    for (int column = 0; column < kColumns<Type>; ++column) {
+      const float value = raw.value(run, column);
+      if constexpr (kKind == Map::kNormalize) {
+        raw.set(run, column, normalized(mapping.map, statistic, value));
+        statistic.add(mapping.map, mapping.column);
+      } else {
+        raw.set(run, column, curve<kKind>(value));
+      }
     }
-    first.add(mapping.map, mapping.run);
+    if constexpr (kKind == Map::kNormalize) first.add(mapping.map, mapping.run);
   }
 }
 
@@ -177,16 +182,19 @@ __device__ inline int64_t plane_index(const Dense& d, int64_t group, int plane) 
 }
 
 // Blocks per multiprocessor that registers must suffice for: with 3, extremes of bfloat16 spill before sm_80,
-// and the curves of maps on sm_120.
+// and the curves of maps on sm_120. Maps of 16 bits spill with as many everywhere.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1200)
 constexpr int kBlocks = 2;
 #else
 constexpr int kBlocks = 3;
 #endif
 
+template <class Type, Map::Kind kKind>
+constexpr bool kMapsPairs = kPairs<Type> && kKind != Map::kNone;
+
 // The first `blocks` blocks encode; the others pack rows of zeros.
 template <class Type, int kPlanes, bool kStochastic, Map::Kind kKind>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocks - kMapsPairs<Type, kKind>)
     encode_dense(const uint4* x, const Mapping mapping, const Dense d, const Noise noise, const Packed packed,
                  const ZeroRows zero_rows, int64_t blocks) {
   constexpr int words = kWords<Type>;
@@ -300,11 +308,14 @@ int dense_shift(const Strided& x, const Settings& s, const Packed& packed) {
   return -1;
 }
 
-// Calls visit with the number of planes rounded up to 1, 2, 4 or 8, as a std::integral_constant.
-template <class Visit>
+// Calls visit with the number of planes rounded up to 1, 2, 4 or 8, at least kFewest, as a
+// std::integral_constant.
+template <int kFewest = 1, class Visit>
 void with_planes(int bits, const Visit& visit) {
-  if (bits == 1) return visit(std::integral_constant<int, 1>());
-  if (bits == 2) return visit(std::integral_constant<int, 2>());
+  if constexpr (kFewest == 1) {
+    if (bits == 1) return visit(std::integral_constant<int, 1>());
+    if (bits == 2) return visit(std::integral_constant<int, 2>());
+  }
   if (bits <= 4) return visit(std::integral_constant<int, 4>());
   return visit(std::integral_constant<int, 8>());
 }

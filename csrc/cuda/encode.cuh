@@ -24,7 +24,8 @@ template <class Type, Map::Kind kKind>
 void encode_whole(const Strided& x, const Map& map, const Dense& d, const Noise& noise, const Packed& packed,
                   const ZeroRows& zero_rows, void* stream) {
   const Mapping mapping(map, int64_t{kColumns<Type>} << d.shift);
-  with_planes(d.bits, [&](auto planes) {
+  // Fewer kernels for maps of 16 bits: they take long to compile.
+  with_planes<kMapsPairs<Type, kKind> ? 4 : 1>(d.bits, [&](auto planes) {
     constexpr int count = decltype(planes)::value;
     const auto kernel =
         noise.stochastic ? encode_dense<Type, count, true, kKind> : encode_dense<Type, count, false, kKind>;
@@ -46,23 +47,16 @@ void encode_strided(const Strided& x, const Map& map, const Settings& s, const S
   launch(encode_columns<Type, kMapped>, span.count * span.plane(), stream, data, map, groups, noise, packed);
 }
 
-// dense_shift for `map` of x. The kernels of dense.cuh hold 16-bit elements in pairs, to which they apply no
-// map.
-template <class Type>
-int encode_shift(const Strided& x, const Map& map, const Settings& s, const Packed& packed) {
-  return kPairs<Type> && map.kind != Map::kNone ? -1 : dense_shift<Type>(x, s, packed);
-}
-
 // Packs rows of zeros, too, if the groups take one pass and there is no map.
 template <class Type, Map::Kind kKind>
 void encode(const Strided& x, const Map& map, const Settings& s, const Noise& noise, const Packed& packed,
             const ZeroRows& zero_rows, void* stream) {
   constexpr bool mapped = kKind != Map::kNone;
   const Split parts = split(x.numel, s);
-  const int shift = encode_shift<Type>(x, map, s, packed);
+  const int shift = dense_shift<Type>(x, s, packed);
   if (shift < 0) {
     encode_strided<Type, mapped>(x, map, s, parts.whole, noise, packed, stream);
-  } else if constexpr (!mapped || !kPairs<Type>) {
+  } else {
     const Dense d{parts.whole.count, shift, static_cast<int>(s.bits), static_cast<int>(s.levels)};
     encode_whole<Type, kKind>(x, map, d, noise, packed, zero_rows, stream);
   }

@@ -47,15 +47,15 @@ void clear(Number* numbers, int64_t groups, void* stream) {
 
 }  // namespace
 
-bool in_one_pass(const Strided& x, const Map& map, const Settings& settings, const Packed& packed) {
+bool in_one_pass(const Strided& x, const Settings& settings, const Packed& packed) {
   bool dense = false;
-  with_type(x.dtype, [&](auto type) { dense = encode_shift<decltype(type)>(x, map, settings, packed) >= 0; });
+  with_type(x.dtype, [&](auto type) { dense = dense_shift<decltype(type)>(x, settings, packed) >= 0; });
   return dense && split(x.numel, settings).rest.count == 0;
 }
 
 void quantize(const Strided& x, const Settings& settings, const Noise& noise, const Packed& packed,
               const ZeroRows& zero_rows, void* stream) {
-  const bool together = x.numel > 0 && in_one_pass(x, {}, settings, packed);
+  const bool together = x.numel > 0 && in_one_pass(x, settings, packed);
   if (!together) pack_zero_rows(x, zero_rows, stream);
   if (x.numel == 0) {
     const int64_t groups = split(0, settings).groups();

@@ -32,8 +32,8 @@ mesa_tune::Strided strided(const Problem& p) {
 
 // Calls encode(packed) as the operators do: beside ends with memory for ranges only if they are needed.
 template <class Encode>
-void with_memory(const Problem& p, const mesa_tune::Map& map, const Encode& encode) {
-  const bool needed = !mesa_tune::cuda::in_one_pass(strided(p), map, p.settings, p.packed);
+void with_memory(const Problem& p, const Encode& encode) {
+  const bool needed = !mesa_tune::cuda::in_one_pass(strided(p), p.settings, p.packed);
   const int64_t groups = mesa_tune::split(p.numel, p.settings).groups();
   std::vector<float> memory(static_cast<size_t>(needed ? 2 * groups : 0), 7.0f);
   mesa_tune::Packed packed = p.packed;
@@ -50,20 +50,20 @@ int launch_count() {
 }
 
 void quantize(const Problem* p, bool stochastic, const int64_t* seed) {
-  with_memory(*p, {}, [&](const mesa_tune::Packed& packed) {
+  with_memory(*p, [&](const mesa_tune::Packed& packed) {
     mesa_tune::cuda::quantize(strided(*p), p->settings, {stochastic, 0, seed}, packed, {}, nullptr);
   });
 }
 
 void quantize_rows(const Problem* p, bool stochastic, const int64_t* seed,
                    const mesa_tune::ZeroRows* zero_rows) {
-  with_memory(*p, {}, [&](const mesa_tune::Packed& packed) {
+  with_memory(*p, [&](const mesa_tune::Packed& packed) {
     mesa_tune::cuda::quantize(strided(*p), p->settings, {stochastic, 0, seed}, packed, *zero_rows, nullptr);
   });
 }
 
 void quantize_map(const Problem* p, const mesa_tune::Map* map, bool stochastic, const int64_t* seed) {
-  with_memory(*p, *map, [&](const mesa_tune::Packed& packed) {
+  with_memory(*p, [&](const mesa_tune::Packed& packed) {
     mesa_tune::cuda::quantize_map(strided(*p), *map, p->settings, {stochastic, 0, seed}, packed, nullptr);
   });
 }

@@ -284,6 +284,9 @@ def test_whole_groups_take_one_launch_each_way(kernels: Kernels, dtype: torch.dt
     for numel, launches in ((640, (1, 1)), (643, (3, 2))):
         x = randn(numel).to(dtype)
         before = kernels.launch_count()
+        assert_mapped(kernels, Mapped(x, "gelu", None, None, 1, sizes[:3], 1))
+        assert kernels.launch_count() - before == launches[0]
+        before = kernels.launch_count()
         data, ranges = encode(kernels, x, sizes, 1, dtype)
         between = kernels.launch_count()
         decode(kernels, data, ranges, torch.empty_like(x), sizes)
