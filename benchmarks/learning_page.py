@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common import Interval, mean_interval
+from learning_policies import AS_FAST, GREEDY_AT, SEARCHED_AT, TWO_BITS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "learning.md"
 PLAIN = "plain"
@@ -57,6 +59,18 @@ Does training under a policy within a noise ratio end as plain training does?
 * With an asterisk: trained by earlier code, as the plain runs that it is compared with.
 """
 
+EQUAL_BYTES = """\
+## At equal bytes
+
+The search and its rivals take the saved bytes and the peak of uniform 2 bits at most. **better by**: mean of
+the paired differences, points of accuracy or percent of the rival's loss, with its 95 % interval. **step**:
+of both, as above: at equal bytes the search gets there by running modules again.
+
+| task | search | rival | seeds | better by | beyond doubt | step |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+SEARCHES = {SEARCHED_AT: "any step", AS_FAST: f"as fast as {TWO_BITS}"}
+
 
 def write(lines: Sequence[Line]) -> Path:
     """Write the page from `lines`, oldest first; return its path."""
@@ -69,7 +83,8 @@ def page(lines: Sequence[Line]) -> str:
     tasks = dict.fromkeys(line["task"] for line in lines)
     claims = [_claim(*entry) for task in tasks for entry in _trained(lines, task)]
     sections = [part for task in tasks for part in _section(lines, task)]
-    return "\n".join([HEAD, *filter(None, claims), "", *sections, *_conditions(lines)])
+    equal = [EQUAL_BYTES + "\n".join(row for task in tasks for row in _at_equal_bytes(lines, task)), ""]
+    return "\n".join([HEAD, *filter(None, claims), "", *equal, *sections, *_conditions(lines)])
 
 
 def table(lines: Sequence[Line], task: str) -> list[str]:
@@ -131,12 +146,19 @@ def _row(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> lis
         f"{statistics.fmean(ends):.2g} (≤ {max(ends):.2g})",
     ]
     found = difference(line, plain, runs)
-    change = f"{_percent(found.mean)} ({_percent(found.low)} … {_percent(found.high)})"
     label = line["policy"] + (f" in {line['budget']}" if line["budget"] else "") + "*" * line["earlier"]
     verdicts = [_yes(contains_zero(found)), _yes(is_within(found))]
+    return [label, *bytes_, _step(line), *ratios, str(len(runs)), score, _shown(found), *verdicts]
+
+
+def _step(line: Line) -> str:
+    """Return the predicted step over the plain one; early lines have none."""
     step = line.get("step")
-    slowdown = "–" if step is None else f"{step:.2f}"
-    return [label, *bytes_, slowdown, *ratios, str(len(runs)), score, change, *verdicts]
+    return "–" if step is None else f"{step:.2f}"
+
+
+def _shown(found: Interval) -> str:
+    return f"{_percent(found.mean)} ({_percent(found.low)} … {_percent(found.high)})"
 
 
 def contains_zero(interval: Interval) -> bool:
@@ -185,6 +207,42 @@ def _claim(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> s
         verdict = "different from plain"
     ratios = f"noise ratio {_predicted(line)} predicted, at most {largest:.2g} measured"
     return f"* {line['task']}, {line['policy']}: {ratios}. Learns **{verdict}**."
+
+
+def _at_equal_bytes(lines: Sequence[Line], task: str) -> list[str]:
+    """Return rows with the search beside rivals of the same bytes, of the latest code that trained both."""
+    rows = []
+    for searched, rival in itertools.product(SEARCHES, (GREEDY_AT, TWO_BITS)):
+        for runs in _of_one_code(lines, task, searched, rival):
+            own, other = (runs[label] for label in (searched, rival))
+            seeds = sorted(seed for seed in own.keys() & other.keys() if seed is not None)
+            if len(seeds) < 2:
+                continue
+            found = _better_by(own[None], [(own[seed]["score"], other[seed]["score"]) for seed in seeds])
+            verdict = "no" if contains_zero(found) else "yes" if found.mean > 0 else "yes, worse"
+            steps = " and ".join(_step(each[None]) for each in (own, other))
+            names = (task, SEARCHES[searched], rival.partition(" at ")[0], str(len(seeds)))
+            rows.append(f"| {' | '.join((*names, _shown(found), verdict, steps))} |")
+            break
+    return rows
+
+
+def _of_one_code(lines: Sequence[Line], task: str, *labels: str) -> Iterator[dict[str, dict[Any, Line]]]:
+    """Yield the lines of these policies by seed (None: of the policy itself), the latest code first."""
+    own = [line for line in lines if line["task"] == task and line["policy"] in labels]
+    for code in dict.fromkeys(line["code"] for line in reversed(own)):
+        runs: dict[str, dict[Any, Line]] = {label: {} for label in labels}
+        for line in own:
+            if line["code"] == code:
+                runs[line["policy"]][line["seed"]] = line
+        yield runs
+
+
+def _better_by(line: Line, pairs: Sequence[tuple[float, float]]) -> Interval:
+    """Return by how much the first of each pair of scores is better, as a fraction."""
+    if line["relative"]:
+        return mean_interval([(other - own) / other for own, other in pairs])
+    return mean_interval([own - other for own, other in pairs])
 
 
 def _conditions(lines: Sequence[Line]) -> list[str]:

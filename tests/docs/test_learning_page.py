@@ -95,3 +95,17 @@ def test_a_seed_has_the_same_batches_under_a_policy(bench: Any, name: str) -> No
     # Rounding is unbiased and the steps are few, so the weights stay close.
     assert torch.allclose(before, after, atol=0.05)
     assert rounded.model.state_dict().keys() == plain.model.state_dict().keys()
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_the_search_is_shown_beside_rivals_of_the_same_bytes(bench: Any, better: bool) -> None:
+    names = bench.learning_page.SEARCHED_AT, bench.learning_page.GREEDY_AT
+    searched, rival = names if better else reversed(names)
+    made = []
+    for label, scores in ((searched, PLAIN), (rival, changed(0.9, 1.0, 1.1))):
+        rows = (line for line in lines(scores) if line["policy"] == "smallest")
+        made += [{**line, "policy": label, "step": 1.5} for line in rows]
+    amount = "+0.99 (+0.75 … +1.23) | yes" if better else "-1.00 (-1.25 … -0.75) | yes, worse"
+    row = f"| text | any step | greedy | 3 | {amount} | 1.50 and 1.50 |"
+    assert row in bench.learning_page.page([*lines(PLAIN), *made])
+    assert "| any step |" not in bench.learning_page.page([*lines(PLAIN), *made[:1]])
