@@ -112,7 +112,7 @@ def main() -> None:
     arguments = parser.parse_args()
     policy = mt.Policy.uniform(level=arguments.level)
     for dtype in DTYPES:
-        both = [Training(dtype, arguments.batch, each) for each in (None, policy)]
+        both = Training(dtype, arguments.batch, None), Training(dtype, arguments.batch, policy)
         plain, converted = (training.operators() for training in both)
         row = summary(plain, converted)
         text = (

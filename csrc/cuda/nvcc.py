@@ -18,7 +18,7 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent
 ARCHITECTURES = (75, 80, 90, 100, 120)  # of these, those that nvcc knows
-#No fused multiply - add : the kernels must give the CPU's bytes.
+# No fused multiply - add : the kernels must give the CPU's bytes.
 FLAGS = ["-O3", "-std=c++17", "-fmad=false", "--expt-relaxed-constexpr"]
 MACROS = ["-DMESA_TUNE_CUDA", "-DUSE_CUDA"]  # that of mesa-tune, and the one that torch's headers test
 SPILLS = r"Function properties for (\S+)\n.* (\d+) bytes spill stores, (\d+) bytes"  # per kernel, from ptxas
