@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,29 +97,43 @@ def table(lines: Sequence[Line], task: str) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
+Runs = dict[str, dict[int, Line]]  # trainings by policy and seed
+
+
+def _by_code(lines: Sequence[Line], task: str) -> list[tuple[str, dict[str, Line], Runs]]:
+    """Return each code that a task has lines of, the latest first, with its policies and their trainings."""
+    own = [line for line in lines if line["task"] == task]
+    codes = []
+    for code in dict.fromkeys(line["code"] for line in reversed(own)):
+        policies: dict[str, Line] = {}
+        runs: Runs = {}
+        for line in own:
+            if line["code"] == code and line["seed"] is None:
+                policies.setdefault(line["policy"], line)
+            elif line["code"] == code:
+                runs.setdefault(line["policy"], {})[line["seed"]] = line
+        codes.append((code, policies, runs))
+    return codes
+
+
 def _trained(lines: Sequence[Line], task: str) -> list[tuple[Line, dict[int, Line], dict[int, Line]]]:
     """Return the line of each policy that at least two seeds trained, and the plain and its runs by seed.
 
     All three are of the latest code that trained the policy; `earlier` says whether there is a later one.
     """
-    own = [line for line in lines if line["task"] == task]
-    codes = list(dict.fromkeys(line["code"] for line in reversed(own)))
+    codes = _by_code(lines, task)
     found: dict[str, tuple[Line, dict[int, Line], dict[int, Line]]] = {}
-    for code in codes:
-        runs: dict[str, dict[int, Line]] = {}
-        for line in own:
-            if line["code"] == code and line["seed"] is not None:
-                runs.setdefault(line["policy"], {})[line["seed"]] = line
-        policies = (line for line in own if line["code"] == code and line["seed"] is None)
-        for line in policies if len(runs.get(PLAIN, ())) > 1 else ():
-            if len(runs.get(line["policy"], ())) > 1 and line["policy"] not in found:
-                entry = {**line, "earlier": code != codes[0]}
-                found[line["policy"]] = entry, runs[PLAIN], runs[line["policy"]]
+    for code, policies, runs in codes:
+        plain = runs.get(PLAIN, {})
+        for label, line in policies.items():
+            own = runs.get(label, {})
+            if min(len(plain), len(own)) > 1 and label not in found:
+                found[label] = {**line, "earlier": code != codes[0][0]}, plain, own
     return list(found.values())
 
 
 def difference(line: Line, plain: Mapping[int, Line], runs: Mapping[int, Line]) -> Interval:
-    """Return the mean paired difference to plain with its 95 % interval, as a fraction.
+    """Return the mean paired difference to plain, or to a rival, with its 95 % interval, as a fraction.
 
     Raise ValueError if two runs of one seed drew different random numbers.
     """
@@ -213,36 +227,20 @@ def _at_equal_bytes(lines: Sequence[Line], task: str) -> list[str]:
     """Return rows with the search beside rivals of the same bytes, of the latest code that trained both."""
     rows = []
     for searched, rival in itertools.product(SEARCHES, (GREEDY_AT, TWO_BITS)):
-        for runs in _of_one_code(lines, task, searched, rival):
-            own, other = (runs[label] for label in (searched, rival))
-            seeds = sorted(seed for seed in own.keys() & other.keys() if seed is not None)
+        for _, policies, runs in _by_code(lines, task):
+            own, other = (runs.get(label, {}) for label in (searched, rival))
+            seeds = own.keys() & other.keys()
             if len(seeds) < 2:
                 continue
-            found = _better_by(own[None], [(own[seed]["score"], other[seed]["score"]) for seed in seeds])
+            found = difference(policies[searched], other, own)
+            if policies[searched]["relative"]:  # a lower loss is better
+                found = Interval(-found.mean, -found.high, -found.low)
             verdict = "no" if contains_zero(found) else "yes" if found.mean > 0 else "yes, worse"
-            steps = " and ".join(_step(each[None]) for each in (own, other))
+            steps = " and ".join(_step(policies[label]) for label in (searched, rival))
             names = (task, SEARCHES[searched], rival.partition(" at ")[0], str(len(seeds)))
             rows.append(f"| {' | '.join((*names, _shown(found), verdict, steps))} |")
             break
     return rows
-
-
-def _of_one_code(lines: Sequence[Line], task: str, *labels: str) -> Iterator[dict[str, dict[Any, Line]]]:
-    """Yield the lines of these policies by seed (None: of the policy itself), the latest code first."""
-    own = [line for line in lines if line["task"] == task and line["policy"] in labels]
-    for code in dict.fromkeys(line["code"] for line in reversed(own)):
-        runs: dict[str, dict[Any, Line]] = {label: {} for label in labels}
-        for line in own:
-            if line["code"] == code:
-                runs[line["policy"]][line["seed"]] = line
-        yield runs
-
-
-def _better_by(line: Line, pairs: Sequence[tuple[float, float]]) -> Interval:
-    """Return by how much the first of each pair of scores is better, as a fraction."""
-    if line["relative"]:
-        return mean_interval([(other - own) / other for own, other in pairs])
-    return mean_interval([own - other for own, other in pairs])
 
 
 def _conditions(lines: Sequence[Line]) -> list[str]:

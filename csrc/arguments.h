@@ -73,6 +73,11 @@ inline torch::stable::Tensor empty_tensor_like(const torch::stable::Tensor& like
   return empty_tensor(like, like.sizes().vec(), like.scalar_type());
 }
 
+// Memory for a kernel on CUDA: so many numbers of 64 bits.
+inline torch::stable::Tensor memory_of(const torch::stable::Tensor& like, int64_t numbers) {
+  return empty_tensor(like, {numbers}, torch::headeronly::ScalarType::Long);
+}
+
 // `x` if it is contiguous, else a contiguous copy.
 inline torch::stable::Tensor to_contiguous(const torch::stable::Tensor& x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);

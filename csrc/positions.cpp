@@ -18,13 +18,6 @@ Positions checked(int64_t numel, int64_t count, int64_t low) {
   return {numel, count, low};
 }
 
-// Calls a kernel for CUDA with its memory.
-template <class Kernel>
-void with_memory(const Tensor& like, const Positions& positions, const Kernel& kernel) {
-  const Tensor memory = empty_tensor(like, {cuda::positions_memory(positions)}, ScalarType::Long);
-  kernel(static_cast<int64_t*>(memory.mutable_data_ptr()));
-}
-
 Tensor pack_positions(Tensor bitmap, int64_t numel, int64_t count, int64_t low) {
   const Positions positions = checked(numel, count, low);
   const auto* source =
@@ -38,9 +31,9 @@ Tensor pack_positions(Tensor bitmap, int64_t numel, int64_t count, int64_t low) 
         STD_TORCH_CHECK(found == count, "expected a bitmap with ", count, " bits set, but got ", found);
       },
       [&](auto stream) {
-        with_memory(bitmap, positions, [&](int64_t* memory) {
-          cuda::pack_positions(source, positions, target, memory, stream);
-        });
+        const Tensor memory = memory_of(bitmap, cuda::positions_memory(positions));
+        cuda::pack_positions(source, positions, target, static_cast<int64_t*>(memory.mutable_data_ptr()),
+                             stream);
       });
   return data;
 }
@@ -58,9 +51,9 @@ Tensor unpack_positions(Tensor data, int64_t numel, int64_t count, int64_t low) 
         STD_TORCH_CHECK(found == count, "expected the code of ", count, " positions, but got ", found);
       },
       [&](auto stream) {
-        with_memory(data, positions, [&](int64_t* memory) {
-          cuda::unpack_positions(source, positions, target, memory, stream);
-        });
+        const Tensor memory = memory_of(data, cuda::positions_memory(positions));
+        cuda::unpack_positions(source, positions, target, static_cast<int64_t*>(memory.mutable_data_ptr()),
+                               stream);
       });
   return bitmap;
 }

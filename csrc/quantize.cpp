@@ -78,29 +78,26 @@ std::tuple<Tensor, Tensor> quantize_ends(Tensor x, int64_t bits, int64_t levels,
   return {data, ends};
 }
 
-// The statistics that a map reads, in float32.
-struct Statistics {
-  std::optional<Tensor> mean, rstd;
-};
-
-// The statistics of x in float32. Those of 16 bits, which PyTorch's kernels for the CPU give, are rounded:
+// Makes the statistics of x float32. Those of 16 bits, which PyTorch's kernels for the CPU give, are rounded:
 // a mean then is off by up to 2^-9 of itself, which may be many deviations. So means are made again.
-Statistics wide_statistics(const Tensor& x, const std::optional<Tensor>& mean, const Tensor& rstd,
-                           int64_t inner) {
-  if (rstd.scalar_type() == ScalarType::Float || !x.is_cpu()) return {mean, rstd};
-  const Tensor deviations = widened(rstd);
-  if (!mean.has_value()) return {mean, deviations};
+void widen(const Tensor& x, std::optional<Tensor>& mean, Tensor& rstd, int64_t inner) {
+  if (rstd.scalar_type() == ScalarType::Float || !x.is_cpu()) return;
+  rstd = widened(rstd);
+  if (!mean.has_value()) return;
   STD_TORCH_CHECK(rstd.numel() * inner == x.numel(), "expected statistics of rows of ", inner, " elements");
-  const Tensor means = empty_tensor(x, {rstd.numel()}, ScalarType::Float);
-  cpu::row_means(strided(x, Settings{1, 2, 1, 0}), inner, static_cast<float*>(means.mutable_data_ptr()));
-  return {means, deviations};
+  mean = empty_tensor(x, {rstd.numel()}, ScalarType::Float);
+  cpu::row_means(strided(x, Settings{1, 2, 1, 0}), inner, static_cast<float*>(mean->mutable_data_ptr()));
 }
 
-Map map_of(const Tensor& x, int64_t kind, const Statistics& statistics, int64_t inner) {
+// The map reads the statistics, which become float32, where they are.
+Map map_of(const Tensor& x, int64_t kind, std::optional<Tensor>& mean, std::optional<Tensor>& rstd,
+           int64_t inner) {
   STD_TORCH_CHECK(kind >= Map::kNormalize && kind <= Map::kDefinite, "expected a map from 1 to 6, but got ",
                   kind);
   if (kind != Map::kNormalize) return {static_cast<Map::Kind>(kind)};
-  const auto& [mean, rstd] = statistics;
+  STD_TORCH_CHECK(rstd.has_value() && rstd->numel() > 0 && inner > 0,
+                  "expected reciprocal deviations and a positive inner for the map `normalize`");
+  widen(x, mean, *rstd, inner);
   const int64_t count = rstd->numel();
   return {Map::kNormalize, mean.has_value() ? float_data(*mean, x, count, "means") : nullptr,
           float_data(*rstd, x, count, "reciprocal deviations"), inner, count};
@@ -112,13 +109,7 @@ std::tuple<Tensor, Tensor> quantize_map(Tensor x, int64_t map, std::optional<Ten
                                         std::optional<Tensor> seed) {
   const Settings s{bits, levels, group_size, 0};
   check_settings(s, x);
-  Statistics statistics;
-  if (map == Map::kNormalize) {
-    STD_TORCH_CHECK(rstd.has_value() && rstd->numel() > 0 && inner > 0,
-                    "expected reciprocal deviations and a positive inner for the map `normalize`");
-    statistics = wide_statistics(x, mean, *rstd, inner);
-  }
-  const Map mapping = map_of(x, map, statistics, inner);
+  const Map mapping = map_of(x, map, mean, rstd, inner);
   const auto [data, ranges] = new_parts(x, s, x.scalar_type());
   encode(x, s, stochastic, seed, data, ranges, mapping);
   return {data, ranges};

@@ -21,11 +21,6 @@ int64_t width_of(const Tensor& x) {
   return width;
 }
 
-// Memory for a kernel on CUDA.
-Tensor memory_of(const Tensor& like, int64_t numbers) {
-  return empty_tensor(like, {numbers}, ScalarType::Long);
-}
-
 std::tuple<Tensor, Tensor> sparsify(Tensor x, int64_t count) {
   STD_TORCH_CHECK(count >= 0 && count <= x.numel(), "expected 0 to ", x.numel(), " survivors, but got ",
                   count);

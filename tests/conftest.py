@@ -58,9 +58,15 @@ def _accelerators_are_forgotten() -> Iterator[None]:
     """Accelerators of one process share their precision, which the next file may want to choose."""
     yield
     if "accelerate" in sys.modules:
-        from tests.integrations.conftest import forget_accelerators
-
         forget_accelerators()
+
+
+def forget_accelerators() -> None:
+    """Forget what all Accelerators of a process share, those inside of Trainers included."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.fixture

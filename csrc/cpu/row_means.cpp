@@ -2,6 +2,7 @@
 // exact, so that every order gives the same bits.
 
 #include "groups.h"
+#include "lanes.h"
 #include "paths.h"
 #include "quantize.h"
 #include "tile.h"
@@ -9,17 +10,15 @@
 namespace mesa_tune::cpu {
 namespace {
 
-constexpr int64_t kSums = 16;
-
 MESA_TUNE_INLINE void means_of(const Strided& x, int64_t inner, float* means, int64_t from, int64_t to) {
   alignas(64) float buffer[kTile];
   for (int64_t row = from; row < to; ++row) {
-    double sums[kSums] = {};
+    double sums[kLanes] = {};
     for (int64_t begin = 0; begin < inner; begin += kTile) {
-      const int64_t n = std::min(kTile, inner - begin), even = n - n % kSums;
+      const int64_t n = std::min(kTile, inner - begin), even = n - n % kLanes;
       const float* values = load(x, 0, row * inner + begin, n, buffer);
-      for (int64_t i = 0; i < even; i += kSums)
-        for (int64_t lane = 0; lane < kSums; ++lane) sums[lane] += values[i + lane];
+      for (int64_t i = 0; i < even; i += kLanes)
+        for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += values[i + lane];
       for (int64_t i = even; i < n; ++i) sums[i - even] += values[i];
     }
     double total = 0;

@@ -21,7 +21,7 @@ __device__ inline void pack_planes(int64_t numel, int planes, uint8_t* data, con
   for (int64_t turn = thread_number(); (turn & -kWarp) * kWarp < numel; turn += thread_count()) {
     const int64_t first = (turn & -kWarp) * kWarp;
     uint32_t lane_bits[kPlanes] = {};
-#pragma unroll 4
+#pragma unroll(kPlanes == 1 ? kWarp : 4)
     for (int word = 0; word < kWarp; ++word) {
       const int64_t element = first + word * kWarp + lane;
       const uint32_t found = element < numel ? static_cast<uint32_t>(code(element)) : 0;

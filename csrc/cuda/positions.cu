@@ -1,8 +1,6 @@
 // The set bits of a bitmap as an Elias-Fano code on CUDA devices (positions.h). The bits of the code and of
 // the bitmap are set one by one, by atomics whose order does not matter.
 
-#include <cassert>
-
 #include "positions.h"
 #include "ranks.cuh"
 
@@ -15,41 +13,29 @@ __device__ inline void set_bit(uint8_t* bytes, int64_t bit) {
   atomicOr(reinterpret_cast<uint32_t*>(address & ~uintptr_t{3}), 1u << (8 * (address & 3) + bit % 8));
 }
 
-// Calls visit(bit, index) for the bits that are set, with the number of those before it.
-template <class Visit>
-__device__ inline void for_each_bit(const uint8_t* bitmap, int64_t numel, const int64_t* before,
-                                    int64_t count, const Visit& visit) {
-  for_each_portion(numel, [&](int64_t portion) {
-    int64_t next = before[portion];
-    for_each_word(portion, [&](int, int64_t bit) {
-      const bool set = is_set(bitmap, numel, bit);
-      const uint32_t bits = __ballot_sync(kAllLanes, set);
-      const int64_t index = next + lanes_before(bits);
-      if (set && index < count) visit(bit, index);
-      next += __popc(bits);
-    });
-    assert((portion + 1) * kPortion < numel || next == count);
-  });
-}
-
 __global__ void write_code(const uint8_t* bitmap, const Positions positions, const int64_t* before,
                            uint8_t* data) {
-  for_each_bit(bitmap, positions.numel, before, positions.count, [&](int64_t position, int64_t index) {
-    for (int64_t low = 0; low < positions.low; ++low)
-      if (position >> low & 1) set_bit(data + low * plane_bytes(positions.count), index);
-    set_bit(data + positions.low_bytes(), (position >> positions.low) + index);
-  });
+  for_each_bit(bitmap, positions.numel, before, positions.count,
+               [&](int64_t position, bool set, int64_t index) {
+                 if (!set) return;
+                 for (int64_t low = 0; low < positions.low; ++low)
+                   if (position >> low & 1) set_bit(data + low * plane_bytes(positions.count), index);
+                 set_bit(data + positions.low_bytes(), (position >> positions.low) + index);
+               });
 }
 
 __global__ void write_bitmap(const uint8_t* data, const Positions positions, const int64_t* before,
                              uint8_t* bitmap) {
   const uint8_t* high = data + positions.low_bytes();
-  for_each_bit(high, positions.high_bits(), before, positions.count, [&](int64_t bit, int64_t index) {
-    int64_t position = (bit - index) << positions.low;
-    for (int64_t low = 0; low < positions.low; ++low)
-      position |= int64_t{is_set(data + low * plane_bytes(positions.count), positions.count, index)} << low;
-    if (position < positions.numel) set_bit(bitmap, position);
-  });
+  for_each_bit(
+      high, positions.high_bits(), before, positions.count, [&](int64_t bit, bool set, int64_t index) {
+        if (!set) return;
+        int64_t position = (bit - index) << positions.low;
+        for (int64_t low = 0; low < positions.low; ++low)
+          position |= int64_t{is_set(data + low * plane_bytes(positions.count), positions.count, index)}
+                      << low;
+        if (position < positions.numel) set_bit(bitmap, position);
+      });
 }
 
 void clear(uint8_t* data, int64_t bytes, void* stream) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 
 #include "launch.cuh"
 #include "sums.cuh"
@@ -60,6 +61,24 @@ static __global__ void count_bits(const uint8_t* bitmap, int64_t numel, int64_t*
       count += __popc(__ballot_sync(kAllLanes, is_set(bitmap, numel, element)));
     });
     if (threadIdx.x % kWarp == 0) counts[portion] = count;
+  });
+}
+
+// Calls visit(element, set, index) for each bit, with the number of those set before it, as `before` has
+// them. Of more than `count` bits set the last ones count as not set.
+template <class Visit>
+__device__ inline void for_each_bit(const uint8_t* bitmap, int64_t numel, const int64_t* before,
+                                    int64_t count, const Visit& visit) {
+  for_each_portion(numel, [&](int64_t portion) {
+    int64_t next = before[portion];
+    for_each_word(portion, [&](int, int64_t element) {
+      const bool set = is_set(bitmap, numel, element);
+      const uint32_t bits = __ballot_sync(kAllLanes, set);
+      const int64_t index = next + lanes_before(bits);
+      if (element < numel) visit(element, set && index < count, index);
+      next += __popc(bits);
+    });
+    assert((portion + 1) * kPortion < numel || next == count);
   });
 }
 

@@ -4,8 +4,6 @@
 // count the survivors of each portion, sum these counts, and write. Only integers are added by atomics, so
 // chance changes nothing.
 
-#include <cassert>
-
 #include "bits.cuh"
 #include "ranks.cuh"
 #include "sparsify.h"
@@ -131,16 +129,8 @@ __global__ void write_survivors(const U* x, int64_t numel, const Memory memory, 
 template <class U>
 __global__ void fill(const uint8_t* bitmap, const U* survivors, int64_t numel, int64_t count,
                      const int64_t* before, U* out) {
-  for_each_portion(numel, [&](int64_t portion) {
-    int64_t next = before[portion];
-    for_each_word(portion, [&](int, int64_t element) {
-      const bool survives = is_set(bitmap, numel, element);
-      const uint32_t bits = __ballot_sync(kAllLanes, survives);
-      const int64_t index = next + lanes_before(bits);
-      if (element < numel) out[element] = survives && index < count ? survivors[index] : U{0};
-      next += __popc(bits);
-    });
-    assert((portion + 1) * kPortion < numel || next == count);
+  for_each_bit(bitmap, numel, before, count, [&](int64_t element, bool survives, int64_t index) {
+    out[element] = survives ? survivors[index] : U{0};
   });
 }
 

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import mesa_tune as mt
 from mesa_tune.policy.settings import STORES
 from mesa_tune.units import format_bytes
-from tests.integrations.conftest import forget_accelerators
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -166,8 +165,6 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pyt
     for block in blocks(page, "python"):
         names |= NAMES.get(page.name, dict)()
         exec(compile(block, f"{page.name}", "exec"), names)
-    if "accelerator" in names:
-        forget_accelerators()
     sys.modules.pop("model", None)
 
 

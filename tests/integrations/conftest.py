@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mesa_tune.profiler.memory.meter import Meter, gradients_of, tensors_in
+from tests.conftest import forget_accelerators
 
 
 @pytest.fixture(autouse=True)
 def _no_accelerator_is_left() -> Iterator[None]:
     yield
     forget_accelerators()
-
-
-def forget_accelerators() -> None:
-    """Forget what all Accelerators of a process share, those inside of Trainers included."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class PeakMeter:
