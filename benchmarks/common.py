@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,13 +40,24 @@ class Interval(NamedTuple):
 
 
 def header() -> dict[str, Any]:
-    """Return date, hardware, versions and command of this run."""
+    """Return date, commit, hardware, versions and command of this run."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
         "hardware": hardware(),
         "versions": {"python": platform.python_version(), **_versions()},
         "command": " ".join(["python", *sys.orig_argv[1:]]).replace(f"{ROOT}/", ""),
     }
+
+
+def commit() -> str | None:
+    """Return the commit that is checked out, with "+" where files differ from it; None without git."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
 
 
 def hardware() -> dict[str, Any]:

@@ -35,7 +35,8 @@ def section(line: Mapping[str, Any]) -> Iterator[str]:
     if "error" in line:
         yield f"{line['error']}\n"
         return
-    yield f"{line['date'][:10]}, {line['hardware']['gpu']}, torch {line['versions']['torch']}.\n"
+    commit = f"commit {line['commit']}" if line.get("commit") else "commit not noted"
+    yield f"{line['date'][:10]}, {line['hardware']['gpu']}, torch {line['versions']['torch']}, {commit}.\n"
     if "note" in line:
         yield f"{line['note']}\n"
     if "summary" in line:

@@ -16,6 +16,7 @@ import torch
 from common import ROOT, spread
 from meters import within_memory_budget
 from step import KINDS, Kind, Stepper, Subject
+from torch.autograd import DeviceType
 from zoo import ZOO, ZooModel, configured, workload
 
 import mesa_tune as mt
@@ -51,8 +52,8 @@ class Size(NamedTuple):
 SIZES = {
     "deit_s": Size(128, "DeiTLayer"),
     "gpt2": Size(16, "GPT2Block"),
-    "resnet_50": Size(128, "ResNetBottleNeckLayer"),
     "llama_1b": Size(4, "LlamaDecoderLayer"),
+    "resnet_50": Size(128, "ResNetBottleNeckLayer"),
 }
 LIMIT, SMALL_LIMIT = 16 * 10**9, 32 * 10**6
 BUDGETS = ("50%", "65%", "80%")
@@ -95,21 +96,21 @@ def one_memory(name: str, kind: Kind, batch: int, setting: Setting) -> dict[str,
 
 
 def codec(setting: Setting) -> dict[str, Any]:
-    """Return the bandwidth of encoding and of decoding as shares of that of `copy_`."""
-    rows = {}
+    """Return the bandwidth of encoding and of decoding as shares of that of `copy_`, by kernels alone."""
+    rows, seed = {}, torch.ones(1, dtype=torch.int64, device=setting.device)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(1 << (16 if setting.small else 26), device=setting.device).to(dtype)
         out = torch.zeros_like(x)
-        copy_s = seconds(partial(out.copy_, x), setting)
+        copy_s = kernel_seconds(partial(out.copy_, x), setting)
         for bits in (1, 2, 4, 8):
-            packed = ops.quantize(x, bits, seed=1)
+            packed = ops.quantize(x, bits, seed=seed)
             moved = x.nbytes + packed.nbytes
             calls: dict[str, Callable[[], Any]] = {
-                "encode": partial(ops.quantize, x, bits, seed=1),
+                "encode": partial(ops.quantize, x, bits, seed=seed),
                 "decode": partial(ops.dequantize, packed, out=out),
             }
             rows[f"{dtype} {bits} bits".removeprefix("torch.")] = {
-                name: (moved / seconds(call, setting)) / (2 * x.nbytes / copy_s)
+                name: (moved / kernel_seconds(call, setting)) / (2 * x.nbytes / copy_s)
                 for name, call in calls.items()
             }
     return {"native": ops.native(setting.device), "copy_gb_per_s": 2 * x.nbytes / copy_s / 1e9, "rows": rows}
@@ -127,6 +128,49 @@ def seconds(call: Callable[[], object], setting: Setting, rounds: int = 9) -> fl
         synchronize(setting)
         times += [time.perf_counter() - start] if number > 1 else []
     return spread(times).median
+
+
+def kernel_seconds(call: Callable[[], object], setting: Setting, calls: int = 20) -> float:
+    """Return the seconds of one call on the device, of a CUDA graph of `calls` of them between two events."""
+    if setting.device == "cpu":
+        return seconds(call, setting)
+    graph, start, end = captured(lambda: [call() for _ in range(calls)]), *events()
+    times = []
+    for _ in range(9):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / calls)
+    return spread(times).median
+
+
+def events() -> list[torch.cuda.Event]:
+    """Return two events that note the time."""
+    return [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph of `call`, which runs three times before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def kernel_sum_ms(step: Callable[[], object]) -> float:
+    """Return the milliseconds of a step's kernels and copies on the device, by PyTorch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    on_device = (event for event in profiled.events() if event.device_type == DeviceType.CUDA)
+    return sum(event.self_device_time_total for event in on_device if not event.is_user_annotation) / 1e3
 
 
 def synchronize(setting: Setting) -> None:
@@ -191,22 +235,12 @@ def graphed(name: str, kind: Kind, setting: Setting) -> dict[str, Any]:
     stepper = stepper_of(name, kind, setting)
 
     def passes() -> None:
+        stepper.optimizer.zero_grad(set_to_none=True)
         with stepper.around():
             loss = stepper.loss(stepper.model, stepper.batch)
         loss.backward()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            stepper.optimizer.zero_grad(set_to_none=True)
-            passes()
-    torch.cuda.current_stream().wait_stream(side)
-    stepper.optimizer.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        passes()
-    return {"ms": 1e3 * seconds(graph.replay, setting)}
+    return {"ms": 1e3 * seconds(captured(passes).replay, setting)}
 
 
 def stepper_of(name: str, kind: Kind, setting: Setting, batch: int | None = None) -> Stepper:
@@ -232,7 +266,7 @@ def subject_of(name: str, setting: Setting, batch: int | None = None) -> mt.Work
 
 
 def one_step(name: str, kind: Kind, compiled: bool, budget: float | None, setting: Setting) -> dict[str, Any]:
-    """Return milliseconds of a step, and the most bytes allocated and reserved in it besides cuBLAS's."""
+    """Return milliseconds of a step and of its kernels; the most bytes that it allocates besides cuBLAS's."""
     libraries = library_bytes(setting)
     stepper = stepper_of(name, kind, setting)
     if compiled:
@@ -248,6 +282,7 @@ def one_step(name: str, kind: Kind, compiled: bool, budget: float | None, settin
             memory = {
                 "allocated": torch.cuda.max_memory_allocated() - libraries,
                 "reserved": torch.cuda.max_memory_reserved() - libraries,
+                "kernels_ms": kernel_sum_ms(stepper.step),
             }
     return {"ms": milliseconds, **memory}
 
@@ -306,12 +341,9 @@ def rate(name: str, policy: mt.Policy | None, batch: int, setting: Setting, roun
 
 def units() -> dict[str, Callable[[Setting], dict[str, Any]]]:
     """Return the units by name, what matters most first."""
-    chosen: dict[str, Callable[[Setting], dict[str, Any]]] = {
-        "tests": tests,
-        "memory": memory,
-        "codec": codec,
-    }
+    chosen: dict[str, Callable[[Setting], dict[str, Any]]] = {"tests": tests}
     chosen |= {f"step {name}": partial(steps, name, False) for name in SIZES}
+    chosen |= {"memory": memory, "codec": codec, "step resnet_50": chosen.pop("step resnet_50")}
     chosen |= {f"searched {name}": partial(planned, name) for name in SIZES}
     chosen |= {f"largest {name}": partial(largest, name) for name in SIZES}
     chosen |= {f"compiled {name}": partial(steps, name, True) for name in SIZES}

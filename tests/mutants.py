@@ -1,63 +1,74 @@
-"""Random mutants: how many small faults in the rooms that decide numbers does the suite notice?
+"""Random mutants: how many small faults does the suite notice, in each room of the package?
 
     pip install cosmic-ray              # it is not among the packages that `make` installs
-    python -m tests.mutants             # runs the suite under coverage, then 400 mutants; resumes
-    python -m tests.mutants --survivors # shows the mutants that no test has noticed, as differences
+    python -m tests.mutants             # the suite under coverage, then 300 mutants; a second run resumes
+    python -m tests.mutants --survivors # the mutants that no test notices, as differences
 
 A mutant is one change of cosmic-ray's to one line: another operator, another number, `not` added, and so on.
-The sites are drawn at random, then one of the changes possible there; annotations are left out. A mutant is
-run against the tests that run its line: one case of each test function, the fastest first, then others until
-they take `SECONDS`. Coverage does not see what torch.compile traces: a mutant there may survive although the
-tests of compiled models notice it. Results are lines of JSON in `build/mutants/`.
+Each room has 20 of them, chosen by a hash of the line, so edits elsewhere leave them as they are. A mutant is
+tried on the tests that run its statement: first on the one that noticed it last time, then on those of
+`make test`, then on those of `make test-slow`; one case of each test function, the fastest first, then others
+until they take `SECONDS`. Coverage does not see what torch.compile traces, nor tests in other processes: a
+mutant there may survive although a test would notice it. The results are `benchmarks/results/mutants.jsonl`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import hashlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import coverage
 import pytest
 
 ROOMS = {
-    "engine": "mesa_tune/engine/**/*.py",
-    "formulas": "mesa_tune/formulas/**/*.py",
-    "conversion": "mesa_tune/conversion/**/*.py",
-    "codecs": "mesa_tune/codecs/**/*.py",
-    "solver": "search/solver.py",
+    "policy": ["mesa_tune/policy/**/*.py"],
+    "codecs": ["mesa_tune/codecs/**/*.py"],
+    "engine": ["mesa_tune/engine/**/*.py"],
+    "formulas": ["mesa_tune/formulas/**/*.py", "mesa_tune/functional.py", "mesa_tune/nn/*.py"],
+    "conversion": ["mesa_tune/conversion/**/*.py"],
+    "ops": ["mesa_tune/ops/**/*.py"],
+    "workload": ["mesa_tune/workload/**/*.py"],
+    "profiler": [
+        "mesa_tune/profiler/*.py",
+        *(f"mesa_tune/profiler/{n}/*.py" for n in ("timing", "watching")),
+    ],
+    "memory": ["mesa_tune/profiler/memory/*.py", "mesa_tune/profiler/re*/*.py", "mesa_tune/estimation.py"],
+    "errors": ["mesa_tune/profiler/errors/*.py"],
+    "search": ["search/**/*.py"],
+    "commands": ["mesa_tune/commands/**/*.py", "mesa_tune/cli.py", "mesa_tune/runs/*.py"],
+    "reports": ["reports/**/*.py"],
+    "compat": ["mesa_tune/compat/**/*.py"],
+    "training": [
+        "mesa_tune/integrations/*.py",
+        *(f"mesa_tune/{n}.py" for n in ("autotune", "monitor", "retune")),
+    ],
 }
-SECONDS = 40
+OF_A_ROOM = 20
+SECONDS = 25.0
 FOLDER = Path("build/mutants")
-TESTS = ["engine", "codecs", "formulas", "conversion", "search", "nn", "policies", "ops", "compat"]
-
-
-class Site(NamedTuple):
-    """A place of the source at which cosmic-ray can change something."""
-
-    path: str
-    line: int
-    column: int
-    changes: tuple[tuple[str, int], ...]
-    """Names of operators, and the occurrence of each that is at this place."""
+RESULTS = Path("benchmarks/results/mutants.jsonl")
+HEAVY = ["torch", "numpy", "scipy.optimize", "pandas", "matplotlib.figure", "optuna", "hypothesis", "pytest"]
+"""Imported once, before the processes of mutants are forked."""
 
 
 class Mutant(NamedTuple):
     """A change: the occurrence of an operator of cosmic-ray in a file, and the text of the file with it."""
 
+    room: str
     path: str
     line: int
     operator: str
@@ -66,17 +77,26 @@ class Mutant(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """A name that other sources do not have."""
+        """Hash of the changed file."""
         return hashlib.sha256(f"{self.path}\n{self.text}".encode()).hexdigest()[:16]
 
 
-def sites(path: str) -> list[Site]:
-    """Return the sites of a file that are no annotations, in the order of the file."""
+def drawn(of_a_room: int, seed: int) -> Iterator[Mutant]:
+    """Yield the mutants, room by room."""
+    for room, patterns in ROOMS.items():
+        paths = sorted({str(path) for pattern in patterns for path in Path().glob(pattern)})
+        sites = sorted((site for path in paths for site in _sites(path, seed)), key=lambda site: site[0])
+        for _, path, line, operator, occurrence in sites[:of_a_room]:
+            yield Mutant(room, path, line, operator, occurrence, _mutated(path, operator, occurrence))
+
+
+def _sites(path: str, seed: int) -> Iterator[tuple[str, str, int, str, int]]:
+    """Yield (random rank, path, line, operator, occurrence): one change for each place but annotations."""
     from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
     from cosmic_ray.plugins import get_operator, operator_names  # pyright: ignore[reportMissingImports]
 
-    source = Path(path).read_text()
-    tree, ignored = get_ast(source), _annotated(source)
+    source = Path(path).read_text("utf-8")
+    tree, ignored, lines = get_ast(source), _annotated(source), source.splitlines()
     changes: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
     for name in operator_names():
         operator = get_operator(name)
@@ -86,11 +106,13 @@ def sites(path: str) -> list[Site]:
         for occurrence, start in enumerate(starts):
             if not any(first <= start < last for first, last in ignored):
                 changes[start].append((name, occurrence))
-    return [Site(path, *start, tuple(found)) for start, found in sorted(changes.items())]
+    for (line, column), found in changes.items():
+        rank = hashlib.sha256(f"{seed} {path} {lines[line - 1]} {column}".encode()).hexdigest()
+        yield (rank, path, line, *random.Random(rank).choice(found))
 
 
 def _annotated(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return where annotations and type aliases begin and end."""
+    """List where annotations and type aliases begin and end."""
     nodes: list[ast.expr | None] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -113,40 +135,25 @@ def _is_alias(value: ast.expr) -> bool:
     return named and ast.unparse(value).split("[")[0] in {"dict", "list", "tuple", "Callable", "Sequence"}
 
 
-def drawn(count: int, seed: int) -> list[Mutant]:
-    """Return `count` mutants of all rooms, in random order."""
-    chosen = random.Random(seed)
-    drawn_sites = chosen.sample([site for path in paths() for site in sites(path)], count)
-    changes = [(site, chosen.choice(site.changes)) for site in drawn_sites]
-    return [Mutant(site.path, site.line, *change, mutated(site.path, *change)) for site, change in changes]
-
-
-def paths() -> list[str]:
-    """Return the files of all rooms."""
-    return sorted(str(path) for pattern in ROOMS.values() for path in Path().glob(pattern))
-
-
-def mutated(path: str, operator: str, occurrence: int) -> str:
-    """Return the text of a file with a change."""
+def _mutated(path: str, operator: str, occurrence: int) -> str:
     from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
     from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
 
-    text = mutate_code(Path(path).read_text(), get_operator(operator)(), occurrence)
+    text = mutate_code(Path(path).read_text("utf-8"), get_operator(operator)(), occurrence)
     assert isinstance(text, str), (path, operator, occurrence)
     return text
 
 
 def record() -> None:
-    """Run the tests under coverage, and write which of them run which lines, and how long they take."""
+    """Run all tests under coverage: which test runs which lines, and how long it takes."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for path in paths():
-        (FOLDER / "recorded" / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, FOLDER / "recorded" / path)
-    command = [*(sys.executable, "-m", "coverage", "run", "--rcfile=/dev/null", "--source=mesa_tune,search")]
-    command += [f"--data-file={FOLDER}/coverage", "-m", "pytest", "-p", "tests.mutants", "-p", "no:xdist"]
-    folders = [f"tests/{name}" for name in TESTS]
-    command += ["-q", "-m", "not slow", *folders]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    settings = FOLDER / "coveragerc"
+    settings.write_text(f"[run]\nsource = mesa_tune, search, reports\nparallel = true\npatch = subprocess\n"
+                        f"data_file = {FOLDER.resolve()}/coverage\n")  # fmt: skip
+    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest"]
+    command += ["-p", "tests.mutants", "-n", "2", "--dist", "loadfile", "-q"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(Path.cwd())}, check=False)
+    subprocess.run([sys.executable, "-m", "coverage", "combine", f"--rcfile={settings}", "-q"], check=True)
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> None:
@@ -156,73 +163,63 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
         current.switch_context(item.nodeid)
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write how long a test has taken."""
-    if report.when == "call" and coverage.Coverage.current() is not None:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Write how long a test takes, its fixtures included, and whether `make test` runs it."""
+    if coverage.Coverage.current() is not None and call.when != "teardown":
+        slow = item.get_closest_marker("slow") is not None
         with (FOLDER / "seconds.jsonl").open("a") as file:
-            file.write(json.dumps([report.nodeid, report.duration]) + "\n")
+            file.write(json.dumps([item.nodeid, call.when, call.duration, slow]) + "\n")
 
 
-def chosen_tests(contexts: Sequence[str], seconds: dict[str, float]) -> list[str]:
-    """Return the tests to run against a mutant: of each function the fastest case, then others."""
-    cases: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(name for name in contexts if name in seconds):
-        cases[name.split("[")[0]].append(name)
-    functions = [sorted(names, key=lambda name: seconds[name]) for names in cases.values()]
-    first = sorted((names[0] for names in functions), key=lambda name: seconds[name])
-    others = [name for names in functions for name in names[1:]]
-    random.Random(0).shuffle(others)
-    total, tests = 0.0, list[str]()
-    for name in (*first, *others):
-        total += seconds[name] + 0.01
-        if total > SECONDS and tests:
-            break
-        tests.append(name)
-    return tests
+class Recorded:
+    """Tests by the lines that they run."""
 
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.slow: set[str] = set()
+        for line in (FOLDER / "seconds.jsonl").read_text().splitlines():
+            name, when, seconds, slow = json.loads(line)
+            if when == "call":
+                self.seconds[name] = seconds
+                self.slow |= {name} if slow else set()
+        self.data = coverage.CoverageData(str(FOLDER / "coverage"))
+        self.data.read()
+        files = sorted(self.data.measured_files())
+        self.names = {os.path.relpath(os.path.realpath(path)): path for path in files}
+        self._contexts: dict[str, dict[int, list[str]]] = {}
 
-def run(mutants: Sequence[Mutant], jobs: int) -> None:
-    """Run the mutants that have no result yet, some at a time, each in a copy of the repository."""
-    data = coverage.CoverageData(str(FOLDER / "coverage"))
-    data.read()
-    seconds = dict(map(json.loads, (FOLDER / "seconds.jsonl").read_text().splitlines()))
-    measured = {os.path.relpath(os.path.realpath(path)): path for path in data.measured_files()}
-    contexts = {path: data.contexts_by_lineno(measured[path]) for path in {m.path for m in mutants}}
-    done = {line["digest"] for line in results()}
-    waiting = [mutant for mutant in mutants if mutant.digest not in done]
-    tests = [chosen_tests(_running(mutant, contexts[mutant.path]), seconds) for mutant in waiting]
-    copies: SimpleQueue[Path] = SimpleQueue()
-    for number in range(jobs):
-        copies.put(_copied(FOLDER / f"copy{number}"))
+    def tests(self, mutant: Mutant) -> list[str]:
+        """List the tests that run the mutant's statement; all of its file for what runs at import."""
+        if mutant.path not in self.names:
+            return []
+        if mutant.path not in self._contexts:
+            self._contexts[mutant.path] = self.data.contexts_by_lineno(self.names[mutant.path])
+        contexts = self._contexts[mutant.path]
+        lines = _statement(Path(mutant.path).read_text("utf-8"), mutant.line)
+        running = {name for line in lines for name in contexts.get(line, [])} & self.seconds.keys()
+        return sorted(
+            running or {name for names in contexts.values() for name in names} & self.seconds.keys()
+        )
 
-    def run_one(mutant: Mutant, tests: Sequence[str]) -> None:
-        copy = copies.get()
-        try:
-            killer = _killer(copy, mutant, tests)
-        finally:
-            copies.put(copy)
-        line = {"digest": mutant.digest, **mutant._asdict(), "tests": len(tests), "killer": killer}
-        del line["text"]
-        with (FOLDER / "results.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run_one, waiting, tests))
-
-
-def _running(mutant: Mutant, contexts: dict[int, list[str]]) -> list[str]:
-    """Return the tests that run the mutant's statement; all of its file for what runs at import."""
-    recorded, now = (path.read_text() for path in (FOLDER / "recorded" / mutant.path, Path(mutant.path)))
-    matcher = difflib.SequenceMatcher(None, now.splitlines(), recorded.splitlines(), autojunk=False)
-    shifts = [(first, other - first) for _, first, _, other, _ in matcher.get_opcodes()]
-    shift = next(shift for first, shift in reversed(shifts) if first < mutant.line)
-    lines = [line + shift for line in _statement(now, mutant.line)]
-    running = {name for line in lines for name in contexts.get(line, [])} - {""}
-    return sorted(running or {name for names in contexts.values() for name in names} - {""})
+    def chosen(self, names: Sequence[str]) -> list[str]:
+        """Choose tests that take `SECONDS` together: of each function the fastest case first, then others."""
+        cases: dict[str, list[str]] = defaultdict(list)
+        for name in sorted(names, key=lambda name: self.seconds[name]):
+            cases[name.split("[")[0]].append(name)
+        first = sorted((names[0] for names in cases.values()), key=lambda name: self.seconds[name])
+        others = [name for names in cases.values() for name in names[1:]]
+        random.Random(0).shuffle(others)
+        total, tests = 0.0, list[str]()
+        for name in (*first, *others):
+            total += self.seconds[name] + 0.01
+            if total > SECONDS and tests:
+                break
+            tests.append(name)
+        return tests
 
 
 def _statement(source: str, line: int) -> range:
-    """Return the lines of the innermost statement at `line`, without its body."""
+    """The lines of the innermost statement at `line`, without its body."""
     found = range(line, line + 1)
     for node in ast.walk(ast.parse(source)):  # outer nodes first
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
@@ -231,81 +228,157 @@ def _statement(source: str, line: int) -> range:
     return found
 
 
-def _copied(folder: Path) -> Path:
-    """Return a folder with a copy of the repository, of which mutants change a file."""
-    shutil.rmtree(folder, ignore_errors=True)
-    skipped = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "mesa-run", "results")
-    shutil.copytree(".", folder, symlinks=True, ignore=skipped)
-    return folder.resolve()
+def run(mutants: Sequence[Mutant], share: str, label: str) -> None:
+    """Try the mutants of this share (`k/n`) that have no result under `label`."""
+    for name in HEAVY:
+        import_module(name)
+    number, shares = map(int, share.split("/"))
+    recorded, copy = Recorded(), _copied(FOLDER / f"copy{number}")
+    done = {line["digest"] for line in results() if line["label"] == label}
+    before = {line["digest"]: line["killer"] for line in results() if line["killer"]}
+    for mutant in list(mutants)[number::shares]:
+        if mutant.digest in done:
+            continue
+        start = time.monotonic()
+        killer, suite, count = _noticed(copy, mutant, recorded, before.get(mutant.digest))
+        line = {"label": label, "digest": mutant.digest, **mutant._asdict(), "tests": count}
+        line |= {"killer": killer, "suite": suite, "seconds": round(time.monotonic() - start, 1)}
+        del line["text"]
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _noticed(copy: Path, mutant: Mutant, recorded: Recorded, before: str | None) -> tuple[str, str, int]:
+    """Return the test that notices the mutant, the command that runs it, and how many tests run its line."""
+    running = recorded.tests(mutant)
+    fast = [name for name in running if name not in recorded.slow]
+    slow = [name for name in running if name in recorded.slow]
+    tries = [("make test", [before] if before in fast else []), ("make test", recorded.chosen(fast))]
+    tries += [("make test-slow", recorded.chosen(slow))]
+    for suite, tests in tries:
+        if tests and (killer := _killer(copy, mutant, tests)):
+            return killer, suite, len(running)
+    return "", "", len(running)
 
 
 def _killer(copy: Path, mutant: Mutant, tests: Sequence[str]) -> str:
     """Return the test that fails on the mutant ("time": it does not end), or "" if all pass."""
-    if not tests:
-        return ""
-    path, given = copy / mutant.path, copy / "tests.txt"
-    before = path.read_text()
-    path.write_text(mutant.text)
-    given.write_text("\n".join(tests))
-    command = [
-        sys.executable,
-        *["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "@tests.txt"],
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    path, output = copy / mutant.path, copy / "output.txt"
+    before = path.read_text("utf-8")
+    path.write_text(mutant.text, "utf-8")
     try:
-        found = subprocess.run(
-            command,
-            cwd=copy,
-            env=environment,
-            timeout=6 * SECONDS,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "time"
+        child = os.fork()
+        if child == 0:
+            _run_tests(copy, tests, output)
+        for _ in range(int(20 * 4 * (SECONDS + 20))):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            time.sleep(0.05)
+        else:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "time"
     finally:
-        path.write_text(before)
-    lines = [line for line in found.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
-    return "" if found.returncode == 0 else [*lines, f"exit {found.returncode}"][0][:200]
+        path.write_text(before, "utf-8")
+    if status == 0:
+        return ""
+    lines = [
+        line.split(" - ")[0]
+        for line in output.read_text().splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
+    return [*lines, f"exit {status}"][0].removeprefix("FAILED ").removeprefix("ERROR ")
+
+
+def _run_tests(copy: Path, tests: Sequence[str], output: Path) -> None:
+    """Run tests in this process, a fork, as if it had started in the copy; never return."""
+    status = 99
+    try:
+        os.setsid()
+        os.chdir(copy)
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        for name in [name for name in sys.modules if name.split(".")[0] in {"tests", "mesa_tune"}]:
+            del sys.modules[name]
+        sys.path[0] = str(copy)
+        sys.dont_write_bytecode = True
+        os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--assert=plain"]
+        status = int(pytest.main([*options, *tests]))
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _copied(folder: Path) -> Path:
+    """Copy the repository; its compiled files are checked by the hash of their source, not by its time."""
+    shutil.rmtree(folder, ignore_errors=True)
+    skipped = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "mesa-run")
+    shutil.copytree(".", folder, symlinks=True, ignore=skipped)
+    compiling = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash"]
+    subprocess.run([*compiling, "mesa_tune", "search", "reports", "tests"], cwd=folder, check=True)
+    return folder.resolve()
 
 
 def results() -> list[dict[str, Any]]:
-    """Return the results so far, those of earlier sources as well."""
-    path = FOLDER / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """All results so far, those of earlier sources as well."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
-def survivors(mutants: Sequence[Mutant]) -> Iterator[str]:
-    """Yield the changes that no test has noticed."""
-    alive = {line["digest"]: line for line in results() if not line["killer"]}
+def table(mutants: Sequence[Mutant], label: str) -> Iterator[str]:
+    """Yield a line per room: mutants, those that some test notices, those that `make test` alone notices."""
+    found = {line["digest"]: line for line in results() if line["label"] == label}
+    lines = [found[mutant.digest] for mutant in mutants if mutant.digest in found]
+    yield f"{'room':12}{'mutants':>8}{'noticed':>9}{'by make test alone':>20}"
+    for room in (*ROOMS, "all"):
+        suites = [line["suite"] for line in lines if room in {line["room"], "all"}]
+        yield f"{room:12}{len(suites):8}{sum(map(bool, suites)):9}{suites.count('make test'):20}"
+
+
+def survivors(mutants: Sequence[Mutant], found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the changes that no test notices."""
+    import difflib
+
     for mutant in mutants:
-        if (line := alive.get(mutant.digest)) is not None:
-            before, after = Path(mutant.path).read_text().splitlines(), mutant.text.splitlines()
+        line = found.get(mutant.digest)
+        if line is not None and not line["killer"]:
+            before, after = Path(mutant.path).read_text("utf-8").splitlines(), mutant.text.splitlines()
             difference = difflib.unified_diff(before, after, n=2, lineterm="")
             yield "\n".join([f"{mutant.path}:{mutant.line}, {line['tests']} tests", *list(difference)[2:]])
 
 
 def main() -> None:
-    """Run the mutants, and print how many were noticed in each room."""
+    """Try the mutants, and print how many are noticed in each room."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--count", type=int, default=400)
+    parser.add_argument("--count", type=int, default=OF_A_ROOM, help="mutants of a room")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--survivors", action="store_true", help="show what no test has noticed, run nothing")
+    parser.add_argument(
+        "--label", default="now", help="names these results; a run resumes those of its label"
+    )
+    parser.add_argument("--share", help="k/n: try only these, in this process")
+    parser.add_argument("--survivors", action="store_true", help="show what no test notices, run nothing")
     options = parser.parse_args()
-    mutants = drawn(options.count, options.seed)
+    mutants = list(drawn(options.count, options.seed))
     if options.survivors:
-        print(*survivors(mutants), sep="\n\n")
+        found = {line["digest"]: line for line in results() if line["label"] == options.label}
+        print(*survivors(mutants, found), sep="\n\n")
+        return
+    if options.share:
+        run(mutants, options.share, options.label)
         return
     if not (FOLDER / "coverage").exists():
         record()
-    run(mutants, options.jobs)
-    killers = {line["digest"]: line["killer"] for line in results()}
-    for room, pattern in {**ROOMS, "all": "**/*.py"}.items():
-        files = {str(path) for path in Path().glob(pattern)}
-        noticed = [bool(killers[mutant.digest]) for mutant in mutants if mutant.path in files]
-        print(f"{room:12}{sum(noticed):4} of {len(noticed):4} noticed")
+    command = [sys.executable, "-m", "tests.mutants", *sys.argv[1:]]
+    shares = [
+        subprocess.Popen([*command, "--share", f"{number}/{options.jobs}"]) for number in range(options.jobs)
+    ]
+    statuses = [process.wait() for process in shares]
+    if any(statuses):
+        raise SystemExit("a share ended early; the same command goes on")
+    print(*table(mutants, options.label), sep="\n")
 
 
 if __name__ == "__main__":

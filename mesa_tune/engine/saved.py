@@ -17,12 +17,15 @@ from mesa_tune.engine.storage import Packing, as_is, restore
 from mesa_tune.engine.tensors import cast
 from mesa_tune.ops.devices import on_cpu
 
-LARGE, PIECES = 1 << 22, 4
-"""A tensor of at least `LARGE` elements is decoded in `PIECES` pieces: it never exists as a whole."""
+LARGE, LARGE_ON_CUDA, PIECES = 1 << 22, 1 << 28, 4
+"""A tensor of at least so many elements is decoded in `PIECES` pieces: it never exists as a whole.
+
+On CUDA each piece costs a kernel, a product and an addition; half a gigabyte of 16-bit numbers is worth them.
+"""
 
 
 def _piece(rows: int) -> int | None:
-    """Return how many rows of a `LARGE` matrix are decoded at a time; None: all."""
+    """Return how many rows of a large matrix are decoded at a time; None: all."""
     size = -(-rows // PIECES)
     return size if size < rows else None
 
@@ -147,7 +150,7 @@ class SavedTensor:
         return True
 
     def rows(self, dtype: torch.dtype, axes: int = 1) -> Iterator[tuple[int, Tensor]] | None:
-        """Yield a `LARGE` tensor some rows at a time, each time after the number of the first row.
+        """Yield a large tensor some rows at a time, each time after the number of the first row.
 
         The last `axes` dimensions are one row. Return None if this is not possible, or not in `dtype`. Each
         piece overwrites the one before.
@@ -177,7 +180,7 @@ class SavedTensor:
             yield run.view(part) if strides is None else run.as_strided(part, strides)
 
     def slices(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]] | None:
-        """Yield a `LARGE` tensor in its layout, some samples at a time, each time after their slice.
+        """Yield a large tensor in its layout, some samples at a time, each time after their slice.
 
         Return None if this is not possible, or not in `dtype`. Each piece overwrites the one before.
         """
@@ -200,7 +203,8 @@ class SavedTensor:
         return possible and on_cpu(self.parts[0]) and len(self.packing.shape) + axis > 0
 
     def _is_large(self) -> bool:
-        return math.prod(self.packing.shape) >= LARGE
+        large = LARGE if on_cpu(self.parts[0]) else LARGE_ON_CUDA
+        return math.prod(self.packing.shape) >= large
 
     def _is_in_runs(self, dtype: torch.dtype) -> bool:
         """Return whether a part of the memory can be decoded by itself."""

@@ -14,6 +14,7 @@ from mesa_tune.codecs import Spec
 from mesa_tune.engine.saved import LARGE, SavedTensor
 from mesa_tune.engine.storage import decided, store
 from mesa_tune.formulas import linear
+from mesa_tune.ops.devices import as_on_cuda
 from mesa_tune.policy.settings import LayerSettings
 
 KEY = torch.tensor([5], dtype=torch.int64)
@@ -67,6 +68,18 @@ def test_rows_are_decoded_some_samples_at_a_time(shape: tuple[int, ...], share: 
         largest = max(largest, len(piece))
     assert torch.equal(found, tensor.whole())
     assert largest == 2  # of 5 to 7 samples
+
+
+@pytest.mark.parametrize(("least", "pieces"), [(None, 1), (1 << 16, 4)], ids=["whole", "beyond the limit"])
+def test_on_cuda_only_the_largest_tensors_are_decoded_in_pieces(
+    least: int | None, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if least is not None:
+        monkeypatch.setattr("mesa_tune.engine.saved.LARGE_ON_CUDA", least)
+    tensor = saved(torch.zeros(64, LARGE // 64))
+    with as_on_cuda():
+        for parts in (tensor.rows(torch.float32), tensor.slices(torch.float32)):
+            assert (1 if parts is None else len(list(parts))) == pieces
 
 
 class Decoded(TorchDispatchMode):
