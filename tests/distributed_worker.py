@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
-from tests.models import ViT
+from tests.builders import ViT
 
 WORLD = 2
 SAMPLES = 8

@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -59,8 +59,9 @@ ROOMS = {
 }
 OF_A_ROOM = 20
 SECONDS = 25.0
-FOLDER = Path("build/mutants")
-RESULTS = Path("benchmarks/results/mutants.jsonl")
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "mutants"
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
 HEAVY = ["torch", "numpy", "scipy.optimize", "pandas", "matplotlib.figure", "optuna", "hypothesis", "pytest"]
 """Imported once, before the processes of mutants are forked."""
 
@@ -68,6 +69,8 @@ HEAVY = ["torch", "numpy", "scipy.optimize", "pandas", "matplotlib.figure", "opt
 class Mutant(NamedTuple):
     """A change: the occurrence of an operator of cosmic-ray in a file, and the text of the file with it."""
 
+    digest: str
+    """Hash of the place: its file, its line's text, and how many equal lines are above."""
     room: str
     path: str
     line: int
@@ -75,19 +78,15 @@ class Mutant(NamedTuple):
     occurrence: int
     text: str
 
-    @property
-    def digest(self) -> str:
-        """Hash of the changed file."""
-        return hashlib.sha256(f"{self.path}\n{self.text}".encode()).hexdigest()[:16]
-
 
 def drawn(of_a_room: int, seed: int) -> Iterator[Mutant]:
     """Yield the mutants, room by room."""
     for room, patterns in ROOMS.items():
         paths = sorted({str(path) for pattern in patterns for path in Path().glob(pattern)})
         sites = sorted((site for path in paths for site in _sites(path, seed)), key=lambda site: site[0])
-        for _, path, line, operator, occurrence in sites[:of_a_room]:
-            yield Mutant(room, path, line, operator, occurrence, _mutated(path, operator, occurrence))
+        for digest, path, line, operator, occurrence in sites[:of_a_room]:
+            text = _mutated(path, operator, occurrence)
+            yield Mutant(digest[:16], room, path, line, operator, occurrence, text)
 
 
 def _sites(path: str, seed: int) -> Iterator[tuple[str, str, int, str, int]]:
@@ -106,8 +105,11 @@ def _sites(path: str, seed: int) -> Iterator[tuple[str, str, int, str, int]]:
         for occurrence, start in enumerate(starts):
             if not any(first <= start < last for first, last in ignored):
                 changes[start].append((name, occurrence))
-    for (line, column), found in changes.items():
-        rank = hashlib.sha256(f"{seed} {path} {lines[line - 1]} {column}".encode()).hexdigest()
+    equal: Counter[tuple[str, int]] = Counter()
+    for (line, column), found in sorted(changes.items()):
+        place = lines[line - 1].strip(), column
+        rank = hashlib.sha256(f"{seed} {path} {place} {equal[place]}".encode()).hexdigest()
+        equal[place] += 1
         yield (rank, path, line, *random.Random(rank).choice(found))
 
 
@@ -149,10 +151,10 @@ def record() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     settings = FOLDER / "coveragerc"
     settings.write_text(f"[run]\nsource = mesa_tune, search, reports\nparallel = true\npatch = subprocess\n"
-                        f"data_file = {FOLDER.resolve()}/coverage\n")  # fmt: skip
+                        f"data_file = {FOLDER}/coverage\n")  # fmt: skip
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest"]
-    command += ["-p", "tests.mutants", "-n", "2", "--dist", "loadfile", "-q"]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(Path.cwd())}, check=False)
+    command += ["-p", "tests.mutants", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-q"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     subprocess.run([sys.executable, "-m", "coverage", "combine", f"--rcfile={settings}", "-q"], check=True)
 
 
@@ -241,7 +243,7 @@ def run(mutants: Sequence[Mutant], share: str, label: str) -> None:
             continue
         start = time.monotonic()
         killer, suite, count = _noticed(copy, mutant, recorded, before.get(mutant.digest))
-        line = {"label": label, "digest": mutant.digest, **mutant._asdict(), "tests": count}
+        line = {"label": label, **mutant._asdict(), "tests": count}
         line |= {"killer": killer, "suite": suite, "seconds": round(time.monotonic() - start, 1)}
         del line["text"]
         with RESULTS.open("a") as file:

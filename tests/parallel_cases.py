@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
 from mesa_tune.profiler.memory.meter import Meter, bytes_of, tensors_in
-from tests.models import ViT
+from tests.builders import ViT
 
 WORLD = 2
 POLICIES = {"plain": mt.Policy.parse(""), "4 bits": mt.Policy.uniform(level=16)}

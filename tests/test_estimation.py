@@ -20,7 +20,7 @@ from mesa_tune.profiler.bytes_only import bytes_only_profile
 from mesa_tune.profiler.memory.meter import StepMemory, measure_step
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tracing import StepTracer
-from tests.models import ViT
+from tests.builders import ViT
 
 hf: Any = transformers
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}

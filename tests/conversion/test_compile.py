@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy import Policy
+from tests.builders import ViT
 from tests.conformance.running import relative_error, saved_bytes
-from tests.models import ViT
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 X = torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(1))

@@ -19,8 +19,8 @@ from mesa_tune.conversion.layers import Catalog
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine.routing import state
 from mesa_tune.policy import Policy
+from tests.builders import Functions, ViT
 from tests.conformance.running import relative_error, saved_bytes
-from tests.models import Functions, ViT
 
 X = torch.randn(4, 24, 64, generator=torch.Generator().manual_seed(1))
 

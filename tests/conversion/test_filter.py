@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import mesa_tune as mt
+from tests.builders import ViT
 from tests.conformance.running import saved_bytes
-from tests.models import ViT
 
 X = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))
 FOUR_BITS = mt.Policy.uniform(level=16)

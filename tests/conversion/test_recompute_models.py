@@ -10,12 +10,16 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune import notice
-from tests.tiny_transformers import gpt2, llama, t5
+from tests.builders import gpt2_config, llama_config, t5_config
 
 MODELS = [
-    (transformers.LlamaForCausalLM, llama(32), ["model.layers.*", "*.self_attn"]),
-    (transformers.GPT2LMHeadModel, gpt2(32), ["transformer.h.*", "*.attn"]),
-    (transformers.T5ForConditionalGeneration, t5(32), ["decoder.block.*", "*.SelfAttention"]),
+    (transformers.LlamaForCausalLM, llama_config(32), ["model.layers.*", "*.self_attn"]),
+    (transformers.GPT2LMHeadModel, gpt2_config(32), ["transformer.h.*", "*.attn"]),
+    (
+        transformers.T5ForConditionalGeneration,
+        t5_config(32),
+        ["decoder.block.*", "*.SelfAttention"],
+    ),
 ]
 
 
@@ -54,14 +58,14 @@ def test_the_second_run_adds_nothing_to_the_cache(
 
 
 def test_without_gradients_the_cache_is_filled() -> None:
-    model, batch = transformers.LlamaForCausalLM(llama(32)), padded()
+    model, batch = transformers.LlamaForCausalLM(llama_config(32)), padded()
     network = running_again(model, "model.layers.*")
     with torch.no_grad():
         assert network(**batch).past_key_values.get_seq_length() == 24
 
 
 def test_keys_of_an_earlier_forward_are_used() -> None:
-    model, batch = transformers.LlamaForCausalLM(llama(32)), padded()
+    model, batch = transformers.LlamaForCausalLM(llama_config(32)), padded()
     with torch.no_grad():
         known = model(input_ids=batch["input_ids"][:, :8]).past_key_values
     rest = {"input_ids": batch["input_ids"][:, 8:], "labels": batch["labels"][:, 8:]}
@@ -77,7 +81,7 @@ def test_modules_that_run_again_around_checkpoints_of_the_model(module: str) -> 
     """The inner checkpoint compares what its two runs save; the outer one's first run saves in vain."""
     inside = "on fc matmul silu mul rmsnorm attention:\n    by_index: all\n    enable: True\n    level: 16\n"
     again = f"on module:\n    by_name: {module}\n    store: recompute\n"
-    plain, batch = transformers.LlamaForCausalLM(llama(64)).train(), padded()
+    plain, batch = transformers.LlamaForCausalLM(llama_config(64)).train(), padded()
 
     def steps(is_checkpointed: bool) -> list[tuple[Tensor, Tensor]]:
         model = copy.deepcopy(plain)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel
 
 import mesa_tune as mt
 from mesa_tune.engine.observer import watch
-from tests.models import Functions, ViT
+from tests.builders import Functions, ViT
 
 HEAD = "# mesa-tune policy 1\n"
 EVERYWHERE = "on {}:\n    by_index: all\n    level: 16\n"

@@ -22,8 +22,8 @@ from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine.routing import state
 from mesa_tune.formulas.table import own_route
 from mesa_tune.policy import Policy
+from tests.builders import Branching, Functions, Product, Reused, ViT, renamed
 from tests.conformance.running import relative_error
-from tests.models import Branching, Functions, Product, Reused, ViT, renamed
 
 X = torch.randn(4, 24, 64, generator=torch.Generator().manual_seed(1))
 TOKENS = X[..., :16]

@@ -17,7 +17,7 @@ from mesa_tune import notice
 from mesa_tune.conversion.sliced import has_slices
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import measure_step
-from tests.tiny_transformers import bert, gpt2, llama, t5
+from tests.builders import bert_config, gpt2_config, llama_config, t5_config
 
 WIDTH, HIDDEN = 32, 512
 SHAPES = [(8, 48, WIDTH), (2, 48, WIDTH), (1, 7, WIDTH), (40, WIDTH)]
@@ -241,12 +241,12 @@ def test_with_a_checkpoint_around_and_under_autocast() -> None:
 @pytest.mark.parametrize(
     ("kind", "config", "names"),
     [
-        (transformers.LlamaForCausalLM, llama(32), ("*.mlp", "*.self_attn")),
-        (transformers.GPT2LMHeadModel, gpt2(32), ("*.mlp", "*.attn")),
-        (transformers.BertForMaskedLM, bert(32), ("*.attention", "*.intermediate")),
+        (transformers.LlamaForCausalLM, llama_config(32), ("*.mlp", "*.self_attn")),
+        (transformers.GPT2LMHeadModel, gpt2_config(32), ("*.mlp", "*.attn")),
+        (transformers.BertForMaskedLM, bert_config(32), ("*.attention", "*.intermediate")),
         (
             transformers.T5ForConditionalGeneration,
-            t5(32),
+            t5_config(32),
             ("*.SelfAttention", "*.EncDecAttention", "*.DenseReluDense"),
         ),
     ],

@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import mesa_tune as mt
 from mesa_tune.conversion.layers import Catalog, named_layers
+from tests.builders import ViT
 from tests.conformance.running import relative_error
-from tests.models import ViT
 
 TOKENS = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))
 

@@ -17,7 +17,7 @@ import mesa_tune as mt
 from mesa_tune.codecs import quantize
 from mesa_tune.engine import function as apply
 from mesa_tune.engine.routing import state, top_hooks
-from tests.models import ViT
+from tests.builders import ViT
 
 Gradients = dict[str, Tensor]
 Raise = Callable[[], None]

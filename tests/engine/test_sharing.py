@@ -16,8 +16,8 @@ import mesa_tune as mt
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, quantize
 from mesa_tune.policy import Policy
+from tests.builders import Block
 from tests.conformance.running import relative_error, saved_bytes
-from tests.models import Block
 
 
 class _Counting:

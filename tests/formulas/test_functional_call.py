@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import mesa_tune as mt
+from tests.builders import ViT
 from tests.conformance.running import relative_error
-from tests.models import ViT
 
 X = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))
 # Linear layers alone, whose input gradient depends on nothing but the weights.

@@ -18,9 +18,9 @@ import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.integrations import compression
 from mesa_tune.integrations.accelerate import convert
+from tests.builders import ViT
 from tests.conftest import forget_accelerators
 from tests.integrations.conftest import PeakMeter
-from tests.models import ViT
 
 FOUR_BITS = mt.Policy.uniform(level=16)
 EXACT = mt.Policy.parse("# mesa-tune policy 1\n")

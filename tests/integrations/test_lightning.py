@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.integrations.lightning import MesaTuneCallback
+from tests.builders import ViT
 from tests.integrations.conftest import PeakMeter
-from tests.models import ViT
 
 FOUR_BITS = mt.Policy.uniform(level=16)
 EXACT = mt.Policy.parse("# mesa-tune policy 1\n")

@@ -19,7 +19,7 @@ import mesa_tune as mt
 from mesa_tune.errors import RunError
 from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.rerun_modules.parts import SLICES
-from tests.tiny_transformers import bert, gpt2, llama
+from tests.builders import bert_config, gpt2_config, llama_config
 
 WIDTH, TOKENS, BATCH = 64, 32, 16
 
@@ -152,9 +152,24 @@ def test_a_saved_profile_knows_slices(profile: mt.Profile, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kind", "config", "names", "size"),
     [
-        (transformers.LlamaForCausalLM, llama(128), ("model.layers.0.mlp", "model.layers.0.self_attn"), 4),
-        (transformers.GPT2LMHeadModel, gpt2(128), ("transformer.h.0.mlp", "transformer.h.0.attn"), 4),
-        (transformers.BertForMaskedLM, bert(128), ("bert.encoder.layer.0.attention",), 8),
+        (
+            transformers.LlamaForCausalLM,
+            llama_config(128),
+            ("model.layers.0.mlp", "model.layers.0.self_attn"),
+            4,
+        ),
+        (
+            transformers.GPT2LMHeadModel,
+            gpt2_config(128),
+            ("transformer.h.0.mlp", "transformer.h.0.attn"),
+            4,
+        ),
+        (
+            transformers.BertForMaskedLM,
+            bert_config(128),
+            ("bert.encoder.layer.0.attention",),
+            8,
+        ),
     ],
     ids=["llama", "gpt2", "bert"],
 )

@@ -34,7 +34,7 @@ from mesa_tune.profiler.timing.step_time import (
 )
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
-from tests.models import ViT
+from tests.builders import ViT
 from tests.synthetic import DERIVING, GRID, NORM, deriving, synthetic_profile
 
 MODULE, STORE, RESTORE = 10.0, 2.0, 3.0

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tiled_step import SLICES
-from tests.language_model import language_workload
+from tests.builders import language_workload
 
 FOUR = mt.LayerSettings(level=16)
 AGAIN = mt.LayerSettings(level=256, store="recompute")

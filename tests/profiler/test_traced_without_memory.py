@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import mesa_tune as mt
 from mesa_tune.profiler import fake_steps, profiling
 from mesa_tune.profiler.tracing import TracedWorkload
-from tests.models import ViT
+from tests.builders import ViT
 
 
 class Recurrent(nn.Module):

@@ -15,7 +15,7 @@ from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification
 from mesa_tune.reports import frames
 from mesa_tune.search.plan import Baseline, Plan, TrialEntry
-from tests.language_model import language_workload
+from tests.builders import language_workload
 from tests.synthetic import COARSE, synthetic_profile
 
 PROFILE = synthetic_profile(3, grid=COARSE)

@@ -18,7 +18,7 @@ from mesa_tune.search.problem import Limits
 from mesa_tune.search.restrictions import NO_RESTRICTIONS
 from mesa_tune.search.solver import AS_FAST, Program
 from mesa_tune.search.steps import solved_best, steps
-from tests.language_model import language_workload
+from tests.builders import language_workload
 
 LOSS = "loss.cross_entropy.0"
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]

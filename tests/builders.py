@@ -1,0 +1,247 @@
+"""Models, batches, losses and workloads that several test files use: each small, and built in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mesa_tune as mt
+
+ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def workload(
+    model: Callable[[], nn.Module] | None = None,
+    batch: Callable[[int], Any] | None = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    batch_size: int = 8,
+    **options: Any,
+) -> mt.Workload:
+    """A workload on the CPU: a ViT that classifies 24 tokens, except for what is given."""
+    made = (model or ViT, batch or images, loss or cross_entropy)
+    return mt.Workload(*made, batch_size=batch_size, **{"device": "cpu", **options})
+
+
+def language_workload() -> mt.Workload:
+    """`LanguageModel` on random words."""
+    return workload(LanguageModel, lambda n: torch.randint(2000, (n, 64)), next_word, batch_size=4)
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    """Tokens for a ViT, and labels of ten classes."""
+    return torch.randn(count, 24, 16), torch.randint(10, (count,))
+
+
+def words(count: int, length: int = 64, vocabulary: int = 128) -> dict[str, Tensor]:
+    """Token ids for a language model of transformers, with labels."""
+    ids = torch.randint(1, vocabulary, (count, length))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy of logits and labels."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def mean(model: nn.Module, x: Tensor) -> Tensor:
+    """Mean output."""
+    value: Tensor = model(x).mean()
+    return value
+
+
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss that a model of transformers computes itself."""
+    value: Tensor = model(**batch).loss
+    return value
+
+
+def next_word(model: nn.Module, ids: Tensor) -> Tensor:
+    """Cross-entropy of each word with the logits of the one before."""
+    return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def gpt2(width: int = 64, layers: int = 2, **config: Any) -> transformers.GPT2LMHeadModel:
+    """A GPT-2 of 128 words and 64 positions."""
+    return transformers.GPT2LMHeadModel(gpt2_config(width, layers, **config))
+
+
+def gpt2_config(width: int = 64, layers: int = 2, **config: Any) -> transformers.GPT2Config:
+    """The configuration of `gpt2`."""
+    sizes: dict[str, Any] = {"vocab_size": 128, "n_positions": 64, "n_head": 2, **ENDS}
+    return transformers.GPT2Config(n_embd=width, n_layer=layers, **{**sizes, **config})
+
+
+def llama(width: int = 64, layers: int = 2, **config: Any) -> transformers.LlamaForCausalLM:
+    """A Llama of 128 words, with two heads for queries, and one for keys and values."""
+    return transformers.LlamaForCausalLM(llama_config(width, layers, **config))
+
+
+def llama_config(width: int = 64, layers: int = 2, **config: Any) -> transformers.LlamaConfig:
+    """The configuration of `llama`."""
+    sizes = {**_sizes(width, layers), "num_key_value_heads": 1, **ENDS}
+    return transformers.LlamaConfig(**{**sizes, **config})
+
+
+def bert_config(width: int = 64, layers: int = 2, **config: Any) -> transformers.BertConfig:
+    """A BERT of 128 words."""
+    return transformers.BertConfig(**{**_sizes(width, layers), **config})
+
+
+def t5_config(width: int = 64, layers: int = 2, **config: Any) -> transformers.T5Config:
+    """A T5 of 128 words."""
+    sizes: dict[str, Any] = {"vocab_size": 128, "d_model": width, "d_kv": width // 2, "d_ff": 2 * width}
+    made = transformers.T5Config(num_layers=layers, num_heads=2, **{**sizes, **config})
+    made.update({"decoder_start_token_id": 0})
+    return made
+
+
+def _sizes(width: int, layers: int) -> dict[str, Any]:
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 2}
+    return {"vocab_size": 128, "hidden_size": width, "intermediate_size": 2 * width, **heads}
+
+
+class Block(nn.Module):
+    """A transformer block whose q, k and v have one input."""
+
+    def __init__(self, width: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.proj = nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def _split(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = self._split(self.q(h)), self._split(self.k(h)), self._split(self.v(h))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.proj(y)
+        out: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        return out
+
+
+class ViT(nn.Module):
+    """Tokens `(batch, tokens, 16)` to logits; the head can be left away by `get_features`."""
+
+    def __init__(self, width: int = 64, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, width)
+        self.register_buffer("position", torch.randn(1, 1, width))
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
+
+    def get_features(self, x: Tensor) -> Tensor:
+        h = self.embed(x) + self.position
+        for block in self.blocks:
+            h = block(h)
+        normed: Tensor = self.norm(h)
+        return normed
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.get_features(x).mean(1))
+        return logits
+
+
+class MLPBlock(nn.Module):
+    """A norm, a perceptron and a residual connection, at any width."""
+
+    def __init__(self, width: int, hidden: int | None = None) -> None:
+        super().__init__()
+        hidden = hidden or 2 * width
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class LanguageModel(nn.Module):
+    """Two perceptrons on words; the logits are large beside everything else."""
+
+    def __init__(self, words: int = 2000, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList([MLPBlock(width, 4 * width) for _ in range(2)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Functions(nn.Module):
+    """No layer at all: parameters, and functions called directly; `product` takes the hooks."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(width, width) / 8)
+        self.w2 = nn.Parameter(torch.randn(width, width) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(F.linear(x, self.w1))
+        scores = h @ F.linear(h, self.w2).transpose(-2, -1)
+        return F.gelu(F.softmax(scores, dim=-1) @ h)
+
+
+class Product(nn.Module):
+    """One activation moved towards another, and an inverse hyperbolic sine: only hooks reach these."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.a(x)
+        y: Tensor = torch.lerp(a, self.b(x).asinh(), a)
+        return y
+
+
+class Reused(nn.Module):
+    """One linear layer used three times, and a second name for it."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.again = self.first
+        self.tied = nn.Linear(width, width)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.tied(self.again(F.gelu(self.first(F.gelu(self.first(x))))))
+        return out
+
+
+class Branching(nn.Module):
+    """Takes one of two ways."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.left, self.right = Functions(width), Product(width)
+
+    def forward(self, x: Tensor, go_left: bool = True) -> Tensor:
+        taken: Any = self.left if go_left else self.right
+        y: Tensor = taken(x)
+        return y
+
+
+def renamed(model: nn.Module) -> nn.Module:
+    """The model with another class name on every module."""
+    for number, module in enumerate(model.modules()):
+        if type(module) is not nn.ModuleList:
+            module.__class__ = type(f"Renamed{number}", (type(module),), {})
+    return model
