@@ -1,8 +1,8 @@
-"""What the CUDA kernels are tried on, on a GPU and without one."""
+"""What kernels are tried on: those of CUDA on a GPU and on the host, and those of the CPU."""
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -202,7 +202,7 @@ def curves(kind: str) -> Iterator[Mapped]:
     """A derivative in groups of all kinds, whose last one is shorter; of numbers of all kinds."""
     ends = torch.tensor([0.0, -0.0, 1e-40, -87.0, 87.0, 90.0, -90.0, 1e15, -1e15])
     beyond = torch.tensor([math.nan, math.inf, -math.inf, 3e38, -3e38])
-    for bits, group_size in itertools.product((1, 2, 3, 8), (32, 256, 1024, 100, 3000)):
+    for bits, group_size in itertools.product((1, 2, 3, 8), (32, 256, 1024, 100, 5000)):
         x = torch.cat([4 * randn(3 * group_size + 17, seed=bits), ends])
         x[2 * group_size :][: len(beyond)] = beyond
         for seed in (bits, None):
@@ -211,7 +211,7 @@ def curves(kind: str) -> Iterator[Mapped]:
     yield Mapped(randn(1001)[1:], kind, None, None, 1, (4, 16, 64), 5)
     yield Mapped(randn(40, 30).t(), kind, None, None, 1, (4, 16, 64), 5)
     yield Mapped(torch.empty(0), kind, None, None, 1, (4, 16, 64), 5)
-    halves, sizes = (torch.float16, torch.bfloat16), (64, 128, 512, 2048, 3000)
+    halves, sizes = (torch.float16, torch.bfloat16), (64, 128, 512, 2048, 5000)
     for dtype, group_size, bits in itertools.product(halves, sizes, (1, 4, 8)):
         x = 4 * randn(3 * group_size + 17, seed=bits)
         x[2 * group_size :][: len(beyond)] = beyond
@@ -229,7 +229,7 @@ def normalized() -> Iterator[Mapped]:
         ((3, 5), 15, 1),
         ((999,), 1, 999),
     )
-    for (shape, count, inner), group_size in itertools.product(shapes, (32, 256, 1024, 100, 3000)):
+    for (shape, count, inner), group_size in itertools.product(shapes, (32, 256, 1024, 100, 5000)):
         x, rstd = randn(*shape), 0.5 + randn(count, seed=1).abs()
         for mean in (randn(count, seed=2), None):
             yield Mapped(x, "normalize", mean, rstd, inner, (4, 16, group_size), group_size - 200)
@@ -247,11 +247,10 @@ Product = tuple[Tensor, Sizes, Tensor]  # what is quantized, its settings, a fac
 
 def products() -> Iterator[Product]:
     """Groups of all kinds, factors that allow no 16-byte accesses, and numbers that are none."""
-    for bits, group_size in itertools.product(range(1, 9), (32, 128, 1024, 100, 3000)):
-        x = randn(3 * group_size + 17, seed=bits)
+    for bits, group_size in itertools.product(range(1, 9), (32, 128, 1024, 100, 5000)):
+        x = randn(3 * group_size + 17, seed=bits).to(DTYPES[(bits + group_size) % 3])
         x[2 * group_size] = math.nan
-        for dtype in DTYPES:
-            yield x.to(dtype), (bits, 2**bits, group_size, 0), randn(x.numel(), seed=9)
+        yield x, (bits, 2**bits, group_size, 0), randn(x.numel(), seed=9)
     factor = randn(1025)
     factor[5], factor[100] = math.nan, -math.inf
     yield randn(1024), (4, 16, 64, 0), factor[1:]
@@ -275,9 +274,9 @@ def gates(size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, float, Tensor
 Norm = tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor, bool, float, tuple[int, int, int]]
 
 
-def norms(dtype: torch.dtype) -> Iterator[Norm]:
-    """What `norm_backward` takes; the sixth row is constant."""
-    for shape in ((0, 8), (1, 1), (7, 10), (331, 48), (3, 5000), (100, 64)):
+def norms(dtype: torch.dtype, *more: tuple[int, int]) -> Iterator[Norm]:
+    """What `norm_backward` takes, in these shapes and `more`; the sixth row is constant."""
+    for shape in ((0, 8), (1, 1), (7, 10), (331, 48), (3, 5000), (100, 64), *more):
         for bits, group_size, centered in ((3, 64, True), (8, 100, False), (4, 4096, True)):
             sizes = bits, 2**bits, group_size
             grad, weight = randn(*shape, seed=1).to(dtype), randn(shape[1], seed=2).to(dtype)
@@ -299,10 +298,12 @@ def exact_norm_backward(case: Norm) -> list[Tensor]:
     return [dx, (grad.double() * x).sum(0), grad.double().sum(0)]
 
 
-def softmaxes() -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, tuple[int, int, int]]]:
+def softmaxes(
+    shapes: Iterable[tuple[int, ...]] = ((0, 8), (7, 10), (331, 48), (5, 3000)),
+) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, tuple[int, int, int]]]:
     """What `softmax_backward` takes."""
-    for shape in ((0, 8), (7, 10), (331, 48), (5, 3000)):
-        for sizes, dtype in itertools.product(((3, 8, 64), (8, 256, 100)), DTYPES):
+    for shape in shapes:
+        for sizes, dtype in itertools.product(((3, 8, 64), (8, 256, 100), (4, 16, 4096)), DTYPES):
             yield packed(randn(*shape).abs().to(dtype), sizes), randn(*shape), sizes
 
 
@@ -324,16 +325,19 @@ class CrossEntropy(NamedTuple):
         return *tensors, self.classes, -100, self.mean, *self.sizes
 
 
-def cross_entropies() -> Iterator[CrossEntropy]:
-    """Rows within groups and groups within rows; weights whose sum is exact in any order; NaN and Inf."""
-    for shape in ((0, 8), (5, 0), (9,), (6, 1), (67, 48), (2, 3, 5000)):
+def cross_entropies(gaps: float = 0.001, widest: int = 5000) -> Iterator[CrossEntropy]:
+    """Rows within groups and groups within rows; weights whose sum is exact in any order.
+
+    `gaps`: the share of probabilities that are NaN or Inf.
+    """
+    for shape in ((0, 8), (5, 0), (9,), (6, 1), (67, 48), (2, 3, widest)):
         rows, classes = shape[:-1], shape[-1]
         generator = torch.Generator().manual_seed(classes)
         target = torch.randint(max(1, classes), rows, generator=generator)
         ignored = torch.rand(rows, generator=generator) < (0.2 if classes else 2)
         target = target.masked_fill(ignored, -100)
         weight = torch.randint(9, (classes,), generator=generator) / 8
-        surplus, p = randn(*rows), with_gaps(randn(*shape).softmax(-1), 0.001)
+        surplus, p = randn(*rows), with_gaps(randn(*shape).softmax(-1), gaps)
         kinds = (
             *((3, 64, True, torch.float32), (8, 100, False, torch.float32), (4, 4096, True, torch.float32)),
             *((4, 100, True, torch.float16), (3, 64, False, torch.bfloat16)),
