@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import sampling
+from tests.cuda_cases import randn
 from tests.ops.test_ops_kernels import needs_library, same_bytes
 
 
@@ -23,7 +24,7 @@ def assert_kernels_agree(norms: Tensor, count: int, key: int) -> None:
 
 @needs_library
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100, derandomize=True)
 def test_any_norms(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 2000))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
@@ -37,13 +38,13 @@ def test_any_norms(data: st.DataObject) -> None:
 
 @needs_library
 def test_many_rows() -> None:
-    norms = torch.randn(300_000, generator=torch.Generator().manual_seed(0)).abs()
+    norms = randn(300_000).abs()
     for count in (1, 3_000, 299_999, 300_000):
         assert_kernels_agree(norms, count, 7)
 
 
 @needs_library
-@pytest.mark.parametrize("count", [0, 6])
-def test_a_count_without_as_many_rows_is_refused(count: int) -> None:
-    with pytest.raises(RuntimeError, match="expected 1 to 5 rows to choose"):
-        RAW.choose_rows(torch.ones(5), count, torch.zeros(1, dtype=torch.int64))
+def test_a_count_without_as_many_rows_is_refused() -> None:
+    for count in (0, 6):
+        with pytest.raises(RuntimeError, match="expected 1 to 5 rows to choose"):
+            RAW.choose_rows(torch.ones(5), count, torch.zeros(1, dtype=torch.int64))

@@ -10,7 +10,7 @@ from mesa_tune import ops
 
 
 @given(st.lists(st.integers(0, 12), max_size=4), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60, derandomize=True)
 def test_masks_return_and_lie_as_numpy_packs_them(shape: list[int], seed: int) -> None:
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.4
     packed = ops.pack_bits(mask)
@@ -19,14 +19,12 @@ def test_masks_return_and_lie_as_numpy_packs_them(shape: list[int], seed: int) -
     assert torch.equal(ops.unpack_bits(packed, mask.shape), mask)
 
 
-@pytest.mark.parametrize(
-    "numel", [2**20, 2**20 + 3, 300_007], ids=["whole bytes", "partial byte", "many threads"]
-)
-def test_large_masks_return(numel: int) -> None:
-    mask = torch.rand(numel) > 0.5
-    packed = ops.pack_bits(mask)
-    assert packed.numel() == (numel + 7) // 8
-    assert torch.equal(ops.unpack_bits(packed, (numel,)), mask)
+def test_large_masks_return() -> None:
+    for numel in (2**20, 2**20 + 3, 300_007):
+        mask = torch.rand(numel) > 0.5
+        packed = ops.pack_bits(mask)
+        assert packed.numel() == (numel + 7) // 8
+        assert torch.equal(ops.unpack_bits(packed, (numel,)), mask)
 
 
 def test_strides_do_not_matter() -> None:

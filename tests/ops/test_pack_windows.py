@@ -28,7 +28,7 @@ def assert_returns(indices: Tensor, windows: list[Windows]) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60, derandomize=True)
 def test_positions_return(data: st.DataObject) -> None:
     places = data.draw(st.integers(1, 3))
     kernel, stride = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
@@ -44,7 +44,7 @@ def test_positions_return(data: st.DataObject) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=3))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=40, derandomize=True)
 def test_positions_in_adaptive_windows_return(sizes: list[tuple[int, int]]) -> None:
     x = torch.randn(2, 3, *(size for size, _ in sizes))
     _, indices = ADAPTIVE[len(sizes) - 1](x, [number for _, number in sizes], return_indices=True)

@@ -31,9 +31,9 @@ def rounded(x: Tensor, bits: int, group_size: int = 256, **options: Any) -> Tens
     return ops.dequantize(ops.quantize(x, bits, group_size, **options))
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize("bits", BITS)
-def test_errors_stay_within_half_a_step_or_one_step(bits: int, dtype: torch.dtype) -> None:
+def test_errors_stay_within_half_a_step_or_one_step(bits: int) -> None:
+    dtype = ops.DTYPES[bits % 3]
     x = torch.randn(3, 700, generator=torch.Generator().manual_seed(bits)).to(dtype).float()
     slack = 8 * EPS * x.abs().max()  # fp32 rounds the difference, the product and the sum once each
     for stochastic, share in ((False, 0.5), (True, 1.0)):
@@ -97,11 +97,11 @@ def test_noise_depends_on_the_stored_range() -> None:
     assert not torch.equal(ops.quantize(x, 2, seed=1).data, ops.quantize(2 * x, 2, seed=1).data)
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1], ids=str)
-def test_every_int_is_a_seed(seed: int) -> None:
+def test_every_int_is_a_seed() -> None:
     x = torch.randn(512)
-    wrapped = torch.tensor([(seed + 2**63) % 2**64 - 2**63])
-    assert torch.equal(ops.quantize(x, 3, seed=seed).data, ops.quantize(x, 3, seed=wrapped).data)
+    for seed in (0, -1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1):
+        wrapped = torch.tensor([(seed + 2**63) % 2**64 - 2**63])
+        assert torch.equal(ops.quantize(x, 3, seed=seed).data, ops.quantize(x, 3, seed=wrapped).data), seed
 
 
 def test_without_a_seed_calls_differ_and_generators_stay() -> None:
@@ -123,12 +123,12 @@ def test_nan_and_inf_decode_to_nan_and_the_rest_of_their_group_survives() -> Non
         assert finite.isfinite().all(), bad
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.3, 1e-45, 1e-38, LARGEST, -LARGEST], ids=str)
 @pytest.mark.parametrize("bits", [1, 4, 8])
-def test_a_constant_group_decodes_exactly(bits: int, value: float) -> None:
-    x = torch.full((70,), value)
-    assert torch.equal(rounded(x, bits, 32, seed=4), x)
-    assert torch.equal(rounded(x, bits, 32, stochastic=False), x)
+def test_a_constant_group_decodes_exactly(bits: int) -> None:
+    for value in (0.0, -0.0, 1.0, -3.3, 1e-45, 1e-38, LARGEST, -LARGEST):
+        x = torch.full((70,), value)
+        assert torch.equal(rounded(x, bits, 32, seed=4), x), value
+        assert torch.equal(rounded(x, bits, 32, stochastic=False), x), value
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -149,7 +149,7 @@ def test_denormal_ranges_stay_within_the_smallest_normal_step(bits: int) -> None
 
 
 @given(st.lists(numbers, min_size=1, max_size=40), st.integers(1, 8), st.integers(0, 2**31), st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100, derandomize=True)
 def test_values_stay_inside_their_group_and_ranges_cover_it(
     values: list[float], bits: int, seed: int, stochastic: bool
 ) -> None:
@@ -212,16 +212,16 @@ def test_four_bits_take_what_the_design_says() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_quant_groups_lie_along_channels_or_heads(shape: tuple[int, ...], axis: int, count: int) -> None:
+def test_quant_groups_lie_along_channels_or_heads(shape: tuple[int, ...], axis: int) -> None:
     x = torch.randn(shape)
-    q = ops.quantize(x, 8, quant_groups=count, seed=0)
-    parts = x.chunk(count, axis)
-    assert torch.equal(q.ranges[:, 0], torch.stack([part.min() for part in parts]))
-    assert q.nbytes == ops.packed_bytes(shape, 8, quant_groups=count)
-    decoded = ops.dequantize(q).chunk(count, axis)
-    for part, back, step in zip(parts, decoded, q.ranges[:, 1], strict=True):
-        assert (part - back).abs().max() <= step * (1 + 1e-4)
+    for count in (1, 2, 3, 6):
+        q = ops.quantize(x, 8, quant_groups=count, seed=0)
+        parts = x.chunk(count, axis)
+        assert torch.equal(q.ranges[:, 0], torch.stack([part.min() for part in parts]))
+        assert q.nbytes == ops.packed_bytes(shape, 8, quant_groups=count)
+        decoded = ops.dequantize(q).chunk(count, axis)
+        for part, back, step in zip(parts, decoded, q.ranges[:, 1], strict=True):
+            assert (part - back).abs().max() <= step * (1 + 1e-4)
 
 
 def test_quant_groups_of_a_scalar_and_of_nothing() -> None:
@@ -232,7 +232,7 @@ def test_quant_groups_of_a_scalar_and_of_nothing() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60, derandomize=True)
 def test_strides_do_not_matter(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
     order = data.draw(st.permutations(range(len(shape))))

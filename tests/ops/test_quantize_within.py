@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesa_tune import ops
 from mesa_tune.ops import reference
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import codecs as reference_codecs
@@ -40,7 +39,7 @@ def given_ranges(draw: st.DrawFn) -> Within:
 
 @needs_library
 @given(given_ranges())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100, derandomize=True)
 def test_kernels_give_the_references_bytes(case: Within) -> None:
     x, sizes, ranges, seed = case
     assert same_numbers(RAW.extents(x, *sizes[2:]), reference_codecs.extents(x, *sizes[2:]))
@@ -49,9 +48,15 @@ def test_kernels_give_the_references_bytes(case: Within) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-@pytest.mark.parametrize(("group_size", "groups"), [(256, 0), (4097, 0), (10**6, 0), (1, 3)])
-def test_kernels_on_groups_of_every_kind(dtype: torch.dtype, group_size: int, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("group_size", "groups", "dtype"),
+    [
+        *((256, 0, torch.float16), (4097, 0, torch.bfloat16), (10**6, 0, torch.float16)),
+        *((10**6, 0, torch.float32), (1, 3, torch.float32), (1, 3, torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_kernels_on_groups_of_every_kind(group_size: int, groups: int, dtype: torch.dtype) -> None:
     x = torch.randn(2, 6, 37, 41, generator=torch.Generator().manual_seed(2)).to(dtype)
     x[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0])
     for layout in (x, x.to(memory_format=torch.channels_last)):

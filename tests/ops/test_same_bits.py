@@ -116,7 +116,7 @@ PATHS = ("default", "avx2", "avx512")
 """A processor has those up to its own."""
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_threads_vector_paths_and_reference_agree() -> None:
     here = torch.backends.cpu.get_cpu_capability().lower()
     paths = {

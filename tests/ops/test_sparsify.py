@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mesa_tune.ops.codecs import RAW
 from mesa_tune.ops.reference import codecs as reference_codecs
-from tests.cuda_cases import SPARSE_DTYPES
+from tests.cuda_cases import SPARSE_DTYPES, randn
 from tests.ops.test_ops_kernels import needs_library, same_bytes
 
 
@@ -23,7 +23,7 @@ def assert_kernels_agree(x: Tensor, count: int) -> None:
 
 @needs_library
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100, derandomize=True)
 def test_any_tensor(data: st.DataObject) -> None:
     numel = data.draw(st.integers(0, 3000))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
@@ -35,12 +35,11 @@ def test_any_tensor(data: st.DataObject) -> None:
 
 @needs_library
 @pytest.mark.parametrize("dtype", SPARSE_DTYPES, ids=str)
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
-def test_tensors_of_many_blocks(dtype: torch.dtype, share: float) -> None:
-    x = (torch.randn(5, 20_011, generator=torch.Generator().manual_seed(0)) * 40).to(dtype)
-    assert_kernels_agree(x, int(share * x.numel()))
-    assert_kernels_agree(x.t(), int(share * x.numel()))
-    assert_kernels_agree(torch.ones_like(x), int(share * x.numel()))
+def test_tensors_of_many_blocks(dtype: torch.dtype) -> None:
+    x = (randn(5, 20_011) * 40).to(dtype)
+    for number, share in enumerate((0.0, 0.01, 0.5, 1.0)):
+        assert_kernels_agree((x, x.t())[number % 2], int(share * x.numel()))
+        assert_kernels_agree(torch.ones_like(x), int(share * x.numel()))
 
 
 @needs_library
