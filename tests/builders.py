@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
+from mesa_tune.codecs import Spec
+from mesa_tune.conversion.conversion import Conversion
+from mesa_tune.conversion.model import conversion_of
+from mesa_tune.policy.settings import LayerSettings
 
+Value = TypeVar("Value")
 ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -59,6 +70,70 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The loss that a model of transformers computes itself."""
     value: Tensor = model(**batch).loss
     return value
+
+
+def spec(**settings: Any) -> Spec:
+    """How layers of these settings store, without further context."""
+    made = Spec.of(LayerSettings.from_dict(settings), 0)
+    assert made is not None
+    return made
+
+
+def conversion(model: nn.Module) -> Conversion:
+    """The conversion of a model that has one."""
+    found = conversion_of(model)
+    assert found is not None
+    return found
+
+
+def known(value: Value | None) -> Value:
+    """The value, which is not None."""
+    assert value is not None
+    return value
+
+
+@contextmanager
+def no_trace(model: nn.Module) -> Iterator[None]:
+    """Weights, buffers, gradients, modes and random states are the same afterwards, bit for bit."""
+
+    def states() -> tuple[Any, ...]:
+        states = torch.get_rng_state().tolist(), torch.initial_seed(), random.getstate()
+        return *states, repr(np.random.get_state()), [module.training for module in model.modules()]
+
+    tensors, others = copy.deepcopy(model.state_dict()), states()
+    gradients = [(parameter.grad, copy.deepcopy(parameter.grad)) for parameter in model.parameters()]
+    yield
+    assert all(torch.equal(value, tensors[name]) for name, value in model.state_dict().items())
+    for parameter, (gradient, values) in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert gradient is None or (values is not None and torch.equal(gradient, values))
+    assert states() == others
+
+
+class _Encodings(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = torch.ops.mesa_tune
+        if func in (ours.quantize.default, ours.quantize_map.default, ours.quantize_rows.default):
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def encodings(run: Callable[..., Any], *args: Any) -> list[int]:
+    """Elements of each tensor that a call encodes, in order."""
+    with _Encodings() as seen:
+        run(*args)
+    return seen.sizes
+
+
+def gradients(model: nn.Module, *args: Any, run: Callable[..., Tensor] | None = None) -> dict[str, Tensor]:
+    """Gradients of the output's sum of squares by parameter; `run` is called in place of `model` if given."""
+    model.zero_grad(set_to_none=True)
+    (model if run is None else run)(*args).float().square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def next_word(model: nn.Module, ids: Tensor) -> Tensor:
@@ -121,11 +196,13 @@ class Block(nn.Module):
         heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return heads
 
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self._split(self.q(x)), self._split(self.k(x)), self._split(self.v(x))
+        y: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return y
+
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm1(x)
-        q, k, v = self._split(self.q(h)), self._split(self.k(h)), self._split(self.v(h))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.proj(y)
+        x = x + self.attention(self.norm1(x))
         out: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
         return out
 
@@ -167,6 +244,23 @@ class MLPBlock(nn.Module):
         return out
 
 
+class BatchNormMLP(nn.Module):
+    """Batch norm over tokens, dropout, and layers that are encoded: `(batch, tokens, 32)` to logits."""
+
+    norm: nn.Module
+
+    def __init__(self, tokens: int = 48) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 64)
+        self.norm, self.drop = nn.BatchNorm1d(tokens), nn.Dropout(0.2)
+        self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.drop(self.norm(self.first(x))))
+        logits: Tensor = self.head(F.gelu(self.second(x)).mean(1))
+        return logits
+
+
 class LanguageModel(nn.Module):
     """Two perceptrons on words; the logits are large beside everything else."""
 
@@ -182,6 +276,30 @@ class LanguageModel(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+class Calling(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class Checkpointed(nn.Module):
+    """A module under PyTorch's checkpoint, of either kind; plain for None."""
+
+    def __init__(self, part: nn.Module, reentrant: bool | None) -> None:
+        super().__init__()
+        self.part, self.reentrant = part, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        if self.reentrant is None:
+            return self.part(x)
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
 
 
 class Functions(nn.Module):
@@ -237,6 +355,30 @@ class Branching(nn.Module):
         taken: Any = self.left if go_left else self.right
         y: Tensor = taken(x)
         return y
+
+
+class Fixed(nn.Module):
+    """Multiplies, by a matrix product and by elements, with what is no activation; of batches of 64 rows."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+        self.scale = nn.Parameter(torch.ones(64))
+        self.matrix = nn.Parameter(torch.randn(64, 64))
+        self.register_buffer("fixed", torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(64) + self.scale
+        other = {
+            "batch": x,
+            "view of batch": x.t()[:, :64],
+            "buffer": self.fixed,
+            "detached parameter": self.matrix.detach(),
+            "view of detached parameter": self.matrix.detach().t(),
+            "parameter": self.matrix,
+        }[self.of]
+        assert isinstance(other, Tensor)
+        return (h * other).sum() + (h @ other).sum()
 
 
 def renamed(model: nn.Module) -> nn.Module:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.codecs import Spec, offload
+from mesa_tune.codecs import offload
 from mesa_tune.codecs.offload import OffloadQueue, PendingCopy
-from mesa_tune.policy.settings import LayerSettings
+from tests.builders import spec
 
 KEY = torch.tensor([5], dtype=torch.int64)
+SPEC = spec(store="offload")
 
 
 class Notes:
@@ -50,11 +51,7 @@ def test_each_load_prefetches_the_tensor_saved_before() -> None:
     queue, notes, hosts = filled(3)
     for number in (2, 1, 0):
         assert queue.load(hosts.pop())[0] == number
-    assert notes.done == [
-        *("back 2", "back 1", "arrived 2"),
-        *("back 0", "arrived 1"),
-        "arrived 0",
-    ]
+    assert notes.done == [*("back 2", "back 1", "arrived 2"), *("back 0", "arrived 1"), "arrived 0"]
     assert queue.prefetched is None
 
 
@@ -115,10 +112,10 @@ def test_prefetched_copies_of_freed_tensors_are_freed() -> None:
 
 def test_strides_survive_the_way_there_and_back() -> None:
     x = torch.arange(96.0).view(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    parts = offload.encode(x, spec(), KEY)
-    later = offload.encode(x + 1, spec(), KEY)
+    parts = offload.encode(x, SPEC, KEY)
+    later = offload.encode(x + 1, SPEC, KEY)
     for stored, wanted in ((later, x + 1), (parts, x)):
-        found = offload.decode(stored, x.shape, x.dtype, spec())
+        found = offload.decode(stored, x.shape, x.dtype, SPEC)
         assert torch.equal(found, wanted)
         assert found.stride() == wanted.stride()
 
@@ -126,7 +123,9 @@ def test_strides_survive_the_way_there_and_back() -> None:
 def test_on_a_cpu_everything_stays_and_each_layer_says_so_once() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    model = mt.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), offloading())
+    model = mt.convert(
+        nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), mt.Policy.uniform(store="offload")
+    )
     model.load_state_dict(plain.state_dict())
     x = torch.randn(128, 64)
     with warnings.catch_warnings(record=True) as seen:
@@ -138,16 +137,6 @@ def test_on_a_cpu_everything_stays_and_each_layer_says_so_once() -> None:
     assert sum("'0'" in text and "frees nothing on a CPU" in text for text in texts) == 1
     for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad)
-
-
-def offloading() -> mt.Policy:
-    return mt.Policy.uniform(store="offload")
-
-
-def spec() -> Spec:
-    made = Spec.of(LayerSettings(store="offload"), 0)
-    assert made is not None
-    return made
 
 
 @pytest.mark.gpu
@@ -170,7 +159,7 @@ def test_on_a_gpu_gradients_are_exact_and_memory_is_free() -> None:
 
     step()
     plain, wanted = step()
-    mt.convert(model, offloading())
+    mt.convert(model, mt.Policy.uniform(store="offload"))
     step()
     kept, found = step()
     for one, other in zip(found, wanted, strict=True):
@@ -185,8 +174,8 @@ def test_on_a_gpu_bits_come_back_whatever_the_streams_do() -> None:
     kept = []
     for number in range(20):
         copy = x * number
-        kept.append(offload.encode(copy, spec(), KEY))
+        kept.append(offload.encode(copy, SPEC, KEY))
         copy.fill_(-1)
         del copy
     for number in reversed(range(20)):
-        assert torch.equal(offload.decode(kept.pop(), x.shape, x.dtype, spec()), x * number)
+        assert torch.equal(offload.decode(kept.pop(), x.shape, x.dtype, SPEC), x * number)

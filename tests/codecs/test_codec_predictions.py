@@ -1,9 +1,7 @@
-"""Profile, predictions and search over settings of every codec, on two blocks of the digits example."""
+"""Profile, predictions and search over settings of every codec."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,8 @@ import mesa_tune as mt
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
+from tests.builders import ViT, workload
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_vit.py"
-BATCH = 4
 OPTIONS = {
     "4 bits": LayerSettings(level=16),
     "running": LayerSettings(level=16, ema_decay=0.9),
@@ -27,17 +24,12 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module", name="workload")
-def _workload() -> Iterator[mt.Workload]:
-    work = mt.Workload.load(str(EXAMPLE), batch_size=BATCH, device="cpu")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys.modules[work.model.__module__], "DEPTH", 2)
-        yield work
+WORK = workload(lambda: ViT(depth=1))
 
 
 @pytest.fixture(scope="module", name="profile")
-def _profile(workload: mt.Workload) -> Profile:
-    return mt.profile(workload, options=list(OPTIONS.values()), seeds=1)
+def _profile() -> Profile:
+    return mt.profile(WORK, options=list(OPTIONS.values()), seeds=1)
 
 
 def policy_of(profile: Profile, settings: LayerSettings) -> mt.Policy:
@@ -50,18 +42,18 @@ def policy_of(profile: Profile, settings: LayerSettings) -> mt.Policy:
     "ignore:mesa-tune. .* frees nothing on a CPU", "ignore:mesa-tune. `rows` has no effect"
 )
 @pytest.mark.parametrize("name", OPTIONS)
-def test_predicted_bytes_are_the_measured_ones(workload: mt.Workload, profile: Profile, name: str) -> None:
+def test_predicted_bytes_are_the_measured_ones(profile: Profile, name: str) -> None:
     policy = policy_of(profile, OPTIONS[name])
     assert mt.Policy.parse(policy.dumps()) == policy
-    model = workload.build()
-    optimizer = workload.make_optimizer(model)
+    model = WORK.build()
+    optimizer = WORK.make_optimizer(model)
     mt.convert(model, policy)
 
     def loss(model, batch):  # type: ignore[no-untyped-def]
         with mt.compress_saved(policy):
-            return workload.compute_loss(model, batch)
+            return WORK.compute_loss(model, batch)
 
-    measured = measure_step(model, workload.make_batch(), loss, optimizer)
+    measured = measure_step(model, WORK.make_batch(), loss, optimizer)
     predicted = profile.predict(policy)
     assert predicted.saved_bytes == pytest.approx(measured.saved_bytes, abs=64)
     if OPTIONS[name].rows < 1:
@@ -72,7 +64,7 @@ def test_predicted_bytes_are_the_measured_ones(workload: mt.Workload, profile: P
 
 
 def test_each_option_has_its_own_error_and_bytes(profile: Profile) -> None:
-    layer = next(layer for layer in profile.layers if layer.name.endswith("mlp.0"))
+    layer = next(layer for layer in profile.layers if layer.name.endswith("fc1"))
     by_settings = {option.settings: option for option in layer.options}
     assert OPTIONS["offload"] not in by_settings
     four, dropped, exact = (

@@ -19,7 +19,7 @@ from mesa_tune.conversion.layers import Catalog
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine.routing import state
 from mesa_tune.policy import Policy
-from tests.builders import Functions, ViT
+from tests.builders import Calling, Checkpointed, Functions, ViT, gradients
 from tests.conformance.running import relative_error, saved_bytes
 
 X = torch.randn(4, 24, 64, generator=torch.Generator().manual_seed(1))
@@ -28,7 +28,6 @@ X = torch.randn(4, 24, 64, generator=torch.Generator().manual_seed(1))
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     notice._given.clear()
-    torch.manual_seed(0)
     yield
     assert state.frames == []
     assert not state.active
@@ -40,12 +39,6 @@ def _mlp() -> nn.Module:
 
 def _parse(text: str) -> Policy:
     return Policy.parse("# mesa-tune policy 1\n" + text)
-
-
-def _grads(model: nn.Module, x: Tensor = X) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    model(x).float().square().sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_converting_again_replaces_the_policy() -> None:
@@ -80,7 +73,7 @@ def test_a_forward_of_ones_own_on_the_instance_survives() -> None:
 def test_small_tensors_stay_exact() -> None:
     plain = _mlp()
     model = mt.convert(copy.deepcopy(plain), Policy.uniform(level=2), min_elements=X.numel())
-    assert relative_error(_grads(model), _grads(plain)) < 1e-12
+    assert relative_error(gradients(model, X), gradients(plain, X)) < 1e-12
 
 
 def test_without_gradients_the_mode_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +92,7 @@ def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
     model = mt.convert(copy.deepcopy(plain), Policy.uniform(level=256), min_elements=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        error = relative_error(_grads(model, x), _grads(plain, x))
+        error = relative_error(gradients(model, x), gradients(plain, x))
     assert torch.equal(model(x), plain(x))
     if dtype == torch.float64:
         assert error < 1e-20
@@ -115,8 +108,8 @@ def test_groups_that_do_not_divide_are_named() -> None:
     with pytest.warns(
         UserWarning, match=r"'2' keeps a tensor uncompressed: quant_groups 7 does not divide 64"
     ):
-        found = _grads(model)
-    assert relative_error(found, _grads(plain)) < 1e-12
+        found = gradients(model, X)
+    assert relative_error(found, gradients(plain, X)) < 1e-12
 
 
 def test_an_argument_that_has_no_formula_is_named() -> None:
@@ -144,7 +137,7 @@ def test_moved_models_and_buffers_need_no_new_conversion() -> None:
     tokens = X[..., :16]
     model(tokens)
     model.to(torch.bfloat16).to(torch.float32)
-    assert relative_error(_grads(model, tokens), _grads(mt.revert(copy.deepcopy(model)), tokens)) < 1e-2
+    assert relative_error(gradients(model, tokens), gradients(mt.revert(copy.deepcopy(model)), tokens)) < 1e-2
 
 
 def _loss(logits: Tensor) -> Tensor:
@@ -170,35 +163,32 @@ def test_compress_saved_names_the_calls_of_a_loss() -> None:
     assert 0 < float((found - again.grad).square().sum() / again.grad.square().sum()) < 0.1
 
 
-@pytest.mark.parametrize(("index", "coded"), [("0", True), ("1", False)])
-def test_calls_of_a_loss_are_counted_from_its_first_entry_on(index: str, coded: bool) -> None:
-    policy = _parse(f"on gelu:\n    by_index: {index}\n    level: 4\n")
-    logits = torch.randn(64, 512).requires_grad_()
-    with mt.compress_saved(policy, seed=3):
+def _loss_gradient(seed: int | None, policy: Policy) -> Tensor:
+    """Gradient of `_loss`, computed under a policy."""
+    logits = torch.linspace(-3, 3, 64 * 512).view(64, 512).requires_grad_()
+    with mt.compress_saved(policy, seed=seed):
         loss = _loss(logits)
     (found,) = torch.autograd.grad(loss, logits)
-    (right,) = torch.autograd.grad(_loss(logits), logits)
-    assert torch.equal(found, right) is not coded
+    return found
+
+
+@pytest.mark.parametrize(("index", "coded"), [("0", True), ("1", False)])
+def test_calls_of_a_loss_are_counted_from_its_first_entry_on(index: str, coded: bool) -> None:
+    found = _loss_gradient(3, _parse(f"on gelu:\n    by_index: {index}\n    level: 4\n"))
+    assert torch.equal(found, _loss_gradient(3, _parse(""))) is not coded
 
 
 def test_compress_saved_has_new_noise_at_each_entry() -> None:
-    def grad(seed: int | None) -> Tensor:
-        logits = torch.linspace(-3, 3, 64 * 512).view(64, 512).requires_grad_()
-        with mt.compress_saved(Policy.uniform(level=16), seed=seed):
-            loss = _loss(logits)
-        loss.backward()
-        assert logits.grad is not None
-        return logits.grad
-
-    assert not torch.equal(grad(None), grad(None))
-    assert torch.equal(grad(7), grad(7))
+    first, second, *same = (_loss_gradient(seed, Policy.uniform(level=16)) for seed in (None, None, 7, 7))
+    assert not torch.equal(first, second)
+    assert torch.equal(*same)
 
 
 def test_a_converted_model_inside_keeps_its_policy_and_an_unconverted_one_is_loss() -> None:
     x = torch.randn(64, 24, 64)
     plain = _mlp()
     coded = mt.convert(copy.deepcopy(plain), _parse("on fc:\n    by_index: all\n    level: 4\n"), seed=1)
-    right = _grads(plain, x)
+    right = gradients(plain, x)
     errors = {}
     for name, model in (("converted", coded), ("plain", plain)):
         model.zero_grad()
@@ -231,8 +221,10 @@ def test_compress_saved_nests_and_survives_exceptions() -> None:
 def test_what_a_backward_computes_inside_compress_saved_is_no_part_of_the_loss(
     part: Callable[[Tensor], Tensor],
 ) -> None:
-    def grad(inside: bool) -> Tensor:
-        logits = torch.linspace(-3, 3, 64 * 512).view(64, 512).requires_grad_()
+    logits = torch.linspace(-3, 3, 64 * 512).view(64, 512).requires_grad_()
+    (right,) = torch.autograd.grad(part(logits).mean(), logits)
+    for inside in (False, True):
+        logits.grad = None
         with mt.compress_saved(Policy.uniform(level=2), seed=1):
             loss = checkpoint(part, logits, use_reentrant=True).mean()
             if inside:
@@ -240,13 +232,7 @@ def test_what_a_backward_computes_inside_compress_saved_is_no_part_of_the_loss(
         if not inside:
             loss.backward()
         assert logits.grad is not None
-        return logits.grad
-
-    logits = torch.linspace(-3, 3, 64 * 512).view(64, 512).requires_grad_()
-    part(logits).mean().backward()
-    assert logits.grad is not None
-    assert torch.equal(grad(inside=False), logits.grad)
-    assert torch.equal(grad(inside=True), logits.grad)
+        assert torch.equal(logits.grad, right)
 
 
 class _Data(torch.utils.data.Dataset[Tensor]):
@@ -262,7 +248,7 @@ def test_data_workers_are_not_affected() -> None:
     model = mt.convert(_mlp(), Policy.uniform(level=256), min_elements=0)
     loader = torch.utils.data.DataLoader(_Data(), batch_size=2, num_workers=1)
     for batch in loader:
-        assert float(_grads(model, batch)["0.weight"].square().sum()) > 0
+        assert float(gradients(model, batch)["0.weight"].square().sum()) > 0
 
 
 def test_recurrent_layers_are_named() -> None:
@@ -278,13 +264,9 @@ def test_batch_norms_in_one_process_need_no_warning() -> None:
 
 
 def test_a_model_that_runs_in_backward_only_has_new_noise_in_every_step() -> None:
-    class Again(nn.Sequential):
-        def forward(self, input: Tensor) -> Tensor:
-            y: Tensor = checkpoint(self[0], input, use_reentrant=True)
-            return y
-
-    model = Again(mt.convert(nn.Linear(64, 64), Policy.uniform(level=4), min_elements=0))
-    first, second, third = (_grads(model, X.clone().requires_grad_())["0.weight"] for _ in range(3))
+    layer = mt.convert(nn.Linear(64, 64), Policy.uniform(level=4), min_elements=0)
+    model = Checkpointed(layer, reentrant=True)
+    first, second, third = (gradients(model, X.clone().requires_grad_())["part.weight"] for _ in range(3))
     assert not torch.equal(first, second)
     assert not torch.equal(second, third)
 
@@ -293,14 +275,10 @@ def test_a_model_that_runs_in_backward_only_has_new_noise_in_every_step() -> Non
     ("tag", "least"), [("gelu", 0), ("other", X.numel())], ids=["no rule", "few elements"]
 )
 def test_hooks_leave_tensors_exact(tag: str, least: int) -> None:
-    class Model(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return torch.asinh(super().forward(input))
-
-    plain = Model(64, 64)
+    plain = nn.Sequential(nn.Linear(64, 64), Calling(torch.asinh))
     policy = _parse(f"on {tag}:\n    by_index: all\n    level: 4\n")
     model = mt.convert(copy.deepcopy(plain), policy, min_elements=least)
-    assert all(map(torch.equal, _grads(model).values(), _grads(plain).values()))
+    assert all(map(torch.equal, gradients(model, X).values(), gradients(plain, X).values()))
 
 
 def test_calls_of_an_unknown_module_count_as_the_models_own() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ import torch
 
 import mesa_tune as mt
 from mesa_tune.conversion.layers import Catalog
-from mesa_tune.conversion.model import conversion_of
 from tests import distributed_worker as worker
+from tests.builders import conversion
 from tests.conformance.running import relative_error
 from tests.distributed_worker import ORDERS, POLICIES, STEPS, WORLD, WRAPPERS, Gradients
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 Results = list[dict[str, Any]]
@@ -58,30 +55,32 @@ def _right() -> list[Gradients]:
     return worker.steps(worker.model(), None)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("how", WRAPPERS)
-def test_an_exact_policy_has_the_gradients_of_one_process(
-    how: str, order: str, results: Results, right: list[Gradients]
-) -> None:
-    for found in (each[f"exact, {how}, {order}"] for each in results):
-        assert max(relative_error(one, two) for one, two in zip(found, right, strict=True)) < 1e-12
+PROCESSES = pytest.mark.slow("processes")
+WAYS = [f"{how}, {order}" for how in WRAPPERS for order in ORDERS]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("how", WRAPPERS)
+@PROCESSES
+def test_an_exact_policy_has_the_gradients_of_one_process(results: Results, right: list[Gradients]) -> None:
+    for way in WAYS:
+        for found in (each[f"exact, {way}"] for each in results):
+            errors = [relative_error(one, two) for one, two in zip(found, right, strict=True)]
+            assert max(errors) < 1e-12, way
+
+
+@PROCESSES
 @pytest.mark.parametrize("policy", ["4 bits", "derive"])
 def test_a_compressed_one_has_the_error_of_one_process(
-    policy: str, how: str, order: str, results: Results, right: list[Gradients], folder: Path
+    policy: str, results: Results, right: list[Gradients], folder: Path
 ) -> None:
     low, high = _interval(folder / f"{policy}.txt")
-    found = [each[f"{policy}, {how}, {order}"] for each in results]
-    mean = sum(relative_error(one, two) for one, two in zip(found[0], right, strict=True)) / STEPS
-    assert 0.7 * low < mean < 1.4 * high
-    for one, other in zip(*found, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    for way in WAYS:
+        found = [each[f"{policy}, {way}"] for each in results]
+        mean = sum(relative_error(one, two) for one, two in zip(found[0], right, strict=True)) / STEPS
+        assert 0.7 * low < mean < 1.4 * high, way
+        for one, other in zip(*found, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one), way
 
 
-@cache
 def _interval(path: Path) -> tuple[float, float]:
     """The least and the largest error of one process in which two models have half the samples each."""
     right = worker.steps(worker.model(), None)
@@ -97,12 +96,14 @@ def _error_of_halves(path: Path, seed: int, right: list[Gradients]) -> float:
     return sum(relative_error(one, two) for one, two in zip(means, right, strict=True)) / STEPS
 
 
+@PROCESSES
 def test_two_ranks_round_differently(results: Results) -> None:
     assert len({each["key"] for each in results}) == WORLD
     one, other = (each["own gradient"] for each in results)
     assert 1e-5 < relative_error(one, other) < 0.1
 
 
+@PROCESSES
 @pytest.mark.parametrize("how", WRAPPERS)
 def test_training_goes_as_in_one_process(how: str, results: Results) -> None:
     plain = worker.trained(worker.model(), None)
@@ -111,6 +112,7 @@ def test_training_goes_as_in_one_process(how: str, results: Results) -> None:
         assert found[-1] == pytest.approx(plain[-1], rel=0.05)
 
 
+@PROCESSES
 def test_one_process_may_monitor_alone(results: Results) -> None:
     assert [each["DDP monitored by one"][1] for each in results] == [4, 0]
     for each in results:
@@ -131,9 +133,7 @@ def test_the_state_of_one_process_is_loaded_by_the_other(
             states.append(mt.state_dict(network))
         else:
             mt.load_state_dict(network, state)
-        conversion = conversion_of(network)
-        assert conversion is not None
-        return int(conversion.key(torch.device("cpu")))
+        return int(conversion(network).key(torch.device("cpu")))
 
     states: list[dict[str, Any]] = []
     uninterrupted = [key(rank) for rank in range(WORLD)]

@@ -8,31 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import nn
 
 import mesa_tune as mt
-from tests.builders import ViT
+from tests.builders import ViT, gpt2, gradients, words
 from tests.conformance.running import saved_bytes
 
 X = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))
 FOUR_BITS = mt.Policy.uniform(level=16)
 
 
-def text_model() -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 64}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-
-
 def convert(model: nn.Module, policy: mt.Policy = FOUR_BITS, **options: Any) -> nn.Module:
     return mt.convert(model, policy, seed=1, min_elements=0, **options)
-
-
-def gradients(model: nn.Module, x: Tensor = X) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(x).square().sum().backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
 
 
 def test_every_module_is_asked_by_its_name() -> None:
@@ -51,15 +38,12 @@ def test_names_have_no_prefixes_of_wrappers() -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_refused_layers_of_a_model_of_transformers_save_and_compute_as_plain(attention: str) -> None:
-    ids = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
-    plain, model = text_model(), text_model()
-    for each in (plain, model):
-        each.set_attn_implementation(attention)
-        each.eval()  # no dropout
+    plain: Any = gpt2(32, attn_implementation=attention).eval()  # no dropout
+    model, batch = copy.deepcopy(plain), words(4, 32)
     refused = {"", "lm_head", "transformer.ln_f"}  # the root computes the loss
     convert(model, filter_fn=lambda _, name: name not in refused)
     for each in (plain, model):
-        each(ids, labels=ids).loss.backward()
+        each(**batch).loss.backward()
     parameters = dict(plain.named_parameters())
     exact = [name for name, p in model.named_parameters() if torch.equal(p.grad, parameters[name].grad)]
     assert exact == ["transformer.h.1.mlp.c_proj.bias", "transformer.ln_f.weight", "transformer.ln_f.bias"]
@@ -67,14 +51,13 @@ def test_refused_layers_of_a_model_of_transformers_save_and_compute_as_plain(att
 
 def test_a_filter_does_what_a_policy_by_names_does() -> None:
     names = ["blocks.0.fc1", "blocks.0.fc2"]
-    torch.manual_seed(0)
-    filtered = ViT()
+    filtered = ViT(depth=1)
     named = copy.deepcopy(filtered)
     convert(filtered, filter_fn=lambda _, name: name in names)
     text = f"# mesa-tune policy 1\non fc:\n    by_name: {' '.join(names)}\n    level: 16\n"
     convert(named, mt.Policy.parse(text))
     for _ in range(2):  # settings of calls are final from the second step on
-        by_filter, by_name = gradients(filtered), gradients(named)
+        by_filter, by_name = gradients(filtered, X), gradients(named, X)
         assert all(torch.equal(gradient, by_name[name]) for name, gradient in by_filter.items())
     assert saved_bytes(filtered, X) == saved_bytes(named, X)
 
@@ -85,7 +68,7 @@ def test_a_refused_module_does_not_run_twice() -> None:
     model = convert(ViT(), mt.Policy.parse(text), filter_fn=lambda _, name: name != "blocks.1")
     for block in model.blocks:  # type: ignore[union-attr]
         block.norm1.register_forward_hook(lambda module, *_: runs.append(module))
-    gradients(model)
+    gradients(model, X)
     assert [runs.count(block.norm1) for block in model.blocks] == [2, 1]  # type: ignore[union-attr]
 
 

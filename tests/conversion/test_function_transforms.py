@@ -19,6 +19,7 @@ import mesa_tune as mt
 import mesa_tune.functional as mesa_functional
 import mesa_tune.nn as mesa_nn
 from mesa_tune import notice
+from tests.builders import gradients
 from tests.conformance.running import relative_error
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
@@ -101,12 +102,6 @@ def test_a_transform_in_traced_code() -> None:
     assert all(torch.allclose(found[name], right[name], atol=1e-5) for name in right)
 
 
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(X).square().sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.filterwarnings("ignore:mesa-tune")
 def test_the_steps_around_a_transform_are_as_without_it() -> None:
     plain = Network()
@@ -114,9 +109,9 @@ def test_the_steps_around_a_transform_are_as_without_it() -> None:
     for _ in range(4):
         CASES["per-sample"](model)
         dual(model)
-        found, right = grads(model), grads(other)
+        found, right = gradients(model, X), gradients(other, X)
         assert all(torch.equal(found[name], right[name]) for name in right)
-        assert relative_error(found, grads(plain)) > 1e-4
+        assert relative_error(found, gradients(plain, X)) > 1e-4
 
 
 class Inside(nn.Module):
@@ -141,9 +136,9 @@ class Inside(nn.Module):
 def test_a_transform_inside_a_forward(transform: Callable[..., Any]) -> None:
     plain = Inside(transform)
     model = converted(plain)
-    right = grads(plain)
+    right = gradients(plain, X)
     with pytest.warns(UserWarning, match=WARNING):
-        found = grads(model)
+        found = gradients(model, X)
     assert torch.equal(model(X), plain(X))
     assert 1e-4 < relative_error(found, right) < 1
 

@@ -8,11 +8,11 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import mesa_tune as mt
 from mesa_tune.conversion.layers import Catalog
 from mesa_tune.conversion.model import conversion_of
+from tests.builders import conversion, llama
 from tests.conformance.running import relative_error
 
 IDS = torch.randint(0, 100, (4, 32), generator=torch.Generator().manual_seed(1))
@@ -25,16 +25,7 @@ ORDERS = pytest.mark.parametrize("first", [True, False], ids=["convert first", "
 
 def base() -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            vocab_size=100,
-            use_cache=False,
-        )
-    )
+    return llama(64, 1, use_cache=False)
 
 
 def adapted(model: Any) -> Any:
@@ -93,9 +84,9 @@ def test_what_peft_does_with_a_model_it_does_with_a_converted_one(first: bool) -
 def test_adapters_are_layers_and_wrappers_are_none() -> None:
     model = made(first=False)
     logits(model)
-    conversion = conversion_of(model)
-    assert conversion is not None
-    names = {name for tag, _, name in conversion.catalog.layers() if tag == "fc" and "layers.0" in name}
+    names = {
+        name for tag, _, name in conversion(model).catalog.layers() if tag == "fc" and "layers.0" in name
+    }
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     adapters = ("base_layer", "lora_A.default", "lora_B.default")
     assert names == {

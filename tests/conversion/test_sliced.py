@@ -17,10 +17,10 @@ from mesa_tune import notice
 from mesa_tune.conversion.sliced import has_slices
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import measure_step
-from tests.builders import bert_config, gpt2_config, llama_config, t5_config
+from tests.builders import Calling, bert_config, gpt2_config, llama_config, t5_config
 
 WIDTH, HIDDEN = 32, 512
-SHAPES = [(8, 48, WIDTH), (2, 48, WIDTH), (1, 7, WIDTH), (40, WIDTH)]
+CUTS = [((8, 48, WIDTH), 3), ((2, 48, WIDTH), 16), ((1, 7, WIDTH), 2), ((40, WIDTH), 3)]
 
 
 class Mlp(nn.Module):
@@ -33,7 +33,9 @@ class Mlp(nn.Module):
         return y
 
 
-class Block(nn.Module):
+class Residual(nn.Module):
+    """A norm before any perceptron, and the way around both."""
+
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp
@@ -45,7 +47,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, *mlps: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(mlp) for mlp in mlps or (Mlp(), Mlp()))
+        self.blocks = nn.ModuleList(Residual(mlp) for mlp in mlps or (Mlp(), Mlp()))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -70,8 +72,7 @@ def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return y.detach(), torch.cat([each.flatten() for each in found])
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tile", [2, 3, 16])
+@pytest.mark.parametrize(("shape", "tile"), CUTS, ids=str)
 def test_from_exact_inputs_the_step_is_plains(shape: tuple[int, ...], tile: int) -> None:
     model, x = Model(), torch.randn(shape)
     network = converted(model, policy("store: exact", tile=tile))
@@ -127,18 +128,25 @@ def test_dropout_is_drawn_again_as_it_was() -> None:
     assert change == pytest.approx(float(slope), rel=0.05)
 
 
-class OverRows(nn.Module):
-    """Subtracts the mean of all rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.flatten(0, -2).mean(0)
+def less_mean(x: Tensor) -> Tensor:
+    """Rows less the mean of all rows."""
+    return x - x.flatten(0, -2).mean(0)
 
 
-class Shifted(nn.Module):
-    """Adds to each token the one before: samples are independent, tokens are not."""
+def shifted(x: Tensor) -> Tensor:
+    """Each token plus the one before: samples are independent, tokens are not."""
+    return F.gelu(x + F.pad(x, (0, 0, 1, 0))[:, :-1])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(x + F.pad(x, (0, 0, 1, 0))[:, :-1])
+
+def count(x: Tensor, calls: Counter[str]) -> Tensor:
+    """Its calls are counted in an object of its caller."""
+    calls["inner"] += 1
+    return F.gelu(x)
+
+
+def positioned(x: Tensor, positions: Tensor) -> Tensor:
+    """Tokens plus numbers of `(tokens,)`, of which there are as many as samples."""
+    return F.gelu(x + positions[:, None])
 
 
 class Inner(nn.Module):
@@ -154,21 +162,6 @@ class Inner(nn.Module):
         return y
 
 
-class Counting(nn.Module):
-    """Counts its calls in an object of its caller."""
-
-    def forward(self, x: Tensor, calls: Counter[str]) -> Tensor:
-        calls["inner"] += 1
-        return F.gelu(x)
-
-
-class Positions(nn.Module):
-    """Adds a number to each token: one of `(tokens,)`, of which there are as many as samples."""
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return F.gelu(x + positions[:, None])
-
-
 class BatchNorm(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.flatten(0, -2)).view(input.shape)
@@ -177,11 +170,16 @@ class BatchNorm(nn.BatchNorm1d):
 @pytest.mark.parametrize(
     ("mlp", "names", "shape", "why"),
     [
-        (OverRows(), "blocks.0.mlp", (8, 6, WIDTH), "act on each row"),
-        (Shifted(), "blocks.0.mlp", (2, 16, WIDTH), "act on each row"),
+        (Calling(less_mean), "blocks.0.mlp", (8, 6, WIDTH), "act on each row"),
+        (Calling(shifted), "blocks.0.mlp", (2, 16, WIDTH), "act on each row"),
         (BatchNorm(WIDTH), "blocks.0.mlp", (8, 6, WIDTH), "act on each row"),
-        (Inner(Counting(), Counter()), "blocks.0.mlp.inner", (8, 6, WIDTH), "share its Counter"),
-        (Inner(Positions(), torch.arange(8.0)), "blocks.0.mlp.inner", (8, 8, WIDTH), "act on each row"),
+        (Inner(Calling(count), Counter()), "blocks.0.mlp.inner", (8, 6, WIDTH), "share its Counter"),
+        (
+            Inner(Calling(positioned), torch.arange(8.0)),
+            "blocks.0.mlp.inner",
+            (8, 8, WIDTH),
+            "act on each row",
+        ),
     ],
     ids=["mean", "shift", "batch norm", "an object", "positions"],
 )
@@ -199,7 +197,7 @@ def test_what_cannot_be_cut_runs_again_as_a_whole(
 
 
 def test_samples_are_cut_where_tokens_depend_on_each_other() -> None:
-    model, x = Model(Shifted()), torch.randn(8, 16, WIDTH)
+    model, x = Model(Calling(shifted)), torch.randn(8, 16, WIDTH)
     network = converted(model, policy("store: exact"))
     torch.testing.assert_close(gradients(network, x), gradients(model, x))
 
@@ -237,23 +235,25 @@ def test_with_a_checkpoint_around_and_under_autocast() -> None:
     assert (step(network) - expected).norm() < 0.01 * expected.norm()
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+MODELS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "llama": (transformers.LlamaForCausalLM, llama_config(32), ("*.mlp", "*.self_attn")),
+    "gpt2": (transformers.GPT2LMHeadModel, gpt2_config(32), ("*.mlp", "*.attn")),
+    "bert": (transformers.BertForMaskedLM, bert_config(32), ("*.attention", "*.intermediate")),
+    "t5": (
+        transformers.T5ForConditionalGeneration,
+        t5_config(32),
+        ("*.SelfAttention", "*.EncDecAttention", "*.DenseReluDense"),
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "config", "names"),
-    [
-        (transformers.LlamaForCausalLM, llama_config(32), ("*.mlp", "*.self_attn")),
-        (transformers.GPT2LMHeadModel, gpt2_config(32), ("*.mlp", "*.attn")),
-        (transformers.BertForMaskedLM, bert_config(32), ("*.attention", "*.intermediate")),
-        (
-            transformers.T5ForConditionalGeneration,
-            t5_config(32),
-            ("*.SelfAttention", "*.EncDecAttention", "*.DenseReluDense"),
-        ),
-    ],
-    ids=["llama", "gpt2", "bert", "t5"],
+    ("name", "padded"),
+    [("llama", False), ("llama", True), ("gpt2", True), ("bert", True), ("t5", False), ("t5", True)],
 )
-def test_parts_of_transformers_models(kind: Any, config: Any, names: tuple[str, ...], padded: bool) -> None:
+def test_parts_of_transformers_models(name: str, padded: bool) -> None:
     """With masks of samples, positions that all share, results in tuples, and position biases that learn."""
+    kind, config, names = MODELS[name]
     model = kind(config).train(mode=False)
     ids = torch.randint(1, 64, (4, 24))
     mask = (

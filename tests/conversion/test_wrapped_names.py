@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import mesa_tune as mt
 from mesa_tune.conversion.layers import Catalog, named_layers
-from tests.builders import ViT
+from tests.builders import ViT, cross_entropy, gradients
 from tests.conformance.running import relative_error
 
 TOKENS = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))
@@ -65,6 +65,7 @@ WRAPS: dict[str, Wrap] = {
     "checkpointed": checkpointed,
     "PEFT": in_peft,
     "compiled": compiled,
+    "DataParallel": nn.DataParallel,
     "DDP": DistributedDataParallel,
     "average": AveragedModel,
     "checkpointed, FSDP2": lambda model: sharded(checkpointed(model)),  # type: ignore[arg-type]
@@ -73,25 +74,20 @@ WRAPS: dict[str, Wrap] = {
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_names_indices_and_fingerprint(wrap: str) -> None:
-    plain, wrapped = ViT(), WRAPS[wrap](ViT())
+def test_names_indices_and_policies(wrap: str, tmp_path: Path) -> None:
+    plain, wrapped = ViT(depth=1), WRAPS[wrap](ViT(depth=1))
     assert {name for name, _ in named_layers(wrapped)} == {name for name, _ in named_layers(plain)}
     assert Catalog.of(wrapped).layers() == Catalog.of(plain).layers()
     assert Catalog.of(wrapped).fingerprint == Catalog.of(plain).fingerprint
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_a_policy_made_on_one_loads_on_the_other(wrap: str, tmp_path: Path) -> None:
-    plain, wrapped = ViT(), WRAPS[wrap](ViT())
     text = "# mesa-tune policy 1\n# model ViT (layers {})\non fc:\n    by_name: blocks.0.fc1\n    level: 4\n"
-    for made, used in ((plain, wrapped), (wrapped, plain)):
-        (tmp_path / "policy.txt").write_text(text.format(Catalog.of(made).fingerprint))
-        policy = mt.Policy.load(tmp_path / "policy.txt")
-        assert policy.header.fingerprint is not None
+    (tmp_path / "policy.txt").write_text(text.format(Catalog.of(plain).fingerprint))
+    policy = mt.Policy.load(tmp_path / "policy.txt")
+    assert policy.header.fingerprint is not None
+    for used in (plain, wrapped):
         mt.convert(used, policy)
         mt.revert(used)
     with pytest.raises(mt.PolicyError, match="another model"):
-        mt.convert(nn.Sequential(WRAPS[wrap](ViT())), policy)
+        mt.convert(nn.Sequential(wrapped), policy)
 
 
 def test_a_class_of_ones_own_with_two_bases_has_its_name() -> None:
@@ -107,23 +103,26 @@ def full(grad: Any) -> Tensor:
     return whole
 
 
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    model(TOKENS).square().sum().backward()
-    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(grad) for name, grad in gradients(model, TOKENS).items()}
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_fsdp2_trains_converted_before_and_after(first: bool) -> None:
-    plain = ViT()
-    right = grads(plain)
+    plain = ViT(depth=1)
+    right = whole_gradients(plain)
     model = copy.deepcopy(plain)
-    model.zero_grad()
     if not first:
         sharded(model)
     mt.convert(model, mt.Policy.uniform(level=16), seed=1, min_elements=0)
     if first:
         sharded(model)
     assert torch.equal(model(TOKENS), plain(TOKENS))
-    assert 1e-4 < relative_error(grads(model), right) < 0.1
-    mt.revert(model).zero_grad()
-    assert relative_error(grads(model), right) < 1e-12
+    assert 1e-4 < relative_error(whole_gradients(model), right) < 0.1
+    mt.revert(model)
+    assert relative_error(whole_gradients(model), right) < 1e-12
+
+
+def test_a_sharded_model_is_not_monitored() -> None:
+    with pytest.raises(mt.RunError, match="the parameters are sharded"):
+        mt.Monitor(sharded(ViT(depth=1)), cross_entropy)
