@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mesa_tune.compat.mesa as ms
 from mesa_tune.compat import actnn
 from mesa_tune.compat.dropit import to_dropit
-from tests.compat_measures import error
+from tests.compat_measures import error, gradient
 
 
 def mesa() -> nn.Module:
@@ -25,22 +25,12 @@ def dropping() -> nn.Module:
     return to_dropit(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), gamma=0.5)
 
 
-def gradient(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> Tensor:
-    model.zero_grad()
-    run(x).square().sum().backward()
-    return torch.cat(
-        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-    )
-
-
 @pytest.mark.parametrize("make", [mesa, adaptive, dropping])
 def test_layers_trace_in_one_graph(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    torch.compiler.reset()
     model, x = make(), torch.randn(128, 64)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    eager = gradient(model, model, x)
-    traced = gradient(compiled, model, x)
+    eager, traced = (gradient(model, lambda run=run: run(x).square().sum()) for run in (model, compiled))  # type: ignore[misc]
     assert torch.equal(compiled(x), model(x))
     # Two draws of the rounding noise, or for DropIT the same choice.
     assert error(traced, eager) < (0.5 if make is adaptive else 1e-3)

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import mesa_tune as mt
 import mesa_tune.compat.mesa as ms
 from mesa_tune.compat import gact
 from mesa_tune.compat.dropit import to_dropit
 from mesa_tune.compat.dropit.dropiter import DropITer
+from tests.builders import gpt2, own_loss, words
 from tests.compat_measures import error, gradient, saved_bytes
 
 GAMMA = 0.9
@@ -55,12 +55,10 @@ def dropped(x: Tensor, gamma: float) -> Tensor:
     return torch.zeros_like(flat).index_copy_(0, kept, flat[kept]).view_as(x)
 
 
-@pytest.mark.parametrize("strategy", ["mink", "mink_cpuidx"])
-@pytest.mark.parametrize("gamma", [0.5, 0.9])
+@pytest.mark.parametrize(("strategy", "gamma"), [("mink", 0.9), ("mink_cpuidx", 0.5)])
 def test_linear_has_dropits_gradients(strategy: str, gamma: float) -> None:
     torch.manual_seed(0)
-    layer, x = nn.Linear(40, 30), torch.randn(6, 20, 40, requires_grad=True)
-    grad = torch.randn(6, 20, 30)
+    layer, x, grad = nn.Linear(40, 30), torch.randn(6, 20, 40, requires_grad=True), torch.randn(6, 20, 30)
     assert to_dropit(layer, strategy=strategy, gamma=gamma) is layer
     layer(x).backward(grad)
     assert layer.weight.grad is not None
@@ -126,15 +124,11 @@ def test_a_higher_gamma_errs_more() -> None:
 
 def test_gpt2() -> None:
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=64)
-    model: Any = GPT2LMHeadModel(config)
-    tokens = torch.randint(0, 128, (4, 64))
-    model.train()
+    model, batch = gpt2(layers=1).train(), words(4)
 
     def loss() -> Tensor:
         torch.manual_seed(1)
-        value: Tensor = model(tokens, labels=tokens).loss
-        return value
+        return own_loss(model, batch)
 
     before, output, keys = saved_bytes(model, loss), loss(), list(model.state_dict())
     exact = gradient(model, loss)

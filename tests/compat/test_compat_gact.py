@@ -39,15 +39,13 @@ def _defaults() -> Iterator[None]:
         setattr(gact.config, entry.name, getattr(plain, entry.name))
 
 
-class Block(nn.Module):
+class MatmulBlock(nn.Module):
+    """A transformer block whose attention is written with products and a softmax."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.qkv, self.proj = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
-        self.norm2 = nn.LayerNorm(width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,7 +62,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(32, 64), nn.BatchNorm1d(48)
-        self.blocks = nn.Sequential(Block(64), Block(64))
+        self.blocks = nn.Sequential(MatmulBlock(64), MatmulBlock(64))
         self.drop, self.head = nn.Dropout(0.1), nn.Linear(64, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +129,7 @@ Install = Callable[[nn.Module], Controller]
         ("L4bit-swap", 0.18, 0.1),
     ],
 )
-def test_training_script(level: str, share: float, most: float, installed: Install) -> None:
+def test_levels(level: str, share: float, most: float, installed: Install) -> None:
     model, loss = make()
     keys, output = list(model.state_dict()), loss()
     before, exact = saved_bytes(model, loss), gradient(model, loss)
@@ -143,11 +141,16 @@ def test_training_script(level: str, share: float, most: float, installed: Insta
         assert error(gradient(model, loss), exact) < most
         controller.iterate(lambda: loss().backward())
     assert list(model.state_dict()) == keys
+    controller.uninstall_hook()
+    assert conversion_of(model) is None
+
+
+def test_training_script(installed: Install) -> None:
+    model, loss = make()
+    controller, output = installed(model), loss()
     for _ in range(5):
         step(model, loss, controller)
     assert loss() < output
-    controller.uninstall_hook()
-    assert conversion_of(model) is None
 
 
 def test_adaptation_lowers_the_error_at_no_more_bytes(installed: Install) -> None:
@@ -191,10 +194,9 @@ def test_adaptation_is_deterministic_and_leaves_no_trace(installed: Install) -> 
         controller.iterate(lambda loss=loss: loss().backward())  # type: ignore[misc]
         assert torch.equal(torch.get_rng_state(), random)
         assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-        for parameter, gradient_, value in zip(model.parameters(), gradients, values, strict=True):
-            assert parameter.grad is gradient_
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad, value)
+        for parameter, grad, value in zip(model.parameters(), gradients, values, strict=True):
+            assert parameter.grad is grad is not None
+            assert torch.equal(grad, value)
         found.append(controller.bits)
         controller.uninstall_hook()
     assert found[0] == found[1]
@@ -217,13 +219,9 @@ def test_the_interval_counts_iterations(installed: Install) -> None:
 def test_a_retained_graph_gives_the_same_gradient_again(installed: Install) -> None:
     model, loss = make()
     installed(model)
-    value = loss()
-    value.backward(retain_graph=True)
-    first = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    model.zero_grad()
-    value.backward()
-    second = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    assert torch.equal(first, second)
+    value, parameters = loss(), list(model.parameters())
+    first = torch.autograd.grad(value, parameters, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(value, parameters)))
 
 
 def test_bfloat16_is_compressed(installed: Install) -> None:
@@ -266,7 +264,7 @@ def test_unknown_levels_and_fields_are_named() -> None:
         Controller(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("shape", [(300,), (7, 11, 13), (256, 1)])
+@pytest.mark.parametrize("shape", [(300,), (7, 11, 13), (256, 1)], ids=str)
 def test_noise_stays_in_proportion_to_each_groups_range(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     moved = perturbed(x)
@@ -334,12 +332,6 @@ def test_hooks_of_the_program(level: str, share: float, most: float) -> None:
     assert (len(set(controller.bits.values())) > 1) is (level == "L2")
     assert torch.equal(gradient(model, loss), exact)
     assert (list(model.state_dict()), inspect.signature(model.forward)) == (keys, plain_forward)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(5):
-        optimizer.zero_grad()
-        hooked().backward()
-        optimizer.step()
-    assert loss() < output
     controller.uninstall_hook()
     assert "forward" not in model.__dict__
 
@@ -385,14 +377,10 @@ def test_other_hooks_that_lead_to_a_controller(how: str) -> None:
     gact.set_optimization_level("L1")
     controller = Controller(model)
     holder = Holder(controller)
-    pair = (
-        (controller.quantize, controller.dequantize)
-        if how == "bound methods"
-        else (holder.pack, holder.unpack)
-    )
-    errors = []
+    own = (controller.quantize, controller.dequantize)
+    pair = own if how == "bound methods" else (holder.pack, holder.unpack)
     with torch.autograd.graph.saved_tensors_hooks(*pair):
-        errors += [error(gradient(model, loss), exact) for _ in range(2)]
+        errors = [error(gradient(model, loss), exact) for _ in range(2)]
     assert errors[1] > 1e-4
     assert (errors[0] > 0) is (how == "bound methods")  # else it shows when it is called
 
@@ -471,8 +459,9 @@ def test_fields_assigned_after_a_controller_say_so() -> None:
         gact.config.bits = 3
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-@pytest.mark.parametrize("shape", [(300,), (7, 11, 13), (512, 256)])
+@pytest.mark.parametrize(
+    ("bits", "shape"), [(1, (300,)), (2, (512, 256)), (4, (7, 11, 13)), (8, (512, 256))], ids=str
+)
 def test_quantizing_a_tensor(bits: int, shape: tuple[int, ...]) -> None:
     x = torch.rand(shape)
     stored = gact.ops.op_quantize(x, bits, 3)
@@ -511,9 +500,7 @@ def test_attention_in_chunks_is_attention() -> None:
     found = gact.ops.self_atten(0.0, q, k, v, 16, 8)
     expected = (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v
     torch.testing.assert_close(found, expected)
-    ours, theirs = (
-        torch.autograd.grad(each.sum(), (q, k, v), retain_graph=True) for each in (found, expected)
-    )
+    ours, theirs = (torch.autograd.grad(each.sum(), (q, k, v)) for each in (found, expected))
     torch.testing.assert_close(ours, theirs)
 
 

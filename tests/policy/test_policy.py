@@ -138,50 +138,46 @@ def test_names_are_case_sensitive_and_match_whole() -> None:
     assert policy.settings("fc", 0, "fc10").exact
 
 
-@pytest.mark.parametrize(
-    ("text", "finest"),
-    [
-        pytest.param(
-            "on fc:\n by_index: all\n level: 16\n\n by_index: 3\n level: 64\n group_size: 1024\n",
-            LayerSettings(level=64),
-            id="most-levels-and-smallest-groups",
-        ),
-        pytest.param(
-            "on fc:\n by_index: all\n level: 16\n\n by_index: 3\n enable: False\n",
-            LayerSettings(level=16, enable=False),
-            id="exact-beats-all",
-        ),
-        pytest.param("on fc:\n by_index: 0 1\n level: 16\n", LayerSettings(level=16), id="no-rule-for-all"),
-        pytest.param("on gelu:\n by_index: all\n level: 16\n", EXACT, id="no-rule-of-the-tag"),
-        pytest.param(
-            "on fc:\n by_index: all\n level: 16\n\n by_index: 3\n by_name: z.fc\n level: 256\n",
-            LayerSettings(level=16),
-            id="a-rule-by-name-for-another",
-        ),
-        pytest.param(
-            "on fc:\n by_index: all\n level: 256\n\n by_index: 3\n by_name: a.fc\n level: 4\n",
-            LayerSettings(level=4),
-            id="a-rule-by-name-for-this",
-        ),
-        pytest.param(
-            "on fc:\n by_index: all\n level: 4\n rows: .1\n\n by_index: 3\n level: 16\n rows: .5",
-            LayerSettings(level=16, rows=0.5),
-            id="most-rows",
-        ),
-        pytest.param(
-            "on fc:\n by_index: all\n drop: .1\n\n by_index: 3\n drop: 0\n rows: .5",
-            LayerSettings(),
-            id="all-rows-and-nothing-dropped",
-        ),
-        pytest.param(
-            "on fc:\n by_index: all\n quant_groups: 2\n drop: .5\n\n by_index: 3\n quant_groups: 8\n drop: 0",
-            LayerSettings(group_size=None, quant_groups=8),
-            id="most-groups-and-least-dropped",
-        ),
-    ],
-)
-def test_a_layer_without_index_yet_gets_the_finest_settings(text: str, finest: LayerSettings) -> None:
-    assert ours(text).settings("fc", None, "a.fc") == finest
+FINEST = {  # the first rule, that of layer 3, and what both allow at most
+    "most-levels-and-smallest-groups": (
+        *("by_index: all\n level: 16", "by_index: 3\n level: 64\n group_size: 1024"),
+        LayerSettings(level=64),
+    ),
+    "exact-beats-all": (
+        *("by_index: all\n level: 16", "by_index: 3\n enable: False"),
+        LayerSettings(level=16, enable=False),
+    ),
+    "no-rule-for-all": ("by_index: 0\n level: 4", "by_index: 0 1\n level: 16", LayerSettings(level=16)),
+    "a-rule-by-name-for-another": (
+        *("by_index: all\n level: 16", "by_index: 3\n by_name: z.fc\n level: 256"),
+        LayerSettings(level=16),
+    ),
+    "a-rule-by-name-for-this": (
+        *("by_index: all\n level: 256", "by_index: 3\n by_name: a.fc\n level: 4"),
+        LayerSettings(level=4),
+    ),
+    "most-rows": (
+        *("by_index: all\n level: 4\n rows: .1", "by_index: 3\n level: 16\n rows: .5"),
+        LayerSettings(level=16, rows=0.5),
+    ),
+    "all-rows-and-nothing-dropped": (
+        *("by_index: all\n drop: .1", "by_index: 3\n drop: 0\n rows: .5"),
+        LayerSettings(),
+    ),
+    "most-groups-and-least-dropped": (
+        *("by_index: all\n quant_groups: 2\n drop: .5", "by_index: 3\n quant_groups: 8\n drop: 0"),
+        LayerSettings(group_size=None, quant_groups=8),
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "finest"), FINEST.values(), ids=FINEST)
+def test_a_layer_without_index_yet_gets_the_finest_settings(
+    first: str, second: str, finest: LayerSettings
+) -> None:
+    policy = ours(f"on fc:\n {first}\n\n {second}\n")
+    assert policy.settings("fc", None, "a.fc") == finest
+    assert policy.settings("gelu", None, "a.fc") == EXACT  # no rule of the tag
 
 
 def test_rules_that_together_ask_for_rows_and_drop_are_refused() -> None:
@@ -340,8 +336,7 @@ def test_comments_further_down_are_no_header() -> None:
 
 def test_policies_can_be_copied_and_pickled() -> None:
     policy = ours("on fc:\n  by_index: 3\n  level: 16\n")
-    assert copy.deepcopy(policy) == policy
-    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert copy.deepcopy(policy) == pickle.loads(pickle.dumps(policy)) == policy
 
 
 def test_errors_share_a_root_and_an_exit_status() -> None:

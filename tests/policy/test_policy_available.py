@@ -8,14 +8,15 @@ from torch import nn
 import mesa_tune as mt
 
 OURS = "# mesa-tune policy 1\n"
-AVAILABLE = [
+AVAILABLE = (
     "drop: 0.9",
     "rows: 0.1",
     "allocation: sample",
     "ema_decay: 0.9",
     "store: derive",
     "store: offload",
-]
+)
+MESA = mt.Policy.parse("on fc:\n    by_index: all\n    enable: True\n", source="mesa.txt")
 
 
 def _policy(line: str) -> mt.Policy:
@@ -43,17 +44,10 @@ def test_only_losses_and_modules_have_slices() -> None:
     mt.convert(model, mt.Policy.uniform(16, tile=8))
 
 
-@pytest.mark.parametrize("line", AVAILABLE)
-def test_every_other_key_is_carried_out_without_a_word(line: str) -> None:
+@pytest.mark.parametrize("policy", [*map(_policy, AVAILABLE), MESA], ids=[*AVAILABLE, "mesa"])
+def test_every_other_key_is_carried_out_without_a_word(policy: mt.Policy) -> None:
+    """Running ranges of Mesa's files, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = mt.convert(nn.Linear(4, 4), _policy(line))
-    assert "forward" in model.__dict__
-
-
-def test_running_ranges_of_mesas_files_are_not_warned_of() -> None:
-    policy = mt.Policy.parse("on fc:\n    by_index: all\n    enable: True\n", source="mesa.txt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = mt.convert(nn.Sequential(nn.Linear(4, 4)), policy)
+        model = mt.convert(nn.Linear(4, 4), policy)
     assert "forward" in model.__dict__

@@ -10,11 +10,8 @@ from mesa_tune.policy.settings import LayerSettings
 OURS = "# mesa-tune policy 1\n"
 
 LAYERS: list[tuple[str, int | None, str]] = [
-    ("fc", 0, "blocks.0.mlp.fc1"),
-    ("fc", 1, "blocks.0.mlp.fc2"),
-    ("fc", 2, "head"),
-    ("gelu", 0, "blocks.0.mlp.act"),
-    ("softmax", 0, "blocks.0.attn.softmax.0"),
+    *(("fc", 0, "blocks.0.mlp.fc1"), ("fc", 1, "blocks.0.mlp.fc2"), ("fc", 2, "head")),
+    *(("gelu", 0, "blocks.0.mlp.act"), ("softmax", 0, "blocks.0.attn.softmax.0")),
 ]
 MODULES = ["", "blocks", "blocks.0", "blocks.0.mlp", "blocks.0.mlp.fc1", "blocks.0.attn", "head"]
 LOSS: list[tuple[str, int | None, str]] = [("loss", 0, "loss.cross_entropy.0")]
@@ -29,19 +26,12 @@ def rule(tag: str, condition: str) -> Policy:
 @pytest.mark.parametrize(
     "policy",
     [
-        rule("fc", "by_index: 0 1 2"),
-        rule("fc", "by_index: all"),
-        rule("conv", "by_index: all"),
-        rule("fc", "by_name: head blocks.0.mlp.fc1"),
-        rule("fc", "by_name: nothing.*"),
-        rule("fc gelu", "by_index: 2"),
-        rule("fc gelu", "by_name: head"),
-        rule("softmax", "by_name: blocks.0.attn.softmax.0"),
-        rule("module", "by_name: blocks.0"),
-        rule("loss", "by_name: loss.cross_entropy.0"),
-        rule("loss", "by_index: 0"),
-        Policy.uniform(16),
-        Policy(),
+        *(rule("fc", condition) for condition in ("by_index: 0 1 2", "by_index: all", "by_name: nothing.*")),
+        *(rule("fc", "by_name: head blocks.0.mlp.fc1"), rule("conv", "by_index: all")),
+        *(rule("fc gelu", "by_index: 2"), rule("fc gelu", "by_name: head")),
+        *(rule("softmax", "by_name: blocks.0.attn.softmax.0"), rule("module", "by_name: blocks.0")),
+        *(rule("loss", "by_name: loss.cross_entropy.0"), rule("loss", "by_index: 0")),
+        *(Policy.uniform(16), Policy()),
     ],
     ids=lambda policy: policy.dumps()[21:60].replace("\n", " "),
 )
@@ -53,49 +43,16 @@ def test_a_policy_that_fits_passes(policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("policy", "what", "remedy"),
     [
-        pytest.param(
-            rule("fc", "by_index: 1 3"), "no fc layer has index 3", "in this model are 0 to 2", id="index"
-        ),
-        pytest.param(
-            rule("gelu", "by_index: 1"), "no gelu layer has index 1", "are 0 only", id="index-of-one"
-        ),
-        pytest.param(
-            rule("conv", "by_index: 0"),
-            "no conv layer has index 0",
-            "has no conv layers",
-            id="index-of-no-layer",
-        ),
-        pytest.param(
-            rule("gelu relu", "by_index: 4"),
-            "no gelu or relu layer has index 4",
-            "0 only",
-            id="index-of-several",
-        ),
-        pytest.param(
-            rule("fc", "by_name: blocks.0.mlp.fc3"),
-            "no fc layer 'blocks.0.mlp.fc3'",
-            "did you mean 'blocks.0.mlp.fc",
-            id="name",
-        ),
-        pytest.param(
-            rule("gelu", "by_name: head"),
-            "'head' is no gelu layer",
-            "move it to `on fc:`",
-            id="name-of-other-tag",
-        ),
-        pytest.param(
-            rule("fc", "by_index: 0\n    by_name: tail"),
-            "no fc layer 'tail'",
-            "remove it",
-            id="name-beside-index",
-        ),
-        pytest.param(
-            rule("module", "by_name: blocks.1"),
-            "no module 'blocks.1'",
-            "did you mean 'blocks.0'",
-            id="module",
-        ),
+        (rule("fc", "by_index: 1 3"), "no fc layer has index 3", "in this model are 0 to 2"),
+        (rule("gelu", "by_index: 1"), "no gelu layer has index 1", "are 0 only"),
+        (rule("conv", "by_index: 0"), "no conv layer has index 0", "has no conv layers"),
+        (rule("gelu relu", "by_index: 4"), "no gelu or relu layer has index 4", "0 only"),
+        (rule("fc", "by_name: blocks.0.mlp.fc3"), "no fc layer 'blocks.0.mlp.fc3'", "'blocks.0.mlp.fc"),
+        (rule("gelu", "by_name: head"), "'head' is no gelu layer", "move it to `on fc:`"),
+        (rule("fc", "by_index: 0\n    by_name: tail"), "no fc layer 'tail'", "remove it"),
+        (rule("module", "by_name: blocks.1"), "no module 'blocks.1'", "did you mean 'blocks.0'"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_no_layer_has_is_refused_with_line_text_and_remedy(
     policy: Policy, what: str, remedy: str
@@ -138,10 +95,10 @@ def test_while_calls_are_unknown_they_pass(policy: Policy) -> None:
     assert len(policy.unmatched(LAYERS)) == 1
 
 
-@pytest.mark.parametrize("name", ["blocks.7.attn.softmax.0", "blocks.0.mlp.fc9", "tail"])
-def test_while_calls_are_unknown_foreign_modules_are_refused(name: str) -> None:
-    with pytest.raises(PolicyError, match=name):
-        rule("softmax", f"by_name: {name}").check(LAYERS[:4], complete=False, modules=MODULES)
+def test_while_calls_are_unknown_foreign_modules_are_refused() -> None:
+    for name in ("blocks.7.attn.softmax.0", "blocks.0.mlp.fc9", "tail"):
+        with pytest.raises(PolicyError, match=name):
+            rule("softmax", f"by_name: {name}").check(LAYERS[:4], complete=False, modules=MODULES)
 
 
 def test_the_loss_is_judged_only_where_its_layers_are_known() -> None:

@@ -57,30 +57,19 @@ def test_bits_hold_every_level(level: int, bits: int) -> None:
     assert LayerSettings(level=level).bits == bits
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        pytest.param({"level": 1}, id="level-low"),
-        pytest.param({"tile": 0}, id="tile-low"),
-        pytest.param({"tile": True}, id="tile-bool"),
-        pytest.param({"level": 257}, id="level-high"),
-        pytest.param({"level": 16.0}, id="level-float"),
-        pytest.param({"level": True}, id="level-bool"),
-        pytest.param({"group_size": 0}, id="group-zero"),
-        pytest.param({"group_size": 2**31}, id="group-huge"),
-        pytest.param({"group_size": None, "quant_groups": -3}, id="groups-negative"),
-        pytest.param({"drop": 1.0}, id="drop-one"),
-        pytest.param({"drop": float("nan")}, id="drop-nan"),
-        pytest.param({"rows": 0}, id="rows-zero"),
-        pytest.param({"rows": 1.5}, id="rows-more"),
-        pytest.param({"rows": float("nan")}, id="rows-nan"),
-        pytest.param({"ema_decay": -0.1}, id="ema-negative"),
-        pytest.param({"ema_decay": "0.9"}, id="ema-text"),
-        pytest.param({"rounding": "up"}, id="rounding"),
-        pytest.param({"store": "zip"}, id="store"),
-        pytest.param({"enable": 1}, id="enable-number"),
-    ],
-)
+BAD: list[dict[str, Any]] = [
+    *({"level": bad} for bad in (1, 257, 16.0, True)),
+    *({"tile": bad} for bad in (0, True)),
+    *({"group_size": bad} for bad in (0, 2**31)),
+    {"group_size": None, "quant_groups": -3},
+    *({"drop": bad} for bad in (1.0, float("nan"))),
+    *({"rows": bad} for bad in (0, 1.5, float("nan"))),
+    *({"ema_decay": bad} for bad in (-0.1, "0.9")),
+    *({"rounding": "up"}, {"store": "zip"}, {"enable": 1}),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
 def test_a_bad_value_is_refused_with_key_and_value(bad: dict[str, Any]) -> None:
     key, value = list(bad.items())[-1]
     with pytest.raises(ValueError, match=f"{key} must be .*, but got {value!r}"):
@@ -96,12 +85,8 @@ def test_exactly_one_grouping_is_set(grouping: tuple[int | None, int | None]) ->
 @pytest.mark.parametrize(
     "other",
     [
-        {"drop": 0.5},
-        {"ema_decay": 0.9},
-        {"allocation": "sample"},
-        {"quant_groups": 3, "group_size": None},
-        {"store": "recompute"},
-        {"store": "offload"},
+        *({"drop": 0.5}, {"ema_decay": 0.9}, {"allocation": "sample"}),
+        *({"quant_groups": 3, "group_size": None}, {"store": "recompute"}, {"store": "offload"}),
     ],
     ids=lambda other: next(iter(other)),
 )
@@ -192,7 +177,7 @@ def test_every_key_has_a_check_and_every_tag_of_mesa_comes_first() -> None:
     assert len(set(TAGS)) == len(TAGS)
 
 
-@pytest.mark.parametrize("key", ["enable", "level", "ema_decay", "rounding", "drop", "rows", "store"])
-def test_only_groups_may_be_none(key: str) -> None:
-    with pytest.raises(ValueError, match=key):
-        LayerSettings.from_dict({key: None})
+def test_only_groups_may_be_none() -> None:
+    for key in ("enable", "level", "ema_decay", "rounding", "drop", "rows", "store"):
+        with pytest.raises(ValueError, match=key):
+            LayerSettings.from_dict({key: None})
