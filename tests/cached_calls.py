@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import mesa_tune as mt
 from mesa_tune.engine import call, routing
 from mesa_tune.engine.cache import CallCache
 from mesa_tune.engine.function import MISS
@@ -40,12 +41,27 @@ def uncached() -> Iterator[None]:
         yield
 
 
+def twins(plain: nn.Module, level: int = 16, **settings: Any) -> tuple[Any, Any]:
+    """Two converted copies of a model: one for cached calls, and one whose calls are planned each time."""
+    policy = mt.Policy.uniform(level=level, **settings)
+    one, other = (mt.convert(copy.deepcopy(plain), policy, seed=1, min_elements=0) for _ in range(2))
+    return one, other
+
+
 def step(model: nn.Module, x: Tensor = X, *more: Any) -> list[Tensor | None]:
     """The output and all gradients of a step."""
     model.zero_grad(set_to_none=True)
     y = model(x, *more)
     y.square().mean().backward()
     return [y.detach(), *[parameter.grad for parameter in model.parameters()]]
+
+
+def check_step(model: nn.Module, twin: nn.Module, *given: Any, refused: Iterable[Any] = ()) -> None:
+    """A step is that of the twin, whose calls are planned; the routes of `refused` are not asked for it."""
+    with uncached():
+        right = step(twin, *given)
+    with refusing(*refused):
+        assert same(step(model, *given), right)
 
 
 def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:

@@ -1,6 +1,7 @@
 """One case a way of calling a routed torch function: how to make its arguments, and what to know of it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,14 +60,14 @@ def _tensors(*shapes: tuple[int, ...]) -> Callable[[torch.dtype], list[Any]]:
     return lambda dtype: [leaf(*shape, dtype=dtype) for shape in shapes]
 
 
+def _first(shape: tuple[int, ...], *rest: Any) -> Callable[[torch.dtype], list[Any]]:
+    return lambda dtype: [leaf(*shape, dtype=dtype), *rest]
+
+
 def _conv(x: tuple[int, ...], w: tuple[int, ...], *rest: Any, bias: bool = True) -> Callable[..., list[Any]]:
     def make(dtype: torch.dtype) -> list[Any]:
-        return [
-            leaf(*x, dtype=dtype),
-            leaf(*w, dtype=dtype, scale=0.3),
-            leaf(w[0], dtype=dtype) if bias else None,
-            *rest,
-        ]
+        given = [leaf(*x, dtype=dtype), leaf(*w, dtype=dtype, scale=0.3)]
+        return [*given, leaf(w[0], dtype=dtype) if bias else None, *rest]
 
     return make
 
@@ -92,15 +93,10 @@ def _norm(dtype: torch.dtype) -> list[Any]:
 
 
 def _grouped(shape: tuple[int, ...], groups: int) -> Callable[..., list[Any]]:
-    def make(dtype: torch.dtype) -> list[Any]:
-        return [
-            leaf(*shape, dtype=dtype, scale=2),
-            groups,
-            leaf(shape[1], dtype=dtype),
-            leaf(shape[1], dtype=dtype),
-        ]
-
-    return make
+    return lambda dtype: [
+        *(leaf(*shape, dtype=dtype, scale=2), groups),
+        *(leaf(shape[1], dtype=dtype) for _ in range(2)),
+    ]
 
 
 def _batch(
@@ -139,15 +135,15 @@ def _attention(
     return make
 
 
+def _weights(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.rand(count).to(dtype)
+
+
 def _indices(*shape: int, weight: bool = False) -> Callable[..., list[Any]]:
     def make(dtype: torch.dtype) -> list[Any]:
         target = torch.randint(shape[1], (shape[0], *shape[2:]))
         target.view(-1)[0] = 1  # what `ignore_index=1` ignores
-        return [
-            leaf(*shape, dtype=dtype, scale=2),
-            target,
-            torch.rand(shape[1]).to(dtype) if weight else None,
-        ]
+        return [leaf(*shape, dtype=dtype, scale=2), target, _weights(shape[1], dtype) if weight else None]
 
     return make
 
@@ -155,11 +151,7 @@ def _indices(*shape: int, weight: bool = False) -> Callable[..., list[Any]]:
 def _soft(*shape: int, weight: bool = False, wanted: bool = False) -> Callable[..., list[Any]]:
     def make(dtype: torch.dtype) -> list[Any]:
         target = torch.rand(shape, dtype=torch.float64).softmax(1).to(dtype).requires_grad_(wanted)
-        return [
-            leaf(*shape, dtype=dtype, scale=2),
-            target,
-            torch.rand(shape[1]).to(dtype) if weight else None,
-        ]
+        return [leaf(*shape, dtype=dtype, scale=2), target, _weights(shape[1], dtype) if weight else None]
 
     return make
 
@@ -217,6 +209,8 @@ def _long_and_short(*shape: int) -> Callable[[torch.dtype], list[Any]]:
     return make
 
 
+_sdpa = F.scaled_dot_product_attention
+
 CASES: dict[str, Case] = {
     "amax": Case(torch.amax, _tensors((4, 6, 20)), {"dim": -1}),
     "amax_of_all": Case(Tensor.amax, _tensors((4, 60))),
@@ -241,7 +235,7 @@ CASES: dict[str, Case] = {
     "std": Case(Tensor.std, _long_and_short(4, 6, 40), {"dim": (1, 2), "correction": 0, "keepdim": True}),
     "std_of_all": Case(torch.std, _tensors((4, 60)), {"unbiased": False}),
     "grouped_mm": Case(GROUPED_MM, _by_expert, limited=True),
-    "grouped_mm_transposed": Case(GROUPED_MM, lambda dtype: _by_expert(dtype, True), limited=True),
+    "grouped_mm_transposed": Case(GROUPED_MM, partial(_by_expert, transposed=True), limited=True),
     "linear": Case(F.linear, _tensors((4, 6, 32), (16, 32), (16,))),
     "linear_vector": Case(F.linear, _tensors((32,), (16, 32), (16,))),
     "linear_no_bias": Case(F.linear, _tensors((4, 3, 5, 32), (16, 32))),
@@ -278,11 +272,11 @@ CASES: dict[str, Case] = {
     "rms_norm_two_dims": Case(
         torch.rms_norm, lambda dtype: [leaf(6, 5, 32, dtype=dtype), (5, 32), leaf(5, 32, dtype=dtype), 1e-3]
     ),
-    "rms_norm_no_affine": Case(F.rms_norm, lambda dtype: [leaf(6, 32, dtype=dtype), (32,)]),
+    "rms_norm_no_affine": Case(F.rms_norm, _first((6, 32), (32,))),
     "group_norm": Case(F.group_norm, _grouped((4, 6, 5, 4), 3)),
     "group_norm_one": Case(F.group_norm, _grouped((4, 6, 20), 1)),
     "group_norm_flat": Case(F.group_norm, _grouped((24, 12), 3)),
-    "group_norm_no_affine": Case(F.group_norm, lambda dtype: [leaf(2, 6, 4, 3, 3, dtype=dtype), 6]),
+    "group_norm_no_affine": Case(F.group_norm, _first((2, 6, 4, 3, 3), 6)),
     "instance_norm": Case(F.instance_norm, lambda dtype: [leaf(4, 6, 5, 5, dtype=dtype, scale=2)]),
     "instance_norm_all": Case(F.instance_norm, _batch(4, 6, 20, training=True)),
     "instance_norm_eval": Case(F.instance_norm, _batch(4, 6, 5, 5, training=False)),
@@ -307,22 +301,22 @@ CASES: dict[str, Case] = {
     "exp": Case(torch.exp, _tensors((5, 40))),
     "expm1": Case(Tensor.expm1, _tensors((5, 40))),
     "square": Case(torch.square, _tensors((5, 40))),
-    "pow_2": Case(Tensor.pow, lambda dtype: [leaf(5, 40, dtype=dtype), 2]),
-    "pow_3": Case(Tensor.__pow__, lambda dtype: [leaf(5, 40, dtype=dtype), 3.0]),
+    "pow_2": Case(Tensor.pow, _first((5, 40), 2)),
+    "pow_3": Case(Tensor.__pow__, _first((5, 40), 3.0)),
     "pow_of_number": Case(torch.pow, lambda dtype: [2.5, leaf(5, 40, dtype=dtype)]),
-    "rpow": Case(Tensor.__rpow__, lambda dtype: [leaf(5, 40, dtype=dtype), 3]),
+    "rpow": Case(Tensor.__rpow__, _first((5, 40), 3)),
     "sin": Case(torch.sin, _tensors((5, 40))),
     "cos": Case(torch.cos, _tensors((5, 40))),
     "erf": Case(torch.erf, _tensors((5, 40))),
     "relu6": Case(F.relu6, lambda dtype: [leaf(5, 41, dtype=dtype, scale=8)]),
     "hardtanh": Case(F.hardtanh, _tensors((5, 41)), {"min_val": -0.5, "max_val": 0.7}),
     "leaky_relu": Case(F.leaky_relu, _tensors((5, 41)), {"negative_slope": 0.2}),
-    "threshold": Case(F.threshold, lambda dtype: [leaf(5, 41, dtype=dtype), 0.3, -2.0]),
+    "threshold": Case(F.threshold, _first((5, 41), 0.3, -2.0)),
     "hardshrink": Case(F.hardshrink, _tensors((5, 41))),
     "softshrink": Case(F.softshrink, _tensors((5, 41)), {"lambd": 0.3}),
-    "clamp": Case(torch.clamp, lambda dtype: [leaf(5, 41, dtype=dtype), -0.5, 0.7]),
-    "clamp_min": Case(Tensor.clamp_min, lambda dtype: [leaf(5, 41, dtype=dtype), 0.1]),
-    "clamp_max": Case(Tensor.clamp_max, lambda dtype: [leaf(5, 41, dtype=dtype), 0.1]),
+    "clamp": Case(torch.clamp, _first((5, 41), -0.5, 0.7)),
+    "clamp_min": Case(Tensor.clamp_min, _first((5, 41), 0.1)),
+    "clamp_max": Case(Tensor.clamp_max, _first((5, 41), 0.1)),
     "clamp_low": Case(Tensor.clamp, _tensors((5, 41)), {"min": 0.1}),
     "abs": Case(torch.abs, _tensors((5, 41))),
     "mul": Case(torch.mul, _tensors((5, 40), (5, 40))),
@@ -354,74 +348,58 @@ CASES: dict[str, Case] = {
     "bmm": Case(torch.bmm, _tensors((3, 5, 16), (3, 16, 7))),
     "mm": Case(Tensor.mm, _tensors((5, 16), (16, 7))),
     "baddbmm": Case(torch.baddbmm, _tensors((1, 5, 7), (3, 5, 16), (3, 16, 7)), {"beta": 2, "alpha": 0.5}),
-    "attention": Case(F.scaled_dot_product_attention, _attention(heads=4)),
-    "attention_causal": Case(F.scaled_dot_product_attention, _attention(heads=4), {"is_causal": True}),
-    "attention_causal_oblong": Case(
-        F.scaled_dot_product_attention, _attention((12, 9), heads=4), {"is_causal": True}
-    ),
-    "attention_scale": Case(F.scaled_dot_product_attention, _attention((7, 13), heads=4), {"scale": 0.4}),
-    "attention_grouped": Case(F.scaled_dot_product_attention, _attention(), {"enable_gqa": True}),
-    "attention_bool_mask": Case(F.scaled_dot_product_attention, _attention(mask="bool", heads=4)),
-    "attention_float_mask": Case(F.scaled_dot_product_attention, _attention(mask="float", heads=4)),
-    "attention_trained_mask": Case(F.scaled_dot_product_attention, _attention(mask="wanted", heads=4)),
-    "attention_3d": Case(F.scaled_dot_product_attention, _tensors((3, 12, 16), (3, 12, 16), (3, 12, 16))),
-    "attention_2d": Case(F.scaled_dot_product_attention, _tensors((12, 16), (9, 16), (9, 16))),
-    "attention_dropout": Case(F.scaled_dot_product_attention, _attention(heads=4), {"dropout_p": 0.2}),
+    "attention": Case(_sdpa, _attention(heads=4)),
+    "attention_causal": Case(_sdpa, _attention(heads=4), {"is_causal": True}),
+    "attention_causal_oblong": Case(_sdpa, _attention((12, 9), heads=4), {"is_causal": True}),
+    "attention_scale": Case(_sdpa, _attention((7, 13), heads=4), {"scale": 0.4}),
+    "attention_grouped": Case(_sdpa, _attention(), {"enable_gqa": True}),
+    "attention_bool_mask": Case(_sdpa, _attention(mask="bool", heads=4)),
+    "attention_float_mask": Case(_sdpa, _attention(mask="float", heads=4)),
+    "attention_trained_mask": Case(_sdpa, _attention(mask="wanted", heads=4)),
+    "attention_3d": Case(_sdpa, _tensors((3, 12, 16), (3, 12, 16), (3, 12, 16))),
+    "attention_2d": Case(_sdpa, _tensors((12, 16), (9, 16), (9, 16))),
+    "attention_dropout": Case(_sdpa, _attention(heads=4), {"dropout_p": 0.2}),
     "log_softmax": Case(F.log_softmax, _tensors((4, 6, 20)), {"dim": -1}),
     "log_softmax_wide": Case(Tensor.log_softmax, _tensors((4, 6, 20)), {"dim": 1, "dtype": torch.float64}),
     "nll_loss": Case(F.nll_loss, _indices(12, 10)),
     "nll_loss_all": Case(F.nll_loss, _indices(6, 10, 3, weight=True), {"ignore_index": 1}),
     "nll_loss_sum": Case(F.nll_loss, _indices(6, 10, 3, 2, weight=True), {"reduction": "sum"}),
     "nll_loss_none": Case(F.nll_loss, _indices(6, 10), {"reduction": "none", "ignore_index": 1}),
-    "nll_loss_one": Case(F.nll_loss, lambda dtype: [leaf(10, dtype=dtype), torch.tensor(3)]),
+    "nll_loss_one": Case(F.nll_loss, _first((10,), torch.tensor(3))),
     "mse_loss": Case(F.mse_loss, _tensors((6, 20), (6, 20))),
     "mse_loss_repeated": Case(F.mse_loss, _tensors((6, 20), (20,)), {"reduction": "sum"}),
     "l1_loss": Case(F.l1_loss, _tensors((6, 20), (6, 20)), {"reduction": "none"}),
     "smooth_l1_loss": Case(F.smooth_l1_loss, _tensors((6, 20), (6, 20)), {"beta": 0.4}),
     "huber_loss": Case(F.huber_loss, _tensors((6, 20), (6, 20)), {"delta": 0.6}),
     "kl_div": Case(F.kl_div, _shares, {"reduction": "batchmean"}),
-    "kl_div_log": Case(
-        F.kl_div, lambda dtype: _shares(dtype, log=True), {"reduction": "sum", "log_target": True}
-    ),
-    "binary_cross_entropy": Case(F.binary_cross_entropy, lambda dtype: _binary(dtype, logits=False)),
+    "kl_div_log": Case(F.kl_div, partial(_shares, log=True), {"reduction": "sum", "log_target": True}),
+    "binary_cross_entropy": Case(F.binary_cross_entropy, partial(_binary, logits=False)),
     "binary_cross_entropy_logits": Case(
         F.binary_cross_entropy_with_logits, _binary, {"pos_weight": torch.tensor(2.5), "reduction": "sum"}
     ),
     "dropout": Case(F.dropout, _tensors((5, 40)), {"p": 0.3}),
-    "dropout_torch": Case(torch.dropout, lambda dtype: [leaf(5, 41, dtype=dtype), 0.2, True]),
+    "dropout_torch": Case(torch.dropout, _first((5, 41), 0.2, True)),
     "dropout2d": Case(F.dropout2d, _tensors((6, 5, 4, 4))),
     "dropout3d": Case(F.dropout3d, _tensors((4, 5, 4, 2, 2)), {"p": 0.3}),
     "alpha_dropout": Case(F.alpha_dropout, _tensors((5, 40)), {"p": 0.3, "training": True}),
     "feature_alpha_dropout": Case(F.feature_alpha_dropout, _tensors((8, 9, 5)), {"training": True}),
-    "max_pool1d": Case(F.max_pool1d, lambda dtype: [leaf(3, 4, 20, dtype=dtype), 3, 2, 1]),
-    "max_pool2d": Case(F.max_pool2d, lambda dtype: [leaf(3, 4, 9, 8, dtype=dtype), 3, 2, 1]),
-    "max_pool2d_all": Case(
-        F.max_pool2d, lambda dtype: [leaf(3, 4, 11, 9, dtype=dtype), (3, 2), (2, 3), (1, 0), (2, 1), True]
-    ),
-    "max_pool2d_unbatched": Case(torch.max_pool2d, lambda dtype: [leaf(4, 9, 8, dtype=dtype), 2]),
+    "max_pool1d": Case(F.max_pool1d, _first((3, 4, 20), 3, 2, 1)),
+    "max_pool2d": Case(F.max_pool2d, _first((3, 4, 9, 8), 3, 2, 1)),
+    "max_pool2d_all": Case(F.max_pool2d, _first((3, 4, 11, 9), (3, 2), (2, 3), (1, 0), (2, 1), True)),
+    "max_pool2d_unbatched": Case(torch.max_pool2d, _first((4, 9, 8), 2)),
     "max_pool2d_channels_last": Case(F.max_pool2d, lambda dtype: [*_channels_last(dtype)[:1], 3, 2, 1]),
-    "max_pool3d": Case(
-        F.max_pool3d, lambda dtype: [leaf(2, 3, 6, 7, 8, dtype=dtype), (2, 3, 2), 2, (1, 1, 0)]
-    ),
-    "adaptive_max_pool1d": Case(F.adaptive_max_pool1d, lambda dtype: [leaf(3, 4, 20, dtype=dtype), 7]),
-    "adaptive_max_pool2d": Case(
-        F.adaptive_max_pool2d, lambda dtype: [leaf(3, 4, 9, 8, dtype=dtype), (4, None)]
-    ),
-    "adaptive_max_pool3d": Case(
-        F.adaptive_max_pool3d, lambda dtype: [leaf(3, 5, 6, 7, dtype=dtype), (2, 4, 3)]
-    ),
-    "avg_pool1d": Case(F.avg_pool1d, lambda dtype: [leaf(3, 4, 20, dtype=dtype), 3, 2, 1]),
-    "avg_pool2d": Case(
-        F.avg_pool2d, lambda dtype: [leaf(3, 4, 9, 8, dtype=dtype), (3, 2), 2, (1, 0), True, False]
-    ),
-    "avg_pool2d_unbatched": Case(F.avg_pool2d, lambda dtype: [leaf(4, 9, 8, dtype=dtype), 2]),
-    "adaptive_avg_pool1d": Case(F.adaptive_avg_pool1d, lambda dtype: [leaf(4, 20, dtype=dtype), 7]),
-    "adaptive_avg_pool2d": Case(
-        F.adaptive_avg_pool2d, lambda dtype: [leaf(3, 4, 9, 8, dtype=dtype), (4, None)]
-    ),
-    "adaptive_avg_pool3d": Case(F.adaptive_avg_pool3d, lambda dtype: [leaf(2, 3, 5, 6, 7, dtype=dtype), 3]),
-    "pad_reflect": Case(F.pad, lambda dtype: [leaf(3, 4, 9, 8, dtype=dtype), (1, 2, 3, 0), "reflect"]),
-    "pad_replicate": Case(F.pad, lambda dtype: [leaf(3, 4, 20, dtype=dtype), (1, 2), "replicate"]),
+    "max_pool3d": Case(F.max_pool3d, _first((2, 3, 6, 7, 8), (2, 3, 2), 2, (1, 1, 0))),
+    "adaptive_max_pool1d": Case(F.adaptive_max_pool1d, _first((3, 4, 20), 7)),
+    "adaptive_max_pool2d": Case(F.adaptive_max_pool2d, _first((3, 4, 9, 8), (4, None))),
+    "adaptive_max_pool3d": Case(F.adaptive_max_pool3d, _first((3, 5, 6, 7), (2, 4, 3))),
+    "avg_pool1d": Case(F.avg_pool1d, _first((3, 4, 20), 3, 2, 1)),
+    "avg_pool2d": Case(F.avg_pool2d, _first((3, 4, 9, 8), (3, 2), 2, (1, 0), True, False)),
+    "avg_pool2d_unbatched": Case(F.avg_pool2d, _first((4, 9, 8), 2)),
+    "adaptive_avg_pool1d": Case(F.adaptive_avg_pool1d, _first((4, 20), 7)),
+    "adaptive_avg_pool2d": Case(F.adaptive_avg_pool2d, _first((3, 4, 9, 8), (4, None))),
+    "adaptive_avg_pool3d": Case(F.adaptive_avg_pool3d, _first((2, 3, 5, 6, 7), 3)),
+    "pad_reflect": Case(F.pad, _first((3, 4, 9, 8), (1, 2, 3, 0), "reflect")),
+    "pad_replicate": Case(F.pad, _first((3, 4, 20), (1, 2), "replicate")),
     "cross_entropy": Case(F.cross_entropy, _indices(12, 10)),
     "cross_entropy_all": Case(
         F.cross_entropy, _indices(12, 10, weight=True), {"label_smoothing": 0.2, "ignore_index": 1}
@@ -433,9 +411,7 @@ CASES: dict[str, Case] = {
     "cross_entropy_soft": Case(F.cross_entropy, _soft(12, 10, weight=True), {"label_smoothing": 0.1}),
     "cross_entropy_soft_wanted": Case(F.cross_entropy, _soft(6, 10, 4, wanted=True), {"reduction": "none"}),
     "cross_entropy_soft_sum": Case(F.cross_entropy, _soft(6, 10), {"reduction": "sum"}),
-    "cross_entropy_one": Case(
-        F.cross_entropy, lambda dtype: [leaf(10, dtype=dtype), torch.tensor(3)], {"label_smoothing": 0.1}
-    ),
+    "cross_entropy_one": Case(F.cross_entropy, _first((10,), torch.tensor(3)), {"label_smoothing": 0.1}),
 }
 
 

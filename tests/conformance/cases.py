@@ -50,18 +50,8 @@ class Direct(nn.Module):
         return self.function(h, **self._parameters)
 
 
-def _by_largest(h: Tensor) -> Tensor:
-    y: Tensor = h / h.abs().amax(-1, keepdim=True)
-    return y
-
-
-def _standardized(h: Tensor) -> Tensor:
-    y: Tensor = (h - h.mean(-1, keepdim=True)) / h.std(-1, keepdim=True)
-    return y
-
-
-def _linear_add(h: Tensor, w: Tensor) -> Tensor:
-    return F.linear(h, w)
+def _of_halves(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda h, **parameters: function(*h.chunk(2, -1), **parameters)
 
 
 def _addmm(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -69,43 +59,8 @@ def _addmm(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return y
 
 
-def _layer_norm(h: Tensor) -> Tensor:
-    return F.layer_norm(h, h.shape[-1:])
-
-
-def _bilinear(h: Tensor, w: Tensor) -> Tensor:
-    a, b = h.chunk(2, -1)
-    return F.bilinear(a, b, w)
-
-
-def _gelu_tanh(h: Tensor) -> Tensor:
-    return F.gelu(h, approximate="tanh")
-
-
 def _relu_in_place(h: Tensor) -> Tensor:
     return (h + 0).relu_()
-
-
-def _softmax(h: Tensor) -> Tensor:
-    return F.softmax(h, dim=-1)
-
-
-def _softmax_method(h: Tensor) -> Tensor:
-    return h.softmax(1)
-
-
-def _scores(h: Tensor) -> Tensor:
-    q, k = h.chunk(2, -1)
-    return q @ k.transpose(-2, -1)
-
-
-def _broadcast_matmul(h: Tensor, w: Tensor) -> Tensor:
-    return torch.matmul(w, h)
-
-
-def _bmm(h: Tensor) -> Tensor:
-    q, k = h.chunk(2, -1)
-    return torch.bmm(q, k.transpose(1, 2))
 
 
 def _explicit_attention(h: Tensor) -> Tensor:
@@ -123,27 +78,10 @@ def _attention(h: Tensor, **kwargs: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, **kwargs).transpose(1, 2).flatten(2)
 
 
-def _attention_causal(h: Tensor) -> Tensor:
-    return _attention(h, is_causal=True)
-
-
-def _attention_masked(h: Tensor) -> Tensor:
-    mask = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril(1)
-    return _attention(h, attn_mask=mask)
-
-
-def _attention_biased(h: Tensor, bias: Tensor) -> Tensor:
-    return _attention(h, attn_mask=bias)
-
-
 def _attention_grouped(h: Tensor) -> Tensor:
     q, k, v = h.split([32, 16, 16], -1)
     q, k, v = _heads(q, 4), _heads(k, 2), _heads(v, 2)
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
-
-
-def _conv_same(h: Tensor, w: Tensor) -> Tensor:
-    return F.conv2d(h, w, padding="same", groups=2)
 
 
 def _cross_entropy(h: Tensor) -> Tensor:
@@ -160,27 +98,6 @@ def _new_gelu(h: Tensor) -> Tensor:
     return 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * torch.pow(h, 3.0))))
 
 
-def _quick_gelu(h: Tensor) -> Tensor:
-    return h * torch.sigmoid(1.702 * h)
-
-
-def _tanh_in_place(h: Tensor) -> Tensor:
-    return (h + 0).tanh_()
-
-
-def _silu_in_place(h: Tensor) -> Tensor:
-    return F.silu(h + 0, inplace=True)
-
-
-def _mul_in_place(h: Tensor) -> Tensor:
-    a, b = (each + 0 for each in h.chunk(2, -1))
-    return a.mul_(b)
-
-
-def _scale(h: Tensor, w: Tensor) -> Tensor:
-    return h * w
-
-
 def _share(h: Tensor) -> Tensor:
     weight = torch.exp(h.clamp(-2, 2))
     return weight / weight.sum(-1, keepdim=True)
@@ -192,42 +109,13 @@ def _rotary(h: Tensor) -> Tensor:
     return h * angle.cos() + torch.cat([-second, first], -1) * angle.sin()
 
 
-def _einsum(h: Tensor) -> Tensor:
-    q, k = h.chunk(2, -1)
-    return torch.einsum("...id,...jd->...ij", q, k)
-
-
-def _where(h: Tensor) -> Tensor:
-    return torch.where(h > 0.3, h * 2, -h)
-
-
-def _masked_fill(h: Tensor) -> Tensor:
-    return h.masked_fill(h < -0.5, -1.0)
-
-
-def _leaky_in_place(h: Tensor) -> Tensor:
-    return F.leaky_relu(h + 0, 0.2, inplace=True)
-
-
 def _nll(h: Tensor) -> Tensor:
     target = torch.arange(h.shape[0] * h.shape[1]) % h.shape[2]
     return F.nll_loss(F.log_softmax(h.flatten(0, 1), -1), target, reduction="sum")
 
 
-def _mse(h: Tensor) -> Tensor:
-    return F.mse_loss(h, h.detach().sin(), reduction="sum")
-
-
-def _l1(h: Tensor) -> Tensor:
-    return F.l1_loss(h, h.detach().sin(), reduction="sum")
-
-
 def _bce(h: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(h, (h.detach() > 0.3).to(h.dtype), reduction="sum")
-
-
-def _dropout_in_place(h: Tensor) -> Tensor:
-    return F.dropout(h + 0, 0.2, inplace=True)
 
 
 def _max_with_indices(h: Tensor) -> Tensor:
@@ -238,9 +126,9 @@ def _max_with_indices(h: Tensor) -> Tensor:
 class SelfAttention(nn.Module):
     """`nn.MultiheadAttention` of h with itself."""
 
-    def __init__(self, need_weights: bool, kind: type[nn.MultiheadAttention] = nn.MultiheadAttention) -> None:
+    def __init__(self, need_weights: bool) -> None:
         super().__init__()
-        self.attention = kind(32, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
         self.need_weights = need_weights
 
     def forward(self, h: Tensor) -> Tensor:
@@ -248,17 +136,23 @@ class SelfAttention(nn.Module):
         return output
 
 
+_BAND = torch.ones(24, 24, dtype=torch.bool).tril(1)
 _TOKENS = (4, 24, 32)
 _IMAGES = (4, 6, 12, 12)
 
 CASES: tuple[Case, ...] = (
     Case("Linear", _TOKENS, lambda: nn.Linear(32, 40), ("fc",)),
-    Case("F.linear", _TOKENS, lambda: Direct(_linear_add, w=(40, 32)), ("fc",)),
+    Case("F.linear", _TOKENS, lambda: Direct(F.linear, weight=(40, 32)), ("fc",)),
     Case("addmm", _TOKENS, lambda: Direct(_addmm, w=(32, 40), b=(40,)), ("fc",)),
     Case("Conv1d", (4, 6, 96), lambda: nn.Conv1d(6, 8, 3, stride=2), ("conv",)),
     Case("Conv2d", _IMAGES, lambda: nn.Conv2d(6, 8, 3, padding=1), ("conv",)),
     Case("Conv3d", (2, 4, 6, 8, 8), lambda: nn.Conv3d(4, 4, 3), ("conv",)),
-    Case("F.conv2d-same-groups", _IMAGES, lambda: Direct(_conv_same, w=(8, 3, 4, 4)), ("conv",)),
+    Case(
+        "F.conv2d-same-groups",
+        _IMAGES,
+        lambda: Direct(partial(F.conv2d, padding="same", groups=2), weight=(8, 3, 4, 4)),
+        ("conv",),
+    ),
     Case("ConvTranspose1d", (4, 6, 48), lambda: nn.ConvTranspose1d(6, 8, 3, stride=2), ("conv",)),
     Case(
         "ConvTranspose2d",
@@ -267,7 +161,12 @@ CASES: tuple[Case, ...] = (
         ("conv",),
     ),
     Case("ConvTranspose3d", (2, 4, 4, 6, 6), lambda: nn.ConvTranspose3d(4, 4, 3), ("conv",)),
-    Case("bilinear", _TOKENS, lambda: Direct(_bilinear, w=(20, 16, 16)), ("fc",)),
+    Case(
+        "bilinear",
+        _TOKENS,
+        lambda: Direct(_of_halves(F.bilinear), weight=(20, 16, 16)),
+        ("fc",),
+    ),
     Case("BatchNorm1d", (64, 48), lambda: nn.BatchNorm1d(48), ("bn",), min_batch=2),
     Case("BatchNorm2d", _IMAGES, lambda: nn.BatchNorm2d(6), ("bn",), min_batch=2),
     Case("BatchNorm3d", (2, 4, 6, 8, 8), lambda: nn.BatchNorm3d(4, momentum=None), ("bn",), min_batch=2),
@@ -283,59 +182,123 @@ CASES: tuple[Case, ...] = (
     Case("GroupNorm", _IMAGES, lambda: nn.GroupNorm(3, 6), ("groupnorm",)),
     Case("RMSNorm", _TOKENS, lambda: nn.RMSNorm(32), ("rmsnorm",)),
     Case("LayerNorm", _TOKENS, lambda: nn.LayerNorm(32), ("layernorm",)),
-    Case("F.layer_norm", _TOKENS, lambda: Direct(_layer_norm), ("layernorm",)),
+    Case(
+        "F.layer_norm", _TOKENS, lambda: Direct(partial(F.layer_norm, normalized_shape=(32,))), ("layernorm",)
+    ),
     Case("GELU", _TOKENS, nn.GELU, ("gelu",)),
-    Case("F.gelu-tanh", _TOKENS, lambda: Direct(_gelu_tanh), ("gelu",)),
+    Case("F.gelu-tanh", _TOKENS, lambda: Direct(partial(F.gelu, approximate="tanh")), ("gelu",)),
     Case("ReLU", _TOKENS, nn.ReLU, ("relu",), lossless=True),
     Case("relu_", _TOKENS, lambda: Direct(_relu_in_place), ("relu",), lossless=True),
     Case("SiLU", _TOKENS, nn.SiLU, ("silu",)),
-    Case("silu-in-place", _TOKENS, lambda: Direct(_silu_in_place), ("silu",)),
+    Case("silu-in-place", _TOKENS, lambda: Direct(lambda h: F.silu(h + 0, inplace=True)), ("silu",)),
     Case("SwiGLU", _TOKENS, lambda: Direct(_gated), ("silu", "mul")),
     Case("NewGELU", _TOKENS, lambda: Direct(_new_gelu), ("pointwise", "mul"), saturates=True),
-    Case("quick-GELU", _TOKENS, lambda: Direct(_quick_gelu), ("pointwise", "mul"), saturates=True),
+    Case(
+        "quick-GELU",
+        _TOKENS,
+        lambda: Direct(lambda h: h * torch.sigmoid(1.702 * h)),
+        ("pointwise", "mul"),
+        saturates=True,
+    ),
     Case("Mish", _TOKENS, nn.Mish, ("pointwise",)),
     Case("ELU", _TOKENS, lambda: nn.ELU(0.7), ("pointwise",)),
     Case("Softplus", _TOKENS, lambda: nn.Softplus(1.5), ("pointwise",)),
     Case("Tanh", _TOKENS, nn.Tanh, ("pointwise",)),
-    Case("tanh_", _TOKENS, lambda: Direct(_tanh_in_place), ("pointwise",)),
+    Case("tanh_", _TOKENS, lambda: Direct(lambda h: (h + 0).tanh_()), ("pointwise",)),
     Case("exp-clamp-div", _TOKENS, lambda: Direct(_share), ("pointwise", "relu", "mul")),
     Case("GLU", _TOKENS, nn.GLU, ("mul",)),
-    Case("mul", _TOKENS, lambda: Direct(_scale, w=(32,)), ("mul",)),
-    Case("mul_", _TOKENS, lambda: Direct(_mul_in_place), ("mul",)),
+    Case("mul", _TOKENS, lambda: Direct(torch.mul, other=(32,)), ("mul",)),
+    Case("mul_", _TOKENS, lambda: Direct(_of_halves(lambda a, b: (a + 0).mul_(b + 0))), ("mul",)),
     Case("rotary", _TOKENS, lambda: Direct(_rotary), ("mul", "pointwise"), lossless=True),
-    Case("where", _TOKENS, lambda: Direct(_where), ("mul", "pointwise"), lossless=True),
-    Case("masked_fill", _TOKENS, lambda: Direct(_masked_fill), ("pointwise",), lossless=True),
+    Case(
+        "where",
+        _TOKENS,
+        lambda: Direct(lambda h: torch.where(h > 0.3, h * 2, -h)),
+        ("mul", "pointwise"),
+        lossless=True,
+    ),
+    Case(
+        "masked_fill",
+        _TOKENS,
+        lambda: Direct(lambda h: h.masked_fill(h < -0.5, -1.0)),
+        ("pointwise",),
+        lossless=True,
+    ),
     Case("LeakyReLU", _TOKENS, lambda: nn.LeakyReLU(0.2), ("relu",), lossless=True),
-    Case("leaky_relu-in-place", _TOKENS, lambda: Direct(_leaky_in_place), ("relu",), lossless=True),
+    Case(
+        "leaky_relu-in-place",
+        _TOKENS,
+        lambda: Direct(lambda h: F.leaky_relu(h + 0, 0.2, inplace=True)),
+        ("relu",),
+        lossless=True,
+    ),
     Case("ReLU6", _TOKENS, nn.ReLU6, ("relu",), lossless=True),
     Case("abs", _TOKENS, lambda: Direct(torch.abs), ("relu",), lossless=True),
     Case("normalize", _TOKENS, lambda: Direct(partial(F.normalize, dim=-1)), ("reduction",)),
     Case("norm", (4, 24, 256), lambda: Direct(partial(torch.norm, dim=-1)), ("reduction",)),
-    Case("amax-div", _TOKENS, lambda: Direct(_by_largest), ("relu", "pointwise", "mul")),
-    Case("std-div", _TOKENS, lambda: Direct(_standardized), ("reduction", "mul")),
+    Case(
+        "amax-div",
+        _TOKENS,
+        lambda: Direct(lambda h: h / h.abs().amax(-1, keepdim=True)),
+        ("relu", "pointwise", "mul"),
+    ),
+    Case(
+        "std-div",
+        _TOKENS,
+        lambda: Direct(lambda h: (h - h.mean(-1, keepdim=True)) / h.std(-1, keepdim=True)),
+        ("reduction", "mul"),
+    ),
     Case("logsumexp", (4, 24, 256), lambda: Direct(partial(torch.logsumexp, dim=-1)), ("softmax",)),
-    Case("einsum", _TOKENS, lambda: Direct(_einsum), ("matmul",)),
+    Case(
+        "einsum",
+        _TOKENS,
+        lambda: Direct(_of_halves(partial(torch.einsum, "...id,...jd->...ij"))),
+        ("matmul",),
+    ),
     Case("Softmax", _TOKENS, lambda: nn.Softmax(-1), ("softmax",)),
-    Case("F.softmax", _TOKENS, lambda: Direct(_softmax), ("softmax",)),
-    Case("Tensor.softmax", _TOKENS, lambda: Direct(_softmax_method), ("softmax",)),
-    Case("matmul", _TOKENS, lambda: Direct(_scores), ("matmul",)),
-    Case("matmul-broadcast", _TOKENS, lambda: Direct(_broadcast_matmul, w=(20, 24)), ("matmul",)),
-    Case("bmm", _TOKENS, lambda: Direct(_bmm), ("matmul",)),
+    Case("F.softmax", _TOKENS, lambda: Direct(partial(F.softmax, dim=-1)), ("softmax",)),
+    Case("Tensor.softmax", _TOKENS, lambda: Direct(lambda h: h.softmax(1)), ("softmax",)),
+    Case("matmul", _TOKENS, lambda: Direct(_of_halves(lambda q, k: q @ k.mT)), ("matmul",)),
+    Case(
+        "matmul-broadcast", _TOKENS, lambda: Direct(lambda h, w: torch.matmul(w, h), w=(20, 24)), ("matmul",)
+    ),
+    Case("bmm", _TOKENS, lambda: Direct(_of_halves(lambda q, k: torch.bmm(q, k.mT))), ("matmul",)),
     Case("softmax-matmul", (4, 24, 48), lambda: Direct(_explicit_attention), ("softmax", "matmul")),
     Case("attention", (4, 24, 48), lambda: Direct(_attention), ("attention",)),
-    Case("attention-causal", (4, 24, 48), lambda: Direct(_attention_causal), ("attention",)),
-    Case("attention-mask", (4, 24, 48), lambda: Direct(_attention_masked), ("attention",)),
-    Case("attention-bias", (4, 24, 48), lambda: Direct(_attention_biased, bias=(24, 24)), ("attention",)),
+    Case(
+        "attention-causal", (4, 24, 48), lambda: Direct(partial(_attention, is_causal=True)), ("attention",)
+    ),
+    Case("attention-mask", (4, 24, 48), lambda: Direct(partial(_attention, attn_mask=_BAND)), ("attention",)),
+    Case("attention-bias", (4, 24, 48), lambda: Direct(_attention, attn_mask=(24, 24)), ("attention",)),
     Case("attention-grouped", (4, 24, 64), lambda: Direct(_attention_grouped), ("attention",)),
     Case("MultiheadAttention", _TOKENS, lambda: SelfAttention(False), ("attention",)),
     Case("MultiheadAttention-weights", _TOKENS, lambda: SelfAttention(True), ("attention",)),
     Case("LogSoftmax", _TOKENS, lambda: nn.LogSoftmax(-1), ("softmax",)),
     Case("log_softmax-nll_loss", _TOKENS, lambda: Direct(_nll), ("softmax", "loss"), scalar=True),
-    Case("mse_loss", _TOKENS, lambda: Direct(_mse), ("loss", "pointwise"), scalar=True),
-    Case("l1_loss", _TOKENS, lambda: Direct(_l1), ("loss", "pointwise"), scalar=True, lossless=True),
+    Case(
+        "mse_loss",
+        _TOKENS,
+        lambda: Direct(lambda h: F.mse_loss(h, h.detach().sin(), reduction="sum")),
+        ("loss", "pointwise"),
+        scalar=True,
+    ),
+    Case(
+        "l1_loss",
+        _TOKENS,
+        lambda: Direct(lambda h: F.l1_loss(h, h.detach().sin(), reduction="sum")),
+        ("loss", "pointwise"),
+        scalar=True,
+        lossless=True,
+    ),
     Case("bce_with_logits", _TOKENS, lambda: Direct(_bce), ("loss",), scalar=True),
     Case("Dropout", _TOKENS, lambda: nn.Dropout(0.2), ("dropout",), lossless=True),
-    Case("dropout-in-place", _TOKENS, lambda: Direct(_dropout_in_place), ("dropout",), lossless=True),
+    Case(
+        "dropout-in-place",
+        _TOKENS,
+        lambda: Direct(lambda h: F.dropout(h + 0, 0.2, inplace=True)),
+        ("dropout",),
+        lossless=True,
+    ),
     Case("AlphaDropout", _TOKENS, lambda: nn.AlphaDropout(0.2), ("dropout",), lossless=True),
     Case("MaxPool1d", (4, 6, 96), lambda: nn.MaxPool1d(3, 2, dilation=2), ("maxpool",), lossless=True),
     Case("MaxPool2d", _IMAGES, lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True), ("maxpool",), lossless=True),

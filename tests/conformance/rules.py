@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -41,8 +40,6 @@ from tests.conformance.running import (
 EIGHT_BITS = 2e-3
 """Relative squared error of a gradient at 8 bits, groups of 64: (1/255)² times at most some tens."""
 
-Check = Callable[[Case], None]
-
 
 def check_rule_1(case: Case, situation: Situation = PLAIN) -> None:
     """Output, buffers and random state are bitwise plain's, and the gradient is near plain's."""
@@ -69,12 +66,11 @@ def _plain_step(model: nn.Module, x: Tensor, situation: Situation) -> Any:
         raise
 
 
-def check_formula(case: Case, situation: Situation = PLAIN) -> None:
+def check_formula(case: Case) -> None:
     """With nothing encoded the gradient is PyTorch's to rounding."""
-    model, x = build(case, situation)
-    raw = uncoded(model)
-    right = step(model, x, situation)
-    assert relative_error(step(raw, x, situation).gradients, right.gradients) < 1e-10
+    model, x = build(case)
+    right = step(model, x)
+    assert relative_error(step(uncoded(model), x).gradients, right.gradients) < 1e-10
 
 
 def check_rule_2(case: Case, situation: Situation = PLAIN) -> None:
@@ -94,7 +90,7 @@ def check_rule_2(case: Case, situation: Situation = PLAIN) -> None:
         assert kept < 0.5 * plain, f"keeps {kept} bytes of {plain} at 4 bits"
 
 
-def check_rule_3_once(spec: Spec | None = None) -> None:
+def check_rule_3_once() -> None:
     """Three linears of one input keep one packed copy; with other settings for one of them, two."""
 
     class Three(nn.Module):
@@ -120,7 +116,7 @@ def check_rule_3_once(spec: Spec | None = None) -> None:
         assert found == bytes_expected, f"keeps {found} bytes, not {bytes_expected}"
 
 
-def check_rule_3_never_stale(case: Case | None = None) -> None:
+def check_rule_3_never_stale() -> None:
     """A copy is not found again after its tensor has changed in place, or died and left its address to
     another.
     """

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import mesa_tune as mt
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.memory.meter import Meter
-from tests.conformance.cases import Case
+from tests.conformance.cases import Case, SelfAttention
 
 After = Callable[[Tensor], Tensor]
 
@@ -67,44 +68,17 @@ class Situation:
     outside: Callable[..., Tensor] = _call
 
 
-def _dropout(y: Tensor) -> Tensor:
-    return F.dropout(y, 0.1, training=True)
-
-
-def _in_place(y: Tensor) -> Tensor:
-    return y.mul_(2).add_(1)
-
-
 def _in_place_on_view(y: Tensor) -> Tensor:
     (y[:1] if y.dim() else y.view(1)).mul_(2)
     return y
 
 
-def _relu_after(y: Tensor) -> Tensor:
-    return F.relu(y, inplace=True)
+def _function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda h: layer(h) * 1.0
 
 
-def _reentrant(function: Callable[..., Tensor], h: Tensor) -> Tensor:
-    result: Tensor = checkpoint(function, h, use_reentrant=True)
-    return result
-
-
-def _checkpointed(function: Callable[..., Tensor], h: Tensor) -> Tensor:
-    result: Tensor = checkpoint(function, h, use_reentrant=False)
-    return result
-
-
-def _as_function(kind: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def around(layer: nn.Module, h: Tensor) -> Tensor:
-        return kind(lambda given: layer(given) * 1.0, h)
-
-    return around
-
-
-def _reentrant_outside(model: nn.Module, x: Tensor) -> Tensor:
-    # Reentrant checkpointing gives gradients only where an input wants one.
-    return _reentrant(model, x.detach().requires_grad_())
-
+_REENTRANT = partial(checkpoint, use_reentrant=True)
+_CHECKPOINT = partial(checkpoint, use_reentrant=False)
 
 SITUATIONS: tuple[Situation, ...] = (
     Situation(),
@@ -117,16 +91,20 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("on-the-batch", on_batch=True),
     Situation("non-contiguous", non_contiguous=True),
     Situation("zero-batch", zero_batch=True),
-    Situation("dropout-after", after=_dropout),
-    Situation("in-place-after", after=_in_place),
-    Situation("in-place-relu-after", after=_relu_after),
+    Situation("dropout-after", after=lambda y: F.dropout(y, 0.1, training=True)),
+    Situation("in-place-after", after=lambda y: y.mul_(2).add_(1)),
+    Situation("in-place-relu-after", after=lambda y: F.relu(y, inplace=True)),
     Situation("in-place-on-a-view-after", after=_in_place_on_view),
-    Situation("checkpoint", around=_checkpointed),
-    Situation("checkpoint-reentrant", around=_reentrant),
-    Situation("checkpoint-function", around=_as_function(_checkpointed)),
-    Situation("checkpoint-function-reentrant", around=_as_function(_reentrant)),
-    Situation("checkpoint-outside", outside=_checkpointed),
-    Situation("checkpoint-outside-reentrant", outside=_reentrant_outside),
+    Situation("checkpoint", around=_CHECKPOINT),
+    Situation("checkpoint-reentrant", around=_REENTRANT),
+    Situation("checkpoint-function", around=lambda layer, h: _CHECKPOINT(_function(layer), h)),
+    Situation("checkpoint-function-reentrant", around=lambda layer, h: _REENTRANT(_function(layer), h)),
+    Situation("checkpoint-outside", outside=_CHECKPOINT),
+    # Reentrant checkpointing gives gradients only where an input wants one.
+    Situation(
+        "checkpoint-outside-reentrant",
+        outside=lambda model, x: _REENTRANT(model, x.detach().requires_grad_()),
+    ),
 )
 PLAIN = SITUATIONS[0]
 
@@ -143,15 +121,18 @@ class Outcome:
     random_state: Tensor
 
 
+_OTHERWISE_IN_EVAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, SelfAttention)
+
+
 def applies(case: Case, situation: Situation) -> bool:
-    """Whether PyTorch itself can be in the situation with this case, and any gradient is wanted."""
-    if situation.zero_batch and case.min_batch:
-        return False
-    if situation.zero_batch and case.id.startswith(("MultiheadAttention", "Conv3d")):
+    """Whether the situation is possible with this case in PyTorch itself, and is none of the others."""
+    if situation.zero_batch and (case.min_batch or case.id.startswith(("MultiheadAttention", "Conv3d"))):
         return False
     layer = case.module()
-    has_parameters = any(True for _ in layer.parameters())
-    return has_parameters or not (situation.frozen_input or situation.on_batch)
+    if not situation.training and not isinstance(layer, _OTHERWISE_IN_EVAL):
+        return False
+    needs_parameters = situation.frozen_weight or situation.frozen_input or situation.on_batch
+    return not needs_parameters or any(True for _ in layer.parameters())
 
 
 def build(case: Case, situation: Situation = PLAIN) -> tuple[nn.Module, Tensor]:

@@ -18,9 +18,7 @@ from mesa_tune.codecs import quantize
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.engine import cache
 from mesa_tune.engine.plan import CallPlan
-from tests.cached_calls import refuse, refusing, same, step, uncached
-
-X = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(0))
+from tests.cached_calls import X, check_step, refuse, refusing, same, step, twins, uncached
 
 
 class Net(nn.Module):
@@ -74,10 +72,7 @@ def test_a_step_like_the_last_one_asks_no_route(
     model, twin = converted(), converted()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for turn in range(4):
-            with uncached():
-                right = step(twin)
-            with refusing(*FUNCTIONS) if turn > 1 else nullcontext():
-                assert same(step(model), right)
+            check_step(model, twin, refused=FUNCTIONS if turn > 1 else ())
         with refusing(*FUNCTIONS), uncached(), pytest.raises(AssertionError, match="asked again"):
             twin(X)
 
@@ -94,7 +89,6 @@ def widen(model: Net) -> None:
 
 
 CHANGES: dict[str, Callable[[Net], Any]] = {
-    "nothing": lambda model: None,
     "frozen": freeze,
     "wider": widen,
     "16 bits": lambda model: model.bfloat16(),
@@ -119,9 +113,7 @@ def test_what_changes_is_seen(name: str, guards: bool, monkeypatch: pytest.Monke
                 CHANGES[name](each)
         x = X.to(model.weight.dtype)
         x = x[:4] if turn == 3 else x
-        with uncached():
-            right = step(twin, x)
-        assert same(step(model, x), right)
+        check_step(model, twin, x)
 
 
 def test_autocast_is_seen() -> None:
@@ -131,9 +123,7 @@ def test_autocast_is_seen() -> None:
         each.weight.data *= 0.1  # or its products are too large for 16 bits
     for dtype in (None, brain, brain, half, half, None, None, half):
         with torch.autocast("cpu", dtype or half, enabled=dtype is not None):
-            with uncached():
-                right = step(twin)
-            assert same(step(model), right)
+            check_step(model, twin)
 
 
 def test_the_batch_is_not_packed_where_the_last_input_was() -> None:
@@ -160,9 +150,7 @@ def test_the_batch_is_not_packed_where_the_last_input_was() -> None:
 def test_other_codecs_give_the_same(settings: dict[str, Any]) -> None:
     model, twin = converted(**settings), converted(**settings)
     for _ in range(4):
-        with uncached():
-            right = step(twin)
-        assert same(step(model), right)
+        check_step(model, twin)
 
 
 def test_how_tensors_are_stored_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,10 +193,7 @@ def test_several_shapes_are_cached() -> None:
     model, twin = converted(), converted()
     for turn in range(9):
         x = X[: 4 + turn % 3]
-        with uncached():
-            right = step(twin, x)
-        with refusing(*FUNCTIONS) if turn > 5 else nullcontext():
-            assert same(step(model, x), right)
+        check_step(model, twin, x, refused=FUNCTIONS if turn > 5 else ())
 
 
 def test_shapes_that_differ_from_step_to_step_are_not_cached() -> None:
@@ -232,15 +217,10 @@ def test_a_tensor_that_is_passed_twice() -> None:
 
         same = True
 
-    plain, policy = Twice(), mt.Policy.uniform(level=16)
-    model: Any = mt.convert(copy.deepcopy(plain), policy, seed=1, min_elements=0)
-    twin: Any = mt.convert(plain, policy, seed=1, min_elements=0)
+    model, twin = twins(Twice())
     for turn in range(5):
         model.same = twin.same = turn != 3
-        with uncached():
-            right = step(twin)
-        with refusing(F.layer_norm) if turn == 4 else nullcontext():
-            assert same(step(model), right)
+        check_step(model, twin, refused=(F.layer_norm,) if turn == 4 else ())
 
 
 def test_what_a_function_does_beside_its_formula_is_done_each_time() -> None:

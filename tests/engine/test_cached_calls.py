@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from tests.cached_calls import refusing, same, step, uncached
+from tests.cached_calls import X, check_step, refusing, same, twins, uncached
+from tests.conformance.cases import Direct
 from tests.functional_cases import CASES, fresh, gradients
-
-X = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(0))
 
 
 class Attending(nn.Module):
@@ -34,17 +32,12 @@ class Attending(nn.Module):
 
 
 def test_masked_attention_is_cached_by_what_its_mask_is() -> None:
-    plain = Attending()
-    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    twin = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    model, twin = twins(Attending())
     rows, columns = torch.randn(16, 1), torch.randn(1, 16)
     kinds: list[tuple[Tensor, ...]] = [(), (rows + columns,), (rows, columns)]
     for turn in range(4):
         for masks in kinds:
-            with uncached():
-                right = step(twin, X, masks)
-            with refusing(F.scaled_dot_product_attention) if turn > 1 else nullcontext():
-                assert same(step(model, X, masks), right)
+            check_step(model, twin, X, masks, refused=(F.scaled_dot_product_attention,) if turn > 1 else ())
 
 
 class Deriving(nn.Module):
@@ -64,23 +57,15 @@ class Deriving(nn.Module):
 
 
 def test_derived_calls_are_cached_by_what_can_be_derived() -> None:
-    policy = mt.Policy.uniform(level=16, store="derive")
-    plain = Deriving()
-    model: Any = mt.convert(copy.deepcopy(plain), policy, seed=1, min_elements=0)
-    twin: Any = mt.convert(plain, policy, seed=1, min_elements=0)
+    model, twin = twins(Deriving(), store="derive")
     for turn in range(9):
         model.exact = twin.exact = turn in (4, 5)
-        with uncached():
-            right = step(twin)
         functions = (F.linear, F.layer_norm, F.softmax) if turn in (3, 6, 7, 8) else ()
-        with refusing(*functions):
-            assert same(step(model), right)
+        check_step(model, twin, refused=functions)
 
 
 def test_parts_of_multi_head_attention_are_cached() -> None:
-    plain = nn.MultiheadAttention(12, 2, batch_first=True)
-    model = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    twin = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    model, twin = twins(nn.MultiheadAttention(12, 2, batch_first=True))
     x, mask = X.clone().requires_grad_(), torch.randn(16, 16)
     for turn in range(5):
         outputs = []
@@ -97,8 +82,8 @@ def test_parts_of_multi_head_attention_are_cached() -> None:
 @pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}], ids=str)
 def test_the_loss_under_compress_saved_is_cached(settings: dict[str, Any]) -> None:
     policy, target = mt.Policy.uniform(level=16, **settings), torch.arange(6)
-    head = nn.Linear(2000, 2000)
-    x = torch.randn(6, 2000, requires_grad=True)
+    head = nn.Linear(200, 2000)
+    x = torch.randn(6, 200, requires_grad=True)
     for turn in range(5):
         refused = refusing(F.linear, F.cross_entropy) if turn > 2 else nullcontext()
         with mt.compress_saved(policy, seed=turn), refused:
@@ -107,6 +92,13 @@ def test_the_loss_under_compress_saved_is_cached(settings: dict[str, Any]) -> No
         assert torch.equal(loss, plain)
         found, right = (torch.autograd.grad(value, head.weight)[0] for value in (loss, plain))
         assert 0 < (found - right).norm() < 0.5 * right.norm()
+
+
+class Called(nn.Module):
+    """A call of a function."""
+
+    def forward(self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
 
 
 class Lists(nn.Module):
@@ -122,29 +114,17 @@ class Lists(nn.Module):
 
 
 def test_lists_are_compared_by_their_elements() -> None:
-    plain = Lists()
-    model: Any = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    twin: Any = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    model, twin = twins(Lists())
     for turn in range(8):
         if turn == 4:
             for module in (model, twin):
                 module.sizes.insert(0, 16)
-        with uncached():
-            right = step(twin)
-        with refusing(F.layer_norm, torch.einsum) if turn in (3, 7) else nullcontext():
-            assert same(step(model), right)
+        check_step(model, twin, refused=(F.layer_norm, torch.einsum) if turn in (3, 7) else ())
 
 
 def test_calls_that_stay_plain_are_cached() -> None:
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(12))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(x * self.scale)
-
-    model, x = mt.convert(Small(), mt.Policy.uniform(level=16)), X.clone()
+    plain = Direct(lambda h, scale: torch.tanh(h * scale), scale=(12,))
+    model, x = mt.convert(plain, mt.Policy.uniform(level=16)), X.clone()
     for turn in range(4):
         with refusing(torch.tanh, Tensor.__mul__) if turn > 1 else nullcontext():
             assert type(model(x).grad_fn).__name__ == "TanhBackward0"
@@ -165,52 +145,51 @@ def test_in_place_calls_are_cached_by_what_may_be_changed() -> None:
             torch.relu_(part)
             return y.sum() * 1.0 + part.square().sum()
 
-    plain = InPlace()
-    model: Any = mt.convert(copy.deepcopy(plain), mt.Policy.uniform(level=16), seed=1, min_elements=0)
-    twin: Any = mt.convert(plain, mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    model, twin = twins(InPlace())
     for turn in range(8):
         model.view = twin.view = turn in (3, 4, 5, 7)
-        with uncached():
-            right = step(twin)
-        with refusing(torch.relu_) if turn in (2, 6, 7) else nullcontext():
-            assert same(step(model), right)
+        check_step(model, twin, refused=(torch.relu_,) if turn in (2, 6, 7) else ())
 
 
 @pytest.mark.parametrize(("first", "then"), [(0.0, -0.0), (0, False), (1, 1.0), (0.5, 0.25)])
 def test_numbers_that_are_equal_may_differ(first: Any, then: Any) -> None:
-    class Filled(nn.Module):
-        def forward(self, x: Tensor, number: Any) -> Tensor:
-            return x.masked_fill(x < 0, number)
-
-    model = mt.convert(Filled(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
+    model = mt.convert(Called(), mt.Policy.uniform(level=16), seed=1, min_elements=0)
     x = torch.randn(6, 20, requires_grad=True) * 1.0
     for number in (first, first, then, then, first):
-        found, right = model(x, number), x.masked_fill(x < 0, number)
+        found, right = model(Tensor.masked_fill, [x, x < 0, number], {}), x.masked_fill(x < 0, number)
         assert torch.equal(found.signbit(), right.signbit())
         assert torch.equal(found, right)
 
 
-class Called(nn.Module):
-    """A call of a function."""
+CAST = ("linear", "addmm", "conv2d", "conv_transpose1d", "batch_norm", "layer_norm", "gelu", "mul", "einsum")
+CAST += (
+    "softmax",
+    "matmul",
+    "baddbmm",
+    "attention_float_mask",
+    "cross_entropy",
+    "mse_loss",
+    "cosine_similarity",
+)
+"""Functions whose inputs or outputs autocast casts, each in another way."""
 
-    def forward(self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
 
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [*((name, False) for name in sorted(CASES)), *((name, True) for name in CAST)],
+    ids=lambda each: each if isinstance(each, str) else "autocast" * each,
+)
 def test_every_function_gives_the_same_again(name: str, autocast: bool) -> None:
+    """The first call is planned, the second cached, the third runs by what is cached."""
     case = CASES[name]
-    function, kwargs = case.function, case.kwargs
-    policy = mt.Policy.uniform(level=16)
-    model, twin = (mt.convert(Called(), policy, seed=1, min_elements=0) for _ in range(2))
-    for turn in range(4):
+    model, twin = twins(Called())
+    for turn in range(3):
         found = []
         for each, way in ((model, nullcontext()), (twin, uncached())):
             args = fresh(case, torch.float32, seed=turn)
             torch.manual_seed(turn)
             with way, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                y = each(function, args, kwargs)
+                y = each(case.function, args, case.kwargs)
             found.append([y.detach(), *gradients(y, args)])
         assert same(*found)
 

@@ -62,7 +62,7 @@ def rows() -> Tensor:
     return torch.randn(ROWS, WIDTH)
 
 
-def images() -> Tensor:
+def feature_maps() -> Tensor:
     return torch.randn(4, 8, 16, 16)
 
 
@@ -91,6 +91,14 @@ def step(
     return y.detach(), torch.cat([each.grad.flatten() for each in weights if each.grad is not None])
 
 
+def gradient_error(plain: nn.Module, x: Tensor, *names: str) -> tuple[float, Any]:
+    """The larger error of the gradients of `names` in two steps with `derive`; and the converted model."""
+    _, exact = step(plain, x, [plain.get_parameter(name) for name in names])
+    network = converted(plain, "derive")
+    weights = [network.get_parameter(name) for name in names]
+    return max(error(step(network, x, weights)[1], exact) for _ in range(2)), network
+
+
 def error(found: Tensor, exact: Tensor) -> float:
     return ((found - exact).square().sum() / exact.square().sum()).item()
 
@@ -109,9 +117,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "silu": (lambda: model(Mlp(F.silu)), rows, NARROW + WIDE),
     "relu": (lambda: model(Mlp(F.relu)), rows, NARROW),
     "gated": (lambda: model(Gated()), rows, 2 * NARROW + 2 * WIDE),
-    "groups": (lambda: model(nn.Sequential(nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1)), 8), images, 8192),
-    "convolutions": (lambda: model(convolutions(False), 8), images, 2 * 8192),
-    "convolutions-in-place": (lambda: model(convolutions(True), 8), images, 2 * 8192),
+    "groups": (lambda: model(nn.Sequential(nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1)), 8), feature_maps, 8192),
+    "convolutions": (lambda: model(convolutions(False), 8), feature_maps, 2 * 8192),
+    "convolutions-in-place": (lambda: model(convolutions(True), 8), feature_maps, 2 * 8192),
 }
 
 
@@ -120,17 +128,11 @@ MORE_RANGES = {"gated": 8 * (ROWS - NARROW // 256)}
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_outputs_are_not_stored(name: str) -> None:
+def test_outputs_are_not_stored_and_the_gradient_is_as_good(name: str) -> None:
     make, batch, elements = CASES[name]
     plain, x = make(), batch()
     stored, derived = (saved(converted(plain, store), x) for store in ("quantize", "derive"))
     assert stored - derived == ops.packed_bytes(elements, 8) + MORE_RANGES.get(name, 0)
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_forward_is_plains_and_the_gradient_as_good(name: str) -> None:
-    make, batch, _ = CASES[name]
-    plain, x = make(), batch()
     expected, exact = step(plain, x, list(plain.parameters()))
     for level, allowed in ((256, 1e-3), (16, 0.1)):
         network = converted(plain, "derive", level)
@@ -140,7 +142,13 @@ def test_forward_is_plains_and_the_gradient_as_good(name: str) -> None:
             assert 0 < error(found, exact) < allowed
 
 
-@pytest.mark.parametrize("name", list(CASES))
+TRACED = [
+    pytest.param(name, marks=() if name in ("gelu", "convolutions-in-place") else pytest.mark.slow("compile"))
+    for name in CASES
+]
+
+
+@pytest.mark.parametrize("name", TRACED)
 def test_one_graph(name: str) -> None:
     make, batch, _ = CASES[name]
     plain, x = make(), batch()
@@ -183,13 +191,7 @@ class Changed(Mlp):
 
 
 def test_an_output_that_changed_is_stored() -> None:
-    plain, x = model(Changed()), rows()
-    weights = [plain.get_parameter("1.first.weight")]
-    _, exact = step(plain, x, weights)
-    network = converted(plain, "derive")
-    for _ in range(2):
-        _, found = step(network, x, [network.get_parameter("1.first.weight")])
-        assert error(found, exact) < 1e-3
+    assert gradient_error(model(Changed()), rows(), "1.first.weight")[0] < 1e-3
 
 
 def test_views_are_made_again_as_views() -> None:
@@ -200,12 +202,7 @@ def test_views_are_made_again_as_views() -> None:
             return y
 
     plain, x = model(Heads()), rows()
-    weights = list(plain.get_submodule("1.norm").parameters())
-    _, exact = step(plain, x, weights)
-    network = converted(plain, "derive")
-    for _ in range(2):
-        _, found = step(network, x, list(network.get_submodule("1.norm").parameters()))
-        assert 0 < error(found, exact) < 1e-3
+    assert 0 < gradient_error(plain, x, "1.norm.weight", "1.norm.bias")[0] < 1e-3
     stored, derived = (saved(converted(plain, store), x) for store in ("quantize", "derive"))
     assert stored - derived == ops.packed_bytes(NARROW, 8)
 
@@ -221,13 +218,7 @@ def test_small_parts_of_an_output_are_stored_exactly() -> None:
             y: Tensor = self.first(self.norm(x)[:8])
             return y
 
-    plain, x = model(First()), rows()
-    weights = [plain.get_parameter("1.first.weight")]
-    _, exact = step(plain, x, weights)
-    network = converted(plain, "derive")
-    for _ in range(2):
-        _, found = step(network, x, [network.get_parameter("1.first.weight")])
-        assert torch.equal(found, exact)
+    assert gradient_error(model(First()), rows(), "1.first.weight")[0] == 0
 
 
 def test_only_layers_that_ask_derive() -> None:
@@ -274,15 +265,10 @@ def test_an_output_without_a_gradient_gives_none() -> None:
             y: Tensor = Nothing.apply(self.norm(x))  # type: ignore[no-untyped-call]
             return y + x
 
-    plain, x = model(Blind()), rows()
-    weight = [plain.get_parameter("0.weight")]
-    _, exact = step(plain, x, weight)
-    network = converted(plain, "derive")
-    for _ in range(2):
-        _, found = step(network, x, [network.get_parameter("0.weight")])
-        assert error(found, exact) < 1e-3
-        norm = network.get_parameter("1.norm.weight").grad
-        assert norm is None or not norm.any()
+    found, network = gradient_error(model(Blind()), rows(), "0.weight")
+    assert found < 1e-3
+    norm = network.get_parameter("1.norm.weight").grad
+    assert norm is None or not norm.any()
 
 
 def test_backward_makes_no_zeros_for_the_parts_given_out() -> None:
@@ -300,8 +286,7 @@ def test_backward_makes_no_zeros_for_the_parts_given_out() -> None:
 
 def test_compiled_code_stores_an_output_that_changed_in_a_model_inside_another() -> None:
     plain, x = model(Changed()), rows()
-    weights = [plain.get_parameter("1.first.weight")]
-    _, exact = step(plain, x, weights)
+    _, exact = step(plain, x, [plain.get_parameter("1.first.weight")])
     network = converted(plain, "derive")
     mt.convert(network[1], policy("derive"), min_elements=1024)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")

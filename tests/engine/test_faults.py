@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,8 +20,6 @@ from mesa_tune.engine.routing import state, top_hooks
 from tests.builders import ViT
 
 Gradients = dict[str, Tensor]
-Raise = Callable[[], None]
-FAULTS = (ValueError, KeyboardInterrupt)
 
 
 class Interrupted(nn.Module):
@@ -107,39 +105,30 @@ def check_next_steps(model: Network, other: Network) -> None:
         assert same(step(model, turn), step(other, turn))
 
 
-@pytest.mark.parametrize("steps", [0, 4])
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "non-reentrant", "reentrant"])
-def test_a_fault_in_forward(fault: type[BaseException], steps: int, reentrant: bool | None) -> None:
+@pytest.mark.parametrize("where", ["in forward", "in backward"])
+@pytest.mark.parametrize(
+    ("fault", "steps", "reentrant"),
+    [(ValueError, 0, None), (KeyboardInterrupt, 4, None), (ValueError, 4, False), (ValueError, 4, True)],
+    ids=["", "interrupt-cached", "non-reentrant", "reentrant"],
+)
+def test_a_fault(where: str, fault: type[BaseException], steps: int, reentrant: bool | None) -> None:
     model, other = networks(reentrant)
     for turn in range(steps):
         assert same(step(model, turn), step(other, turn))
-    model.middle.forward_fault = fault
-    with pytest.raises(fault, match="in forward"):
-        model(batch(9))
-    other(batch(9))  # that forward counts, with its noise
-    check_next_steps(model, other)
-
-
-@pytest.mark.parametrize("steps", [0, 4])
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "non-reentrant", "reentrant"])
-def test_a_fault_in_backward(fault: type[BaseException], steps: int, reentrant: bool | None) -> None:
-    model, other = networks(reentrant)
-    for turn in range(steps):
-        assert same(step(model, turn), step(other, turn))
-    model.middle.backward_fault = fault
-    with pytest.raises(fault, match="in backward"):
+    if where == "in forward":
+        model.middle.forward_fault = fault
+    else:
+        model.middle.backward_fault = fault
+    with pytest.raises(fault, match=where):
         step(model, 9)
-    step(other, 9)
+    _ = other(batch(9)) if where == "in forward" else step(other, 9)  # that forward counts, with its noise
     check_next_steps(model, other)
 
 
 @pytest.mark.parametrize(
     "where", [(quantize, "encode_rows"), (apply, "_gradients")], ids=["encode", "backward"]
 )
-@pytest.mark.parametrize("calls", [1, 4])
-@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize(("calls", "steps"), [(1, 0), (4, 4)])
 def test_an_interrupt_inside_our_own_code(
     where: tuple[Any, str], calls: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,13 +11,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mesa_tune as mt
 from mesa_tune.codecs import Spec
-from mesa_tune.engine.saved import LARGE, SavedTensor
+from mesa_tune.engine.saved import SavedTensor
 from mesa_tune.engine.storage import decided, store
 from mesa_tune.formulas import linear
 from mesa_tune.ops.devices import as_on_cuda
 from mesa_tune.policy.settings import LayerSettings
 
 KEY = torch.tensor([5], dtype=torch.int64)
+LARGE = 1 << 16
+
+
+@pytest.fixture
+def lower_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of `LARGE` elements are decoded in pieces, as much larger ones are outside of tests."""
+    monkeypatch.setattr("mesa_tune.engine.saved.LARGE", LARGE)
 
 
 def saved(x: Tensor, axis: int = 0, **settings: Any) -> SavedTensor:
@@ -54,8 +61,9 @@ def test_a_wider_dtype_decodes_the_same_numbers() -> None:
 
 @pytest.mark.parametrize("share", [1e-6, 0.1, 0.9])
 @pytest.mark.parametrize(
-    "shape", [(5, 8, LARGE // 40 + 1), (7, 16, 150, 250), (6, LARGE // 48 + 1, 8)], ids=str
+    "shape", [(5, 8, LARGE // 40 + 1), (7, 16, 20, 30), (6, LARGE // 48 + 1, 8)], ids=str
 )
+@pytest.mark.usefixtures("lower_limit")
 def test_rows_are_decoded_some_samples_at_a_time(shape: tuple[int, ...], share: float) -> None:
     torch.manual_seed(0)
     axis = -1 if shape[-1] == 8 else 1 - len(shape)
@@ -70,7 +78,8 @@ def test_rows_are_decoded_some_samples_at_a_time(shape: tuple[int, ...], share: 
     assert largest == 2  # of 5 to 7 samples
 
 
-@pytest.mark.parametrize(("least", "pieces"), [(None, 1), (1 << 16, 4)], ids=["whole", "beyond the limit"])
+@pytest.mark.usefixtures("lower_limit")
+@pytest.mark.parametrize(("least", "pieces"), [(None, 1), (LARGE, 4)], ids=["whole", "beyond the limit"])
 def test_on_cuda_only_the_largest_tensors_are_decoded_in_pieces(
     least: int | None, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +104,7 @@ class Decoded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("lower_limit")
 @pytest.mark.parametrize("kind", ["linear", "linear in pieces", "conv"])
 def test_a_large_input_is_never_whole_under_autocast(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

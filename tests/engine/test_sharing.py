@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
+import mesa_tune.nn as mesa_nn
 from mesa_tune import ops
 from mesa_tune.codecs import CODECS, quantize
+from mesa_tune.engine import registry
 from mesa_tune.policy import Policy
+from mesa_tune.profiler.memory.meter import Meter
 from tests.builders import Block
 from tests.conformance.running import relative_error, saved_bytes
 
@@ -111,8 +114,6 @@ def test_an_in_place_change_between_two_keepers_gives_each_its_own_values() -> N
 def test_memory_goes_with_the_graph() -> None:
     model, x = _convert(nn.Sequential(nn.Linear(64, 64), Block(64))), torch.randn(4, 32, 64)
     assert saved_bytes(model, x) == saved_bytes(model, x)
-    from mesa_tune.profiler.memory.meter import Meter
-
     with Meter() as meter:
         model(x).sum().backward()
         model.zero_grad(set_to_none=True)
@@ -157,3 +158,37 @@ def test_views_of_all_of_a_storage_share_a_copy(counting: _Counting) -> None:
     found = torch.autograd.grad(loss, list(model.parameters()))
     for one, other in zip(found, torch.autograd.grad(plain(x), list(plain.parameters())), strict=True):
         assert (one - other).norm() <= 0.02 * other.norm()
+
+
+def test_layers_that_stand_alone_leave_no_trace_of_dead_tensors() -> None:
+    registry.registry.clear()
+    layer = mesa_nn.Linear(8, 8)
+    for _ in range(3 * registry._FIRST_LIMIT):
+        layer(torch.randn(4, 8, requires_grad=True))
+    assert len(registry.registry._records) <= registry._FIRST_LIMIT
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 4), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        token = (x * 1.0)[:, 0]
+        return self.first(token), self.second(token)
+
+
+def kept(output: Tensor) -> Tensor:
+    """The input that the linear layer of `output` keeps."""
+    assert output.grad_fn is not None
+    tensor: Tensor = output.grad_fn.saved_tensors[0]  # type: ignore[attr-defined]
+    return tensor
+
+
+def test_a_small_view_of_a_large_storage_is_copied_once() -> None:
+    model = mt.convert(TwoHeads(), mt.Policy.uniform(16))
+    x = torch.randn(8, 64, 32, requires_grad=True)
+    first, second = (kept(output) for output in model(x))
+    assert first.untyped_storage().nbytes() == 8 * 32 * 4
+    assert first.data_ptr() == second.data_ptr()
+    assert torch.equal(first, x[:, 0])

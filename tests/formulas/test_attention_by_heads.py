@@ -17,7 +17,7 @@ from mesa_tune.formulas.attention import by_heads as attention_by_heads
 BATCH, TOKENS, HEADS, WIDTH = 9, 37, 4, 16
 
 
-class Block(nn.Module):
+class ProjectedAttention(nn.Module):
     """Attention over queries, keys and values that `split` makes of one projection."""
 
     def __init__(self, split: Callable[[Tensor], Any], **arguments: Any) -> None:
@@ -48,7 +48,7 @@ SPLITS = {"one": of_one_tensor, "own": of_their_own, "oblong": fewer_queries}
 
 
 def gradients(
-    block: Block,
+    block: ProjectedAttention,
     level: int | None,
     monkeypatch: pytest.MonkeyPatch,
     by_heads: bool = True,
@@ -87,36 +87,38 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("heads", [1, 8, 1000])
+PAIRS = [(name, mask) for name in SPLITS for mask in MASKS if (name, mask) != ("oblong", "bool")]
+
+
 @pytest.mark.parametrize(
-    ("name", "mask"),
-    [(name, mask) for name in SPLITS for mask in MASKS if (name, mask) != ("oblong", "bool")],
+    ("name", "mask", "heads"),
+    [*((*pair, 8) for pair in PAIRS), *(("own", mask, heads) for mask in MASKS for heads in (1, 1000))],
 )
-@pytest.mark.parametrize("level", [16, 256])
 def test_the_gradients_are_those_of_the_forward_run_again(
-    level: int, name: str, mask: str, heads: int, monkeypatch: pytest.MonkeyPatch
+    name: str, mask: str, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_by_heads, "HEADS_A_THREAD", heads)
     torch.manual_seed(0)
-    block = Block(SPLITS[name], scale=0.3, **MASKS[mask]())
-    found, again = (gradients(block, level, monkeypatch, by_heads) for by_heads in (True, False))
+    block = ProjectedAttention(SPLITS[name], scale=0.3, **MASKS[mask]())
+    found, again = (gradients(block, 16, monkeypatch, by_heads) for by_heads in (True, False))
     assert (found - again).norm() < 2e-6 * again.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tokens", [36, 37])
 @pytest.mark.parametrize(
-    ("name", "mask"),
-    [(name, mask) for name in SPLITS for mask in MASKS if (name, mask) != ("oblong", "bool")],
+    ("name", "mask", "tokens", "dtype"),
+    [
+        *((*pair, TOKENS, torch.bfloat16) for pair in PAIRS),
+        *((*pair, TOKENS, torch.float16) for pair in PAIRS if "own" in pair),
+        *((name, mask, TOKENS - 1, torch.bfloat16) for name in SPLITS for mask in ("none", "causal")),
+    ],
+    ids=str,
 )
 def test_gradients_of_16_bits_are_computed_in_32(
     name: str, mask: str, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_by_heads, "_has_matrix_unit", lambda: False)
-    if mask in {"bool", "float"} and tokens != TOKENS:
-        pytest.skip("masks are made for one number of tokens")
     torch.manual_seed(0)
-    block = Block(SPLITS[name], scale=0.3, **MASKS[mask]())
+    block = ProjectedAttention(SPLITS[name], scale=0.3, **MASKS[mask]())
     exact = gradients(block, 256, monkeypatch, tokens=tokens)
     found, again = (gradients(block, 256, monkeypatch, by_heads, tokens, dtype) for by_heads in (True, False))
     assert (found - again).norm() < 0.03 * again.norm()
@@ -136,18 +138,20 @@ def test_parts_are_decoded_by_the_sample(tokens: int, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(SavedTensor, "samples", counted)
     torch.manual_seed(0)
-    gradients(Block(of_their_own), 16, monkeypatch, tokens=tokens)
+    gradients(ProjectedAttention(of_their_own), 16, monkeypatch, tokens=tokens)
     # 36 tokens: a thread takes at least 16 heads, those of 4 samples, and at most half of the 9 samples.
     # 37 tokens: a sample has 37 x 64 elements, 9.25 groups of 256, so 4 samples are the fewest.
     assert counts == [min(4, BATCH - first) for first in range(0, BATCH, 4) for _ in range(3)]
 
 
-UNSERVED: dict[str, Callable[[], Block]] = {
-    "a mask that wants a gradient": lambda: Block(
+UNSERVED: dict[str, Callable[[], ProjectedAttention]] = {
+    "a mask that wants a gradient": lambda: ProjectedAttention(
         of_their_own, attn_mask=torch.zeros(TOKENS, TOKENS, requires_grad=True)
     ),
-    "fewer heads than threads": lambda: Block(lambda x: [part[:1, :1] for part in of_their_own(x)]),
-    "grouped heads": lambda: Block(
+    "fewer heads than threads": lambda: ProjectedAttention(
+        lambda x: [part[:1, :1] for part in of_their_own(x)]
+    ),
+    "grouped heads": lambda: ProjectedAttention(
         lambda x: [part[:, : HEADS // (1 + min(place, 1))] for place, part in enumerate(of_their_own(x))],
         enable_gqa=True,
     ),
@@ -164,13 +168,13 @@ def test_what_it_does_not_serve_runs_again(name: str, monkeypatch: pytest.Monkey
     torch.manual_seed(0)
     gradients(UNSERVED[name](), 16, monkeypatch)
     with pytest.raises(AssertionError):
-        gradients(Block(of_their_own), 16, monkeypatch)
+        gradients(ProjectedAttention(of_their_own), 16, monkeypatch)
 
 
 @pytest.mark.parametrize("mask", list(MASKS))
 def test_dropout_is_that_of_the_forward(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    block = Block(of_their_own, dropout_p=0.2, **MASKS[mask]())
+    block = ProjectedAttention(of_their_own, dropout_p=0.2, **MASKS[mask]())
     plain = gradients(block, None, monkeypatch)
     fine = gradients(block, 256, monkeypatch)
     assert (fine - plain).norm() < 0.02 * plain.norm()
@@ -181,4 +185,4 @@ def test_dropout_is_that_of_the_forward(mask: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("by_heads", [True, False])
 def test_dropout_of_everything_gives_zeros(by_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    assert not gradients(Block(of_their_own, dropout_p=1.0), 16, monkeypatch, by_heads).any()
+    assert not gradients(ProjectedAttention(of_their_own, dropout_p=1.0), 16, monkeypatch, by_heads).any()

@@ -15,6 +15,7 @@ from mesa_tune.engine.call import Call
 from mesa_tune.formulas.norms.composed import aligned, is_repeated
 from mesa_tune.policy import Policy
 from mesa_tune.profiler.errors.joint_error import JointError
+from tests.builders import workload
 from tests.functional_cases import EIGHT, Bare
 
 
@@ -61,9 +62,13 @@ def _gradient(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "norm", [LlamaRMSNorm, T5LayerNorm, DividedNorm, nn.RMSNorm], ids=lambda n: n.__name__
+    ("norm", "width"),
+    [
+        *((LlamaRMSNorm, width) for width in (32, 100, 256, 127)),
+        *((T5LayerNorm, 100), (DividedNorm, 32), (DividedNorm, 127), (nn.RMSNorm, 256), (nn.RMSNorm, 127)),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
-@pytest.mark.parametrize("width", [32, 100, 256, 127])
 def test_error_is_not_amplified(norm: type[nn.Module], width: int) -> None:
     torch.manual_seed(0)
     plain = Lifted(norm(width), 24, width)
@@ -80,12 +85,11 @@ def test_error_is_not_amplified(norm: type[nn.Module], width: int) -> None:
 def test_prices_are_those_of_groups_that_end_with_rows() -> None:
     width = 100
     x = _inputs(width)["uneven rows"]
-    work = mt.Workload(
+    factors = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    work = workload(
         lambda: Lifted(LlamaRMSNorm(width), 24, width),
-        lambda count: torch.cat([x] * 4),
-        lambda model, batch: (
-            model(batch) * torch.randn(16, generator=torch.Generator().manual_seed(0))
-        ).sum(),
+        lambda _: torch.cat([x] * 4),
+        lambda model, batch: (model(batch) * factors).sum(),
         batch_size=16,
     )
     profile = mt.profile(work, options=[mt.LayerSettings(level=16)])

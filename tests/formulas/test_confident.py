@@ -46,9 +46,14 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+BITS = {"8 bits": (256, 3e-5), "4 bits": (16, 9e-3)}
+
+
 @pytest.mark.parametrize("margin", [6.5, 11.5], ids=["loss-0.06", "loss-5e-4"])
-@pytest.mark.parametrize(("level", "bound"), [(256, 3e-5), (16, 9e-3)], ids=["8 bits", "4 bits"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "level", "bound"),
+    [*((name, *BITS["8 bits"]) for name in LOSSES), ("indices", *BITS["4 bits"]), ("soft", *BITS["4 bits"])],
+)
 def test_a_confident_models_gradient_is_as_good_as_any(
     name: str, level: int, bound: float, margin: float
 ) -> None:

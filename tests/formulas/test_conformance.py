@@ -1,4 +1,4 @@
-"""Every function and layer passes every rule, in every situation."""
+"""Every function and layer passes the rules; one of each kind does in every situation."""
 
 from __future__ import annotations
 
@@ -8,51 +8,61 @@ import pytest
 import torch
 
 from mesa_tune import notice
+from mesa_tune.conversion.model import conversion_of
 from mesa_tune.formulas.table import FORMULAS, ROUTES
 from tests.conformance import rules
 from tests.conformance.cases import CASES, Case, case
 from tests.conformance.running import PLAIN, SITUATIONS, Situation, applies, build, converted, step
 
+KINDS = (
+    *("Linear", "Conv2d", "BatchNorm2d", "LayerNorm", "GELU", "relu_", "SwiGLU", "normalize", "Dropout"),
+    *("MaxPool2d", "Softmax", "softmax-matmul", "attention", "MultiheadAttention-weights", "cross_entropy"),
+)
+"""A case of each kind: what is true of one is true of its like, where formulas have no part in it."""
+
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda each: each.id)
+by_kind = pytest.mark.parametrize("case", [case(name) for name in KINDS], ids=KINDS)
 lossy = pytest.mark.parametrize("case", [c for c in CASES if not c.lossless], ids=lambda each: each.id)
 BY_ID = {situation.id: situation for situation in SITUATIONS}
 
 
+def in_situations(of_all: set[str], of_kinds: set[str]) -> pytest.MarkDecorator:
+    """Every case in the situations `of_all`, and one of each kind in those `of_kinds`."""
+    pairs = [
+        pytest.param(each, situation, id=f"{each.id}-{situation.id}")
+        for each in CASES
+        for situation in SITUATIONS
+        if situation.id in (of_all | of_kinds if each.id in KINDS else of_all) and applies(each, situation)
+    ]
+    return pytest.mark.parametrize(("case", "situation"), pairs)
+
+
 @pytest.fixture(autouse=True)
 def _silent() -> Iterator[None]:
-    """A function that passes must not have been refused. One thread: the tensors are tiny."""
+    """A function that passes must not have been refused."""
     notice._given.clear()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     assert not [text for text in notice._given if "uncompressed" in text]
 
 
-@by_case
-@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda each: each.id)
+OF_FORMULAS = {"train", "eval", "autocast", "frozen-weight", "frozen-input"}
+OF_LAYOUTS = {"non-contiguous", "zero-batch", "in-place-after"}
+
+
+@in_situations(OF_FORMULAS | OF_LAYOUTS, set(BY_ID))
 def test_rule_1_forward_is_exact_and_gradient_near(case: Case, situation: Situation) -> None:
-    if not applies(case, situation):
-        pytest.skip("not a situation of this function")
     rules.check_rule_1(case, situation)
 
 
-@by_case
-@pytest.mark.parametrize("name", ["train", "eval", "non-contiguous", "frozen-weight", "frozen-input"])
-def test_formula_is_that_of_pytorch(case: Case, name: str) -> None:
-    if not applies(case, BY_ID[name]):
-        pytest.skip("no gradient is wanted")
-    rules.check_formula(case, BY_ID[name])
+@by_kind
+def test_formula_is_that_of_pytorch(case: Case) -> None:
+    """Of all functions: `tests/formulas/test_functional_all.py`."""
+    rules.check_formula(case)
 
 
-@by_case
-@pytest.mark.parametrize(
-    "name", ["train", "eval", "autocast", "bfloat16", "frozen-weight", "frozen-input", "on-the-batch"]
-)
-def test_rule_2_never_keeps_more_than_pytorch(case: Case, name: str) -> None:
-    if not applies(case, BY_ID[name]):
-        pytest.skip("no gradient is wanted")
-    rules.check_rule_2(case, BY_ID[name])
+@in_situations(OF_FORMULAS, {"bfloat16", "on-the-batch"})
+def test_rule_2_never_keeps_more_than_pytorch(case: Case, situation: Situation) -> None:
+    rules.check_rule_2(case, situation)
 
 
 def test_rule_3_one_copy_for_all_that_share_settings() -> None:
@@ -64,8 +74,9 @@ def test_rule_3_never_a_stale_copy() -> None:
 
 
 @by_case
-def test_rule_4_runs_twice_before_backward(case: Case) -> None:
+def test_rules_4_and_9_several_forwards_and_several_backwards(case: Case) -> None:
     rules.check_rule_4(case)
+    rules.check_rule_9(case)
 
 
 @pytest.mark.parametrize("levels", [2, 3, 4, 16, 200, 256])
@@ -82,9 +93,9 @@ def test_rule_6_unbiased(name: str) -> None:
     rules.check_rule_6_unbiased(case(name))
 
 
-@lossy
-def test_rule_6_noise_follows_seed_and_forward(case: Case) -> None:
-    rules.check_rule_6_seeds(case)
+@pytest.mark.parametrize("name", [name for name in KINDS if not case(name).lossless])
+def test_rule_6_noise_follows_seed_and_forward(name: str) -> None:
+    rules.check_rule_6_seeds(case(name))
 
 
 @pytest.mark.parametrize(
@@ -95,25 +106,18 @@ def test_rule_6_noise_is_new_each_step_under_checkpointing(name: str) -> None:
     assert all(rules.numbers_of(converted(model, level=16), x, BY_ID[name]))
 
 
-@by_case
+@lossy
 def test_rule_7_statistics_agree_with_data(case: Case) -> None:
     rules.check_rule_7(case)
 
 
-@by_case
+@by_kind
 def test_rule_8_is_invisible(case: Case) -> None:
     rules.check_rule_8(case)
 
 
 @by_case
-def test_rule_9_second_backward_and_create_graph(case: Case) -> None:
-    rules.check_rule_9(case)
-
-
-@by_case
 def test_case_reaches_its_tags(case: Case) -> None:
-    from mesa_tune.conversion.model import conversion_of
-
     model, x = build(case)
     coded = converted(model)
     step(coded, x, PLAIN)

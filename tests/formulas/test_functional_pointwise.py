@@ -15,10 +15,9 @@ from mesa_tune import notice
 from mesa_tune.formulas.curves import CURVES
 from mesa_tune.formulas.einsum import spelled_out
 from mesa_tune.policy import Policy
+from tests.builders import mean, workload
 from tests.conformance.running import saved_bytes
 from tests.functional_cases import EIGHT, RAW, gradients, served
-
-FOUR = EIGHT._replace(bits=4, levels=16)
 
 
 class Model(nn.Module):
@@ -71,10 +70,8 @@ def test_a_parameter_is_kept_by_reference() -> None:
 
 
 def test_a_small_constant_stays_as_it_is() -> None:
-    def turned(h: Tensor) -> Tensor:
-        return h.expand(16, 64, 64) * torch.arange(64 * 64).view(64, 64).float().cos()
-
-    assert _kept(turned) == 4 * 64 * 64
+    angles = torch.arange(64 * 64).view(64, 64).float()
+    assert _kept(lambda h: h.expand(16, 64, 64) * angles.cos()) == 4 * 64 * 64
 
 
 def test_masks_take_a_bit_an_element_and_are_packed_once() -> None:
@@ -93,7 +90,7 @@ def test_a_repeated_mask_is_packed_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["relu6", "leaky_relu", "hardtanh", "threshold", "hardshrink", "clamp", "abs"]
+    "kind", ["relu", "relu6", "leaky_relu", "hardtanh", "threshold", "hardshrink", "clamp", "abs"]
 )
 def test_bits(kind: str) -> None:
     function: dict[str, Callable[[Tensor], Tensor]] = {
@@ -111,6 +108,7 @@ SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 6.0, 0.5, -0.5, 
 @pytest.mark.parametrize(
     ("function", "args"),
     [
+        pytest.param(F.relu, (), id="relu"),
         pytest.param(F.relu6, (), id="relu6"),
         pytest.param(F.hardtanh, (), id="hardtanh"),
         pytest.param(F.leaky_relu, (0.1,), id="leaky_relu"),
@@ -130,6 +128,9 @@ def test_bits_at_bounds_and_odd_numbers(function: Callable[..., Tensor], args: t
 
 
 IN_PLACE = {
+    "relu": lambda f, x: f(F.relu, x, inplace=True),
+    "relu_": lambda f, x: f(torch.relu_, x),
+    "relu_ of a tensor": lambda f, x: f(Tensor.relu_, x),
     "silu": lambda f, x: f(F.silu, x, inplace=True),
     "mish": lambda f, x: f(F.mish, x, inplace=True),
     "hardswish": lambda f, x: f(F.hardswish, x, inplace=True),
@@ -143,10 +144,15 @@ IN_PLACE = {
     "sigmoid_": lambda f, x: f(torch.sigmoid_, x),
     "exp_": lambda f, x: f(Tensor.exp_, x),
     "relu6": lambda f, x: f(F.relu6, x, inplace=True),
+    "hardtanh": lambda f, x: f(F.hardtanh, x, inplace=True),
     "hardtanh_": lambda f, x: f(F.hardtanh_, x, -0.5, 0.5),
+    "leaky_relu": lambda f, x: f(F.leaky_relu, x, inplace=True),
     "leaky_relu_": lambda f, x: f(F.leaky_relu_, x, 0.3),
     "leaky_relu of slope 0": lambda f, x: f(F.leaky_relu, x, 0.0, inplace=True),
     "threshold": lambda f, x: f(F.threshold, x, 0.1, 3.0, True),
+    "threshold_": lambda f, x: f(torch.threshold_, x, 0.1, 5.0),
+    "dropout": lambda f, x: f(F.dropout, x, 0.3, True, True),
+    "alpha_dropout": lambda f, x: f(F.alpha_dropout, x, 0.3, True, True),
     "clamp_": lambda f, x: f(Tensor.clamp_, x, -0.5, 0.5),
     "clamp_max_": lambda f, x: f(torch.clamp_max_, x, 0.5),
     "masked_fill_": lambda f, x: f(Tensor.masked_fill_, x, torch.arange(50) % 3 == 0, 2.0),
@@ -159,21 +165,15 @@ def _in_place(make: Callable[..., Tensor], call: Callable[..., Tensor], view: bo
     middle = x * 2
     given = middle[1:] if view else middle
     y = make(call, given)
-    assert y.data_ptr() == given.data_ptr()
+    assert y is given
     return (middle.detach().clone(), *gradients(middle * 1, [x]))
 
 
 @pytest.mark.parametrize("name", list(IN_PLACE))
 @pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
 def test_in_place(name: str, view: bool) -> None:
-    def ours(function: Any, *args: Any, **kwargs: Any) -> Tensor:
-        y: Tensor = served(function, RAW, *args, **kwargs)
-        return y
-
-    def plain(function: Any, *args: Any, **kwargs: Any) -> Tensor:
-        y: Tensor = function(*args, **kwargs)
-        return y
-
+    ours: Any = lambda function, *rest, **named: served(function, RAW, *rest, **named)  # noqa: E731
+    plain: Any = lambda function, *rest, **named: function(*rest, **named)  # noqa: E731
     found, wanted = _in_place(IN_PLACE[name], ours, view), _in_place(IN_PLACE[name], plain, view)
     assert torch.equal(found[0], wanted[0])
     torch.testing.assert_close(found[1], wanted[1])
@@ -291,13 +291,12 @@ def test_bias_of_the_gates_is_as_small_as_said(level: int) -> None:
         assert -1e-3 < short < (span / (level - 1)) ** 2 / 4
 
 
-def _three(h: Tensor) -> Tensor:
-    y: Tensor = torch.einsum("ij,jk,kl->il", h, h.mT, h.square())
-    return y
-
-
 def test_what_has_no_formula_goes_to_the_hooks() -> None:
-    model = Model(_three)
+    def three(h: Tensor) -> Tensor:
+        y: Tensor = torch.einsum("ij,jk,kl->il", h, h.mT, h.square())
+        return y
+
+    model = Model(three)
     x = torch.randn(64, 64)
     plain = saved_bytes(model, x)
     notice._given.clear()
@@ -305,14 +304,9 @@ def test_what_has_no_formula_goes_to_the_hooks() -> None:
         assert (
             saved_bytes(mt.convert(copy.deepcopy(model), Policy.uniform(16), min_elements=0), x) < 0.5 * plain
         )
-    workload = mt.Workload(lambda: Model(_three), lambda n: torch.randn(64, 64), _mean, batch_size=1)
-    (layer,) = [each for each in mt.profile(workload, options=[], seeds=1).layers if each.tag == "matmul"]
+    work = workload(lambda: Model(three), lambda _: x, mean, batch_size=1)
+    (layer,) = [each for each in mt.profile(work, options=[], seeds=1).layers if each.tag == "matmul"]
     assert layer.bytes == 3 * 4 * 64 * 64
-
-
-def _mean(model: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = model(x).mean()
-    return y
 
 
 def test_a_mask_between_two_numbers_is_one_bit_per_element() -> None:

@@ -1,6 +1,5 @@
 """What holds of single functions: sharing, in-place forms, empty batches, what is refused, what is packed."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,15 +40,6 @@ def test_softmax_and_product_share_one_copy() -> None:
     assert x.grad is not None
 
 
-def test_three_products_of_one_input_share_one_copy() -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    weights = [nn.Parameter(torch.randn(8, 64)) for _ in range(3)]
-    with _Count() as count:
-        kept = [mf.linear(x, weight, settings=FOUR) for weight in weights]
-    assert count.calls == ["quantize_rows"]
-    assert len(kept) == 3
-
-
 def test_frozen_weight_keeps_no_input() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     weight, bias = torch.randn(8, 64), torch.randn(8)
@@ -59,106 +49,27 @@ def test_frozen_weight_keeps_no_input() -> None:
         assert all(each.data_ptr() == weight.data_ptr() for each in saved)
 
 
-def test_relu_keeps_one_bit() -> None:
-    y = mf.relu(torch.randn(8, 100, requires_grad=True))
-    (mask,) = y.grad_fn.saved_tensors
-    assert mask.nbytes == 100
-
-
-def test_relu_passes_the_gradient_of_nan_and_stops_that_of_zero() -> None:
-    x = torch.tensor([math.nan, 0.0, -0.0, 1.0, -1.0, math.inf] * 8, requires_grad=True)
-    found = gradients(mf.relu(x), [x])
-    wanted = gradients(F.relu(x), [x])
-    assert torch.equal(found[0], wanted[0])
-
-
-@pytest.mark.parametrize("form", [F.relu, torch.relu_, Tensor.relu_], ids=["F.relu", "relu_", "Tensor.relu_"])
-def test_relu_in_place(form: Callable[..., Tensor]) -> None:
-    def run(apply: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(0)
-        x = torch.randn(6, 50, requires_grad=True)
-        middle = x * 2
-        y = apply(middle)
-        assert y is middle
-        (grad,) = gradients(y, [x])
-        return y, grad
-
-    kwargs = {"inplace": True} if form is F.relu else {}
-    ours = run(lambda x: served(form, EIGHT, x, **kwargs))
-    plain = run(lambda x: form(x, **kwargs))
-    assert torch.equal(ours[0], plain[0])
-    assert torch.equal(ours[1], plain[1])
-
-
-def test_relu_in_place_on_a_view_reaches_its_base() -> None:
-    x = torch.randn(6, 50, requires_grad=True)
-    base = x * 2
-    served(F.relu, EIGHT, base[1:], inplace=True)
-    (found,) = gradients(base, [x])
-    other = x * 2
-    F.relu(other[1:], inplace=True)
-    assert torch.equal(base, other)
-    assert torch.equal(found, gradients(other, [x])[0])
-
-
 def test_relu_in_place_on_a_leaf_raises_as_pytorch_does() -> None:
     with pytest.raises(RuntimeError, match="leaf Variable"):
         served(F.relu, EIGHT, torch.randn(64, requires_grad=True), inplace=True)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linear",
-        "conv1d",
-        "conv2d",
-        "conv2d_unbatched",
-        "matmul",
-        "attention",
-        "layer_norm",
-        "batch_norm",
-        "gelu",
-    ],
-)
-def test_output_may_change_in_place(name: str) -> None:
-    case = CASES[name]
+def test_attentions_output_may_change_in_place() -> None:
+    """PyTorch refuses, which keeps it."""
+    case = CASES["attention"]
     ours, plain = fresh(case, torch.float32), fresh(case, torch.float32)
-    y = served(case.function, RAW, *ours, **case.kwargs).mul_(2)
-    expected = case.function(*plain, **case.kwargs) * 2
+    y = served(case.function, RAW, *ours).mul_(2)
+    expected = case.function(*plain) * 2
     for a, b in zip(gradients(y, ours), gradients(expected, plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-EMPTY: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[Any]]] = {
-    "linear": (F.linear, [(0, 5, 8), (3, 8), (3,)], []),
-    "conv2d": (F.conv2d, [(0, 3, 8, 8), (4, 3, 3, 3), (4,)], []),
-    "layer_norm": (F.layer_norm, [(0, 8)], [(8,)]),
-    "gelu": (F.gelu, [(0, 8)], []),
-    "relu": (F.relu, [(0, 8)], []),
-    "softmax": (F.softmax, [(0, 8)], [-1]),
-    "matmul": (torch.matmul, [(0, 5, 8), (8, 3)], []),
-    "attention": (F.scaled_dot_product_attention, [(0, 2, 5, 8)] * 3, []),
-    "attention to nothing": (F.scaled_dot_product_attention, [(4, 2, 5, 8), *[(4, 2, 0, 8)] * 2], []),
-}
-
-
-@pytest.mark.parametrize("name", list(EMPTY))
-def test_empty_batch(name: str) -> None:
-    function, shapes, rest = EMPTY[name]
-    args = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    y = served(function, EIGHT, *args, *rest)
-    expected = function(*args, *rest)
+def test_attention_to_no_keys() -> None:
+    args = [torch.randn(4, 2, tokens, 8, requires_grad=True) for tokens in (5, 0, 0)]
+    y, expected = served(F.scaled_dot_product_attention, EIGHT, *args), F.scaled_dot_product_attention(*args)
     assert y.shape == expected.shape
     for a, b in zip(gradients(y, args), gradients(expected, args), strict=True):
         assert torch.equal(a, b)
-
-
-def test_layer_norm_of_tiny_variance_stays_bounded() -> None:
-    x = (1 + 1e-7 * torch.randn(64, 256)).requires_grad_()
-    weight = nn.Parameter(torch.ones(256))
-    (found, _) = gradients(mf.layer_norm(x, (256,), weight, settings=FOUR), [x, weight])
-    (wanted, _) = gradients(F.layer_norm(x, (256,), weight), [x, weight])
-    assert (found - wanted).norm() < 0.2 * wanted.norm()
 
 
 @pytest.mark.parametrize("level", [4, 16])
@@ -227,11 +138,8 @@ def test_channels_last_gradient_keeps_its_layout() -> None:
 
 
 def test_backward_inside_a_routed_context_leaves_attention_alone() -> None:
-    import mesa_tune as mt
-    from mesa_tune.policy import Policy
-
     q, k, v = (torch.randn(2, 4, 64, 16, requires_grad=True) for _ in range(3))
-    with mt.compress_saved(Policy.uniform(level=256), seed=0):
+    with mt.compress_saved(mt.Policy.uniform(level=256), seed=0):
         y = F.scaled_dot_product_attention(q * 1, k * 1, v * 1, is_causal=True)  # runs again in backward
         with _Count() as count:
             y.sum().backward()

@@ -1,15 +1,14 @@
-"""Routes take the arguments of their functions, with the same defaults, and work in place where these do."""
+"""Routes take the arguments of their functions, with the same defaults."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from mesa_tune.codecs import CODECS, Spec
 from mesa_tune.formulas.table import ROUTES
@@ -25,17 +24,19 @@ def signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-DEFAULTS = [
-    pytest.param(function, name, parameter.default, id=f"{function.__name__}-{name}")
-    for function in ROUTES
-    for name, parameter in getattr(signature(function), "parameters", {}).items()
-    if parameter.default is not inspect.Parameter.empty and name in ROUTES[function].parameters
-]
+def defaults(function: Callable[..., Any], names: Collection[str]) -> dict[str, Any]:
+    """Those of its arguments `names` that have one."""
+    parameters = getattr(signature(function), "parameters", {}).items()
+    return {name: p.default for name, p in parameters if name in names and p.default is not p.empty}
 
 
-@pytest.mark.parametrize(("function", "name", "default"), DEFAULTS)
-def test_defaults_are_pytorchs(function: Callable[..., Any], name: str, default: Any) -> None:
-    assert inspect.signature(ROUTES[function].serve).parameters[name].default == default
+def test_defaults_are_pytorchs() -> None:
+    count = 0
+    for function, route in ROUTES.items():
+        right = defaults(function, route.parameters)
+        assert defaults(route.serve, right) == right, function.__name__
+        count += len(right)
+    assert count > 100
 
 
 # Functions without a signature, by a call without the argument and one with its default.
@@ -61,39 +62,6 @@ def test_what_is_left_out_is_the_default(name: str) -> None:
     for y in ours:
         assert torch.equal(y, right)
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected)
-
-
-IN_PLACE: dict[str, Callable[[Callable[..., Any], Tensor], Any]] = {
-    "relu": lambda run, x: run(F.relu, x, inplace=True),
-    "relu6": lambda run, x: run(F.relu6, x, inplace=True),
-    "hardtanh": lambda run, x: run(F.hardtanh, x, inplace=True),
-    "leaky_relu": lambda run, x: run(F.leaky_relu, x, inplace=True),
-    "threshold": lambda run, x: run(F.threshold, x, 0.1, 5.0, inplace=True),
-    "threshold_": lambda run, x: run(torch.threshold_, x, 0.1, 5.0),
-    "elu": lambda run, x: run(F.elu, x, inplace=True),
-    "celu": lambda run, x: run(F.celu, x, inplace=True),
-    "selu": lambda run, x: run(F.selu, x, inplace=True),
-    "silu": lambda run, x: run(F.silu, x, inplace=True),
-    "mish": lambda run, x: run(F.mish, x, inplace=True),
-    "hardswish": lambda run, x: run(F.hardswish, x, inplace=True),
-    "hardsigmoid": lambda run, x: run(F.hardsigmoid, x, inplace=True),
-    "tanh_": lambda run, x: run(torch.tanh_, x),
-    "sigmoid_": lambda run, x: run(torch.sigmoid_, x),
-    "clamp_": lambda run, x: run(torch.clamp_, x, -0.5, 0.5),
-}
-
-
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_in_place_is_in_place(name: str) -> None:
-    leaf = torch.randn(20, 30, requires_grad=True)
-    ours, theirs = leaf * 1.0, leaf * 1.0
-    y = IN_PLACE[name](lambda function, *rest, **named: served(function, EXACT, *rest, **named), ours)
-    expected = IN_PLACE[name](lambda function, *rest, **named: function(*rest, **named), theirs)
-    assert torch.equal(y, expected)
-    assert torch.equal(ours, theirs)
-    assert y.data_ptr() == ours.data_ptr()
-    found, right = (torch.autograd.grad(out.square().sum(), leaf)[0] for out in (y, expected))
-    torch.testing.assert_close(found, right)
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -1,6 +1,7 @@
 """`tile` of a loss: its gradients are those of the whole, and nothing as large as the logits is saved."""
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,6 +47,7 @@ class Words(nn.Module):
 IDS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
 TARGETS = IDS.roll(1, 1).clone()
 TARGETS[0, :7] = -100
+NEXT = TARGETS[:, 1:].flatten()
 WEIGHTS = torch.linspace(0.1, 2, CLASSES)
 SOFT = torch.softmax(torch.arange(1.0 * BATCH * CLASSES * LENGTH).view(BATCH, CLASSES, LENGTH).sin(), 1)
 
@@ -56,34 +58,33 @@ def flat(logits: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), TARGETS.flatten(), **options)
 
 
+class WordsWithLoss(Words):
+    """Returns its loss."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return flat(super().forward(ids))
+
+
 TILED: dict[str, Loss] = {
     "flat": flat,
     "sum": lambda y: flat(y, reduction="sum"),
     "view": lambda y: F.cross_entropy(y.view(-1, CLASSES), TARGETS.view(-1)),
     "float": lambda y: flat(y.float()),
     "double": lambda y: flat(y.double()),
-    "shifted, copied": lambda y: F.cross_entropy(
-        y[..., :-1, :].contiguous().view(-1, CLASSES), TARGETS[:, 1:].reshape(-1)
-    ),
-    "shifted, reshaped": lambda y: F.cross_entropy(
-        y[:, :-1].reshape(-1, CLASSES), TARGETS[:, 1:].reshape(-1)
-    ),
+    "shifted, copied": lambda y: F.cross_entropy(y[..., :-1, :].contiguous().view(-1, CLASSES), NEXT),
+    "shifted, reshaped": lambda y: F.cross_entropy(y[:, :-1].reshape(-1, CLASSES), NEXT),
     "one sample": lambda y: F.cross_entropy(y[1], TARGETS[1]),
     "every second": lambda y: F.cross_entropy(y[:, ::2].flatten(0, 1), TARGETS[:, ::2].flatten()),
     "classes second": lambda y: F.cross_entropy(y.transpose(1, 2), TARGETS),
     "permuted": lambda y: F.cross_entropy(y.permute(1, 2, 0), TARGETS.t()),
-    "some classes": lambda y: F.cross_entropy(
-        y[..., 3:-12].flatten(0, 1), (TARGETS.flatten() - 12).clamp(0, 400)
-    ),
+    "some classes": lambda y: F.cross_entropy(y[..., 3:-12].flatten(0, 1), TARGETS.flatten().clamp(0, 400)),
     "half of the classes": lambda y: F.cross_entropy(y.view(-1, 2, 256)[:, 1], TARGETS.flatten() % 256),
     "ignored class": lambda y: F.cross_entropy(y.flatten(0, 1), IDS.flatten() // 32, ignore_index=0),
     "smoothed": lambda y: flat(y, label_smoothing=0.1),
     "weighted": lambda y: flat(y, weight=WEIGHTS),
     "weighted, smoothed": lambda y: flat(y, weight=WEIGHTS, label_smoothing=0.2, reduction="sum"),
     "soft": lambda y: F.cross_entropy(y.transpose(1, 2), SOFT),
-    "soft, weighted, smoothed": lambda y: F.cross_entropy(
-        y.transpose(1, 2), SOFT, weight=WEIGHTS, label_smoothing=0.1
-    ),
+    "soft, weighted": lambda y: F.cross_entropy(y.mT, SOFT, weight=WEIGHTS, label_smoothing=0.1),
     "other consumer": lambda y: flat(y) + 1e-2 * y.logsumexp(-1).square().mean(),
     "two losses": lambda y: flat(y) + F.cross_entropy(y[0], TARGETS[1], reduction="sum"),
     "scaled": lambda y: 1024 * flat(y),
@@ -95,10 +96,7 @@ UNTILED: dict[str, tuple[Loss, str]] = {
     "masked logits": (lambda y: flat(y.masked_fill(y > 3, 0)), "unchanged output"),
     "written in place": (lambda y: flat(y.mul_(2)), "unchanged output"),
     "copied twice": (lambda y: flat(y.double().contiguous().clone()), "unchanged output"),
-    "every second class": (
-        lambda y: F.cross_entropy(y.view(-1, 256, 2)[..., 0], TARGETS.flatten() % 256),
-        "unchanged",
-    ),
+    "every second class": (lambda y: F.cross_entropy(y[..., ::2].mT, TARGETS % 256), "unchanged output"),
     "other loss": (lambda y: F.mse_loss(y, torch.zeros_like(y)), "mse_loss has no slices"),
 }
 
@@ -157,18 +155,24 @@ def step(model: nn.Module, loss: Loss, under: mt.Policy | None = None) -> tuple[
     return value.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("name", TILED)
-@pytest.mark.parametrize("tile", [2, 7])
-def test_loss_is_bitwise_and_gradients_are_equal(name: str, tile: int) -> None:
-    model, loss = Words(), TILED[name]
+def check(model: nn.Module, loss: Loss, tile: int = 4, *, runs: int = 1) -> None:
+    """The loss is bitwise that of PyTorch, its gradients are equal, and `runs` losses were tiled."""
     value, plain = step(model, loss)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tiled, mine = step(model, loss, policy(tile))
-    assert Formulas.runs >= 1
+    tiled, mine = step(model, loss, policy(tile))
+    assert Formulas.runs == runs
     assert torch.equal(tiled, value)
     assert tiled.dtype == value.dtype
     assert distance(mine, plain) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [*((name, 7) for name in TILED), *((name, 2) for name in ("flat", "every second", "permuted", "soft"))],
+)
+def test_loss_is_bitwise_and_gradients_are_equal(name: str, tile: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(Words(), TILED[name], tile, runs=2 if name == "two losses" else 1)
 
 
 def test_more_slices_than_rows_are_as_near_as_one() -> None:
@@ -185,57 +189,37 @@ def test_more_slices_than_rows_are_as_near_as_one() -> None:
 )
 def test_single_rows(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mesa_tune.conversion.model.MIN_ELEMENTS", 100)
-    model = Words()
-    value, plain = step(model, loss)
-    tiled, mine = step(model, loss, policy())
-    assert Formulas.runs == 1
-    assert torch.equal(tiled, value)
-    assert distance(mine, plain) < ROUNDING
+    check(Words(), loss)
 
 
 @pytest.mark.parametrize("name", UNTILED)
 def test_what_cannot_be_tiled_is_named_and_right(name: str) -> None:
-    model, (loss, why) = Words(), UNTILED[name]
-    value, plain = step(model, loss)
+    loss, why = UNTILED[name]
     with pytest.warns(UserWarning, match=rf"`tile` of 'loss\.\w+\.0' has no effect: .*{why}"):
-        other, mine = step(model, loss, policy())
-    assert Formulas.runs == 0
-    assert torch.equal(other, value)
-    assert distance(mine, plain) < ROUNDING
+        check(Words(), loss, runs=0)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("frozen", ["nothing", "head", "body", "all but head", "bias"])
-def test_frozen_and_tied_parameters(tied: bool, frozen: str) -> None:
+@pytest.mark.parametrize(
+    ("frozen", "tied"),
+    [
+        *((names, False) for names in ("head", "body", "(?!head)", "head.bias")),
+        ("", True),
+        ("head.bias", True),
+    ],
+)
+def test_frozen_and_tied_parameters(frozen: str, tied: bool) -> None:
     model = Words(tied=tied)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not _is_frozen(name, frozen))
-    value, plain = step(model, flat)
-    tiled, mine = step(model, flat, policy())
-    assert Formulas.runs == 1
-    assert torch.equal(tiled, value)
-    assert distance(mine, plain) < ROUNDING
-
-
-def _is_frozen(name: str, frozen: str) -> bool:
-    if frozen == "all but head":
-        return not name.startswith("head")
-    return name == "head.bias" if frozen == "bias" else name.startswith(frozen)
+        parameter.requires_grad_(not frozen or re.match(frozen, name) is None)
+    check(model, flat)
 
 
 def test_head_without_bias_and_without_batch() -> None:
-    model = Words(bias=False)
-    loss: Loss = lambda y: F.cross_entropy(y[0], TARGETS[1])  # noqa: E731
-    assert distance(step(model, loss, policy())[1], step(model, loss)[1]) < ROUNDING
-    assert Formulas.runs == 1
+    check(Words(bias=False), lambda y: F.cross_entropy(y[0], TARGETS[1]))
 
 
 def test_loss_inside_the_model() -> None:
-    class Own(Words):
-        def forward(self, ids: Tensor) -> Tensor:
-            return flat(super().forward(ids))
-
-    model = Own()
+    model = WordsWithLoss()
     plain, converted = copy.deepcopy(model), mt.convert(copy.deepcopy(model), policy())
     for _ in range(3):  # the first forward plans, the second caches, the third runs by what is cached
         a, b = plain(IDS), converted(IDS)
@@ -252,19 +236,19 @@ def test_head_runs_twice() -> None:
         loss: Tensor = flat(model.head(hidden)) + 3 * flat(model.head(hidden.detach() * 2))
         return loss
 
-    plain, mine = _outside(Words(), twice)
-    assert Formulas.runs == 2
-    assert distance(mine, plain) < ROUNDING
+    check_outside(twice, runs=2)
 
 
-def _outside(model: nn.Module, run: Callable[[Any], Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the gradients of `run(model)`, plain and tiled; the model is part of the loss."""
-    other = copy.deepcopy(model)
-    run(model).backward()
+def check_outside(run: Callable[[Any], Tensor], runs: int = 1) -> None:
+    """The gradients of `run(model)`, which calls parts of the model itself, are equal."""
+    plain = Words()
+    other = copy.deepcopy(plain)
+    run(plain).backward()
     with mt.compress_saved(policy()):
         loss = run(other)
     loss.backward()
-    return gradients(model), gradients(other)
+    assert Formulas.runs == runs
+    assert distance(gradients(other), gradients(plain)) < ROUNDING
 
 
 def test_linear_cross_entropy_of_torch() -> None:
@@ -275,9 +259,7 @@ def test_linear_cross_entropy_of_torch() -> None:
         )
         return loss
 
-    plain, mine = _outside(Words(), run)
-    assert Formulas.runs == 1
-    assert distance(mine, plain) < ROUNDING
+    check_outside(run)
 
 
 @pytest.mark.parametrize("loss", [flat, TILED["float"], TILED["shifted, copied"], TILED["soft"]])
@@ -330,20 +312,16 @@ def test_nothing_runs_without_gradients() -> None:
     assert Formulas.runs == 0
 
 
-def _watched_by_hook(logits: Tensor, seen: list[Tensor]) -> None:
-    logits.register_hook(lambda grad: seen.append(grad.clone()))
-
-
-def _watched_by_retain_grad(logits: Tensor, seen: list[Tensor]) -> None:
-    logits.retain_grad()
-    seen.append(logits)
-
-
-@pytest.mark.parametrize("watch", [_watched_by_hook, _watched_by_retain_grad])
+@pytest.mark.parametrize("by", ["hook", "retain_grad"])
 @pytest.mark.parametrize("when", ["before the loss", "after the loss"])
-def test_the_gradient_of_the_logits_is_there_for_who_wants_it(
-    watch: Callable[[Tensor, list[Tensor]], None], when: str
-) -> None:
+def test_the_gradient_of_the_logits_is_there_for_who_wants_it(by: str, when: str) -> None:
+    def watch(logits: Tensor, seen: list[Tensor]) -> None:
+        if by == "hook":
+            logits.register_hook(lambda grad: seen.append(grad.clone()))
+        else:
+            logits.retain_grad()
+            seen.append(logits)
+
     def run(model: nn.Module, under: mt.Policy) -> tuple[Tensor, dict[str, Tensor]]:
         seen: list[Tensor] = []
         with mt.compress_saved(under):
@@ -395,32 +373,16 @@ def test_hooks_of_the_head_see_its_gradient() -> None:
     assert seen[0].norm() > 0
 
 
-@pytest.mark.parametrize("view", [lambda y: y, lambda y: y.float(), lambda y: y.double()])
-def test_logits_written_without_a_trace_in_the_graph(view: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("what", ["logits", "logits, then cast", "copy"])
+def test_what_is_written_without_a_trace_in_the_graph(what: str) -> None:
     def loss(logits: Tensor) -> Tensor:
+        written = logits.double() if what == "copy" else logits
         with torch.no_grad():
-            logits[..., 100:] = -30
-        return flat(view(logits))
+            written[..., 100:] = -30
+        return flat(written.double() if what == "logits, then cast" else written)
 
-    model = Words()
-    value, plain = step(model, loss)
     with pytest.warns(UserWarning, match="has no effect"):
-        other, mine = step(model, loss, policy())
-    assert torch.equal(other, value)
-    assert distance(mine, plain) < ROUNDING
-
-
-def test_copies_written_without_a_trace_in_the_graph() -> None:
-    def loss(logits: Tensor) -> Tensor:
-        copied = logits.double()
-        with torch.no_grad():
-            copied[..., 100:] = -30
-        return flat(copied)
-
-    model = Words()
-    with pytest.warns(UserWarning, match="has no effect"):
-        mine = step(model, loss, policy())[1]
-    assert distance(mine, step(model, loss)[1]) < ROUNDING
+        check(Words(), loss, runs=0)
 
 
 @pytest.mark.parametrize("part", ["head", "head and loss", "body"])
@@ -498,11 +460,7 @@ def test_rest_of_the_model_stores_by_its_settings() -> None:
 
 
 def test_compiled_code_says_that_tile_has_no_effect() -> None:
-    class Own(Words):
-        def forward(self, ids: Tensor) -> Tensor:
-            return flat(super().forward(ids))
-
-    model = mt.convert(Own(), policy())
+    model = mt.convert(WordsWithLoss(), policy())
     with pytest.warns(UserWarning, match="compiled code"):
         loss = torch.compile(model, backend="aot_eager", fullgraph=True)(IDS)
     loss.backward()

@@ -18,6 +18,10 @@ EXACT = Spec("quantize", 8, 0, 256, 0, True, 0)
 Call = tuple[Callable[..., Any], list[Any], dict[str, Any]]
 
 
+def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Call:
+    return function, list(arguments), keywords
+
+
 def x(*shape: int) -> Tensor:
     return torch.randn(shape, requires_grad=True)
 
@@ -36,60 +40,48 @@ def fixed(tensor: Tensor) -> nn.Parameter:
 
 
 FORMULA: dict[str, Callable[[], Call]] = {
-    "norm of a vector": lambda: (torch.linalg.norm, [x(500)], {}),
-    "sum norm of a vector": lambda: (torch.linalg.norm, [x(500), 1], {}),
-    "norm along a dimension": lambda: (torch.linalg.norm, [x(20, 30), 2, 1], {}),
-    "positive base": lambda: (torch.pow, [2.0, x(500)], {}),
-    "power three": lambda: (torch.pow, [x(500), 3], {}),
-    "weighted probabilities": lambda: (
-        F.cross_entropy,
-        [x(50), probabilities(50)],
-        {"weight": torch.rand(50)},
+    "norm of a vector": lambda: call(torch.linalg.norm, x(500)),
+    "sum norm of a vector": lambda: call(torch.linalg.norm, x(500), 1),
+    "norm along a dimension": lambda: call(torch.linalg.norm, x(20, 30), 2, 1),
+    "positive base": lambda: call(torch.pow, 2.0, x(500)),
+    "power three": lambda: call(torch.pow, x(500), 3),
+    "weighted probabilities": lambda: call(F.cross_entropy, x(50), probabilities(50), weight=torch.rand(50)),
+    "weighted smooth class": lambda: call(
+        F.cross_entropy, x(50), torch.tensor(3), weight=torch.rand(50), label_smoothing=0.1
     ),
-    "weighted smooth class": lambda: (
-        F.cross_entropy,
-        [x(50), torch.tensor(3)],
-        {"weight": torch.rand(50), "label_smoothing": 0.1},
-    ),
-    "images of one channel": lambda: (F.instance_norm, [x(4, 1, 9)], {}),
-    "reflected images": lambda: (F.pad, [x(2, 3, 9, 9), (1, 1, 1, 1)], {"mode": "reflect"}),
-    "groups of one channel": lambda: (F.group_norm, [x(2, 6, 5), 6], {}),
-    "one sample in groups": lambda: (F.group_norm, [x(1, 6, 5), 3], {}),
-    "as many rows as matrices": lambda: (torch.matmul, [x(1, 4, 5), x(4, 5, 3)], {}),
-    "an image without a batch": lambda: (F.max_pool2d, [x(3, 20, 20), 2], {}),
+    "images of one channel": lambda: call(F.instance_norm, x(4, 1, 9)),
+    "reflected images": lambda: call(F.pad, x(2, 3, 9, 9), (1, 1, 1, 1), mode="reflect"),
+    "groups of one channel": lambda: call(F.group_norm, x(2, 6, 5), 6),
+    "one sample in groups": lambda: call(F.group_norm, x(1, 6, 5), 3),
+    "as many rows as matrices": lambda: call(torch.matmul, x(1, 4, 5), x(4, 5, 3)),
+    "an image without a batch": lambda: call(F.max_pool2d, x(3, 20, 20), 2),
     "keys of width one": lambda: (F.scaled_dot_product_attention, [x(1, 1, 3, 1) for _ in range(3)], {}),
-    "rows over their lengths": lambda: (F.normalize, [x(20, 30)], {}),
-    "a row of zeros over its length": lambda: (F.normalize, [with_zeros(20, 30)], {}),
-    "the angle of zeros": lambda: (F.cosine_similarity, [with_zeros(20, 30), x(20, 30)], {}),
-    "softplus beyond its threshold": lambda: (
-        F.softplus,
-        [torch.full((500,), 20.5, dtype=torch.float64, requires_grad=True)],
-        {},
+    "rows over their lengths": lambda: call(F.normalize, x(20, 30)),
+    "a row of zeros over its length": lambda: call(F.normalize, with_zeros(20, 30)),
+    "the angle of zeros": lambda: call(F.cosine_similarity, with_zeros(20, 30), x(20, 30)),
+    "softplus beyond its threshold": lambda: call(
+        F.softplus, torch.full((500,), 20.5, dtype=torch.float64, requires_grad=True)
     ),
-    "rows without a batch": lambda: (F.max_pool1d, [x(3, 20), 2], {}),
-    "a volume without a batch": lambda: (F.max_pool3d, [x(3, 8, 8, 8), 2], {}),
-    "a kernel of one row": lambda: (F.conv2d, [x(2, 3, 8, 9), x(4, 3, 1, 5)], {"padding": "same"}),
-    "factors by name": lambda: (torch.addcmul, [x(500)], {"tensor1": x(500), "tensor2": x(500)}),
-    "a statistic of a constant": lambda: (torch.mul, [torch.randn(40, 500), x(40, 1)], {}),
-    "products of no rows": lambda: (torch.einsum, ["...d,...d->...", x(1, 500), x(0, 500)], {}),
-    "a target that is a parameter": lambda: (F.mse_loss, [x(500), fixed(torch.randn(500))], {}),
+    "rows without a batch": lambda: call(F.max_pool1d, x(3, 20), 2),
+    "a volume without a batch": lambda: call(F.max_pool3d, x(3, 8, 8, 8), 2),
+    "a kernel of one row": lambda: call(F.conv2d, x(2, 3, 8, 9), x(4, 3, 1, 5), padding="same"),
+    "factors by name": lambda: call(torch.addcmul, x(500), tensor1=x(500), tensor2=x(500)),
+    "a statistic of a constant": lambda: call(torch.mul, torch.randn(40, 500), x(40, 1)),
+    "products of no rows": lambda: call(torch.einsum, "...d,...d->...", x(1, 500), x(0, 500)),
+    "a target that is a parameter": lambda: call(F.mse_loss, x(500), fixed(torch.randn(500))),
 }
 PLAIN: dict[str, Callable[[], Call]] = {
-    "norm of a matrix": lambda: (torch.linalg.norm, [x(20, 30), "fro"], {}),
-    "negative base": lambda: (torch.pow, [-2.0, x(500).detach().round().requires_grad_()], {}),
-    "power of one": lambda: (torch.pow, [x(500), 1], {}),
-    "an image to pad": lambda: (F.pad, [x(3, 9, 9), (1, 1, 1, 1)], {"mode": "reflect"}),
-    "no samples": lambda: (F.instance_norm, [x(0, 3, 9)], {}),
-    "rows over their sums": lambda: (F.normalize, [x(20, 30), 1.0], {}),
-    "rows of one class": lambda: (torch.log_softmax, [x(50, 1), -1], {}),
-    "shares that are a parameter": lambda: (
-        F.kl_div,
-        [x(500), fixed(probabilities(500))],
-        {"reduction": "sum"},
-    ),
-    "the variance of one number": lambda: (torch.var, [x(500, 1), -1], {}),
-    "a sum over columns": lambda: (torch.einsum, ["ij->i", x(20, 30)], {}),
-    "a slope in a tensor": lambda: (F.leaky_relu, [x(500), torch.tensor(0.1)], {}),
+    "norm of a matrix": lambda: call(torch.linalg.norm, x(20, 30), "fro"),
+    "negative base": lambda: call(torch.pow, -2.0, x(500).detach().round().requires_grad_()),
+    "power of one": lambda: call(torch.pow, x(500), 1),
+    "an image to pad": lambda: call(F.pad, x(3, 9, 9), (1, 1, 1, 1), mode="reflect"),
+    "no samples": lambda: call(F.instance_norm, x(0, 3, 9)),
+    "rows over their sums": lambda: call(F.normalize, x(20, 30), 1.0),
+    "rows of one class": lambda: call(torch.log_softmax, x(50, 1), -1),
+    "shares that are a parameter": lambda: call(F.kl_div, x(500), fixed(probabilities(500)), reduction="sum"),
+    "the variance of one number": lambda: call(torch.var, x(500, 1), -1),
+    "a sum over columns": lambda: call(torch.einsum, "ij->i", x(20, 30)),
+    "a slope in a tensor": lambda: call(F.leaky_relu, x(500), torch.tensor(0.1)),
 }
 
 
@@ -118,20 +110,17 @@ def test_pytorch_itself_takes(name: str) -> None:
     assert type(check(PLAIN[name]())).__name__ != "ApplyBackward"
 
 
+def attention(*inputs: Tensor) -> Call:
+    weights = (8, 2, x(24, 8), x(24), None, None, False, 0.0, x(8, 8), x(8))
+    return call(F.multi_head_attention_forward, *inputs, *weights)
+
+
 REFUSED: dict[str, Callable[[], Call]] = {
-    "one value per group": lambda: (F.group_norm, [x(1, 6), 6], {}),
-    "queries of four dimensions": lambda: (
-        F.multi_head_attention_forward,
-        [*[x(2, 3, 4, 8)] * 3, 8, 2, x(24, 8), x(24), None, None, False, 0.0, x(8, 8), x(8)],
-        {},
-    ),
-    "more keys than values": lambda: (
-        F.multi_head_attention_forward,
-        [*[x(5, 3, 8)] * 2, x(4, 3, 8), 8, 2, x(24, 8), x(24), None, None, False, 0.0, x(8, 8), x(8)],
-        {},
-    ),
-    "three sizes of an image": lambda: (F.adaptive_avg_pool2d, [x(2, 3, 9, 9), (3, 3, 3)], {}),
-    "one row in place of an image": lambda: (F.adaptive_avg_pool2d, [x(500), (3, 3)], {}),
+    "one value per group": lambda: call(F.group_norm, x(1, 6), 6),
+    "queries of four dimensions": lambda: attention(*[x(2, 3, 4, 8)] * 3),
+    "more keys than values": lambda: attention(*[x(5, 3, 8)] * 2, x(4, 3, 8)),
+    "three sizes of an image": lambda: call(F.adaptive_avg_pool2d, x(2, 3, 9, 9), (3, 3, 3)),
+    "one row in place of an image": lambda: call(F.adaptive_avg_pool2d, x(500), (3, 3)),
 }
 
 

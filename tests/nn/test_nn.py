@@ -76,11 +76,10 @@ def _step(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", list(LAYERS))
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_layer_is_its_twin(name: str, training: bool) -> None:
+def test_layer_is_its_twin(name: str) -> None:
     ours, plain, x = _twins(name)
     assert isinstance(ours, type(plain))
-    for _ in range(2):
+    for training in (True, True, False) if "BatchNorm" in name or "InstanceNorm" in name else (True, True):
         y, found = _step(ours.train(training), x)
         expected, wanted = _step(plain.train(training), x)
         assert torch.equal(y, expected)
@@ -90,7 +89,11 @@ def test_layer_is_its_twin(name: str, training: bool) -> None:
     assert list(ours.state_dict()) == list(plain.state_dict())
 
 
-@pytest.mark.parametrize("name", list(LAYERS))
+ONE_OF_A_KIND = ("Linear", "Conv2d", "BatchNorm2d", "LayerNorm", "ReLU", "ELU", "Threshold", "MaxPool2d")
+"""Of each way in which layers of torch keep their arguments."""
+
+
+@pytest.mark.parametrize("name", ONE_OF_A_KIND)
 def test_exact_settings_run_the_twin(name: str) -> None:
     ours, plain, x = _twins(name, EXACT)
     found, wanted = _step(ours, x), _step(plain, x)
@@ -98,7 +101,7 @@ def test_exact_settings_run_the_twin(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
 
 
-@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.parametrize("name", ONE_OF_A_KIND)
 def test_copies_keep_their_settings(name: str) -> None:
     ours, _, x = _twins(name)
     for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
