@@ -265,7 +265,17 @@ def next_in(text: str) -> list[str]:
     return shlex.split(named[-1])
 
 
-@pytest.mark.parametrize("name", MODELS)
+SHORT_WALKS = ("mlp", "lstm", "frozen", "optimizer", "one layer", "one batch size")
+"""Models of all ways that a profile advises, and whose campaigns are short."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in SHORT_WALKS else pytest.param(name, marks=pytest.mark.slow("training"))
+        for name in MODELS
+    ],
+)
 def test_the_command_that_a_profile_names_next_succeeds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

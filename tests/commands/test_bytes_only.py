@@ -79,7 +79,11 @@ def test_a_layer_of_seven_billion_weights_needs_no_memory(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("values", "about"),
     [
-        ({"model_type": "bert", "vocab_size": 64, **TINY}, "BertForMaskedLM on 512 tokens"),
+        pytest.param(
+            {"model_type": "bert", "vocab_size": 64, **TINY},
+            "BertForMaskedLM on 512 tokens",
+            marks=pytest.mark.slow("sweep"),
+        ),
         (
             {"model_type": "bert", "architectures": ["BertLMHeadModel"], "vocab_size": 64, **TINY},
             "BertLMHeadModel on 512 tokens",
@@ -88,9 +92,10 @@ def test_a_layer_of_seven_billion_weights_needs_no_memory(capsys: pytest.Capture
             {"model_type": "vit", "image_size": 32, "patch_size": 8, **TINY},
             "ViTForImageClassification on images of 32 x 32",
         ),
-        (
+        pytest.param(
             {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
             "T5ForConditionalGeneration on 1024 tokens",
+            marks=pytest.mark.slow("sweep"),
         ),
     ],
     ids=["bert", "bert as named", "vit", "t5"],

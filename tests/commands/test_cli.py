@@ -147,7 +147,7 @@ def test_ctrl_c_inside_a_command_reaches_us(monkeypatch: pytest.MonkeyPatch) -> 
     assert cli.run(["doctor"]) == 130
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_the_command_line_starts_without_the_heavy_packages() -> None:
     heavy = "{'optuna', 'pandas', 'matplotlib', 'scipy', 'sklearn', 'transformers', 'jinja2'}"
     code = f"import sys, mesa_tune.cli as c; c.application(); sys.exit(str({heavy} & set(sys.modules) or ''))"
@@ -155,7 +155,7 @@ def test_the_command_line_starts_without_the_heavy_packages() -> None:
     assert done.stderr.strip() == ""
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_as_a_program_an_error_has_no_traceback() -> None:
     command = [sys.executable, "-m", "mesa_tune", "init", "no/such\0folder/model.py"]
     command[-1] = "model.py/below/a/file.py"

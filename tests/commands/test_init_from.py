@@ -1,4 +1,4 @@
-"""`mesa-tune init --from train.py`: the written file has the step of the script, by the real command."""
+"""`mesa-tune init --from train.py`: the written file has the step of the script."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 
 import mesa_tune as mt
 from mesa_tune import cli
-from tests.commands.test_script import END, MODEL, SCRIPTS, START
+from tests.commands.scripts import BERT, END, MODEL, ROOT, SCRIPTS, START, InThisProcess
 
-ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+SELF = [sys.executable, "train.py"]
 
 # Its own class, which uses a function, a constant and parsed arguments; flattened labels, class weights,
 # micro-batches, autocast in the forward alone, clipping, a schedule.
@@ -60,11 +59,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(name="folder", autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder; Python scripts run in this process."""
     monkeypatch.chdir(tmp_path)
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setattr("subprocess.Popen", InThisProcess)
     return tmp_path
 
 
@@ -72,14 +71,29 @@ def rows(path: str) -> list[tuple[str, str, int, int]]:
     return [(layer.name, layer.tag, layer.index, layer.own_bytes) for layer in mt.Profile.load(path).layers]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_file_has_the_layers_of_the_script(name: str, folder: Path) -> None:
+def of_file(name: str) -> list[tuple[str, str, int, int]]:
+    """Rows of the profile of a model file."""
+    assert cli.run(["profile", f"{name}.py", "--bytes-only", "--device", "cpu", "--run", name]) == 0
+    return rows(f"{name}/profile.json")
+
+
+@pytest.fixture(scope="module", name="expected")
+def _expected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, int, int]]:
+    """Rows of the profile of `MODEL`, whose layers `profile -- python train.py` has, too: test_script.py."""
+    path = tmp_path_factory.mktemp("expected") / "model.py"
+    path.write_text(MODEL)
+    mt.profile(mt.Workload.load(path, device="cpu"), options=[]).save(path.with_name("profile.json"))
+    return rows(str(path.with_name("profile.json")))
+
+
+@pytest.mark.parametrize("name", ["loop", "Lightning"])
+def test_the_file_has_the_layers_of_the_script(
+    name: str, folder: Path, expected: list[tuple[str, str, int, int]]
+) -> None:
     (folder / "model.py").write_text(MODEL)
     (folder / "train.py").write_text(START + SCRIPTS[name] + END)
     assert cli.run(["init", "mine.py", "--from", "train.py", "--quiet"]) == 0
-    for model in ("mine", "model"):  # `profile -- python train.py` has the layers of model.py: test_script.py
-        assert cli.run(["profile", f"{model}.py", "--bytes-only", "--device", "cpu", "--run", model]) == 0
-    assert rows("mine/profile.json") == rows("model/profile.json")
+    assert of_file("mine") == expected
 
 
 OTHERS = {
@@ -111,35 +125,53 @@ for _ in range(4):
 def test_what_is_observed_is_what_the_file_profiles(name: str, folder: Path) -> None:
     (folder / "model.py").write_text(MODEL)
     (folder / "train.py").write_text(START + OTHERS[name])
-    assert cli.run(["profile", "--run", "script", "--", sys.executable, "train.py"]) == 0
+    assert cli.run(["profile", "--run", "script", "--", *SELF]) == 0
     assert cli.run(["init", "mine.py", "--from", "train.py"]) == 0
-    assert cli.run(["profile", "mine.py", "--bytes-only", "--device", "cpu", "--run", "file"]) == 0
-    observed, recorded = (mt.Profile.load(f"{run}/profile.json") for run in ("script", "file"))
-    assert rows("script/profile.json") == rows("file/profile.json")
+    assert of_file("mine") == rows("script/profile.json")
+    observed, recorded = (mt.Profile.load(f"{run}/profile.json") for run in ("script", "mine"))
     assert observed.saved_bytes == recorded.saved_bytes
     assert observed.peak_bytes == pytest.approx(recorded.peak_bytes, rel=0.01)
     assert observed.autocast == recorded.autocast == "bfloat16"
 
 
-def test_a_script_with_classes_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+COMMAND = ["init", "mine.py", "--from", "train.py --classes 7"]
+
+
+def assert_is_the_own_step(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`COMMAND` records `OWN`."""
     (folder / "train.py").write_text(OWN)
-    command = ["init", "mine.py", "--from", "train.py --classes 7"]
-    assert cli.run(command) == 0
+    assert cli.run(COMMAND) == 0
     assert capfd.readouterr().out.endswith("next: mesa-tune profile mine.py\n")
     work = mt.Workload.load("mine.py", device="cpu")
     assert (work.batch_size, work.autocast, work.accumulation, work.clip_norm) == (12, "bfloat16", 2, 1.0)
     options = work.make_optimizer(work.build()).param_groups[0]
     assert (options["lr"], options["momentum"]) == (0.1, 0.9)
-    assert cli.run(["profile", "mine.py", "--bytes-only", "--device", "cpu", "--run", "file"]) == 0
-    script = [sys.executable, "train.py", "--classes", "7"]
-    assert cli.run(["profile", "--run", "script", "--", *script]) == 0
-    assert rows("file/profile.json") == rows("script/profile.json")
+
+
+def test_a_script_with_classes_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert_is_the_own_step(folder, capfd)
+    assert cli.run(["profile", "--run", "script", "--", *SELF, "--classes", "7"]) == 0
+    assert of_file("mine") == rows("script/profile.json")
     assert "next: mesa-tune init --from " in capfd.readouterr().out
-    assert cli.run(command) == 1
+    assert cli.run(COMMAND) == 1
     assert "mine.py: exists already" in capfd.readouterr().err
     (folder / "mine-model.pt").write_bytes(b"")
     with pytest.raises(mt.WorkloadError, match="not those that were recorded"):
         mt.Workload.load("mine.py")
+
+
+@pytest.mark.slow("processes")
+def test_a_child_process_is_recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    assert_is_the_own_step(folder, capfd)
+    (folder / "model.py").write_text(BERT)
+    (folder / "train.py").write_text(START + SCRIPTS["Trainer"])
+    assert cli.run(["init", "mine.py", "--from", "train.py", "--force"]) == 0
+    assert of_file("mine") == of_file("model")
 
 
 def test_a_loss_that_computes_with_the_batch_size(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

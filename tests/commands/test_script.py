@@ -1,81 +1,41 @@
-"""`mesa-tune profile -- python train.py`: unmodified scripts, by the real command."""
+"""`mesa-tune profile -- python train.py`: unmodified scripts, in this process and by real child processes."""
 
 from __future__ import annotations
 
+import importlib
 import os
-import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import mesa_tune as mt
 from mesa_tune import cli
 from mesa_tune.commands import script as running
+from mesa_tune.profiler.watching import bootstrap
+from tests.commands.scripts import (
+    BERT,
+    END,
+    MODEL,
+    ROOT,
+    SCRIPTS,
+    START,
+    InThisProcess,
+    last_lines,
+    run_plainly,
+)
 
-ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
-
-MODEL = """
-import torch
-from transformers import BertConfig, BertForSequenceClassification as Bert
-
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-
-def model(): return Bert(BertConfig(vocab_size=50, max_position_embeddings=32, **SIZES))
-def batch(n):
-    x = torch.randint(50, (n, 16))
-    return {"input_ids": x, "attention_mask": torch.ones_like(x), "labels": torch.randint(2, (n,))}
-def loss(model, batch): return model(**batch).loss
-BATCH_SIZE = 8
-"""
-
-START = """
-import sys, torch
-from model import batch, model
-torch.manual_seed(0)
-net = model()
-"""
-END = """
-print("done", sum(p.double().sum() for p in net.parameters()).item().hex(), torch.rand(1).item().hex())
-"""
-
-SCRIPTS = {
-    "loop": """
-optimizer = torch.optim.AdamW(net.parameters())
-for _ in range(4):
-    given = batch(8)
-    loss = net(**given).loss
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-""",
-    "Trainer": """
-from transformers import Trainer, TrainingArguments
-data = [{name: tensor[0] for name, tensor in batch(1).items()} for _ in range(32)]
-options = {"per_device_train_batch_size": 8, "max_steps": 4, "use_cpu": True, "report_to": []}
-arguments = TrainingArguments(output_dir="out", save_strategy="no", disable_tqdm=True, **options)
-Trainer(net, arguments, train_dataset=data).train()
-""",
-    "Lightning": """
-import lightning
-class Lit(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = net
-    def training_step(self, batch, _): return self.net(**batch).loss
-    def configure_optimizers(self): return torch.optim.AdamW(self.parameters())
-data = [{name: tensor[0] for name, tensor in batch(1).items()} for _ in range(32)]
-options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, **options)
-trainer.fit(Lit(), torch.utils.data.DataLoader(data, batch_size=8))
-""",
-}
+SELF = [sys.executable, "train.py"]
+SHARED = '"${PYTHONPATH%%:*}"'
+"""The folder that a command shares with its script, in a shell."""
+FAULT = f"printf 'why not\\nwhat to do' > {SHARED}/fault.txt\n"
+in_child = pytest.mark.slow("processes")
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(name="folder", autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model file."""
     monkeypatch.chdir(tmp_path)
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
@@ -83,62 +43,81 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def last_line(text: str) -> str:
-    (line,) = last_lines(text)
-    return line
+@pytest.fixture(name="here")
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python scripts run in this process."""
+    monkeypatch.setattr("subprocess.Popen", InThisProcess)
 
 
-def last_lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("done")]
+here = pytest.mark.usefixtures("here")
 
 
-def run_plainly(folder: Path, scripts: Mapping[str, str]) -> dict[str, str]:
-    """Return the last line of each script; a process without `mesa-tune profile` runs one after the other."""
-    (folder / "model.py").write_text(MODEL)
-    for number, text in enumerate(scripts.values()):
-        (folder / f"train{number}.py").write_text(text)
-    code = (
-        f"import runpy\nfor n in range({len(scripts)}): runpy.run_path(f'train{{n}}.py', run_name='__main__')"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, check=True, capture_output=True, text=True
-    )
-    return dict(zip(scripts, last_lines(run.stdout), strict=True))
+@pytest.fixture(name="soon")
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that cannot be observed has little time to end by itself."""
+    monkeypatch.setattr(running, "_SOON_S", 0.1)
 
 
-@pytest.fixture(scope="module", name="plain")
-def _plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The last line of each of `SCRIPTS`."""
-    scripts = {name: START + text + END for name, text in SCRIPTS.items()}
-    return run_plainly(tmp_path_factory.mktemp("plain"), scripts)
+@pytest.fixture(scope="module", name="expected")
+def _expected(tmp_path_factory: pytest.TempPathFactory) -> mt.Profile:
+    """The profile of `MODEL`."""
+    path = tmp_path_factory.mktemp("expected") / "model.py"
+    path.write_text(MODEL)
+    return mt.profile(mt.Workload.load(path, device="cpu"), options=[])
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_an_unmodified_script(
-    name: str, folder: Path, plain: dict[str, str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "train.py").write_text(START + SCRIPTS[name] + END)
-    assert cli.run(["profile", "--", sys.executable, "train.py"]) == 0
-    output = capfd.readouterr().out
-    assert last_line(output) == plain[name]  # losses, weights and random numbers, bit for bit
-    assert "saved activations" in output
+def assert_observed(expected: mt.Profile) -> None:
+    """The profile of the run has the layers and the bytes of `expected`."""
     found = mt.Profile.load("mesa-run/profile.json")
-    expected = mt.profile(mt.Workload.load("model.py", device="cpu"), options=[])
     names = [(layer.name, layer.tag, layer.index, layer.own_bytes) for layer in expected.layers]
     assert [(layer.name, layer.tag, layer.index, layer.own_bytes) for layer in found.layers] == names
     assert found.saved_bytes == expected.saved_bytes
+
+
+@here
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_unmodified_script(
+    name: str, folder: Path, expected: mt.Profile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(START + SCRIPTS[name] + END)
+    run_plainly()
+    assert cli.run(["profile", "--", *SELF]) == 0
+    output = capfd.readouterr().out
+    plain, observed = last_lines(output)
+    assert observed == plain  # losses, weights and random numbers, bit for bit
+    assert "saved activations" in output
+    assert_observed(expected)
     assert cli.run(["search", "--budget", "60%"]) == 1
     assert "no prices of policies" in capfd.readouterr().err
 
 
-def test_stop_ends_the_script(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@in_child
+def test_a_child_process_is_observed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "model.py").write_text(BERT)
+    (folder / "train.py").write_text(START + SCRIPTS["Trainer"] + END)
+    assert cli.run(["profile", "--", *SELF]) == 0
+    run_plainly()
+    observed, plain = last_lines(capfd.readouterr().out)
+    assert observed == plain
+    assert_observed(mt.profile(mt.Workload.load("model.py", device="cpu"), options=[]))
+
+
+@in_child
+def test_a_child_process_is_stopped(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     endless = SCRIPTS["loop"].replace("range(4)", "iter(int, 1)")
     (folder / "train.py").write_text(START + endless + END)
-    assert cli.run(["profile", "--stop", "--", sys.executable, "train.py"]) == 0
+    assert cli.run(["profile", "--stop", "--", *SELF]) == 0
     assert "wrote mesa-run/profile.json" in capfd.readouterr().out
 
 
+def test_stop_ends_the_script(folder: Path, expected: mt.Profile, capfd: pytest.CaptureFixture[str]) -> None:
+    expected.save(folder / "made.json")
+    script = f"cp made.json {SHARED}/profile.json; exec sleep 1000"
+    assert cli.run(["profile", "--stop", "--", "sh", "-c", script]) == 0
+    assert "wrote mesa-run/profile.json" in capfd.readouterr().out
+
+
+@in_child
 def test_the_users_sitecustomize_still_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,16 +131,56 @@ def test_the_users_sitecustomize_still_runs(
     assert captured.err.startswith("error: no step was observed")
 
 
+def test_a_hidden_sitecustomize_takes_the_place_of_ours(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = str(folder / "ours"), str(folder / "theirs")
+    for path in (ours, theirs):
+        Path(path).mkdir()
+        Path(path, "sitecustomize.py").write_text("ran = True\n")
+    monkeypatch.setattr(bootstrap, "FOLDER", Path(ours))
+    monkeypatch.setattr(sys, "path", [ours, theirs])
+    monkeypatch.setitem(sys.modules, "sitecustomize", ModuleType("sitecustomize"))
+    bootstrap.run_hidden()
+    assert sys.path == [theirs]
+    assert sys.modules["sitecustomize"].__file__ == str(Path(theirs, "sitecustomize.py"))
+    assert vars(sys.modules["sitecustomize"])["ran"]
+
+
+def test_the_watcher_waits_for_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "other"):
+        (folder / f"{name}.py").write_text("ready = True\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    ready: list[bool] = []
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "meta_path", [bootstrap.AfterTorch(), *sys.meta_path])
+    monkeypatch.setattr(
+        bootstrap, "wait_for_forward", lambda: ready.append(vars(sys.modules["torch"])["ready"])
+    )
+    importlib.import_module("other")
+    assert not ready
+    importlib.reload(importlib.import_module("torch"))
+    assert ready == [True]
+    assert not any(isinstance(finder, bootstrap.AfterTorch) for finder in sys.meta_path)
+
+
+@here
+def test_a_python_without_mesa_tune_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    name = "'mesa_tune.profiler.recording.starting'"
+    hidden = f"kept, sys.modules[{name}] = sys.modules[{name}], None\nnet(**batch(8))\n"
+    (folder / "train.py").write_text(f"{START}{hidden}sys.modules[{name}] = kept\n")
+    assert cli.run(["profile", "--", *SELF]) == 1
+    assert f"the script's Python ({sys.executable}) cannot import mesa_tune" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--", "no-such-program", "train.py"], "no-such-program: cannot be run"),
-        (
-            ["--", sys.executable, "-c", "raise SystemExit(3)"],
-            "ended with status 3 before a step was observed",
-        ),
-        (["--steps", "1", "--", sys.executable, "-c", ""], "must be 2 or more"),
-        (["--fast", "--", sys.executable, "-c", ""], "--fast: not for this profile"),
+        (["--", "sh", "-c", "exit 3"], "ended with status 3 before a step was observed"),
+        (["--", "sh", "-c", "exit 0"], "the script called no module with gradients"),
+        (["--steps", "1", "--", "sh", "-c", "true"], "must be 2 or more"),
+        (["--fast", "--", "sh", "-c", "true"], "--fast: not for this profile"),
         (["--stop", "model.py"], "--stop: not for this profile"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -228,27 +247,24 @@ Trainer(net, arguments, train_dataset=data, callbacks=[MesaTuneCallback(policy)]
 }
 
 
-@pytest.fixture(scope="module", name="compressed")
-def _compressed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The last line of each of `COMPRESSING`."""
-    scripts = {name: NETS + text + END for name, text in COMPRESSING.items()}
-    return run_plainly(tmp_path_factory.mktemp("compressed"), scripts)
-
-
+@here
 @pytest.mark.parametrize("name", COMPRESSING)
 def test_a_script_that_compresses_is_refused_and_trains_on(
-    name: str, folder: Path, compressed: dict[str, str], capfd: pytest.CaptureFixture[str]
+    name: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "train.py").write_text(NETS + COMPRESSING[name] + END)
-    assert cli.run(["profile", "--run", "observed", "--", sys.executable, "train.py"]) == 1
+    run_plainly()
+    assert cli.run(["profile", "--run", "observed", "--", *SELF]) == 1
     captured = capfd.readouterr()
-    assert last_line(captured.out) == compressed[name]
+    plain, unobserved = last_lines(captured.out)
+    assert unobserved == plain
     assert captured.err.splitlines()[-2:] == [
         "error: the script itself compresses with mesa-tune, and only plain steps are observed",
         "leave mt.convert, mt.compress_saved, mt.auto and callbacks out for this run",
     ]
 
 
+@here
 def test_two_models_have_the_names_of_their_classes(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gan = """
 made, judge = Generator(8, 16), Discriminator(16, 1)
@@ -263,7 +279,7 @@ for _ in range(5):
     of_made.step()
 """
     (folder / "train.py").write_text(NETS + gan)
-    assert cli.run(["profile", "--", sys.executable, "train.py"]) == 0
+    assert cli.run(["profile", "--", *SELF]) == 0
     output = capfd.readouterr().out
     assert "note: step 3 of the script: Generator, Discriminator, at batch size 32\n" in output
     assert "note: several optimizers step (Adam, Adam)" in output
@@ -275,6 +291,7 @@ for _ in range(5):
     assert sizes["Discriminator.gelu.0"] == 2 * hidden  # it is called on true and on made samples
 
 
+@here
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -291,42 +308,47 @@ def test_why_no_step_was_observed(
     script: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "train.py").write_text(NETS + script)
-    assert cli.run(["profile", "--", sys.executable, "train.py"]) == 1
+    assert cli.run(["profile", "--", *SELF]) == 1
     error = capfd.readouterr().err
     assert said in error
     assert len(error[error.index("error: ") :].splitlines()) == 2
     assert (folder / "mesa-run" / "profile.json").exists() == script.startswith("train(4); raise")
 
 
-@pytest.mark.parametrize("command", [["profile", "--stop", "--"], ["init", "mine.py", "--from"]])
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("name", ["profile", "init"])
 def test_a_script_that_cannot_be_observed_does_not_run_on(
-    command: list[str], folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(running, "_SOON_S", 0.1)
-    endless = "import time; mt.convert(net, policy); train(10**9, before=lambda step: time.sleep(0.05))"
-    (folder / "train.py").write_text(NETS + endless)
-    assert cli.run([*command, *([sys.executable] if "--stop" in command else []), "train.py"]) == 1
-    assert "the script itself compresses" in capfd.readouterr().err
+    (folder / "train.sh").write_text(FAULT + "exec sleep 1000\n")
+    commands = {
+        "profile": ["profile", "--stop", "--", "sh", "train.sh"],
+        "init": ["init", "mine.py", "--from", "sh train.sh"],
+    }
+    assert cli.run(commands[name]) == 1
+    assert capfd.readouterr().err == "error: why not\nwhat to do\n"
 
 
+@pytest.mark.usefixtures("soon")
 def test_it_is_said_at_once_that_no_step_will_be_observed(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(running, "_SOON_S", 0.1)
-    (folder / "train.py").write_text(NETS + "import time; mt.convert(net, policy); train(3); time.sleep(2)")
-    assert cli.run(["profile", "--", sys.executable, "train.py"]) == 1
-    first, *rest = capfd.readouterr().err.splitlines()
-    assert first.startswith("mesa-tune: the script itself compresses with mesa-tune")
-    assert first.endswith("; the script goes on, unobserved")
-    assert [line.split(":")[0] for line in rest[:-1]] == ["error"]
+    (folder / "train.sh").write_text(FAULT + "exec sleep 0.5\n")
+    assert cli.run(["profile", "--", "sh", "train.sh"]) == 1
+    assert capfd.readouterr().err.splitlines() == [
+        "mesa-tune: why not; the script goes on, unobserved",
+        "error: why not",
+        "what to do",
+    ]
 
 
+@in_child
+@pytest.mark.usefixtures("soon")
 def test_a_helper_of_the_script_that_ends_is_not_the_script(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(running, "_SOON_S", 0.1)
     helper = "import torch; torch.nn.Linear(2, 2)(torch.ones(2))"
     started = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {helper!r}])"
     (folder / "train.py").write_text(NETS + started + "; time.sleep(1); train(4)")
-    assert cli.run(["profile", "--stop", "--", sys.executable, "train.py"]) == 0
+    assert cli.run(["profile", "--stop", "--", *SELF]) == 0
     assert "note: step 3 of the script: Net, at batch size 32\n" in capfd.readouterr().out

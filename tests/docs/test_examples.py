@@ -42,6 +42,7 @@ def test_every_example_is_a_model_file_that_trains(name: str) -> None:
     assert sum(changed) > 0.9 * len(changed)
 
 
+@pytest.mark.slow("sweep")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bytes_of_every_example_are_traced(name: str, tmp_path: Path) -> None:
     command = ["profile", str(EXAMPLES / name), "--bytes-only", "--batch-size", "2", "--run", str(tmp_path)]
@@ -90,7 +91,11 @@ def test_a_few_steps_learn_and_repeat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "length"), [("trainer_text.py", {"steps": 2}), ("lightning_digits.py", {"epochs": 1})]
+    ("name", "length"),
+    [
+        ("trainer_text.py", {"steps": 2}),
+        pytest.param("lightning_digits.py", {"epochs": 1}, marks=pytest.mark.slow("training")),
+    ],
 )
 def test_examples_of_frameworks_train_plain_and_with_a_policy(
     name: str, length: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,7 +110,7 @@ def test_examples_of_frameworks_train_plain_and_with_a_policy(
     assert compressed != plain
 
 
-@pytest.mark.slow
+@pytest.mark.slow("training")
 @pytest.mark.timeout(900)
 def test_the_script_trains() -> None:
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -120,7 +125,7 @@ def test_the_script_trains() -> None:
     assert accuracy > 95
 
 
-@pytest.mark.slow
+@pytest.mark.slow("training")
 def test_training_with_a_policy_starts_from_the_same_model() -> None:
     policy = pytest.importorskip("mesa_tune.policy.policy").Policy
     names = digits_vit()

@@ -48,7 +48,7 @@ def lines_of(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text("utf-8").splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_units_run_at_small_sizes_and_a_second_run_goes_on(
     tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

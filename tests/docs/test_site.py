@@ -15,6 +15,7 @@ from mesa_tune import api
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.slow("processes")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path)]

@@ -30,7 +30,10 @@ SCRIPT = "<script>alert(1)</script>"
 PEAK = "loss.cross_entropy.0"
 WIDTHS = (360, 768, 1440)
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
+pytestmark = [
+    pytest.mark.slow("browser"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)"),
+]
 
 
 @pytest.fixture(scope="module", name="browser")

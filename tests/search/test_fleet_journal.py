@@ -31,6 +31,8 @@ from tests.search.fleet_cases import (
     wait_for,
 )
 
+pytestmark = pytest.mark.slow("leaving")
+
 
 def stored(path: Path) -> optuna.storages.BaseStorage:
     return optuna.storages.JournalStorage(JournalFileBackend(str(path)))

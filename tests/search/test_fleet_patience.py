@@ -16,6 +16,8 @@ from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingEr
 from mesa_tune.search.fleet import patience
 from mesa_tune.search.fleet.patience import PatientStorage, is_passing
 
+pytestmark = pytest.mark.slow("leaving")
+
 
 class DriverError(Exception):
     """What a driver raises: `sqlstate` is PostgreSQL's code of the error, None without an answer."""

@@ -35,6 +35,7 @@ from tests.search.fleet_cases import (
 from tests.search.postgres import PASSWORD, Server, programs
 from tests.synthetic import COARSE, synthetic_profile
 
+pytestmark = pytest.mark.slow("leaving")
 needs_server = pytest.mark.skipif(programs() is None, reason="no initdb: apt-get install postgresql")
 _SECRETS = {PASSWORD, quote(PASSWORD, safe=""), quote(PASSWORD), quote_plus(PASSWORD)}
 

@@ -21,7 +21,7 @@ from mesa_tune.search import search_policy
 from mesa_tune.search.restrictions import NO_RESTRICTIONS, Restrictions
 from mesa_tune.search.solver import Program
 from mesa_tune.search.space import Limits, Space, make_space
-from tests.profiler.test_profile_derive import DIGITS, workload
+from tests.profiler.models import DIGITS, workload_of
 from tests.synthetic import COARSE, DERIVING, NORM, deriving, synthetic_profile
 
 BOUND = Restrictions(frozenset({"derive"}))
@@ -167,6 +167,7 @@ class Noted:
         raise AssertionError("the objective is not time")
 
 
+@pytest.mark.slow("leaving")
 def test_a_study_tries_whole_clusters_only() -> None:
     profile = deriving(synthetic_profile(2, grid=COARSE, seed=5), 1.2)
     noted = Noted()
@@ -192,7 +193,7 @@ def test_the_policy_says_who_derives(profile: Profile) -> None:
 
 @pytest.mark.parametrize("name", ["transformer", "llama", "dropped", "reused"])
 def test_a_plan_that_derives_keeps_its_word(name: str) -> None:
-    work = workload(name)
+    work = workload_of(name)
     options = [LayerSettings(level=level, group_size=64) for level in (4, 16, 256)]
     profile = mt.profile(work, options=options, seeds=4)
     least = Program(make_space(profile, restrictions=BOUND)).smallest_saved()

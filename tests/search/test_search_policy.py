@@ -208,6 +208,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, content: str) -> None:
         Plan.load(tmp_path / "plan.json")
 
 
+@pytest.mark.slow("processes")
 def test_importing_search_loads_neither_optuna_nor_scipy() -> None:
     program = (
         "import sys, mesa_tune.search; print([n for n in ('optuna', 'scipy', 'pandas') if n in sys.modules])"

@@ -23,6 +23,7 @@ from mesa_tune.search.study.local_search import FULL, SCREEN, fresh, measurement
 from tests.synthetic import COARSE, synthetic_profile
 
 BUDGET = "34%"
+pytestmark = pytest.mark.slow("leaving")
 
 
 class Weighted:

@@ -22,6 +22,8 @@ from tests.search.test_search_objectives import noisy
 from tests.search.test_search_study import Weighted
 from tests.synthetic import COARSE, synthetic_profile
 
+pytestmark = pytest.mark.slow("leaving")
+
 BUDGET = "50%"
 RATIO = 0.1
 SLOWER = {"fc": 4.0, "relu": 0.3}
