@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,20 +11,10 @@ from torch import Tensor
 
 from mesa_tune.codecs import Spec, mixed, quantize
 from mesa_tune.ops.reference import codecs as reference_codecs
-from mesa_tune.policy.settings import LayerSettings
+from tests.builders import spec
 
 KEY = torch.tensor([5], dtype=torch.int64)
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
-def spec(**given: object) -> Spec:
-    made = Spec.of(LayerSettings.from_dict({"allocation": "sample", **given}), 0)
-    assert made is not None
-    return made
+sampled = partial(spec, allocation="sample")
 
 
 def stored(x: Tensor, one: Spec, seed: int = 0) -> Tensor:
@@ -42,11 +33,10 @@ def unequal(samples: int = 16) -> Tensor:
     return torch.randn(samples, 24, 64) * scale[:, None, None]
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("equal", [True, False], ids=["equal-samples", "unequal-samples"])
+@pytest.mark.parametrize(("bits", "equal"), [(2, True), (2, False), (3, False), (4, False), (8, True)])
 def test_the_variance_formula_holds_in_simulation(bits: int, equal: bool) -> None:
     x = torch.rand(16, 24, 64) if equal else unequal()
-    one = spec(level=2**bits)
+    one = sampled(level=2**bits)
     widths = mixed.encode(x, one, KEY)[2]
     wide = widths > 1  # one bit has no fractions to be uniform over
     predicted = (costs(x, 256) / (6 * (2.0 ** widths.double() - 1) ** 2))[wide].sum()
@@ -79,7 +69,7 @@ def test_the_total_is_static(cost: Tensor) -> None:
 
 def test_unequal_samples_err_less_than_at_uniform_bits_in_nearly_the_same_bytes() -> None:
     x = unequal()
-    one = spec(level=16)
+    one = sampled(level=16)
     uniform = quantize.decode(quantize.encode(x, one, KEY), x.shape, x.dtype, one)
     assert (stored(x, one) - x).square().sum() < 0.5 * (uniform - x).square().sum()
     parts = mixed.encode(x, one, KEY)
@@ -89,18 +79,25 @@ def test_unequal_samples_err_less_than_at_uniform_bits_in_nearly_the_same_bytes(
 
 def test_sensitivities_move_bits_to_the_samples_that_matter() -> None:
     x = torch.randn(4, 512)
-    parts = mixed.encode(x, spec(level=16), KEY, {"sensitivity": torch.tensor([1e4, 1.0, 1.0, 1e-4])})
+    parts = mixed.encode(x, sampled(level=16), KEY, {"sensitivity": torch.tensor([1e4, 1.0, 1.0, 1e-4])})
     bits = parts[2].tolist()
     assert sum(bits) == 16
     assert bits[0] > max(bits[1:3])
     assert min(bits[1:3]) > bits[3]
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 37), (5, 6, 5, 3), (5, 2, 3, 5, 7)])
-@pytest.mark.parametrize("groups", [{"group_size": 16}, {"quant_groups": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((5, 3, 37), {"group_size": 16}),
+        ((5, 6, 5, 3), {"quant_groups": 1}),
+        ((5, 2, 3, 5, 7), {"group_size": 16}),
+    ],
+    ids=str,
+)
 def test_odd_sizes_round_trip(shape: tuple[int, ...], groups: dict[str, int]) -> None:
     x = torch.randn(shape)
-    error = (stored(x, spec(level=256, **groups)) - x).abs().max()
+    error = (stored(x, sampled(level=256, **groups)) - x).abs().max()
     assert error <= (x.max() - x.min()) / 100
 
 

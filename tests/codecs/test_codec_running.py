@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -13,25 +14,15 @@ from torch.utils.checkpoint import checkpoint
 import mesa_tune as mt
 import mesa_tune.compat.mesa as ms
 from mesa_tune import notice
-from mesa_tune.codecs import Memory, Spec, running
-from mesa_tune.conversion.model import conversion_of
-from mesa_tune.policy.settings import LayerSettings
+from mesa_tune.codecs import Memory, running
+from tests.builders import Checkpointed, conversion, gradients, spec
+from tests.conformance.running import relative_error
 
 KEY = torch.tensor([5], dtype=torch.int64)
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 DECAY = 0.9
-
-
-def spec(**given: object) -> Spec:
-    made = Spec.of(LayerSettings.from_dict({"ema_decay": DECAY, **given}), 0)
-    assert made is not None
-    return made
+decaying = partial(spec, ema_decay=DECAY)
 
 
 def mesas_groups(x: Tensor, groups: int) -> Tensor:
@@ -47,7 +38,7 @@ def test_ranges_follow_mesas_formula(shape: tuple[int, ...], groups: int) -> Non
     clip_val = shift = torch.empty(0)
     for step in range(5):
         x = torch.randn(shape) * (step + 1) + step
-        parts = running.encode(x, spec(quant_groups=groups), KEY, memory)
+        parts = running.encode(x, decaying(quant_groups=groups), KEY, memory)
         rows = mesas_groups(x, groups)
         low, width = rows.amin(1), rows.amax(1) - rows.amin(1)
         if step == 0:
@@ -65,9 +56,9 @@ def test_ranges_follow_mesas_formula(shape: tuple[int, ...], groups: int) -> Non
 def test_values_outside_take_the_nearest_end_and_never_wrap() -> None:
     memory: Memory = {}
     x = torch.linspace(-1, 1, 512).view(2, 256)
-    running.encode(x, spec(level=16), KEY, memory)
-    parts = running.encode(10 * x, spec(level=16), KEY, memory)
-    decoded = running.decode(parts, x.shape, x.dtype, spec(level=16))
+    running.encode(x, decaying(level=16), KEY, memory)
+    parts = running.encode(10 * x, decaying(level=16), KEY, memory)
+    decoded = running.decode(parts, x.shape, x.dtype, decaying(level=16))
     low, width = memory["shift"][:, None], memory["clip_val"][:, None]
     ends = [(10 * x > low + width, low + width), (10 * x < low, low)]
     for outside, end in ends:
@@ -80,24 +71,24 @@ def test_values_outside_take_the_nearest_end_and_never_wrap() -> None:
 def test_a_packed_tensor_keeps_the_ranges_it_was_packed_in() -> None:
     memory: Memory = {}
     x = torch.randn(4, 256)
-    first = running.encode(x, spec(), KEY, memory)
-    before = running.decode(first, x.shape, x.dtype, spec())
-    running.encode(100 * x, spec(), KEY, memory)
-    assert torch.equal(running.decode(first, x.shape, x.dtype, spec()), before)
+    first = running.encode(x, decaying(), KEY, memory)
+    before = running.decode(first, x.shape, x.dtype, decaying())
+    running.encode(100 * x, decaying(), KEY, memory)
+    assert torch.equal(running.decode(first, x.shape, x.dtype, decaying()), before)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 def test_a_group_that_is_not_finite_leaves_no_trace(bad: float) -> None:
     memory: Memory = {}
     x = torch.randn(2, 256)
-    running.encode(x, spec(), KEY, memory)
+    running.encode(x, decaying(), KEY, memory)
     before = memory["shift"].clone(), memory["clip_val"].clone()
     x[1, 7] = bad
-    parts = running.encode(2 * x, spec(), KEY, memory)
+    parts = running.encode(2 * x, decaying(), KEY, memory)
     for now, then in zip((memory["shift"], memory["clip_val"]), before, strict=True):
         assert now[0] != then[0]
         assert now[1] == then[1]
-    decoded = running.decode(parts, x.shape, x.dtype, spec())
+    decoded = running.decode(parts, x.shape, x.dtype, decaying())
     assert torch.equal(decoded.isnan(), ~x.isfinite())
     step = before[1][1] / 14  # a level less, in the range known so far
     inside = (2 * x[1]).clamp(before[0][1], before[0][1] + before[1][1])[decoded[1].isfinite()]
@@ -108,7 +99,7 @@ def test_a_group_that_was_never_finite_is_nan() -> None:
     x = torch.randn(2, 256)
     x[1, 7] = float("nan")
     memory: Memory = {}
-    decoded = running.decode(running.encode(x, spec(), KEY, memory), x.shape, x.dtype, spec())
+    decoded = running.decode(running.encode(x, decaying(), KEY, memory), x.shape, x.dtype, decaying())
     assert decoded[0].isfinite().all()
     assert decoded[1].isnan().all()
 
@@ -116,7 +107,7 @@ def test_a_group_that_was_never_finite_is_nan() -> None:
 def test_a_smaller_batch_has_the_first_groups_and_a_larger_one_more() -> None:
     memory: Memory = {}
     for rows in (4, 2, 6):
-        running.encode(torch.randn(rows, 256), spec(), KEY, memory)
+        running.encode(torch.randn(rows, 256), decaying(), KEY, memory)
     assert memory["shift"].shape == (6,)
     assert torch.isfinite(memory["shift"]).all()
 
@@ -124,43 +115,24 @@ def test_a_smaller_batch_has_the_first_groups_and_a_larger_one_more() -> None:
 def test_mesas_own_buffers_are_changed_in_place() -> None:
     buffers = {"clip_val": torch.ones(3), "shift": torch.zeros(3), "iteration": torch.zeros(1)}
     x = torch.randn(5, 12)
-    running.encode(x, spec(quant_groups=3), KEY, dict(buffers))
+    running.encode(x, decaying(quant_groups=3), KEY, dict(buffers))
     rows = mesas_groups(x, 3)
     assert torch.equal(buffers["shift"], rows.amin(1))
     assert torch.equal(buffers["clip_val"], rows.amax(1) - rows.amin(1))
     assert buffers["iteration"].item() == 1
 
 
-class Net(nn.Module):
-    """Two layers, the first of them checkpointed if asked for."""
-
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 96), nn.Linear(96, 8)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 2
-        h: Tensor
-        if self.reentrant is None:
-            h = self.first(x)
-        else:
-            h = checkpoint(self.first, x, use_reentrant=self.reentrant)
-        y: Tensor = self.second(h)
-        return y
-
-
 def net(reentrant: bool | None = None) -> nn.Module:
+    """Two layers, the first of them checkpointed if asked for."""
     torch.manual_seed(0)
-    return mt.convert(Net(reentrant), mt.Policy.uniform(16, ema_decay=DECAY), seed=3)
+    model = nn.Sequential(Checkpointed(nn.Linear(64, 96), reentrant), nn.Linear(96, 8))
+    return mt.convert(model, mt.Policy.uniform(16, ema_decay=DECAY), seed=3)
 
 
 def memories(model: nn.Module) -> dict[str, Tensor]:
-    conversion = conversion_of(model)
-    assert conversion is not None
     return {
         f"{layer}.{place}.{name}": tensor.clone()
-        for layer, places in conversion.memories.items()
+        for layer, places in conversion(model).memories.items()
         for place, memory in places.items()
         for name, tensor in memory.items()
     }
@@ -179,7 +151,7 @@ def test_only_a_forward_with_gradients_moves_the_ranges() -> None:
     model = net()
     step(model, 0)
     before = memories(model)
-    assert any(name.startswith("first") for name in before)
+    assert any(name.startswith("0.part") for name in before)
     with torch.no_grad():
         model(100 * torch.randn(128, 64))
     assert same(memories(model), before)
@@ -201,7 +173,7 @@ def test_a_layer_that_only_runs_in_backward_is_stored_in_its_own_range() -> None
     model = net(reentrant=True)
     for seed in range(2):
         step(model, seed)
-    assert not any(name.startswith("first") for name in memories(model))
+    assert not any(name.startswith("0.part") for name in memories(model))
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -219,32 +191,20 @@ def test_copies_carry_the_ranges_on_by_themselves(how: object) -> None:
 def test_state_dict_stays_the_plain_models() -> None:
     model = net()
     step(model, 0)
-    assert model.state_dict().keys() == Net().state_dict().keys()
+    assert list(model.state_dict()) == ["0.part.weight", "0.part.bias", "1.weight", "1.bias"]
 
 
 def test_compiled_code_says_that_it_has_no_running_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notice, "_given", set())
     x = torch.randn(8, 256)
     compiled = torch.compile(
-        lambda x, key: running.encode(x, spec(), key), fullgraph=True, backend="aot_eager"
+        lambda x, key: running.encode(x, decaying(), key), fullgraph=True, backend="aot_eager"
     )
     with pytest.warns(UserWarning, match="under torch.compile `ema_decay` has no effect"):
         data, ranges = compiled(x, KEY)
-    whole = running.encode(x, spec(), KEY)
+    whole = running.encode(x, decaying(), KEY)
     assert torch.equal(data, whole[0])
     assert torch.equal(ranges, whole[1])
-
-
-def checkpointed_gradient(layer: nn.Module, reentrant: bool, x: Tensor) -> Tensor:
-    """The gradient of `layer`, which runs below a checkpoint."""
-    layer.zero_grad()
-    x = x.clone().requires_grad_()
-    checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
-    return torch.cat([each.grad.flatten() for each in layer.parameters() if each.grad is not None])
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).square().sum() / exact.square().sum()).item()
 
 
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["from the start", "after steps without"])
@@ -257,8 +217,12 @@ def test_mesas_layer_below_a_checkpoint(reentrant: bool, steps_before: int) -> N
         layer(torch.rand(128, 64).requires_grad_()).sum().backward()
     for step_number in range(3):
         x = 3 * torch.randn(128, 64) + step_number
-        exact = checkpointed_gradient(plain, reentrant, x)
-        found = checkpointed_gradient(layer, reentrant, x)
+        exact, found = (
+            gradients(
+                each, x.clone().requires_grad_(), run=partial(checkpoint, each, use_reentrant=reentrant)
+            )
+            for each in (plain, layer)
+        )
         if reentrant or step_number == steps_before == 0:  # else averages clip what has moved on
             assert relative_error(found, exact) < 1e-3
     # A reentrant checkpoint's forward has no gradients, so it moves no range.

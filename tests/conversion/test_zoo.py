@@ -15,23 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
+from tests.builders import workload
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 NAMES = (
-    "deit_s",
-    "swin_t",
-    "pvt_t",
-    "resnet_50",
-    "bert_base",
-    "gpt2",
-    "llama",
-    "unet",
-    "unet_residual",
-    "t5_small",
-    "convnext_t",
-    "vit_mae",
-    "segformer_b0",
-    "mobilenet_v2",
+    *("deit_s", "swin_t", "pvt_t", "resnet_50", "bert_base", "gpt2", "llama", "unet", "unet_residual"),
+    *("t5_small", "convnext_t", "vit_mae", "segformer_b0", "mobilenet_v2"),
 )
 FOUR_BITS = mt.Policy.uniform(level=16)
 # A tiny model's tensors of up to 4,096 elements, and statistics by row, weigh more than a published one's.
@@ -58,15 +47,12 @@ def test_names_are_the_zoos(bench: Any) -> None:
     assert tuple(bench.zoo.ZOO) == NAMES
 
 
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_forward_is_bitwise_plain_with_dropout_and_revert_is_plain(bench: Any, name: str) -> None:
-    assert bench.exactness.differences(tiny(bench, name, dropout=0.1), FOUR_BITS) == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_under_autocast_forward_is_bitwise_plain(bench: Any, name: str) -> None:
-    workload = tiny(bench, name, dropout=0.1, autocast="bfloat16")
-    assert bench.exactness.differences(workload, FOUR_BITS) == []
+def test_forward_is_bitwise_plain_with_dropout_and_revert_is_plain(
+    bench: Any, name: str, autocast: str | None
+) -> None:
+    assert bench.exactness.differences(tiny(bench, name, dropout=0.1, autocast=autocast), FOUR_BITS) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,24 +65,25 @@ def test_gradient_error_is_small(bench: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_large_is_left_uncompressed(bench: Any, name: str) -> None:
-    workload = tiny(bench, name)
-    plain = bench.meters.storages_after_forward(workload, None).bytes
-    left = bench.uncompressed.left_uncompressed(workload, FOUR_BITS)
+    work = tiny(bench, name)
+    plain = bench.meters.storages_after_forward(work, None).bytes
+    left = bench.uncompressed.left_uncompressed(work, FOUR_BITS)
     assert 1 - left.bytes / plain > TINY_COVERED, left.rows[:5]
-    ours = bench.meters.storages_after_forward(workload, FOUR_BITS).bytes
+    ours = bench.meters.storages_after_forward(work, FOUR_BITS).bytes
     assert abs(ours - left.coded_bytes - left.bytes) < 0.02 * plain
 
 
 def test_autocasts_copies_of_weights_are_counted_once_and_apart(bench: Any) -> None:
     rows, width = 100, 64
-    workload = mt.Workload(
-        lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))),
+    layers = (width, width, False)
+    work = workload(
+        lambda: nn.Sequential(nn.Linear(*layers), nn.Linear(*layers)),
         lambda n: torch.randn(n, rows, width),
         lambda model, x: model(x).float().square().mean(),
         batch_size=4,
         autocast="bfloat16",
     )
-    found = bench.meters.storages_after_forward(workload, None)
+    found = bench.meters.storages_after_forward(work, None)
     # The first layer's weight is not kept: its input wants no gradient.
     assert found.weight_copies == 2 * width * width
     # Both layers' inputs in half precision, and in single what is squared.
@@ -127,21 +114,21 @@ class Mixed(nn.Module):
         return F.gelu(self.linear(x)).cumprod(-1)
 
 
-def _workload(model: Callable[[], nn.Module]) -> mt.Workload:
-    return mt.Workload(
+def squares(model: Callable[[], nn.Module]) -> mt.Workload:
+    return workload(
         model, lambda n: torch.randn(n, 100, 64), lambda model, x: model(x).square().mean(), batch_size=4
     )
 
 
 def test_a_forward_that_is_not_the_same_is_found(bench: Any) -> None:
     forwards = count()
-    found = bench.exactness.differences(_workload(lambda: Changing(forwards)), FOUR_BITS)
+    found = bench.exactness.differences(squares(lambda: Changing(forwards)), FOUR_BITS)
     assert found == ["outputs", "reverted outputs", "reverted gradients"]
 
 
 def test_what_a_policy_leaves_exact_is_named_with_its_bytes(bench: Any) -> None:
     policy = mt.Policy.parse("on gelu:\n    by_index: all\n    enable: False\n")
-    left = bench.uncompressed.left_uncompressed(_workload(Mixed), policy)
+    left = bench.uncompressed.left_uncompressed(squares(Mixed), policy)
     size = 4 * 100 * 64 * 4
     found = {(row.layers, row.function): row.bytes for row in left.rows}
     assert found["gelu.*", "gelu"] == size
