@@ -70,13 +70,15 @@ def packed(x: Tensor, sizes: tuple[int, ...], seed: int = 1) -> tuple[Tensor, Te
     return quantize(x, bits, levels, group_size, 0, True, torch.tensor([seed]))
 
 
-def one_pass(bits: int, dtype: torch.dtype) -> Iterator[Case]:
+def one_pass(dtype: torch.dtype) -> Iterator[Case]:
     """Every group size that takes one pass, and its neighbours; a partial group at the end."""
-    for group_size in (32, 64, 128, 256, 512, 1024, 2048, 192):
+    for bits, group_size in itertools.product(range(1, 9), (32, 64, 128, 256, 512, 1024, 2048, 192)):
         x = randn(3 * group_size + 17, seed=bits).to(dtype)
-        yield Case(x, (bits, 2**bits, group_size, 0), bits - 4)
-        yield Case(x, (bits, max(2, 2**bits - 1), group_size, 0), None)
-    yield Case(randn(700 * 64 + 9).to(dtype), (bits, 2**bits, 64, 0), 5)  # more threads than two blocks have
+        nearest = (bits + group_size.bit_length()) % 2 == 0
+        levels = max(2, 2**bits - 1) if nearest else 2**bits
+        yield Case(x, (bits, levels, group_size, 0), None if nearest else bits - 4)
+    for bits in (1, 4, 8):  # more threads than two blocks have
+        yield Case(randn(700 * 64 + 9).to(dtype), (bits, 2**bits, 64, 0), 5)
 
 
 def layouts(dtype: torch.dtype) -> Iterator[Case]:
@@ -127,8 +129,13 @@ def gaps(dtype: torch.dtype) -> Iterator[Case]:
     yield Case(whole, (4, 16, 60, 0), 1)
 
 
-def ends(bits: int, dtype: torch.dtype) -> Iterator[Case]:
-    """What ranges may be in 16 bits, with levels for these bits: of equal numbers, wide, with gaps, empty."""
+def ends(dtype: torch.dtype) -> Iterator[Case]:
+    """What ranges may be in 16 bits: of equal numbers, wide, with gaps, empty."""
+    for bits in range(1, 9):
+        yield from _ends(bits, dtype)
+
+
+def _ends(bits: int, dtype: torch.dtype) -> Iterator[Case]:
     largest = torch.finfo(dtype).max
     x = randn(64, 64, seed=bits).to(dtype)
     x[0], x[1], x[2], x[3] = 0.0, -3.0, -largest, math.nan
@@ -136,11 +143,17 @@ def ends(bits: int, dtype: torch.dtype) -> Iterator[Case]:
     x[5] = torch.finfo(dtype).tiny * x[5]
     x[8::2] = with_gaps(x[8::2], 0.1, bits)
     x[6, 1:], x[7, :-1] = math.inf, -math.inf
-    for levels in {2**bits, max(2, 2**bits - 1), 2 + 2**bits // 3} - {3 if bits == 1 else 0}:
-        yield Case(x, (bits, levels, 64, 0), bits - 4)
-        yield Case(x[:, :50], (bits, levels, 7, 0), None)
+    for number, levels in enumerate(sorted({2**bits, max(2, 2**bits - 1), min(2**bits, 2 + 2**bits // 3)})):
+        if (number + bits) % 2:
+            yield Case(x, (bits, levels, 64, 0), bits - 4)
+        else:
+            yield Case(x[:, :50], (bits, levels, 7, 0), None)
     yield Case(x, (bits, 2**bits, 0, 4), 3)
     yield Case(x[:0], (bits, 2**bits, 64, 0), 3)
+
+
+CASES = (one_pass, layouts, extremes, gaps, ends)
+"""Cases of quantizing and decoding, by dtype."""
 
 
 def rows_of_zeros(dtype: torch.dtype) -> Iterator[Tensor]:
@@ -168,11 +181,10 @@ def levels() -> Iterator[tuple[Tensor, int, list[float], list[float]]]:
 
 def positions() -> Iterator[tuple[Tensor, int, int, int]]:
     """Bitmaps, their bits, how many are set, and low bits."""
-    for numel, share, low in itertools.product(
-        (0, 1, 33, 1024, 70_001), (0.0, 0.02, 0.25, 1.0), (0, 1, 2, 5)
-    ):
-        mask = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < share
-        yield reference.pack_bits(mask), numel, int(mask.sum()), low
+    for number, numel in enumerate((0, 1, 33, 1024, 70_001)):
+        for place, share in enumerate((0.0, 0.02, 0.25, 1.0)):
+            mask = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < share
+            yield reference.pack_bits(mask), numel, int(mask.sum()), (0, 1, 2, 5)[(number + place) % 4]
 
 
 Pooled = tuple[Tensor, list[Windows]]  # a max pool's indices, and its windows
@@ -198,6 +210,11 @@ def windows() -> Iterator[Pooled]:
         yield indices, axes
 
 
+def mapped(kind: str) -> Iterator[Mapped]:
+    """What `quantize_map` takes for this map."""
+    return normalized() if kind == "normalize" else curves(kind)
+
+
 def curves(kind: str) -> Iterator[Mapped]:
     """A derivative in groups of all kinds, whose last one is shorter; of numbers of all kinds."""
     ends = torch.tensor([0.0, -0.0, 1e-40, -87.0, 87.0, 90.0, -90.0, 1e15, -1e15])
@@ -215,24 +232,21 @@ def curves(kind: str) -> Iterator[Mapped]:
     for dtype, group_size, bits in itertools.product(halves, sizes, (1, 4, 8)):
         x = 4 * randn(3 * group_size + 17, seed=bits)
         x[2 * group_size :][: len(beyond)] = beyond
-        for seed in (bits, None):
-            yield Mapped(x.to(dtype), kind, None, None, 1, (bits, 2**bits, group_size), seed)
+        seed = bits if group_size > 64 else None
+        yield Mapped(x.to(dtype), kind, None, None, 1, (bits, 2**bits, group_size), seed)
 
 
 def normalized() -> Iterator[Mapped]:
     """Statistics of rows, channels, columns and all; with and without a mean."""
     shapes = (
-        ((8, 50, 48), 400, 48),
-        ((40, 96), 96, 1),
-        ((6, 8, 7, 7), 8, 49),
-        ((9, 3, 257), 27, 257),
-        ((3, 5), 15, 1),
-        ((999,), 1, 999),
+        *(((8, 50, 48), 400, 48), ((40, 96), 96, 1), ((6, 8, 7, 7), 8, 49)),
+        *(((9, 3, 257), 27, 257), ((3, 5), 15, 1), ((999,), 1, 999)),
     )
-    for (shape, count, inner), group_size in itertools.product(shapes, (32, 256, 1024, 100, 5000)):
+    products = itertools.product(shapes, (32, 256, 1024, 100, 5000))
+    for number, ((shape, count, inner), group_size) in enumerate(products):
         x, rstd = randn(*shape), 0.5 + randn(count, seed=1).abs()
-        for mean in (randn(count, seed=2), None):
-            yield Mapped(x, "normalize", mean, rstd, inner, (4, 16, group_size), group_size - 200)
+        mean = randn(count, seed=2) if number % 2 else None
+        yield Mapped(x, "normalize", mean, rstd, inner, (4, 16, group_size), group_size - 200)
     x = randn(64, 16)
     x[3, 3], x[40, 2] = math.nan, math.inf
     rstd = torch.linspace(0, 3e38, 64)
@@ -276,15 +290,16 @@ Norm = tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor, bool, float, tuple[i
 
 def norms(dtype: torch.dtype, *more: tuple[int, int]) -> Iterator[Norm]:
     """What `norm_backward` takes, in these shapes and `more`; the sixth row is constant."""
-    for shape in ((0, 8), (1, 1), (7, 10), (331, 48), (3, 5000), (100, 64), *more):
-        for bits, group_size, centered in ((3, 64, True), (8, 100, False), (4, 4096, True)):
+    shapes = ((0, 8), (1, 1), (7, 10), (331, 48), (3, 5000), (100, 64), *more)
+    kinds = ((3, 64, True), (8, 100, False), (4, 4096, True))
+    for number, shape in enumerate(shapes, start=DTYPES.index(dtype)):
+        for bits, group_size, centered in (kinds[number % 3], kinds[(number + 1) % 3]):
             sizes = bits, 2**bits, group_size
             grad, weight = randn(*shape, seed=1).to(dtype), randn(shape[1], seed=2).to(dtype)
             rstd = 0.5 + randn(shape[0], 1, seed=3).abs()
             rstd[5:6] = 99.0
-            for stored in {torch.float32, dtype}:
-                parts = packed(randn(*shape).to(stored), sizes)
-                yield parts, grad, rstd.to(dtype), weight, centered, 50.0, sizes
+            parts = packed(randn(*shape).to((dtype, torch.float32)[(number + bits) % 2]), sizes)
+            yield parts, grad, rstd.to(dtype), weight, centered, 50.0, sizes
 
 
 def exact_norm_backward(case: Norm) -> list[Tensor]:
@@ -388,11 +403,11 @@ def batch_norms() -> Iterator[BatchNorm]:
     )
     kinds = (
         *((3, 64, False, torch.float32), (8, 100, True, torch.float32), (4, 4096, False, torch.float32)),
-        *((4, 64, False, torch.float16), (3, 100, False, torch.bfloat16)),
+        *((4, 64, True, torch.float16), (3, 100, False, torch.bfloat16)),
     )
-    for shape, last, (bits, group_size, fixed, dtype) in itertools.product(shapes, (False, True), kinds):
-        if last and len(shape) == 2:
-            continue  # the same
+    places = [(shape, last) for shape in shapes for last in (False, True)[: len(shape) - 1]]
+    for number, (shape, last) in enumerate(place for place in places for _ in range(2)):
+        bits, group_size, fixed, dtype = kinds[number % 5]
         channels, sizes = shape[-1 if last else 1], (bits, 2**bits, group_size)
         parts = packed(randn(*shape).to(dtype), sizes)
         weight = None if bits == 8 else randn(channels, seed=2)

@@ -19,11 +19,12 @@ from mesa_tune.ops.reference.windows import flattened
 from tests import cuda_cases
 from tests.cuda_cases import Case, Mapped, Sizes, randn
 from tests.ops.test_ops_kernels import same_bytes, same_numbers
-from tests.ops.test_quantize_within import ranges_near
+from tests.ops.test_quantize_within import GROUPS, ranges_near
 
 pytestmark = pytest.mark.gpu
 
 SIZES = (4, 16, 256, 0)
+KINDS = [kind for kind in maps.KINDS if kind != "normalize"]
 
 
 @pytest.fixture(name="no_waiting")
@@ -57,20 +58,9 @@ def test_the_kernels_are_in_the_library() -> None:
     assert ops.native("cuda"), "build them: MESA_TUNE_CUDA=1 pip install --no-build-isolation -e ."
 
 
+@pytest.mark.parametrize("cases", cuda_cases.CASES, ids=lambda cases: cases.__name__)
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_one_pass_groups(bits: int, dtype: torch.dtype) -> None:
-    for case in cuda_cases.one_pass(bits, dtype):
-        assert_right(*case)
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [cuda_cases.layouts, cuda_cases.extremes, cuda_cases.gaps],
-    ids=["layouts", "extremes", "gaps"],
-)
-@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-def test_other_groups(dtype: torch.dtype, cases: Callable[..., Iterator[Case]]) -> None:
+def test_groups(dtype: torch.dtype, cases: Callable[..., Iterator[Case]]) -> None:
     for case in cases(dtype):
         assert_right(*case)
 
@@ -81,9 +71,9 @@ def assert_mapped(case: Mapped) -> None:
     assert all(same_bytes(a, b.cpu()) for a, b in zip(here, there, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "exp", "definite"])
-def test_derivatives(kind: str) -> None:
-    for case in cuda_cases.curves(kind):
+@pytest.mark.parametrize("kind", maps.KINDS)
+def test_maps(kind: str) -> None:
+    for case in cuda_cases.mapped(kind):
         assert_mapped(case)
 
 
@@ -91,13 +81,8 @@ def test_derivatives_of_many_numbers() -> None:
     """Every 2**10th number of float32: each operation rounds as the CPU's does."""
     x = torch.arange(0, 2**32, 2**10).to(torch.int32).view(torch.float32)
     x = x[x.isfinite()].contiguous()
-    for kind, bits in itertools.product(("gelu", "gelu_tanh", "silu", "exp", "definite"), (1, 8)):
+    for kind, bits in itertools.product(KINDS, (1, 8)):
         assert_mapped(Mapped(x, kind, None, None, 1, (bits, 2**bits, 32), None))
-
-
-def test_normalized_inputs() -> None:
-    for case in cuda_cases.normalized():
-        assert_mapped(case)
 
 
 def test_products() -> None:
@@ -145,9 +130,8 @@ def test_every_16_bit_number_is_read_and_written(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_ends_in_16_bits(bits: int, dtype: torch.dtype) -> None:
-    for x, sizes, seed in cuda_cases.ends(bits, dtype):
+def test_ends_in_16_bits(dtype: torch.dtype) -> None:
+    for x, sizes, seed in cuda_cases.ends(dtype):
         settings = (*sizes, seed is not None, torch.tensor([seed or 0]))
         here, there = (torch.ops.mesa_tune.quantize_ends(each, *settings) for each in (x, on_gpu(x)))
         assert same_bytes(there[0].cpu(), here[0])
@@ -172,12 +156,12 @@ def test_rows_of_zeros(dtype: torch.dtype) -> None:
         assert same_numbers(*decoded)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 8, 31, 1003, 2**18 + 5])
-def test_masks(numel: int) -> None:
-    mask = (randn(numel + 1) > 0)[1:]
-    packed = ops.pack_bits(on_gpu(mask))
-    assert torch.equal(packed.cpu(), ops.pack_bits(mask))
-    assert torch.equal(ops.unpack_bits(packed, mask.shape).cpu(), mask)
+def test_masks() -> None:
+    for numel in (0, 1, 8, 31, 1003, 2**18 + 5):
+        mask = (randn(numel + 1) > 0)[1:]
+        packed = ops.pack_bits(on_gpu(mask))
+        assert torch.equal(packed.cpu(), ops.pack_bits(mask))
+        assert torch.equal(ops.unpack_bits(packed, mask.shape).cpu(), mask)
 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
@@ -240,9 +224,8 @@ def test_survivors(dtype: torch.dtype) -> None:
         RAW.sparsify(torch.ones(100, device="cuda"), 101)
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-@pytest.mark.parametrize(("group_size", "groups"), [(256, 0), (4097, 0), (10**6, 0), (1, 3)])
-def test_given_ranges(dtype: torch.dtype, group_size: int, groups: int) -> None:
+@pytest.mark.parametrize(("group_size", "groups", "dtype"), GROUPS, ids=str)
+def test_given_ranges(group_size: int, groups: int, dtype: torch.dtype) -> None:
     x = randn(2, 6, 37, 41).to(dtype)
     ends = torch.ops.mesa_tune.extents(on_gpu(x), group_size, groups)
     assert same_numbers(ends.cpu(), torch.ops.mesa_tune.extents(x, group_size, groups))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -60,9 +60,9 @@ def test_probabilities_are_those_of_their_logarithms() -> None:
     assert torch.equal(made, torch.tensor([1.0, 0.0, 0.0, 0.0]))
 
 
-@pytest.mark.parametrize("kind", [*CURVES, "exp", "definite", "normalize"])
+@pytest.mark.parametrize("kind", maps.KINDS)
 def test_maps_are_encoded_as_they_are_made(kind: str) -> None:
-    for case in cuda_cases.normalized() if kind == "normalize" else cuda_cases.curves(kind):
+    for case in cuda_cases.mapped(kind):
         found = fused_ops.QUANTIZE_MAP(case.x, *case.arguments())
         assert_same(found, fused_ops.quantize_map(case.x, *case.arguments()))
 
@@ -111,8 +111,8 @@ def test_decoding_and_multiplying_is_one() -> None:
     for x, sizes, factor in cuda_cases.products():
         parts = cuda_cases.packed(x, sizes)
         expected = factor * RAW.dequantize(*parts, x.shape, torch.float32, *sizes)
-        for given in with_strides(factor):
-            assert same_numbers(fused_ops.DEQUANTIZE_MUL(*parts, given, *sizes[:3]), expected)
+        for given, op in product(with_strides(factor), (fused_ops.DEQUANTIZE_MUL, fused_ops.dequantize_mul)):
+            assert same_numbers(op(*parts, given, *sizes[:3]), expected)
 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
@@ -122,7 +122,8 @@ def test_gates_pass_what_lies_above_the_limit(dtype: torch.dtype) -> None:
         mask = (x.view(-1, inner)[:, :1] <= limit).expand(-1, inner).reshape(-1)
         expected = torch.where(mask, grad * slope if slope else torch.zeros((), dtype=dtype), grad)
         bits = ops.pack_bits(x.view(-1, inner)[:, 0] <= limit)
-        assert same_numbers(fused_ops.MASK_GRAD(grad, bits, slope, inner), expected)
+        for op in (fused_ops.MASK_GRAD, fused_ops.mask_grad):
+            assert same_numbers(op(grad, bits, slope, inner), expected)
 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
@@ -130,10 +131,11 @@ def test_a_norm_goes_backward_from_what_is_packed(dtype: torch.dtype) -> None:
     rounding = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
     for case in cuda_cases.norms(dtype, (500, 250)):
         parts, grad, rstd, weight, *rest, sizes = case
-        found = fused_ops.NORM_BACKWARD(*parts, grad, rstd, weight, *rest, *sizes)
-        for one, right in zip(found, cuda_cases.exact_norm_backward(case), strict=True):
-            assert one.dtype == dtype
-            assert (one - right).norm() <= rounding * right.norm()
+        exact = cuda_cases.exact_norm_backward(case)
+        for op in (fused_ops.NORM_BACKWARD, fused_ops.norm_backward):
+            for found, right in zip(op(*parts, grad, rstd, weight, *rest, *sizes), exact, strict=True):
+                assert found.dtype == dtype
+                assert (found - right).norm() <= rounding * right.norm()
 
 
 def test_a_norm_s_wide_and_unknown_ranges_decode_as_ever() -> None:
@@ -159,8 +161,8 @@ def test_a_norm_s_groups_may_not_be_larger_than_the_cache() -> None:
 
 def test_a_batch_norm_goes_backward_from_what_is_packed() -> None:
     for case in cuda_cases.batch_norms():
-        found = fused_ops.BATCH_NORM_BACKWARD(*case.arguments())
-        case.assert_right(*found)
+        case.assert_right(*fused_ops.BATCH_NORM_BACKWARD(*case.arguments()))
+        case.assert_right(*fused_ops.batch_norm_backward(*case.arguments()))
         other = case._replace(weight=torch.full_like(case.rstd, 2.0) if case.weight is None else None)
         other.assert_right(*fused_ops.BATCH_NORM_BACKWARD(*other.arguments()))
 
@@ -185,8 +187,9 @@ def test_a_cross_entropy_goes_backward_from_what_is_packed() -> None:
         p = RAW.dequantize(*parts, (*target.shape, classes), torch.float32, *sizes, 0).double()
         right = torch.where(at[..., :classes], surplus[..., None].double(), p)
         right = right * (own * grad / (own.sum() if mean and own.any() else 1)).unsqueeze(-1)
-        for given in (grad, grad.expand(target.shape)):
-            found = fused_ops.CROSS_ENTROPY_BACKWARD(*case._replace(grad=given).arguments())
+        kernels = (fused_ops.CROSS_ENTROPY_BACKWARD, fused_ops.cross_entropy_backward)
+        for given, op in product((grad, grad.expand(target.shape)), kernels):
+            found = op(*case._replace(grad=given).arguments())
             assert found.shape == right.shape
             assert (found - right).norm() <= 1e-6 * right.norm()
 

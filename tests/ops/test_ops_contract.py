@@ -59,7 +59,6 @@ def roundtrip(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_the_whole_graph_compiles(dynamic: bool) -> None:
-    torch.compiler.reset()
     compiled = torch.compile(roundtrip, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for rows in (3, 5):
         for got, expected in zip(compiled(x[:rows], SEED), roundtrip(x[:rows], SEED), strict=True):
@@ -67,8 +66,6 @@ def test_the_whole_graph_compiles(dynamic: bool) -> None:
 
 
 def test_compiled_code_without_a_seed_draws_anew() -> None:
-    torch.compiler.reset()
-
     def twice(x: Tensor) -> tuple[Tensor, Tensor]:
         return ops.quantize(x, 4).data, ops.quantize(x, 4).data
 
@@ -86,7 +83,6 @@ def encodes_after_partitioning(function: Callable[..., Any], *arguments: Any) ->
         counts.append(sum(node.target == torch.ops.mesa_tune.quantize.default for node in graph.nodes))
         return make_boxed_func(module.forward)
 
-    torch.compiler.reset()
     torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=count))(*arguments)
     return counts[0]
 

@@ -132,7 +132,7 @@ def test_ranges_in_given_memory_are_float32() -> None:
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_ends_in_16_bits(dtype: torch.dtype) -> None:
-    for x, sizes, seed in itertools.chain.from_iterable(cuda_cases.ends(bits, dtype) for bits in range(1, 9)):
+    for x, sizes, seed in cuda_cases.ends(dtype):
         settings = (*sizes, seed is not None, torch.tensor([seed or 0]))
         data, ends = torch.ops.mesa_tune.quantize_ends(x, *settings)
         wanted = reference.quantize_ends(x, *settings)
@@ -172,7 +172,7 @@ def test_bits_of_zero_rows_must_be_one_per_row() -> None:
 
 @needs_library
 def test_masks() -> None:
-    for numel in (0, 1, 8, 1003, 2**18 + 5):
+    for numel in (0, 1, 8, 1003, 2**20 + 3):
         mask = torch.rand(numel) > 0.5
         packed = ops.pack_bits(mask)
         assert torch.equal(packed, reference.pack_bits(mask))

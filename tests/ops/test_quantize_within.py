@@ -12,6 +12,11 @@ from tests.cuda_cases import Sizes
 from tests.ops.test_ops_kernels import needs_library, same_bytes, same_numbers, tensors
 
 SEED = torch.tensor([3])
+GROUPS = (
+    *((256, 0, torch.float16), (4097, 0, torch.bfloat16), (10**6, 0, torch.float16)),
+    *((10**6, 0, torch.float32), (1, 3, torch.float32), (1, 3, torch.bfloat16)),
+)
+"""group_size, quant_groups and the dtype of a tensor."""
 
 
 def ranges_near(x: torch.Tensor, levels: int, group_size: int, groups: int, narrower: float) -> torch.Tensor:
@@ -48,14 +53,7 @@ def test_kernels_give_the_references_bytes(case: Within) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize(
-    ("group_size", "groups", "dtype"),
-    [
-        *((256, 0, torch.float16), (4097, 0, torch.bfloat16), (10**6, 0, torch.float16)),
-        *((10**6, 0, torch.float32), (1, 3, torch.float32), (1, 3, torch.bfloat16)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("group_size", "groups", "dtype"), GROUPS, ids=str)
 def test_kernels_on_groups_of_every_kind(group_size: int, groups: int, dtype: torch.dtype) -> None:
     x = torch.randn(2, 6, 37, 41, generator=torch.Generator().manual_seed(2)).to(dtype)
     x[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0])

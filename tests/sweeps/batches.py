@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,8 @@ class Batcher:
         self.parameters = dict(inspect.signature(kind.forward).parameters)
         self.text = self._part("text_config", "language_config", "decoder") or config
         self.vision = self._part("vision_config", "image_config", "backbone_config", "encoder") or config
-        self.audio = (
-            self._part("audio_config", "speech_config", "encoder_config", "audio_encoder_config") or config
-        )
+        sounds = ("audio_config", "speech_config", "encoder_config", "audio_encoder_config")
+        self.audio = self._part(*sounds) or config
 
     def batch(self) -> Batch:
         """One batch, with labels where the forward takes them."""
@@ -70,6 +69,8 @@ class Batcher:
         return needed or name == self.main or name in _OPTIONAL or (self.form != "plain" and name in _EXTRAS)
 
     def _made(self, name: str) -> Any:
+        if name in _SIMPLE:
+            return _SIMPLE[name](self)
         maker = getattr(self, f"_{name}", None)
         if maker is None:
             raise NotFedError(f"nothing makes `{name}`")
@@ -101,9 +102,6 @@ class Batcher:
             ids[:, 2 : 2 + self.images] = token
         return ids
 
-    def _decoder_input_ids(self) -> Tensor:
-        return self._ids(self._length() // 2)
-
     def _attention_mask(self) -> Tensor | None:
         if "input_ids" not in self.parameters:
             has_frames = "input_features" in self.parameters and self.form != "long"
@@ -113,9 +111,6 @@ class Batcher:
         mask[0, -length // 4 :] = 0
         return mask
 
-    def _input_features_mask(self) -> Tensor:
-        return torch.ones(BATCH, FRAMES, dtype=torch.long)
-
     def _bbox(self) -> Tensor:
         corner = torch.randint(0, 100, (BATCH, self._length(), 2))
         return torch.cat([corner, corner + torch.randint(1, 20, corner.shape)], -1)
@@ -123,32 +118,11 @@ class Batcher:
     def _hidden(self, length: int = TOKENS) -> Tensor:
         return torch.randn(BATCH, length, self._size(self.text, "hidden_size", "d_model", default=64))
 
-    def _inputs_embeds(self) -> Tensor:
-        return self._hidden()
-
-    def _query_embeds(self) -> Tensor:
-        return self._hidden(16)
-
-    def _qformer_input_ids(self) -> Tensor:
-        return torch.randint(5, 100, (BATCH, 16))
-
-    def _encoder_hidden_states(self) -> Tensor:
-        return torch.randn(BATCH, 16, self._size(self.config, "encoder_hidden_size", default=64))
-
-    def _visual_feats(self) -> Tensor:
-        return torch.randn(BATCH, 16, self._size(self.config, "visual_feat_dim", default=64))
-
-    def _visual_pos(self) -> Tensor:
-        return torch.rand(BATCH, 16, 4)
-
     # Images.
 
     def _sides(self) -> tuple[int, int]:
-        values = (
-            getattr(where, name, None)
-            for where in (self.vision, self.config)
-            for name in ("image_size", "img_size")
-        )
+        names = ("image_size", "img_size")
+        values = (getattr(where, name, None) for where in (self.vision, self.config) for name in names)
         size: Any = next((value for value in values if isinstance(value, (int, list, tuple))), IMAGE)
         return (size, size) if isinstance(size, int) else (size[0], size[-1])
 
@@ -160,17 +134,9 @@ class Batcher:
         side = self._size(self.vision, "patch_size", default=8)
         return torch.randn(BATCH * GRID[0] * GRID[1] * GRID[2], self._channels() * frames * side * side)
 
-    def _grid_thw(self) -> Tensor:
-        return torch.tensor([GRID] * BATCH)
-
-    _image_grid_thw = _grid_thw
-
     def _flattened_patches(self) -> Tensor:
         places = torch.cartesian_prod(torch.arange(1, 9), torch.arange(1, 9)).expand(BATCH, -1, -1)
         return torch.cat([places, torch.randn(BATCH, 64, 3 * 16 * 16)], -1)
-
-    def _image_grid_hw(self) -> Tensor:
-        return torch.tensor([GRID[1:]] * BATCH)
 
     def _hidden_states(self) -> Tensor:
         return self._patches() if _WITH_GRID & self.parameters.keys() else self._hidden()
@@ -195,10 +161,7 @@ class Batcher:
     def _input_values(self) -> Tensor:
         if self.form == "sequence":
             return torch.randn(BATCH, 1, SOUND)
-        mels, length = (
-            self._size(self.config, "num_mel_bins", default=0),
-            self._size(self.config, "max_length", default=0),
-        )
+        mels, length = (self._size(self.config, name, default=0) for name in ("num_mel_bins", "max_length"))
         return torch.randn(BATCH, length, mels) if mels and length > 20 else torch.randn(BATCH, SOUND)
 
     def _input_features(self) -> Tensor:
@@ -225,22 +188,11 @@ class Batcher:
 
     def _past_values(self) -> Tensor:
         channels = self._size(self.config, "num_input_channels", default=0)
-        if hasattr(self.config, "lags_sequence"):
-            return torch.randn(BATCH, self._past_length())
-        return (
-            torch.randn(BATCH, self._past_length(), channels)
-            if channels
-            else torch.randn(BATCH, self._past_length())
-        )
-
-    def _past_observed_mask(self) -> Tensor | None:
-        return torch.ones(BATCH, self._past_length()) if hasattr(self.config, "lags_sequence") else None
+        one = hasattr(self.config, "lags_sequence") or not channels
+        return torch.randn(BATCH, self._past_length(), *([] if one else [channels]))
 
     def _time_features(self) -> int:
         return int(getattr(self.config, "num_time_features", 0))
-
-    def _past_time_features(self) -> Tensor:
-        return torch.randn(BATCH, self._past_length(), self._time_features())
 
     def _future_values(self) -> Tensor | None:
         length = self._size(self.config, "prediction_length", default=8)
@@ -250,29 +202,13 @@ class Batcher:
         length = self._size(self.config, "prediction_length", default=8)
         return torch.randn(BATCH, length, self._time_features())
 
-    def _states(self) -> Tensor:
-        return torch.randn(BATCH, 20, self._size(self.config, "state_dim", default=17))
-
-    def _actions(self) -> Tensor:
-        return torch.randn(BATCH, 20, self._size(self.config, "act_dim", default=4))
-
-    def _returns_to_go(self) -> Tensor:
-        return torch.randn(BATCH, 20, 1)
-
-    _rewards = _returns_to_go
-
-    def _timesteps(self) -> Tensor:
-        return torch.arange(20).expand(BATCH, 20)
-
     # Labels.
 
     def _labels(self, made: Batch) -> Batch:
         names = self.parameters
         if {"start_positions", "end_positions"} <= names.keys():
-            return {
-                "start_positions": torch.randint(0, 8, (BATCH,)),
-                "end_positions": torch.randint(8, 16, (BATCH,)),
-            }
+            starts, ends = (torch.randint(first, first + 8, (BATCH,)) for first in (0, 8))
+            return {"start_positions": starts, "end_positions": ends}
         if "return_loss" in names and "labels" not in names:
             return {"return_loss": True}
         if {"mask_labels", "class_labels"} <= names.keys():
@@ -310,6 +246,32 @@ class Batcher:
         mask = made.get("attention_mask")
         return labels if mask is None else labels.masked_fill(mask == 0, -100)
 
+
+_SIMPLE: dict[str, Callable[[Batcher], Tensor | None]] = {
+    "decoder_input_ids": lambda b: b._ids(b._length() // 2),
+    "input_features_mask": lambda b: torch.ones(BATCH, FRAMES, dtype=torch.long),
+    "inputs_embeds": lambda b: b._hidden(),
+    "query_embeds": lambda b: b._hidden(16),
+    "qformer_input_ids": lambda b: torch.randint(5, 100, (BATCH, 16)),
+    "encoder_hidden_states": lambda b: torch.randn(
+        BATCH, 16, b._size(b.config, "encoder_hidden_size", default=64)
+    ),
+    "visual_feats": lambda b: torch.randn(BATCH, 16, b._size(b.config, "visual_feat_dim", default=64)),
+    "visual_pos": lambda b: torch.rand(BATCH, 16, 4),
+    "grid_thw": lambda b: torch.tensor([GRID] * BATCH),
+    "image_grid_thw": lambda b: torch.tensor([GRID] * BATCH),
+    "image_grid_hw": lambda b: torch.tensor([GRID[1:]] * BATCH),
+    "past_observed_mask": lambda b: (
+        torch.ones(BATCH, b._past_length()) if hasattr(b.config, "lags_sequence") else None
+    ),
+    "past_time_features": lambda b: torch.randn(BATCH, b._past_length(), b._time_features()),
+    "states": lambda b: torch.randn(BATCH, 20, b._size(b.config, "state_dim", default=17)),
+    "actions": lambda b: torch.randn(BATCH, 20, b._size(b.config, "act_dim", default=4)),
+    "returns_to_go": lambda b: torch.randn(BATCH, 20, 1),
+    "rewards": lambda b: torch.randn(BATCH, 20, 1),
+    "timesteps": lambda b: torch.arange(20).expand(BATCH, 20),
+}
+"""Arguments that take one line to make."""
 
 _EXTRAS = {
     "pixel_values_videos", "input_features_mask", "past_observed_mask", "past_time_features", "future_values",

@@ -1,8 +1,8 @@
-"""Tiny configurations of transformers' model types, made from the published ones by their fields' names.
+"""Shrink the published configurations of transformers' model types by the names of their fields.
 
-What is hard about it: there are 800 model types, each with names of its own for the same few sizes, and
-configurations inside configurations. So a field is shrunk by what its name says: a width, a number of layers
-or heads, a vocabulary, a token's id. What that leaves inconsistent stands in `OVERRIDES`, by model type.
+800 model types have names of their own for the same few sizes, and configurations inside configurations. So
+a field is shrunk by what its name says: a width, a number of layers or heads, a vocabulary, a token's id.
+`OVERRIDES` holds, by model type, the fields that this would leave inconsistent.
 """
 
 from __future__ import annotations
@@ -44,62 +44,30 @@ _PATTERNS: tuple[tuple[str, _Shrink], ...] = (
         r"num_(stages|feature_levels|upsampling_stages|query_pool_stages|residual_layers|feat_extract_layers)",
         lambda value: value,
     ),
-    (
-        r".*layers|n_layers?|depth|.*_depth|num_blocks|num_hidden_groups|num_res_blocks",
-        _at_most(LAYERS),
-    ),
+    (r".*layers|n_layers?|depth|.*_depth|num_blocks|num_hidden_groups|num_res_blocks", _at_most(LAYERS)),
     (r"mamba_(n|num)_heads", _constant(2 * WIDTH // HEAD)),
     (r"mamba_n_groups|n_groups", _at_most(2)),
     (r"qk_rope_head_dim|rotary_dim|.*rope_head_dim", _constant(HEAD // 2)),
     (r"qk_head_dim", _constant(HEAD + HEAD // 2)),
-    (
-        r".*head_dim|d_kv|attention_head_size|d_head|dim_head|mamba_d_head|.*_head_size",
-        _constant(HEAD),
-    ),
+    (r".*head_dim|d_kv|attention_head_size|d_head|dim_head|mamba_d_head|.*_head_size", _constant(HEAD)),
     (r"(q|kv|o)_lora_rank", _constant(32)),
     (r".*attention_heads|.*num_heads|n_heads?|.*_heads|num_head", _heads),
-    (
-        (
-            r".*intermediate_size|.*ffn_dim|d_ff|n_inner|ffn_hidden_size|mlp_dim|.*ffn_size|dim_feedforward|"
-            r".*feedforward_dim|.*intermediate_dim"
-        ),
-        _at_most(INNER),
-    ),
-    (
-        (
-            r"moe_topk|num_experts_per_tok|moe_k|top_k|num_selected_experts|.*experts_per_tok(en)?|index_topk|"
-            r"topk_group|n_group"
-        ),
-        _at_most(2),
-    ),
+    (r".*intermediate_(size|dim)|.*ffn_(dim|size)|d_ff|n_inner|ffn_hidden_size|mlp_dim", _at_most(INNER)),
+    (r"dim_feedforward|.*feedforward_dim", _at_most(INNER)),
+    (r"moe_topk|moe_k|top_k|num_selected_experts|.*experts_per_tok(en)?", _at_most(2)),
+    (r"index_topk|topk_group|n_group", _at_most(2)),
     (r"num_experts|.*_experts|num_local_experts|n_routed_experts", _at_most(4)),
     (r"upsample_groups", _at_most(WIDTH)),
-    (
-        (
-            r".*hidden_size|d_model|n_embd|.*_dims?|.*projection_size|.*embedding_size|dim|width|"
-            r".*hidden_channels|.*_proj_size|query_pre_attn_scalar|pooler_output_size|decoder_channels|"
-            r"base_channels|dim_in|dim_out"
-        ),
-        _at_most(WIDTH),
-    ),
+    (r".*hidden_(size|channels)|d_model|n_embd|.*_dims?|dim|width|dim_in|dim_out", _at_most(WIDTH)),
+    (r".*(projection|embedding|_proj)_size|query_pre_attn_scalar|pooler_output_size", _at_most(WIDTH)),
+    (r"decoder_channels|base_channels", _at_most(WIDTH)),
     (r".*vocab_size.*|num_embeddings|.*codebook_size|num_codevectors_per_group", _at_most(VOCABULARY)),
     (r"image_size|img_size|pretrain_image_size|crop_size|input_size|max_img_size", _at_most(IMAGE)),
     (r"patch_size", _at_most(PATCH)),
-    (
-        r".*max_position_embeddings|n_positions|max_(source|target)_positions|n_ctx|block_size|.*context_length",
-        _at_most(512),
-    ),
-    (
-        (
-            r".*sliding_window(_size)?|window_size|attention_window|local_attention|chunk_size|.*_chunk_size|"
-            r"attention_chunk_size"
-        ),
-        _at_most(16),
-    ),
-    (
-        r"num_queries|num_query_tokens|num_latents|num_image_tokens|mm_tokens_per_image|num_denoising",
-        _at_most(16),
-    ),
+    (r".*max_position_embeddings|n_positions|max_(source|target)_positions", _at_most(512)),
+    (r"n_ctx|block_size|.*context_length", _at_most(512)),
+    (r".*sliding_window(_size)?|window_size|attention_window|local_attention|(.*_)?chunk_size", _at_most(16)),
+    (r"num_(queries|query_tokens|latents|image_tokens|denoising)|mm_tokens_per_image", _at_most(16)),
     (r"train_num_points", _at_most(64)),
     (r"image_embedding_size", _constant(IMAGE // PATCH)),
 )
@@ -203,52 +171,31 @@ def _small_dict(config: Any, value: dict[str, Any]) -> dict[str, Any]:
 
 
 _RESNET = {
-    "model_type": "resnet",
-    "embedding_size": 16,
-    "hidden_sizes": [16, 32, 32, 64],
-    "depths": [1, 1, 1, 1],
+    "model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1],
     "out_features": ["stage2", "stage3", "stage4"],
-}
+}  # fmt: skip
 _DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET}
-_SERIES = {"prediction_length": 8, "context_length": 32}
 _HEAD = {"head_dim": HEAD}
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
-_HALF_MROPE = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [2, 1, 1],
-        "partial_rotary_factor": 0.5,
-    }
-}
-_FOUR_STAGES = {"num_hidden_layers": 4, "out_features": ["stage1", "stage2", "stage3", "stage4"]}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
+_HALF_MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+_LEVIT = {"hidden_sizes": [128, 256, 384], "num_attention_heads": [4, 8, 12], "key_dim": [16, 16, 16]}
+_SERIES = {"prediction_length": 8, "context_length": 32}
+_STAGES = {"num_hidden_layers": 4, "out_features": ["stage1", "stage2", "stage3", "stage4"]}
+_FOUR_STAGES = {"backbone_config": _STAGES}
+_WITH_MROPE = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr")  # as configurations of their own, and of text
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
-    "autoformer": _SERIES,
-    "informer": _SERIES,
-    "time_series_transformer": _SERIES,
-    "hunyuan_v1_dense": _HEAD,
-    "hunyuan_v1_moe": _HEAD,
-    "hunyuan_vl_text": _HEAD,
+    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _SERIES),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral"), _HEAD),
     "hunyuan_vl": {"text_config": _HEAD},
-    "ministral": _HEAD,
     "mamba2": {"num_heads": 2 * WIDTH // HEAD},
     "longt5": {"decoder_start_token_id": 0},
     "moonshine": {"pad_token_id": 0},
-    "detr": _DETR,
-    "conditional_detr": _DETR,
-    "deformable_detr": _DETR,
-    "dab-detr": _DETR,
-    "table-transformer": _DETR,
+    **dict.fromkeys(("detr", "conditional_detr", "deformable_detr", "dab-detr", "table-transformer"), _DETR),
     "bit": {"num_groups": 8},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "mobilebert": {"hidden_size": 128, "embedding_size": 64, "intra_bottleneck_size": 64},
-    "levit": {
-        "hidden_sizes": [128, 256, 384],
-        "num_attention_heads": [4, 8, 12],
-        "key_dim": [16, 16, 16],
-        "depths": [1, 1, 1],
-        "patch_size": 16,
-    },
+    "levit": {**_LEVIT, "depths": [1, 1, 1], "patch_size": 16},
     "audio-spectrogram-transformer": {"max_length": 128},
     "lilt": {"hidden_size": 96},
     "layoutlmv3": {"coordinate_size": 11, "shape_size": 10, "hidden_size": 64},
@@ -259,22 +206,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {"head_dim": HEAD, "num_key_value_heads": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 8]},
-    "qwen2_vl_text": _MROPE,
-    "qwen2_vl": {"text_config": _MROPE},
-    "qwen2_5_vl_text": _MROPE,
-    "qwen2_5_vl": {"text_config": _MROPE},
+    **{f"{name}_text": _MROPE for name in (*_WITH_MROPE, "glm_image")},
+    **{name: {"text_config": _MROPE} for name in (*_WITH_MROPE, "glm46v", "glmga")},
     "colqwen2": {"vlm_config": {"text_config": _MROPE}},
-    "glm4v_text": _MROPE,
-    "glm4v": {"text_config": _MROPE},
-    "glm46v": {"text_config": _MROPE},
     "glm4v_moe_text": _HALF_MROPE,
     "glm4v_moe": {"text_config": _HALF_MROPE},
-    "glmga": {"text_config": _MROPE},
-    "glm_image_text": _MROPE,
-    "glm_ocr_text": _MROPE,
-    "glm_ocr": {"text_config": _MROPE},
-    "depth_anything": {"backbone_config": _FOUR_STAGES},
-    "prompt_depth_anything": {"backbone_config": _FOUR_STAGES},
+    **dict.fromkeys(("depth_anything", "prompt_depth_anything"), _FOUR_STAGES),
 }
 """Fields of a model type that the patterns get wrong."""
 

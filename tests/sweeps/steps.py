@@ -15,14 +15,8 @@ from mesa_tune.errors import MesaTuneError
 from mesa_tune.profiler.memory.meter import Meter
 
 FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MesaTuneError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MesaTuneError),
+    *(RuntimeError, TypeError, ValueError),
 )
 """What torch and we raise. torch.compile's errors are RuntimeErrors."""
 

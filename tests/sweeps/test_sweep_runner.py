@@ -18,7 +18,7 @@ def _run(results: Results, wanted: str = "") -> tuple[list[Line], list[str]]:
     return lines, said
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_crash_and_time_out_of_one_case_lose_no_other(tmp_path: Path) -> None:
     results = Results(tmp_path / "samples.jsonl")
     lines, _ = _run(results)
@@ -35,7 +35,7 @@ def test_crash_and_time_out_of_one_case_lose_no_other(tmp_path: Path) -> None:
     assert said == ["samples: 0 of 4 cases to run"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     results = Results(tmp_path / "samples.jsonl")
     _run(results, "right")
@@ -46,6 +46,7 @@ def test_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [line.name for line in results.lines()] == ["right", "breaks"]
 
 
+@pytest.mark.slow("processes")
 def test_result_of_other_code_is_run_again(tmp_path: Path) -> None:
     results = Results(tmp_path / "samples.jsonl")
     results.append(_line("right", RIGHT))

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from tests.sweeps.architectures import heads_of, model_types
-from tests.sweeps.runner import SKIPPED, WRONG, Case
+from tests.sweeps.runner import RIGHT, SKIPPED, WRONG, Case
 from tests.sweeps.shrinking import TOO_LARGE
 from tests.sweeps.transformers_models import _with_every_layer, run
 
@@ -17,7 +17,13 @@ SLOW = {"jamba", "falcon_mamba", "canine"}  # a step of a scan over time takes s
 PICKED = [name for name in model_types() if heads_of(name) and name not in TOO_LARGE][::20]
 
 
-@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_type_is_right_and_predicted() -> None:
+    outcomes = [run(Case("vit", variant)) for variant in ("16 plain", "profile plain")]
+    assert [(outcome.result, outcome.cause) for outcome in outcomes] == [(RIGHT, "")] * 2
+
+
+@pytest.mark.slow("sweep")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in PICKED if name not in SLOW])
 def test_a_model_type_is_right_in_every_variant(name: str) -> None:
