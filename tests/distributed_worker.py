@@ -17,8 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mesa_tune as mt
-from mesa_tune.conversion.model import conversion_of
-from tests.builders import ViT
+from tests.builders import ViT, conversion
 
 WORLD = 2
 SAMPLES = 8
@@ -147,9 +146,7 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     except mt.RunError as error:
         results["FSDP2 monitored"] = str(error)
     results["own gradient"] = own_gradient(fine)
-    conversion = conversion_of(convert(model(), fine))
-    assert conversion is not None
-    results["key"] = int(conversion.key(torch.device("cpu")))
+    results["key"] = int(conversion(convert(model(), fine)).key(torch.device("cpu")))
     return results
 
 

@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import mesa_tune as mt
 from mesa_tune import autotune, notice
+from tests.builders import cross_entropy
 
-Batch = tuple[Tensor, Tensor]
 BATCH = (torch.rand(512, 64), torch.zeros(512, dtype=torch.long))
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -32,7 +27,7 @@ def auto(folder: Path, accumulation: int = 1) -> nn.Module:
     return mt.auto(
         model,
         BATCH,
-        loss,
+        cross_entropy,
         budget="90%",
         optimizer=torch.optim.SGD,
         run=folder / str(accumulation),
@@ -55,7 +50,7 @@ def train(model: nn.Module, order: str, steps: int = 3) -> list[str]:
         for step in range(steps):
             if order == "before" or (order == "every second" and step % 2 == 0):
                 optimizer.zero_grad()
-            value = loss(model, BATCH)
+            value = cross_entropy(model, BATCH)
             if order == "after":
                 optimizer.zero_grad()
             value.backward()
@@ -64,7 +59,7 @@ def train(model: nn.Module, order: str, steps: int = 3) -> list[str]:
             if order == "last":
                 optimizer.zero_grad()
         with torch.no_grad():
-            loss(model, BATCH)
+            cross_entropy(model, BATCH)
     return [str(each.message) for each in given]
 
 
@@ -89,14 +84,14 @@ def test_gradients_in_the_forward_are_warned_of_once(
 
 def test_forwards_in_evaluation_and_later_ones_are_not_watched(folder: Path) -> None:
     model = auto(folder)
-    loss(model, BATCH).backward()
+    cross_entropy(model, BATCH).backward()
     model.eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loss(model, BATCH)
+        cross_entropy(model, BATCH)
     model.train().zero_grad()
     for _ in range(autotune._WATCHED):
-        loss(model, BATCH)
+        cross_entropy(model, BATCH)
     assert not train(model, "after")
 
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 LEVELS = (
@@ -108,8 +110,21 @@ def test_folders_and_files_stay_small() -> None:
     assert not long
 
 
-def test_the_compiler_is_not_imported_with_the_package() -> None:
-    """It would more than double the time that every command needs to start."""
-    code = "import sys, mesa_tune, mesa_tune.search.api, mesa_tune.cli; print('torch._dynamo' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"
+FRAMEWORKS = {"transformers", "lightning", "accelerate"}
+LIGHT = {
+    "import mesa_tune.pytest_plugin": {"torch"},
+    "import mesa_tune as mt; mt.Policy.uniform()._repr_html_()": {"pandas", "matplotlib", "jinja2"},
+    # The compiler would more than double the time that every command needs to start.
+    "import mesa_tune.search.api, mesa_tune.cli, mesa_tune.api": {"torch._dynamo"},
+    "import mesa_tune.integrations": FRAMEWORKS,
+}
+"""Statements, in this order, and what they do not import."""
+
+
+@pytest.mark.slow("processes")
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    code = "".join(f"{line}; print({names} & sys.modules.keys())\n" for line, names in LIGHT.items())
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["set()"] * len(LIGHT)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import mesa_tune as mt
 from mesa_tune.codecs import Spec, quantize
 from mesa_tune.conversion.model import conversion_of
 from mesa_tune.profiler.errors.sampled import slice_size
+from tests.builders import BatchNormMLP, conversion, cross_entropy, known, no_trace, workload
 
 Batch = tuple[Tensor, Tensor]
 SIZE, TOKENS, WIDTH, CLASSES = 32, 16, 32, 10
@@ -26,39 +27,15 @@ GROUPS_OF_SECOND = mt.Policy.uniform(level=16).with_settings(
 )
 
 
-class Net(nn.Module):
-    """Batch norm, dropout, and an MLP whose tensors are large enough to be encoded."""
-
-    norm: nn.Module
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, width)
-        self.norm = nn.BatchNorm1d(TOKENS)
-        self.drop = nn.Dropout(0.2)
-        self.second = nn.Linear(width, width)
-        self.head = nn.Linear(width, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Samples of tokens to logits."""
-        x = F.gelu(self.drop(self.norm(self.first(x))))
-        result: Tensor = self.head(F.gelu(self.second(x)).mean(1))
-        return result
-
-
-class Plain(Net):
-    """The same without batch norm: a sample's gradient does not depend on the others of its batch."""
+class LayerNormMLP(BatchNormMLP):
+    """The same with layer norm: a sample's gradient does not depend on the others of its batch."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(TOKENS)
         self.norm = nn.LayerNorm(64)
 
 
 LINEAR = mt.Policy.parse("# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 16\n")
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def draw(size: int = SIZE) -> Batch:
@@ -66,7 +43,7 @@ def draw(size: int = SIZE) -> Batch:
     return torch.randn(size, TOKENS, WIDTH) + F.one_hot(labels, WIDTH).unsqueeze(1), labels
 
 
-def made(kind: type[nn.Module] = Plain, level: int = 16) -> nn.Module:
+def made(kind: Callable[[], nn.Module] = LayerNormMLP, level: int = 16) -> nn.Module:
     torch.manual_seed(0)
     return mt.convert(kind(), mt.Policy.uniform(level=level), seed=1)
 
@@ -80,7 +57,7 @@ def trained(
     for _ in range(steps):
         batch = draw()
         optimizer.zero_grad()
-        value = loss(model, batch)
+        value = cross_entropy(model, batch)
         value.backward()
         optimizer.step()
         if watch is not None:
@@ -89,41 +66,33 @@ def trained(
     return values, optimizer
 
 
-@pytest.mark.parametrize("level", [4, 16])
-def test_readings_are_those_of_verify(level: int) -> None:
-    model = made(level=level)
+def test_readings_are_those_of_verify() -> None:
+    model = made(level=4)
     state = copy.deepcopy(model.state_dict())
 
     def build() -> nn.Module:
-        fresh = Plain()
+        fresh = LayerNormMLP()
         fresh.load_state_dict(state)
         return fresh
 
-    monitor = mt.Monitor(model, loss, every=1, limit=1e3)
+    monitor = mt.Monitor(model, cross_entropy, every=1, limit=1e3)
     readings = [monitor.step(draw()) for _ in range(8)]
-    verified = mt.verify(mt.Workload(build, draw, loss, batch_size=SIZE), mt.Policy.uniform(level=level))
-    assert verified.gradient_error is not None
-    assert verified.gradient_noise_ratio is not None
+    verified = mt.verify(workload(build, draw, batch_size=SIZE), mt.Policy.uniform(level=4))
     inside = 0
-    for reading in readings:
-        assert reading is not None
-        assert reading.noise_ratio_interval is not None
-        assert reading.gradient_error_interval is not None
-        inside += (
-            reading.noise_ratio_interval[0] < verified.gradient_noise_ratio < reading.noise_ratio_interval[1]
-        )
-        inside += (
-            reading.gradient_error_interval[0] < verified.gradient_error < reading.gradient_error_interval[1]
-        )
-        assert reading.noise_ratio_interval[1] < 8 * reading.noise_ratio_interval[0]
+    for reading in map(known, readings):
+        least, most = known(reading.noise_ratio_interval)
+        inside += least < known(verified.gradient_noise_ratio) < most
+        assert most < 8 * least
+        least, most = known(reading.gradient_error_interval)
+        inside += least < known(verified.gradient_error) < most
     assert inside >= 14  # 93 % intervals
 
 
 def test_training_goes_on_bit_for_bit() -> None:
     results = []
     for watched in (False, True):
-        model = made(Net)
-        monitor = mt.Monitor(model, loss, every=2)
+        model = made(partial(BatchNormMLP, TOKENS))
+        monitor = mt.Monitor(model, cross_entropy, every=2)
         values, optimizer = trained(model, 6, monitor.step if watched else None)
         assert len(monitor.history) == (3 if watched else 0)
         parameters = [*model.state_dict().values(), *(parameter.grad for parameter in model.parameters())]
@@ -141,7 +110,7 @@ def test_a_compiled_training_goes_on_without_compiling_again() -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Flatten(), nn.Linear(TOKENS * WIDTH, 64), nn.ReLU(), nn.Linear(64, CLASSES))
         model: Any = torch.compile(mt.convert(net, LINEAR), backend="eager")
-        monitor = mt.Monitor(model, loss, every=2)
+        monitor = mt.Monitor(model, cross_entropy, every=2)
         watch = monitor.step if watched else None
         values = trained(model, 2, watch)[0]
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -159,32 +128,25 @@ def test_gradients_and_their_hooks_are_left_alone() -> None:
         return F.cross_entropy(scale * model(batch[0]), batch[1])
 
     scaled(model, draw()).backward()
-    parameters = [*model.parameters(), scale]
-    before = [(parameter.grad, copy.deepcopy(parameter.grad)) for parameter in parameters]
+    parameters, batch = [*model.parameters(), scale], draw()
     handles = [parameter.register_post_accumulate_grad_hook(calls.append) for parameter in parameters]
-    assert mt.Monitor(model, scaled, every=1).step(draw()) is not None
+    with no_trace(nn.ParameterList(parameters)), no_trace(model):
+        assert mt.Monitor(model, scaled, every=1).step(batch) is not None
     assert not calls
-    for parameter, (gradient, value) in zip(parameters, before, strict=True):
-        assert parameter.grad is gradient
-        assert gradient is not None
-        assert value is not None
-        assert torch.equal(gradient, value)
-    scaled(model, draw()).backward()
+    scaled(model, batch).backward()
     assert len(calls) == len(handles)
 
 
 def test_a_high_ratio_warns_once_per_crossing() -> None:
     model = made(level=2)
-    monitor = mt.Monitor(model, loss, every=1, limit=0.0123)
+    monitor = mt.Monitor(model, cross_entropy, every=1, limit=0.0123)
     with pytest.warns(UserWarning, match=r"at step 1 the gradient noise ratio is .*above the limit of 0.012"):
         monitor.step(draw())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         monitor.step(draw())
         mt.convert(model, mt.Policy.parse(""))
-        reading = monitor.step(draw())
-    assert reading is not None
-    assert reading.noise_ratio == 0
+        assert known(monitor.step(draw())).noise_ratio == 0
     mt.convert(model, mt.Policy.uniform(level=2))
     with pytest.warns(UserWarning, match="at step 4"):
         monitor.step(draw())
@@ -196,40 +158,32 @@ def test_the_limit_is_that_of_a_search_or_what_the_policy_promised(promised: str
     header = f"# mesa-tune policy 1\n# predicted: peak 1.0 MB, noise ratio {promised}, step 1.1x\n"
     mt.convert(model, mt.Policy.parse(header + mt.Policy.uniform(level=2).dumps().split("\n", 1)[1]))
     with pytest.warns(UserWarning, match=f"above the limit of {limit}"):
-        mt.Monitor(model, loss, every=1).step(draw())
+        mt.Monitor(model, cross_entropy, every=1).step(draw())
 
 
 def test_falling_back_to_exact_brings_the_ratio_below_the_limit() -> None:
     model = made(level=2)
-    monitor = mt.Monitor(model, loss, every=1, limit=0.05, remedy="exact")
+    monitor = mt.Monitor(model, cross_entropy, every=1, limit=0.05, remedy="exact")
     with pytest.warns(UserWarning, match="now exact: .*; noise ratio after it"):
         after = monitor.step(draw())
     before, last = monitor.history
     assert last is after
-    assert before.noise_ratio is not None
-    assert last.noise_ratio is not None
-    assert before.noise_ratio > 0.05 >= last.noise_ratio > 0
-    conversion = conversion_of(model)
-    assert conversion is not None
-    loss(model, draw())
-    tags = {name: tag for tag, _, name in conversion.catalog.layers()}
-    assert all(conversion.policy.settings(tags[name], None, name).exact for name in last.exact)
+    assert known(before.noise_ratio) > 0.05 >= known(last.noise_ratio) > 0
+    cross_entropy(model, draw())
+    tags = {name: tag for tag, _, name in conversion(model).catalog.layers()}
+    assert all(conversion(model).policy.settings(tags[name], None, name).exact for name in last.exact)
     assert 0 < len(last.exact) < len(tags)
 
 
 def test_a_retune_places_the_bits_again() -> None:
     model = made(level=2)
-    retune = mt.Retune(model, loss, "80%")
-    monitor = mt.Monitor(model, loss, every=1, limit=0.07, remedy=retune)
+    retune = mt.Retune(model, cross_entropy, "80%")
+    monitor = mt.Monitor(model, cross_entropy, every=1, limit=0.07, remedy=retune)
     with pytest.warns(UserWarning, match="the policy was searched again"):
         monitor.step(draw())
     before, after = monitor.history
-    assert before.noise_ratio is not None
-    assert after.noise_ratio is not None
-    assert before.noise_ratio > 0.07 > after.noise_ratio
-    conversion = conversion_of(model)
-    assert conversion is not None
-    assert conversion.policy == retune.policy
+    assert known(before.noise_ratio) > 0.07 > known(after.noise_ratio)
+    assert conversion(model).policy == retune.policy
 
 
 @pytest.mark.parametrize("remedy", [None, "exact"])
@@ -242,7 +196,7 @@ def test_a_codec_that_returns_nan_is_named(monkeypatch: pytest.MonkeyPatch, reme
 
     for name in ("encode", "encode_rows"):
         monkeypatch.setattr(quantize, name, partial(broken, getattr(quantize, name)))
-    monitor = mt.Monitor(model, loss, every=1, remedy=remedy)
+    monitor = mt.Monitor(model, cross_entropy, every=1, remedy=remedy)
     with pytest.warns(UserWarning, match="because of what these layers store: second"):
         monitor.step(draw())
     first = monitor.history[0]
@@ -251,13 +205,12 @@ def test_a_codec_that_returns_nan_is_named(monkeypatch: pytest.MonkeyPatch, reme
     if remedy:
         last = monitor.history[1]
         assert last.exact == ("second",)
-        assert last.gradient_error is not None
-        assert 0 < last.gradient_error < 1
+        assert 0 < known(last.gradient_error) < 1
 
 
 def test_a_model_that_is_not_finite_is_not_blamed_on_a_codec() -> None:
     model = made()
-    monitor = mt.Monitor(model, lambda m, b: loss(m, b) * math.nan, every=1, remedy="exact")
+    monitor = mt.Monitor(model, lambda m, b: cross_entropy(m, b) * math.nan, every=1, remedy="exact")
     with pytest.warns(UserWarning, match="not finite either: it is the model"):
         reading = monitor.step(draw())
     assert reading == mt.Reading(1, None, None, None, None)
@@ -270,22 +223,22 @@ def test_layers_of_the_loss_are_measured_where_it_compresses_them() -> None:
 
     def compressed(model: nn.Module, batch: Batch) -> Tensor:
         with mt.compress_saved(policy):
-            return loss(model, batch)
+            return cross_entropy(model, batch)
 
     batch = torch.randn(64, 32), torch.randint(0, 500, (64,))
-    plain, lossy = (mt.Monitor(model, each, every=1, samples=16).step(batch) for each in (loss, compressed))
-    assert plain is not None
-    assert lossy is not None
-    assert plain.gradient_error == 0
-    assert lossy.gradient_error is not None
-    assert lossy.gradient_error > 1e-6
+    plain, lossy = (
+        mt.Monitor(model, each, every=1, samples=16).step(batch) for each in (cross_entropy, compressed)
+    )
+    assert known(plain).gradient_error == 0
+    assert known(known(lossy).gradient_error) > 1e-6
 
 
 def test_one_sample_has_an_error_and_no_noise() -> None:
-    reading = mt.Monitor(made(), loss, every=1).step((torch.randn(1, 8 * TOKENS, WIDTH), torch.tensor([1])))
-    assert reading is not None
-    assert reading.gradient_error is not None
-    assert reading.gradient_error > 0
+    reading = mt.Monitor(made(), cross_entropy, every=1).step(
+        (torch.randn(1, 8 * TOKENS, WIDTH), torch.tensor([1]))
+    )
+    reading = known(reading)
+    assert known(reading.gradient_error) > 0
     assert reading.noise_ratio is None
     assert (reading.gradient_error_interval, reading.noise_ratio_interval) == (None, None)
 
@@ -293,13 +246,13 @@ def test_one_sample_has_an_error_and_no_noise() -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "expected"),
     [
-        (Plain, 128, 4),
-        (Plain, 32, 2),
-        (Plain, 5, 1),
-        (Plain, 1, 1),
-        (Net, 512, 16),
-        (Net, 64, 8),
-        (Net, 16, 4),
+        (LayerNormMLP, 128, 4),
+        (LayerNormMLP, 32, 2),
+        (LayerNormMLP, 5, 1),
+        (LayerNormMLP, 1, 1),
+        (BatchNormMLP, 512, 16),
+        (BatchNormMLP, 64, 8),
+        (BatchNormMLP, 16, 4),
     ],
 )
 def test_slices_are_a_small_share_of_the_batch(kind: type[nn.Module], size: int, expected: int) -> None:
@@ -310,28 +263,27 @@ def test_slices_are_a_small_share_of_the_batch(kind: type[nn.Module], size: int,
 def test_bad_arguments() -> None:
     model = made()
     with pytest.raises(ValueError, match="every >= 1"):
-        mt.Monitor(model, loss, every=0)
+        mt.Monitor(model, cross_entropy, every=0)
     with pytest.raises(ValueError, match="samples >= 1"):
-        mt.Monitor(model, loss, samples=0)
+        mt.Monitor(model, cross_entropy, samples=0)
     with pytest.raises(ValueError, match="limit > 0"):
-        mt.Monitor(model, loss, limit=0)
+        mt.Monitor(model, cross_entropy, limit=0)
     with pytest.raises(ValueError, match="remedy"):
-        mt.Monitor(model, loss, remedy="fix")  # type: ignore[arg-type]
+        mt.Monitor(model, cross_entropy, remedy="fix")  # type: ignore[arg-type]
     with pytest.raises(mt.RunError, match="it is not converted"):
-        mt.Monitor(mt.revert(model), loss, every=1).step(draw())
-    model = Plain()
+        mt.Monitor(mt.revert(model), cross_entropy, every=1).step(draw())
+    model = LayerNormMLP()
     mt.convert(model.first, mt.Policy.uniform(level=16))
     mt.convert(model.second, mt.Policy.uniform(level=16))
     with pytest.raises(mt.RunError, match="one by one"):
-        mt.Monitor(model, loss, every=1).step(draw())
+        mt.Monitor(model, cross_entropy, every=1).step(draw())
 
 
 def test_a_converted_part_is_measured() -> None:
     torch.manual_seed(0)
-    model = Plain()
+    model = LayerNormMLP()
     mt.convert(model.second, mt.Policy.uniform(level=2))
     with pytest.warns(UserWarning, match="now exact: the converted module itself;"):
-        reading = mt.Monitor(model, loss, every=1, limit=1e-5, remedy="exact").step(draw())
-    assert reading is not None
-    assert reading.gradient_error == 0
+        reading = mt.Monitor(model, cross_entropy, every=1, limit=1e-5, remedy="exact").step(draw())
+    assert known(reading).gradient_error == 0
     assert conversion_of(model.first) is None

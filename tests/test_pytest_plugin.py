@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune.errors import BudgetError
 from mesa_tune.profiler.saved_limit import LimitMeter
-from mesa_tune.workload.workload import Workload
+from tests.builders import gpt2, known, own_loss, words, workload
 
 pytest_plugins = ["pytester"]
-
-TOKENS = torch.arange(512).reshape(4, 128) % 97
 
 SCALARS = 8
 """Bytes of the loss and of its gradient, which are alive where a backward begins."""
@@ -78,35 +73,19 @@ def test_a_marked_test_fails_over_its_limit(pytester: pytest.Pytester) -> None:
     )
 
 
-def test_the_plugin_imports_no_torch() -> None:
-    code = "import sys, mesa_tune.pytest_plugin; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=97, n_positions=128, n_embd=32, n_layer=2, n_head=2)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    loss: Tensor = model(tokens, labels=tokens).loss
-    return loss
-
-
 @pytest.mark.parametrize(
     "policy", [mt.Policy.parse(""), mt.Policy.uniform(level=16)], ids=["plain", "4 bits"]
 )
 def test_saved_bytes_are_those_that_verify_measures(policy: mt.Policy) -> None:
-    workload = Workload(gpt2, lambda _: TOKENS.clone(), loss_of, batch_size=4)
-    expected = mt.verify(workload, policy, steps=1, seeds=1).policy.saved_bytes
-    assert expected is not None
+    work = workload(lambda: gpt2(32, vocab_size=97), lambda n: words(n, 64, 97), own_loss, batch_size=4)
+    expected = known(mt.verify(work, policy, steps=1, seeds=1).policy.saved_bytes)
     with LimitMeter("1B") as meter:
-        model = mt.convert(gpt2(), policy)
+        model = mt.convert(gpt2(32, vocab_size=97), policy)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
             optimizer.zero_grad()
             with mt.compress_saved(policy):
-                loss = loss_of(model, TOKENS.clone())
+                loss = own_loss(model, words(4, 64, 97))
             loss.backward()
             optimizer.step()
     assert (meter.backwards, meter.most) == (2, expected + SCALARS)
