@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -33,14 +35,24 @@ def ids(n: int) -> Tensor:
     return torch.randint(0, CLASSES, (n, 21))
 
 
-def measured(work: mt.Workload, policy: mt.Policy) -> StepMemory:
+def swept(cases: Iterable[Any], names: Collection[str]) -> list[Any]:
+    """Names, or tuples that begin with one, as parameters of a test: in the slow sweep those of `names`."""
+    tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
+    sweep = pytest.mark.slow("sweep")
+    return [pytest.param(*case, marks=sweep if case[0] in names else ()) for case in tuples]
+
+
+def measured(work: mt.Workload, policy: mt.Policy, batch_size: int | None = None) -> StepMemory:
+    """The memory of a real step of the converted model, in which the loss compresses too."""
     model = mt.convert(work.build(), policy, seed=0)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         with mt.compress_saved(policy, seed=0):
             return work.compute_loss(model, batch)
 
-    return measure_step(model, work.make_batch(), loss, work.make_optimizer(model), work.training_step)
+    return measure_step(
+        model, work.make_batch(batch_size), loss, work.make_optimizer(model), work.training_step
+    )
 
 
 def check_memory(work: mt.Workload, profile: Profile) -> None:

@@ -9,43 +9,35 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mesa_tune as mt
 from mesa_tune.commands.verify import describe
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.errors.weights import load_weights
+from tests.builders import workload
+from tests.profiler.models import three_classes
 
 POLICY = mt.Policy.uniform(level=16)
 
 
-def model() -> nn.Module:
+def normed() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(20, 400), nn.BatchNorm1d(400), nn.GELU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3)
+        nn.Linear(20, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 3)
     )
 
 
-def batch(size: int) -> tuple[Tensor, Tensor]:
-    target = torch.randint(0, 3, (size,))
-    return torch.randn(size, 20) + 0.3 * target.unsqueeze(1), target
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-@pytest.fixture(name="work")
-def _work(tmp_path: Path) -> mt.Workload:
+@pytest.fixture(name="work", scope="module")
+def _work(tmp_path_factory: pytest.TempPathFactory) -> mt.Workload:
     """A workload with the weights after 10 and 30 steps."""
-    work = mt.Workload(
-        model, batch, loss, batch_size=64, checkpoints=[tmp_path / "step10.pt", tmp_path / "step30.pt"]
-    )
+    paths = [tmp_path_factory.mktemp("weights") / f"step{step}.pt" for step in (10, 30)]
+    work = workload(normed, three_classes, batch_size=64, checkpoints=paths)
     net = work.build()
     optimizer = work.make_optimizer(net)
     for step in range(1, 31):
         work.take_step(net, work.make_batch(draw=100 + step), optimizer)
         if step in (10, 30):
-            torch.save(net.state_dict(), tmp_path / f"step{step}.pt")
+            torch.save(net.state_dict(), paths[step == 30])
     return work
 
 
@@ -53,7 +45,7 @@ def at(work: mt.Workload, path: str | Path, draws: int, first_seed: int = 0) -> 
     """Error and noise of a model that is built with the weights of the file."""
 
     def trained() -> nn.Module:
-        net = model()
+        net = normed()
         net.load_state_dict(torch.load(path))
         return net
 
@@ -100,9 +92,10 @@ def test_a_wrong_checkpoint_fails_before_layers_are_priced(work: mt.Workload, tm
 
 
 def test_weights_that_cannot_be_trained_are_named(work: mt.Workload, tmp_path: Path) -> None:
-    net = model()
+    net = normed()
     load_weights(net, work.checkpoints[0])
     torch.nn.init.constant_(next(net.parameters()), torch.nan)
-    torch.save(net.state_dict(), work.checkpoints[1])
+    torch.save(net.state_dict(), tmp_path / "step30.pt")
+    wrong = replace(work, checkpoints=[work.checkpoints[0], tmp_path / "step30.pt"])
     with pytest.raises(mt.WorkloadError, match=r"checkpoint .*step30\.pt: .*nan"):
-        mt.verify(work, POLICY, steps=1)
+        mt.verify(wrong, POLICY, steps=1)

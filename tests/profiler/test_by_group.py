@@ -16,6 +16,7 @@ import mesa_tune as mt
 from mesa_tune.commands.verify import describe
 from mesa_tune.profiler.errors.by_group import STATE_STEPS, GroupError, errors_by_group
 from mesa_tune.profiler.errors.joint_error import JointError
+from tests.builders import workload
 
 POLICY = mt.Policy.uniform(level=4)
 PAIRS = [(0, 0), (0, 1), (3, 0)]
@@ -23,7 +24,7 @@ FIRST = 20
 Parts = dict[str, Tensor]
 
 
-def model() -> nn.Module:
+def two_parts() -> nn.Module:
     first, last = nn.Linear(64, 64), nn.Linear(64, 64)
     net = nn.Sequential()
     net.add_module("first", nn.Sequential(first, nn.GELU()))
@@ -31,16 +32,13 @@ def model() -> nn.Module:
     return net
 
 
-def batch(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 64), torch.randn(size, 64)
+def regressing(model: Callable[[], nn.Module] = two_parts, **options: Any) -> mt.Workload:
+    def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(net(batch[0]), batch[1])
 
-
-def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(net(batch[0]), batch[1])
-
-
-def workload(optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None) -> mt.Workload:
-    return mt.Workload(model, batch, loss, optimizer, batch_size=128)
+    return workload(
+        model, lambda n: (torch.randn(n, 64), torch.randn(n, 64)), loss, batch_size=128, **options
+    )
 
 
 def two_groups(parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -97,7 +95,7 @@ def found_for(work: mt.Workload) -> dict[str, GroupError]:
 
 
 def test_modules_are_the_groups_of_an_optimizer_with_one() -> None:
-    work = workload()
+    work = regressing()
     found = found_for(work)
     scales = scales_by_hand(work, 0.999, lambda _: 1e-8, largest=False)
     assert list(found) == ["all", "first", "last"]
@@ -110,7 +108,7 @@ def test_modules_are_the_groups_of_an_optimizer_with_one() -> None:
 
 
 def test_groups_of_the_optimizer_have_scales_of_their_own() -> None:
-    work = workload(two_groups)
+    work = regressing(optimizer=two_groups)
     found = found_for(work)
     scales = scales_by_hand(work, 0.9, lambda name: 1e-3 if name.endswith("bias") else 1e-8, largest=True)
     assert list(found) == ["all", "group 0", "biases"]
@@ -123,11 +121,11 @@ def test_groups_of_the_optimizer_have_scales_of_their_own() -> None:
 
 def test_no_scale_without_adam_and_no_error_of_what_gets_no_gradient() -> None:
     def build() -> nn.Module:
-        net = model()
+        net = two_parts()
         net.register_parameter("unused", nn.Parameter(torch.ones(3)))
         return net
 
-    work = mt.Workload(build, batch, loss, lambda parts: torch.optim.SGD(parts, 0.1), batch_size=128)
+    work = regressing(build, optimizer=lambda parts: torch.optim.SGD(parts, 0.1))
     found = found_for(work)
     assert {group.preconditioned_error for group in found.values()} == {None}
     assert found["the model itself"] == GroupError("the model itself", 3, None, None)
@@ -138,8 +136,8 @@ def test_no_scale_without_adam_and_no_error_of_what_gets_no_gradient() -> None:
 
 
 def test_verify_measures_them_on_request_and_saves_them() -> None:
-    plain = mt.verify(workload(), POLICY, steps=1, seeds=1)
-    check = mt.verify(workload(), POLICY, steps=1, seeds=1, by_group=True)
+    plain = mt.verify(regressing(), POLICY, steps=1, seeds=1)
+    check = mt.verify(regressing(), POLICY, steps=1, seeds=1, by_group=True)
     assert plain.groups == ()
     assert check.groups[0].gradient_error == pytest.approx(check.gradient_error)
     assert check.gradient_errors == plain.gradient_errors

@@ -1,5 +1,8 @@
+"""Batches of unequal lengths: the longest draw is traced, and a note says so."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +13,20 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.draws import DRAWS, longest_batch
-from mesa_tune.workload.workload import Workload
+from tests.builders import bert_config, own_loss, workload
 
 
 def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+    return transformers.BertForMaskedLM(
+        bert_config(32, 1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     )
-    return transformers.BertForMaskedLM(config)
 
 
 def padded(n: int) -> dict[str, Tensor]:
     """Token sequences of random lengths, padded to the longest, as a tokenizer returns them."""
     lengths = torch.randint(40, 120, (n,))
     longest = int(lengths.max())
-    tokens = torch.randint(97, (n, longest))
+    tokens = torch.randint(128, (n, longest))
     return {
         "input_ids": tokens,
         "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
@@ -38,27 +34,21 @@ def padded(n: int) -> dict[str, Tensor]:
     }
 
 
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    result: Tensor = model(**batch).loss
-    return result
-
-
-def ragged(**changes: Any) -> Workload:
-    parts: dict[str, Any] = {"model": bert, "batch": padded, "loss": loss, "batch_size": 4}
-    return Workload(**(parts | changes))
+def ragged(batch: Callable[[int], Any] = padded) -> mt.Workload:
+    return workload(bert, batch, own_loss, batch_size=4)
 
 
 def length(batch: dict[str, Tensor]) -> int:
     return batch["input_ids"].shape[1]
 
 
-def test_bytes_are_those_of_the_longest_draw() -> None:
-    workload = ragged()
-    lengths = [length(workload.make_batch(draw=draw)) for draw in range(DRAWS)]
+def test_bytes_are_those_of_the_longest_draw_and_others_are_told() -> None:
+    work = ragged()
+    lengths = [length(work.make_batch(draw=draw)) for draw in range(DRAWS)]
     longest = lengths.index(max(lengths))
     assert longest  # or the first draw would do
-    made = mt.profile(workload, options=[])
-    batch = workload.make_batch(draw=longest)
+    made = mt.profile(work, options=[])
+    batch = work.make_batch(draw=longest)
     alone = mt.profile(
         ragged(batch=lambda n: {name: tensor[:n] for name, tensor in batch.items()}), options=[]
     )
@@ -68,21 +58,18 @@ def test_bytes_are_those_of_the_longest_draw() -> None:
         f"4 × {max(lengths)}; draw {longest}, the longest, was traced"
     )
     assert alone.notes == ()
-    check = mt.verify(workload, mt.Policy.parse(""), steps=1, seeds=1)
+    check = mt.verify(work, mt.Policy.parse(""), steps=1, seeds=1)
     assert check.baseline.peak_bytes == made.peak_bytes
-
-
-def test_other_lengths_at_the_second_batch_size_are_told() -> None:
-    workload = ragged()
-    draw = longest_batch(workload).draw
-    same = length(workload.make_batch(2, draw=draw)) == length(workload.make_batch(draw=draw))
-    notes = mt.profile(workload, options=[]).notes
-    told = f"draw {draw} of 2 samples has other lengths: bytes at other batch sizes are estimates" in notes
+    draw = longest_batch(work).draw
+    same = length(work.make_batch(2, draw=draw)) == length(work.make_batch(draw=draw))
+    told = (
+        f"draw {draw} of 2 samples has other lengths: bytes at other batch sizes are estimates" in made.notes
+    )
     assert told is not same
 
 
 def test_batches_of_one_length_need_no_note() -> None:
-    longest = longest_batch(ragged(batch=lambda n: {"input_ids": torch.randint(97, (n, 8))}))
+    longest = longest_batch(ragged(batch=lambda n: {"input_ids": torch.randint(128, (n, 8))}))
     assert (longest.draw, longest.differ, longest.notes) == (0, False, ())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ import mesa_tune as mt
 from mesa_tune.codecs import Spec, rows
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.errors.expected_rows import expected_square
+from tests.builders import workload
 
 ROWS, WIDTH = 64, 64
 
@@ -52,20 +55,13 @@ def test_the_price_of_a_batch_does_not_depend_on_the_sample() -> None:
     scale = torch.ones(256, 1)
     scale[7] = 300.0  # one row makes most of the gradient, and its norm does not tell
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 8)
+    def build() -> nn.Module:
+        parts = {"first": nn.Linear(32, 32), "second": nn.Linear(32, 8)}
+        return nn.Sequential(OrderedDict(parts))
 
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.second(self.first(x))
-            return y
-
-    workload = mt.Workload(
-        Model, lambda _: x, lambda model, x: (scale * model(x)).square().mean(), batch_size=256
-    )
+    work = workload(build, lambda _: x, lambda model, x: (scale * model(x)).square().mean(), batch_size=256)
     sampled, rounded = LayerSettings(level=16, rows=0.1), LayerSettings(level=4)
-    profile = mt.profile(workload, options=[sampled, rounded], seeds=4)
+    profile = mt.profile(work, options=[sampled, rounded], seeds=4)
     options = {option.settings: option for option in profile.layer("second").options}
     price = options[sampled].price_errors
     assert max(price) == pytest.approx(min(price), rel=0.02)

@@ -13,6 +13,8 @@ from mesa_tune.profiler.entries import full_grid
 from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.errors.prices import Price, can_follow, leaders
 from mesa_tune.profiler.errors.recorded import Draw
+from tests.builders import workload
+from tests.step_memory import squares
 
 FOUR, COARSE = mt.LayerSettings(level=16), mt.LayerSettings(level=16, group_size=1024)
 THREE, TWO, ONE = (mt.LayerSettings(level=level) for level in (8, 4, 2))
@@ -63,14 +65,9 @@ class Whole(nn.Module):
         return out
 
 
-def loss(model: nn.Module, x: Tensor) -> Tensor:
-    value: Tensor = model(x).square().mean()
-    return value
-
-
 @pytest.mark.parametrize("options", [[FOUR, THREE], [THREE, FOUR]])
 def test_an_option_that_errs_where_its_leader_does_not_is_measured(options: list[mt.LayerSettings]) -> None:
-    work = mt.Workload(Whole, lambda n: torch.randn(n, 16), loss, batch_size=64)
+    work = workload(Whole, lambda n: torch.randn(n, 16), squares, batch_size=64)
     layer = mt.profile(work, options=options, seeds=1).layer("second")
     errors = {option.settings: option.gradient_error for option in layer.options}
     pairs = [(0, seed) for seed in range(8)]

@@ -36,6 +36,14 @@ def test_memory_comes_back_without_page_faults_but_only_inside() -> None:
     assert outside > COUNT * PAGES / 2
 
 
+def test_nothing_is_set_where_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
+    with steady_heap():
+        faults()
+        assert faults() > COUNT * PAGES / 2
+
+
+@pytest.mark.slow("processes")
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"])
 def test_thresholds_of_the_user_stay(name: str) -> None:
     code = "from tests.profiler.test_heap import *\nwith steady_heap(): faults(); print(faults())"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,30 +22,18 @@ import mesa_tune as mt
 from mesa_tune.conversion.layers import Catalog
 from mesa_tune.policy.settings import EXACT, LayerSettings
 from mesa_tune.profiler.memory.memory_model import Timeline
-from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.memory.rows import Rows
 from mesa_tune.profiler.memory.timeline_builder import build_timeline
 from mesa_tune.profiler.memory.traced_steps import TracedSteps
 from mesa_tune.profiler.tracing import StepTracer
 from mesa_tune.workload.preserve import preserved
+from tests.builders import bert_config, gpt2, llama, own_loss, workload
+from tests.profiler.models import pixels, resnet
+from tests.step_memory import measured, swept
 
 BATCH_SIZE = 4
-TEXT: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-IMAGE: dict[str, Any] = {
-    "num_labels": 10,
-    "image_size": 32,
-    "patch_size": 4,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-}
-HEADS: dict[str, Any] = {"num_attention_heads": 2, "intermediate_size": 128}
-STAGES: dict[str, Any] = {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 2], "num_labels": 10}
-GPT: dict[str, Any] = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
+IMAGE: dict[str, Any] = {"num_labels": 10, "image_size": 32, "patch_size": 4, "hidden_size": 64}
+HEADS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 CHOICES = [EXACT, *(LayerSettings(level=level) for level in (4, 16, 256))]
 OTHERS = [
     LayerSettings(level=16, drop=0.3),
@@ -70,22 +59,7 @@ KINDS = {
 
 
 def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**TEXT, intermediate_size=128))
-
-
-def gpt2() -> nn.Module:
-    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT, **ends, use_cache=False))
-
-
-def llama() -> nn.Module:
-    """Of two heads for queries, and one for keys and values."""
-    heads: dict[str, Any] = {"num_key_value_heads": 1, "intermediate_size": 128, "use_cache": False}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, **heads))
-
-
-def resnet() -> nn.Module:
-    return transformers.ResNetForImageClassification(transformers.ResNetConfig(**STAGES))
+    return transformers.BertForMaskedLM(bert_config())
 
 
 def checkpointed_vit() -> nn.Module:
@@ -95,39 +69,44 @@ def checkpointed_vit() -> nn.Module:
     return built
 
 
-def text(count: int) -> dict[str, Tensor]:
+def padded(count: int) -> dict[str, Tensor]:
     """Texts of unequal lengths, padded: their mask is one tensor that every attention saves."""
     ids = torch.randint(1, 128, (count, 64))
     ends = torch.randint(32, 64, (count, 1))
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": (torch.arange(64) < ends).long()}
 
 
-def images(count: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(count, 3, 32, 32), "labels": torch.randint(10, (count,))}
-
-
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    value: Tensor = model(**batch).loss
-    return value
-
-
 class Case(NamedTuple):
+    """A model, its batch, the kinds of policies that are tried, and options of the workload."""
+
     model: Callable[[], nn.Module]
     batch: Callable[[int], dict[str, Tensor]]
+    kinds: tuple[str, ...]
     options: Mapping[str, Any] = MappingProxyType({})
 
-    def workload(self) -> mt.Workload:
-        return mt.Workload(self.model, self.batch, own_loss, batch_size=BATCH_SIZE, **self.options)
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 ZOO = {
-    "BERT": Case(bert, text),
-    "GPT-2, accumulated": Case(gpt2, text, {"accumulation": 3}),
-    "Llama": Case(llama, text),
-    "GPT-2, SGD": Case(gpt2, text, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}),
-    "ResNet": Case(resnet, images),
-    "ViT, checkpointed": Case(checkpointed_vit, images),
+    "BERT": Case(bert, padded, ("plain", "mixed", "all codecs")),
+    "GPT-2, accumulated": Case(
+        lambda: gpt2(layers=1), padded, ("4 bits", "dropping", "all codecs"), {"accumulation": 3}
+    ),
+    "Llama": Case(llama, padded, ("mixed", "few rows", "all codecs")),
+    "GPT-2, SGD": Case(lambda: gpt2(layers=1), padded, ("4 bits", "by sample"), {"optimizer": sgd}),
+    "ResNet": Case(lambda: resnet(1, 2), pixels, ("plain", "by channel", "all codecs")),
+    "ViT, checkpointed": Case(checkpointed_vit, pixels, ("mixed", "dropping", "all codecs")),
 }
+
+
+SWEPT = ("Llama", "GPT-2, SGD")
+
+
+def workload_of(name: str) -> mt.Workload:
+    case = ZOO[name]
+    return workload(case.model, case.batch, own_loss, batch_size=BATCH_SIZE, **case.options)
 
 
 class Traced(NamedTuple):
@@ -136,9 +115,9 @@ class Traced(NamedTuple):
     layers: list[tuple[str, int, str]]
 
 
-@pytest.fixture(scope="module", name="traced", params=ZOO)
-def _traced(request: pytest.FixtureRequest) -> tuple[mt.Workload, Traced]:
-    work = ZOO[request.param].workload()
+@cache
+def traced(name: str) -> Traced:
+    work = workload_of(name)
     model = work.build()
     optimizer = work.make_optimizer(model)
     with preserved(model, optimizer) as restore:
@@ -147,11 +126,12 @@ def _traced(request: pytest.FixtureRequest) -> tuple[mt.Workload, Traced]:
         steps, tags = StepTracer(work, model, optimizer, restore).traced(batch, BATCH_SIZE)
     rows = Rows(steps, tags, Catalog.of(model).modules)
     layers = [(entry.tag, entry.index, entry.name) for entry in rows.entries()]
-    return work, Traced(steps, build_timeline(steps, steps, rows.hooked), layers)
+    return Traced(steps, build_timeline(steps, steps, rows.hooked), layers)
 
 
-def test_the_timeline_has_the_bytes_of_the_traced_steps(traced: tuple[mt.Workload, Traced]) -> None:
-    _, (steps, timeline, _) = traced
+@pytest.mark.parametrize("name", swept(ZOO, SWEPT))
+def test_the_timeline_has_the_bytes_of_the_traced_steps(name: str) -> None:
+    steps, timeline, _ = traced(name)
     static = sum(steps.static.values())
 
     # Without the limit below which tensors stay exact, as the steps were traced.
@@ -173,15 +153,16 @@ def test_the_timeline_has_the_bytes_of_the_traced_steps(traced: tuple[mt.Workloa
         assert not [pair for pair in differ if pair[1] and pair[0] is not None]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_predicted(kind: str, traced: tuple[mt.Workload, Traced]) -> None:
-    work, (_, timeline, layers) = traced
+@pytest.mark.parametrize(
+    ("name", "kind"), swept([(name, kind) for name, case in ZOO.items() for kind in case.kinds], SWEPT)
+)
+def test_bytes_are_predicted(name: str, kind: str) -> None:
+    _, timeline, layers = traced(name)
     chance = random.Random(5)
     settings = KINDS[kind]
     policy = mt.Policy.from_assignments((*layer, chance.choice(settings)) for layer in layers)
     step = timeline.at().under(policy.assignment(layers))
-    model = mt.convert(work.build(), policy, seed=0)
-    found = measure_step(model, work.make_batch(), own_loss, work.make_optimizer(model), work.training_step)
+    found = measured(workload_of(name), policy)
     assert abs(step.saved_bytes - found.saved_bytes) <= 64
     # The measurement also holds the loss. What few survivors and rows add is an upper bound.
     most = 0.03 if any(one.omits for one in settings) else 0.01

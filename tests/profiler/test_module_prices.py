@@ -16,35 +16,27 @@ from mesa_tune.profiler.errors.joint_error import JointError
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timing.kinds import Kind, timed_policies
 from mesa_tune.profiler.timing.step_time import StepTimes, with_times
+from tests.builders import MLPBlock, workload
 
 WIDTH, ROWS = 64, 128
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16, 256)]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
-
-
-class InPlace(Block):
+class InPlace(MLPBlock):
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(super().forward(x.clone()))
 
 
-class Model(nn.Module):
+class Blocks(nn.Module):
+    """Blocks that run once, twice, change their input in place, and never run."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.once = nn.ModuleList([Block(), Block()])
-        self.twice = nn.ModuleList([Block()])
-        self.changing = nn.Sequential(InPlace())
-        self.unused = nn.ModuleList([Block()])
+        self.once = nn.ModuleList([MLPBlock(WIDTH), MLPBlock(WIDTH)])
+        self.twice = nn.ModuleList([MLPBlock(WIDTH)])
+        self.changing = nn.Sequential(InPlace(WIDTH))
+        self.unused = nn.ModuleList([MLPBlock(WIDTH)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -54,15 +46,13 @@ class Model(nn.Module):
         return out
 
 
-def batch(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def regression(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-WORKLOAD = mt.Workload(Model, batch, loss, batch_size=ROWS)
+WORKLOAD = workload(
+    Blocks, lambda n: (torch.randn(n, WIDTH), torch.randn(n, WIDTH)), regression, batch_size=ROWS
+)
 
 
 def _again(module: str, settings: mt.LayerSettings) -> mt.Policy:

@@ -13,25 +13,24 @@ from torch import Tensor, nn
 import mesa_tune as mt
 from mesa_tune.profiler.errors.joint_error import FEWEST_NOISE_STEPS, NOISE_STEPS, JointError, representatives
 from mesa_tune.profiler.errors.noise import Noise
+from tests.builders import workload
+from tests.profiler.models import three_classes
+from tests.step_memory import squares
 
 OPTIONS = [mt.LayerSettings(level=level) for level in (4, 16)]
 
 
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(20, 400), nn.GELU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3))
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 200), nn.GELU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 3))
 
 
-def batch(size: int) -> tuple[Tensor, Tensor]:
-    target = torch.randint(0, 3, (size,))
-    return torch.randn(size, 20) + 0.3 * target.unsqueeze(1), target
+def classifying(**step: Any) -> mt.Workload:
+    return workload(classifier, three_classes, batch_size=64, **step)
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def workload(**step: Any) -> mt.Workload:
-    return mt.Workload(model, batch, loss, batch_size=64, **step)
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> mt.Profile:
+    return mt.profile(classifying(), options=OPTIONS, seeds=2)
 
 
 def gradients_of(work: mt.Workload, steps: int) -> Tensor:
@@ -54,7 +53,7 @@ def by_hand(work: mt.Workload, steps: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_noise_is_the_variance_of_whole_steps(accumulation: int) -> None:
-    work = workload(accumulation=accumulation)
+    work = classifying(accumulation=accumulation)
     for steps in (2, NOISE_STEPS):
         variance, mean = by_hand(work, steps)
         assert JointError(work).noise(fewest=steps, most=steps).relative == pytest.approx(
@@ -67,7 +66,7 @@ def test_noise_takes_more_steps_where_gradients_vary_more() -> None:
         def batch(size: int) -> Tensor:
             return torch.randn(size, 32) * (1 + spread * torch.rand(()))
 
-        return mt.Workload(lambda: nn.Linear(32, 8), batch, lambda m, x: m(x).square().mean(), batch_size=256)
+        return workload(lambda: nn.Linear(32, 8), batch, squares, batch_size=256)
 
     steady, varying = (JointError(work(spread)).noise().norms for spread in (0.0, 4.0))
     assert (len(steady), len(varying)) == (FEWEST_NOISE_STEPS, NOISE_STEPS)
@@ -75,9 +74,9 @@ def test_noise_takes_more_steps_where_gradients_vary_more() -> None:
 
 
 def test_noise_changes_no_gradient_that_errors_are_relative_to() -> None:
-    joint, policy, pairs = JointError(workload()), mt.Policy.uniform(level=4), [(0, 0), (1, 0)]
+    joint, policy, pairs = JointError(classifying()), mt.Policy.uniform(level=4), [(0, 0), (1, 0)]
     errors = joint.errors(policy, pairs)
-    assert joint.noise() == JointError(workload()).noise()
+    assert joint.noise() == JointError(classifying()).noise()
     assert joint.errors(policy, pairs) == errors
     norms = joint.noise().norms
     sizes = joint.norms(range(3))
@@ -85,7 +84,7 @@ def test_noise_changes_no_gradient_that_errors_are_relative_to() -> None:
 
 
 def test_accumulation_averages_noise_away() -> None:
-    one, eight = (JointError(workload(accumulation=count)).noise() for count in (1, 8))
+    one, eight = (JointError(classifying(accumulation=count)).noise() for count in (1, 8))
     assert eight.relative < 0.5 * one.relative
 
 
@@ -96,9 +95,8 @@ def true_ratio(work: mt.Workload, policy: mt.Policy) -> float:
     return statistics.fmean(map(float.__mul__, relative, joint.norms(range(32)))) / variance
 
 
-def test_predicted_and_measured_ratio_are_those_of_many_batches() -> None:
-    work, policy = workload(), mt.Policy.uniform(level=4)
-    profile = mt.profile(work, options=OPTIONS, seeds=2)
+def test_predicted_and_measured_ratio_are_those_of_many_batches(profile: mt.Profile) -> None:
+    work, policy = classifying(), mt.Policy.uniform(level=4)
     check = mt.verify(work, policy, steps=1)
     right, at_larger = (
         true_ratio(each, policy) for each in (work, work.with_batch_size(4 * work.batch_size))
@@ -111,10 +109,8 @@ def test_predicted_and_measured_ratio_are_those_of_many_batches() -> None:
     assert profile.predict(mt.Policy()).gradient_noise_ratio == 0
 
 
-@pytest.mark.parametrize("seeds", [1, 4])
-def test_prices_of_few_batches_predict_the_error_that_many_have(seeds: int) -> None:
-    work, policy = workload(), mt.Policy.uniform(level=16)
-    profile = mt.profile(work, options=OPTIONS, seeds=seeds)
+def test_prices_of_few_batches_predict_the_error_that_many_have(profile: mt.Profile) -> None:
+    work, policy = classifying(), mt.Policy.uniform(level=16)
     joint = JointError(work)
     steps = len(joint.noise().norms)
     odd = range(1, steps, 2)
@@ -142,7 +138,7 @@ def test_errors_count_by_the_gradients_of_their_batches() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    work, policy = mt.Workload(model, uneven, loss, batch_size=128), mt.Policy.uniform(level=16)
+    work, policy = workload(model, uneven, loss, batch_size=128), mt.Policy.uniform(level=16)
     profile, joint = mt.profile(work, options=OPTIONS, seeds=12), JointError(work)
     errors, sizes = [], []
     for draw in range(1, 12):
@@ -161,11 +157,9 @@ def test_errors_count_by_the_gradients_of_their_batches() -> None:
     assert older == pytest.approx(mean / variance, rel=0.2)
 
 
-def test_it_is_in_the_documents() -> None:
-    work = workload()
-    profile = mt.profile(work, options=OPTIONS, seeds=1)
+def test_it_is_in_the_documents(profile: mt.Profile) -> None:
     document = json.loads(json.dumps(profile.to_dict()))
-    assert document["gradient_noise"] == JointError(work).noise().relative
+    assert document["gradient_noise"] == JointError(classifying()).noise().relative
     assert mt.Profile.from_dict(document).noise == profile.noise
     for name in ("gradient_noise", "gradient_scale"):
         del document[name]
@@ -178,7 +172,7 @@ def test_batches_that_are_all_the_same_have_no_ratio() -> None:
     def same(size: int) -> tuple[Tensor, Tensor]:
         return torch.ones(size, 20), torch.zeros(size, dtype=torch.long)
 
-    noise = JointError(mt.Workload(model, same, loss, batch_size=8)).noise()
+    noise = JointError(workload(classifier, same)).noise()
     assert noise.ratio([1e-3]) is None
     assert noise.ratio(None) is None
     assert Noise(0.5, 2.0).ratio([1e-3]) == pytest.approx(4e-3)
@@ -202,10 +196,10 @@ def test_batches_of_large_gradients_are_among_those_that_make_prices() -> None:
         scale = 2.0 if torch.rand(()) < 1 / 8 else 1.0
         return scale * torch.randn(size, 32)
 
-    work = mt.Workload(
+    work = workload(
         lambda: nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 8)),
         batch,
-        lambda model, x: model(x).square().mean(),
+        squares,
         batch_size=64,
     )
     profile = mt.profile(work, options=[mt.LayerSettings(level=4, group_size=64)], seeds=5)
@@ -224,12 +218,12 @@ def test_weights_behind_others_that_are_zero_are_named(is_zero: bool) -> None:
     """As LoRA begins: of A no gradient is seen, and so no error."""
 
     def adapted() -> nn.Module:
-        net = model()
+        net = classifier()
         if is_zero:
             nn.init.zeros_(net[4].weight)  # type: ignore[index]
         return net
 
-    found = mt.profile(mt.Workload(adapted, batch, loss, batch_size=64), options=OPTIONS, seeds=1)
+    found = mt.profile(workload(adapted, three_classes, batch_size=64), options=OPTIONS, seeds=1)
     notes = [note for note in found.notes if "exactly zero" in note]
     assert [note.split("'")[1] for note in notes] == ["0.weight"] * is_zero
     assert all(note.startswith("99%") for note in notes)

@@ -19,6 +19,7 @@ from torch.func import functional_call, grad
 
 import mesa_tune as mt
 from mesa_tune.profiler.errors.joint_error import JointError
+from tests.builders import workload
 from tests.step_memory import (
     BATCH,
     CLASSES,
@@ -156,12 +157,12 @@ LOSSES: dict[str, Made] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_memory_is_that_of_a_real_step(name: str) -> None:
-    work = mt.Workload(*LOSSES[name], batch_size=BATCH)
-    check_memory(work, mt.profile(work, options=SETTINGS, seeds=1))
+    work = workload(*LOSSES[name], batch_size=BATCH)
+    check_memory(work, mt.profile(work, options=SETTINGS[1:], seeds=1))
 
 
 def test_a_graph_that_is_gone_is_no_part_of_the_prices() -> None:
-    work = mt.Workload(mlp, tokens, perturbed_loss, batch_size=BATCH)
+    work = workload(mlp, tokens, perturbed_loss, batch_size=BATCH)
     profile = mt.profile(work, options=SETTINGS[1:])
     errors = JointError(work).errors(FOUR_BITS, [(draw, 9) for draw in range(2)])
     predicted = profile.predict(FOUR_BITS)
@@ -175,7 +176,7 @@ def test_a_graph_that_is_gone_is_no_part_of_the_prices() -> None:
 
 
 def test_a_backward_inside_the_loss_is_refused() -> None:
-    work = mt.Workload(mlp, tokens, own_backward_loss, batch_size=BATCH)
+    work = workload(mlp, tokens, own_backward_loss, batch_size=BATCH)
     with pytest.raises(
         mt.WorkloadError,
         match=r"test_odd_losses.py:\d+: loss\(\) calls backward\(\) itself.*\n.*ACCUMULATION",
@@ -188,17 +189,17 @@ def test_second_derivatives_are_refused() -> None:
     with pytest.raises(
         mt.RunError, match=r"create_graph=True reached .*\n.*\n.*leave the second derivative out"
     ):
-        mt.profile(mt.Workload(model, tokens, penalty_loss, batch_size=BATCH), options=[])
+        mt.profile(workload(model, tokens, penalty_loss, batch_size=BATCH), options=[])
 
 
 def test_gradients_of_torch_func_are_refused() -> None:
     with pytest.raises(mt.WorkloadError, match=r"loss\(\) raised .*\n.*\n.*leave this part out of loss"):
-        mt.profile(mt.Workload(Meta, tokens, squares, batch_size=BATCH), options=[])
+        mt.profile(workload(Meta, tokens, squares, batch_size=BATCH), options=[])
 
 
 def test_parts_on_other_devices_are_named() -> None:
-    work = mt.Workload(mlp, lambda n: (tokens(n), tokens(n).to("meta")), squares, batch_size=BATCH)
+    work = workload(mlp, lambda n: (tokens(n), tokens(n).to("meta")), squares, batch_size=BATCH)
     with pytest.raises(mt.WorkloadError, match=r"on the device meta, which has no values"):
         mt.profile(work, options=[])
     with pytest.raises(mt.WorkloadError, match=r"model\(\) .*meta"):
-        mt.Workload(lambda: nn.Linear(2, 2, device="meta"), tokens, squares, batch_size=BATCH).build()
+        workload(lambda: nn.Linear(2, 2, device="meta"), tokens, squares, batch_size=BATCH).build()

@@ -6,8 +6,8 @@ import math
 import random
 import statistics
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,122 +16,20 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.entries import LayerEntry, Option, fast_grid
-from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
-
-BATCH = 8
-SEEDS = 8
-WIDTH = 64
-TOKENS = 20
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (layer(h).view(*h.shape[:2], 4, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        attended = ((q @ k.transpose(-2, -1)) * 0.25).softmax(-1) @ v
-        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        result: Tensor = x + self.fc2(self.act(self.fc1(self.norm2(x))))
-        return result
-
-
-class Transformer(nn.Module):
-    """Attention of matmul and softmax (which share a tensor), and q, k, v layers of one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.embed(x)).mean(1))
-        return logits
-
-
-class Convolutions(nn.Module):
-    """ReLU and convolution keep one tensor; batch statistics; a mean of two tensors that only hooks reach."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.relu = nn.ReLU()
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        gate = torch.sigmoid(x)
-        x = torch.lerp(self.relu(self.bn2(self.conv2(x)) + x), gate, gate)
-        logits: Tensor = self.head(x.mean((2, 3)))
-        return logits
-
-
-class Reused(nn.Module):
-    """One layer run twice, one weight in two layers, and two branches of one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.twice = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.right.weight = self.first.weight
-        self.norm, self.act, self.head = nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.first(x))
-        x = self.twice(F.gelu(self.twice(x)))
-        logits: Tensor = self.head(self.norm(self.left(x) + self.act(self.right(x))).mean(1))
-        return logits
-
-
-class ClassToken(nn.Module):
-    """Its head keeps a small view of a large storage, as vision transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.body(F.gelu(self.body(x))))[:, 0])
-        return logits
-
-
-def text_batch(n: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(n, TOKENS, WIDTH), torch.randint(0, 10, (n,))
-
-
-def image_batch(n: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(n, 3, 16, 16), torch.randint(0, 10, (n,))
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-MODELS: dict[str, tuple[type[nn.Module], Any]] = {
-    "transformer": (Transformer, text_batch),
-    "convolutions": (Convolutions, image_batch),
-    "reused": (Reused, text_batch),
-    "class token": (ClassToken, text_batch),
-}
-
-
-def workload(name: str) -> mt.Workload:
-    model, batch = MODELS[name]
-    return mt.Workload(model, batch, loss, batch_size=BATCH)
-
-
-@pytest.fixture(scope="module")
-def profiles() -> dict[str, Profile]:
-    return {name: mt.profile(workload(name), seeds=SEEDS, options=fast_grid()) for name in MODELS}
+from tests.builders import cross_entropy, mean, workload
+from tests.profiler.models import (
+    BATCH,
+    MODELS,
+    SEEDS,
+    TOKENS,
+    WIDTH,
+    Reused,
+    profile_of,
+    text_batch,
+    workload_of,
+)
+from tests.step_memory import measured
 
 
 def policies(profile: Profile) -> dict[str, mt.Policy]:
@@ -151,70 +49,68 @@ def policies(profile: Profile) -> dict[str, mt.Policy]:
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["plain", "uniform 16", "mixed"])
-@pytest.mark.parametrize("batch_size", [BATCH, 24], ids=["profiled-batch", "other-batch"])
-def test_predicted_bytes_are_those_of_a_real_step(
-    profiles: dict[str, Profile], name: str, kind: str, batch_size: int
-) -> None:
-    work, policy = workload(name), policies(profiles[name])[kind]
-    model = mt.convert(work.build(), policy, seed=0)
-
-    def compressed_loss(model: nn.Module, batch: Any) -> Tensor:
-        with mt.compress_saved(policy, seed=0):
-            return loss(model, batch)
-
-    found = measure_step(model, work.make_batch(batch_size), compressed_loss, work.make_optimizer(model))
-    predicted = profiles[name].predict(policy, batch_size=batch_size)
+@pytest.mark.parametrize(
+    ("name", "kind", "batch_size"),
+    [
+        *((name, "mixed", 24) for name in MODELS),
+        *((name, "uniform 16", BATCH) for name in MODELS),
+        ("transformer", "plain", 24),
+        ("convolutions", "plain", BATCH),
+        ("convolutions", "uniform 16", 24),
+        ("reused", "mixed", BATCH),
+    ],
+)
+def test_predicted_bytes_are_those_of_a_real_step(name: str, kind: str, batch_size: int) -> None:
+    policy = policies(profile_of(name))[kind]
+    found = measured(workload_of(name), policy, batch_size)
+    predicted = profile_of(name).predict(policy, batch_size=batch_size)
     assert predicted.saved_bytes == pytest.approx(found.saved_bytes, rel=0.01)
     assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
 
 
 def is_that_of_whole_backwards(
-    error: float | None,
-    work: mt.Workload,
-    profile: Profile,
-    names: tuple[str, ...],
-    settings: mt.LayerSettings,
+    error: float | None, name: str, profile: Profile, layers: tuple[str, ...], settings: mt.LayerSettings
 ) -> bool:
     """Whether storing these layers alone has that gradient error, a mean of all `SEEDS` draws but the first.
 
     Here each draw is one whole forward and backward, on another batch. Chance may do three standard errors of
     the two means.
     """
-    draws = errors_of_draws(work, profile, names, settings)
+    draws = errors_of_draws(name, profile, layers, settings)
     chance = 3 * statistics.stdev(draws) * math.sqrt(1 / (SEEDS - 1) + 1 / len(draws))
-    measured = statistics.mean(draws)
-    return error is not None and measured / 1.25 - chance < error < measured * 1.25 + chance
+    middle = statistics.mean(draws)
+    return error is not None and middle / 1.25 - chance < error < middle * 1.25 + chance
 
 
 def errors_of_draws(
-    work: mt.Workload, profile: Profile, names: tuple[str, ...], settings: mt.LayerSettings
+    name: str, profile: Profile, layers: tuple[str, ...], settings: mt.LayerSettings
 ) -> list[float]:
     """The gradient errors on 16 batches, each with a rounding seed of its own."""
-    exact_settings, seeds = mt.LayerSettings(enable=False), 16
+    exact_settings = mt.LayerSettings(enable=False)
     policy = mt.Policy.from_assignments(
-        (layer.tag, layer.index, layer.name, settings if layer.name in names else exact_settings)
+        (layer.tag, layer.index, layer.name, settings if layer.name in layers else exact_settings)
         for layer in profile.layers
     )
-
-    def gradient(draw: int, *, exact: bool) -> Tensor:
-        model, batch = work.build(), work.make_batch(draw=draw)
-        if exact:
-            loss(model, batch).backward()
-        else:
-            mt.convert(model, policy, seed=draw, force=True)
-            with mt.compress_saved(policy, seed=draw):
-                value = loss(model, batch)
-            value.backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
     errors = []
-    for draw in range(seeds):
-        exact = gradient(draw, exact=True)
-        difference = gradient(draw, exact=False) - exact
+    for draw in range(16):
+        exact = gradient(name, draw)
+        difference = gradient(name, draw, policy) - exact
         errors.append((difference.square().sum() / exact.square().sum()).item())
     return errors
+
+
+@cache
+def gradient(name: str, draw: int, policy: mt.Policy | None = None) -> Tensor:
+    work = workload_of(name)
+    model, batch = work.build(), work.make_batch(draw=draw)
+    if policy is None:
+        work.compute_loss(model, batch).backward()
+    else:
+        mt.convert(model, policy, seed=draw, force=True)
+        with mt.compress_saved(policy, seed=draw):
+            value = work.compute_loss(model, batch)
+        value.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def cases(profile: Profile, count: int) -> list[tuple[tuple[str, ...], mt.LayerSettings, float]]:
@@ -235,62 +131,56 @@ def cases(profile: Profile, count: int) -> list[tuple[tuple[str, ...], mt.LayerS
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradient_errors_are_those_of_whole_backwards(profiles: dict[str, Profile], name: str) -> None:
-    for names, settings, error in cases(profiles[name], 10):
-        like = is_that_of_whole_backwards(error, workload(name), profiles[name], names, settings)
-        assert like, (names, settings.label)
+def test_gradient_errors_are_those_of_whole_backwards(name: str) -> None:
+    profile = profile_of(name)
+    for layers, settings, error in cases(profile, 6):
+        assert is_that_of_whole_backwards(error, name, profile, layers, settings), (layers, settings.label)
 
 
-def test_layers_stored_by_hooks_have_the_errors_of_whole_backwards(profiles: dict[str, Profile]) -> None:
-    profile = profiles["convolutions"]
+def test_layers_stored_by_hooks_have_the_errors_of_whole_backwards() -> None:
+    profile = profile_of("convolutions")
     hooked = [layer for layer in profile.layers if layer.tag == "other" and len(layer.options) > 1]
     assert hooked
     for layer in hooked:
         settings, error = layer.options[0].settings, layer.options[0].gradient_error
-        work = workload("convolutions")
-        assert is_that_of_whole_backwards(error, work, profile, (layer.name,), settings), layer.name
+        assert is_that_of_whole_backwards(error, "convolutions", profile, (layer.name,), settings), layer.name
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        mt.LayerSettings(level=16, group_size=64),
-        mt.LayerSettings(level=64),
+        mt.LayerSettings(level=64, group_size=64),
         mt.LayerSettings(level=16, group_size=None, quant_groups=4),
     ],
-    ids=["small-groups", "six-bits", "by-channels"],
+    ids=["six-bits-small-groups", "by-channels"],
 )
 def test_options_without_a_reference_among_them_have_errors_too(settings: mt.LayerSettings) -> None:
-    work = workload("reused")
-    profile = mt.profile(work, options=[settings], seeds=SEEDS)
+    profile = mt.profile(workload_of("reused"), options=[settings], seeds=SEEDS)
     for name in ("act", "norm"):
         error = profile.gradient_error({name: settings})
-        assert is_that_of_whole_backwards(error, work, profile, (name,), settings)
+        assert is_that_of_whole_backwards(error, "reused", profile, (name,), settings)
 
 
-def test_own_bytes_sum_to_the_saved_bytes(profiles: dict[str, Profile]) -> None:
-    for profile in profiles.values():
-        assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes
-        assert sum(tensor.bytes for tensor in profile.tensors) == profile.saved_bytes
+@pytest.mark.parametrize("name", MODELS)
+def test_own_bytes_sum_to_the_saved_bytes(name: str) -> None:
+    profile = profile_of(name)
+    assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes
+    assert sum(tensor.bytes for tensor in profile.tensors) == profile.saved_bytes
 
 
-def test_layers_of_one_input_are_tied_and_own_it_once(profiles: dict[str, Profile]) -> None:
-    layers = {layer.name: layer for layer in profiles["transformer"].layers}
+def test_layers_of_one_input_are_tied_and_own_it_once() -> None:
+    layers = {layer.name: layer for layer in profile_of("transformer").layers}
     assert layers["blocks.0.q"].own_bytes == BATCH * TOKENS * WIDTH * 4
     assert layers["blocks.0.k"].own_bytes == layers["blocks.0.v"].own_bytes == 0
     assert set(layers["blocks.0.q"].shared_with) == {"blocks.0.k", "blocks.0.v"}
     assert "blocks.0.softmax.0" in layers["blocks.0.matmul.1"].shared_with
 
 
-def test_a_layer_that_runs_twice_is_one_row_with_both_inputs(profiles: dict[str, Profile]) -> None:
-    layers = {layer.name: layer for layer in profiles["reused"].layers}
+def test_a_layer_that_runs_twice_is_one_row_with_both_inputs_and_branches_share_theirs() -> None:
+    layers = {layer.name: layer for layer in profile_of("reused").layers}
     assert layers["twice"].bytes == 2 * BATCH * TOKENS * WIDTH * 4
-    assert [layer.name for layer in profiles["reused"].layers].count("twice") == 1
+    assert [layer.name for layer in profile_of("reused").layers].count("twice") == 1
     assert layers["gelu.0"].tag == "gelu"
-
-
-def test_branches_share_their_input(profiles: dict[str, Profile]) -> None:
-    layers = {layer.name: layer for layer in profiles["reused"].layers}
     assert layers["left"].shared_with == ("right",)
 
 
@@ -307,6 +197,10 @@ class Stateful(nn.Module):
         return logits
 
 
+def rows(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, WIDTH), torch.randint(0, 10, (n,))
+
+
 def state_of(model: nn.Module) -> list[Tensor]:
     """Parameters, buffers and gradients."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -321,13 +215,7 @@ def test_everything_is_afterwards_bit_for_bit_as_before() -> None:
     before = [tensor.detach().clone() for tensor in state_of(model)]
     state = {k: v.clone() for k, v in optimizer.state_dict()["state"][0].items()}
     dice = torch.get_rng_state()
-    work = mt.Workload(
-        lambda: model,
-        lambda n: (torch.randn(n, WIDTH), torch.randint(0, 10, (n,))),
-        loss,
-        lambda parameters: optimizer,
-        batch_size=99,
-    )
+    work = workload(lambda: model, rows, batch_size=99, optimizer=lambda parameters: optimizer)
     mt.profile(work, options=[mt.LayerSettings(level=4)], seeds=1)
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(model), strict=True))
     assert all(torch.equal(state[k], v) for k, v in optimizer.state_dict()["state"][0].items())
@@ -339,24 +227,24 @@ def test_a_converted_model_goes_on_as_if_it_had_not_been_profiled() -> None:
     policy = mt.Policy.parse(
         "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 16\n    ema_decay: 0.9\n"
     )
-    batch = torch.randn(99, WIDTH), torch.randint(0, 10, (99,))
+    batch = rows(99)
 
     def gradients(profiles: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = mt.convert(Stateful().train(), policy, seed=0)
         for step in range(3):
             if profiles and step == 2:
-                work = mt.Workload(lambda: model, lambda n: batch, loss, batch_size=99)
+                work = workload(lambda: model, lambda n: batch, batch_size=99)
                 mt.profile(work, options=[mt.LayerSettings(level=4)], seeds=1)
             model.zero_grad()
-            loss(model, batch).backward()
+            cross_entropy(model, batch).backward()
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
 
 
 def test_an_interrupted_profile_is_whole_and_taken_up_again(tmp_path: Path) -> None:
-    path, work = tmp_path / "profile.json", workload("reused")
+    path, work = tmp_path / "profile.json", workload_of("reused")
     seen: list[str] = []
 
     def stop(text: str, share: float) -> None:
@@ -391,8 +279,8 @@ def seen_units(profile: Profile) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(tied.get(layer.name, (layer.name,)) for layer in profile.layers))
 
 
-def test_bytes_only(tmp_path: Path) -> None:
-    profile = mt.profile(workload("transformer"), options=[])
+def test_bytes_only() -> None:
+    profile = mt.profile(workload_of("class token"), options=[])
     predicted = profile.predict(mt.Policy.uniform(level=16))
     assert predicted.gradient_error is None
     assert 0 < predicted.saved_bytes < 0.2 * profile.saved_bytes
@@ -404,7 +292,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_said() -> None:
             raise MemoryError
         return text_batch(n)
 
-    profile = mt.profile(mt.Workload(Reused, batch, loss, batch_size=16), options=[])
+    profile = mt.profile(workload(Reused, batch, batch_size=16), options=[])
     assert profile.batch_size == 4
     assert profile.notes == ("out of memory at batch size 16: profiled at 4 instead",)
 
@@ -414,15 +302,21 @@ def test_not_even_one_sample_fits() -> None:
         raise MemoryError
 
     with pytest.raises(mt.RunError, match="batch size 1"):
-        mt.profile(mt.Workload(Reused, batch, loss, batch_size=4), options=[])
+        mt.profile(workload(Reused, batch, batch_size=4), options=[])
 
 
-def test_options_say_whether_they_were_measured(profiles: dict[str, Profile]) -> None:
-    layers = {layer.name: layer for layer in profiles["transformer"].layers}
-    first, norm = (
-        {option.settings.bits: option.measured for option in layers[f"blocks.0.{name}"].options[:-1]}
-        for name in ("fc1", "norm")
+def test_options_say_whether_they_were_measured() -> None:
+    """Of so many layers, each later batch measures a half."""
+    work = workload(
+        lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(18))),
+        lambda n: torch.randn(n, WIDTH),
+        mean,
+        batch_size=128,
     )
-    assert first == {1: True, 2: True, 3: True, 4: True, 6: True, 8: False}  # one above 2 bits on each batch
-    assert norm == {1: True, 2: False, 3: True, 4: True, 6: False, 8: False}  # by batch, on those of its turn
-    assert layers["blocks.0.norm"].options[-1].settings.exact
+    layers = mt.profile(work, options=fast_grid(), seeds=2).layers
+    first, second = (
+        {option.settings.bits: option.measured for option in layer.options[:-1]} for layer in layers[:2]
+    )
+    assert first == {1: True, 2: True, 3: True, 4: True, 6: False, 8: False}  # one above 2 bits on each batch
+    assert second == {1: True, 2: True, 3: False, 4: True, 6: False, 8: False}  # it was not its turn
+    assert layers[0].options[-1].settings.exact

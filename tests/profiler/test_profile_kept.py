@@ -11,21 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mesa_tune as mt
-from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.profile import Profile
+from tests.builders import mean, workload
+from tests.step_memory import PLAIN, measured, squares
 
 WIDTH, CLASSES = 64, 96
 
 
-def made() -> nn.Module:
+def widening() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, CLASSES))
 
 
-def batch(n: int) -> tuple[Tensor, Tensor]:
+def text_and_classes(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 20, WIDTH), torch.randint(0, CLASSES, (n, 21))
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def kept_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     # No formula for both: the first saves floats, the second where each maximum was.
     highest = model(batch[0]).asinh().cummax(-1).values
     # Cutting a column off copies the class numbers, which are born in the step.
@@ -33,7 +34,12 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return value
 
 
-WORK = mt.Workload(made, batch, loss, batch_size=16)
+WORK = workload(widening, text_and_classes, kept_loss, batch_size=16)
+FOUR_BITS = mt.Policy.uniform(level=16)
+
+
+def sequences(n: int) -> Tensor:
+    return torch.randn(n, 20, WIDTH)
 
 
 @pytest.fixture(scope="module", name="profile")
@@ -41,21 +47,16 @@ def _profile() -> Profile:
     return mt.profile(WORK, options=())
 
 
-@pytest.mark.parametrize("batch_size", [16, 40])
-@pytest.mark.parametrize("level", [None, 256, 16], ids=["plain", "8 bits", "4 bits"])
+@pytest.mark.parametrize(
+    ("policy", "batch_size"),
+    [(PLAIN, 40), (mt.Policy.uniform(level=256), 40), (FOUR_BITS, 16)],
+    ids=["plain", "8 bits", "4 bits"],
+)
 def test_saved_bytes_with_whole_numbers_are_those_of_a_real_step(
-    profile: Profile, level: int | None, batch_size: int
+    profile: Profile, policy: mt.Policy, batch_size: int
 ) -> None:
-    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
-    model = mt.convert(WORK.build(), policy, seed=0)
-
-    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        with mt.compress_saved(policy, seed=0):
-            return loss(model, batch)
-
-    found = measure_step(model, WORK.make_batch(batch_size), step, WORK.make_optimizer(model))
-    predicted = profile.predict(policy, batch_size=batch_size)
-    assert predicted.saved_bytes == found.saved_bytes
+    found = measured(WORK, policy, batch_size)
+    assert profile.predict(policy, batch_size=batch_size).saved_bytes == found.saved_bytes
 
 
 def test_whole_numbers_are_freed_by_no_setting(profile: Profile) -> None:
@@ -78,27 +79,17 @@ class Recurrent(nn.Module):
 
 
 def recurrent(kind: Callable[..., nn.RNNBase], batch_size: int) -> mt.Workload:
-    return mt.Workload(
-        lambda: Recurrent(kind),
-        lambda n: torch.randn(n, 6, WIDTH),
-        lambda model, x: model(x).mean(),
-        batch_size=batch_size,
-    )
+    return workload(lambda: Recurrent(kind), lambda n: torch.randn(n, 6, WIDTH), mean, batch_size=batch_size)
 
 
 @pytest.mark.filterwarnings("ignore:mesa-tune. .* is stored by hooks")
 @pytest.mark.filterwarnings("ignore:mesa-tune. .* keeps a tensor uncompressed")
-@pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_saved_bytes_of_recurrent_layers_are_those_of_a_real_step(
-    kind: Callable[..., nn.RNNBase], level: int | None
-) -> None:
+def test_saved_bytes_of_recurrent_layers_are_those_of_a_real_step(kind: Callable[..., nn.RNNBase]) -> None:
     work = recurrent(kind, 40)
-    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
-    model = mt.convert(work.build(), policy, seed=0)
-    found = measure_step(model, work.make_batch(), work.compute_loss, work.make_optimizer(model))
     profile = mt.profile(work, options=())
-    assert profile.predict(policy).saved_bytes == found.saved_bytes
+    for policy in (PLAIN, FOUR_BITS):
+        assert profile.predict(policy).saved_bytes == measured(work, policy).saved_bytes
     assert profile.notes == ()
 
 
@@ -135,34 +126,35 @@ class _Partly(nn.Module):
         return y
 
 
-def test_what_no_policy_reaches_is_named_with_its_bytes(tmp_path: Path) -> None:
-    work = mt.Workload(
-        _Partly, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x).square().mean(), batch_size=16
-    )
-    profile = mt.profile(work, options=[mt.LayerSettings(level=256)], seeds=1)
+PARTLY = workload(_Partly, sequences, squares, batch_size=16)
+
+
+@pytest.fixture(scope="module", name="partly")
+def _partly() -> Profile:
+    return mt.profile(PARTLY, options=[mt.LayerSettings(level=256)], seeds=1)
+
+
+def test_what_no_policy_reaches_is_named_with_its_bytes(partly: Profile, tmp_path: Path) -> None:
     size = 16 * 20 * WIDTH * 4
-    found = {(entry.function, entry.why): entry.bytes for entry in profile.exact}
+    found = {(entry.function, entry.why): entry.bytes for entry in partly.exact}
     assert found["cumprod", "no formula"] == size
     assert found["_Doubled", "no formula"] == size
     assert found["unattributed", "not saved through autograd"] == size
-    model = work.build()
-    plain = measure_step(model, work.make_batch(), work.compute_loss, work.make_optimizer(model))
-    assert sum(layer.own_bytes for layer in profile.layers) == profile.saved_bytes == plain.saved_bytes
-    profile.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json").exact == profile.exact
+    plain = measured(PARTLY, PLAIN)
+    assert sum(layer.own_bytes for layer in partly.layers) == partly.saved_bytes == plain.saved_bytes
+    partly.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json").exact == partly.exact
 
 
-def test_a_searched_policy_names_no_layer_that_no_policy_reaches(recwarn: pytest.WarningsRecorder) -> None:
-    work = mt.Workload(
-        _Partly, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x).square().mean(), batch_size=16
-    )
-    profile = mt.profile(work, options=[mt.LayerSettings(level=256)], seeds=1)
-    smallest = profile.predict(mt.Policy.uniform(level=256)).peak_bytes
-    plan = mt.search_policy(profile, (smallest + profile.peak_bytes) // 2)
+def test_a_searched_policy_names_no_layer_that_no_policy_reaches(
+    partly: Profile, recwarn: pytest.WarningsRecorder
+) -> None:
+    smallest = partly.predict(mt.Policy.uniform(level=256)).peak_bytes
+    plan = mt.search_policy(partly, (smallest + partly.peak_bytes) // 2)
     text = plan.policy.dumps()
     assert "_Doubled" not in text
     assert "cumprod" not in text
-    check = mt.verify(work, plan.policy, predicted=plan.predicted, steps=1, seeds=1)
+    check = mt.verify(PARTLY, plan.policy, predicted=plan.predicted, steps=1, seeds=1)
     assert check.policy.saved_bytes == plan.predicted.saved_bytes
     assert not [one for one in recwarn if "no layer" in str(one.message)]
 
@@ -259,32 +251,31 @@ class _Heads(nn.Module):
         return torch.cat(attended, 2).sum()
 
 
-@pytest.mark.parametrize("batch_size", [8, 16, 32])
 @pytest.mark.parametrize(
-    "build",
+    ("build", "batch_size"),
     [
-        pytest.param(_Twice, id="mixed calls"),
-        pytest.param(_Highest, id="indices"),
-        pytest.param(_Weights, id="weights"),
-        pytest.param(_FirstToken, id="scraps"),
-        pytest.param(_FirstTokens, id="masks of scraps"),
-        pytest.param(lambda: _Widened(nn.ReLU(inplace=True)), id="gate in place"),
-        pytest.param(lambda: _Widened(nn.SiLU(inplace=True)), id="curve in place"),
-        pytest.param(lambda: _Widened(nn.Dropout(0.5, inplace=True)), id="dropout in place"),
-        pytest.param(lambda: _Heads(4, 20), id="small keys"),
-        pytest.param(lambda: _Heads(4, 5), id="small parts"),
+        pytest.param(_Twice, 16, id="mixed calls"),
+        pytest.param(_Twice, 32, id="mixed calls at the limit"),
+        pytest.param(_Highest, 16, id="indices"),
+        pytest.param(_Weights, 8, id="small weights"),
+        pytest.param(_Weights, 16, id="weights"),
+        pytest.param(_FirstToken, 16, id="scraps"),
+        pytest.param(_FirstTokens, 32, id="masks of scraps"),
+        pytest.param(lambda: _Widened(nn.ReLU(inplace=True)), 16, id="gate in place"),
+        pytest.param(lambda: _Widened(nn.SiLU(inplace=True)), 16, id="curve in place"),
+        pytest.param(lambda: _Widened(nn.Dropout(0.5, inplace=True)), 16, id="dropout in place"),
+        pytest.param(lambda: _Heads(4, 20), 8, id="small keys"),
+        pytest.param(lambda: _Heads(4, 20), 32, id="keys"),
+        pytest.param(lambda: _Heads(4, 5), 16, id="small parts"),
+        pytest.param(lambda: _Heads(4, 5), 8, id="smaller parts"),
     ],
 )
 def test_saved_bytes_of_small_tensors_are_those_of_a_real_step(
     build: Callable[[], nn.Module], batch_size: int
 ) -> None:
-    work = mt.Workload(
-        build, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x), batch_size=batch_size
-    )
-    policy = mt.Policy.uniform(level=16)
-    model = mt.convert(work.build(), policy, seed=0)
-    found = measure_step(model, work.make_batch(), work.compute_loss, work.make_optimizer(model))
-    assert mt.profile(work, options=()).predict(policy).saved_bytes == found.saved_bytes
+    work = workload(build, sequences, lambda model, x: model(x), batch_size=batch_size)
+    found = measured(work, FOUR_BITS)
+    assert mt.profile(work, options=()).predict(FOUR_BITS).saved_bytes == found.saved_bytes
 
 
 class NormByHand(nn.Module):
@@ -294,34 +285,20 @@ class NormByHand(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
-@pytest.mark.parametrize("group_size", [256, 64, 1024])
 @pytest.mark.parametrize("width", [32, 48, 256])
-def test_saved_bytes_of_norms_by_hand_are_those_of_a_real_step(width: int, group_size: int) -> None:
+def test_saved_bytes_of_norms_by_hand_are_those_of_a_real_step(width: int) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(width, width), NormByHand(), nn.Linear(width, width))
 
-    def square(model: nn.Module, x: Tensor) -> Tensor:
-        value: Tensor = model(x).square().mean()
-        return value
-
-    work = mt.Workload(build, lambda n: torch.randn(n, 20, width), square, batch_size=16)
-    policy = mt.Policy.uniform(level=16, group_size=group_size)
-    predicted = mt.profile(work, options=()).predict(policy)
-    model = mt.convert(work.build(), policy, seed=0)
-
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        with mt.compress_saved(policy, seed=0):
-            return square(model, x)
-
-    found = measure_step(model, work.make_batch(), step, work.make_optimizer(model))
-    assert predicted.saved_bytes == found.saved_bytes
+    work = workload(build, lambda n: torch.randn(n, 20, width), squares, batch_size=16)
+    profile = mt.profile(work, options=())
+    for group_size in (256, 64, 1024):
+        policy = mt.Policy.uniform(level=16, group_size=group_size)
+        assert profile.predict(policy).saved_bytes == measured(work, policy).saved_bytes, group_size
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
-@pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
-def test_a_small_layer_keeps_the_cast_copy_of_its_weight_only_where_it_is_exact(
-    autocast: str | None, level: int | None
-) -> None:
+def test_a_small_layer_keeps_the_cast_copy_of_its_weight_only_where_it_is_exact(autocast: str | None) -> None:
     """A classifier of few samples: its input is too small to compress, its weight is not."""
 
     def made() -> nn.Module:
@@ -334,8 +311,9 @@ def test_a_small_layer_keeps_the_cast_copy_of_its_weight_only_where_it_is_exact(
         assert isinstance(model, nn.Sequential)
         return F.cross_entropy(model[2](model[:2](batch[0]).mean(1)).float(), batch[1])
 
-    work = mt.Workload(made, batch, loss, batch_size=4, autocast=autocast)
-    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
-    check = mt.verify(work, policy, predicted=mt.profile(work, options=[]).predict(policy), steps=1, seeds=1)
-    assert check.predicted is not None
-    assert check.predicted.saved_bytes == pytest.approx(check.policy.saved_bytes, abs=8)  # a bit per row
+    work = workload(made, batch, loss, batch_size=4, autocast=autocast)
+    profile = mt.profile(work, options=[])
+    for policy in (PLAIN, FOUR_BITS):
+        check = mt.verify(work, policy, predicted=profile.predict(policy), steps=1, seeds=1)
+        assert check.predicted is not None
+        assert check.predicted.saved_bytes == pytest.approx(check.policy.saved_bytes, abs=8)  # a bit per row

@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.memory.meter import Meter
 from mesa_tune.workload.preserve import preserved
-from mesa_tune.workload.workload import Workload
+from tests.builders import gpt2, own_loss, words, workload
+from tests.step_memory import measured, squares
 
 OPTIONS = [LayerSettings(level=4), LayerSettings(level=16)]
 MOST = 1.3
 
 
-def loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    result: Tensor = model(tokens, labels=tokens).loss
-    return result
+def generating(batch_size: int, length: int, width: int) -> mt.Workload:
+    def build() -> nn.Module:
+        return gpt2(width, n_positions=length)
+
+    return workload(build, lambda n: words(n, length), own_loss, batch_size=batch_size)
 
 
-def gpt2(batch_size: int, length: int, **config: Any) -> dict[str, Any]:
-    made = transformers.GPT2Config(
-        vocab_size=128, n_positions=length, n_head=2, bos_token_id=0, eos_token_id=0, **config
-    )
-    return {
-        "model": lambda: transformers.GPT2LMHeadModel(made),
-        "batch": lambda n: torch.randint(128, (n, length)),
-        "loss": loss,
-        "batch_size": batch_size,
-    }
-
-
-CASES = {
-    "activations": gpt2(4, 96, n_embd=32, n_layer=2),
-    "weights": gpt2(2, 8, n_embd=96, n_layer=2),
-}
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_profile_takes_little_more_memory_than_the_step(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "work", [generating(4, 96, 32), generating(2, 8, 96)], ids=["activations", "weights"]
+)
+def test_a_profile_takes_little_more_memory_than_the_step(work: mt.Workload) -> None:
     with Meter() as meter:
-        made = mt.profile(Workload(**case), options=OPTIONS, seeds=1)
+        made = mt.profile(work, options=OPTIONS, seeds=1)
     assert any(option.gradient_error for layer in made.layers for option in layer.options)
     assert meter.high_water < MOST * made.peak_bytes
 
@@ -74,11 +59,8 @@ def test_a_model_that_cannot_be_built_again_is_restored(make: Callable[[], nn.Mo
         return made[-1]
 
     before = [parameter.clone() for parameter in MODEL.parameters()]
-    mt.profile(
-        Workload(model, lambda n: torch.randn(n, 64), lambda m, x: m(x).square().mean(), batch_size=128),
-        options=OPTIONS,
-        seeds=1,
-    )
+    work = workload(model, lambda n: torch.randn(n, 64), squares, batch_size=128)
+    mt.profile(work, options=OPTIONS[:1], seeds=1)
     assert len(made) == 2  # the second, to see whether the first can be built again
     assert all(map(torch.equal, before, MODEL.parameters()))
 
@@ -126,21 +108,11 @@ class _Patches(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("groups", [3, 4, 7])
-@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+@pytest.mark.parametrize(("autocast", "groups"), [(None, 7), ("bfloat16", 3), (None, 4)])
 def test_layers_whose_channels_are_not_divided_are_predicted(autocast: str | None, groups: int) -> None:
     """Images have 3 channels, then 7 rows of pixels, weights 64 or 256 columns: no number divides all."""
-    work = mt.Workload(
-        _Patches,
-        lambda n: torch.randn(n, 3, 28, 28),
-        lambda model, x: model(x).square().mean(),
-        batch_size=16,
-        autocast=autocast,
-    )
+    work = workload(_Patches, lambda n: torch.randn(n, 3, 28, 28), squares, batch_size=16, autocast=autocast)
     policy = mt.Policy.uniform(level=16, group_size=None, quant_groups=groups)
-    predicted = mt.profile(work, options=[]).predict(policy)
-    measured = mt.verify(work, policy, steps=1, seeds=1).policy
-    assert measured.saved_bytes is not None
-    assert measured.peak_bytes is not None
-    assert abs(predicted.saved_bytes - measured.saved_bytes) <= 64
-    assert abs(predicted.peak_bytes - measured.peak_bytes) <= 0.003 * measured.peak_bytes
+    predicted, found = mt.profile(work, options=[]).predict(policy), measured(work, policy)
+    assert abs(predicted.saved_bytes - found.saved_bytes) <= 64
+    assert abs(predicted.peak_bytes - found.peak_bytes) <= 0.003 * found.peak_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,26 +12,23 @@ from torch import Tensor, nn
 
 import mesa_tune as mt
 from mesa_tune.profiler import tracing
-from mesa_tune.profiler.memory.meter import measure_step
 from mesa_tune.profiler.memory.step_trace import SlotTrace, StepTrace
 from mesa_tune.profiler.memory.trace import trace_step
+from tests.builders import mean, workload
+from tests.step_memory import FOUR_BITS, PLAIN, measured
 
 WIDTH = 64
-LEVELS = pytest.mark.parametrize("level", [None, 16], ids=["plain", "4 bits"])
 
 
-def workload(kind: type[nn.Module]) -> mt.Workload:
-    return mt.Workload(
-        kind, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x).mean(), batch_size=16
-    )
+def tokens(kind: Callable[[], nn.Module]) -> mt.Workload:
+    return workload(kind, lambda n: torch.randn(n, 20, WIDTH), mean, batch_size=16)
 
 
-def assert_predicted(work: mt.Workload, level: int | None) -> None:
-    """The saved bytes that a profile predicts are those of a real step."""
-    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
-    model = mt.convert(work.build(), policy, seed=0)
-    found = measure_step(model, work.make_batch(), work.compute_loss, work.make_optimizer(model))
-    assert mt.profile(work, options=()).predict(policy).saved_bytes == found.saved_bytes
+def assert_predicted(work: mt.Workload) -> None:
+    """The saved bytes that a profile predicts are those of real steps, plain and in 4 bits."""
+    profile = mt.profile(work, options=())
+    for policy in (PLAIN, FOUR_BITS):
+        assert profile.predict(policy).saved_bytes == measured(work, policy).saved_bytes
 
 
 class _Aside(nn.Module):
@@ -48,26 +45,22 @@ class _Aside(nn.Module):
         return y
 
 
-@LEVELS
-def test_what_a_branch_without_a_loss_saves_is_not_counted(level: int | None) -> None:
-    assert_predicted(workload(_Aside), level)
+def test_what_a_branch_without_a_loss_saves_is_not_counted() -> None:
+    assert_predicted(tokens(_Aside))
 
 
-@LEVELS
-def test_the_peak_is_at_the_layer_before_a_dropout_that_drops_nothing(level: int | None) -> None:
+def test_the_peak_is_at_the_layer_before_a_dropout_that_drops_nothing() -> None:
     def model() -> nn.Module:
         wide = (nn.Linear(WIDTH, 16 * WIDTH), nn.GELU(), nn.Dropout(0.0), nn.Linear(16 * WIDTH, WIDTH))
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), *wide)
 
-    work = mt.Workload(
-        model, lambda n: torch.randn(n, 20, WIDTH), lambda model, x: model(x).mean(), batch_size=16
-    )
-    policy = mt.Policy.parse("") if level is None else mt.Policy.uniform(level=level)
-    measured = mt.verify(work, policy, steps=1, seeds=1).policy
-    predicted = mt.profile(work, options=()).predict(policy)
-    assert predicted.peak_bytes == measured.peak_bytes
-    assert predicted.peak is not None
-    assert predicted.peak.layer != "3"
+    work = tokens(model)
+    profile = mt.profile(work, options=())
+    for policy in (PLAIN, FOUR_BITS):
+        predicted = profile.predict(policy)
+        assert predicted.peak_bytes == mt.verify(work, policy, steps=1, seeds=1).policy.peak_bytes
+        assert predicted.peak is not None
+        assert predicted.peak.layer != "3"
 
 
 class _Routed(nn.Module):
@@ -84,9 +77,8 @@ class _Routed(nn.Module):
         return y + self.gate
 
 
-@LEVELS
-def test_steps_of_a_model_that_goes_by_its_weights_go_one_way(level: int | None) -> None:
-    assert_predicted(workload(_Routed), level)
+def test_steps_of_a_model_that_goes_by_its_weights_go_one_way() -> None:
+    assert_predicted(tokens(_Routed))
 
 
 class _LeftOut(nn.Module):
@@ -105,7 +97,7 @@ class _LeftOut(nn.Module):
 
 
 def test_steps_of_a_model_that_goes_by_pythons_dice_go_one_way() -> None:
-    assert_predicted(workload(_LeftOut), 16)
+    assert_predicted(tokens(_LeftOut))
 
 
 class _Slots(list[SlotTrace]):
@@ -126,7 +118,7 @@ class _Long(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(100):
+        for _ in range(40):
             x = self.layer(x).tanh()
         return x
 
@@ -139,7 +131,7 @@ def test_slots_are_not_gone_through_for_every_kept_tensor(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(tracing, "trace_step", traced)
     monkeypatch.setattr(_Slots, "walks", 0)
-    profile = mt.profile(workload(_Long), options=())
-    assert len(profile.timeline.kept) > 200
+    profile = mt.profile(tokens(_Long), options=())
+    assert len(profile.timeline.kept) > 80
     # A few times for each of six traces: steps of thousands of slots have thousands of kept tensors.
     assert 0 < _Slots.walks < 60

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import mesa_tune as mt
 from mesa_tune.profiler.cuda.allocator import MIB, AllocatorMeter
 from mesa_tune.profiler.cuda.reductions import H100, reduction_bytes
+from tests.profiler.models import DIGITS
 
 SUM = torch.ops.aten.sum.dim_IntList
-DIGITS = Path(__file__).resolve().parents[2] / "examples" / "digits_vit.py"
 
 
 @pytest.mark.parametrize(

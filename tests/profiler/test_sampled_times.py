@@ -14,6 +14,8 @@ from mesa_tune.policy.settings import LayerSettings
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.timing.kinds import Kind, timed_policies
 from mesa_tune.profiler.timing.step_time import StepTimes, with_times
+from tests.builders import workload
+from tests.step_memory import squares
 from tests.synthetic import GRID, synthetic_profile
 
 FOUR = LayerSettings(level=16, group_size=256)
@@ -81,14 +83,13 @@ def test_a_share_that_was_not_timed_follows_the_nearest() -> None:
 
 
 def test_a_real_profile_prices_rows_of_a_linear_layer_by_steps() -> None:
-    torch.manual_seed(0)
-    workload = mt.Workload(
+    work = workload(
         lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)),
-        lambda size: (torch.randn(size, 64), torch.randn(size, 64)),
-        lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        lambda size: torch.randn(size, 64),
+        squares,
         batch_size=256,
     )
-    profile = mt.profile(workload, options=[FOUR, TENTH], seeds=1)
+    profile = mt.profile(work, options=[FOUR, TENTH], seeds=1)
     sampled = mt.Policy.parse(
         "# mesa-tune policy 1\non fc:\n    by_index: all\n    level: 4\n    rows: 0.1\n"
     )
@@ -97,12 +98,11 @@ def test_a_real_profile_prices_rows_of_a_linear_layer_by_steps() -> None:
 
 
 def test_timing_does_not_warn_of_calls_that_store_all_rows(recwarn: pytest.WarningsRecorder) -> None:
-    workload = mt.Workload(
+    work = workload(
         lambda: nn.TransformerEncoderLayer(64, 4, 128, batch_first=True),
         lambda size: torch.randn(size, 32, 64),
         lambda model, batch: model(batch).square().mean() + model(batch).mean(),
-        batch_size=8,
     )
-    profile = mt.profile(workload, options=[FOUR, TENTH], seeds=1)
+    profile = mt.profile(work, options=[FOUR, TENTH], seeds=1)
     assert any(TENTH in layer.positions for layer in profile.layers if layer.tag == "attention")
     assert [str(each.message) for each in recwarn if "rows" in str(each.message)] == []

@@ -34,7 +34,7 @@ from mesa_tune.profiler.timing.step_time import (
 )
 from mesa_tune.workload.clock import clock_of
 from mesa_tune.workload.preserve import preserved
-from tests.builders import ViT
+from tests.builders import ViT, mean, workload
 from tests.synthetic import DERIVING, GRID, NORM, deriving, synthetic_profile
 
 MODULE, STORE, RESTORE = 10.0, 2.0, 3.0
@@ -98,7 +98,7 @@ def timer(clock: _Clock) -> Iterator[StepTimer]:
 @contextmanager
 def timing(build: Callable[[], nn.Module], clock: _Clock) -> Iterator[StepTimer]:
     """Time steps of the model that `build` returns."""
-    work = mt.Workload(build, lambda n: torch.randn(n, 64), lambda model, x: model(x).mean(), batch_size=64)
+    work = workload(build, lambda n: torch.randn(n, 64), mean, batch_size=64)
     model = work.build()
     optimizer = work.make_optimizer(model)
     with preserved(model, optimizer) as restore:
@@ -123,11 +123,7 @@ def test_a_meter_times_steps_in_turn_and_leaves_the_model_as_it_was(
 ) -> None:
     monkeypatch.setattr(step_meter, "clock_of", lambda _: clock)
     model = _Mlp(clock)
-    meter = StepMeter(
-        mt.Workload(
-            lambda: model, lambda n: torch.randn(n, 64), lambda model, x: model(x).mean(), batch_size=64
-        )
-    )
+    meter = StepMeter(workload(lambda: model, lambda n: torch.randn(n, 64), mean, batch_size=64))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     times = meter.step_times([mt.Policy(()), mt.Policy.uniform(level=16)], 3)
     assert times == [[MODULE, MODULE + 2 * (STORE + RESTORE)]] * 3
@@ -318,12 +314,7 @@ def test_layers_that_were_not_timed_make_an_unknown_prediction() -> None:
 
 
 def test_a_profile_knows_the_times_of_its_layers() -> None:
-    work = mt.Workload(
-        lambda: ViT(width=32, depth=1),
-        lambda n: torch.randn(n, 16, 16),
-        lambda m, x: m(x).mean(),
-        batch_size=8,
-    )
+    work = workload(lambda: ViT(width=32, depth=1))
     profile = mt.profile(work, options=[FOUR], seeds=1)
     assert profile.predict(mt.Policy.uniform(level=4)).step_ms is not None
     assert mt.profile(work, options=()).predict(mt.Policy(())).step_ms is None

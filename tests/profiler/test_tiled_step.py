@@ -9,25 +9,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
 from mesa_tune.profiler.tiled_step import SLICES
-from tests.builders import language_workload
+from tests.builders import language_workload, workload
 
 FOUR = mt.LayerSettings(level=16)
 AGAIN = mt.LayerSettings(level=256, store="recompute")
 
 
-@pytest.fixture(scope="module")
-def workload() -> mt.Workload:
-    return language_workload()
-
-
-@pytest.fixture(scope="module")
-def profile(workload: mt.Workload) -> Profile:
-    return mt.profile(workload, options=[FOUR], seeds=1)
+@pytest.fixture(scope="module", name="profile")
+def _profile() -> Profile:
+    return mt.profile(language_workload(), options=[FOUR], seeds=1)
 
 
 POLICIES: dict[str, Callable[[], mt.Policy]] = {
@@ -39,12 +33,10 @@ POLICIES: dict[str, Callable[[], mt.Policy]] = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_predicted_bytes_are_those_of_a_step_with_slices(
-    profile: Profile, workload: mt.Workload, name: str
-) -> None:
+def test_predicted_bytes_are_those_of_a_step_with_slices(profile: Profile, name: str) -> None:
     assert profile.tiled is not None
     policy = profile.tiled.policy(POLICIES[name]())
-    predicted, measured = profile.predict(policy), mt.verify(workload, policy, steps=1, seeds=1)
+    predicted, measured = profile.predict(policy), mt.verify(language_workload(), policy, steps=1, seeds=1)
     assert predicted.saved_bytes == measured.policy.saved_bytes
     assert predicted.peak_bytes == measured.policy.peak_bytes
     assert predicted.peak_bytes < profile.predict(POLICIES[name]()).peak_bytes
@@ -79,13 +71,10 @@ def test_other_slices_are_not_predicted(profile: Profile) -> None:
 
 
 def classifier(model: Callable[[], nn.Module], batch_size: int) -> mt.Workload:
-    return mt.Workload(
-        model,
-        lambda n: torch.randn(n, 64),
-        lambda model, x: F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.int64)),
-        batch_size=batch_size,
-        device="cpu",
-    )
+    def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(n, 64), torch.zeros(n, dtype=torch.int64)
+
+    return workload(model, batch, batch_size=batch_size)
 
 
 def test_a_small_loss_is_not_traced_in_slices() -> None:

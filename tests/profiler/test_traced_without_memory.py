@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import mesa_tune as mt
 from mesa_tune.profiler import fake_steps, profiling
 from mesa_tune.profiler.tracing import TracedWorkload
-from tests.builders import ViT
+from tests.builders import ViT, workload
+from tests.step_memory import squares
 
 
 class Recurrent(nn.Module):
@@ -48,22 +48,9 @@ class Locked(nn.Linear):
         self.lock = Lock()
 
 
-def images(count: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(count, 24, 16), torch.randint(0, 10, (count,))
-
-
-def classified(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def squared(model: nn.Module, x: Tensor) -> Tensor:
-    value: Tensor = model(x).square().mean()
-    return value
-
-
-VIT = mt.Workload(ViT, images, classified, batch_size=8)
+VIT = workload(lambda: ViT(depth=1))
 RECURRENT, BY_VALUE, LOCKED = (
-    mt.Workload(model, lambda n: torch.randn(n, 16, 8), squared, batch_size=64)
+    workload(model, lambda n: torch.randn(n, 16, 8), squares, batch_size=64)
     for model in (Recurrent, ByValue, Locked)
 )
 

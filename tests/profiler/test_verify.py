@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mesa_tune.profiler.memory import meter
 from mesa_tune.profiler.profile import Prediction
 from mesa_tune.profiler.verification import Measured, Ratio, Verification, verify
 from mesa_tune.workload.workload import Workload
+from tests.builders import workload
 from tests.synthetic import COARSE, synthetic_profile
 
 WIDTH, SAMPLES = 64, 128
@@ -46,7 +48,7 @@ BATCH_SIZE = 128
 """
 
 
-def model() -> nn.Module:
+def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
 
 
@@ -58,11 +60,14 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-WORKLOAD = Workload(model, batch, loss, batch_size=SAMPLES)
+WORKLOAD = workload(mlp, batch, loss, batch_size=SAMPLES)
 
 
-def checked(policy: Policy, workload: Workload = WORKLOAD) -> Verification:
-    return verify(workload, policy, steps=2, seeds=3)
+def checked_anew(policy: Policy) -> Verification:
+    return verify(WORKLOAD, policy, steps=2, seeds=3)
+
+
+checked = cache(checked_anew)
 
 
 class TestVerify:
@@ -91,18 +96,18 @@ class TestVerify:
         assert set(found.gradient_errors) == {0.0}
 
     def test_errors_differ_by_seed_and_repeat(self) -> None:
-        first, second = (checked(Policy.uniform(level=4)).gradient_errors for _ in range(2))
+        first, second = (check(Policy.uniform(level=4)).gradient_errors for check in (checked, checked_anew))
         assert len(set(first)) == 3 * verification.BATCHES
         assert first == second
 
     def test_a_gradient_that_is_not_finite_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(JointError, "errors", lambda *_: [0.1, float("inf")])
         with pytest.raises(RunError, match="infinite or NaN"):
-            checked(Policy.uniform(level=4))
+            checked_anew(Policy.uniform(level=4))
 
     def test_callers_random_states_are_as_before(self) -> None:
         before = torch.get_rng_state()
-        checked(Policy.uniform())
+        verify(WORKLOAD, Policy.uniform(), steps=1, seeds=1)
         assert torch.equal(torch.get_rng_state(), before)
 
     def test_prediction_is_kept_beside(self) -> None:
@@ -120,7 +125,7 @@ class TestVerify:
         monkeypatch.setattr(
             verification, "measure_second_step", failing(meter.measure_second_step, calls={0})
         )
-        found = checked(Policy.uniform(level=16))
+        found = checked_anew(Policy.uniform(level=16))
         assert found.baseline == Measured(None, None, None)
         assert found.step_ratio is None
         assert found.gradient_errors == checked(Policy.uniform(level=16)).gradient_errors
@@ -133,7 +138,7 @@ class TestVerify:
             verification, "measure_second_step", failing(meter.measure_second_step, calls={0, 1})
         )
         with pytest.raises(RunError, match="batch size 128 does not fit under this policy"):
-            checked(Policy.uniform(level=16))
+            checked_anew(Policy.uniform(level=16))
 
 
 def failing(function: Callable[..., object], calls: set[int]) -> Callable[..., object]:
@@ -195,12 +200,12 @@ class TestCommand:
         """A run whose profile names a real model file, and a policy for it."""
         path = tmp_path / "model.py"
         path.write_text(MODEL_FILE)
-        workload = Workload.load(path, device="cpu")
+        made_from = Workload.load(path, device="cpu")
         made = replace(
             synthetic_profile(1, grid=COARSE),
             model=str(path),
-            fingerprint=workload.fingerprint,
-            batch_size=workload.batch_size,
+            fingerprint=made_from.fingerprint,
+            batch_size=made_from.batch_size,
         )
         made.save(tmp_path / "run" / "profile.json")
         (tmp_path / "run" / "policy.txt").write_text(Policy.uniform(level=16).dumps())

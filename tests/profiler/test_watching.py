@@ -13,63 +13,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import ViTConfig, ViTForImageClassification
+from torch.utils.checkpoint import checkpoint
 
 import mesa_tune as mt
 from mesa_tune.profiler.memory.meter import Meter, bytes_of, gradients_of, tensors_in
 from mesa_tune.profiler.watching.watcher import Watcher
+from tests.builders import ViT, cross_entropy, images, workload
 
 Result = mt.Profile | str
 Train = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
-def model() -> nn.Module:
-    sizes: dict[str, Any] = {
-        "num_labels": 4,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    }
-    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes))
+def vit() -> nn.Module:
+    return ViT(depth=1)
 
 
-def batch(n: int = 8) -> tuple[Tensor, Tensor]:
-    return torch.randn(n, 3, 32, 32), torch.randint(4, (n,))
+class Checkpointed(ViT):
+    """A ViT whose block runs again in backward."""
 
-
-def loss(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(given[0]).logits, given[1])
+    def get_features(self, x: Tensor) -> Tensor:
+        h: Tensor = self.norm(checkpoint(self.blocks[0], self.embed(x) + self.position, use_reentrant=False))
+        return h
 
 
 def simple(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    given = batch()
+    given = images(8)
     optimizer.zero_grad()
-    loss(model, given).backward()
+    cross_entropy(model, given).backward()
     optimizer.step()
 
 
 def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(2):
-        (loss(model, batch()) / 2).backward()
+        (cross_entropy(model, images(8)) / 2).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def zeros_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    given = batch()
-    value = loss(model, given)
+    given = images(8)
+    value = cross_entropy(model, given)
     optimizer.zero_grad()
     value.backward()
     optimizer.step()
 
 
 def closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    given = batch()
+    given = images(8)
 
     def compute() -> float:
         optimizer.zero_grad()
-        value = loss(model, given)
+        value = cross_entropy(model, given)
         value.backward()
         return value.item()
 
@@ -84,7 +78,7 @@ STEPS: dict[str, tuple[Train, dict[str, Any]]] = {
 }
 
 
-def started(train: Train, make: Callable[[], nn.Module] = model) -> tuple[nn.Module, Callable[[], None]]:
+def started(train: Train, make: Callable[[], nn.Module] = vit) -> tuple[nn.Module, Callable[[], None]]:
     """A model, and its next step."""
     torch.manual_seed(0)
     net = make()
@@ -123,13 +117,22 @@ def rows(profile: mt.Profile) -> list[tuple[object, ...]]:
     ]
 
 
+@functools.cache
+def profile_of(accumulation: int) -> mt.Profile:
+    return mt.profile(workload(vit, accumulation=accumulation), options=[])
+
+
+@functools.cache
+def observed_step(name: str) -> mt.Profile:
+    found = observed(started(STEPS[name][0])[1])
+    assert isinstance(found, mt.Profile)
+    return found
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_layers_and_bytes_are_those_of_a_profile(name: str) -> None:
-    train, step = STEPS[name]
-    work = mt.Workload(model, batch, loss, batch_size=8, **step)
-    expected = mt.profile(work, options=[])
-    found = observed(started(train)[1])
-    assert isinstance(found, mt.Profile)
+    expected = profile_of(STEPS[name][1].get("accumulation", 1))
+    found = observed_step(name)
     assert rows(found) == rows(expected)
     assert found.saved_bytes == expected.saved_bytes
     assert found.layers_fingerprint == expected.layers_fingerprint
@@ -138,23 +141,21 @@ def test_layers_and_bytes_are_those_of_a_profile(name: str) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_peak_is_that_of_the_same_step_unwatched(name: str) -> None:
-    train = STEPS[name][0]
-    found = observed(started(train)[1])
-    net, step = started(train)
+    found = observed_step(name)
+    net, step = started(STEPS[name][0])
     optimizer = step.args[1]  # type: ignore[attr-defined]
     with Meter() as meter:
         for _ in range(2):
             step()
         gc.collect()
-        static = [*net.parameters(), *tensors_in(optimizer.state), *gradients_of(net)]
+        static = [*net.parameters(), *net.buffers(), *tensors_in(optimizer.state), *gradients_of(net)]
         older = bytes_of(static) - meter.counted_bytes(static)
         del static  # gradients that the step frees
         meter.reset_high_water()
         step()
-    assert isinstance(found, mt.Profile)
     # The batch of the step is born inside the meter, and before the forward in the script.
     peak = older + meter.high_water
-    others = bytes_of(list(batch())) if name == "accumulated" else 0
+    others = bytes_of(list(images(8))) if name == "accumulated" else 0
     assert abs(found.peak_bytes - peak) <= 100 + others
     assert found.predict(mt.Policy.parse("")).peak_bytes == found.peak_bytes
     assert found.predict(mt.Policy.parse("")).saved_bytes == found.saved_bytes
@@ -176,13 +177,8 @@ def test_training_is_the_same_bit_for_bit(name: str) -> None:
 
 
 def test_a_checkpointed_model_is_observed() -> None:
-    def checkpointed() -> nn.Module:
-        made: Any = model()
-        made.gradient_checkpointing_enable()
-        return made  # type: ignore[no-any-return]
-
-    expected = mt.profile(mt.Workload(checkpointed, batch, loss, batch_size=8), options=[])
-    found = observed(started(simple, checkpointed)[1])
+    expected = mt.profile(workload(Checkpointed), options=[])
+    found = observed(started(simple, Checkpointed)[1])
     assert isinstance(found, mt.Profile)
     assert rows(found) == rows(expected)
     assert found.saved_bytes == expected.saved_bytes
@@ -190,26 +186,23 @@ def test_a_checkpointed_model_is_observed() -> None:
 
 def test_variables_of_the_script_are_not_saved_for_backward() -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        images, labels = batch()
-        output = model(images)
+        x, labels = images(8)
+        output = model(x)
         doubled = torch.zeros(1000, 1000)  # noqa: F841 - lives until the step has ended
-        F.cross_entropy(output.logits, labels).backward()
+        F.cross_entropy(output, labels).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    expected = observed(started(simple)[1])
+    expected = observed_step("simple")
     found = observed(started(train)[1])
     assert isinstance(found, mt.Profile)
-    assert isinstance(expected, mt.Profile)
     assert found.saved_bytes == expected.saved_bytes
     assert found.peak_bytes > expected.peak_bytes + 3_900_000
     assert found.predict(mt.Policy.parse("")).saved_bytes == found.saved_bytes
 
 
 def test_a_profile_of_a_script_has_no_prices(tmp_path: Any) -> None:
-    found = observed(started(simple)[1])
-    assert isinstance(found, mt.Profile)
-    found.save(tmp_path / "profile.json")
+    observed_step("simple").save(tmp_path / "profile.json")
     loaded = mt.Profile.load(tmp_path / "profile.json")
     assert loaded.script == "python train.py"
     for ask in (
@@ -223,8 +216,8 @@ def test_a_profile_of_a_script_has_no_prices(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: mt.convert(model(), mt.Policy.uniform(level=16)), "leave mt.convert, "),
-        (lambda: torch.compile(model(), backend="eager"), "TORCH_COMPILE_DISABLE"),
+        (lambda: mt.convert(vit(), mt.Policy.uniform(level=16)), "leave mt.convert, "),
+        (lambda: torch.compile(vit(), backend="eager"), "TORCH_COMPILE_DISABLE"),
     ],
     ids=["converted", "compiled"],
 )
@@ -240,7 +233,7 @@ def test_what_cannot_be_observed_is_told_and_trains_on(make: Callable[[], nn.Mod
 def test_contexts_of_the_script_end_as_they_began() -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with torch.autograd.graph.save_on_cpu():
-            value = loss(model, batch())
+            value = cross_entropy(model, images(8))
         value.backward()
         optimizer.step()
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mesa_tune as mt
 from mesa_tune.errors import RunError
 from mesa_tune.files import dump_json
-from mesa_tune.profiler.memory.workspaces import UntouchedBytes
+from mesa_tune.profiler.memory.workspaces import UntouchedBytes, workspace_bytes
 
 MEASURE = """
 import json, re, sys, torch
@@ -159,6 +159,7 @@ BFLOAT16 = pytest.mark.skipif(
 REARRANGED = "large weights, 16 bits"  # by oneDNN, where it has kernels for them
 
 
+@pytest.mark.slow("leaving")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[BFLOAT16] if name == REARRANGED else []) for name in CALLS]
@@ -169,6 +170,53 @@ def test_no_call_takes_much_more_than_the_model_says(
     assert any(modelled > 1e6 for *_, modelled in measured[name])
     for function, real, modelled in measured[name]:
         assert real <= 1.1 * modelled + 1e6, function
+
+
+IMAGES, LAST_CHANNELS = (4, 8, 12, 12), {"onednn": True, "layout": "channels_last"}
+SMALL: dict[str, tuple[tuple[str, str], tuple[int, int]]] = {
+    "oneDNN": (convolution("Conv2d(8, 16, 3)", "float32", IMAGES, onednn=True), (30208, 74240)),
+    "stride": (convolution("Conv2d(8, 16, 3, 2)", "float32", IMAGES, onednn=True), (23040, 54272)),
+    "channels last": (convolution("Conv2d(8, 16, 3)", "float32", IMAGES, **LAST_CHANNELS), (34816, 83456)),
+    "padded": (convolution("Conv2d(8, 16, 5, groups=4)", size=IMAGES, **LAST_CHANNELS), (24832, 102400)),
+    "columns": (convolution("Conv2d(8, 16, 3)", size=IMAGES), (115200, 140800)),
+    "16 bits": (convolution("Conv2d(8, 16, 3)", "bfloat16", IMAGES), (57600, 70400)),
+    "no columns": (convolution("Conv2d(8, 16, 1)", "bfloat16", IMAGES), (0, 25344)),
+    "groups": (convolution("Conv2d(8, 16, 3, 2, 1, groups=4)", "bfloat16", IMAGES), (7488, 13824)),
+    "dilated": (convolution("Conv2d(8, 16, 3, dilation=2)", size=IMAGES), (18432, 34816)),
+    "transposed": (convolution("ConvTranspose2d(8, 16, 3, 2)", "bfloat16", IMAGES), (248832, 121472)),
+    "1D": (convolution("Conv1d(8, 16, 3)", size=(4, 8, 50)), (18432, 30720)),
+    "3D": (convolution("Conv3d(8, 16, 3)", "bfloat16", (4, 8, 6, 6, 6)), (110592, 174080)),
+    "3D transposed": (
+        convolution("ConvTranspose3d(8, 16, 3)", "bfloat16", (4, 8, 6, 6, 6)),
+        (559872, 383232),
+    ),
+}
+"""Small calls, and the bytes of forward and backward of the model that the large ones above bear out."""
+
+
+class Modelled(TorchDispatchMode):
+    """Collects what the model says of convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "convolution" in func.name():
+            self.found.append(workspace_bytes(func, args, result))
+        return result
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_model_of_a_call_is_that_which_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (setup, statements), expected = SMALL[name]
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", torch.backends.mkldnn.enabled)  # restored after
+    names: dict[str, Any] = {"torch": torch}
+    exec(setup, names)
+    with Modelled() as modelled:
+        exec(statements, names)
+    assert tuple(modelled.found) == expected
 
 
 @BFLOAT16
@@ -208,6 +256,7 @@ print(real, buffers_of(frozenset([(rows, inner, columns)]), 1), buffers_of(froze
 """
 
 
+@pytest.mark.slow("leaving")
 @pytest.mark.parametrize("sizes", ["256 768 768", "1024 2048 768"])
 def test_what_mkl_keeps_of_a_product_is_measured(sizes: str) -> None:
     command = [sys.executable, "-c", FIRST_PRODUCT, sizes]

@@ -6,36 +6,23 @@ from typing import Any
 
 import peft
 import pytest
-import torch
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
 
 import mesa_tune as mt
 from mesa_tune.profiler.profile import Profile
+from tests.builders import llama, own_loss, words, workload
 
 BLOCKS = ("model.layers.0", "model.layers.1")
 PARTS = {f"{block}.{part}" for block in BLOCKS for part in ("mlp", "self_attn")}
-BATCH = 8
 
 
-def model() -> nn.Module:
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
-    base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, vocab_size=128, use_cache=False))
+def adapted() -> nn.Module:
     targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    base = llama(intermediate_size=192, num_key_value_heads=2, use_cache=False)
     return peft.get_peft_model(base, peft.LoraConfig(target_modules=targets, r=8, init_lora_weights=False))
 
 
-def batch(count: int) -> dict[str, Tensor]:
-    ids = torch.randint(1, 128, (count, 48))
-    return {"input_ids": ids, "labels": ids}
-
-
-def loss(trained: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    value: Tensor = trained(**inputs).loss
-    return value
-
-
-WORKLOAD = mt.Workload(model, batch, loss, batch_size=BATCH)
+WORKLOAD = workload(adapted, lambda n: words(n, 48), own_loss)
 
 
 @pytest.fixture(scope="module", name="profile")
