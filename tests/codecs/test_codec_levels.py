@@ -56,7 +56,7 @@ def test_no_other_intervals_have_a_smaller_error(count: int) -> None:
     assert cost(derivative, weight, found) == pytest.approx(least)
 
 
-@pytest.mark.parametrize(("kind", "count"), zip(sorted(BOUNDED), cycle((2, 4, 8, 16)), strict=False))
+@pytest.mark.parametrize(("kind", "count"), [*zip(sorted(BOUNDED), cycle((2, 4, 8, 16)), strict=False)])
 def test_each_value_is_the_mean_derivative_of_its_interval(kind: str, count: int) -> None:
     """The condition of the least ∫ w (f' - q)², with the density w of standard normal inputs."""
     parameters = PARAMETERS.get(kind, ())
@@ -83,7 +83,7 @@ def test_fake_tensors_have_the_same_codebook() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 16])
-@pytest.mark.parametrize(("kind", "dtype"), zip(["", "gelu", "silu"], DTYPES, strict=True))
+@pytest.mark.parametrize(("kind", "dtype"), [*zip(["", "gelu", "silu"], DTYPES, strict=True)])
 def test_native_kernels_give_the_bytes_of_the_reference(kind: str, dtype: torch.dtype, count: int) -> None:
     values = torch.linspace(-1, 1, count).tolist()
     boundaries = [(low + high) / 2 for low, high in pairwise(values)]
