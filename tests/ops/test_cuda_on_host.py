@@ -185,9 +185,8 @@ def assert_right(kernels: Kernels, x: Tensor, sizes: Sizes, seed: int | None) ->
 
 
 @pytest.mark.parametrize("cases", cuda_cases.CASES, ids=lambda cases: cases.__name__)
-@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-def test_groups(kernels: Kernels, dtype: torch.dtype, cases: Callable[..., Iterator[Case]]) -> None:
-    for case in cases(dtype):
+def test_groups(kernels: Kernels, cases: Callable[..., Iterator[Case]]) -> None:
+    for case in itertools.chain.from_iterable(map(cases, ops.DTYPES)):
         assert_right(kernels, *case)
 
 
@@ -390,9 +389,8 @@ def assert_gated(kernels: Kernels, x: Tensor, limit: float, grad: Tensor, slope:
     assert same_numbers(out, fused_ops.mask_grad(grad, bits, slope, inner))
 
 
-@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-def test_gates(kernels: Kernels, dtype: torch.dtype) -> None:
-    for size in (0, 1, 8, 1000, 7000):
+def test_gates(kernels: Kernels) -> None:
+    for size, dtype in itertools.product((0, 1, 8, 1000, 7000), ops.DTYPES):
         for case in cuda_cases.gates(size, dtype):
             assert_gated(kernels, *case)
 
